@@ -1,0 +1,49 @@
+# Two commands do everything on a machine with Python 3.11 or newer and make: `make up` and `make test`.
+PYTHON ?= python3
+UV_VERSION = 0.13.8
+BIN = .venv/bin
+DISTRIBUTIONS = shared services/learner services/syncer services/coordinator
+LINTED = $(DISTRIBUTIONS) tests bench examples
+
+.PHONY: setup up test test-all bench lint format requirements clean
+
+setup: .venv/ready
+
+# uv where there is one, else one of the environment's own; everything else by hash
+.venv/ready: requirements.txt $(DISTRIBUTIONS:%=%/pyproject.toml)
+	@if command -v uv >/dev/null; then uv venv -q --allow-existing --python $(PYTHON) .venv; \
+	else $(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check uv==$(UV_VERSION); fi
+	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --require-hashes -r requirements.txt
+	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-build-isolation --no-deps $(DISTRIBUTIONS:%=-e %)
+	@touch $@
+
+up: setup
+	@$(BIN)/diloco up $(ARGS)
+
+test: setup lint
+	$(BIN)/pytest -m "not slow"
+
+test-all: setup lint
+	$(BIN)/pytest
+
+lint: setup
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/ruff format --check $(LINTED)
+	$(BIN)/mypy $(LINTED)
+
+format: setup
+	$(BIN)/ruff check --fix $(LINTED)
+	$(BIN)/ruff format $(LINTED)
+
+bench: setup
+	$(BIN)/python bench/core.py
+	$(BIN)/python bench/transport.py
+	$(BIN)/python bench/whole_way.py
+
+requirements:
+	uv pip compile -q --universal --generate-hashes --python-version 3.11 --upgrade --custom-compile-command "make requirements" \
+	  --no-emit-package diloco --no-emit-package diloco-learner --no-emit-package diloco-syncer \
+	  --no-emit-package diloco-coordinator pyproject.toml --group dev -o requirements.txt
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,247 @@
+"""What is known of a run: built from pulses and log entries, given the time; answers as the status and as the report's series.
+
+Pure: no clock, no network, no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.core.fragments import FragmentMap
+from diloco.core.pace import Average
+from diloco.settings import RunSettings
+from diloco.wire.messages import Pulse, Record, ShardPulse
+
+GONE_S = 10.0
+MAX_POINTS = 2000
+STATUS_POINTS = 240
+RATE_WINDOW_S = 5.0
+
+
+@dataclass
+class _Learner:
+    pulse: Pulse
+    seen_s: float
+    points: list[tuple[float, int, int, float]] = field(default_factory=list)  # time, run's tokens, step, loss
+    activity: list[tuple[float, float, str]] = field(default_factory=list)  # from, to, state
+    rate: Average = field(default_factory=lambda: Average(0.3))
+    rate_mark: tuple[float, int] = (0.0, 0)
+
+
+class Monitor:
+    """The coordinator's picture of a run; ``now_s`` is always seconds since the run began."""
+
+    def __init__(self, name: str, settings: RunSettings, fragment_map: FragmentMap, nats_url: str) -> None:
+        self.name, self.settings, self.map, self.nats_url = name, settings, fragment_map, nats_url
+        self.learners: dict[str, _Learner] = {}
+        self.past: dict[str, dict[str, Any]] = {}  # what an earlier process of this run knew of its learners
+        self.merged: dict[str, dict[int, tuple[int, int]]] = {}  # by learner and fragment: versions and tokens
+        self.shards: dict[str, tuple[ShardPulse, float]] = {}
+        self.validation: list[tuple[float, int, float]] = []
+        self.merges: list[dict[str, Any]] = []
+        self.versions = [0] * len(fragment_map.fragments)
+        self.tokens = [0] * len(fragment_map.fragments)
+        self.owners = [""] * len(fragment_map.fragments)
+        self.closed: set[int] = set()
+        self._drawn: set[tuple[int, int]] = set()  # merges of an earlier process: (fragment, version)
+
+    # ---- what comes in
+
+    def hear(self, pulse: Pulse, now_s: float) -> None:
+        """Take in a learner's or an evaluator's pulse."""
+        if pulse.role == "evaluator":
+            if pulse.loss is not None and (not self.validation or self.validation[-1][2] != pulse.loss):
+                self.validation.append((now_s, self.tokens_merged(), pulse.loss))
+            return
+        known = self.learners.get(pulse.learner)
+        if known is None:
+            known = self.learners[pulse.learner] = _Learner(pulse, now_s, rate_mark=(now_s, pulse.tokens))
+            past = self.past.pop(pulse.learner, None)
+            if past is not None:
+                known.points = [(float(a), int(b), int(c), float(d)) for a, b, c, d in past["points"]]
+                known.activity = [(float(a), float(b), str(c)) for a, b, c in past["activity"]]
+        elif (pulse.incarnation, pulse.step, pulse.tokens) < (known.pulse.incarnation, known.pulse.step, known.pulse.tokens):
+            return
+        _extend(known.activity, now_s, _activity(pulse), known.seen_s)
+        fresh = pulse.step != known.pulse.step or pulse.incarnation != known.pulse.incarnation
+        known.pulse, known.seen_s = pulse, now_s
+        if fresh and pulse.loss is not None:
+            known.points.append((now_s, self.tokens_processed(), pulse.step, pulse.loss))
+            if len(known.points) > MAX_POINTS:
+                known.points = known.points[::2]
+        since_s, since_tokens = known.rate_mark
+        if now_s - since_s >= 1.0:
+            known.rate.add(max(0, pulse.tokens - since_tokens) / (now_s - since_s))
+            known.rate_mark = (now_s, pulse.tokens)
+
+    def hear_shard(self, pulse: ShardPulse, now_s: float) -> None:
+        """Take in a syncer's pulse."""
+        self.shards[pulse.syncer] = (pulse, now_s)
+
+    def entry(self, record: Record, now_s: float) -> None:
+        """Take in a log entry."""
+        index = record.fragment
+        self.owners[index] = record.syncer
+        if record.closing:
+            self.closed.add(index)
+        if record.entry != "version" or record.version <= self.versions[index]:
+            return
+        self.versions[index], self.tokens[index] = record.version, record.tokens_merged
+        for member in record.members:
+            versions, tokens = self.merged.setdefault(member.learner, {}).get(index, (0, 0))
+            self.merged[member.learner][index] = (versions + 1, tokens + member.tokens)
+        if (index, record.version) in self._drawn:
+            return
+        total = sum(member.weight for member in record.members)
+        self.merges.append(
+            {
+                "wall_s": round(now_s, 3),
+                "fragment": index,
+                "version": record.version,
+                "members": [
+                    [m.learner, m.weight / total if total else 0.0, record.version - 1 - m.base_version] for m in record.members
+                ],
+                "quorum_s": round(record.quorum_s, 4),
+                "duration_s": round(record.round_s, 4),
+            }
+        )
+
+    # ---- what follows from it
+
+    def tokens_processed(self) -> int:
+        past = sum(int(learner["tokens"]) for learner in self.past.values())
+        return past + sum(learner.pulse.tokens for learner in self.learners.values())
+
+    def tokens_merged(self) -> int:
+        """Mean over fragments, weighted by parameters."""
+        return self._mean(dict(enumerate(self.tokens)))
+
+    @property
+    def state(self) -> str:
+        if len(self.closed) == len(self.map.fragments):
+            return "finished"
+        if self.tokens_processed() >= self.settings.tokens:
+            return "closing"
+        return "training" if any(learner.pulse.step for learner in self.learners.values()) else "waiting"
+
+    def status(self, now_s: float) -> dict[str, Any]:
+        """The status as ``docs/report.md`` describes it."""
+        processed = self.tokens_processed()
+        rate = sum(x.rate.get() for x in self.learners.values() if now_s - x.seen_s < GONE_S)
+        left = max(0, self.settings.tokens - processed)
+        return {
+            "run": self.name,
+            "preset": self.settings.preset,
+            "state": self.state,
+            "wall_s": now_s,
+            "tokens_budget": self.settings.tokens,
+            "tokens_processed": processed,
+            "tokens_merged": self.tokens_merged(),
+            "parameters": self.map.parameters,
+            "versions": sum(self.versions),
+            "rounds": sum(pulse.rounds for pulse, _ in self.shards.values()),
+            "eta_s": left / rate if rate > 0 else None,
+            "nats_url": self.nats_url,
+            "learners": {name: self._learner(learner, now_s) for name, learner in sorted(self.learners.items())},
+            "shards": {name: _shard(pulse, now_s - seen_s) for name, (pulse, seen_s) in sorted(self.shards.items())},
+            "fragments": [
+                {"fragment": i, "version": self.versions[i], "tokens_merged": self.tokens[i], "owner": self.owners[i]}
+                for i in range(len(self.versions))
+            ],
+            "validation": [list(point) for point in _thin(self.validation, STATUS_POINTS)],
+            "loss": {
+                name: [[at, tokens, loss] for at, tokens, _, loss in _thin(learner.points, STATUS_POINTS)]
+                for name, learner in sorted(self.learners.items())
+            },
+        }
+
+    def series(self, now_s: float) -> dict[str, Any]:
+        """What the report is drawn from and the log does not hold."""
+        return {
+            "wall_s": now_s,
+            "rounds": sum(pulse.rounds for pulse, _ in self.shards.values()),
+            "learners": self.past
+            | {
+                name: {
+                    **self._learner(learner, now_s),
+                    "lost_tokens": self._mean(dict(enumerate(learner.pulse.lost_tokens))),
+                    "points": [list(point) for point in learner.points],
+                    "activity": [list(span) for span in learner.activity],
+                }
+                for name, learner in sorted(self.learners.items())
+            },
+            "shards": {name: _shard(pulse, now_s - seen_s) for name, (pulse, seen_s) in sorted(self.shards.items())},
+            "validation": [list(point) for point in self.validation],
+            "merges": self.merges,
+        }
+
+    def resume(self, series: Mapping[str, Any]) -> None:
+        """Go on from the series that an earlier process of this run wrote."""
+        self.validation = [(float(a), int(b), float(c)) for a, b, c in series["validation"]]
+        self.past = dict(series["learners"])
+        self.merges = list(series["merges"])
+        self._drawn = {(merge["fragment"], merge["version"]) for merge in self.merges}
+
+    def _learner(self, learner: _Learner, now_s: float) -> dict[str, Any]:
+        pulse, alive_s = learner.pulse, max(learner.pulse.busy_s + learner.pulse.blocked_s, 1e-9)
+        merged = self.merged.get(pulse.learner, {})
+        rounds_merged = sum(versions for versions, _ in merged.values())
+        gone = now_s - learner.seen_s > GONE_S and pulse.state != "finished"
+        return {
+            "state": "gone" if gone else _activity(pulse),
+            "step": pulse.step,
+            "tokens": pulse.tokens,
+            "tokens_merged": self._mean({index: tokens for index, (_, tokens) in merged.items()}),
+            "tokens_per_s": learner.rate.get(),
+            "loss": pulse.loss,
+            "step_s": pulse.step_s,
+            "busy_fraction": pulse.busy_s / alive_s,
+            "blocked_fraction": pulse.blocked_s / alive_s,
+            "bytes_up": pulse.bytes_up,
+            "bytes_down": pulse.bytes_down,
+            "rounds_merged": rounds_merged,
+            "rounds_missed": sum(self.versions) - rounds_merged,
+            "seen_s_ago": now_s - learner.seen_s,
+        }
+
+    def _mean(self, tokens: Mapping[int, int]) -> int:
+        weighted = sum(tokens.get(f.index, 0) * f.size for f in self.map.fragments)
+        return round(weighted / self.map.parameters)
+
+
+def _activity(pulse: Pulse) -> str:
+    return "sending" if pulse.sending and pulse.state == "stepping" else pulse.state
+
+
+def _extend(spans: list[tuple[float, float, str]], now_s: float, state: str, seen_s: float) -> None:
+    """Continue the last span, or begin one; silence longer than a few pulses is a gap."""
+    if spans and spans[-1][2] == state and now_s - seen_s < GONE_S:
+        spans[-1] = (spans[-1][0], now_s, state)
+    else:
+        spans.append((seen_s if spans and now_s - seen_s < GONE_S else now_s, now_s, state))
+
+
+def _shard(pulse: ShardPulse, ago_s: float) -> dict[str, Any]:
+    return {
+        "fragments": len(pulse.fragments),
+        "rounds": pulse.rounds,
+        "versions": pulse.versions,
+        "open": [
+            {"fragment": fragment, "answers": answers, "quorum": quorum, "waited_s": waited_s}
+            for fragment, answers, quorum, waited_s in pulse.open
+        ],
+        "refused": pulse.refused,
+        "bytes_in": pulse.bytes_down,
+        "bytes_out": pulse.bytes_up,
+        "seen_s_ago": ago_s,
+    }
+
+
+def _thin(points: list[Any], limit: int) -> list[Any]:
+    """At most about ``limit`` of the points, evenly, with the last one."""
+    if len(points) <= limit:
+        return points
+    step = -(-len(points) // limit)
+    return [*points[:-1][::step], points[-1]]

@@ -1,0 +1,5 @@
+"""``python -m diloco_learner``."""
+
+from diloco_learner.service import main
+
+main()

@@ -1,0 +1,80 @@
+"""The evaluator: follows the log like a learner, contributes nothing, and says how good the global model is."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from diloco.member import Boundary, Member
+from diloco.ngram import ngram_losses
+from diloco.observe import Logger
+from diloco.settings import RunSettings
+from diloco_learner.island import Island
+from diloco_learner.task import GptTask
+
+EVERY_S = 8.0
+IDLE_S = 0.5
+NGRAMS = {1: "unigram", 2: "bigram", 3: "3-gram", 4: "4-gram"}
+SAMPLE_TOKENS = 400
+
+
+class Evaluator:
+    """Evaluates the global model every so often, at the very start and at the very end."""
+
+    def __init__(
+        self,
+        island: Island,
+        member: Member,
+        settings: RunSettings,
+        state_dir: Path,
+        log: Logger,
+        *,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self.island, self.member, self.settings, self.log, self.stopping = island, member, settings, log, stopping
+        self.file = state_dir / "evaluation.json"
+
+    def run(self) -> None:
+        """Evaluate until the run is over or this process is asked to end."""
+        evaluated_s, changed = -EVERY_S, True
+        losses: list[float] = []
+        while not self.stopping():
+            boundary = self.member.boundary(None)
+            changed |= self._apply(boundary)
+            now_s = time.monotonic()
+            if boundary.finished or (changed and now_s - evaluated_s >= EVERY_S):
+                evaluated_s, changed = now_s, False
+                losses.append(self.island.evaluate())
+                self.member.report_loss(losses[-1])
+                self.log.info("evaluated", val_loss=round(losses[-1], 4), finished=boundary.finished)
+            if boundary.finished:
+                self._save(losses)
+                return
+            self.member.wait(IDLE_S)
+
+    def _baselines(self) -> dict[str, float]:
+        """Validation losses of n-gram models of the same text, to say what a loss is worth."""
+        if not isinstance(self.island.task, GptTask):
+            return {}
+        corpus = self.island.task.corpus
+        losses = ngram_losses(corpus.training_text(), corpus.held_out_text(), tuple(NGRAMS))
+        return {NGRAMS[order]: loss for order, loss in losses.items()}
+
+    def _apply(self, boundary: Boundary) -> bool:
+        for fragment, applied in boundary.applies:
+            self.island.write(self.member.map.fragments[fragment], applied.theta, None)
+        return bool(boundary.applies)
+
+    def _save(self, losses: list[float]) -> None:
+        """What the report wants to know of the models of the log: the first seen, and the last."""
+        result = {
+            "val_loss_initial": losses[0],
+            "val_loss": losses[-1],
+            "baselines": self._baselines(),
+            "sample": self.island.sample(self.settings.seed, SAMPLE_TOKENS),
+        }
+        draft = self.file.with_suffix(".draft")
+        draft.write_text(json.dumps(result))
+        draft.replace(self.file)

@@ -1,0 +1,239 @@
+"""An island of accelerators that trains one copy of the model: its parameters, its optimizer state, its one jitted step.
+
+The trainer's thread calls everything here, save :meth:`Reading.to_host`, which is made for another thread. Nothing waits
+for the device but what says so. Parameters and optimizer state are donated to the step; a fragment that is to be read is
+therefore first copied on the device, which the device does between two steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core.fragments import Fragment, FragmentMap, Piece
+from diloco.errors import RunError, SettingsError
+from diloco.settings import RunSettings
+from diloco_learner.inner import optimizer
+from diloco_learner.task import Task
+
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """A step that was dispatched: scalars that the device may still be working on."""
+
+    loss: jax.Array  # float32, nats a token
+    grad_norm: jax.Array  # float32, before clipping
+    finite: jax.Array  # bool: the step was taken
+
+    def wait(self) -> float:
+        """Wait for the step to end; its loss, or NaN where loss or gradients were not finite and no step was taken."""
+        return float(self.loss) if bool(self.finite) else math.nan
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A fragment's values as of when it was read, still on the device."""
+
+    fragment: Fragment
+    pieces: tuple[jax.Array, ...]
+
+    def to_host(self, out: Vector | None = None) -> Vector:
+        """Wait for the values and copy them to the host, as one vector (``out`` if given). Callable from any thread."""
+        vector = np.empty(self.fragment.size, np.float32) if out is None else out
+        for piece, values in zip(self.fragment.pieces, self.pieces, strict=True):
+            vector[piece.offset : piece.offset + piece.size] = np.asarray(values).reshape(-1)
+        return vector
+
+
+class Island:
+    """Parameters begin as ``task.init`` makes them from the run's seed; the optimizer state comes with the first step.
+
+    Raises:
+        SettingsError: a parameter is not a float32 array, or there are none.
+    """
+
+    def __init__(self, task: Task, settings: RunSettings) -> None:
+        self.task = task
+        params = task.init(jax.random.key(settings.seed))
+        keyed, self._structure = jax.tree_util.tree_flatten_with_path(params)
+        self._paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in keyed]
+        self._index = {path: i for i, path in enumerate(self._paths)}
+        # copies: what the task gave stays the task's, and is never donated
+        self._leaves = [_parameter(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
+        if not self._leaves:
+            raise SettingsError(f"task {settings.task.name!r}: the model has no parameters")
+        self._optimizer = optimizer(settings.inner)
+        self._optimizer_state: Any = None
+        self._step = jax.jit(self._take_step, donate_argnums=(0, 1))
+        self._loss = jax.jit(lambda leaves, batch: task.loss(self._tree(leaves), batch))
+
+    def tensors(self) -> list[tuple[str, tuple[int, ...], bool]]:
+        """Path, shape and whether it is embedding-like, of every tensor."""
+        pairs = zip(self._paths, self._leaves, strict=True)
+        return [(path, tuple(leaf.shape), self.task.is_embedding(path)) for path, leaf in pairs]
+
+    def params(self) -> Any:
+        """The parameters as the task's pytree; valid until the next step or write."""
+        return self._tree(self._leaves)
+
+    def prepare(self, fragment_map: FragmentMap, batch: Any | None) -> None:
+        """Compile all that :meth:`step` (with a batch), :meth:`read` and :meth:`write` need; values stay as they are."""
+        for fragment in fragment_map.fragments:
+            theta = self.read(fragment).to_host()
+            self.write(fragment, theta, (theta, 0.0), 0.0)
+            self.write(fragment, theta, None, 0.0)
+        if batch is not None:
+            copies = [jnp.copy(leaf) for leaf in self._leaves]
+            *_, output = self._step(copies, self._optimizer.init(copies), batch, np.float32(0))
+            StepOutput(*output).wait()
+
+    def step(self, batch: Any, learning_rate: float) -> StepOutput:
+        """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says."""
+        self._leaves, self._optimizer_state, output = self._step(
+            self._leaves, self._current_optimizer_state(), batch, np.float32(learning_rate)
+        )
+        return StepOutput(*output)
+
+    def read(self, fragment: Fragment) -> Reading:
+        """Queue a copy of a fragment on the device, as of the steps and writes so far."""
+        return Reading(fragment, tuple(_copy_rows(self._tensor(p), _start(p), rows=_rows(p)) for p in fragment.pieces))
+
+    def write(self, fragment: Fragment, theta: Vector, keep: tuple[Vector, float] | None = None, alpha: float = 0.0) -> None:
+        """Queue ``alpha * value + (1 - alpha) * (theta + factor * (value - reference))`` for ``keep = (reference, factor)``.
+
+        ``alpha`` is the mixing of Decoupled DiLoCo (arXiv 2604.21428) on receipt. Without ``keep`` and ``alpha`` the value
+        becomes ``theta`` whatever it was, NaN too. The vectors must not change until the next step has ended.
+        """
+        for piece in fragment.pieces:
+            values = _part(theta, piece)
+            if keep is None and alpha == 0:
+                written = _overwrite_rows(self._tensor(piece), values, _start(piece))
+            else:
+                reference, factor = (theta, 0.0) if keep is None else keep
+                written = _mix_rows(
+                    self._tensor(piece), values, _part(reference, piece), np.float32(factor), np.float32(alpha), _start(piece)
+                )
+            self._leaves[self._index[piece.path]] = written
+
+    def evaluate(self) -> float:
+        """Mean loss over the task's validation batches, in nats a token."""
+        losses = [self._loss(self._leaves, batch) for batch in self.task.validation()]
+        return float(np.mean([float(loss) for loss in losses]))
+
+    def sample(self, seed: int, count: int) -> str | None:
+        """Text of ``count`` characters from the model, or None if the task cannot draw any."""
+        draw = getattr(self.task, "sample", None)
+        return None if draw is None else str(draw(self.params(), jax.random.key(seed), count))
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Parameters (``params/...``) and optimizer state (``optimizer/...``) by name, copied to the host."""
+        return {name: np.array(leaf) for name, leaf in self._named_state().items()}
+
+    def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Take over what :meth:`state` gave.
+
+        Raises:
+            RunError: an array is missing, not known, or of another shape or type; nothing has changed.
+        """
+        own = self._named_state()
+        for name in sorted(own.keys() | state.keys()):
+            if name not in state or name not in own:
+                raise RunError(f"checkpoint: array {name!r} is {'missing' if name in own else 'not of this model'}")
+            if state[name].shape != own[name].shape or state[name].dtype != own[name].dtype:
+                raise RunError(
+                    f"checkpoint: array {name!r} has shape {state[name].shape} of {state[name].dtype}, this model's has "
+                    f"{tuple(own[name].shape)} of {own[name].dtype}"
+                )
+        self._leaves = [jnp.array(state[f"params/{path}"]) for path in self._paths]
+        keyed, structure = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
+        self._optimizer_state = jax.tree.unflatten(structure, [jnp.array(state[_optimizer_name(path)]) for path, _ in keyed])
+
+    def reset_optimizer(self) -> None:
+        """Forget the optimizer state: the next step begins with a fresh one."""
+        self._optimizer_state = None
+
+    def _take_step(self, leaves: list[jax.Array], state: Any, batch: Any, learning_rate: jax.Array) -> Any:
+        loss, gradients = jax.value_and_grad(lambda values: self.task.loss(self._tree(values), batch))(leaves)
+        norm = jnp.sqrt(sum(jnp.vdot(gradient, gradient) for gradient in gradients))
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        updates, new_state = self._optimizer.update(gradients, state, leaves)
+        new_leaves = [leaf - learning_rate * update for leaf, update in zip(leaves, updates, strict=True)]
+
+        def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(finite, new, old)
+
+        return jax.tree.map(chosen, new_leaves, leaves), jax.tree.map(chosen, new_state, state), (loss, norm, finite)
+
+    def _named_state(self) -> dict[str, jax.Array]:
+        keyed, _ = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
+        params = {f"params/{path}": leaf for path, leaf in zip(self._paths, self._leaves, strict=True)}
+        return params | {_optimizer_name(path): leaf for path, leaf in keyed}
+
+    def _current_optimizer_state(self) -> Any:
+        if self._optimizer_state is None:
+            self._optimizer_state = self._optimizer.init(self._leaves)
+        return self._optimizer_state
+
+    def _tree(self, leaves: Sequence[jax.Array]) -> Any:
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def _tensor(self, piece: Piece) -> jax.Array:
+        return self._leaves[self._index[piece.path]]
+
+
+def _parameter(path: str, leaf: Any) -> jax.Array:
+    if getattr(leaf, "dtype", None) != jnp.float32:
+        raise SettingsError(
+            f"task: parameter {path!r} is {getattr(leaf, 'dtype', type(leaf).__name__)}, expected float32; keep parameters in "
+            "float32 and cast them in the loss"
+        )
+    return jnp.array(leaf, copy=True)
+
+
+def _optimizer_name(path: Any) -> str:
+    return "optimizer/" + jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _start(piece: Piece) -> np.int32:
+    return np.int32(piece.row_start)
+
+
+def _rows(piece: Piece) -> int | None:
+    return piece.row_stop - piece.row_start if piece.shape else None
+
+
+def _part(vector: Vector, piece: Piece) -> Vector:
+    return vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
+
+
+# One compilation for each pair of shapes of tensor and piece: where the piece begins is traced.
+
+
+def _copy(tensor: jax.Array, start: jax.Array, *, rows: int | None) -> jax.Array:
+    # the copy keeps jit from handing the tensor itself back, which the next step would take away
+    return jnp.copy(tensor) if rows is None else jnp.copy(jax.lax.dynamic_slice_in_dim(tensor, start, rows))
+
+
+def _put(tensor: jax.Array, values: jax.Array, start: jax.Array) -> jax.Array:
+    return values if tensor.ndim == 0 else jax.lax.dynamic_update_slice_in_dim(tensor, values, start, 0)
+
+
+def _mix(
+    tensor: jax.Array, theta: jax.Array, reference: jax.Array, factor: jax.Array, alpha: jax.Array, start: jax.Array
+) -> jax.Array:
+    value = tensor if tensor.ndim == 0 else jax.lax.dynamic_slice_in_dim(tensor, start, theta.shape[0])
+    return _put(tensor, alpha * value + (1 - alpha) * (theta + factor * (value - reference)), start)
+
+
+_copy_rows = jax.jit(_copy, static_argnames=("rows",))
+_overwrite_rows = jax.jit(_put, donate_argnums=0)
+_mix_rows = jax.jit(_mix, donate_argnums=0)

@@ -1,0 +1,169 @@
+"""``diloco-learner``: one island as a process, or (role ``evaluator``) one that only watches the global model.
+
+Two threads: JAX steps in the main one, everything that talks to NATS in the other, which runs the asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from diloco import membership, observe, service
+from diloco.core.fragments import TensorSpec, build_map
+from diloco.errors import SettingsError
+from diloco.member import Member
+from diloco.membership import Run
+from diloco.nats.connection import Link
+from diloco.observe import Logger
+from diloco.settings import LearnerSettings
+from diloco_learner import checkpoint
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An asyncio loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="member", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], stopping: Callable[[], bool]) -> T:
+        """Run ``work`` in the loop and wait for it; KeyboardInterrupt if this process is asked to end meanwhile."""
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
+        while True:
+            try:
+                return future.result(timeout=0.2)
+            except TimeoutError:
+                if future.done():
+                    raise
+                if stopping():
+                    future.cancel()
+                    raise KeyboardInterrupt from None
+
+    def close(self) -> None:
+        """Cancel what is left, and end the thread."""
+
+        async def cancel() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(cancel(), self.loop).result(5)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5)
+        self.loop.close()
+
+
+async def _find(settings: LearnerSettings, log: Logger) -> tuple[Link, Run]:
+    link = await service.connect(settings, log)
+    return link, await membership.find(link, settings.run, log)
+
+
+async def _member(link: Link, run: Run, island: Any, settings: LearnerSettings, log: Logger) -> Member:
+    fragments = build_map(
+        [TensorSpec(*tensor) for tensor in island.tensors()], run.settings.fragments.count, run.settings.fragments.strategy
+    )
+    return Member(link, run, fragments, settings, log)
+
+
+@contextmanager
+def _compiling(cache_dir: Path) -> Iterator[None]:
+    """One process of this machine compiles at a time: the next ones find what it compiled in the cache."""
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with (cache_dir / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # let go of when the file is closed, or the process dies
+        yield
+
+
+def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
+    """Join the run and train, or evaluate, until it is over or this process is asked to end."""
+    # JAX takes seconds to import: not before the settings are known to be good
+    import jax
+
+    from diloco_learner.evaluator import Evaluator
+    from diloco_learner.island import Island
+    from diloco_learner.task import load_task
+    from diloco_learner.trainer import Trainer
+
+    update: Callable[[str, Any], None] = jax.config.update
+    update("jax_compilation_cache_dir", str(settings.cache_dir))
+    update("jax_persistent_cache_min_compile_time_secs", 0.02)
+    update("jax_persistent_cache_min_entry_size_bytes", -1)
+    log = observe.get_logger()
+    thread = LoopThread()
+    link: Link | None = None
+    member: Member | None = None
+    try:
+        link, run = thread.run(_find(settings, log), stopping)
+        if settings.role == "learner" and settings.share >= run.settings.learners:
+            raise SettingsError(f"share = {settings.share}: run {run.name!r} has shares 0 to {run.settings.learners - 1}")
+        task = load_task(run.settings.task, settings.data)
+        island = Island(task, run.settings)
+        log.info("island_ready", devices=jax.device_count(), platform=jax.default_backend())
+        started_s = time.monotonic()
+        first = next(task.batches(settings.share, run.settings.learners, run.settings.seed, 0))
+        member = thread.run(_member(link, run, island, settings, log), stopping)
+        with _compiling(settings.cache_dir):
+            island.prepare(member.map, first if settings.role == "learner" else None)
+        log.info("compiled", compile_s=round(time.monotonic() - started_s, 1))
+        thread.run(member.join(lambda: [island.read(fragment).to_host() for fragment in member.map.fragments]), stopping)
+        if settings.role == "evaluator":
+            Evaluator(island, member, run.settings, settings.state_dir, log, stopping=stopping).run()
+            return
+        if not checkpoint.restore(settings.state_dir, settings.name, run.identity, island, member, log):
+            member.step = member.tokens // task.tokens_per_batch  # never behind what the log holds of this learner
+        batches = task.batches(settings.share, run.settings.learners, run.settings.seed, member.step)
+        trainer = Trainer(
+            island,
+            member,
+            batches,
+            run.settings,
+            log,
+            tokens_per_batch=task.tokens_per_batch,
+            slow=settings.slow,
+            stopping=stopping,
+        )
+        if not trainer.run():
+            checkpoint.save(settings.state_dir, settings.name, run.identity, island, member, log)
+    finally:
+        if member is not None:
+            thread.run(member.close(), lambda: False)
+        if link is not None:
+            thread.run(link.close(), lambda: False)
+        thread.close()
+
+
+def _main() -> int:
+    settings = service.parse_settings(LearnerSettings, "diloco-learner")
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    work(settings, stop.is_set)
+    observe.get_logger().info("stopped", asked=stop.is_set())
+    return 0
+
+
+def main() -> None:
+    """Console script."""
+    sys.exit(observe.run_main(_main, "diloco-learner"))
+
+
+if __name__ == "__main__":
+    main()

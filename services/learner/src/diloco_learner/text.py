@@ -1,0 +1,201 @@
+"""Text as bytes: which files, which of them are held out, whose share is what, and windows in a reproducible order.
+
+A folder's files are sorted by path and every 20th is held out; a single file, or a folder of fewer, holds out its last 5 %.
+Learner i of M trains on the files i, i + M, i + 2M, ...; with fewer files than learners, on the i-th of M equal parts of all
+text. Paths relative to the folder decide, so a copy elsewhere gives the same shares.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.errors import DataError, SettingsError
+
+Bytes = NDArray[np.uint8]
+
+HELD_OUT_EVERY = 20
+PROBE_BYTES = 8192  # a file with a zero byte in its first few is not text
+# folders of the standard library that are somebody else's code or tests of it
+LIBRARY_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files to train on and to validate on, and how many bytes at the end of the last are held out where no file is.
+
+    Texts are read when they are asked for, and are then held in memory whole.
+    """
+
+    source: str
+    training: tuple[Path, ...]
+    held_out: tuple[Path, ...]
+    training_bytes: int
+    held_out_bytes: int
+
+    def training_text(self) -> Bytes:
+        """All bytes that the learners train on together."""
+        return _read(self.training)[: self.training_bytes]
+
+    def held_out_text(self) -> Bytes:
+        """All bytes that nobody trains on."""
+        return _read(self.held_out) if self.held_out else _read(self.training)[self.training_bytes :]
+
+    def share(self, index: int, shares: int) -> Bytes:
+        """The bytes that learner ``index`` of ``shares`` trains on.
+
+        Raises:
+            SettingsError: there is no such share.
+            DataError: a file cannot be read.
+        """
+        if not 0 <= index < shares:
+            raise SettingsError(f"share {index}: the run's data has {shares} shares, counted from 0")
+        if self.held_out and len(self.training) >= shares:
+            return _read(self.training[index::shares])
+        text = self.training_text()
+        return text[text.size * index // shares : text.size * (index + 1) // shares]
+
+    def describe(self) -> dict[str, int | str]:
+        """For logs and reports: where the text is from, files and bytes to train on and held out."""
+        return {
+            "source": self.source,
+            "training_files": len(self.training),
+            "training_bytes": self.training_bytes,
+            "held_out_files": len(self.held_out),
+            "held_out_bytes": self.held_out_bytes,
+        }
+
+
+def load_corpus(data: str | None) -> Corpus:
+    """The corpus of a file, a folder, or (None) the sources of this Python's standard library.
+
+    Hidden files and folders, and files that are not text, are left out.
+
+    Raises:
+        DataError: missing, unreadable, or nothing in it.
+    """
+    root = Path(sysconfig.get_path("stdlib") if data is None else data)
+    try:
+        if not root.exists():
+            raise DataError(f"{root}: there is no such file or folder")
+        files = [root] if root.is_file() else list(_walk(root, library=data is None))
+        sized = [(path, path.stat().st_size) for path in files if _is_text(path)]
+    except OSError as error:
+        raise _unreadable(error, root) from None
+    sized = [(path, size) for path, size in sized if size]
+    if not sized:
+        what = "is empty or not text" if root.is_file() else f"holds no text: {len(files)} files, all empty or not text"
+        raise DataError(f"{root}: {what}; give --data a text file or a folder of them")
+    source = "Python standard library" if data is None else str(root)
+    if len(sized) < HELD_OUT_EVERY:
+        total = sum(size for _, size in sized)
+        kept = total - total // HELD_OUT_EVERY
+        return Corpus(source, tuple(path for path, _ in sized), (), kept, total - kept)
+    held_out = sized[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    training = [item for i, item in enumerate(sized) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
+    return Corpus(
+        source,
+        tuple(path for path, _ in training),
+        tuple(path for path, _ in held_out),
+        sum(size for _, size in training),
+        sum(size for _, size in held_out),
+    )
+
+
+class Windows:
+    """Batches of windows of ``context + 1`` bytes of a text, each epoch in an order of its own.
+
+    Window starts are ``context`` apart, so that every byte is predicted once an epoch; an epoch's first start is drawn too,
+    so that windows are cut differently each time.
+    """
+
+    def __init__(self, text: Bytes, context: int, batch: int, *, seed: int, share: int, what: str) -> None:
+        needed = context * (batch + 1) + 1
+        if text.size < needed:
+            raise DataError(
+                f"{what}: {text.size} bytes of text, one batch of {batch} windows of {context} bytes takes at least {needed}; "
+                "give more text, or a smaller task.batch or task.context"
+            )
+        self.text, self.context, self.batch, self.seed = text, context, batch, (seed, share)
+        # one window less than fits without the random start
+        self.batches_per_epoch = ((text.size - 1) // context - 1) // batch
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        """The ``index``-th batch, [batch, context + 1]: always the same for the same text, seed and share."""
+        epoch, at = divmod(index, self.batches_per_epoch)
+        starts = self._starts(epoch)[at * self.batch : (at + 1) * self.batch]
+        return self._cut(starts)
+
+    def iterate(self, start: int) -> Iterator[NDArray[np.int32]]:
+        """Batches ``start``, ``start + 1``, ... without end."""
+        epoch, at = divmod(start, self.batches_per_epoch)
+        while True:
+            starts = self._starts(epoch)
+            for i in range(at, self.batches_per_epoch):
+                yield self._cut(starts[i * self.batch : (i + 1) * self.batch])
+            epoch, at = epoch + 1, 0
+
+    def _starts(self, epoch: int) -> NDArray[np.int64]:
+        random = np.random.default_rng((*self.seed, epoch))
+        windows = (self.text.size - 1) // self.context - 1
+        return random.integers(self.context) + self.context * random.permutation(windows)
+
+    def _cut(self, starts: NDArray[np.int64]) -> NDArray[np.int32]:
+        return _windows(self.text, starts, self.context)
+
+
+def validation_batches(text: Bytes, context: int, batch: int, most: int, source: str) -> list[NDArray[np.int32]]:
+    """At most ``most`` batches [batch, context + 1], their windows evenly spread over a held-out text.
+
+    Raises:
+        DataError: the text is too short for one batch.
+    """
+    windows = (text.size - 1) // context
+    if windows < batch:
+        raise DataError(
+            f"{source}: {max(text.size, 0)} bytes are held out for validation, one batch of {batch} windows of {context} bytes "
+            f"takes {batch * context + 1}; give more text, or a smaller task.batch or task.context"
+        )
+    count = min(most, windows // batch) * batch
+    starts = context * (np.arange(count) * windows // count)
+    return list(_windows(text, starts, context).reshape(-1, batch, context + 1))
+
+
+def _windows(text: Bytes, starts: NDArray[np.int64], context: int) -> NDArray[np.int32]:
+    cut: Bytes = text[starts[:, None] + np.arange(context + 1)]
+    return cut.astype(np.int32)
+
+
+def _walk(root: Path, *, library: bool) -> Iterator[Path]:
+    """Files below ``root`` in the order of their relative paths."""
+    found = []
+    for folder, folders, names in os.walk(root, onerror=_raise):
+        folders[:] = [name for name in folders if not name.startswith(".") and not (library and name in LIBRARY_SKIPPED)]
+        found += [Path(folder, name) for name in names if not name.startswith(".") and (not library or name.endswith(".py"))]
+    yield from sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(PROBE_BYTES)
+
+
+def _read(paths: tuple[Path, ...]) -> Bytes:
+    try:
+        return np.concatenate([np.fromfile(path, np.uint8) for path in paths])
+    except OSError as error:
+        raise _unreadable(error, paths[0]) from None
+
+
+def _unreadable(error: OSError, path: Path) -> DataError:
+    return DataError(f"{error.filename or path}: cannot be read: {error.strerror}")

@@ -1,0 +1,55 @@
+"""Bodies as they travel: one zstd frame each, sizes bounded before anything is allocated."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import zstandard
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from diloco.errors import FormatError
+
+Raw = NDArray[np.uint8]
+_local = threading.local()  # zstd contexts must not be shared between threads
+
+
+def pack(body: Raw, level: int) -> bytes:
+    """One zstd frame with its content's size in the header."""
+    compressors: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
+    if level not in compressors:
+        compressors[level] = zstandard.ZstdCompressor(level=level)
+    return compressors[level].compress(body.data)
+
+
+def packed_limit(raw_bytes: int) -> int:
+    """Most bytes that a zstd frame of so much content needs (ZSTD_COMPRESSBOUND, rounded up)."""
+    return raw_bytes + (raw_bytes >> 8) + 1024
+
+
+def unpack(data: bytes | memoryview, expected_bytes: int) -> Raw:
+    """The content of a zstd frame that must hold exactly ``expected_bytes``.
+
+    Raises:
+        FormatError: it states or holds another size, is damaged, or is followed by something.
+    """
+    try:
+        parameters = zstandard.get_frame_parameters(data)
+        if parameters.content_size != expected_bytes or parameters.dict_id:
+            raise FormatError(f"zstd frame states {parameters.content_size} bytes of content, expected {expected_bytes}")
+        decompressor = _local.__dict__.get("decompressor")
+        if decompressor is None:
+            decompressor = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+        content = np.empty(expected_bytes, np.uint8)
+        with decompressor.stream_reader(data, read_across_frames=True) as reader:
+            if reader.readinto(content) != expected_bytes or reader.read(1):
+                raise FormatError(f"zstd frame does not hold exactly {expected_bytes} bytes")
+    except zstandard.ZstdError as error:
+        raise FormatError(f"zstd frame is damaged: {error}") from None
+    return content
+
+
+def content_hash(body: Raw) -> bytes:
+    """BLAKE3 (32 bytes) over the uncompressed bytes."""
+    return blake3(body.data).digest()

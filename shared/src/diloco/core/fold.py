@@ -1,0 +1,94 @@
+"""A fragment's parameters and momentum as a fold of its log.
+
+Everybody (syncers, learners, standbys, verifiers) folds the same entries with the same kernels and arrives at the same
+bits, which the hash in each entry proves. A body must have passed :func:`diloco.core.quantise.validate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core import outer, quantise
+from diloco.core.chain import Chain
+from diloco.errors import HashError
+from diloco.wire.messages import Keyframe, Record
+
+
+@dataclass
+class Replica:
+    """One fragment as of its log's checked head: float32 vectors of the fragment's size."""
+
+    chain: Chain
+    theta: NDArray[np.float32]
+    momentum: NDArray[np.float32]
+
+    def fold(
+        self, record: Record, check: bytes, sequence: int, body: NDArray[np.uint8] | None, *, in_place: bool = True
+    ) -> None:
+        """Check that the entry follows, and fold it.
+
+        With ``in_place=False`` ``theta`` becomes a new array and whoever holds the old one keeps the version before.
+
+        Raises:
+            ChainError: the entry does not follow; nothing has changed.
+            HashError: the result is not what the entry states; the replica is spoilt and must be loaded again.
+        """
+        self.chain.check(record)
+        if body is not None:
+            theta = self.theta if in_place else np.empty_like(self.theta)
+            state_hash = outer.fold(
+                self.theta,
+                self.momentum,
+                body,
+                record.bits,
+                record.learning_rate,
+                record.momentum,
+                theta_out=None if in_place else theta,
+            )
+            self.theta = theta
+        else:
+            state_hash = self.chain.state_hash
+        if state_hash != record.state_hash:
+            raise HashError(
+                f"fragment {record.fragment}, version {record.version}: folding gives state {state_hash.hex()[:16]}, the "
+                f"entry states {record.state_hash.hex()[:16]}"
+            )
+        self.chain.advance(record, check, sequence)
+
+
+def keyframe_body(replica: Replica, residual: NDArray[np.float32] | None) -> NDArray[np.uint8]:
+    """Theta, momentum and residual (zeros if None) as the raw bytes of a keyframe's body."""
+    n = replica.theta.size
+    body = np.zeros(3 * n, np.dtype("<f4"))
+    body[:n], body[n : 2 * n] = replica.theta, replica.momentum
+    if residual is not None:
+        body[2 * n :] = residual
+    return body.view(np.uint8)
+
+
+def keyframe_bytes(size: int) -> int:
+    """Raw bytes of a keyframe's body for a fragment of ``size`` parameters."""
+    return 12 * size
+
+
+def load_keyframe(keyframe: Keyframe, chain: Chain, raw: NDArray[np.uint8]) -> tuple[Replica, NDArray[np.float32]]:
+    """The replica that a keyframe describes, and the residual.
+
+    Raises:
+        HashError: parameters and momentum are not what the keyframe states.
+        NonFiniteError: the residual holds NaN or infinity.
+    """
+    values = raw.view(np.dtype("<f4")).astype(np.float32, copy=False)
+    n = values.size // 3
+    theta, momentum, residual = values[:n].copy(), values[n : 2 * n].copy(), values[2 * n :].copy()
+    state_hash = outer.state_hash(theta, momentum)
+    if state_hash != keyframe.state_hash:
+        raise HashError(
+            f"fragment {keyframe.fragment}, keyframe of version {keyframe.version}: its content has state "
+            f"{state_hash.hex()[:16]}, it states {keyframe.state_hash.hex()[:16]}"
+        )
+    quantise.validate(residual.view(np.uint8), n, 32)
+    return Replica(chain, theta, momentum), residual

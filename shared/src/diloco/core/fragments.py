@@ -1,0 +1,274 @@
+"""Cutting a model into fragments, alike in every service.
+
+A *tensor* is named by its path. A *piece* is a tensor or a range of its rows (first axis). A *fragment* is a list of pieces
+and, on a host, one flat float32 vector: the pieces' values one after another in C order. Fragments are disjoint and cover
+the model.
+
+Balanced fragmentation (Decoupled DiLoCo, arXiv 2604.21428; algorithm.md section 4): largest piece first into the currently
+smallest of P bins, ties by path, first row, then bin index. Tensors larger than a fragment's even share are split by rows
+first, since a scan-stacked model has few, huge tensors. Embedding-like tensors get fragments of their own, as many as is
+their share of the parameters, because they are merged differently. ``strided`` deals tensors in path order, ``layer`` deals
+whole layers; both are the paper's alternatives, with rougher traffic.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from diloco.errors import AdmissionError, FormatError, SettingsError
+
+MAX_TENSORS = 100_000
+MAX_DIMENSIONS = 16
+MAX_PATH_CHARACTERS = 512
+MAX_PARAMETERS = 2**44
+
+Strategy = Literal["balanced", "strided", "layer"]
+_Path = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]
+_Shape = Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=MAX_PARAMETERS)]], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+_MAP_DECODER = msgspec.msgpack.Decoder(
+    tuple[
+        Annotated[list[tuple[_Path, _Shape, bool]], msgspec.Meta(max_length=MAX_TENSORS)],
+        Annotated[int, msgspec.Meta(ge=1, le=4096)],
+        Strategy,
+    ]
+)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of the model: path, shape, and whether it is embedding-like (merged by direct average)."""
+
+    path: str
+    shape: tuple[int, ...]
+    embedding: bool = False
+
+    @property
+    def size(self) -> int:
+        """Parameters in the tensor."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows ``row_start`` to ``row_stop`` of a tensor, at ``offset`` in its fragment's vector. A scalar has one row."""
+
+    path: str
+    row_start: int
+    row_stop: int
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Parameters in the piece."""
+        return math.prod(self.shape)
+
+    def row_segments(self) -> int:
+        """Number of vectors along the last axis; a vector or scalar is one."""
+        return max(1, self.size // self.shape[-1]) if len(self.shape) > 1 else 1
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """One unit of synchronisation."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+    embedding: bool
+
+    @cached_property
+    def size(self) -> int:
+        """Parameters in the fragment: the length of its vector."""
+        return sum(piece.size for piece in self.pieces)
+
+    def segments(self, granularity: Literal["row", "tensor"]) -> NDArray[np.int64]:
+        """Boundaries ``[0, ..., size]`` of the norm groups of radial-directional averaging.
+
+        ``tensor``: one group a piece; ``row``: one a vector along the last axis, which is one output unit where weights
+        are stored (out, in).
+        """
+        bounds = [np.zeros(1, np.int64)]
+        for piece in self.pieces:
+            groups = piece.row_segments() if granularity == "row" else 1
+            bounds.append(piece.offset + piece.size // groups * np.arange(1, groups + 1, dtype=np.int64))
+        return np.concatenate(bounds)
+
+    def gather(self, tensors: Mapping[str, NDArray[np.float32]], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """Copy the fragment's values out of ``tensors`` into one vector."""
+        vector = np.empty(self.size, np.float32) if out is None else out
+        for piece in self.pieces:
+            rows = np.asarray(tensors[piece.path], np.float32)
+            rows = rows[piece.row_start : piece.row_stop] if rows.ndim else rows
+            vector[piece.offset : piece.offset + piece.size] = rows.reshape(-1)
+        return vector
+
+    def scatter(self, vector: NDArray[np.float32], tensors: Mapping[str, NDArray[np.float32]]) -> None:
+        """Copy the vector's values into ``tensors``, in place."""
+        for piece in self.pieces:
+            values = vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
+            if piece.shape:
+                tensors[piece.path][piece.row_start : piece.row_stop] = values
+            else:
+                tensors[piece.path][...] = values
+
+
+@dataclass(frozen=True)
+class FragmentMap:
+    """All tensors of a model and the fragments they are cut into."""
+
+    tensors: tuple[TensorSpec, ...]
+    fragments: tuple[Fragment, ...]
+    strategy: Strategy
+
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters in the model."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """BLAKE3 (32 bytes) of tensors and pieces: equal maps, equal digest."""
+        return blake3(self.pack()).digest()
+
+    def pack(self) -> bytes:
+        """The tensors, fragment count and strategy as msgpack; the pieces follow from them."""
+        tensors = [[tensor.path, list(tensor.shape), tensor.embedding] for tensor in self.tensors]
+        return msgspec.msgpack.encode([tensors, len(self.fragments), self.strategy])
+
+    def empty(self) -> dict[str, NDArray[np.float32]]:
+        """Zeroed tensors of the model, by path."""
+        return {tensor.path: np.zeros(tensor.shape, np.float32) for tensor in self.tensors}
+
+
+def unpack_map(data: bytes) -> FragmentMap:
+    """The map that :meth:`FragmentMap.pack` wrote.
+
+    Raises:
+        FormatError: the bytes are not a fragment map within its bounds.
+    """
+    try:
+        tensors, count, strategy = _MAP_DECODER.decode(data)
+        specs = [TensorSpec(path, tuple(shape), embedding) for path, shape, embedding in tensors]
+        if sum(s.size for s in specs) > MAX_PARAMETERS:
+            raise FormatError(f"fragment map: more than {MAX_PARAMETERS} parameters")
+        return build_map(specs, count, strategy)
+    except (msgspec.MsgspecError, RecursionError, SettingsError) as error:
+        raise FormatError(f"fragment map: {error}") from None
+
+
+def build_map(tensors: Sequence[TensorSpec], count: int, strategy: Strategy = "balanced") -> FragmentMap:
+    """Cut ``tensors`` into ``count`` fragments.
+
+    Raises:
+        SettingsError: no tensors, two of one path, an empty tensor, or more fragments than there is to cut.
+    """
+    ordered = sorted(tensors, key=lambda tensor: tensor.path)
+    if not ordered:
+        raise SettingsError("fragments: the model has no tensors")
+    for tensor, following in itertools.pairwise(ordered):
+        if tensor.path == following.path:
+            raise SettingsError(f"fragments: two tensors are named {tensor.path!r}")
+    for tensor in ordered:
+        if tensor.size == 0:
+            raise SettingsError(f"fragments: tensor {tensor.path!r} of shape {tensor.shape} is empty")
+    embedding = [tensor for tensor in ordered if tensor.embedding]
+    other = [tensor for tensor in ordered if not tensor.embedding]
+    if not embedding or not other or count == 1:
+        groups = [(ordered, count)]
+    else:
+        share = sum(t.size for t in embedding) / sum(t.size for t in ordered)
+        own = min(max(1, round(count * share)), count - 1)
+        groups = [(embedding, own), (other, count - own)]
+    bins: list[list[tuple[TensorSpec, int, int]]] = []
+    for group, group_count in groups:
+        bins += _deal(group, group_count, strategy)
+    return FragmentMap(tuple(ordered), tuple(_fragment(i, b) for i, b in enumerate(bins)), strategy)
+
+
+def check_same_map(ours: FragmentMap, theirs: FragmentMap, run: str) -> None:
+    """Refuse a model that is not the run's.
+
+    Raises:
+        AdmissionError: naming the first tensor that differs, what the run has, and what this model has.
+    """
+    if ours.digest == theirs.digest:
+        return
+    mine, run_s = ({t.path: t for t in m.tensors} for m in (ours, theirs))
+    for path in sorted(mine.keys() | run_s.keys()):
+        a, b = mine.get(path), run_s.get(path)
+        if a != b:
+            raise AdmissionError(
+                f"run {run!r}: tensor {path!r} differs: the run has {_describe(b)}, this learner's model has {_describe(a)}; "
+                "use the run's own task settings or another run name"
+            )
+    raise AdmissionError(
+        f"run {run!r}: fragment map differs: the run has {len(theirs.fragments)} fragments by {theirs.strategy!r}, this "
+        f"learner {len(ours.fragments)} by {ours.strategy!r}"
+    )
+
+
+def _describe(tensor: TensorSpec | None) -> str:
+    if tensor is None:
+        return "no such tensor"
+    return f"shape {tensor.shape}" + (", embedding-like" if tensor.embedding else "")
+
+
+def _deal(tensors: Sequence[TensorSpec], count: int, strategy: str) -> list[list[tuple[TensorSpec, int, int]]]:
+    share = sum(tensor.size for tensor in tensors) / count
+    pieces = [rows for tensor in tensors for rows in _split(tensor, share if strategy == "balanced" else math.inf)]
+    bins: list[list[tuple[TensorSpec, int, int]]] = [[] for _ in range(count)]
+    if strategy == "balanced":
+        filled = [0] * count
+        for tensor, start, stop in sorted(pieces, key=lambda p: (-_rows_size(*p), p[0].path, p[1])):
+            index = min(range(count), key=lambda i: (filled[i], i))
+            bins[index].append((tensor, start, stop))
+            filled[index] += _rows_size(tensor, start, stop)
+    else:
+        keys = [tensor.path if strategy == "strided" else _layer(tensor.path) for tensor, _, _ in pieces]
+        order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        for key, piece in zip(keys, pieces, strict=True):
+            bins[order[key] % count].append(piece)
+    if not all(bins):
+        kind = "embedding-like tensors" if tensors[0].embedding else "tensors"
+        raise SettingsError(
+            f"fragments.count: {count} fragments are more than the {len(pieces)} pieces that {len(tensors)} {kind} can be cut "
+            f"into by {strategy!r}; take fewer fragments"
+            + ("" if strategy == "balanced" else " or fragments.strategy=balanced")
+        )
+    return bins
+
+
+def _split(tensor: TensorSpec, share: float) -> list[tuple[TensorSpec, int, int]]:
+    rows = tensor.shape[0] if tensor.shape else 1
+    parts = min(rows, math.ceil(tensor.size / share)) if share < tensor.size else 1
+    bounds = [rows * i // parts for i in range(parts + 1)]
+    return [(tensor, start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+def _rows_size(tensor: TensorSpec, start: int, stop: int) -> int:
+    return tensor.size // (tensor.shape[0] if tensor.shape else 1) * (stop - start)
+
+
+def _layer(path: str) -> str:
+    number = re.search(r"[0-9]+", path)
+    return f"layer {number.group()}" if number else path
+
+
+def _fragment(index: int, members: Sequence[tuple[TensorSpec, int, int]]) -> Fragment:
+    pieces, offset = [], 0
+    for tensor, start, stop in sorted(members, key=lambda m: (m[0].path, m[1])):
+        shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
+        pieces.append(Piece(tensor.path, start, stop, shape, offset))
+        offset += pieces[-1].size
+    return Fragment(index, tuple(pieces), all(tensor.embedding for tensor, _, _ in members))

@@ -1,0 +1,301 @@
+"""The loops over values: encode, decode, merge, fold. Compiled, without the GIL, bit-identical on every machine.
+
+Only addition, multiplication, division, square roots and rounding half to even are used, in float32 (norms in float64) and
+in an order that the text of a loop fixes: numba compiles without fast-math and LLVM then neither reorders floating-point sums
+nor contracts a product and a sum into one operation (``tests/shared/test_kernels.py`` looks at the machine code). Sums over
+quantised codes are integer sums, which any order of additions leaves alike; sums over floats go to ``LANES`` accumulators.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+# indices are unsigned: for signed ones numba emits code for counting from the end, which keeps loops from being vectorised
+U = np.uint64
+BLOCK = 64
+HALF = 32
+LANES = 16
+# adding and subtracting it rounds a float32 of magnitude below 2**22 to an integer, half to even
+_ROUND = np.float32(12582912.0)
+_OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
+
+
+@njit("float32(float32[::1])", **_OPTIONS)
+def absmax(values):
+    """Largest magnitude; NaN and infinity give infinity."""
+    bits = values.view(np.uint32)
+    largest = np.uint32(0)
+    for i in range(bits.size):
+        magnitude = bits[i] & np.uint32(0x7FFFFFFF)
+        largest = max(largest, magnitude)
+    if largest >= np.uint32(0x7F800000):
+        return np.float32(np.inf)
+    out = np.empty(1, np.uint32)
+    out[0] = largest
+    return out.view(np.float32)[0]
+
+
+@njit("uint16(uint32)", **_OPTIONS)
+def _bfloat16(bits):
+    """Upper half of a float32, rounded half to even."""
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@njit("int32(uint8[::1], uint64, uint64)", **_OPTIONS)
+def _code(codes, at, j):
+    """Code of element ``j`` of the int4 block whose bytes begin at ``at``."""
+    byte = codes[at + j % U(HALF)]
+    nibble = byte & np.uint8(15) if j < U(HALF) else byte >> np.uint8(4)
+    return np.int32(nibble) - np.int32(8)
+
+
+@njit("boolean(float32[::1], uint16[::1], uint8[::1], float32[::1], boolean)", **_OPTIONS)
+def encode4(values, scales, codes, error, with_error):
+    """int4: per block the scale absmax/7 as bfloat16, and two codes q + 8 a byte (element j low, element j + 32 high).
+
+    False if a value is not finite; what was written is then worth nothing.
+    """
+    n = values.size
+    magnitudes = values.view(np.uint32)
+    tail = np.zeros(BLOCK, np.float32)
+    q = np.empty(BLOCK, np.float32)
+    word = np.empty(1, np.float32)
+    bits = word.view(np.uint32)
+    most = np.uint32(0)
+    for b in range(U(scales.size)):
+        start = b * U(BLOCK)
+        whole = start + U(BLOCK) <= U(n)
+        largest = np.uint32(0)
+        if whole:
+            for j in range(U(BLOCK)):
+                largest = max(largest, magnitudes[start + j] & np.uint32(0x7FFFFFFF))
+        else:
+            for j in range(U(n) - start):
+                tail[j] = values[start + j]
+                largest = max(largest, magnitudes[start + j] & np.uint32(0x7FFFFFFF))
+        most = max(most, largest)
+        bits[0] = largest
+        word[0] = word[0] / np.float32(7)
+        half = _bfloat16(bits[0])
+        if half < np.uint16(0x0080) or half > np.uint16(0x7E80):  # subnormal, or its inverse would be
+            half = np.uint16(0)
+        scales[b] = half
+        bits[0] = np.uint32(half) << np.uint32(16)
+        scale = word[0]
+        inverse = np.float32(1) / scale if half else np.float32(0)
+        if whole:
+            for j in range(U(BLOCK)):
+                y = min(max(values[start + j] * inverse, np.float32(-7)), np.float32(7))
+                q[j] = (y + _ROUND) - _ROUND
+        else:
+            for j in range(U(BLOCK)):
+                y = min(max(tail[j] * inverse, np.float32(-7)), np.float32(7))
+                q[j] = (y + _ROUND) - _ROUND
+        at = b * U(HALF)
+        for j in range(U(HALF)):
+            low = np.uint8(np.int32(q[j]) + np.int32(8))
+            high = np.uint8(np.int32(q[j + U(HALF)]) + np.int32(8))
+            codes[at + j] = low | np.uint8(high << np.uint8(4))
+        if with_error:
+            if whole:
+                for j in range(U(BLOCK)):
+                    error[start + j] = values[start + j] - q[j] * scale
+            else:
+                for j in range(U(n) - start):
+                    error[start + j] = tail[j] - q[j] * scale
+    return most < np.uint32(0x7F800000)
+
+
+@njit("void(uint16[::1], uint8[::1], float32[::1], int64)", **_OPTIONS)
+def decode4(scales, codes, out, first_block):
+    """int4 to float32, from ``first_block`` on; ``out`` begins at that block."""
+    n = U(out.size)
+    word = np.empty(1, np.uint32)
+    value = word.view(np.float32)
+    for b in range((n + U(BLOCK - 1)) // U(BLOCK)):
+        word[0] = np.uint32(scales[U(first_block) + b]) << np.uint32(16)
+        scale = value[0]
+        at, start = (U(first_block) + b) * U(HALF), b * U(BLOCK)
+        if start + U(BLOCK) <= n:
+            for j in range(U(HALF)):
+                byte = codes[at + j]
+                out[start + j] = np.float32(np.int32(byte & np.uint8(15)) - np.int32(8)) * scale
+                out[start + U(HALF) + j] = np.float32(np.int32(byte >> np.uint8(4)) - np.int32(8)) * scale
+        else:
+            for j in range(n - start):
+                out[start + j] = np.float32(_code(codes, at, j)) * scale
+
+
+@njit("boolean(uint16[::1], uint8[::1])", **_OPTIONS)
+def valid4(scales, codes):
+    """Scales are finite, not negative and not subnormal; no nibble is 0 (which is no code)."""
+    bad = np.uint32(0)
+    for b in range(scales.size):
+        bad |= np.uint32(scales[b] >= np.uint16(0x7F80)) | np.uint32((scales[b] != 0) & (scales[b] < np.uint16(0x0080)))
+    zero = np.uint8(0)
+    for i in range(codes.size):
+        zero |= np.uint8((codes[i] & np.uint8(15)) == np.uint8(0)) | np.uint8((codes[i] >> np.uint8(4)) == np.uint8(0))
+    return bad == 0 and zero == 0
+
+
+@njit("void(float32[::1], float32[::1], int8[::1], float32[::1], boolean)", **_OPTIONS)
+def encode8(values, scales, codes, error, with_error):
+    """int8: per block the scale absmax/127 as float32, and a code a byte."""
+    n = values.size
+    for b in range(scales.size):
+        start = b * BLOCK
+        count = min(BLOCK, n - start)
+        largest = np.float32(0)
+        for j in range(count):
+            largest = max(largest, abs(values[start + j]))
+        scale = largest / np.float32(127)
+        if scale < np.float32(1.1754944e-38) or scale > np.float32(8e37):
+            scale = np.float32(0)
+        scales[b] = scale
+        inverse = np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
+        for j in range(count):
+            x = values[start + j]
+            y = min(max(x * inverse, np.float32(-127)), np.float32(127))
+            q = (y + _ROUND) - _ROUND
+            codes[start + j] = np.int8(np.int32(q))
+            if with_error:
+                error[start + j] = x - q * scale
+        for j in range(count, BLOCK):
+            codes[start + j] = np.int8(0)
+
+
+@njit("void(float32[::1], int8[::1], float32[::1], int64)", **_OPTIONS)
+def decode8(scales, codes, out, first_block):
+    """int8 to float32, from ``first_block`` on; ``out`` begins at that block."""
+    n = out.size
+    for b in range((n + BLOCK - 1) // BLOCK):
+        scale, start = scales[first_block + b], b * BLOCK
+        at = (first_block + b) * BLOCK
+        for j in range(min(BLOCK, n - start)):
+            out[start + j] = np.float32(codes[at + j]) * scale
+
+
+@njit("void(float32[::1], uint16[::1], float32[::1], boolean)", **_OPTIONS)
+def encode16(values, codes, error, with_error):
+    """float32 to bfloat16, half to even; what would round to infinity becomes the largest finite value."""
+    bits = values.view(np.uint32)
+    word = np.empty(1, np.uint32)
+    value = word.view(np.float32)
+    for i in range(values.size):
+        half = np.uint32(bits[i] + np.uint32(0x7FFF) + ((bits[i] >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        if (half & np.uint32(0x7FFF)) >= np.uint32(0x7F80):
+            half = (half & np.uint32(0x8000)) | np.uint32(0x7F7F)
+        codes[i] = np.uint16(half)
+        if with_error:
+            word[0] = half << np.uint32(16)
+            error[i] = values[i] - value[0]
+
+
+@njit("void(uint16[::1], uint32[::1])", **_OPTIONS)
+def decode16(codes, out):
+    """bfloat16 to the bits of float32."""
+    for i in range(out.size):
+        out[i] = np.uint32(codes[i]) << np.uint32(16)
+
+
+@njit("void(uint16[::1], uint8[::1], int64[::1], float64[::1])", **_OPTIONS)
+def squares4(scales, codes, segments, out):
+    """Squared norm of each segment of an int4 body: integer sums of squared codes, times squared scales, in block order."""
+    word = np.empty(1, np.uint32)
+    value = word.view(np.float32)
+    for s in range(U(out.size)):
+        start, stop = U(segments[s]), U(segments[s + U(1)])
+        total = np.float64(0)
+        b = start // U(BLOCK)
+        while b * U(BLOCK) < stop:
+            word[0] = np.uint32(scales[b]) << np.uint32(16)
+            scale = np.float64(value[0])
+            base, at = b * U(BLOCK), b * U(HALF)
+            squares = np.int32(0)
+            if start <= base and base + U(BLOCK) <= stop:
+                for j in range(U(HALF)):
+                    low = np.int32(codes[at + j] & np.uint8(15)) - np.int32(8)
+                    high = np.int32(codes[at + j] >> np.uint8(4)) - np.int32(8)
+                    squares += low * low + high * high
+            else:
+                for i in range(max(start, base), min(stop, base + U(BLOCK))):
+                    code = _code(codes, at, i - base)
+                    squares += code * code
+            total += scale * scale * np.float64(squares)
+            b += U(1)
+        out[s] = total
+
+
+@njit("void(uint16[::1], uint8[::1], int64[::1], float32[::1], float32[::1])", **_OPTIONS)
+def add4(scales, codes, segments, factors, out):
+    """``out += factor * value`` with one factor a segment, from an int4 body."""
+    word = np.empty(1, np.uint32)
+    value = word.view(np.float32)
+    for s in range(U(factors.size)):
+        start, stop, factor = U(segments[s]), U(segments[s + U(1)]), factors[s]
+        b = start // U(BLOCK)
+        while b * U(BLOCK) < stop:
+            word[0] = np.uint32(scales[b]) << np.uint32(16)
+            scale = value[0] * factor
+            base, at = b * U(BLOCK), b * U(HALF)
+            if start <= base and base + U(BLOCK) <= stop:
+                for j in range(U(HALF)):
+                    byte = codes[at + j]
+                    out[base + j] += np.float32(np.int32(byte & np.uint8(15)) - np.int32(8)) * scale
+                    out[base + U(HALF) + j] += np.float32(np.int32(byte >> np.uint8(4)) - np.int32(8)) * scale
+            else:
+                for i in range(max(start, base), min(stop, base + U(BLOCK))):
+                    out[i] += np.float32(_code(codes, at, i - base)) * scale
+            b += U(1)
+
+
+@njit("void(float32[::1], int64[::1], float64[::1])", **_OPTIONS)
+def squares32(values, segments, out):
+    """Squared norm of each segment in float64, summed in ``LANES`` lanes that are then added from first to last."""
+    lanes = np.empty(LANES, np.float64)
+    for s in range(U(out.size)):
+        start, stop = U(segments[s]), U(segments[s + U(1)])
+        for j in range(U(LANES)):
+            lanes[j] = np.float64(0)
+        whole = start + (stop - start) // U(LANES) * U(LANES)
+        i = start
+        while i < whole:
+            for j in range(U(LANES)):
+                x = np.float64(values[i + j])
+                lanes[j] += x * x
+            i += U(LANES)
+        for j in range(stop - whole):
+            x = np.float64(values[whole + j])
+            lanes[j] += x * x
+        total = np.float64(0)
+        for j in range(U(LANES)):
+            total += lanes[j]
+        out[s] = total
+
+
+@njit("void(float32[::1], int64[::1], float32[::1], float32[::1])", **_OPTIONS)
+def add32(values, segments, factors, out):
+    """``out += factor * values`` with one factor a segment."""
+    for s in range(U(factors.size)):
+        factor = factors[s]
+        for i in range(U(segments[s]), U(segments[s + U(1)])):
+            out[i] += values[i] * factor
+
+
+@njit("void(float32[::1], int64[::1], float32[::1])", **_OPTIONS)
+def scale32(values, segments, factors):
+    """``values *= factor`` with one factor a segment."""
+    for s in range(U(factors.size)):
+        factor = factors[s]
+        for i in range(U(segments[s]), U(segments[s + U(1)])):
+            values[i] *= factor
+
+
+@njit("void(float32[::1], float32[::1], float32[::1], float32, float32)", **_OPTIONS)
+def nesterov(theta, momentum, delta, learning_rate, mu):
+    """In place: ``momentum = mu * momentum + delta``, ``theta -= learning_rate * (delta + mu * momentum)``."""
+    for i in range(U(theta.size)):
+        buffer = mu * momentum[i] + delta[i]
+        momentum[i] = buffer
+        theta[i] = theta[i] - learning_rate * (delta[i] + mu * buffer)

@@ -1,0 +1,143 @@
+"""From the offers of a closed round to the next log entry of a fragment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core import codec, kernels, outer, quantise
+from diloco.core.fold import Replica
+from diloco.core.fragments import Fragment
+from diloco.core.merge import Accumulator
+from diloco.core.round import Held, Merge
+from diloco.core.weights import weight
+from diloco.errors import NonFiniteError
+from diloco.settings import RunSettings
+from diloco.wire.messages import Member, Record, describe_body
+
+Vector = NDArray[np.float32]
+
+
+def accumulate(
+    fragment: Fragment, settings: RunSettings, held: Sequence[Held], theta_at: Callable[[int], Vector | None], theta: Vector
+) -> Accumulator:
+    """The merge of outer gradients of one fragment, weighted, in the order given.
+
+    ``theta_at`` gives the fragment at an older version, for ``merge.against = "current"``: there every outer gradient is
+    taken against ``theta``, the newest version, however old the learner's base (Decoupled DiLoCo, arXiv 2604.21428).
+    Embedding-like fragments are averaged (ibid.).
+    """
+    method = "average" if fragment.embedding else settings.merge.method
+    merge = Accumulator(fragment.size, fragment.segments(settings.merge.granularity), method)
+    for item in held:
+        offer = item.offer
+        share = weight(offer.tokens, offer.steps, settings.merge.weights)
+        base = theta_at(offer.base_version) if settings.merge.against == "current" else None
+        if base is None:
+            merge.add(item.body, offer.bits, share)
+        else:
+            moved = np.subtract(theta, base)
+            merge.add_values(np.add(moved, quantise.dequantise(item.body, fragment.size, offer.bits), out=moved), share)
+    return merge
+
+
+def make_version(
+    replica: Replica,
+    residual: Vector,
+    accumulator: Accumulator,
+    merge: Merge,
+    settings: RunSettings,
+    *,
+    syncer: str,
+    attempt: bytes,
+    now_s: float,
+) -> tuple[Record, bytes, list[bytes]]:
+    """Turn a merge into the next version: the record, the body bytes in its head, and its parts.
+
+    ``replica``'s parameters and momentum are folded, its chain is not advanced: that is for when the record is stored.
+    ``residual`` receives what quantisation left over. If the record cannot be stored, both are spoilt.
+
+    Raises:
+        NonFiniteError: the merged outer gradient, or what follows from it, is not finite.
+    """
+    chain = replica.chain
+    bits = settings.codec.record_bits
+    delta = accumulator.result()
+    if settings.codec.error_feedback:
+        delta += residual
+        body = quantise.quantise(delta, bits, error=residual)
+    else:
+        body = quantise.quantise(delta, bits)
+    learning_rate, momentum = settings.outer.learning_rate, settings.outer.momentum
+    state_hash = outer.fold(replica.theta, replica.momentum, body, bits, learning_rate, momentum)
+    if not np.isfinite(kernels.absmax(replica.theta)):
+        raise NonFiniteError(f"fragment {chain.fragment}, version {chain.version + 1}: a parameter is not finite")
+    packed = codec.pack(body, settings.codec.zstd_level)
+    description, inline, parts = describe_body(packed, codec.content_hash(body), attempt)
+    offers = [item.offer for item in merge.held]
+    tokens_merged, tokens_lost = chain.totals_with((offer.learner, offer.tokens, offer.lost_tokens) for offer in offers)
+    members = [
+        Member(
+            learner=offer.learner,
+            incarnation=offer.incarnation,
+            number=offer.number,
+            round=offer.round,
+            base_version=offer.base_version,
+            steps=offer.steps,
+            tokens=offer.tokens,
+            lost_tokens=offer.lost_tokens,
+            weight=weight(offer.tokens, offer.steps, settings.merge.weights),
+        )
+        for offer in offers
+    ]
+    record = Record(
+        fragment=chain.fragment,
+        entry="version",
+        version=chain.version + 1,
+        epoch=chain.epoch,
+        syncer=syncer,
+        previous=chain.head,
+        members=members,
+        bits=bits,
+        learning_rate=learning_rate,
+        momentum=momentum,
+        tokens_merged=tokens_merged,
+        tokens_lost=tokens_lost,
+        state_hash=state_hash,
+        closing=merge.closing,
+        committed_at_s=now_s,
+        quorum_s=merge.quorum_s,
+        round_s=merge.round_s,
+        body=description,
+    )
+    return record, inline, parts
+
+
+def make_marker(
+    replica: Replica, entry: Literal["takeover", "close"], settings: RunSettings, *, syncer: str, now_s: float
+) -> Record:
+    """An entry that makes no version: ``takeover`` (the epoch rises) or ``close``."""
+    chain = replica.chain
+    return Record(
+        fragment=chain.fragment,
+        entry=entry,
+        version=chain.version,
+        epoch=chain.epoch + (entry == "takeover"),
+        syncer=syncer,
+        previous=chain.head,
+        members=[],
+        bits=settings.codec.record_bits,
+        learning_rate=settings.outer.learning_rate,
+        momentum=settings.outer.momentum,
+        tokens_merged=chain.tokens_merged,
+        tokens_lost=chain.tokens_lost,
+        state_hash=chain.state_hash,
+        closing=entry == "close",
+        committed_at_s=now_s,
+        quorum_s=0.0,
+        round_s=0.0,
+        body=None,
+    )

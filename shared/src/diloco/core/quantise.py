@@ -1,0 +1,117 @@
+"""float32 vectors as fewer bits, and back.
+
+Body layouts, little endian, for ``n`` values in blocks of 64 (``nb = ceil(n / 64)``; the last block is padded with zeros):
+
+==== ======================================================================================================
+bits body
+==== ======================================================================================================
+4    ``nb`` scales (bfloat16, absmax / 7), then ``nb * 32`` bytes: element j of a block in the low nibble of
+     byte j, element j + 32 in its high nibble, each as code + 8 with codes from -7 to 7
+8    ``nb`` scales (float32, absmax / 127), then ``nb * 64`` codes (int8, -127 to 127)
+16   ``n`` bfloat16
+32   ``n`` float32
+==== ======================================================================================================
+
+A value is ``code * scale``. A block whose scale would be subnormal has scale 0 and codes 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core import kernels
+from diloco.errors import FormatError, NonFiniteError
+
+BLOCK = kernels.BLOCK
+Vector = NDArray[np.float32]
+Raw = NDArray[np.uint8]
+NOT_FINITE = "a value to be sent is NaN or infinite"
+_NO_ERROR = np.zeros(0, np.float32)
+
+
+def body_bytes(n: int, bits: int) -> int:
+    """Bytes of the body of ``n`` values."""
+    blocks = -(-n // BLOCK)
+    return {4: blocks * 34, 8: blocks * 68, 16: 2 * n, 32: 4 * n}[bits]
+
+
+def quantise(values: Vector, bits: int, *, error: Vector | None = None) -> Raw:
+    """The body of ``values``. ``error``, which may be ``values`` itself, receives what quantisation left over.
+
+    Raises:
+        NonFiniteError: a value is NaN or infinite; nothing has changed.
+    """
+    # without `error` nothing can be spoilt, and int4's own loop sees what is not finite
+    finite = (bits == 4 and error is None) or np.isfinite(kernels.absmax(values))
+    body = np.empty(body_bytes(values.size, bits), np.uint8)
+    rest, with_error = (_NO_ERROR, False) if error is None else (error, True)
+    if not finite:
+        raise NonFiniteError(NOT_FINITE)
+    if bits == 4:
+        scales, codes = _split(body, values.size, np.uint16)
+        finite = finite and kernels.encode4(values, scales, codes, rest, with_error)
+    elif bits == 8:
+        scales, codes = _split(body, values.size, np.float32)
+        kernels.encode8(values, scales, codes.view(np.int8), rest, with_error)
+    elif bits == 16:
+        kernels.encode16(values, body.view(np.uint16), rest, with_error)
+    else:
+        body.view(np.float32)[:] = values
+        if error is not None:
+            error[:] = 0
+    if not finite:
+        raise NonFiniteError(NOT_FINITE)
+    return body
+
+
+def dequantise(body: Raw, n: int, bits: int, out: Vector | None = None, *, start: int = 0) -> Vector:
+    """The ``n`` values of a valid body, or with ``out`` those from ``start`` (a multiple of 64) that fit into it."""
+    values = np.empty(n, np.float32) if out is None else out
+    if bits == 4:
+        scales, codes = _split(body, n, np.uint16)
+        kernels.decode4(scales, codes, values, start // BLOCK)
+    elif bits == 8:
+        scales, codes = _split(body, n, np.float32)
+        kernels.decode8(scales, codes.view(np.int8), values, start // BLOCK)
+    elif bits == 16:
+        kernels.decode16(body.view(np.uint16)[start : start + values.size], values.view(np.uint32))
+    else:
+        values[:] = body.view(np.float32)[start : start + values.size]
+    return values
+
+
+def validate(body: Raw, n: int, bits: int) -> None:
+    """Refuse a body that no encoder writes; all other functions trust bodies.
+
+    Raises:
+        FormatError: wrong size, or a code out of range.
+        NonFiniteError: a value or scale is NaN or infinite.
+    """
+    if body.size != body_bytes(n, bits):
+        raise FormatError(f"body of {body.size} bytes, {n} values of {bits} bits take {body_bytes(n, bits)}")
+    if bits == 4:
+        if not kernels.valid4(*_split(body, n, np.uint16)):
+            raise FormatError("int4 body: a scale is not finite, or a code is out of range")
+    elif bits == 8:
+        scales, codes = _split(body, n, np.float32)
+        if not np.isfinite(kernels.absmax(scales)) or (scales.size and scales.min() < 0):
+            raise NonFiniteError("int8 body: a scale is NaN, infinite or negative")
+        if codes.size and (codes == 0x80).any():
+            raise FormatError("int8 body: a code is out of range")
+    elif bits == 16:
+        if ((body.view(np.uint16) & np.uint16(0x7F80)) == np.uint16(0x7F80)).any():
+            raise NonFiniteError("bfloat16 body: a value is NaN or infinite")
+    elif not np.isfinite(kernels.absmax(body.view(np.float32))):
+        raise NonFiniteError("float32 body: a value is NaN or infinite")
+
+
+def split4(body: Raw, n: int) -> tuple[NDArray[np.uint16], Raw]:
+    """Scales and codes of an int4 body."""
+    scales, codes = _split(body, n, np.uint16)
+    return scales, codes
+
+
+def _split(body: Raw, n: int, scale: type[np.uint16] | type[np.float32]) -> tuple[NDArray[np.uint16], Raw]:
+    at = -(-n // BLOCK) * np.dtype(scale).itemsize
+    return body[:at].view(scale), body[at:]

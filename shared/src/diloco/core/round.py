@@ -1,0 +1,244 @@
+"""The syncer's decisions: when a fragment's round opens, whose offers are in it, and when it closes.
+
+A state machine that is *given* the time, the learners' pulses and their offers, and returns what to do; the syncer's service
+and the simulators connect it to a network. One :class:`Roster` serves all fragments of a syncer, one :class:`Round` each of
+them.
+
+    idle --(K live learners took H steps since the version)--> open --(quorum, then grace or everybody)--> merging --> idle
+
+A round is *closing* once the run's tokens are used up: it waits for everything that live learners still hold.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core.chain import Chain
+from diloco.core.pace import Average, first_due_steps, grace_s
+from diloco.settings import RunSettings
+from diloco.wire.messages import Offer, Pulse
+
+DEFAULT_STEP_S = 1.0
+ACTIVE = ("stepping", "waiting", "closing")
+
+
+@dataclass
+class Seen:
+    """What was last heard of a learner."""
+
+    pulse: Pulse
+    at_s: float
+    since: dict[int, tuple[int, int]] = field(default_factory=dict)  # fragment: (version applied, step when first seen so)
+
+
+class Roster:
+    """The learners as one syncer hears them, by its own clock."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        self.settings = settings
+        self.learners: dict[str, Seen] = {}
+
+    def hear(self, pulse: Pulse, now_s: float) -> bool:
+        """Take in a pulse; False if it is not a learner's or is older than what is known."""
+        known = self.learners.get(pulse.learner)
+        if pulse.role != "learner" or (known and _age(pulse) < _age(known.pulse)):
+            return False
+        fresh = known is None or known.pulse.incarnation != pulse.incarnation
+        seen = Seen(pulse, now_s) if known is None or fresh else known
+        seen.pulse, seen.at_s = pulse, now_s
+        for fragment, version in enumerate(pulse.versions):
+            if seen.since.get(fragment, (-1, 0))[0] != version:
+                seen.since[fragment] = (version, pulse.step)
+        self.learners[pulse.learner] = seen
+        return True
+
+    def live(self, now_s: float) -> list[Seen]:
+        """Learners heard lately that take part, by name."""
+        dead_s = self.settings.liveness.dead_s
+        return [seen for _, seen in sorted(self.learners.items()) if now_s - seen.at_s < dead_s and seen.pulse.state in ACTIVE]
+
+    def step_s(self, now_s: float) -> float:
+        """xi_step: the median of the live learners' step times."""
+        times = [seen.pulse.step_s for seen in self.live(now_s) if seen.pulse.step_s > 0]
+        return statistics.median(times) if times else DEFAULT_STEP_S
+
+    def tokens_processed(self) -> int:
+        """Tokens processed by all learners ever heard of."""
+        return sum(seen.pulse.tokens for seen in self.learners.values())
+
+    def used_up(self) -> bool:
+        """Whether the token budget is used up."""
+        return self.tokens_processed() >= self.settings.tokens
+
+
+def _age(pulse: Pulse) -> tuple[int, int, int]:
+    return pulse.incarnation, pulse.step, pulse.tokens
+
+
+@dataclass(frozen=True)
+class Held:
+    """An offer with its checked, uncompressed body."""
+
+    offer: Offer
+    body: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Close the round: merge these offers, in this order, into the next version."""
+
+    version: int
+    held: tuple[Held, ...]
+    closing: bool
+    quorum_s: float
+    round_s: float
+
+
+@dataclass
+class Round:
+    """One fragment's rounds. ``chain`` is the fragment's log as the owner has folded it."""
+
+    settings: RunSettings
+    roster: Roster
+    chain: Chain
+    fragments: int
+    hashes: dict[int, bytes] = field(default_factory=dict)  # state hash by version, as far back as offers may go
+    held: dict[str, Held] = field(default_factory=dict)  # the newest acceptable offer of each learner
+    opened_at_s: float | None = None
+    closing: bool = False
+    quorum_at_s: float | None = None
+    merge_at_s: float | None = None  # since when its merge is being made and committed
+    quorum_average: Average = field(default_factory=Average)
+    sync_average: Average = field(default_factory=Average)
+
+    def __post_init__(self) -> None:
+        self.hashes[self.chain.version] = self.chain.state_hash
+
+    @property
+    def version(self) -> int:
+        """The version that the open, or next, round makes."""
+        return self.chain.version + 1
+
+    def refuse(self, offer: Offer) -> str | None:
+        """Why an offer is not held for the next merge, or None if it is fit for it."""
+        newest = self.held.get(offer.learner)
+        if newest is not None and (offer.incarnation, offer.number) <= (newest.offer.incarnation, newest.offer.number):
+            return "superseded by a newer offer, or a duplicate"
+        return self._unfit(offer)
+
+    def hold(self, held: Held) -> str | None:
+        """Keep an offer for the next merge; the reason if it is refused."""
+        reason = self.refuse(held.offer)
+        if reason is None:
+            self.held[held.offer.learner] = held
+        return reason
+
+    def answers(self) -> list[Held]:
+        """Offers that answer the open round itself."""
+        return [held for held in self.held.values() if held.offer.round == self.version]
+
+    def quorum(self, now_s: float) -> int:
+        """Learners that must answer the open round: once the budget is used up, not more than there are."""
+        live = len(self.roster.live(now_s))
+        needed = self.settings.quorum(live)
+        return min(needed, live) if self.roster.used_up() else needed
+
+    def due(self, now_s: float) -> bool:
+        """Whether a round should open now."""
+        if self.opened_at_s is not None or self.chain.closed:
+            return False
+        if self.roster.used_up():
+            return True
+        steps, fragment = self.settings.round.steps, self.chain.fragment
+        needed = steps if self.chain.version else first_due_steps(self.settings.round, fragment, self.fragments)
+        ready = 0
+        for seen in self.roster.live(now_s):
+            version, first_step = seen.since.get(fragment, (-1, 0))
+            taken = seen.pulse.step - (first_step if self.chain.version else 0)
+            ready += version == self.chain.version and taken >= needed
+        return ready >= max(1, self.quorum(now_s))
+
+    def open(self, now_s: float) -> None:
+        """Open the round; it is a closing one if the budget is used up."""
+        self.opened_at_s, self.quorum_at_s, self.closing = now_s, None, self.roster.used_up()
+
+    def remaining_s(self, now_s: float) -> float:
+        """How long the round will presumably stay open."""
+        if self.opened_at_s is None:
+            return 0.0
+        quorum_at_s = self.opened_at_s + self.quorum_average.get() if self.quorum_at_s is None else self.quorum_at_s
+        return max(0.0, quorum_at_s + self._grace_s(now_s) - now_s)
+
+    def poll(self, now_s: float) -> Merge | None:
+        """Look whether the open round may close; if so, it is merging until :meth:`committed` or :meth:`abandoned`."""
+        if self.opened_at_s is None or self.merge_at_s is not None:
+            return None
+        answers = {held.offer.learner for held in self.answers()}
+        if self.quorum_at_s is None and len(answers) >= self.quorum(now_s) and any(h.offer.steps for h in self.answers()):
+            self.quorum_at_s = now_s
+            self.quorum_average.add(now_s - self.opened_at_s)
+        if not answers and self.roster.used_up() and self._all_in(answers, now_s):
+            self.closing = True  # opened before the end, and nobody is left who could answer
+        if self.closing:
+            ready = self._all_in(answers, now_s)
+        else:
+            ready = self.quorum_at_s is not None and (
+                not self._waiting_for(answers, now_s) or now_s >= self.quorum_at_s + self._grace_s(now_s)
+            )
+        if not ready:
+            return None
+        self.merge_at_s = now_s
+        quorum_at_s = now_s if self.quorum_at_s is None else self.quorum_at_s
+        held = tuple(self.held[name] for name in sorted(self.held) if self.held[name].offer.steps)
+        return Merge(self.version, held, self.closing, quorum_at_s - self.opened_at_s, now_s - self.opened_at_s)
+
+    def committed(self, now_s: float) -> None:
+        """The merge became a version (the chain has advanced): forget what is in it, and wait for the next round."""
+        if self.merge_at_s is not None:
+            self.sync_average.add(now_s - self.merge_at_s)
+        self.hashes[self.chain.version] = self.chain.state_hash
+        oldest = self.chain.version - self.settings.round.max_staleness_versions
+        self.hashes = {version: value for version, value in self.hashes.items() if version >= oldest}
+        self.held = {name: held for name, held in self.held.items() if self._unfit(held.offer) is None}
+        self.opened_at_s = self.merge_at_s = None
+
+    def abandoned(self) -> None:
+        """The merge did not become a version: the round is open again."""
+        self.merge_at_s = None
+
+    def _unfit(self, offer: Offer) -> str | None:
+        chain, merged = self.chain, self.chain.cursor(offer.learner)
+        if chain.closed:
+            return "the run is closed"
+        if (offer.incarnation, offer.number) <= merged:
+            return f"merged already, as {merged} or before"
+        if offer.after != merged:
+            return f"made without knowing that {merged} was merged (it states {offer.after})"
+        if offer.base_version > chain.version or offer.round > self.version:
+            return f"from the future: base {offer.base_version}, round {offer.round}, log at {chain.version}"
+        if chain.version - offer.base_version > self.settings.round.max_staleness_versions:
+            return f"its base {offer.base_version} is too old, log at {chain.version}"
+        if self.hashes.get(offer.base_version, offer.base_hash) != offer.base_hash:
+            return f"its base {offer.base_version} has another state hash than the log's"
+        return None
+
+    def _grace_s(self, now_s: float) -> float:
+        return grace_s(self.settings.round, self.roster.step_s(now_s), self.quorum_average.get(), self.sync_average.get())
+
+    def _waiting_for(self, answers: Collection[str], now_s: float) -> list[Seen]:
+        return [seen for seen in self.roster.live(now_s) if seen.pulse.learner not in answers]
+
+    def _all_in(self, answers: Collection[str], now_s: float) -> bool:
+        """Whether nothing that live learners hold is missing from a closing round."""
+        fragment = self.chain.fragment
+        return all(
+            seen.pulse.state == "closing"
+            and seen.pulse.versions[fragment] == self.chain.version
+            and not seen.pulse.steps[fragment]
+            for seen in self._waiting_for(answers, now_s)
+        )

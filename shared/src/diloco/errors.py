@@ -1,0 +1,93 @@
+"""Every error that this project raises on purpose.
+
+A message names the run, fragment, tensor or setting; says what was expected and what came; and what to do.
+
+    DilocoError                      exit code 1
+    ├── SettingsError                2   a setting is unknown, out of range, or contradicts another one
+    ├── DataError                    3   training data missing, unreadable or too short
+    ├── BrokerError                  4   NATS unreachable, without JetStream, or refusing
+    │   ├── StorageFullError             the stream or its disk is full: nothing was stored
+    │   ├── FenceError                   somebody else appended first: nothing was stored
+    │   └── AppendUncertainError         no answer came: the message may or may not have been stored
+    ├── RunError                     5   the run directory or the run on the server is not what was asked for
+    ├── AdmissionError               6   this learner's model, fragment map or settings differ from the run's
+    └── MessageError                 7   bytes from the wire that do not fit; never merged
+        ├── FormatError                  not this protocol, wrong version, wrong type, out of bounds
+        ├── HashError                    the content is not what its hash says
+        ├── ChainError                   a record that does not follow the one before it
+        └── NonFiniteError               NaN or infinity in a delta
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class DilocoError(Exception):
+    """Base of all errors raised on purpose; ``str(error)`` is fit to be shown to a user."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class SettingsError(DilocoError):
+    """A setting is unknown, out of range, or contradicts another one."""
+
+    exit_code = 2
+
+
+class DataError(DilocoError):
+    """Training data is missing, unreadable or too short."""
+
+    exit_code = 3
+
+
+class BrokerError(DilocoError):
+    """NATS cannot be reached, lacks JetStream, or refuses."""
+
+    exit_code = 4
+
+
+class StorageFullError(BrokerError):
+    """The stream or its disk is full; nothing was stored."""
+
+
+class FenceError(BrokerError):
+    """Somebody else appended first; nothing was stored."""
+
+
+class AppendUncertainError(BrokerError):
+    """No answer came in time; the message may or may not have been stored. Read the head back and compare."""
+
+
+class RunError(DilocoError):
+    """The run directory, or the run on the server, is not what was asked for."""
+
+    exit_code = 5
+
+
+class AdmissionError(DilocoError):
+    """A member's model, fragment map or settings differ from the run's."""
+
+    exit_code = 6
+
+
+class MessageError(DilocoError):
+    """Bytes from the wire that do not fit; they are refused, counted, and never merged."""
+
+    exit_code = 7
+
+
+class FormatError(MessageError):
+    """Not this protocol: wrong magic, version, type, or a value out of bounds."""
+
+
+class HashError(MessageError):
+    """The content is not what its hash says."""
+
+
+class ChainError(MessageError):
+    """A log entry that does not follow the one before it."""
+
+
+class NonFiniteError(MessageError):
+    """NaN or infinity in a delta."""

@@ -1,0 +1,71 @@
+"""``diloco status`` and ``diloco logs``: looking at a run from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import nats.errors
+import typer
+from rich.console import Console
+
+from diloco import live, observe, rundir
+from diloco import logs as run_logs
+from diloco.errors import BrokerError, RunError
+from diloco.nats.connection import Link
+from diloco.wire.subjects import Subjects
+
+ANSWER_TIMEOUT_S = 3.0
+
+
+def status(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory.")],
+    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """What a run is doing now, or how it ended."""
+    run = rundir.load(directory)
+    if run.finished:
+        current: dict[str, Any] = json.loads((run.path / "status.json").read_text())
+    else:
+        current = asyncio.run(_ask(run))
+    if json_:
+        print(json.dumps(current))
+    elif "learners" not in current:
+        print(f"run {run.name}: waiting for its first learner")
+    else:
+        console = Console()
+        console.print(live.render(current, console.width, max(console.height - 1, 28)))
+
+
+def logs(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory.")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")] = False,
+    service: Annotated[list[str] | None, typer.Option(help="Only this service, or a pattern (learner-*); repeatable.")] = None,
+    level: Annotated[str, typer.Option(help="Leave out what is below: debug, info, warning, error.")] = "debug",
+    json_: Annotated[bool, typer.Option("--json", help="As JSON lines.")] = False,
+) -> None:
+    """All services' logs of a run, in the order of time."""
+    console = Console(soft_wrap=True)
+    for entry in run_logs.merge(directory, service or [], level=level, follow=follow):
+        if json_:
+            print(entry.json(), flush=follow)
+        else:
+            console.print(run_logs.render(entry))
+
+
+async def _ask(run: rundir.RunDirectory) -> dict[str, Any]:
+    if not run.nats_url:
+        raise RunError(f"run {run.name!r} has not been started yet")
+    link = await Link.open(run.nats_url, run.nats_url, "status", observe.get_logger(), give_up_after_s=0.0)
+    try:
+        answer = await link.control.request(Subjects(run.name).status, b"", timeout=ANSWER_TIMEOUT_S)
+        current: dict[str, Any] = json.loads(answer.data)
+        return current
+    except (nats.errors.Error, TimeoutError):
+        raise BrokerError(
+            f"run {run.name!r}: no coordinator answers at {run.nats_url}; learners and syncers may be running without it"
+        ) from None
+    finally:
+        await link.close()

@@ -1,0 +1,138 @@
+"""Streams: making them, reading single messages by direct get, purging."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import nats.errors
+import nats.js.api
+import nats.js.errors
+
+from diloco.errors import AppendUncertainError, BrokerError, RunError
+from diloco.nats.connection import Link
+
+TIMEOUT_S = 5.0
+DUPLICATE_WINDOW_S = 120.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A message as the stream holds it."""
+
+    subject: str
+    sequence: int
+    data: bytes
+
+
+async def ensure(
+    link: Link, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1
+) -> None:
+    """Make a stream, or find that it exists as it should.
+
+    Raises:
+        BrokerError: the server refuses.
+        RunError: it exists with other subjects or another limit.
+    """
+    config = nats.js.api.StreamConfig(
+        name=stream,
+        subjects=subjects,
+        retention=nats.js.api.RetentionPolicy.LIMITS,
+        discard=nats.js.api.DiscardPolicy.NEW if max_msgs_per_subject < 0 else nats.js.api.DiscardPolicy.OLD,
+        max_msgs_per_subject=max_msgs_per_subject,
+        max_bytes=max_bytes,
+        num_replicas=replicas,
+        allow_direct=True,
+        allow_batched=True,
+        duplicate_window=DUPLICATE_WINDOW_S,
+    )
+    api = link.bulk.jetstream(timeout=TIMEOUT_S)
+    try:
+        await _answer(api.add_stream(config), stream)
+    except _Exists:
+        info = await _answer(api.stream_info(stream), stream)
+        existing = info.config
+        for field in ("subjects", "max_msgs_per_subject", "allow_batched"):
+            if getattr(existing, field) != getattr(config, field):
+                raise RunError(
+                    f"stream {stream}: has {field} = {getattr(existing, field)!r}, expected {getattr(config, field)!r}; it "
+                    "belongs to something else: choose another run name"
+                ) from None
+
+
+async def last(link: Link, stream: str, subject: str) -> Stored | None:
+    """The last message on a subject, or None.
+
+    Raises:
+        AppendUncertainError: no answer.
+        BrokerError: there is no such stream, or the server refuses.
+    """
+    return await _get(link, stream, subject=subject)
+
+
+async def get(link: Link, stream: str, sequence: int) -> Stored | None:
+    """The message with a stream sequence, or None if it is gone; raises as :func:`last`."""
+    return await _get(link, stream, seq=sequence)
+
+
+async def purge(link: Link, stream: str, subject: str, below_sequence: int) -> None:
+    """Drop a subject's messages (wildcards allowed) with a smaller sequence; raises as :func:`last`."""
+    api = link.bulk.jetstream(timeout=TIMEOUT_S)
+    try:
+        await _answer(api.purge_stream(stream, seq=below_sequence, subject=subject), stream)
+    except nats.js.errors.NotFoundError:
+        raise _missing(stream) from None
+
+
+async def delete(link: Link, stream: str) -> None:
+    """Drop a stream and all it holds; none is as good."""
+    try:
+        await _answer(link.bulk.jetstream(timeout=TIMEOUT_S).delete_stream(stream), stream)
+    except nats.js.errors.NotFoundError:
+        return
+
+
+async def exists(link: Link, stream: str) -> bool:
+    """Whether the server has the stream."""
+    try:
+        await _answer(link.bulk.jetstream(timeout=TIMEOUT_S).stream_info(stream), stream)
+    except nats.js.errors.NotFoundError:
+        return False
+    return True
+
+
+async def _get(link: Link, stream: str, subject: str | None = None, seq: int | None = None) -> Stored | None:
+    api = link.bulk.jetstream(timeout=TIMEOUT_S)
+    try:
+        message = await _answer(api.get_msg(stream, seq=seq, subject=subject, direct=True), stream)
+    except nats.js.errors.NotFoundError:
+        return None
+    except AppendUncertainError:
+        if await exists(link, stream):  # nobody answers for a stream that is not there
+            raise
+        raise _missing(stream) from None
+    return Stored(str(message.subject), int(message.seq or 0), bytes(message.data or b""))
+
+
+def _missing(stream: str) -> BrokerError:
+    return BrokerError(f"stream {stream}: does not exist on the server")
+
+
+class _Exists(Exception):
+    """The stream exists with another configuration."""
+
+
+async def _answer(call: Awaitable[T], stream: str) -> T:
+    try:
+        return await call
+    except nats.js.errors.NotFoundError:
+        raise
+    except nats.js.errors.APIError as error:
+        if error.err_code == 10058:
+            raise _Exists from None
+        raise BrokerError(f"stream {stream}: {error.description} (code {error.err_code})") from None
+    except (nats.errors.Error, TimeoutError) as error:
+        raise AppendUncertainError(f"stream {stream}: no answer: {error!r}") from None

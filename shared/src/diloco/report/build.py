@@ -1,0 +1,140 @@
+"""``report.json``: from the log (who merged what), the coordinator's series (what was heard) and the evaluator's result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diloco.core.chain import Chain
+from diloco.core.fragments import FragmentMap
+from diloco.errors import ChainError
+from diloco.log import Log
+from diloco.rundir import RunDirectory
+
+FORMAT = 1
+BFLOAT16_BYTES = 2
+
+
+async def read_chains(log: Log) -> list[Chain]:
+    """Every fragment's checked head, from the log alone.
+
+    Raises:
+        RunError: the log has no genesis, or misses a keyframe.
+    """
+    genesis = await log.genesis()
+    if genesis is None:
+        return []
+    chains = []
+    for fragment in log.map.fragments:
+        chain = (await log.load(fragment.index, *genesis)).replica.chain
+        stop = await log.head_sequence(fragment.index)
+        if stop > chain.sequence:
+            async for entry in log.follow([fragment.index], chain.sequence + 1, lambda sequence, error: None, stop):
+                try:
+                    chain.check(entry.record)
+                except ChainError:
+                    continue
+                chain.advance(entry.record, entry.check, entry.sequence)
+        chains.append(chain)
+    return chains
+
+
+def build(
+    directory: RunDirectory,
+    fragment_map: FragmentMap,
+    chains: Sequence[Chain],
+    owners: Sequence[str],
+    series: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The report as ``docs/report.md`` describes it."""
+    settings = directory.settings
+    sizes = [fragment.size for fragment in fragment_map.fragments]
+    validation = [list(point) for point in series["validation"]]
+    learners = {name: _learner(name, heard, chains, sizes) for name, heard in series["learners"].items()}
+    steps = sum(learner["steps"] for learner in learners.values())
+    bytes_up = sum(learner["bytes_up"] for learner in learners.values())
+    bytes_down = sum(learner["bytes_down"] for learner in learners.values())
+    # a ring all-reduce of bfloat16 gradients at every step sends, and receives, 2 (M - 1) / M of the model a learner
+    ring = 2 * max(0, len(learners) - 1) / max(1, len(learners))
+    data_parallel = round(2 * steps * ring * fragment_map.parameters * BFLOAT16_BYTES)
+    final_loss = evaluation.get("val_loss", validation[-1][2] if validation else None)
+    return {
+        "format": FORMAT,
+        "run": directory.name,
+        "preset": settings.preset,
+        "wall_s": series["wall_s"],
+        "parameters": fragment_map.parameters,
+        "val_loss": final_loss,
+        "val_loss_initial": validation[0][2] if validation else evaluation.get("val_loss_initial"),
+        "baselines": evaluation.get("baselines", {}),
+        "tokens_budget": settings.tokens,
+        "tokens_processed": sum(learner["tokens_processed"] for learner in learners.values()),
+        "tokens_merged": _mean([chain.tokens_merged for chain in chains], sizes),
+        "rounds": series["rounds"],
+        "versions": sum(chain.version for chain in chains),
+        "learners": learners,
+        "fragments": [
+            {
+                "fragment": fragment.index,
+                "parameters": fragment.size,
+                "embedding": fragment.embedding,
+                "owner": owner,
+                "versions": chain.version,
+                "tokens_merged": chain.tokens_merged,
+                "tokens_lost": chain.tokens_lost,
+                "state_hash": chain.state_hash.hex(),
+            }
+            for fragment, chain, owner in zip(fragment_map.fragments, chains, owners, strict=True)
+        ],
+        "traffic": {
+            "bytes_up": bytes_up,
+            "bytes_down": bytes_down,
+            "bytes_data_parallel": data_parallel,
+            "ratio": data_parallel / (bytes_up + bytes_down) if bytes_up + bytes_down else None,
+        },
+        "settings": settings.model_dump(),
+        "sample": evaluation.get("sample"),
+        "series": {
+            "learners": {
+                name: [[at, tokens, step, loss] for at, tokens, step, loss in heard["points"]]
+                for name, heard in series["learners"].items()
+            },
+            "global": validation,
+            "activity": {name: heard["activity"] for name, heard in series["learners"].items()},
+            "merges": series["merges"],
+        },
+    }
+
+
+def load_json(path: Any) -> dict[str, Any]:
+    """A JSON object from a file; empty if there is none."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _learner(name: str, heard: Mapping[str, Any], chains: Sequence[Chain], sizes: Sequence[int]) -> dict[str, Any]:
+    cursors = [chain.cursors.get(name) for chain in chains]
+    merged = sum(cursor.versions for cursor in cursors if cursor)
+    return {
+        "steps": heard["step"],
+        "tokens_processed": heard["tokens"],
+        "tokens_merged": _mean([cursor.tokens if cursor else 0 for cursor in cursors], sizes),
+        "tokens_lost": heard["lost_tokens"],
+        "busy_fraction": heard["busy_fraction"],
+        "blocked_fraction": heard["blocked_fraction"],
+        "bytes_up": heard["bytes_up"],
+        "bytes_down": heard["bytes_down"],
+        "rounds_merged": merged,
+        "rounds_missed": sum(chain.version for chain in chains) - merged,
+        "step_s": heard["step_s"],
+    }
+
+
+def _mean(values: Sequence[int], sizes: Sequence[int]) -> int:
+    """Mean over fragments, weighted by parameters."""
+    return round(sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)) if values else 0

@@ -1,0 +1,369 @@
+"""``report.html``: the report dictionary as one file that opens without a network.
+
+Style sheet and script are inlined, pictures are SVG (:mod:`diloco.report.charts`), and a content security policy forbids the
+browser to fetch anything or to run any script but this one, known by its hash. All that comes from a run (names, settings,
+generated text) is escaped. ``docs/report.md`` describes the dictionary; keys that are missing leave their part out.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from diloco.report import charts
+from diloco.report.units import MISSING, count, decimal, duration, share, size
+
+Report = Mapping[str, Any]
+
+_COLOURS = 8  # --s0 to --s7 of the style sheet
+_ACCENT, _PLAIN = "var(--accent)", "var(--parallel)"
+
+
+def write_html(report: Report, path: Path) -> None:
+    """Write the page; a reader sees the old file or the new one, never a part."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(render_html(report), encoding="utf-8", errors="replace")
+    os.replace(part, path)
+
+
+def render_html(report: Report) -> str:
+    """The page as text."""
+    package = files("diloco.report")
+    style = package.joinpath("page.css").read_text(encoding="utf-8")
+    script = package.joinpath("page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
+    run, preset = escape(str(report.get("run", "run"))), escape(str(report.get("preset", "")))
+    sections = "\n".join(
+        part
+        for part in (
+            _headline(report),
+            _losses(report),
+            _baselines_and_traffic(report),
+            _activity(report),
+            _merges(report),
+            _learners(report),
+            _fragments(report),
+            _sample(report),
+            _settings(report),
+        )
+        if part
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{run} · diloco</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+<header><span class="brand">diloco</span><h1>{run}</h1>{f'<span class="preset">{preset}</span>' if preset else ""}
+<button id="theme" type="button">Light or dark</button></header>
+{sections}
+</main>
+<div id="tip" hidden></div>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def _headline(report: Report) -> str:
+    learners = _learners_of(report)
+    traffic = report.get("traffic") or {}
+    processed, merged, wall_s = (report.get(key) for key in ("tokens_processed", "tokens_merged", "wall_s"))
+    blocked = [learner.get("blocked_fraction") for learner in learners.values()]
+    worst = max((value for value in blocked if value is not None), default=None)
+    ratio = traffic.get("ratio")
+    return f"""<div class="figures">
+{_figure("Validation loss", decimal(report.get("val_loss")), "", f"nats per byte, {_against_baseline(report)}")}
+{_figure("Wall time", duration(wall_s), "", f"{count(_ratio(processed, wall_s))} tokens/s, {len(learners)} learners")}
+{_figure("Tokens merged", share(_ratio(merged, processed), 1), "", f"{count(merged)} of {count(processed)} processed")}
+{
+        _figure(
+            "Traffic",
+            f"{ratio:.1f}×" if ratio else MISSING,
+            "less" if ratio else "",
+            f"than data-parallel: {size(traffic.get('bytes_up'))} up, {size(traffic.get('bytes_down'))} down",
+        )
+    }
+{
+        _figure(
+            "Steps blocked",
+            share(worst, 2),
+            "at most",
+            f"{count(report.get('versions'))} versions from {count(report.get('rounds'))} rounds",
+        )
+    }
+</div>"""
+
+
+def _figure(name: str, number: str, unit: str, more: str) -> str:
+    """``more`` is HTML, the rest is text."""
+    small = f" <small>{escape(unit)}</small>" if unit else ""
+    return (
+        f'<div class="figure"><div class="name">{escape(name)}</div>'
+        f'<div class="number">{escape(number)}{small}</div><div class="more">{more}</div></div>'
+    )
+
+
+def _against_baseline(report: Report) -> str:
+    loss, baselines = report.get("val_loss"), _baselines(report)
+    if loss is None or not baselines:
+        return f"began at {decimal(report.get('val_loss_initial'))}"
+    name = min(baselines, key=lambda name: baselines[name])
+    gain = 1 - loss / baselines[name]
+    mark = f'<span class="good">{share(gain)} below</span>' if gain >= 0 else f"{share(-gain)} above"
+    return f"{mark} {escape(name)} ({decimal(baselines[name], 2)})"
+
+
+def _losses(report: Report) -> str:
+    series = report.get("series") or {}
+    colours = _colours(report)
+    over_time, over_tokens = [], []
+    for name, points in (series.get("learners") or {}).items():
+        css = colours.get(name, "var(--soft)")
+        known = [point for point in points if _finite(point[3])]
+        over_time.append(charts.Line(name, css, [(point[0], point[3]) for point in known]))
+        over_tokens.append(charts.Line(name, css, [(point[1], point[3]) for point in known]))
+    known = [point for point in series.get("global") or [] if _finite(point[2])]
+    end = (report.get("wall_s"), report.get("tokens_merged"), report.get("val_loss"))
+    if known and all(_finite(value) for value in end):
+        known.append(end)
+    over_time.append(charts.Line("global", "var(--global)", [(point[0], point[2]) for point in known], strong=True))
+    over_tokens.append(charts.Line("global", "var(--global)", [(point[1], point[2]) for point in known], strong=True))
+    references = _baselines(report)
+    by_tokens = charts.line_chart(over_tokens, references, time=False, label="tokens")
+    by_time = charts.line_chart(over_time, references, time=True, label="wall time")
+    return _section(
+        "Loss",
+        "Nats per byte. Learners: training loss, as a mean over each short stretch. Global: validation loss of the model that "
+        "the log holds, against the tokens merged by then. Dashed: models that only count which bytes follow which, fitted "
+        "on the same text.",
+        _toggles((line.name, line.css) for line in over_time)
+        + _pair(f"<h3>Over tokens of the whole run</h3>{by_tokens}", f"<h3>Over time</h3>{by_time}"),
+    )
+
+
+def _baselines_and_traffic(report: Report) -> str:
+    baselines = _baselines(report)
+    losses: dict[str, float | None] = {
+        "this run": report.get("val_loss"),
+        **{name: baselines[name] for name in sorted(baselines, key=lambda name: baselines[name])},
+        "untrained": report.get("val_loss_initial"),
+    }
+    rows = [(name, loss, decimal(loss), _ACCENT if name == "this run" else _PLAIN) for name, loss in losses.items()]
+    learners, traffic, colours = _learners_of(report), report.get("traffic") or {}, _colours(report)
+    links: list[tuple[str, float | None, str, str]] = []
+    for name, learner in learners.items():
+        both = _sum(learner, "bytes_up", "bytes_down")
+        links.append((name, both, size(both), colours[name]))
+    parallel = _ratio(traffic.get("bytes_data_parallel"), len(learners))
+    rate = _ratio(parallel, report.get("wall_s"))
+    links.append(("data-parallel", parallel, size(parallel), _PLAIN))
+    body = _pair(
+        "<h2>Against simpler models</h2>" + _note("Validation loss in nats per byte; less is better.") + charts.bars(rows),
+        "<h2>Bytes over each learner's link</h2>"
+        + _note(
+            "Sent and received. Data-parallel: a ring all-reduce of bfloat16 gradients at each of the same steps"
+            + (f", {size(rate)} each second on every link." if rate else ".")
+        )
+        + charts.bars(links),
+    )
+    return f"<section>{body}</section>"
+
+
+def _activity(report: Report) -> str:
+    activity = {
+        str(name): [(float(start_s), float(stop_s), str(state)) for start_s, stop_s, state in spans]
+        for name, spans in ((report.get("series") or {}).get("activity") or {}).items()
+    }
+    if not activity:
+        return ""
+    seen = {state for spans in activity.values() for _, _, state in spans}
+    legend = "".join(
+        f'<span><i style="background:var(--state-{state})"></i>{state}</span>' for state in charts.STATES if state in seen
+    )
+    return _section(
+        "What each learner did",
+        "Sending happens beside the steps, which go on. A gap: the learner was not heard.",
+        f'<div class="legend">{legend}</div>' + _wide(charts.timeline(activity, _end_s(report))),
+    )
+
+
+def _merges(report: Report) -> str:
+    rounds: Sequence[Mapping[str, Any]] = (report.get("series") or {}).get("merges") or []
+    colours = _colours(report)
+    for name in sorted({str(member[0]) for merged in rounds for member in merged["members"]} - set(colours)):
+        colours[name] = "var(--soft)"
+    picture, drawn = charts.merges(rounds, colours, _end_s(report))
+    some = f" {drawn} of {len(rounds)} are drawn." if 0 < drawn < len(rounds) else ""
+    return _section(
+        "Who was in each merge",
+        "One column of marks for each version of a fragment, one mark for each learner; grey: it had no part. Pale: its offer "
+        f"was made from an older version. Point at one for weights and times.{some}",
+        _toggles(colours.items()) + _wide(picture),
+    )
+
+
+def _learners(report: Report) -> str:
+    learners, colours = _learners_of(report), _colours(report)
+    if not learners:
+        return ""
+    head = ("learner", "steps", "step", "tokens", "merged", "lost", "busy", "blocked", "up", "down", "in versions", "missed")
+    rows = [
+        [
+            f'<i style="background:{colours[name]}"></i>{escape(name)}',
+            count(learner.get("steps")),
+            f"{decimal(learner.get('step_s'))} s",
+            count(learner.get("tokens_processed")),
+            share(_ratio(learner.get("tokens_merged"), learner.get("tokens_processed")), 1),
+            count(learner.get("tokens_lost")),
+            share(learner.get("busy_fraction"), 1),
+            share(learner.get("blocked_fraction"), 2),
+            size(learner.get("bytes_up")),
+            size(learner.get("bytes_down")),
+            count(learner.get("rounds_merged")),
+            count(learner.get("rounds_missed")),
+        ]
+        for name, learner in learners.items()
+    ]
+    return _section("Learners", "", _wide(_table(head, rows)))
+
+
+def _fragments(report: Report) -> str:
+    fragments: Sequence[Mapping[str, Any]] = report.get("fragments") or []
+    if not fragments:
+        return ""
+    head = ("fragment", "parameters", "merged by", "owner", "versions", "tokens merged", "state")
+    rows = [
+        [
+            str(int(fragment.get("fragment", 0))),
+            count(fragment.get("parameters")),
+            "average" if fragment.get("embedding") else "direction",
+            escape(str(fragment.get("owner", ""))),
+            count(fragment.get("versions")),
+            count(fragment.get("tokens_merged")),
+            f"<code>{escape(str(fragment.get('state_hash', ''))[:16])}</code>",
+        ]
+        for fragment in fragments
+    ]
+    total = count(sum(fragment.get("parameters") or 0 for fragment in fragments))
+    return _section(
+        "Fragments",
+        f"{len(fragments)} fragments of {total} parameters. The state is the start of the hash of a fragment's last version, "
+        "which is the same on every machine.",
+        f"<details><summary>Show all</summary>{_wide(_table(head, rows))}</details>",
+    )
+
+
+def _sample(report: Report) -> str:
+    sample = report.get("sample")
+    if not sample:
+        return ""
+    return _section("A sample", "Text that the trained model made up.", f"<pre>{escape(str(sample))}</pre>")
+
+
+def _settings(report: Report) -> str:
+    settings: Mapping[str, Any] = report.get("settings") or {}
+    if not settings:
+        return ""
+    groups = {"run": {key: value for key, value in settings.items() if not isinstance(value, Mapping)}}
+    groups |= {key: dict(value) for key, value in settings.items() if isinstance(value, Mapping)}
+    body = "".join(
+        f"<div><h3>{escape(str(group))}</h3><dl>"
+        + "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>" for key, value in values.items())
+        + "</dl></div>"
+        for group, values in groups.items()
+        if values
+    )
+    return _section("Settings", "As every member of the run used them.", f'<div class="settings">{body}</div>')
+
+
+# --- small parts ----------------------------------------------------------------------------------------------------
+
+
+def _section(title: str, note: str, body: str) -> str:
+    """``title`` and ``note`` are text, ``body`` is HTML."""
+    return f"<section><h2>{escape(title)}</h2>{_note(note)}{body}</section>"
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>' if text else ""
+
+
+def _pair(left: str, right: str) -> str:
+    return f'<div class="pair"><div>{left}</div><div>{right}</div></div>'
+
+
+def _wide(body: str) -> str:
+    return f'<div class="scroll">{body}</div>'
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """``head`` is text, the cells of the rows are HTML."""
+    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _toggles(names: Iterable[tuple[str, str]]) -> str:
+    buttons = "".join(
+        f'<button type="button" data-toggle="{escape(name)}" aria-pressed="true">'
+        f'<i style="background:{css}"></i>{escape(name)}</button>'
+        for name, css in names
+    )
+    return f'<div class="legend">{buttons}</div>'
+
+
+def _learners_of(report: Report) -> dict[str, Mapping[str, Any]]:
+    learners: Mapping[str, Mapping[str, Any]] = report.get("learners") or {}
+    return {str(name): learners[name] for name in sorted(learners, key=_natural)}
+
+
+def _colours(report: Report) -> dict[str, str]:
+    """By the number in the name, as in the live view and the logs."""
+    return {
+        name: f"var(--s{(number if number >= 0 else place) % _COLOURS})"
+        for place, name in enumerate(_learners_of(report))
+        for _, number, _ in (_natural(name),)
+    }
+
+
+def _natural(name: str) -> tuple[str, int, str]:
+    stem, _, number = name.rpartition("-")
+    return (stem, int(number), name) if stem and number.isdecimal() and len(number) < 10 else (name, -1, name)
+
+
+def _baselines(report: Report) -> dict[str, float]:
+    return {str(name): float(value) for name, value in (report.get("baselines") or {}).items() if _finite(value)}
+
+
+def _end_s(report: Report) -> float:
+    series = report.get("series") or {}
+    ends = [float(span[1]) for spans in (series.get("activity") or {}).values() for span in spans]
+    return max([float(report.get("wall_s") or 0.0), *ends, *(float(merged["wall_s"]) for merged in series.get("merges") or [])])
+
+
+def _ratio(part: object, whole: object) -> float | None:
+    return float(part) / float(whole) if _finite(part) and _finite(whole) and whole else None  # type: ignore[arg-type]
+
+
+def _sum(values: Mapping[str, Any], *keys: str) -> float:
+    return float(sum(values.get(key) or 0 for key in keys))
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,68 @@
+"""A run's directory: what it was asked to do, where its server is, its logs and its report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco import __version__
+from diloco.errors import RunError, SettingsError
+from diloco.settings import RunSettings, parse
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The content of ``run.json``: the run as it was created."""
+
+    path: Path
+    name: str
+    nats_url: str
+    data: str | None
+    settings: RunSettings
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.json"
+
+    @property
+    def finished(self) -> bool:
+        return self.report.exists()
+
+    def save(self) -> None:
+        """Write ``run.json``."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        values = {"format": FORMAT, "version": __version__} | asdict(self) | {"settings": self.settings.model_dump()}
+        write_json(self.path / "run.json", {key: value for key, value in values.items() if key != "path"})
+
+
+def load(path: Path) -> RunDirectory:
+    """Read a run's directory.
+
+    Raises:
+        RunError: there is none, it is damaged, or another version made it.
+    """
+    file = path / "run.json"
+    try:
+        values: dict[str, Any] = json.loads(file.read_text())
+        if values["format"] != FORMAT:
+            raise RunError(
+                f"{path}: made by version {values.get('version')} of diloco (format {values['format']}), this is {FORMAT}"
+            )
+        settings = parse(RunSettings, values["settings"], str(file))
+        return RunDirectory(path, str(values["name"]), str(values["nats_url"]), values["data"], settings)
+    except FileNotFoundError:
+        raise RunError(f"{path}: not a run's directory (it has no run.json)") from None
+    except (OSError, ValueError, KeyError, TypeError, SettingsError) as error:
+        raise RunError(f"{file}: damaged: {error}") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file by ``value`` as JSON, so that a reader sees the old or the new one whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(value, indent=1))
+    draft.replace(path)

@@ -1,0 +1,385 @@
+"""What can be set: the run's settings (one set for all members) and each service's own.
+
+The run's settings are created once, stored with the run, and never differ between members; their digest is part of the
+run's identity. A preset is a complete set of them. Published values are those of algorithm.md's source, "Decoupled DiLoCo"
+(arXiv 2604.21428); where the paper is silent the field's description says "unpublished".
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import SettingsError as EnvironmentValueError
+
+from diloco.errors import SettingsError
+
+Bits = Literal[4, 8, 16, 32]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$", description="lower-case letters, digits, - and _")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class FragmentSettings(_Section):
+    """How the model is cut into fragments (Decoupled DiLoCo, section on fragmentation)."""
+
+    count: int = Field(24, ge=1, le=4096, description="fragments P, embedding-like fragments counted in")
+    strategy: Literal["balanced", "strided", "layer"] = Field("balanced", description="how tensors are dealt to fragments")
+
+
+class RoundSettings(_Section):
+    """When a fragment's round is due, and how long it stays open."""
+
+    steps: int = Field(24, ge=1, le=100_000, description="sync interval H in inner steps, per fragment")
+    overlap_steps: float = Field(2.0, gt=0, description="tau: steps of time a round may take before the version is applied")
+    quorum: int | Literal["all"] = Field(1, description="learners K that must answer, or all that are alive")
+    grace_factor: float = Field(
+        0.9, ge=0, lt=1, description="gamma of the grace window; 0 switches the window off (gamma itself is unpublished)"
+    )
+    max_staleness_versions: int = Field(
+        4, ge=0, le=64, description="an offer whose base is more versions behind is not merged (unpublished)"
+    )
+    learners_wait: bool = Field(False, description="learners pause from their answer until the version arrives (DiLoCo)")
+
+
+class MergeSettings(_Section):
+    """How outer gradients of several learners become one."""
+
+    method: Literal["rda", "average"] = Field("rda", description="for all but embedding-like tensors, which are averaged")
+    granularity: Literal["row", "tensor"] = Field(
+        "row", description="one norm per row (vector along the last axis) or per tensor piece (unpublished)"
+    )
+    weights: Literal["quality", "tokens", "equal"] = Field("quality", description="tokens^2/steps, tokens, or 1")
+    against: Literal["base", "current"] = Field(
+        "base", description="outer gradients against the learner's base version, or the syncer's value as published"
+    )
+
+
+class OuterSettings(_Section):
+    """SGD with Nesterov momentum; both values unpublished, the defaults are measured (docs/quality.md)."""
+
+    learning_rate: float = Field(0.3, gt=0, le=10)
+    momentum: float = Field(0.9, ge=0, lt=1)
+
+
+class InnerSettings(_Section):
+    """AdamW over a cosine schedule in tokens; all values unpublished."""
+
+    learning_rate: float = Field(8e-3, gt=0, le=10)
+    final_fraction: float = Field(0.1, ge=0, le=1, description="learning rate at the end of the budget, relative to the peak")
+    warmup_fraction: float = Field(0.05, ge=0, lt=1, description="share of the token budget with a rising learning rate")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    weight_decay: float = Field(0.1, ge=0)
+    clip_norm: float = Field(1.0, gt=0)
+
+
+class CarrySettings(_Section):
+    """What becomes of work that a version does not contain (beyond the paper; published: all of it is overwritten)."""
+
+    overlap: float = Field(0.0, ge=0, le=1, description="share kept of the progress made since the offer that was merged")
+    late: float = Field(1.0, ge=0, le=1, description="share kept of progress that came too late for its round")
+    max_versions: int = Field(8, ge=1, le=1024, description="progress carried over more versions than this is dropped")
+
+
+class ApplySettings(_Section):
+    """What a learner does with a version."""
+
+    alpha: float = Field(0.0, ge=0, lt=1, description="mixing: share of the learner's own value kept on receipt")
+
+
+class CodecSettings(_Section):
+    """How offers and records are encoded."""
+
+    offer_bits: Bits = Field(4, description="bits a value of a learner's offer")
+    record_bits: Bits = Field(4, description="bits a value of a record's merged outer gradient")
+    error_feedback: bool = Field(True, description="quantisation errors are added to the next offer or record")
+    zstd_level: int = Field(-1, ge=-50, le=19, description="-1 is nearly free; 1 saves another 12 % at a third of the speed")
+
+
+class LogSettings(_Section):
+    """How the log is kept short."""
+
+    keyframe_factor: float = Field(
+        1.0, gt=0, le=1000, description="a keyframe is written when the records since the last one are this many times its size"
+    )
+
+
+class LivenessSettings(_Section):
+    """When a member counts as alive."""
+
+    pulse_s: float = Field(0.5, gt=0, le=60, description="a learner pulses at every step, and at least this often")
+    dead_s: float = Field(5.0, gt=0, le=3600, description="a learner not heard for so long is not waited for")
+
+
+class TaskSettings(_Section):
+    """What is trained: a built-in task or the user's own `package.module:attribute`."""
+
+    name: str = Field("gpt", pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")
+    layers: int = Field(3, ge=1, le=128)
+    width: int = Field(96, ge=8, le=16384)
+    heads: int = Field(4, ge=1, le=256)
+    context: int = Field(128, ge=8, le=131072, description="bytes a sequence")
+    batch: int = Field(8, ge=1, le=65536, description="sequences a step")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> TaskSettings:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(f"width {self.width} must be an even multiple of heads {self.heads}")
+        return self
+
+
+class RunSettings(_Section):
+    """All that every member of a run must agree on."""
+
+    preset: str = "decoupled"
+    seed: int = Field(0, ge=0, lt=2**32)
+    tokens: int = Field(3_000_000, ge=1, le=10**18, description="token budget: the run ends when so many were processed")
+    learners: int = Field(4, ge=1, le=4096, description="learners M that the data is shared between")
+    shards: int = Field(2, ge=1, le=1024, description="syncer shards")
+    fragments: FragmentSettings = FragmentSettings()
+    round: RoundSettings = RoundSettings()
+    merge: MergeSettings = MergeSettings()
+    outer: OuterSettings = OuterSettings()
+    inner: InnerSettings = InnerSettings()
+    carry: CarrySettings = CarrySettings()
+    apply: ApplySettings = ApplySettings()
+    codec: CodecSettings = CodecSettings()
+    log: LogSettings = LogSettings()
+    liveness: LivenessSettings = LivenessSettings()
+    task: TaskSettings = TaskSettings()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunSettings:
+        quorum = self.round.quorum
+        if isinstance(quorum, int) and not 1 <= quorum <= self.learners:
+            raise ValueError(f"round.quorum = {quorum} must be between 1 and learners = {self.learners}")
+        if self.shards > self.fragments.count:
+            raise ValueError(f"shards = {self.shards} is more than fragments.count = {self.fragments.count}")
+        return self
+
+    def quorum(self, live_learners: int) -> int:
+        """Learners that must answer before a round may close, given how many are alive."""
+        return max(1, live_learners) if self.round.quorum == "all" else self.round.quorum
+
+    def digest(self) -> bytes:
+        """BLAKE3 (32 bytes) of the settings as canonical JSON: equal settings, equal digest, on any machine."""
+        return blake3(json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":")).encode()).digest()
+
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    # ours: the published structure, four bits both ways, late work carried over, defaults that measured best
+    "decoupled": {},
+    # algorithm.md section 1 to the letter; outer learning rate and momentum are those of the lineage
+    "published": {
+        "merge": {"granularity": "tensor", "against": "current"},
+        "outer": {"learning_rate": 0.7, "momentum": 0.9},
+        "carry": {"overlap": 0.0, "late": 0.0},
+        "codec": {"offer_bits": 16, "record_bits": 16, "error_feedback": False},
+    },
+    # Streaming DiLoCo (arXiv 2501.18512): fragments, overlapped, but every live learner must answer
+    "streaming": {
+        "round": {"quorum": "all", "grace_factor": 0.0, "overlap_steps": 5.0},
+        "merge": {"method": "average", "weights": "equal", "against": "current"},
+        "outer": {"learning_rate": 0.4, "momentum": 0.9},
+        "carry": {"overlap": 0.0, "late": 0.0},
+        "apply": {"alpha": 0.5},
+        "codec": {"offer_bits": 4, "record_bits": 32, "error_feedback": False},
+    },
+    # DiLoCo (arXiv 2311.08105): the whole model at once, and nobody goes on before the new version is there
+    "diloco": {
+        "shards": 1,
+        "fragments": {"count": 1},
+        "round": {"quorum": "all", "grace_factor": 0.0, "learners_wait": True},
+        "merge": {"method": "average", "weights": "equal", "against": "current"},
+        "outer": {"learning_rate": 0.7, "momentum": 0.9},
+        "carry": {"overlap": 0.0, "late": 0.0},
+        "codec": {"offer_bits": 32, "record_bits": 32, "error_feedback": False},
+    },
+}
+PRESETS = tuple(_PRESETS)
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def parse(cls: type[S], values: Mapping[str, Any], source: str) -> S:
+    """Validate ``values`` as ``cls``.
+
+    Raises:
+        SettingsError: naming ``source``, every wrong setting, what was expected and, for an unknown one, the nearest name.
+    """
+    try:
+        return cls.model_validate(dict(values))
+    except ValidationError as error:
+        raise SettingsError(f"{source}: " + "; ".join(_explain(cls, detail) for detail in error.errors())) from None
+
+
+def run_settings(
+    preset: str = "decoupled", overrides: Mapping[str, Any] | None = None, source: str = "settings"
+) -> RunSettings:
+    """A preset with overrides, which are nested mappings or dotted names (``{"round.steps": 12}``).
+
+    Raises:
+        SettingsError: unknown preset, unknown setting, or a value out of range.
+    """
+    if preset not in _PRESETS:
+        raise SettingsError(f"{source}: no preset {preset!r}{_nearest(preset, PRESETS)}; there are {', '.join(PRESETS)}")
+    values: dict[str, Any] = json.loads(json.dumps(_PRESETS[preset])) | {"preset": preset}
+    for key, value in (overrides or {}).items():
+        if key == "preset":
+            raise SettingsError(f"{source}: preset = {value!r}: a preset is chosen before any setting, not set among them")
+        _put(values, key, value, source)
+    return parse(RunSettings, values, source)
+
+
+def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
+    """``["round.steps=12", "merge.method=rda"]`` as a mapping; values are TOML where they parse as such, else text.
+
+    Raises:
+        SettingsError: an item without ``=``.
+    """
+    values: dict[str, Any] = {}
+    for item in assignments:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise SettingsError(f"--set {item}: expected KEY=VALUE, for example round.steps=12")
+        try:
+            values[key.strip()] = tomllib.loads(f"v = {text}")["v"]
+        except tomllib.TOMLDecodeError:
+            values[key.strip()] = text.strip()
+    return values
+
+
+def all_names(cls: type[BaseModel] = RunSettings, prefix: str = "") -> list[str]:
+    """Dotted names of all settings below ``cls``."""
+    names: list[str] = []
+    for name, field in cls.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            names += all_names(field.annotation, f"{prefix}{name}.")
+        else:
+            names.append(prefix + name)
+    return names
+
+
+def _put(values: dict[str, Any], key: str, value: Any, source: str) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise SettingsError(f"{source}: no setting {key!r}{_nearest(key, all_names())}")
+        values = inner
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            _put(values, f"{last}.{name}", item, source)
+    else:
+        values[last] = value
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if not close:
+        leaf = {k.rsplit(".", 1)[-1]: k for k in known}
+        close = [leaf[m] for m in difflib.get_close_matches(name.rsplit(".", 1)[-1], list(leaf), n=1, cutoff=0.6)]
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _explain(cls: type[BaseModel], detail: Any) -> str:
+    parts = [str(part) for part in detail["loc"] if not str(part).startswith(("literal[", "int", "constrained"))]
+    name = ".".join(parts)
+    if detail["type"] == "extra_forbidden":
+        return f"no setting {name!r}{_nearest(name, all_names(cls))}"
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    return message if not name or detail["type"] == "value_error" else f"{name} = {detail['input']!r}: {message}"
+
+
+class ServiceSettings(BaseSettings):
+    """What every service is told by its TOML file (``--config``) and by ``DILOCO_*`` in the environment, which wins."""
+
+    model_config = SettingsConfigDict(env_prefix="DILOCO_", extra="forbid", frozen=True)
+
+    name: Name
+    run: Name = "run"
+    nats_url: str = Field("nats://127.0.0.1:4222", description="control traffic; bulk too unless nats_bulk_url is set")
+    nats_bulk_url: str | None = None
+    state_dir: Path = Field(Path("."), description="where this process may keep files of its own")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "console"] = "json"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return env_settings, init_settings
+
+    @property
+    def bulk_url(self) -> str:
+        return self.nats_bulk_url or self.nats_url
+
+
+class LearnerSettings(ServiceSettings):
+    """A learner's own settings."""
+
+    role: Literal["learner", "evaluator"] = "learner"
+    share: int = Field(0, ge=0, description="which of the run's data shares this learner trains on")
+    data: str | None = Field(None, description="file or folder of text; default: Python's standard library sources")
+    cache_dir: Path = Field(
+        Path.home() / ".cache" / "diloco" / "jax", description="compiled programs, so that a restart need not compile again"
+    )
+    slow: float = Field(1.0, ge=1, description="every step takes this many times as long, asleep (for experiments)")
+
+
+class SyncerSettings(ServiceSettings):
+    """A syncer shard's own settings."""
+
+    shard: int = Field(0, ge=0, description="which of the run's shards this process is")
+
+
+class CoordinatorSettings(ServiceSettings):
+    """The coordinator's own settings; ``settings`` is the run it creates where the server does not have it yet."""
+
+    settings: RunSettings = RunSettings()
+
+
+V = TypeVar("V", bound=ServiceSettings)
+
+
+def load_service(cls: type[V], config: Path | None) -> V:
+    """Read a service's settings from a TOML file and the environment.
+
+    Raises:
+        SettingsError: file missing or not TOML, unknown or wrong settings, unknown ``DILOCO_*`` variable.
+    """
+    values: dict[str, Any] = {}
+    if config is not None:
+        try:
+            values = tomllib.loads(config.read_text())
+        except OSError as error:
+            raise SettingsError(f"{config}: cannot be read: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{config}: not TOML: {error}") from None
+    known = {f"DILOCO_{name.upper()}": name for name in cls.model_fields}
+    for variable in os.environ:
+        if variable.startswith("DILOCO_") and variable not in known:
+            raise SettingsError(f"environment: no setting {variable}{_nearest(variable, list(known))}")
+    try:
+        return cls(**values)
+    except ValidationError as error:
+        source = str(config) if config else "environment"
+        raise SettingsError(f"{source}: " + "; ".join(_explain(cls, detail) for detail in error.errors())) from None
+    except EnvironmentValueError as error:
+        raise SettingsError(f"environment: {error}") from None

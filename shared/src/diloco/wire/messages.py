@@ -1,0 +1,321 @@
+"""Every message: its fields, types, units and bounds; how it is framed, checked and refused.
+
+A frame is the msgpack array ``[magic, version, kind, run, fields, check, body]``: ``run`` is the run's identity (8 bytes),
+``fields`` the message's fields as a msgpack array, ``check`` the BLAKE3 hash over all that stands before it, ``body`` a
+zstd frame or nothing. A body larger than a part travels in messages of its own, stored before the head; each part starts
+with the attempt (8 bytes) that the head names, so that parts of two attempts never mix. Hashes of bodies are over
+uncompressed bytes, since zstd's output may differ between versions.
+
+``docs/protocol.md`` is the same in prose, for someone who writes a member in another language.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+from blake3 import blake3
+from msgspec import Meta, Struct
+
+from diloco.errors import FormatError, HashError
+
+MAGIC = "DLC"
+VERSION = 1
+PART_BYTES = 512 * 1024
+ATTEMPT_BYTES = 8
+MAX_MEMBERS = 4096
+MAX_FRAGMENTS = 4096
+MAX_FRAME_BYTES = 1 << 20
+
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+FragmentIndex = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
+MemberName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}\Z")]  # "$" would let a line break pass
+Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Attempt = Annotated[bytes, Meta(min_length=ATTEMPT_BYTES, max_length=ATTEMPT_BYTES)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+Bits = Literal[4, 8, 16, 32]
+Counts = Annotated[list[Count], Meta(max_length=MAX_FRAGMENTS)]
+
+
+class Message(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Base of all messages; a field's place in the class is its place on the wire."""
+
+    kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} is not finite")
+
+
+class Body(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A body's description: compressed size, hash of the uncompressed bytes, and its parts (0: it is in the head)."""
+
+    size_bytes: Annotated[int, Meta(ge=0, le=2**40)]
+    content_hash: Hash
+    parts: Annotated[int, Meta(ge=0, le=2**22)]
+    attempt: Attempt
+
+
+class Pulse(Message, frozen=True):
+    """A learner's sign of life, at every step and at least every ``liveness.pulse_s``. Not stored."""
+
+    kind = "pulse"
+
+    learner: MemberName
+    incarnation: Count
+    role: Literal["learner", "evaluator"]
+    state: Literal["starting", "stepping", "waiting", "recovering", "closing", "finished"]
+    sending: bool
+    step: Count
+    tokens: Count  # processed by this learner in this run, also before a restart
+    step_s: Seconds  # moving average of the time of an inner step
+    loss: float | None  # of the last step, nats per token; an evaluator's is the global model's validation loss
+    versions: Counts  # by fragment: the version last applied
+    steps: Counts  # by fragment: steps not yet merged
+    fragment_tokens: Counts  # by fragment: tokens not yet merged
+    lost_tokens: Counts  # by fragment: tokens that will never be merged
+    busy_s: Seconds  # time with a step in flight
+    blocked_s: Seconds  # time in which no step was in flight because of this system
+    bytes_up: Count
+    bytes_down: Count
+    refused: Count
+
+
+class ShardPulse(Message, frozen=True):
+    """A syncer's sign of life, every ``liveness.pulse_s``. Not stored."""
+
+    kind = "shard"
+
+    syncer: MemberName
+    shard: Annotated[int, Meta(ge=0, lt=1024)]
+    fragments: Counts
+    rounds: Count
+    versions: Count
+    open: Annotated[list[tuple[FragmentIndex, Count, Count, Seconds]], Meta(max_length=MAX_FRAGMENTS)]
+    # of open rounds: fragment, answers, quorum, waited_s
+    refused: Count
+    bytes_up: Count
+    bytes_down: Count
+
+
+class Announcement(Message, frozen=True):
+    """A fragment's round is open; repeated until it closes, and idempotent. Not stored."""
+
+    kind = "round"
+
+    fragment: FragmentIndex
+    version: Count  # that the round will make
+    epoch: Count
+    syncer: MemberName
+    remaining_s: Seconds  # as the syncer expects it; clocks differ, so never a point in time
+    closing: bool  # the budget is used up: offer everything
+    tokens_processed: Count  # by all learners, as far as the syncer knows
+
+
+class Offer(Message, frozen=True):
+    """A learner's answer to a round: the outer gradient of its displacement from its base, quantised."""
+
+    kind = "offer"
+
+    fragment: FragmentIndex
+    learner: MemberName
+    incarnation: Count
+    number: Annotated[int, Meta(ge=1, le=2**62)]  # of this learner's offers of this fragment, in this incarnation
+    after: tuple[Count, Count]  # incarnation and number of the last own offer it knows merged; (0, 0) for none
+    round: Annotated[int, Meta(ge=1, le=2**62)]  # the version that the answered round will make
+    base_version: Count
+    base_hash: Hash  # state hash of the base
+    bits: Bits
+    steps: Count  # that the displacement holds
+    tokens: Count
+    lost_tokens: Count  # in this run so far, of this fragment
+    body: Body
+
+
+class Member(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """One learner's part in a merge."""
+
+    learner: MemberName
+    incarnation: Count
+    number: Count
+    round: Count
+    base_version: Count
+    steps: Count
+    tokens: Count
+    lost_tokens: Count
+    weight: Annotated[float, Meta(ge=0, le=1e300)]
+
+
+class Record(Message, frozen=True):
+    """One entry of a fragment's log.
+
+    ``version``: a committed version. ``takeover``: a new owner's first word, which raises the epoch and makes no version.
+    ``close``: the budget is used up and there was nothing left to merge, so no version is made.
+    """
+
+    kind = "record"
+
+    fragment: FragmentIndex
+    entry: Literal["version", "takeover", "close"]
+    version: Count
+    epoch: Count
+    syncer: MemberName
+    previous: Hash  # check of the fragment's entry before; of the genesis record for the first
+    members: Annotated[list[Member], Meta(max_length=MAX_MEMBERS)]  # in order of merging, by name
+    bits: Bits
+    learning_rate: Annotated[float, Meta(ge=0, le=1e6)]
+    momentum: Annotated[float, Meta(ge=0, le=1)]
+    tokens_merged: Count  # of this fragment, by all versions so far
+    tokens_lost: Count  # of this fragment, as the learners stated so far
+    state_hash: Hash  # of Theta and momentum after this entry
+    closing: bool  # the last entry but for takeovers: the run's budget is used up
+    committed_at_s: Seconds  # Unix time at the syncer
+    quorum_s: Seconds  # from opening the round to its quorum
+    round_s: Seconds  # from opening the round to the merge
+    body: Body | None
+
+
+class Cursor(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """What of a learner the log holds: its last merged offer, and its tokens."""
+
+    learner: MemberName
+    incarnation: Count
+    number: Count
+    versions: Count  # that it is a member of
+    tokens: Count
+    lost_tokens: Count
+
+
+class Keyframe(Message, frozen=True):
+    """Theta, momentum and residual of a fragment after an entry of its log, so that older entries may go."""
+
+    kind = "keyframe"
+
+    fragment: FragmentIndex
+    version: Count
+    epoch: Count
+    entry_hash: Hash  # check of the entry it stands after; of nothing (zeros) before genesis
+    entry_sequence: Count  # of that entry in the stream; 0 before genesis
+    tokens_merged: Count
+    tokens_lost: Count
+    cursors: Annotated[list[Cursor], Meta(max_length=MAX_MEMBERS)]
+    state_hash: Hash
+    closing: bool
+    body: Body  # float32: Theta, momentum, residual
+
+
+class Genesis(Message, frozen=True):
+    """The run begins: which keyframes are version 0. Stored once, fenced."""
+
+    kind = "genesis"
+
+    founder: MemberName
+    settings_digest: Hash
+    map_digest: Hash
+    fragments: Annotated[list[tuple[Count, Hash]], Meta(min_length=1, max_length=MAX_FRAGMENTS)]
+    # by fragment: sequence of the keyframe's head, state hash
+    created_at_s: Seconds
+
+
+M = TypeVar("M", bound=Message)
+
+_FRAME = msgspec.msgpack.Decoder(
+    tuple[
+        Annotated[str, Meta(max_length=8)],
+        int,
+        Annotated[str, Meta(max_length=16)],
+        Annotated[bytes, Meta(max_length=8)],
+        Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)],
+        Annotated[bytes, Meta(max_length=32)],
+        Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)],
+    ]
+)
+_DECODERS: dict[type[Message], Any] = {
+    cls: msgspec.msgpack.Decoder(cls) for cls in (Pulse, ShardPulse, Announcement, Offer, Record, Keyframe, Genesis)
+}
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def run_id(run: str, settings_digest: bytes) -> bytes:
+    """The run's identity in every frame: 8 bytes of BLAKE3 over its name and its settings' digest."""
+    return blake3(run.encode() + b"\0" + settings_digest).digest()[:8]
+
+
+def check_of(message: Message, run: bytes) -> bytes:
+    """The hash (32 bytes) that a frame of ``message`` carries; for a record, the name of that log entry."""
+    return _check(message.kind, run, _ENCODER.encode(message))
+
+
+def pack(message: Message, run: bytes, inline: bytes = b"") -> bytes:
+    """The frame of ``message``."""
+    fields = _ENCODER.encode(message)
+    return _ENCODER.encode((MAGIC, VERSION, message.kind, run, fields, _check(message.kind, run, fields), inline))
+
+
+def unpack(data: bytes, cls: type[M], run: bytes) -> tuple[M, bytes, bytes]:
+    """The message, its check, and the body bytes in the head.
+
+    Raises:
+        FormatError: no frame, another protocol version, kind or run, or a field out of bounds.
+        HashError: the fields are not what the check says.
+    """
+    if len(data) > MAX_FRAME_BYTES:
+        raise FormatError(f"{cls.kind}: {len(data)} bytes, more than a frame's {MAX_FRAME_BYTES}")
+    try:
+        magic, version, kind, its_run, fields, check, inline = _FRAME.decode(data)
+        if magic != MAGIC:
+            raise FormatError(f"{cls.kind}: not a message of this protocol (magic {magic!r}, expected {MAGIC!r})")
+        if version != VERSION:
+            raise FormatError(f"{cls.kind}: protocol version {version}, expected {VERSION}; update the older member")
+        if kind != cls.kind:
+            raise FormatError(f"{cls.kind}: came as {kind!r}")
+        if its_run != run:
+            raise FormatError(f"{cls.kind}: belongs to run {its_run.hex()}, expected {run.hex()}")
+        if check != _check(kind, run, fields):
+            raise HashError(f"{cls.kind}: its fields do not have the hash that it states")
+        message: M = _DECODERS[cls].decode(fields)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise FormatError(f"{cls.kind}: {error}") from None
+    return message, check, inline
+
+
+def describe_body(packed: bytes, content_hash: bytes, attempt: bytes) -> tuple[Body, bytes, list[bytes]]:
+    """How a zstd frame travels: its description, what goes into the head, and the parts that go before it."""
+    if len(packed) <= PART_BYTES:
+        return Body(len(packed), content_hash, 0, attempt), packed, []
+    step = PART_BYTES - ATTEMPT_BYTES
+    parts = [attempt + packed[at : at + step] for at in range(0, len(packed), step)]
+    return Body(len(packed), content_hash, len(parts), attempt), b"", parts
+
+
+def check_body_size(body: Body, limit_bytes: int, what: str) -> None:
+    """Refuse a body whose stated size or number of parts cannot be, before anything is allocated for it.
+
+    Raises:
+        FormatError: naming ``what``, the limit and what was stated.
+    """
+    if body.size_bytes > limit_bytes:
+        raise FormatError(f"{what}: body of {body.size_bytes} bytes, at most {limit_bytes} fit its fragment")
+    expected = 0 if body.size_bytes <= PART_BYTES else -(-body.size_bytes // (PART_BYTES - ATTEMPT_BYTES))
+    if body.parts != expected:
+        raise FormatError(f"{what}: body of {body.size_bytes} bytes in {body.parts} parts, expected {expected}")
+
+
+def join_parts(body: Body, inline: bytes, parts: Sequence[bytes], what: str) -> bytes:
+    """The zstd frame from the head's bytes or the parts' (without their attempt).
+
+    Raises:
+        FormatError: the sizes do not add up to what the head says.
+    """
+    joined = b"".join(parts) if body.parts else inline
+    if len(joined) != body.size_bytes:
+        raise FormatError(f"{what}: body of {len(joined)} bytes, its head says {body.size_bytes}")
+    return joined
+
+
+def _check(kind: str, run: bytes, fields: bytes) -> bytes:
+    return blake3(f"{MAGIC}{VERSION}{kind}\0".encode() + run + fields).digest()

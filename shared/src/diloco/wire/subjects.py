@@ -1,0 +1,109 @@
+"""Names of subjects, streams and buckets. ``docs/protocol.md`` is the reference."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """The subjects of one run."""
+
+    run: str
+
+    @property
+    def log_stream(self) -> str:
+        """Stream of records, keyframes and the genesis record: never shortened but by purges below a keyframe."""
+        return f"DILOCO_{self.run}_LOG"
+
+    @property
+    def offer_stream(self) -> str:
+        """Stream of offers: only the latest message of each subject is kept."""
+        return f"DILOCO_{self.run}_OFFERS"
+
+    @property
+    def bucket(self) -> str:
+        """Key-value bucket: the run's settings, fragment map, members and owners."""
+        return f"DILOCO_{self.run}"
+
+    @property
+    def genesis(self) -> str:
+        return f"diloco.{self.run}.genesis"
+
+    def record(self, fragment: int | str) -> str:
+        """Heads of one fragment's log entries."""
+        return f"diloco.{self.run}.fragment.{fragment}.head"
+
+    def record_tree(self, fragment: int | str) -> str:
+        """Heads and parts of one fragment's log entries."""
+        return f"diloco.{self.run}.fragment.{fragment}.>"
+
+    def keyframe(self, fragment: int | str) -> str:
+        """Heads of one fragment's keyframes."""
+        return f"diloco.{self.run}.keyframe.{fragment}.head"
+
+    def offer(self, fragment: int | str, learner: str = "*") -> str:
+        """Heads of one learner's offers of one fragment."""
+        return f"diloco.{self.run}.delta.{fragment}.{learner}.head"
+
+    def offer_tree(self, fragment: int | str) -> str:
+        """Heads and parts of all learners' offers of one fragment."""
+        return f"diloco.{self.run}.delta.{fragment}.>"
+
+    def pulse(self, learner: str = "*") -> str:
+        return f"diloco.{self.run}.pulse.{learner}"
+
+    def shard(self, syncer: str = "*") -> str:
+        return f"diloco.{self.run}.shard.{syncer}"
+
+    def round(self, fragment: int | str = "*") -> str:
+        return f"diloco.{self.run}.round.{fragment}"
+
+    @property
+    def status(self) -> str:
+        """Answered by the coordinator with its status as JSON."""
+        return f"diloco.{self.run}.status"
+
+    def log_filters(self) -> list[str]:
+        """What the log stream stores."""
+        return [self.genesis, f"diloco.{self.run}.fragment.>", f"diloco.{self.run}.keyframe.>"]
+
+    def offer_filters(self) -> list[str]:
+        """What the offer stream stores."""
+        return [f"diloco.{self.run}.delta.>"]
+
+
+def log_part(head: str, attempt: bytes, index: int) -> str:
+    """Where part ``index`` of a log entry's or keyframe's body is stored: attempts never share a subject."""
+    return f"{head.removesuffix('.head')}.part.{attempt.hex()}.{index}"
+
+
+def offer_part(head: str, index: int) -> str:
+    """Where part ``index`` of an offer's body is stored: the next attempt replaces it, so that the stream stays small."""
+    return f"{head.removesuffix('.head')}.part.{index}"
+
+
+def is_head(subject: str) -> bool:
+    """Whether a stored message is a head; all others are parts.
+
+    Only the exact subject counts: a fence guards one subject, and a head beside it would be unfenced.
+    """
+    tokens = subject.split(".")
+    return tokens[-1] == "head" and len(tokens) == (6 if tokens[2] == "delta" else 5)
+
+
+def fragment_of(subject: str) -> int | None:
+    """The fragment that a record, keyframe, offer or round subject names in plain decimal, or None if it names none."""
+    tokens = subject.split(".")
+    if len(tokens) > 3 and tokens[2] in ("fragment", "keyframe", "delta", "round") and _INDEX.fullmatch(tokens[3]):
+        return int(tokens[3])
+    return None
+
+
+def learner_of(subject: str) -> str | None:
+    """The learner that an offer's subject names, or None."""
+    tokens = subject.split(".")
+    return tokens[4] if len(tokens) > 5 and tokens[2] == "delta" else None

@@ -1,0 +1,51 @@
+"""The learning rate over the token budget, and AdamW by hand."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.settings import InnerSettings
+from diloco_learner.inner import learning_rate, optimizer
+
+SETTINGS = InnerSettings(learning_rate=0.01, final_fraction=0.1, warmup_fraction=0.05)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (0, 0.0),
+        (250, 0.005),  # half of the warm-up
+        (500, 0.01),  # its end
+        (5250, 0.0055),  # half of the cosine: between peak and a tenth of it
+        (10_000, 0.001),
+        (20_000, 0.001),  # beyond the budget
+    ],
+)
+def test_learning_rate(tokens: int, expected: float) -> None:
+    assert learning_rate(SETTINGS, tokens, 10_000) == pytest.approx(expected)
+
+
+def test_no_warm_up() -> None:
+    assert learning_rate(InnerSettings(learning_rate=0.01, warmup_fraction=0), 0, 100) == pytest.approx(0.01)
+
+
+@given(st.integers(0, 10**12), st.integers(0, 10**12))
+def test_falls_after_the_warm_up(one: int, other: int) -> None:
+    earlier, later = sorted((one, other))
+    budget = 10**12
+    if earlier >= budget // 20:
+        assert 0.001 * 0.999999 <= learning_rate(SETTINGS, later, budget) <= learning_rate(SETTINGS, earlier, budget)
+
+
+def test_first_update_by_hand() -> None:
+    # after bias correction the first Adam update is g / (|g| + eps), whatever g's scale; the matrix decays, the vector not
+    inner = optimizer(InnerSettings(weight_decay=0.5, clip_norm=1e-3))
+    params = {"matrix": jnp.full((2, 2), 4.0), "vector": jnp.full(2, 4.0)}
+    gradients = {"matrix": jnp.array([[30.0, -30.0], [30.0, 30.0]]), "vector": jnp.array([30.0, -30.0])}
+    updates, _ = inner.update(gradients, inner.init(params), params)
+    np.testing.assert_allclose(updates["matrix"], [[3.0, 1.0], [3.0, 3.0]], rtol=1e-4)
+    np.testing.assert_allclose(updates["vector"], [1.0, -1.0], rtol=1e-4)

@@ -1,0 +1,216 @@
+"""The island's step, and reading and writing fragments, on a model small enough to follow by hand."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.errors import RunError, SettingsError
+from diloco.settings import RunSettings, run_settings
+from diloco_learner.island import Island
+
+
+class Quadratic:
+    """Loss: half the squared distance of all parameters from the batch's target, a number."""
+
+    tokens_per_batch = 1
+
+    def init(self, key: jax.Array) -> Any:
+        return {"a": {"matrix": jnp.arange(12.0).reshape(4, 3)}, "list": [jnp.ones(5), jnp.float32(2.0)]}
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        return sum((0.5 * jnp.sum((leaf - batch) ** 2) for leaf in jax.tree.leaves(params)), jnp.float32(0))
+
+    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[np.float32]:
+        while True:
+            yield np.float32(share)
+
+    def validation(self) -> Sequence[np.float32]:
+        return [np.float32(0), np.float32(1)]
+
+    def is_embedding(self, path: str) -> bool:
+        return path == "list/0"
+
+
+SETTINGS: RunSettings = run_settings(overrides={"inner.weight_decay": 0.0})
+
+
+@pytest.fixture
+def island() -> Island:
+    return Island(Quadratic(), SETTINGS)
+
+
+@pytest.fixture
+def fragments(island: Island) -> FragmentMap:
+    """Four fragments; the matrix is cut by rows, the scalar shares one with the first of its pieces."""
+    return build_map([TensorSpec(*tensor) for tensor in island.tensors()], 4)
+
+
+def values(island: Island, fragments: FragmentMap) -> list[NDArray[np.float32]]:
+    return [island.read(fragment).to_host() for fragment in fragments.fragments]
+
+
+def test_tensors_are_named_by_their_keys(island: Island) -> None:
+    assert island.tensors() == [("a/matrix", (4, 3), False), ("list/0", (5,), True), ("list/1", (), False)]
+
+
+def test_read_gives_what_the_map_gathers(island: Island, fragments: FragmentMap) -> None:
+    tensors = {"a/matrix": np.arange(12, dtype=np.float32).reshape(4, 3), "list/0": np.ones(5, np.float32)}
+    tensors["list/1"] = np.array(2, np.float32)
+    for fragment in fragments.fragments:
+        np.testing.assert_array_equal(island.read(fragment).to_host(), fragment.gather(tensors))
+        out = np.zeros(fragment.size, np.float32)
+        assert island.read(fragment).to_host(out) is out
+        np.testing.assert_array_equal(out, fragment.gather(tensors))
+
+
+def test_first_step_moves_by_the_learning_rate(island: Island, fragments: FragmentMap) -> None:
+    # Adam's first update is the gradient's sign
+    before = values(island, fragments)
+    output = island.step(np.float32(20), 0.5)
+    assert output.wait() == pytest.approx(0.5 * (sum((20 - i) ** 2 for i in range(12)) + 5 * 19**2 + 18**2))
+    assert float(output.grad_norm) == pytest.approx(math.sqrt(2 * output.wait()))
+    for old, new in zip(before, values(island, fragments), strict=True):
+        np.testing.assert_allclose(new, old + 0.5, rtol=1e-4)
+
+
+def test_a_reading_outlives_the_steps_after_it(island: Island, fragments: FragmentMap) -> None:
+    expected = [vector.copy() for vector in values(island, fragments)]
+    readings = [island.read(fragment) for fragment in fragments.fragments]
+    for _ in range(3):
+        island.step(np.float32(20), 0.5).wait()
+    for fragment in fragments.fragments:
+        island.write(fragment, np.zeros(fragment.size, np.float32))
+    got: list[NDArray[np.float32]] = []
+    thread = threading.Thread(target=lambda: got.extend(reading.to_host() for reading in readings))
+    thread.start()
+    thread.join()
+    for vector, wanted in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(vector, wanted)
+        vector += 1  # the caller's own
+
+
+def test_write_replaces_its_fragment_alone(island: Island, fragments: FragmentMap) -> None:
+    for index, fragment in enumerate(fragments.fragments):
+        before = values(island, fragments)
+        theta = np.linspace(-1, -2, fragment.size, dtype=np.float32)
+        island.write(fragment, theta)
+        for other, vector in enumerate(values(island, fragments)):
+            np.testing.assert_array_equal(vector, theta if other == index else before[other])
+
+
+def test_write_replaces_nan(island: Island, fragments: FragmentMap) -> None:
+    fragment = fragments.fragments[0]
+    island.write(fragment, np.full(fragment.size, np.nan, np.float32))
+    island.write(fragment, np.ones(fragment.size, np.float32))
+    assert (island.read(fragment).to_host() == 1).all()
+
+
+def test_write_keeps_progress_and_mixes(island: Island, fragments: FragmentMap) -> None:
+    for fragment in fragments.fragments:
+        value = island.read(fragment).to_host()
+        theta, reference = np.full_like(value, 10), value - 4
+        island.write(fragment, theta, (reference, 0.5), 0.0)  # 10 + 0.5 * 4
+        np.testing.assert_allclose(island.read(fragment).to_host(), 12.0)
+        island.write(fragment, theta, None, 0.25)  # 0.25 * 12 + 0.75 * 10
+        np.testing.assert_allclose(island.read(fragment).to_host(), 10.5)
+        island.write(fragment, theta, (theta, 1.0), 0.5)  # 0.5 * 10.5 + 0.5 * (10 + 0.5)
+        np.testing.assert_allclose(island.read(fragment).to_host(), 10.5)
+
+
+def test_prepare_compiles_and_changes_nothing(island: Island, fragments: FragmentMap) -> None:
+    before = values(island, fragments)
+    island.prepare(fragments, np.float32(1))
+    for old, new in zip(before, values(island, fragments), strict=True):
+        np.testing.assert_array_equal(old, new)
+    with jax.no_tracing():
+        island.step(np.float32(1), 0.1).wait()
+        for fragment, theta in zip(fragments.fragments, before, strict=True):
+            island.read(fragment)
+            island.write(fragment, theta)
+            island.write(fragment, theta, (theta, 1.0), 0.5)
+
+
+@pytest.mark.parametrize("target", [np.nan, np.inf, 1e30])  # 1e30: its square is not finite
+def test_a_step_that_is_not_finite_changes_nothing(island: Island, target: float) -> None:
+    island.step(np.float32(3), 0.1).wait()
+    before = island.state()
+    output = island.step(np.float32(target), 0.1)
+    assert not bool(output.finite)
+    assert math.isnan(output.wait())
+    after = island.state()
+    assert before.keys() == after.keys()
+    for name in before:
+        np.testing.assert_array_equal(before[name], after[name])
+
+
+def test_evaluate_averages_the_validation_batches() -> None:
+    squares = sum(i**2 for i in range(12)) + 5 + 4
+    from_one = sum((i - 1) ** 2 for i in range(12)) + 1
+    assert Island(Quadratic(), SETTINGS).evaluate() == pytest.approx((0.5 * squares + 0.5 * from_one) / 2)
+
+
+def test_state_continues_exactly(island: Island) -> None:
+    for _ in range(3):
+        island.step(np.float32(3), 0.1).wait()
+    state = island.state()
+    other = Island(Quadratic(), SETTINGS)
+    other.load_state(state)
+    for each in (island, other):
+        each.step(np.float32(4), 0.1).wait()
+    ours, theirs = island.state(), other.state()
+    assert any(not np.array_equal(ours[name], state[name]) for name in state)
+    for name in ours:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+    for name in state:  # what was saved belongs to nobody's step
+        assert state[name].flags.owndata
+
+
+def test_a_fresh_optimizer_moves_by_the_learning_rate_again(island: Island) -> None:
+    for target in (20, 20, -20):
+        island.step(np.float32(target), 0.1).wait()
+    island.reset_optimizer()
+    before = island.state()["params/list/0"]
+    island.step(np.float32(20), 0.5).wait()
+    np.testing.assert_allclose(island.state()["params/list/0"], before + 0.5, rtol=1e-4)
+
+
+def test_checkpoints_of_other_models_are_refused(island: Island) -> None:
+    state = island.state()
+    missing = {name: array for name, array in state.items() if name != "params/list/0"}
+    with pytest.raises(RunError, match="'params/list/0' is missing"):
+        island.load_state(missing)
+    with pytest.raises(RunError, match="'params/more' is not of this model"):
+        island.load_state(state | {"params/more": np.zeros(1)})
+    with pytest.raises(RunError, match=r"'params/list/0' has shape \(4,\) of float32, this model's has \(5,\) of float32"):
+        island.load_state(state | {"params/list/0": np.zeros(4, np.float32)})
+
+
+class Half(Quadratic):
+    def init(self, key: jax.Array) -> Any:
+        return {"weight": jnp.ones(3, jnp.bfloat16)}
+
+
+class Empty(Quadratic):
+    def init(self, key: jax.Array) -> Any:
+        return {}
+
+
+def test_parameters_must_be_float32() -> None:
+    with pytest.raises(SettingsError, match="parameter 'weight' is bfloat16, expected float32"):
+        Island(Half(), SETTINGS)
+    with pytest.raises(SettingsError, match="no parameters"):
+        Island(Empty(), SETTINGS)
+
+
+def test_a_task_without_samples(island: Island) -> None:
+    assert island.sample(0, 10) is None

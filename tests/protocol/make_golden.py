@@ -1,0 +1,302 @@
+"""The golden messages, made from ``docs/protocol.md`` alone: nothing of this project is imported.
+
+``python tests/protocol/make_golden.py`` writes ``golden/``: a frame or value a file as hex, and ``expected.json`` with
+every message's fields, the checks, hashes and the state after each log entry. Bodies are zstd frames of raw blocks, which
+need no compressor; their bytes are as good as any.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+FOLDER = Path(__file__).with_name("golden")
+RUN_NAME = "golden"
+SETTINGS = b'{"example":true,"outer":{"learning_rate":0.3}}'
+PART_BYTES = 524288
+Floats = NDArray[np.float32]
+
+
+def digest(data: bytes) -> bytes:
+    return bytes(blake3(data).digest())
+
+
+def msgpack(value: Any) -> bytes:
+    """msgpack in its shortest form; floats always have 64 bits."""
+    if value is None:
+        return b"\xc0"
+    if isinstance(value, bool):
+        return b"\xc3" if value else b"\xc2"
+    if isinstance(value, int):
+        for limit, prefix, form in ((2**7, "", "B"), (2**8, "cc", "B"), (2**16, "cd", "H"), (2**32, "ce", "I")):
+            if value < limit:
+                return bytes.fromhex(prefix) + struct.pack(">" + form, value)
+        return b"\xcf" + struct.pack(">Q", value)
+    if isinstance(value, float):
+        return b"\xcb" + struct.pack(">d", value)
+    if isinstance(value, str):
+        text = value.encode()
+        return _length(len(text), ((32, 0xA0), (2**8, 0xD9), (2**16, 0xDA))) + text
+    if isinstance(value, bytes):
+        return _length(len(value), ((0, 0), (2**8, 0xC4), (2**16, 0xC5), (2**32, 0xC6))) + value
+    return _length(len(value), ((16, 0x90), (0, 0), (2**16, 0xDC))) + b"".join(map(msgpack, value))
+
+
+def _length(n: int, forms: tuple[tuple[int, int], ...]) -> bytes:
+    """A length in the first form that holds it: in the prefix itself, then in 1, 2 or 4 bytes."""
+    for size, (limit, prefix) in enumerate(forms):
+        if n < limit:
+            return bytes([prefix | n]) if size == 0 else bytes([prefix]) + n.to_bytes((0, 1, 2, 4)[size], "big")
+    raise ValueError(n)
+
+
+def zstd(content: bytes) -> bytes:
+    """A zstd frame (RFC 8878) of raw blocks: single segment, content size in 4 bytes, no checksum."""
+    blocks = [content[at : at + 65536] for at in range(0, len(content), 65536)]
+    frame = b"\x28\xb5\x2f\xfd\xa0" + struct.pack("<I", len(content))
+    for i, block in enumerate(blocks):
+        frame += ((len(block) << 3) | (i == len(blocks) - 1)).to_bytes(3, "little") + block
+    return frame
+
+
+SETTINGS_DIGEST = digest(SETTINGS)
+RUN = digest(RUN_NAME.encode() + b"\0" + SETTINGS_DIGEST)[:8]
+
+
+def check_of(kind: str, fields: bytes) -> bytes:
+    return digest(b"DLC1" + kind.encode() + b"\0" + RUN + fields)
+
+
+def frame(kind: str, fields: list[Any], inline: bytes = b"") -> bytes:
+    packed = msgpack(fields)
+    return msgpack(["DLC", 1, kind, RUN, packed, check_of(kind, packed), inline])
+
+
+# ---- bodies
+
+
+def to_bfloat16(values: Floats) -> NDArray[np.uint16]:
+    bits = values.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat16(halves: NDArray[np.uint16]) -> Floats:
+    values: Floats = (halves.astype(np.uint32) << 16).view(np.float32)
+    return values
+
+
+def blocks_of(values: Floats) -> Floats:
+    padded = np.zeros(-(-values.size // 64) * 64, np.float32)
+    padded[: values.size] = values
+    return padded.reshape(-1, 64)
+
+
+def encode(values: Floats, bits: int) -> bytes:
+    """A body; here no scale is zero, subnormal or too large."""
+    if bits in (16, 32):
+        return bytes(values.astype("<f4").data if bits == 32 else to_bfloat16(values).astype("<u2").data)
+    blocks = blocks_of(values)
+    largest = np.abs(blocks).max(axis=1)
+    if bits == 8:
+        scales = largest / np.float32(127)
+        codes = np.rint(np.clip(blocks * (np.float32(1) / scales)[:, None], -127, 127)).astype(np.int8)
+        return bytes(scales.astype("<f4").tobytes() + codes.tobytes())
+    halves = to_bfloat16(largest / np.float32(7))
+    inverse = np.float32(1) / from_bfloat16(halves)
+    nibbles = (np.rint(np.clip(blocks * inverse[:, None], -7, 7)) + 8).astype(np.uint8)
+    return bytes(halves.astype("<u2").tobytes() + (nibbles[:, :32] | (nibbles[:, 32:] << 4)).tobytes())
+
+
+def decode(body: bytes, n: int, bits: int) -> Floats:
+    if bits == 32:
+        return np.frombuffer(body, "<f4").astype(np.float32)
+    if bits == 16:
+        return from_bfloat16(np.frombuffer(body, "<u2"))
+    count = -(-n // 64)
+    if bits == 8:
+        scales, codes = np.frombuffer(body[: 4 * count], "<f4"), np.frombuffer(body[4 * count :], np.int8)
+        values: Floats = codes.reshape(count, 64).astype(np.float32) * scales[:, None]
+        return values.reshape(-1)[:n]
+    halves, packed = np.frombuffer(body[: 2 * count], "<u2"), np.frombuffer(body[2 * count :], np.uint8).reshape(count, 32)
+    nibbles = np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32) - np.float32(8)
+    values = nibbles * from_bfloat16(halves)[:, None]
+    return values.reshape(-1)[:n]
+
+
+def describe(raw: bytes, attempt: bytes) -> tuple[list[Any], bytes, list[bytes]]:
+    """The body's description, what stands in the head, and the parts."""
+    packed = zstd(raw)
+    if len(packed) <= PART_BYTES:
+        return [len(packed), digest(raw), 0, attempt], packed, []
+    step = PART_BYTES - 8
+    parts = [attempt + packed[at : at + step] for at in range(0, len(packed), step)]
+    return [len(packed), digest(raw), len(parts), attempt], b"", parts
+
+
+# ---- the outer step
+
+
+def fold(theta: Floats, momentum: Floats, delta: Floats, learning_rate: float, mu: float) -> tuple[Floats, Floats]:
+    """Every operation rounds to float32 once."""
+    rate, mu32 = np.float32(learning_rate), np.float32(mu)
+    product = mu32 * momentum
+    buffer = product + delta
+    ahead = mu32 * buffer
+    step = rate * (delta + ahead)
+    return theta - step, buffer
+
+
+def state_hash(theta: Floats, momentum: Floats) -> bytes:
+    return digest(digest(theta.astype("<f4").tobytes()) + digest(momentum.astype("<f4").tobytes()))
+
+
+# ---- the run
+
+TENSORS: list[Any] = [["block/b", [16], False], ["block/w", [10, 16], False], ["embed", [4, 3], True], ["scale", [], False]]
+MAP = msgpack([TENSORS, 3, "balanced"])
+SIZES = [12, 96, 81]
+FRAGMENT = 2
+SIZE = SIZES[FRAGMENT]
+
+
+def pattern(n: int, factor: int, modulus: int, unit: float) -> Floats:
+    """Exact float32 values around zero, without two alike next to each other."""
+    return ((np.arange(n) * factor % modulus - modulus // 2) * unit).astype(np.float32)
+
+
+def attempt(number: int) -> bytes:
+    return bytes([0xA0 + number] * 8)
+
+
+class Golden:
+    """Collects messages."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.expected: dict[str, Any] = {}
+
+    def add(self, name: str, kind: str, fields: list[Any], inline: bytes = b"", **more: Any) -> bytes:
+        """Add a message; returns its check."""
+        check = check_of(kind, msgpack(fields))
+        self.values[name] = frame(kind, fields, inline)
+        self.expected[name] = {"kind": kind, "check": check, "fields": fields, "inline_bytes": len(inline)} | more
+        return check
+
+
+def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
+    """Values by file name, what is expected of them, and the parts of the offer that has parts."""
+    golden = Golden()
+    golden.values["map"] = MAP
+    golden.values["admission"] = msgpack(["learner-0", 1700000000000, SETTINGS_DIGEST, digest(MAP)])
+
+    counts = [[3, 3, 0], [24, 12, 0], [24576, 12288, 0], [0, 0, 1024]]
+    pulse: list[Any] = ["learner-0", 1700000000000, "learner", "stepping", True, 300, 307200, 0.125, 2.5, *counts]
+    golden.add("pulse", "pulse", [*pulse, 37.5, 0.0625, 70000, 2**32, 0])
+    evaluator = ["evaluator", 1, "evaluator", "starting", False, 0, 0, 0.0, None, *([[0, 0, 0]] * 4), 0.0, 0.0, 0, 0, 0]
+    golden.add("pulse_evaluator", "pulse", evaluator)
+    golden.add("shard", "shard", ["syncer-1", 1, [0, 2], 9, 8, [[2, 1, 2, 0.75]], 0, 65536, 255])
+    golden.add("round", "round", [FRAGMENT, 1, 1, "syncer-1", 0.5, False, 98304])
+
+    momentum = np.zeros(SIZE, np.float32)
+    thetas = [pattern(n, 37, 101, 1 / 64) for n in SIZES]
+    theta = thetas[FRAGMENT]
+    hashes = [state_hash(t, np.zeros_like(t)) for t in thetas]
+    zeros = bytes(32)
+
+    keyframe_raw = np.concatenate([theta, momentum, np.zeros_like(theta)]).astype("<f4").tobytes()
+    body, inline, _ = describe(keyframe_raw, attempt(0))
+    golden.add("keyframe_0", "keyframe", [FRAGMENT, 0, 0, zeros, 0, 0, 0, [], hashes[FRAGMENT], False, body], inline)
+    heads = [[i + 1, h] for i, h in enumerate(hashes)]
+    genesis = golden.add("genesis", "genesis", ["learner-0", SETTINGS_DIGEST, digest(MAP), heads, 1700000001.5])
+
+    offer_raw = encode(pattern(SIZE, 53, 97, 1 / 256), 4)
+    body, inline, _ = describe(offer_raw, attempt(1))
+    offer = [FRAGMENT, "learner-0", 1700000000000, 1, [0, 0], 1, 0, hashes[FRAGMENT], 4, 4, 4096, 0, body]
+    golden.add("offer", "offer", offer, inline, raw=offer_raw)
+
+    large_raw = pattern(150_000, 7919, 65521, 1 / 1024).astype("<f4").tobytes()
+    body, inline, parts = describe(large_raw, attempt(2))
+    offer = [FRAGMENT, "learner-1", 2, 3, [2, 2], 5, 3, digest(b"a base"), 32, 70000, 2**33, 300, body]
+    golden.add("offer_in_parts", "offer", offer, inline, raw_hash=digest(large_raw), part_hashes=[digest(p) for p in parts])
+
+    # the fragment's log: a takeover, a version in each codec (the last one closes), and a takeover after closing
+    previous, merged, lost = genesis, 0, 0
+    takeover = [FRAGMENT, "takeover", 0, 1, "syncer-1", previous, [], 4, 0.3, 0.9, 0, 0, hashes[FRAGMENT], False]
+    previous = golden.add("record_takeover", "record", [*takeover, 1700000002.0, 0.0, 0.0, None])
+    state = hashes[FRAGMENT]
+    for version, bits in enumerate((4, 16, 8, 32), 1):
+        delta = pattern(SIZE, 53 + 2 * version, 97, 1 / 256)
+        raw = encode(delta, bits)
+        theta, momentum = fold(theta, momentum, decode(raw, SIZE, bits), 0.3, 0.9)
+        state = state_hash(theta, momentum)
+        body, inline, _ = describe(raw, attempt(2 + version))
+        members: list[Any] = [["learner-0", 1700000000000, version, version, version - 1, 4, 4096, 0, 4194304.0]]
+        if version == 2:
+            members.append(["learner-1", 7, 1, 2, 0, 3, 1000, 24, 1000 * 1000 / 3])
+        merged, lost = merged + sum(member[6] for member in members), 24 if version >= 2 else 0
+        entry = [FRAGMENT, "version", version, 1, "syncer-1", previous, members, bits, 0.3, 0.9, merged, lost, state]
+        closing = version == 4
+        previous = golden.add(
+            f"record_{version}",
+            "record",
+            [*entry, closing, 1700000002.0 + version, 0.25, 0.5, body],
+            inline,
+            raw=raw,
+            theta_first=[float(x) for x in theta[:3]],
+            momentum_first=[float(x) for x in momentum[:3]],
+        )
+    cursors = [["learner-0", 1700000000000, 4, 4, 16384, 0], ["learner-1", 7, 1, 1, 1000, 24]]
+    residual = pattern(SIZE, 3, 11, 1 / 4096)
+    body, inline, _ = describe(np.concatenate([theta, momentum, residual]).astype("<f4").tobytes(), attempt(7))
+    golden.add("keyframe_4", "keyframe", [FRAGMENT, 4, 1, previous, 9, merged, lost, cursors, state, True, body], inline)
+    after = [FRAGMENT, "takeover", 4, 2, "syncer-2", previous, [], 4, 0.3, 0.9, merged, lost, state, False]
+    golden.add("record_takeover_after", "record", [*after, 1700000010.0, 0.0, 0.0, None])
+
+    # another fragment, to which nobody contributed
+    opened = [0, "takeover", 0, 1, "syncer-1", genesis, [], 4, 0.3, 0.9, 0, 0, hashes[0], False, 1700000002.0, 0.0, 0.0, None]
+    check = check_of("record", msgpack(opened))
+    close = [0, "close", 0, 1, "syncer-1", check, [], 4, 0.3, 0.9, 0, 0, hashes[0], True, 1700000009.0, 0.0, 0.0, None]
+    golden.add("record_close", "record", close)
+
+    expected = {
+        "run_name": RUN_NAME,
+        "settings": SETTINGS,
+        "settings_digest": SETTINGS_DIGEST,
+        "run": RUN,
+        "map_digest": digest(MAP),
+        "pieces": [
+            [["embed", 0, 4, 0]],
+            [["block/b", 0, 16, 0], ["block/w", 0, 5, 16]],
+            [["block/w", 5, 10, 0], ["scale", 0, 1, 80]],
+        ],
+        "messages": golden.expected,
+    }
+    return golden.values, expected, parts
+
+
+def to_json(expected: Any) -> str:
+    """Bytes become ``{"hex": ...}``."""
+    return json.dumps(expected, indent=1, default=lambda value: {"hex": value.hex()}) + "\n"
+
+
+def to_hex(value: bytes) -> str:
+    """Lines of 32 bytes."""
+    return "".join(value[at : at + 32].hex() + "\n" for at in range(0, len(value), 32))
+
+
+def main() -> None:
+    values, expected, _ = make()
+    FOLDER.mkdir(exist_ok=True)
+    for name, value in values.items():
+        (FOLDER / f"{name}.hex").write_text(to_hex(value))
+    (FOLDER / "expected.json").write_text(to_json(expected))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Golden messages: what ``make_golden.py`` wrote from ``docs/protocol.md`` alone is what this project reads and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from diloco.core import codec, fold, quantise
+from diloco.core.chain import Chain
+from diloco.core.fragments import unpack_map
+from diloco.errors import ChainError, FormatError, HashError
+from diloco.log import open_body
+from diloco.membership import Admission
+from diloco.settings import RunSettings
+from diloco.wire import messages, subjects
+from diloco.wire.assemble import Parts
+from diloco.wire.messages import Announcement, Genesis, Keyframe, Message, Offer, Pulse, Record, ShardPulse
+
+GOLDEN = Path(__file__).with_name("golden")
+PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
+MAKER = runpy.run_path(str(Path(__file__).with_name("make_golden.py")))
+CLASSES: dict[str, type[Message]] = {
+    cls.kind: cls for cls in (Pulse, ShardPulse, Announcement, Offer, Record, Keyframe, Genesis)
+}
+
+
+def _bytes_back(value: dict[str, Any]) -> Any:
+    return bytes.fromhex(value["hex"]) if value.keys() == {"hex"} else value
+
+
+EXPECTED: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_text(), object_hook=_bytes_back)
+MESSAGES: dict[str, Any] = EXPECTED["messages"]
+RUN: bytes = EXPECTED["run"]
+NAMES = sorted(MESSAGES)
+# the body's content is `bits` wide in offers and records, and three float32 vectors in keyframes
+SIZES = (12, 96, 81)
+
+
+def golden(name: str) -> bytes:
+    return bytes.fromhex((GOLDEN / f"{name}.hex").read_text())
+
+
+def plain(value: Any) -> Any:
+    """A message as nested lists, in the order of the wire."""
+    if isinstance(value, msgspec.Struct):
+        return [plain(getattr(value, name)) for name in value.__struct_fields__]
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read(name: str) -> tuple[Any, bytes, bytes]:
+    return messages.unpack(golden(name), CLASSES[MESSAGES[name]["kind"]], RUN)
+
+
+def reframed(name: str, **changes: Any) -> bytes:
+    """The golden frame with elements replaced, and everything else as it was."""
+    keys = ("magic", "version", "kind", "run", "fields", "check", "body")
+    frame = dict(zip(keys, msgspec.msgpack.decode(golden(name)), strict=True)) | changes
+    return bytes(MAKER["msgpack"](list(frame.values())))
+
+
+def test_the_files_are_what_the_maker_makes() -> None:
+    values, expected, _ = MAKER["make"]()
+    assert (GOLDEN / "expected.json").read_text() == MAKER["to_json"](expected)
+    assert {path.stem: path.read_text() for path in GOLDEN.glob("*.hex")} == {n: MAKER["to_hex"](v) for n, v in values.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoder_reads_exactly_the_expected_fields(name: str) -> None:
+    message, check, inline = read(name)
+    assert plain(message) == MESSAGES[name]["fields"]
+    assert check == MESSAGES[name]["check"] == messages.check_of(message, RUN)
+    assert len(inline) == MESSAGES[name]["inline_bytes"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_encoder_writes_the_same_bytes(name: str) -> None:
+    cls = CLASSES[MESSAGES[name]["kind"]]
+    message = msgspec.convert(MESSAGES[name]["fields"], cls)
+    inline = msgspec.msgpack.decode(golden(name))[6]
+    assert messages.pack(message, RUN, inline) == golden(name)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "raw" in MESSAGES[name]])
+def test_bodies(name: str) -> None:
+    """Content, not zstd's bytes, is what has to be alike."""
+    message, _, inline = read(name)
+    raw = np.frombuffer(MESSAGES[name]["raw"], np.uint8)
+    body = open_body(message.body, inline, [], quantise.body_bytes(81, message.bits), name)
+    np.testing.assert_array_equal(body, raw)
+    quantise.validate(body, 81, message.bits)
+    packed = codec.pack(body, -1)
+    description, _, parts = messages.describe_body(packed, codec.content_hash(body), message.body.attempt)
+    assert (description.content_hash, parts) == (message.body.content_hash, [])
+    np.testing.assert_array_equal(codec.unpack(packed, raw.size), raw)
+    np.testing.assert_array_equal(quantise.quantise(MAKER["decode"](raw.tobytes(), 81, message.bits), message.bits), raw)
+    np.testing.assert_array_equal(quantise.dequantise(body, 81, message.bits), MAKER["decode"](raw.tobytes(), 81, message.bits))
+
+
+def test_a_body_in_parts() -> None:
+    _, _, parts = MAKER["make"]()
+    assert [blake3(part).digest() for part in parts] == MESSAGES["offer_in_parts"]["part_hashes"]
+    message, _, inline = read("offer_in_parts")
+    assembly = Parts()
+    for index, part in enumerate(parts):
+        assert assembly.add("source", index, part, 700_000)
+    pieces = assembly.take("source", message.body)
+    assert pieces is not None
+    body = open_body(message.body, inline, pieces, 600_000, "offer")
+    assert blake3(body.tobytes()).digest() == MESSAGES["offer_in_parts"]["raw_hash"]
+    description, inline, ours = messages.describe_body(b"".join(pieces), message.body.content_hash, message.body.attempt)
+    assert (description, inline, ours) == (message.body, b"", parts)
+    assert subjects.log_part("diloco.golden.fragment.2.head", message.body.attempt, 1) == (
+        "diloco.golden.fragment.2.part.a2a2a2a2a2a2a2a2.1"
+    )
+    assert subjects.offer_part("diloco.golden.delta.2.learner-1.head", 1) == "diloco.golden.delta.2.learner-1.part.1"
+
+
+def _keyframe(name: str) -> tuple[Keyframe, NDArray[np.uint8]]:
+    message, _, inline = read(name)
+    return message, open_body(message.body, inline, [], 12 * 81, name)
+
+
+def test_folding_the_log_gives_the_golden_states() -> None:
+    genesis, check, _ = read("genesis")
+    keyframe, raw = _keyframe("keyframe_0")
+    chain = Chain.from_genesis(2, genesis, check)
+    replica, residual = fold.load_keyframe(keyframe, chain, raw)
+    assert not residual.any()
+    theta, momentum = replica.theta.copy(), replica.momentum.copy()
+    entries = ["record_takeover", "record_1", "record_2", "record_3", "record_4"]
+    for sequence, name in enumerate(entries, 5):
+        record, check, _ = read(name)
+        body = None if record.body is None else np.frombuffer(MESSAGES[name]["raw"], np.uint8).copy()
+        replica.fold(record, check, sequence, body)
+        if body is not None:
+            delta = MAKER["decode"](body.tobytes(), 81, record.bits)
+            theta, momentum = MAKER["fold"](theta, momentum, delta, record.learning_rate, record.momentum)
+            np.testing.assert_array_equal(replica.theta, theta)
+            np.testing.assert_array_equal(replica.momentum, momentum)
+            assert theta[:3].tolist() == MESSAGES[name]["theta_first"]
+            assert momentum[:3].tolist() == MESSAGES[name]["momentum_first"]
+        assert record.state_hash == MAKER["state_hash"](theta, momentum) == chain.state_hash
+
+    keyframe, raw = _keyframe("keyframe_4")
+    from_keyframe, residual = fold.load_keyframe(keyframe, Chain.from_keyframe(keyframe), raw)
+    assert from_keyframe.chain == chain
+    np.testing.assert_array_equal(from_keyframe.theta, theta)
+    np.testing.assert_array_equal(residual, MAKER["pattern"](81, 3, 11, 1 / 4096))
+    np.testing.assert_array_equal(fold.keyframe_body(replica, residual), raw)
+    after, check, _ = read("record_takeover_after")
+    replica.fold(after, check, 11, None)
+    assert (chain.epoch, chain.version, chain.closed) == (2, 4, True)
+
+
+def test_an_entry_out_of_order_is_refused() -> None:
+    genesis, check, _ = read("genesis")
+    chain = Chain.from_genesis(2, genesis, check)
+    for name in ("record_1", "record_takeover_after", "record_close"):
+        with pytest.raises(ChainError):
+            chain.check(read(name)[0])
+
+
+def test_a_fragment_that_closes_without_a_version() -> None:
+    genesis, check, _ = read("genesis")
+    chain = Chain.from_genesis(0, genesis, check)
+    record, _, _ = read("record_close")
+    chain.epoch, chain.head = 1, record.previous  # as after this fragment's takeover entry
+    chain.check(record)
+    chain.advance(record, check, 12)
+    assert (chain.version, chain.closed) == (0, True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_truncated_anywhere_is_refused(name: str) -> None:
+    data, cls = golden(name), CLASSES[MESSAGES[name]["kind"]]
+    for length in range(len(data)):
+        with pytest.raises(FormatError):
+            messages.unpack(data[:length], cls, RUN)
+    with pytest.raises(FormatError):
+        messages.unpack(data + b"\0", cls, RUN)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_damaged_is_refused(name: str) -> None:
+    cls, elements = CLASSES[MESSAGES[name]["kind"]], msgspec.msgpack.decode(golden(name))
+    fields, check = elements[4], elements[5]
+    assert reframed(name) == golden(name)
+    for changes in (
+        {"magic": "DLD"},
+        {"version": messages.VERSION + 1},
+        {"kind": "other"},
+        {"run": bytes(8)},
+        {"run": RUN[:7]},
+    ):
+        with pytest.raises(FormatError):
+            messages.unpack(reframed(name, **changes), cls, RUN)
+    for changes in (
+        {"check": bytes([check[0] ^ 1]) + check[1:]},
+        {"check": check[:31]},
+        {"fields": fields[:-1] + bytes([fields[-1] ^ 1])},
+    ):
+        with pytest.raises(HashError):
+            messages.unpack(reframed(name, **changes), cls, RUN)
+    for other in (fields[:-1], fields + b"\xc0", MAKER["msgpack"]([*msgspec.msgpack.decode(fields), 0])):
+        changed = reframed(name, fields=other, check=MAKER["check_of"](cls.kind, other))
+        with pytest.raises(FormatError):
+            messages.unpack(changed, cls, RUN)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if MESSAGES[name]["inline_bytes"]])
+def test_a_damaged_body_is_refused(name: str) -> None:
+    """The check covers the fields; what covers the body is the content's hash in them."""
+    message, _, inline = read(name)
+    raw_bytes = len(MESSAGES[name].get("raw", bytes(12 * 81)))
+    flipped = inline[:-1] + bytes([inline[-1] ^ 1])
+    assert plain(messages.unpack(reframed(name, body=flipped), type(message), RUN)[0]) == plain(message)
+    with pytest.raises(HashError):
+        open_body(message.body, flipped, [], raw_bytes, name)
+    for wrong in (inline[:-1], inline + b"\0", b""):
+        with pytest.raises(FormatError):
+            open_body(message.body, wrong, [], raw_bytes, name)
+    with pytest.raises(FormatError):
+        open_body(message.body, inline, [], raw_bytes + 1, name)
+
+
+def test_identities() -> None:
+    assert blake3(EXPECTED["settings"]).digest() == EXPECTED["settings_digest"]
+    assert messages.run_id(EXPECTED["run_name"], EXPECTED["settings_digest"]) == RUN
+
+
+def test_settings_digest_is_of_canonical_json() -> None:
+    """Written by hand: keys in order, no spaces, shortest decimal that reads back as the same double."""
+
+    def canonical(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ",".join(f'"{key}":{canonical(value[key])}' for key in sorted(value)) + "}"
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        return f'"{value}"' if isinstance(value, str) else repr(value)
+
+    settings = RunSettings()
+    assert settings.digest() == blake3(canonical(settings.model_dump()).encode()).digest()
+
+
+def test_map_and_admission() -> None:
+    fragment_map = unpack_map(golden("map"))
+    assert fragment_map.digest == EXPECTED["map_digest"]
+    assert fragment_map.pack() == golden("map")
+    assert [f.size for f in fragment_map.fragments] == list(SIZES)
+    pieces = [[[p.path, p.row_start, p.row_stop, p.offset] for p in f.pieces] for f in fragment_map.fragments]
+    assert pieces == EXPECTED["pieces"]
+    assert [f.embedding for f in fragment_map.fragments] == [True, False, False]
+    admission = Admission("learner-0", 1700000000000, EXPECTED["settings_digest"], EXPECTED["map_digest"])
+    assert msgspec.msgpack.encode(admission) == golden("admission")
+    for length in range(len(golden("map"))):
+        with pytest.raises(FormatError):
+            unpack_map(golden("map")[:length])
+
+
+@pytest.mark.parametrize("kind", sorted(CLASSES))
+def test_the_text_lists_every_field_in_order(kind: str) -> None:
+    section = re.search(rf"^### Kind `{kind}`.*?(?=^##)", PROTOCOL.read_text(encoding="utf-8"), re.M | re.S)
+    assert section is not None
+    assert re.findall(r"^\| \d+ \| `(\w+)` \|", section.group(), re.M) == list(CLASSES[kind].__struct_fields__)
+
+
+@pytest.mark.parametrize("struct", [messages.Body, messages.Member, messages.Cursor, Admission])
+def test_the_text_lists_every_nested_field_in_order(struct: type[msgspec.Struct]) -> None:
+    section = re.search(rf"^### Array `{struct.__name__.lower()}`.*?(?=^##)", PROTOCOL.read_text(encoding="utf-8"), re.M | re.S)
+    assert section is not None
+    assert re.findall(r"^\| \d+ \| `(\w+)` \|", section.group(), re.M) == list(struct.__struct_fields__)
+
+
+def test_only_the_exact_subjects_are_heads() -> None:
+    names = subjects.Subjects("golden")
+    for head in (names.record(2), names.keyframe(10), names.offer(0, "learner-0")):
+        assert subjects.is_head(head)
+        assert subjects.fragment_of(head) in (2, 10, 0)
+    for beside in ("fragment.2.x.head", "fragment.2.part.a2.head", "keyframe.2.x.head", "delta.2.head", "delta.2.l.x.head"):
+        assert not subjects.is_head(f"diloco.golden.{beside}")
+    for index in ("02", "+2", "2_0", "\u0662", "", "x"):
+        assert subjects.fragment_of(f"diloco.golden.fragment.{index}.head") is None

@@ -1,0 +1,209 @@
+"""The rules of one fragment's log, each broken once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from diloco.core.chain import NO_ENTRY, Chain
+from diloco.errors import ChainError
+from diloco.wire.messages import Body, Cursor, Genesis, Keyframe, Member, Record
+
+GENESIS_CHECK = b"g" * 32
+BODY = Body(size_bytes=3, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
+
+
+def member(learner: str, number: int, tokens: int, lost_tokens: int = 0, incarnation: int = 1) -> Member:
+    return Member(learner, incarnation, number, 1, 0, 1, tokens, lost_tokens, 1.0)
+
+
+def genesis_chain() -> Chain:
+    genesis = Genesis("founder", b"s" * 32, b"m" * 32, [(11, b"0" * 32), (12, b"1" * 32)], 0.0)
+    return Chain.from_genesis(1, genesis, GENESIS_CHECK)
+
+
+def record(chain: Chain, *members: Member, **changes: Any) -> Record:
+    """The version that follows ``chain``; totals are worked out by the test, in ``changes``."""
+    values: dict[str, Any] = {
+        "fragment": chain.fragment,
+        "entry": "version",
+        "version": chain.version + 1,
+        "epoch": chain.epoch,
+        "syncer": "syncer-0",
+        "previous": chain.head,
+        "members": list(members),
+        "bits": 4,
+        "learning_rate": 0.5,
+        "momentum": 0.0,
+        "tokens_merged": chain.tokens_merged,
+        "tokens_lost": chain.tokens_lost,
+        "state_hash": b"t" * 32,
+        "closing": False,
+        "committed_at_s": 0.0,
+        "quorum_s": 0.0,
+        "round_s": 0.0,
+        "body": BODY,
+    }
+    return Record(**(values | changes))
+
+
+def marker(chain: Chain, entry: str, **changes: Any) -> Record:
+    changes = {"version": chain.version, "body": None, "closing": entry == "close", "state_hash": chain.state_hash} | changes
+    return record(chain, entry=entry, **changes)
+
+
+def two_versions() -> Chain:
+    """ann's offers 1 and 2 of 100 tokens each, bob's offer 1 of 50; ann has lost 10."""
+    chain = genesis_chain()
+    first = record(chain, member("ann", 1, 100, 10), member("bob", 1, 50), tokens_merged=150, tokens_lost=10)
+    chain.check(first)
+    chain.advance(first, b"1" * 32, 21)
+    second = record(chain, member("ann", 2, 100, 10), tokens_merged=250, tokens_lost=10, state_hash=b"u" * 32)
+    chain.check(second)
+    chain.advance(second, b"2" * 32, 22)
+    return chain
+
+
+def test_a_chain_begins_with_genesis() -> None:
+    chain = genesis_chain()
+    assert (chain.fragment, chain.version, chain.epoch, chain.sequence) == (1, 0, 0, 0)
+    assert (chain.head, chain.state_hash) == (GENESIS_CHECK, b"1" * 32)
+    assert chain.cursor("ann") == (0, 0)
+    assert chain.keyframe_cursors() == []
+
+
+def test_the_head_moves_with_every_entry() -> None:
+    chain = two_versions()
+    assert (chain.version, chain.head, chain.sequence, chain.state_hash) == (2, b"2" * 32, 22, b"u" * 32)
+    assert (chain.tokens_merged, chain.tokens_lost) == (250, 10)
+    assert chain.cursor("ann") == (1, 2)
+    assert chain.cursor("bob") == (1, 1)
+    assert chain.keyframe_cursors() == [Cursor("ann", 1, 2, 2, 200, 10), Cursor("bob", 1, 1, 1, 50, 0)]
+
+
+GOOD = (member("ann", 3, 40, 15), member("bob", 2, 60, 5))  # merged 250 + 100, lost 15 + 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"fragment": 0}, "fragment: expected 1, got 0"),
+        ({"previous": b"1" * 32}, "hash of the entry before: expected 3232"),
+        ({"version": 2}, "version: expected 3, got 2"),
+        ({"version": 4}, "version: expected 3, got 4"),
+        ({"epoch": 1}, "epoch: expected 0, got 1"),
+        ({"members": [GOOD[1], GOOD[0]]}, "members in order, each once"),
+        ({"members": [GOOD[0], GOOD[0], GOOD[1]]}, "members in order, each once"),
+        ({"tokens_merged": 349}, "merged tokens: expected 350, got 349"),
+        ({"tokens_lost": 21}, "lost tokens: expected 20, got 21"),
+        ({"body": None}, "a body where it makes a version"),
+        ({"members": [], "tokens_merged": 250, "tokens_lost": 10}, "members where it makes a version"),
+        ({"entry": "takeover"}, "version: expected 2, got 3"),
+        ({"members": [member("ann", 2, 40, 15), GOOD[1]]}, "offer 2 of ann .* is not newer than the merged"),
+        ({"members": [member("ann", 1, 40, 15), GOOD[1]]}, "offer 1 of ann .* is not newer"),
+        ({"members": [member("ann", 9, 40, 15, incarnation=0), GOOD[1]]}, r"incarnation 0\) is not newer"),
+    ],
+)
+def test_each_rule_of_a_version(changes: dict[str, Any], rule: str) -> None:
+    chain = two_versions()
+    good = record(chain, *GOOD, tokens_merged=350, tokens_lost=20)
+    chain.check(good)
+    before = repr(chain)
+    with pytest.raises(ChainError, match=f"^fragment 1.*{rule}"):
+        chain.check(replace(good, **changes))
+    assert repr(chain) == before
+
+
+def test_a_new_incarnation_may_number_from_one() -> None:
+    chain = two_versions()
+    chain.check(record(chain, member("ann", 1, 5, 10, incarnation=2), tokens_merged=255, tokens_lost=10))
+
+
+def test_a_takeover_raises_the_epoch_by_one_and_nothing_else() -> None:
+    chain = two_versions()
+    takeover = marker(chain, "takeover", epoch=1)
+    chain.check(takeover)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"epoch": 0}, "epoch: expected 1, got 0"),
+        ({"epoch": 2}, "epoch: expected 1, got 2"),
+        ({"version": 3}, "version: expected 2, got 3"),
+        ({"body": BODY}, "a body where"),
+        ({"members": [GOOD[0]], "tokens_merged": 290, "tokens_lost": 15}, "members where"),
+        ({"closing": True}, "closing: expected False, got True"),
+        ({"tokens_merged": 251}, "merged tokens"),
+        ({"tokens_lost": 0}, "lost tokens"),
+    ]
+    for changes, rule in wrong:
+        with pytest.raises(ChainError, match=rule):
+            chain.check(replace(takeover, **changes))
+    chain.advance(takeover, b"3" * 32, 23)
+    assert (chain.version, chain.epoch, chain.head, chain.sequence, chain.closed) == (2, 1, b"3" * 32, 23, False)
+    assert chain.cursor("ann") == (1, 2)
+    # the deposed owner's version, made before the takeover, follows neither its epoch nor its hash
+    with pytest.raises(ChainError, match="epoch: expected 1, got 0"):
+        chain.check(record(chain, *GOOD, tokens_merged=350, tokens_lost=20, epoch=0))
+    chain.check(record(chain, *GOOD, tokens_merged=350, tokens_lost=20))
+
+
+def test_a_close_ends_the_log_but_for_takeovers() -> None:
+    chain = two_versions()
+    close = marker(chain, "close")
+    with pytest.raises(ChainError, match="closing: expected True, got False"):
+        chain.check(replace(close, closing=False))
+    chain.check(close)
+    chain.advance(close, b"3" * 32, 23)
+    assert chain.closed
+    assert chain.version == 2
+    for after in (record(chain, *GOOD, tokens_merged=350, tokens_lost=20), marker(chain, "close")):
+        with pytest.raises(ChainError, match="nothing but takeovers after closing"):
+            chain.check(after)
+    takeover = marker(chain, "takeover", epoch=1)
+    chain.check(takeover)
+    chain.advance(takeover, b"4" * 32, 24)
+    assert chain.closed  # a takeover does not open it again
+
+
+def test_a_closing_version_ends_the_log() -> None:
+    chain = two_versions()
+    last = record(chain, *GOOD, tokens_merged=350, tokens_lost=20, closing=True)
+    chain.check(last)
+    chain.advance(last, b"3" * 32, 23)
+    assert chain.closed
+    with pytest.raises(ChainError, match="nothing but takeovers after closing"):
+        chain.check(record(chain, member("ann", 4, 1, 15), tokens_merged=351, tokens_lost=20))
+
+
+def test_a_keyframe_carries_all_that_a_chain_knows() -> None:
+    chain = two_versions()
+    keyframe = Keyframe(
+        chain.fragment,
+        chain.version,
+        chain.epoch,
+        chain.head,
+        chain.sequence,
+        chain.tokens_merged,
+        chain.tokens_lost,
+        chain.keyframe_cursors(),
+        chain.state_hash,
+        chain.closed,
+        BODY,
+    )
+    again = Chain.from_keyframe(keyframe)
+    assert again == chain
+    again.check(record(chain, *GOOD, tokens_merged=350, tokens_lost=20))
+    assert Chain.from_keyframe(replace(keyframe, closing=True)).closed
+
+
+def test_totals_replace_what_a_learner_has_lost_and_add_what_is_merged() -> None:
+    chain = two_versions()
+    # ann's 10 become 30, cat's 7 are new, bob's 0 stay
+    assert chain.totals_with([("ann", 5, 30), ("cat", 1, 7)]) == (256, 37)
+    assert chain.totals_with([]) == (250, 10)
+    # counted back: a learner may state less than before
+    assert chain.totals_with([("ann", 5, 0)]) == (255, 0)
+
+
+def test_no_entry_is_what_stands_before_genesis() -> None:
+    assert NO_ENTRY == b"\0" * 32

@@ -1,0 +1,94 @@
+"""zstd frames of bodies: what is refused, and that threads do not disturb one another."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import zstandard
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.core import codec
+from diloco.errors import FormatError
+
+
+@given(st.binary(max_size=5000), st.sampled_from([-5, -1, 1, 3]))
+def test_round_trip(data: bytes, level: int) -> None:
+    body = np.frombuffer(data, np.uint8)
+    packed = codec.pack(body, level)
+    assert zstandard.ZstdDecompressor().decompress(packed) == data
+    assert len(packed) <= codec.packed_limit(len(data))
+    assert codec.unpack(packed, len(data)).tobytes() == data
+    assert codec.unpack(memoryview(packed), len(data)).tobytes() == data
+
+
+def test_what_does_not_compress_stays_within_the_limit() -> None:
+    body = np.random.default_rng(0).integers(0, 256, 1_000_000).astype(np.uint8)
+    assert len(codec.pack(body, -1)) <= codec.packed_limit(body.size)
+
+
+@pytest.mark.parametrize("expected", [0, 99, 101, 1 << 40])
+def test_a_frame_of_another_size_is_refused(expected: int) -> None:
+    packed = codec.pack(np.zeros(100, np.uint8), 1)
+    with pytest.raises(FormatError, match="states 100 bytes"):
+        codec.unpack(packed, expected)
+
+
+def test_a_frame_without_a_size_is_refused() -> None:
+    packed = zstandard.ZstdCompressor(write_content_size=False).compress(b"\0" * 100)
+    with pytest.raises(FormatError):
+        codec.unpack(packed, 100)
+
+
+def test_a_frame_that_states_less_than_it_holds_is_refused() -> None:
+    """100 in the header (one byte, after magic and descriptor), 200 inside."""
+    honest = bytearray(codec.pack(np.arange(200, dtype=np.uint8), 1))
+    assert honest[5] == 200
+    honest[5] = 100
+    with pytest.raises(FormatError):
+        codec.unpack(bytes(honest), 100)
+
+
+@pytest.mark.parametrize("tail", [b"x", b"\0" * 20])
+def test_bytes_after_the_frame_are_refused(tail: bytes) -> None:
+    body = np.arange(100, dtype=np.uint8)
+    with pytest.raises(FormatError):
+        codec.unpack(codec.pack(body, 1) + tail, 100)
+
+
+def test_a_second_frame_is_refused() -> None:
+    packed = codec.pack(np.arange(100, dtype=np.uint8), 1)
+    with pytest.raises(FormatError):
+        codec.unpack(packed + packed, 100)
+
+
+def test_truncated_frames_are_refused() -> None:
+    packed = codec.pack(np.arange(200, dtype=np.uint8), 1)
+    for length in range(len(packed)):
+        with pytest.raises(FormatError):
+            codec.unpack(packed[:length], 200)
+
+
+@given(st.binary(max_size=200), st.integers(0, 300))
+def test_any_bytes_are_refused_or_give_what_was_asked_for(data: bytes, expected: int) -> None:
+    with contextlib.suppress(FormatError):
+        assert codec.unpack(data, expected).size == expected
+
+
+def test_threads_do_not_share_contexts() -> None:
+    bodies = [np.random.default_rng(i).integers(0, 9, 20_000).astype(np.uint8) for i in range(32)]
+
+    def turn(body: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
+        return codec.unpack(codec.pack(body, 1), body.size).tobytes()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(turn, bodies)) == [body.tobytes() for body in bodies]
+
+
+def test_the_hash_is_over_the_uncompressed_bytes() -> None:
+    body = np.arange(100, dtype=np.uint8)
+    assert codec.content_hash(body) == blake3(bytes(range(100))).digest()

@@ -1,0 +1,288 @@
+"""Cutting models into fragments: worked examples by hand, and what must hold for any model."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, build_map, check_same_map, unpack_map
+from diloco.errors import AdmissionError, FormatError, SettingsError
+
+SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
+MODELS = st.lists(st.tuples(SHAPES, st.booleans()), min_size=1, max_size=12).map(
+    lambda drawn: [TensorSpec(f"t{i}", shape, embedding) for i, (shape, embedding) in enumerate(drawn)]
+)
+
+
+def pieces(fragment: Fragment) -> list[tuple[str, int, int]]:
+    return [(piece.path, piece.row_start, piece.row_stop) for piece in fragment.pieces]
+
+
+def vectors(**sizes: int) -> list[TensorSpec]:
+    """One-dimensional tensors."""
+    return [TensorSpec(path, (size,)) for path, size in sizes.items()]
+
+
+def map_or_skip(model: list[TensorSpec], count: int, strategy: str = "balanced") -> FragmentMap:
+    try:
+        return build_map(model, count, strategy)  # type: ignore[arg-type]
+    except SettingsError:
+        assume(False)
+        raise
+
+
+def test_largest_first_into_the_smallest_bin() -> None:
+    # share 8: a to 0 (6), b to 1 (5), c to 2 (4), d to 2 (8), e to 1 (8), f to 0 (8)
+    made = build_map(vectors(a=6, b=5, c=4, d=4, e=3, f=2), 3)
+    assert [[piece.path for piece in f.pieces] for f in made.fragments] == [["a", "f"], ["b", "e"], ["c", "d"]]
+    assert [f.size for f in made.fragments] == [8, 8, 8]
+    assert [f.index for f in made.fragments] == [0, 1, 2]
+    assert [piece.offset for piece in made.fragments[0].pieces] == [0, 6]
+
+
+def test_ties_go_by_path_then_by_bin() -> None:
+    made = build_map(vectors(d=2, b=2, c=2, a=2), 2)
+    assert [[piece.path for piece in f.pieces] for f in made.fragments] == [["a", "c"], ["b", "d"]]
+
+
+def test_a_big_tensor_is_split_by_rows() -> None:
+    # share 16: big is cut into ceil(40 / 16) = 3 at rows 0, 3, 6, 10, of sizes 12, 12, 16; x (8) follows into the first 12
+    made = build_map([TensorSpec("big", (10, 4)), TensorSpec("x", (8,))], 3)
+    assert [pieces(f) for f in made.fragments] == [[("big", 6, 10)], [("big", 0, 3), ("x", 0, 8)], [("big", 3, 6)]]
+    assert made.fragments[1].pieces[0].shape == (3, 4)
+    assert made.fragments[1].pieces[1].offset == 12
+    assert [f.size for f in made.fragments] == [16, 20, 12]
+
+
+def test_embeddings_have_their_share_of_the_fragments() -> None:
+    # 40 of 160 parameters: 1 of 4 fragments; the others' share is 40, so w and x are halved and dealt 30 each
+    model = [TensorSpec("w", (6, 10)), TensorSpec("embed", (10, 4), embedding=True), TensorSpec("x", (6, 10))]
+    made = build_map(model, 4)
+    assert [f.embedding for f in made.fragments] == [True, False, False, False]
+    assert [f.size for f in made.fragments] == [40, 60, 30, 30]
+    assert [pieces(f) for f in made.fragments] == [
+        [("embed", 0, 10)],
+        [("w", 0, 3), ("x", 3, 6)],
+        [("w", 3, 6)],
+        [("x", 0, 3)],
+    ]
+
+
+@pytest.mark.parametrize(("embedding_rows", "count", "own"), [(1, 8, 1), (995, 8, 7), (500, 2, 1), (750, 8, 6)])
+def test_both_kinds_get_at_least_one_fragment(embedding_rows: int, count: int, own: int) -> None:
+    model = [TensorSpec("e", (embedding_rows, 2), embedding=True), TensorSpec("w", (1000 - embedding_rows, 2))]
+    made = build_map(model, count)
+    assert len(made.fragments) == count
+    assert [f.embedding for f in made.fragments] == [True] * own + [False] * (count - own)
+
+
+def test_a_single_fragment_holds_all_and_is_no_embedding() -> None:
+    made = build_map([TensorSpec("e", (3, 2), embedding=True), TensorSpec("w", (2, 2))], 1)
+    assert [pieces(f) for f in made.fragments] == [[("e", 0, 3), ("w", 0, 2)]]
+    assert not made.fragments[0].embedding
+    assert made.parameters == 10
+
+
+def test_a_model_of_embeddings_alone() -> None:
+    made = build_map([TensorSpec("e", (4, 2), embedding=True)], 2)
+    assert [(pieces(f), f.embedding) for f in made.fragments] == [([("e", 0, 2)], True), ([("e", 2, 4)], True)]
+
+
+def test_strided_deals_tensors_in_path_order() -> None:
+    made = build_map(vectors(c=9, a=1, e=1, b=1, d=1), 2, "strided")
+    assert [[piece.path for piece in f.pieces] for f in made.fragments] == [["a", "c", "e"], ["b", "d"]]
+
+
+def test_layer_deals_whole_layers() -> None:
+    paths = ["blocks/0/a", "blocks/0/b", "blocks/1/a", "blocks/1/b", "blocks/2/a", "head"]
+    made = build_map([TensorSpec(path, (2,)) for path in paths], 2, "layer")
+    assert [[piece.path for piece in f.pieces] for f in made.fragments] == [
+        ["blocks/0/a", "blocks/0/b", "blocks/2/a"],
+        ["blocks/1/a", "blocks/1/b", "head"],
+    ]
+
+
+@settings(deadline=None)
+@given(MODELS, st.integers(1, 8), st.sampled_from(["balanced", "strided", "layer"]))
+def test_every_parameter_is_in_exactly_one_piece(model: list[TensorSpec], count: int, strategy: str) -> None:
+    made = map_or_skip(model, count, strategy)
+    assert len(made.fragments) == count
+    covered = {tensor.path: np.zeros(tensor.shape, int) for tensor in model}
+    for fragment in made.fragments:
+        offset = 0
+        for piece in fragment.pieces:
+            rows = covered[piece.path]
+            if rows.ndim:
+                rows = rows[piece.row_start : piece.row_stop]
+            assert rows.shape == piece.shape
+            rows += 1
+            assert piece.offset == offset
+            offset += piece.size
+        assert offset == fragment.size > 0
+    assert all((rows == 1).all() for rows in covered.values())
+
+
+@settings(deadline=None)
+@given(MODELS, st.integers(1, 8))
+def test_embeddings_never_share_a_fragment(model: list[TensorSpec], count: int) -> None:
+    made = map_or_skip(model, count)
+    kinds = {tensor.path: tensor.embedding for tensor in model}
+    for fragment in made.fragments:
+        in_it = {kinds[piece.path] for piece in fragment.pieces}
+        assert count == 1 or in_it == {fragment.embedding}
+
+
+@settings(deadline=None)
+@given(MODELS, st.integers(1, 8))
+def test_bins_differ_by_at_most_one_piece(model: list[TensorSpec], count: int) -> None:
+    # what "largest first into the smallest bin" guarantees: before its last piece no bin was larger than any other
+    made = map_or_skip(model, count)
+    for kind in (True, False):
+        fragments = [f for f in made.fragments if f.embedding is kind]
+        if fragments:
+            smallest = min(f.size for f in fragments)
+            for fragment in fragments:
+                assert fragment.size - min(piece.size for piece in fragment.pieces) <= smallest
+
+
+@settings(deadline=None)
+@given(MODELS, st.integers(1, 8), st.data())
+def test_the_map_does_not_depend_on_the_order_of_tensors(model: list[TensorSpec], count: int, data: st.DataObject) -> None:
+    made = map_or_skip(model, count)
+    again = build_map(data.draw(st.permutations(model)), count)
+    assert again == made
+    assert again.digest == made.digest
+
+
+@settings(deadline=None)
+@given(MODELS, st.integers(1, 8), st.sampled_from(["balanced", "strided", "layer"]))
+def test_pack_and_unpack(model: list[TensorSpec], count: int, strategy: str) -> None:
+    made = map_or_skip(model, count, strategy)
+    again = unpack_map(made.pack())
+    assert again == made
+    assert again.digest == made.digest
+
+
+@settings(deadline=None)
+@given(MODELS, st.integers(1, 8), st.integers(0, 2**32 - 1))
+def test_scatter_undoes_gather(model: list[TensorSpec], count: int, seed: int) -> None:
+    made = map_or_skip(model, count)
+    generator = np.random.default_rng(seed)
+    tensors = {t.path: generator.standard_normal(t.shape).astype(np.float32).reshape(t.shape) for t in model}
+    again = made.empty()
+    for fragment in made.fragments:
+        vector = fragment.gather(tensors)
+        assert vector.dtype == np.float32
+        fragment.scatter(vector, again)
+    for path, values in tensors.items():
+        np.testing.assert_array_equal(again[path], values)
+
+
+def test_gather_is_in_order_of_pieces_and_rows() -> None:
+    fragment = build_map([TensorSpec("b", (2, 2)), TensorSpec("a", ()), TensorSpec("c", (2,))], 1).fragments[0]
+    tensors = {"a": np.float32(1), "b": np.array([[2, 3], [4, 5]], np.float32), "c": np.array([6, 7], np.float32)}
+    out = np.full(7, -1, np.float32)
+    assert fragment.gather({k: np.asarray(v) for k, v in tensors.items()}, out) is out
+    assert out.tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_gather_reads_only_its_rows_of_a_split_tensor() -> None:
+    first, second = build_map([TensorSpec("w", (4, 2))], 2).fragments
+    tensors = {"w": np.arange(8, dtype=np.float32).reshape(4, 2)}
+    assert first.gather(tensors).tolist() == [0, 1, 2, 3]
+    assert second.gather(tensors).tolist() == [4, 5, 6, 7]
+    second.scatter(np.full(4, 9, np.float32), tensors)
+    assert tensors["w"].ravel().tolist() == [0, 1, 2, 3, 9, 9, 9, 9]
+
+
+def test_segments_of_every_number_of_dimensions() -> None:
+    shapes = {"a": (), "b": (5,), "c": (2, 3), "d": (2, 2, 2), "e": (3, 1)}
+    fragment = build_map([TensorSpec(path, shape) for path, shape in shapes.items()], 1).fragments[0]
+    assert fragment.segments("tensor").tolist() == [0, 1, 6, 12, 20, 23]
+    assert fragment.segments("row").tolist() == [0, 1, 6, 9, 12, 14, 16, 18, 20, 21, 22, 23]
+    assert fragment.segments("row").dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("tensors", "count", "expected"),
+    [
+        ([], 1, "no tensors"),
+        ([TensorSpec("a", (2,)), TensorSpec("b", (1,)), TensorSpec("a", (3,))], 1, "two tensors are named 'a'"),
+        ([TensorSpec("a", (2,)), TensorSpec("b", (3, 0))], 1, r"'b' of shape \(3, 0\) is empty"),
+        (vectors(a=2, b=1), 4, "4 fragments are more than the 3 pieces"),
+        ([TensorSpec("a", (), embedding=True), TensorSpec("b", (1,))], 3, "embedding-like tensors can be cut"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(tensors: list[TensorSpec], count: int, expected: str) -> None:
+    with pytest.raises(SettingsError, match=expected):
+        build_map(tensors, count)
+
+
+def test_without_splitting_there_are_fewer_pieces() -> None:
+    with pytest.raises(SettingsError, match=r"2 fragments are more than the 1 pieces .* or fragments.strategy=balanced"):
+        build_map([TensorSpec("w", (10, 10))], 2, "strided")
+
+
+A, B = TensorSpec("a", (2, 3)), TensorSpec("b", (4,))
+
+
+@pytest.mark.parametrize(
+    ("ours", "count", "expected"),
+    [
+        ([A, B, TensorSpec("c", (1,))], 2, r"'c' differs: the run has no such tensor, .* model has shape \(1,\)"),
+        ([A], 2, r"'b' differs: the run has shape \(4,\), .* model has no such tensor"),
+        ([TensorSpec("a", (3, 2)), TensorSpec("b", (5,))], 2, r"'a' differs: the run has shape \(2, 3\), .* \(3, 2\)"),
+        ([A, TensorSpec("b", (4,), True)], 2, r"'b' differs: the run has shape \(4,\), .* shape \(4,\), embedding-like"),
+        ([A, B], 3, "the run has 2 fragments by 'balanced', this learner 3 by 'balanced'"),
+    ],
+)
+def test_another_model_is_refused_by_its_first_difference(ours: list[TensorSpec], count: int, expected: str) -> None:
+    with pytest.raises(AdmissionError, match=rf"run 'r': .*{expected}"):
+        check_same_map(build_map(ours, count), build_map([A, B], 2), "r")
+
+
+def test_the_same_model_is_admitted() -> None:
+    check_same_map(build_map([B, A], 2), unpack_map(build_map([A, B], 2).pack()), "r")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [[], 1, "balanced"],
+        [[["a", [2], False]], 0, "balanced"],
+        [[["a", [2], False]], 3, "balanced"],  # more than its pieces
+        [[["a", [2], False]], 1, "random"],
+        [[["a", [2], False], ["a", [2], False]], 1, "balanced"],
+        [[["a", [0], False]], 1, "balanced"],
+        [[["", [2], False]], 1, "balanced"],
+        [[["a" * 513, [2], False]], 1, "balanced"],
+        [[["a", [1] * 17, False]], 1, "balanced"],
+        [[["a", [2**30, 2**30], False]], 1, "balanced"],
+        [[["a", [2**44 - 1], False], ["b", [2], False]], 1, "balanced"],
+        [[["a", [2]]], 1, "balanced"],
+        "text",
+    ],
+)
+def test_a_map_from_the_wire_out_of_bounds_is_refused(values: object) -> None:
+    with pytest.raises(FormatError, match="fragment map"):
+        unpack_map(msgspec.msgpack.encode(values))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_map_or_refused(data: bytes) -> None:
+    try:
+        made = unpack_map(data)
+    except FormatError:
+        return
+    assert unpack_map(made.pack()) == made
+
+
+def test_a_truncated_map_is_refused() -> None:
+    packed = build_map([A, B], 2).pack()
+    for length in range(len(packed)):
+        with pytest.raises(FormatError):
+            unpack_map(packed[:length])

@@ -1,0 +1,275 @@
+"""From held offers to a log entry: merges of two learners by hand, what the entry states, and what is left over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from diloco.core import codec, outer, quantise
+from diloco.core.chain import Chain
+from diloco.core.fold import Replica
+from diloco.core.fragments import Fragment, TensorSpec, build_map
+from diloco.core.merging import accumulate, make_marker, make_version
+from diloco.core.round import Held, Merge
+from diloco.errors import NonFiniteError
+from diloco.settings import RunSettings, run_settings
+from diloco.wire.messages import Bits, Body, Member, Offer, Record, join_parts
+
+Vector = NDArray[np.float32]
+BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
+ATTEMPT = b"ATTEMPT."
+
+
+def vector(*values: float) -> Vector:
+    return np.array(values, np.float32)
+
+
+def settings_of(**changes: Any) -> RunSettings:
+    defaults = {
+        "shards": 1,
+        "fragments.count": 1,
+        "outer.learning_rate": 0.5,
+        "outer.momentum": 0.0,
+        "codec.record_bits": 32,
+        "merge.weights": "tokens",
+    }
+    return run_settings("decoupled", defaults | changes)
+
+
+def fragment_of(*shape: int, embedding: bool = False) -> Fragment:
+    """One fragment of one tensor, beside a tensor of the other kind where it is an embedding."""
+    model = [TensorSpec("t", shape, embedding)]
+    return build_map([*model, TensorSpec("u", (1,))] if embedding else model, 2 if embedding else 1).fragments[0]
+
+
+def held(learner: str, values: Vector, *, tokens: int, steps: int = 1, bits: Bits = 32, **changes: Any) -> Held:
+    fields: dict[str, Any] = {
+        "fragment": 0,
+        "learner": learner,
+        "incarnation": 7,
+        "number": 2,
+        "after": (0, 0),
+        "round": 4,
+        "base_version": 3,
+        "base_hash": b"b" * 32,
+        "bits": bits,
+        "steps": steps,
+        "tokens": tokens,
+        "lost_tokens": 0,
+        "body": BODY,
+    }
+    return Held(Offer(**(fields | changes)), quantise.quantise(values.copy(), bits))
+
+
+def replica_of(theta: Vector) -> Replica:
+    momentum = np.zeros_like(theta)
+    chain = Chain(0, 3, 2, b"h" * 32, 9, outer.state_hash(theta, momentum), tokens_merged=1000)
+    return Replica(chain, theta.copy(), momentum)
+
+
+def merged(fragment: Fragment, settings: RunSettings, *offers: Held) -> list[float]:
+    theta = np.zeros(fragment.size, np.float32)
+    values: list[float] = accumulate(fragment, settings, offers, lambda _: None, theta).result().tolist()
+    return values
+
+
+def two() -> tuple[Held, Held]:
+    """ann (3, 4, 0, 2) of 10 tokens, bob (0, 5, 2, 0) of 30."""
+    return held("ann", vector(3, 4, 0, 2), tokens=10), held("bob", vector(0, 5, 2, 0), tokens=30)
+
+
+def test_the_weighted_average_by_hand() -> None:
+    settings = settings_of(**{"merge.method": "average"})
+    assert merged(fragment_of(2, 2), settings, *two()) == pytest.approx([0.75, 4.75, 1.5, 0.5])
+
+
+def test_radial_directional_averaging_by_row_by_hand() -> None:
+    # equal weights. Row 1: norms 5 and 5; mean direction (0.3, 0.9) of length sqrt(0.9); times 5
+    # row 2: norms 2 and 2; mean direction (0.5, 0.5), made a unit vector, times 2
+    settings = settings_of(**{"merge.granularity": "row", "merge.weights": "equal"})
+    expected = [1.5 / 0.9**0.5, 4.5 / 0.9**0.5, 2**0.5, 2**0.5]
+    assert merged(fragment_of(2, 2), settings, *two()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_radial_directional_averaging_by_tensor_by_hand() -> None:
+    # weights 1 : 3; norms 29 ** 0.5 both, so the direction is that of the weighted sum and the length is theirs
+    settings = settings_of(**{"merge.granularity": "tensor"})
+    total = np.array([3, 4 + 15, 6, 2])
+    expected = total / np.linalg.norm(total) * 29**0.5
+    assert merged(fragment_of(2, 2), settings, *two()) == pytest.approx(expected.tolist(), rel=1e-6)
+
+
+def test_embeddings_are_averaged_whatever_the_method() -> None:
+    fragment = fragment_of(2, 2, embedding=True)
+    assert fragment.embedding
+    assert merged(fragment, settings_of(**{"merge.method": "rda"}), *two()) == pytest.approx([0.75, 4.75, 1.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps", "expected"),
+    [
+        # ann 100 tokens, bob 100 tokens; ann's v is 0, so the merge is bob's share of 12
+        ("quality", (4, 2), 8),  # 100 * 100 / 4 = 2500 against 5000
+        ("tokens", (4, 2), 6),
+        ("equal", (4, 2), 6),
+        ("quality", (1, 0), 0),  # bob states no steps
+    ],
+)
+def test_weights(rule: str, steps: tuple[int, int], expected: float) -> None:
+    settings = settings_of(**{"merge.method": "average", "merge.weights": rule})
+    ann, bob = (
+        held("ann", vector(0), tokens=100, steps=steps[0]),
+        held("bob", vector(12), tokens=100, steps=steps[1]),
+    )
+    assert merged(fragment_of(1), settings, ann, bob) == [pytest.approx(expected)]
+
+
+def test_against_the_current_value_an_old_base_counts_as_moved() -> None:
+    # the learner is at its base (7, 21) minus its outer gradient (1, 1), at (6, 20); the newest version is (10, 20)
+    settings = settings_of(**{"merge.method": "average", "merge.against": "current"})
+    item = held("ann", vector(1, 1), tokens=1)
+    bases = {3: vector(7, 21)}
+    merge = accumulate(fragment_of(2), settings, [item], bases.get, vector(10, 20))
+    assert merge.result().tolist() == [4, 0]
+    # bases that nobody keeps any more are taken as they are
+    merge = accumulate(fragment_of(2), settings, [item], lambda _: None, vector(10, 20))
+    assert merge.result().tolist() == [1, 1]
+    against_base = settings_of(**{"merge.method": "average", "merge.against": "base"})
+    merge = accumulate(fragment_of(2), against_base, [item], bases.get, vector(10, 20))
+    assert merge.result().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16, 32])
+def test_offers_of_any_width_merge_alike(bits: Bits) -> None:
+    # 7, 0, -7 and 127, 0, -127 are exact in every width but the other's
+    values = vector(7, 0, -7) if bits == 4 else vector(127, 0, -127)
+    items = [held(name, values, tokens=5, bits=bits) for name in ("ann", "bob")]
+    assert merged(fragment_of(3), settings_of(), *items) == pytest.approx(values.tolist(), rel=1e-6)
+
+
+def version(
+    replica: Replica, residual: Vector, settings: RunSettings, *offers: Held, closing: bool = False
+) -> tuple[Record, bytes, list[bytes]]:
+    fragment = fragment_of(replica.theta.size)
+    merge = Merge(4, offers, closing, quorum_s=0.5, round_s=1.5)
+    accumulator = accumulate(fragment, settings, offers, lambda _: None, replica.theta)
+    return make_version(replica, residual, accumulator, merge, settings, syncer="syncer-0", attempt=ATTEMPT, now_s=17.0)
+
+
+def body_of(record: Record, inline: bytes, parts: list[bytes], n: int) -> NDArray[np.uint8]:
+    """The body as a reader gets it, validated."""
+    assert record.body is not None
+    assert all(part.startswith(ATTEMPT) for part in parts)
+    joined = join_parts(record.body, inline, [part[len(ATTEMPT) :] for part in parts], "test")
+    body = codec.unpack(joined, quantise.body_bytes(n, record.bits))
+    quantise.validate(body, n, record.bits)
+    assert codec.content_hash(body) == record.body.content_hash
+    return body
+
+
+def test_what_a_version_states() -> None:
+    settings = settings_of(**{"merge.method": "average", "merge.weights": "quality"})
+    replica = replica_of(vector(10, 20))
+    ann = held("ann", vector(2, 4), tokens=10, steps=2, lost_tokens=3)
+    bob = held("bob", vector(6, 8), tokens=30, steps=6, lost_tokens=4, base_version=2, round=3, incarnation=9, number=1)
+    record, inline, parts = version(replica, vector(0, 0), settings, ann, bob)
+    # weights 50 and 150: Delta (5, 7); Theta -= 0.5 * Delta
+    assert replica.theta.tolist() == [7.5, 16.5]
+    assert quantise.dequantise(body_of(record, inline, parts, 2), 2, 32).tolist() == [5, 7]
+    assert (record.fragment, record.entry, record.version, record.epoch) == (0, "version", 4, 2)
+    assert (record.previous, record.syncer, record.closing) == (b"h" * 32, "syncer-0", False)
+    assert record.members == [Member("ann", 7, 2, 4, 3, 2, 10, 3, 50.0), Member("bob", 9, 1, 3, 2, 6, 30, 4, 150.0)]
+    assert (record.tokens_merged, record.tokens_lost) == (1040, 7)
+    assert (record.bits, record.learning_rate, record.momentum) == (32, 0.5, 0.0)
+    assert (record.committed_at_s, record.quorum_s, record.round_s) == (17.0, 0.5, 1.5)
+    assert record.state_hash == outer.state_hash(replica.theta, replica.momentum)
+    # the chain has not advanced, and takes the record
+    assert replica.chain.version == 3
+    replica.chain.check(record)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16, 32])
+def test_any_reader_folds_a_version_to_the_same_bits(bits: Bits) -> None:
+    settings = settings_of(**{"codec.record_bits": bits, "outer.momentum": 0.9})
+    values = np.random.default_rng(bits).standard_normal((2, 1000)).astype(np.float32)
+    syncer, reader = replica_of(values[0]), replica_of(values[0])
+    record, inline, parts = version(syncer, np.zeros(1000, np.float32), settings, held("ann", values[1], tokens=1))
+    reader.fold(record, b"n" * 32, 10, body_of(record, inline, parts, 1000))
+    np.testing.assert_array_equal(reader.theta, syncer.theta)
+    np.testing.assert_array_equal(reader.momentum, syncer.momentum)
+
+
+def test_what_quantisation_leaves_over_goes_into_the_next_version() -> None:
+    # int8, one block, scale 127 / 127 = 1: (127, 0.25) is sent as (127, 0)
+    settings = settings_of(**{"codec.record_bits": 8, "merge.method": "average"})
+    replica, residual = replica_of(vector(0, 0)), vector(0, 0)
+    record, inline, parts = version(replica, residual, settings, held("ann", vector(127, 0.25), tokens=1))
+    assert quantise.dequantise(body_of(record, inline, parts, 2), 2, 8).tolist() == [127, 0]
+    assert residual.tolist() == [0, 0.25]
+    # with the residual the second value is 0.5, and a third time 0.75, which is sent as 1
+    residual[:] = 0, 0.5
+    record, inline, parts = version(replica, residual, settings, held("ann", vector(127, 0.25), tokens=1))
+    assert quantise.dequantise(body_of(record, inline, parts, 2), 2, 8).tolist() == [127, 1]
+    assert residual.tolist() == [0, -0.25]
+
+
+def test_sums_of_versions_and_residual_are_those_of_offers() -> None:
+    settings = settings_of(**{"codec.record_bits": 4, "merge.method": "average"})
+    generator = np.random.default_rng(3)
+    replica, residual = replica_of(np.zeros(100, np.float32)), np.zeros(100, np.float32)
+    wanted, sent = np.zeros(100), np.zeros(100)
+    for _ in range(20):
+        values = generator.standard_normal(100).astype(np.float32)
+        record, inline, parts = version(replica, residual, settings, held("ann", values, tokens=1))
+        wanted += values
+        sent += quantise.dequantise(body_of(record, inline, parts, 100), 100, 4)
+    np.testing.assert_allclose(sent + residual, wanted, atol=1e-4)
+    assert np.abs(residual).max() < 0.5  # it does not grow: half a step of a block's largest value
+
+
+def test_without_error_feedback_nothing_is_kept() -> None:
+    settings = settings_of(**{"codec.record_bits": 8, "merge.method": "average", "codec.error_feedback": False})
+    residual = vector(0, 0.5)
+    record, inline, parts = version(replica_of(vector(0, 0)), residual, settings, held("ann", vector(127, 0.25), tokens=1))
+    assert quantise.dequantise(body_of(record, inline, parts, 2), 2, 8).tolist() == [127, 0]
+    assert residual.tolist() == [0, 0.5]
+
+
+def test_a_closing_merge_makes_a_closing_version() -> None:
+    record, _, _ = version(replica_of(vector(0)), vector(0), settings_of(), held("ann", vector(1), tokens=1), closing=True)
+    assert record.closing
+    replica_of(vector(0)).chain.check(record)
+
+
+def test_a_large_body_travels_in_parts() -> None:
+    values = np.random.default_rng(0).standard_normal(300_000).astype(np.float32)
+    replica, residual = replica_of(np.zeros_like(values)), np.zeros_like(values)
+    settings = settings_of(**{"merge.method": "average"})
+    record, inline, parts = version(replica, residual, settings, held("ann", values, tokens=1))
+    assert inline == b""
+    assert len(parts) > 1
+    assert record.body is not None
+    assert record.body.parts == len(parts)
+    body = body_of(record, inline, parts, values.size)
+    np.testing.assert_array_equal(quantise.dequantise(body, values.size, 32), values)
+
+
+def test_a_parameter_that_overflows_makes_no_version() -> None:
+    settings = settings_of(**{"outer.learning_rate": 10, "merge.method": "average"})
+    replica = replica_of(vector(3e38, 1))
+    with pytest.raises(NonFiniteError, match="fragment 0, version 4"):
+        version(replica, vector(0, 0), settings, held("ann", vector(-1e38, 0), tokens=1))
+
+
+@pytest.mark.parametrize(("entry", "epoch", "closing"), [("takeover", 3, False), ("close", 2, True)])
+def test_markers_follow_the_head_and_change_nothing(entry: Any, epoch: int, closing: bool) -> None:
+    replica = replica_of(vector(1, 2))
+    record = make_marker(replica, entry, settings_of(), syncer="syncer-1", now_s=17.0)
+    assert (record.entry, record.version, record.epoch, record.closing) == (entry, 3, epoch, closing)
+    assert (record.members, record.body, record.state_hash) == ([], None, replica.chain.state_hash)
+    replica.fold(record, b"n" * 32, 10, None)
+    assert replica.theta.tolist() == [1, 2]
+    assert (replica.chain.epoch, replica.chain.closed) == (epoch, closing)

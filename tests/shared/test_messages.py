@@ -1,0 +1,486 @@
+"""Every message there and back, and nothing but a MessageError for whatever else comes from the wire."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.errors import FormatError, HashError, MessageError
+from diloco.wire import messages, subjects
+from diloco.wire.messages import (
+    ATTEMPT_BYTES,
+    MAX_FRAME_BYTES,
+    PART_BYTES,
+    Announcement,
+    Body,
+    Cursor,
+    Genesis,
+    Keyframe,
+    Member,
+    Message,
+    Offer,
+    Pulse,
+    Record,
+    ShardPulse,
+)
+
+RUN = b"run-id.."
+COUNT = st.integers(0, 2**62)
+COUNTS = st.lists(COUNT, max_size=4)
+FRAGMENT = st.integers(0, 4095)
+NAME = st.from_regex(r"\A[a-z0-9][a-z0-9_-]{0,47}\Z")
+HASH = st.binary(min_size=32, max_size=32)
+SECONDS = st.floats(0, 1e12)
+BITS = st.sampled_from([4, 8, 16, 32])
+BODY = st.builds(Body, st.integers(0, 2**40), HASH, st.integers(0, 2**22), st.binary(min_size=8, max_size=8))
+MEMBER = st.builds(Member, NAME, *[COUNT] * 7, st.floats(0, 1e300))
+CURSOR = st.builds(Cursor, NAME, *[COUNT] * 5)
+
+MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
+    Pulse: st.builds(
+        Pulse,
+        NAME,
+        COUNT,
+        st.sampled_from(["learner", "evaluator"]),
+        st.sampled_from(["starting", "stepping", "waiting", "recovering", "closing", "finished"]),
+        st.booleans(),
+        COUNT,
+        COUNT,
+        SECONDS,
+        st.none() | st.floats(allow_nan=False, allow_infinity=False),
+        COUNTS,
+        COUNTS,
+        COUNTS,
+        COUNTS,
+        SECONDS,
+        SECONDS,
+        COUNT,
+        COUNT,
+        COUNT,
+    ),
+    ShardPulse: st.builds(
+        ShardPulse,
+        NAME,
+        st.integers(0, 1023),
+        COUNTS,
+        COUNT,
+        COUNT,
+        st.lists(st.tuples(FRAGMENT, COUNT, COUNT, SECONDS), max_size=3),
+        COUNT,
+        COUNT,
+        COUNT,
+    ),
+    Announcement: st.builds(Announcement, FRAGMENT, COUNT, COUNT, NAME, SECONDS, st.booleans(), COUNT),
+    Offer: st.builds(
+        Offer,
+        FRAGMENT,
+        NAME,
+        COUNT,
+        st.integers(1, 2**62),
+        st.tuples(COUNT, COUNT),
+        st.integers(1, 2**62),
+        COUNT,
+        HASH,
+        BITS,
+        COUNT,
+        COUNT,
+        COUNT,
+        BODY,
+    ),
+    Record: st.builds(
+        Record,
+        FRAGMENT,
+        st.sampled_from(["version", "takeover", "close"]),
+        COUNT,
+        COUNT,
+        NAME,
+        HASH,
+        st.lists(MEMBER, max_size=3),
+        BITS,
+        st.floats(0, 1e6),
+        st.floats(0, 1),
+        COUNT,
+        COUNT,
+        HASH,
+        st.booleans(),
+        SECONDS,
+        SECONDS,
+        SECONDS,
+        st.none() | BODY,
+    ),
+    Keyframe: st.builds(
+        Keyframe,
+        FRAGMENT,
+        COUNT,
+        COUNT,
+        HASH,
+        COUNT,
+        COUNT,
+        COUNT,
+        st.lists(CURSOR, max_size=3),
+        HASH,
+        st.booleans(),
+        BODY,
+    ),
+    Genesis: st.builds(Genesis, NAME, HASH, HASH, st.lists(st.tuples(COUNT, HASH), min_size=1, max_size=3), SECONDS),
+}
+KINDS = list(MESSAGES)
+ANY = st.sampled_from(KINDS).flatmap(lambda cls: MESSAGES[cls])
+
+# an example of each kind that has a value in every field
+EXAMPLES: dict[type[Message], Message] = {
+    Pulse: Pulse("ann", 1, "learner", "stepping", False, 2, 3, 0.5, 1.25, [1], [2], [3], [4], 5.0, 6.0, 7, 8, 9),
+    ShardPulse: ShardPulse("syncer-0", 1, [0, 2], 3, 4, [(2, 1, 2, 0.5)], 5, 6, 7),
+    Announcement: Announcement(3, 7, 1, "syncer-0", 0.25, False, 9),
+    Offer: Offer(3, "ann", 1, 2, (1, 1), 4, 3, b"b" * 32, 4, 5, 6, 7, Body(8, b"c" * 32, 0, b"attempt.")),
+    Record: Record(
+        fragment=3,
+        entry="version",
+        version=4,
+        epoch=1,
+        syncer="syncer-0",
+        previous=b"p" * 32,
+        members=[Member("ann", 1, 2, 4, 3, 5, 6, 7, 8.5)],
+        bits=4,
+        learning_rate=0.5,
+        momentum=0.9,
+        tokens_merged=10,
+        tokens_lost=11,
+        state_hash=b"s" * 32,
+        closing=False,
+        committed_at_s=12.0,
+        quorum_s=0.5,
+        round_s=0.75,
+        body=Body(8, b"c" * 32, 0, b"attempt."),
+    ),
+    Keyframe: Keyframe(
+        3, 4, 1, b"e" * 32, 9, 10, 11, [Cursor("ann", 1, 2, 3, 4, 5)], b"s" * 32, False, Body(8, b"c" * 32, 0, b"attempt.")
+    ),
+    Genesis: Genesis("ann", b"s" * 32, b"m" * 32, [(1, b"0" * 32)], 2.0),
+}
+
+
+def framed(
+    fields: bytes, kind: str, *, magic: object = "DLC", version: object = 1, run: bytes = RUN, inline: object = b""
+) -> bytes:
+    """A frame with a right check around any fields."""
+    check = blake3(f"DLC1{kind}\0".encode() + run + fields).digest()
+    return msgspec.msgpack.encode([magic, version, kind, run, fields, check, inline])
+
+
+def fields_of(message: Message, **changes: Any) -> bytes:
+    """The message's fields with some of them replaced by whatever, in or out of bounds."""
+    values = [changes.pop(name, getattr(message, name)) for name in message.__struct_fields__]
+    assert not changes
+    return msgspec.msgpack.encode(values)
+
+
+def test_all_kinds_are_covered() -> None:
+    assert set(KINDS) == set(EXAMPLES) == set(Message.__subclasses__())
+    assert len({cls.kind for cls in KINDS}) == len(KINDS)
+
+
+@settings(deadline=None)
+@given(ANY, st.binary(max_size=50))
+def test_there_and_back(message: Message, inline: bytes) -> None:
+    frame = messages.pack(message, RUN, inline)
+    again, check, body = messages.unpack(frame, type(message), RUN)
+    assert again == message
+    assert type(again) is type(message)
+    assert body == inline
+    assert check == messages.check_of(message, RUN) == msgspec.msgpack.decode(frame)[5]
+
+
+@pytest.mark.parametrize("cls", KINDS)
+def test_a_frame_cut_anywhere_is_refused(cls: type[Message]) -> None:
+    frame = messages.pack(EXAMPLES[cls], RUN, b"body")
+    for length in range(len(frame)):
+        with pytest.raises(MessageError):
+            messages.unpack(frame[:length], cls, RUN)
+    with pytest.raises(MessageError):
+        messages.unpack(frame + b"\0", cls, RUN)
+
+
+@pytest.mark.parametrize("cls", KINDS)
+def test_a_flipped_bit_anywhere_before_the_body_is_refused(cls: type[Message]) -> None:
+    frame = messages.pack(EXAMPLES[cls], RUN)
+    for position in range(len(frame) - 2):  # the two last bytes are the empty body, which has a hash of its own
+        for bit in range(8):
+            damaged = bytearray(frame)
+            damaged[position] ^= 1 << bit
+            with pytest.raises(MessageError):
+                messages.unpack(bytes(damaged), cls, RUN)
+
+
+@pytest.mark.parametrize("cls", KINDS)
+def test_damaged_fields_with_a_right_check_are_a_message_or_refused(cls: type[Message]) -> None:
+    # somebody who computes the check over nonsense, rather than a damaged line
+    draw = random.Random(cls.kind)
+    fields = fields_of(EXAMPLES[cls])
+    for _ in range(2000):
+        damaged = bytearray(fields)
+        for _ in range(draw.randint(1, 3)):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        try:
+            message, _, _ = messages.unpack(framed(bytes(damaged), cls.kind), cls, RUN)
+        except MessageError:
+            continue
+        assert messages.unpack(messages.pack(message, RUN), cls, RUN)[0] == message
+
+
+@settings(deadline=None)
+@given(st.sampled_from(KINDS), st.binary(max_size=100))
+def test_any_bytes_are_refused(cls: type[Message], data: bytes) -> None:
+    with pytest.raises(MessageError):
+        messages.unpack(data, cls, RUN)
+    with pytest.raises(MessageError):
+        messages.unpack(framed(data, cls.kind), cls, RUN)
+
+
+def test_no_flood_of_nesting_gets_through() -> None:
+    nested = b"\x91" * 100_000 + b"\xc0"
+    for data in (nested, framed(nested, "round")):
+        with pytest.raises(MessageError):
+            messages.unpack(data, Announcement, RUN)
+
+
+@pytest.mark.parametrize(
+    "claim", [b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff"]
+)
+def test_lengths_that_are_only_claimed_are_refused(claim: bytes) -> None:
+    # as the frame, as its fields, as a list within them, and as the inline body
+    with pytest.raises(FormatError):
+        messages.unpack(claim, Genesis, RUN)
+    with pytest.raises(FormatError):
+        messages.unpack(framed(claim, "genesis"), Genesis, RUN)
+    fields = fields_of(EXAMPLES[Genesis])
+    at = fields.index(b"\x91\x92\x01")  # its list of one fragment
+    with pytest.raises(FormatError):
+        messages.unpack(framed(fields[:at] + claim + fields[at + 1 :], "genesis"), Genesis, RUN)
+    frame = messages.pack(EXAMPLES[Genesis], RUN)
+    assert frame.endswith(b"\xc4\0")
+    with pytest.raises(FormatError):
+        messages.unpack(frame[:-2] + claim, Genesis, RUN)
+
+
+def test_a_frame_has_a_largest_size() -> None:
+    message = EXAMPLES[Announcement]
+    overhead = len(messages.pack(message, RUN, bytes(100_000))) - 100_000
+    fits = MAX_FRAME_BYTES - overhead
+    assert len(messages.unpack(messages.pack(message, RUN, bytes(fits)), Announcement, RUN)[2]) == fits
+    with pytest.raises(FormatError, match=f"{MAX_FRAME_BYTES + 1} bytes, more than a frame's {MAX_FRAME_BYTES}"):
+        messages.unpack(messages.pack(message, RUN, bytes(fits + 1)), Announcement, RUN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"magic": "XYZ"}, "magic 'XYZ', expected 'DLC'"),
+        ({"version": 2}, "protocol version 2, expected 1; update the older member"),
+        ({"version": "1"}, "Expected `int`"),
+        ({"kind": "offer"}, "round: came as 'offer'"),
+        ({"run": b"another."}, f"belongs to run {b'another.'.hex()}, expected {RUN.hex()}"),
+        ({"inline": None}, "Expected `bytes`"),
+    ],
+)
+def test_what_is_not_ours_is_refused_by_name(changes: dict[str, Any], expected: str) -> None:
+    values = {"kind": "round"} | changes
+    with pytest.raises(FormatError, match=expected):
+        messages.unpack(framed(fields_of(EXAMPLES[Announcement]), **values), Announcement, RUN)
+
+
+def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
+    # the check binds the run: a frame cannot be re-labelled
+    frame = bytearray(messages.pack(EXAMPLES[Announcement], b"another."))
+    at = frame.index(b"another.")
+    frame[at : at + 8] = RUN
+    with pytest.raises(HashError, match="round: its fields do not have the hash"):
+        messages.unpack(bytes(frame), Announcement, RUN)
+
+
+@pytest.mark.parametrize(
+    ("cls", "changes"),
+    [
+        (Announcement, {"fragment": -1}),
+        (Announcement, {"fragment": 4096}),
+        (Announcement, {"version": 2**62 + 1}),
+        (Announcement, {"version": 2**63 + 5}),
+        (Announcement, {"version": 1.5}),
+        (Announcement, {"syncer": ""}),
+        (Announcement, {"syncer": "Ann"}),
+        (Announcement, {"syncer": "a.b"}),
+        (Announcement, {"syncer": "a\n"}),
+        (Announcement, {"syncer": "-a"}),
+        (Announcement, {"syncer": "a" * 49}),
+        (Announcement, {"remaining_s": -0.5}),
+        (Announcement, {"remaining_s": 1e13}),
+        (Announcement, {"remaining_s": math.nan}),
+        (Announcement, {"remaining_s": math.inf}),
+        (Announcement, {"closing": 1}),
+        (Pulse, {"loss": math.nan}),
+        (Pulse, {"loss": -math.inf}),
+        (Pulse, {"step_s": math.nan}),
+        (Pulse, {"state": "asleep"}),
+        (Pulse, {"versions": [0] * 4097}),
+        (Pulse, {"steps": [-1]}),
+        (ShardPulse, {"shard": 1024}),
+        (ShardPulse, {"open": [[4096, 1, 1, 0.5]]}),
+        (ShardPulse, {"open": [[1, 1, 1]]}),
+        (ShardPulse, {"open": [[1, 1, 1, math.nan]]}),
+        (ShardPulse, {"open": [[1, 1, 1, math.inf]]}),
+        (Offer, {"number": 0}),
+        (Offer, {"round": 0}),
+        (Offer, {"after": [1]}),
+        (Offer, {"base_hash": b"b" * 31}),
+        (Offer, {"base_hash": b"b" * 33}),
+        (Offer, {"base_hash": "b" * 32}),
+        (Offer, {"bits": 5}),
+        (Offer, {"body": None}),
+        (Offer, {"body": [2**40 + 1, b"c" * 32, 0, b"attempt."]}),
+        (Offer, {"body": [1, b"c" * 32, 2**22 + 1, b"attempt."]}),
+        (Offer, {"body": [1, b"c" * 32, 0, b"attempt"]}),
+        (Offer, {"body": [1, b"c" * 32, 0, b"attempt.", 1]}),
+        (Record, {"entry": "erase"}),
+        (Record, {"learning_rate": math.nan}),
+        (Record, {"learning_rate": -0.1}),
+        (Record, {"momentum": 1.1}),
+        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7, math.nan]]}),
+        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7, math.inf]]}),
+        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7, -1.0]]}),
+        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7]]}),
+        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7, 1.0]] * 4097}),
+        (Keyframe, {"cursors": [["ann", 1, 2, 3, 4]]}),
+        (Keyframe, {"cursors": [["ann", 1, 2, 3, 4, 5]] * 4097}),
+        (Genesis, {"fragments": []}),
+        (Genesis, {"fragments": [[1, b"0" * 32]] * 4097}),
+        (Genesis, {"founder": "ann\0"}),
+    ],
+)
+def test_a_field_out_of_bounds_is_refused(cls: type[Message], changes: dict[str, Any]) -> None:
+    messages.unpack(framed(fields_of(EXAMPLES[cls]), cls.kind), cls, RUN)
+    with pytest.raises(FormatError, match=f"^{cls.kind}: "):
+        messages.unpack(framed(fields_of(EXAMPLES[cls], **changes), cls.kind), cls, RUN)
+
+
+@pytest.mark.parametrize("cls", KINDS)
+def test_a_field_too_many_or_too_few_is_refused(cls: type[Message]) -> None:
+    values = [getattr(EXAMPLES[cls], name) for name in EXAMPLES[cls].__struct_fields__]
+    for wrong in (values[:-1], [*values, 1]):
+        with pytest.raises(FormatError):
+            messages.unpack(framed(msgspec.msgpack.encode(wrong), cls.kind), cls, RUN)
+
+
+def test_text_that_is_no_unicode_is_refused() -> None:
+    fields = fields_of(EXAMPLES[Announcement]).replace(b"syncer-0", b"syncer-\xff")
+    with pytest.raises(FormatError):
+        messages.unpack(framed(fields, "round"), Announcement, RUN)
+    frame = messages.pack(EXAMPLES[Announcement], RUN).replace(b"DLC", b"D\xffC")
+    with pytest.raises(FormatError):
+        messages.unpack(frame, Announcement, RUN)
+
+
+def test_single_precision_is_not_finite_either() -> None:
+    fields = fields_of(EXAMPLES[Announcement])
+    at = fields.index(b"\xcb" + struct.pack(">d", 0.25))
+    for value in (math.nan, math.inf):
+        with pytest.raises(FormatError):
+            messages.unpack(
+                framed(fields[:at] + b"\xca" + struct.pack(">f", value) + fields[at + 9 :], "round"), Announcement, RUN
+            )
+
+
+def test_a_run_is_its_name_and_its_settings() -> None:
+    assert messages.run_id("a", b"s" * 32) == blake3(b"a\0" + b"s" * 32).digest()[:8]
+    assert len({messages.run_id(name, digest * 32) for name in ("a", "b") for digest in (b"s", b"t")}) == 4
+
+
+@pytest.mark.parametrize("size", [0, 1, PART_BYTES])
+def test_a_body_up_to_a_part_goes_into_the_head(size: int) -> None:
+    packed = bytes(size)
+    body, inline, parts = messages.describe_body(packed, b"h" * 32, b"attempt.")
+    assert (body, inline, parts) == (Body(size, b"h" * 32, 0, b"attempt."), packed, [])
+    messages.check_body_size(body, size, "test")
+    assert messages.join_parts(body, inline, [], "test") == packed
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        (PART_BYTES + 1, 2),
+        (2 * (PART_BYTES - ATTEMPT_BYTES), 2),
+        (2 * (PART_BYTES - ATTEMPT_BYTES) + 1, 3),
+    ],
+)
+def test_a_larger_body_goes_in_parts_that_name_their_attempt(size: int, count: int) -> None:
+    packed = random.Random(size).randbytes(size)
+    body, inline, parts = messages.describe_body(packed, b"h" * 32, b"attempt.")
+    assert (body.size_bytes, body.parts, inline, len(parts)) == (size, count, b"", count)
+    assert all(part.startswith(b"attempt.") and len(part) <= PART_BYTES for part in parts)
+    messages.check_body_size(body, size, "test")
+    contents = [part[ATTEMPT_BYTES:] for part in parts]
+    assert messages.join_parts(body, b"ignored", contents, "test") == packed
+    with pytest.raises(FormatError, match=f"test: body of {size - len(contents[-1])} bytes, its head says {size}"):
+        messages.join_parts(body, b"", contents[:-1], "test")
+
+
+@pytest.mark.parametrize(
+    ("size", "parts", "expected"),
+    [
+        (101, 0, "test: body of 101 bytes, at most 100 fit its fragment"),
+        (2**40, 0, "at most 100 fit"),
+        (100, 1, "test: body of 100 bytes in 1 parts, expected 0"),
+        (100, 2**22, "expected 0"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused_before_anything_is_allocated(size: int, parts: int, expected: str) -> None:
+    with pytest.raises(FormatError, match=expected):
+        messages.check_body_size(Body(size, b"h" * 32, parts, b"attempt."), 100, "test")
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_a_number_of_parts_that_cannot_be_is_refused(parts: int) -> None:
+    body = Body(PART_BYTES + 1, b"h" * 32, parts, b"attempt.")
+    with pytest.raises(FormatError, match=f"in {parts} parts, expected 2"):
+        messages.check_body_size(body, 10 * PART_BYTES, "test")
+
+
+def test_an_inline_body_of_another_size_is_refused() -> None:
+    with pytest.raises(FormatError, match="test: body of 2 bytes, its head says 3"):
+        messages.join_parts(Body(3, b"h" * 32, 0, b"attempt."), b"ab", [], "test")
+
+
+def test_subjects_say_what_they_name() -> None:
+    run = subjects.Subjects("r")
+    for head in (run.record(12), run.keyframe(12), run.offer(12, "ann")):
+        assert subjects.is_head(head)
+        assert subjects.fragment_of(head) == 12
+    assert subjects.learner_of(run.offer(12, "ann")) == "ann"
+    assert subjects.learner_of(run.record(12)) is None
+    parts = [
+        subjects.log_part(run.record(12), b"attempt.", 3),
+        subjects.log_part(run.keyframe(12), b"attempt.", 3),
+        subjects.offer_part(run.offer(12, "ann"), 3),
+    ]
+    for part in parts:
+        assert not subjects.is_head(part)
+        assert subjects.fragment_of(part) == 12
+        assert part.endswith(".3")
+    assert len(set(parts)) == 3
+
+
+@pytest.mark.parametrize("index", ["", "x", "-1", "01", "1e3", "1234567890", "٣"])
+def test_a_fragment_is_named_in_plain_decimal_only(index: str) -> None:
+    assert subjects.fragment_of(subjects.Subjects("r").record(index)) is None
+
+
+@pytest.mark.parametrize("subject", ["diloco.r.fragment.1.head.head", "diloco.r.fragment.1.x.head", "diloco.r.delta.1.head"])
+def test_a_head_beside_the_exact_subject_is_none(subject: str) -> None:
+    assert not subjects.is_head(subject)

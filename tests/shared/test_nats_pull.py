@@ -1,0 +1,235 @@
+"""Reading streams of a real server: order, once each, bounded memory, and going on after whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import uuid
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from tests.conftest import MakeServer
+
+from diloco.errors import BrokerError
+from diloco.nats import streams
+from diloco.nats.append import append
+from diloco.nats.connection import Link
+from diloco.nats.pull import OVERHEAD_BYTES, Message, Puller
+from diloco.nats.server import Server
+from diloco.observe import get_logger
+
+
+@pytest.fixture
+async def stream(link: Link) -> AsyncIterator[str]:
+    name = "S" + uuid.uuid4().hex
+    await streams.ensure(link, name, [f"{name}.>"])
+    yield name
+    await streams.delete(link, name)
+
+
+async def open_link(server: Server) -> Link:
+    return await Link.open(server.url, server.url, "test", get_logger(), give_up_after_s=10)
+
+
+async def fill(link: Link, stream: str, bodies: Sequence[bytes], first: int = 0) -> None:
+    """Store ``bodies`` on <stream>.<number modulo 10>, in one batch."""
+    numbers = [number % 10 for number in range(first, first + len(bodies))]
+    *parts, head = bodies
+    await append(
+        link,
+        f"{stream}.{numbers[-1]}",
+        head,
+        parts=parts,
+        part_subject=lambda index: f"{stream}.{numbers[index]}",
+        message_id=uuid.uuid4().hex,
+        fence=None,
+        timeout_s=10,
+    )
+
+
+async def take(puller: Puller, count: int, limit_s: float = 20) -> list[Message]:
+    """The next ``count`` messages."""
+    messages: list[Message] = []
+    async with asyncio.timeout(limit_s):
+        async for message in puller:
+            messages.append(message)
+            if len(messages) == count:
+                break
+    return messages
+
+
+def texts(count: int, first: int = 0) -> list[bytes]:
+    return [b"%d" % number for number in range(first, first + count)]
+
+
+async def test_every_message_comes_once_and_in_order(link: Link, stream: str) -> None:
+    await fill(link, stream, texts(100))
+    messages = await take(Puller(link, stream, [f"{stream}.>"], 0), 100)
+    assert [message.data for message in messages] == texts(100)
+    assert [message.sequence for message in messages] == list(range(1, 101))
+    assert [message.pending for message in messages] == list(range(99, -1, -1))
+    assert messages[42].subject == f"{stream}.2"
+
+
+async def test_filters_and_start(link: Link, stream: str) -> None:
+    await fill(link, stream, texts(50))
+    messages = await take(Puller(link, stream, [f"{stream}.3", f"{stream}.7"], 14), 8)
+    assert [message.sequence for message in messages] == [14, 18, 24, 28, 34, 38, 44, 48]
+    assert [message.pending for message in messages] == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+async def test_later_messages_come_when_they_are_stored(link: Link, stream: str) -> None:
+    taking = asyncio.create_task(take(Puller(link, stream, [f"{stream}.>"], 3), 3))
+    for number in range(5):
+        await fill(link, stream, [b"%d" % number], number)
+    assert [message.data for message in await taking] == [b"2", b"3", b"4"]
+
+
+async def test_a_puller_goes_on_where_it_was_left(link: Link, stream: str) -> None:
+    await fill(link, stream, texts(30))
+    puller = Puller(link, stream, [f"{stream}.>"], 1)
+    first = await take(puller, 10)
+    second = await take(puller, 20)
+    assert [message.data for message in first + second] == texts(30)
+
+
+async def test_many_small_messages(link: Link, stream: str) -> None:
+    count = 50_000
+    await fill(link, stream, texts(count))
+    puller = Puller(link, stream, [f"{stream}.>"], 1, window_bytes=1 << 30)  # even if one request could hold them all
+    messages = await take(puller, count, limit_s=60)
+    assert [message.sequence for message in messages] == list(range(1, count + 1))
+
+
+async def test_the_largest_messages_through_the_smallest_window(link: Link, stream: str) -> None:
+    bodies = [bytes([number]) * ((1 << 20) - 1024) for number in range(8)]
+    await fill(link, stream, bodies)
+    messages = await take(Puller(link, stream, [f"{stream}.>"], 1, window_bytes=1), 8)
+    assert [message.data for message in messages] == bodies
+
+
+async def test_a_slow_reader_is_sent_no_more_than_the_window(nats_server: Server, link: Link, stream: str) -> None:
+    reader = await open_link(nats_server)
+    await fill(link, stream, [bytes(1 << 19)] * 40)
+    window_bytes = 4 << 20
+    puller = Puller(reader, stream, [f"{stream}.>"], 1, window_bytes)
+    before = reader.bytes_in
+    async for message in puller:
+        await asyncio.sleep(0.05)  # all that was asked for has time to come
+        taken_bytes = message.sequence << 19
+        assert reader.bytes_in - before - taken_bytes <= window_bytes + OVERHEAD_BYTES
+        if message.sequence == 40:
+            break
+    await reader.close()
+
+
+async def test_a_reader_slower_than_every_timer_misses_nothing(
+    link: Link, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.nats.pull.EXPIRES_S", 0.6)
+    monkeypatch.setattr("diloco.nats.pull.SILENCE_S", 0.6)
+    monkeypatch.setattr("diloco.nats.pull.INACTIVE_S", 0.3)
+    monkeypatch.setattr("diloco.nats.pull.HEARTBEAT_S", 0.2)
+    await fill(link, stream, texts(5))
+    sequences: list[int] = []
+    async for message in Puller(link, stream, [f"{stream}.>"], 1):
+        sequences.append(message.sequence)
+        if message.sequence == 5:
+            await asyncio.sleep(2)  # requests expire, and the server drops the consumer
+            await fill(link, stream, texts(5), 5)
+        if message.sequence == 10:
+            break
+    assert sequences == list(range(1, 11))
+
+
+async def test_deletion_of_the_consumer_is_survived(link: Link, stream: str) -> None:
+    await fill(link, stream, texts(10))
+    sequences: list[int] = []
+    async for message in Puller(link, stream, [f"{stream}.>"], 1):
+        sequences.append(message.sequence)
+        if message.sequence in (3, 10):
+            for consumer in await link.control.jetstream().consumers_info(stream):
+                await link.control.jetstream().delete_consumer(stream, consumer.name)
+        if message.sequence == 10:
+            await fill(link, stream, texts(10), 10)
+        if message.sequence == 20:
+            break
+    assert sequences == list(range(1, 21))
+
+
+@pytest.mark.parametrize("harm", ["restart", "kill", "freeze"])
+async def test_reading_goes_on_when_the_server_is_back(make_server: MakeServer, harm: str) -> None:
+    server = make_server()
+    link = await open_link(server)
+    await streams.ensure(link, "S", ["S.>"])
+    bodies = [bytes([number]) * (1 << 18) for number in range(160)]  # 40 MB, more than a window
+    await fill(link, "S", bodies[:100])
+    messages: list[Message] = []
+    async with asyncio.timeout(60):
+        async for message in Puller(link, "S", ["S.>"], 1, window_bytes=4 << 20):
+            messages.append(message)
+            if message.sequence in (50, 100):
+                await disturb(server, harm)
+            if message.sequence == 100:
+                await fill(link, "S", bodies[100:], 100)
+            if message.sequence == 160:
+                break
+    assert [message.sequence for message in messages] == list(range(1, 161))
+    assert [message.data for message in messages] == bodies
+    await link.close()
+
+
+async def disturb(server: Server, harm: str) -> None:
+    if harm == "freeze":
+        server.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(3)  # longer than the reader waits for a sign of life
+        server.send_signal(signal.SIGCONT)
+        return
+    await asyncio.to_thread(server.kill if harm == "kill" else server.stop)
+    await asyncio.to_thread(server.start)
+
+
+async def test_purged_messages_are_passed_over(link: Link, stream: str) -> None:
+    await fill(link, stream, texts(30))
+    await streams.purge(link, stream, f"{stream}.>", 11)
+    await streams.purge(link, stream, f"{stream}.4", 40)
+    messages = await take(Puller(link, stream, [f"{stream}.>"], 5), 18)
+    assert [message.sequence for message in messages] == [n for n in range(11, 31) if n % 10 != 5]
+
+
+async def test_what_cannot_be_read_is_an_error(nats_server: Server, link: Link, stream: str) -> None:
+    with pytest.raises(BrokerError, match="stream NONE: does not exist"):
+        await take(Puller(link, "NONE", ["none.>"], 1), 1)
+    with pytest.raises(BrokerError, match=f"stream {stream}: cannot be read: .*overlap"):
+        await take(Puller(link, stream, [f"{stream}.>", f"{stream}.1"], 1), 1)
+    closed = await open_link(nats_server)
+    puller = Puller(closed, stream, [f"{stream}.>"], 1)
+    await closed.close()
+    with pytest.raises(BrokerError, match="connection is closed"):
+        await take(puller, 1)
+
+
+async def test_a_stream_deleted_while_it_is_read_is_an_error(link: Link) -> None:
+    name = "S" + uuid.uuid4().hex
+    await streams.ensure(link, name, [f"{name}.>"])
+    await fill(link, name, texts(1))
+
+    async def delete_while_reading() -> None:
+        async with asyncio.timeout(10):
+            async for _ in Puller(link, name, [f"{name}.>"], 1):
+                await streams.delete(link, name)
+
+    with pytest.raises(BrokerError, match="does not exist"):
+        await delete_while_reading()
+
+
+async def test_a_cancelled_reader_leaves_nothing_behind(link: Link, stream: str) -> None:
+    before = len(asyncio.all_tasks())
+    reading = asyncio.create_task(take(Puller(link, stream, [f"{stream}.>"], 1), 1))
+    await asyncio.sleep(0.2)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    async with asyncio.timeout(2):
+        while len(asyncio.all_tasks()) > before:
+            await asyncio.sleep(0.01)

@@ -1,0 +1,270 @@
+"""Quantised bodies against an encoder in plain NumPy that follows the documented layout, and against values by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from diloco.core import quantise
+from diloco.errors import FormatError, NonFiniteError
+
+Vector = NDArray[np.float32]
+Raw = NDArray[np.uint8]
+TINY = np.finfo(np.float32).tiny
+ALL_BITS = [4, 8, 16, 32]
+
+
+def bfloat16(values: Vector) -> NDArray[np.uint16]:
+    """Nearest bfloat16 of finite values, ties to the even one, by comparing distances in float64 (which is exact)."""
+    below = (values.view(np.uint32) >> 16).astype(np.uint32)  # towards zero
+    above = below + 1
+    to_below = np.abs(values.astype(np.float64) - (below << 16).astype(np.uint32).view(np.float32))
+    beyond = (above << 16).astype(np.uint32).view(np.float32).astype(np.float64)
+    to_above = np.abs(values.astype(np.float64) - beyond)
+    up = (to_above < to_below) | ((to_above == to_below) & (below % 2 == 1))
+    return np.where(up, above, below).astype(np.uint16)
+
+
+def blocks_of(values: Vector) -> Vector:
+    padded = np.zeros(-(-values.size // 64) * 64, np.float32)
+    padded[: values.size] = values
+    return padded.reshape(-1, 64)
+
+
+def reference(values: Vector, bits: int) -> tuple[Raw, Vector]:
+    """The body of int4 or int8, and the values that it stands for."""
+    blocks = blocks_of(values)
+    top = {4: 7, 8: 127}[bits]
+    scales = np.abs(blocks).max(1) / np.float32(top)
+    stored: NDArray[np.uint16] | Vector
+    if bits == 4:
+        halves = np.where(scales > 0, bfloat16(scales), 0).astype(np.uint16)
+        halves[halves < 0x80] = 0
+        scales = (halves.astype(np.uint32) << 16).view(np.float32)
+        stored = halves
+    else:
+        scales = np.where(scales < TINY, np.float32(0), scales)
+        stored = scales
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
+    codes = np.clip(np.rint(blocks * inverse[:, None]), -top, top).astype(np.int8)
+    decoded = (codes.astype(np.float32) * scales[:, None]).reshape(-1)[: values.size]
+    if bits == 4:
+        shifted = (codes + 8).astype(np.uint8)
+        packed = shifted[:, :32] | (shifted[:, 32:] << 4)
+    else:
+        packed = codes.view(np.uint8)
+    return np.concatenate([stored.view(np.uint8), packed.reshape(-1)]), decoded
+
+
+@st.composite
+def vectors(draw: st.DrawFn) -> Vector:
+    """Any length; blocks with magnitudes of their own, from subnormal to nearly the largest; zeros of both signs."""
+    n = draw(st.integers(0, 300))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    exponents = draw(st.lists(st.integers(-44, 37), min_size=5, max_size=5))
+    magnitudes = np.repeat(np.array([10.0**e for e in exponents]), 64)[:n]
+    values: Vector = (random.standard_normal(n) * magnitudes).astype(np.float32)
+    values[random.random(n) < draw(st.sampled_from([0.0, 0.1, 1.0]))] = draw(st.sampled_from([0.0, -0.0]))
+    return values
+
+
+@pytest.mark.parametrize(
+    ("bits", "n", "expected"),
+    [(4, 0, 0), (4, 1, 34), (4, 64, 34), (4, 65, 68), (8, 1, 68), (8, 128, 136), (16, 3, 6), (32, 3, 12)],
+)
+def test_sizes_of_bodies(bits: int, n: int, expected: int) -> None:
+    assert quantise.body_bytes(n, bits) == expected
+    assert quantise.quantise(np.ones(n, np.float32), bits).size == expected
+
+
+def test_int4_by_hand() -> None:
+    values = np.zeros(66, np.float32)
+    values[:3] = [7.0, -3.0, 0.5]  # absmax 7: the scale is 1; 0.5 rounds to the even 0
+    values[32:34] = [1.5, -7.0]  # 1.5 rounds to the even 2
+    values[64:] = [-14.0, 5.0]  # absmax 14: the scale is 2; 2.5 rounds to the even 2
+    body = quantise.quantise(values, 4)
+    assert body[:4].view(np.uint16).tolist() == [0x3F80, 0x4000]
+    assert body[4:7].tolist() == [(8 + 2) << 4 | (8 + 7), (8 - 7) << 4 | (8 - 3), 0x88]
+    assert (body[7:36] == 0x88).all()
+    assert body[36:38].tolist() == [0x80 | 1, 0x80 | 10]
+    assert (body[38:] == 0x88).all()
+    expected = values.copy()
+    expected[[2, 32, 65]] = [0.0, 2.0, 4.0]
+    np.testing.assert_array_equal(quantise.dequantise(body, 66, 4), expected)
+
+
+def test_int8_by_hand() -> None:
+    values = np.array([254.0, -3.0, 5.0, 0.9], np.float32)  # absmax 254: the scale is 2; halves round to even
+    body = quantise.quantise(values, 8)
+    assert body[:4].view(np.float32).tolist() == [2.0]
+    assert body[4:].view(np.int8).tolist() == [127, -2, 2, 0] + [0] * 60
+    assert quantise.dequantise(body, 4, 8).tolist() == [254.0, -4.0, 4.0, 0.0]
+
+
+def test_bfloat16_by_hand() -> None:
+    # 1 + 2**-8 lies in the middle and goes to the even 1; 1 + 3 * 2**-8 to the even 1 + 2**-6; the largest stays finite
+    values = np.array([1 + 2**-8, 1 + 3 * 2**-8, -3.0, np.finfo(np.float32).max, -np.finfo(np.float32).max], np.float32)
+    body = quantise.quantise(values, 16)
+    assert body.view(np.uint16).tolist() == [0x3F80, 0x3F82, 0xC040, 0x7F7F, 0xFF7F]
+    assert quantise.dequantise(body, 5, 16)[:3].tolist() == [1.0, 1.015625, -3.0]
+
+
+@given(vectors(), st.sampled_from([4, 8]))
+def test_blocks_are_the_documented_ones(values: Vector, bits: int) -> None:
+    body, decoded = reference(values, bits)
+    actual = quantise.quantise(values, bits)
+    assert actual.tobytes() == body.tobytes()
+    np.testing.assert_array_equal(quantise.dequantise(actual, values.size, bits), decoded)
+
+
+@given(vectors())
+def test_bfloat16_is_the_nearest(values: Vector) -> None:
+    np.testing.assert_array_equal(quantise.quantise(values, 16).view(np.uint16), bfloat16(values))
+
+
+@given(vectors())
+def test_float32_is_exact(values: Vector) -> None:
+    error = np.ones_like(values)
+    body = quantise.quantise(values, 32, error=error)
+    assert quantise.dequantise(body, values.size, 32).tobytes() == values.tobytes()
+    assert not error.any()
+
+
+@given(vectors(), st.sampled_from(ALL_BITS))
+def test_what_is_encoded_is_valid(values: Vector, bits: int) -> None:
+    quantise.validate(quantise.quantise(values, bits), values.size, bits)
+
+
+@given(vectors(), st.sampled_from(ALL_BITS))
+def test_error_is_what_was_left_over(values: Vector, bits: int) -> None:
+    error = np.full_like(values, 9)
+    body = quantise.quantise(values, bits, error=error)
+    np.testing.assert_array_equal(body, quantise.quantise(values, bits))
+    np.testing.assert_array_equal(error, values - quantise.dequantise(body, values.size, bits))
+    in_place = values.copy()
+    np.testing.assert_array_equal(quantise.quantise(in_place, bits, error=in_place), body)
+    np.testing.assert_array_equal(in_place, error)
+
+
+@given(vectors(), st.sampled_from([(4, 0.532), (8, 0.5001)]))
+def test_error_is_at_most_half_a_step(values: Vector, case: tuple[int, float]) -> None:
+    """Half a step; for int4 rounding the scale can cut up to 7 * 2**-8 of a step more off a block's largest value."""
+    bits, steps = case
+    error = np.empty_like(values)
+    quantise.quantise(values, bits, error=error)
+    scales = np.abs(blocks_of(values)).max(1).astype(np.float64) / (7 if bits == 4 else 127)
+    step = np.where(scales < 1.01 * TINY, 2 * 127 * TINY, scales)  # a block too small for a scale is zero
+    assert (np.abs(blocks_of(error)) <= steps * (1 + 2**-8) * step[:, None]).all()
+
+
+def test_error_feedback_loses_nothing_over_time() -> None:
+    """What a stream of bodies adds up to differs from what went in by the last error alone."""
+    random = np.random.default_rng(5)
+    error, sent, put_in = np.zeros(1000, np.float32), np.zeros(1000), np.zeros(1000)
+    for _ in range(50):
+        values = random.standard_normal(1000).astype(np.float32)
+        put_in += values
+        sent += quantise.dequantise(quantise.quantise(values + error, 4, error=error), 1000, 4)
+    np.testing.assert_allclose(sent + error, put_in, atol=1e-4)
+    assert np.abs(error).max() < 1
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [0, 63, 64, 199])
+def test_not_finite_is_refused_and_changes_nothing(bits: int, bad: float, at: int) -> None:
+    values = np.arange(200, dtype=np.float32)
+    values[at] = bad
+    error = np.full(200, 3, np.float32)
+    before = values.copy()
+    for rest in (None, error, values):
+        with pytest.raises(NonFiniteError):
+            quantise.quantise(values, bits, error=rest)
+    assert (error == 3).all()
+    assert values.tobytes() == before.tobytes()
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_decoding_from_a_block_on(bits: int) -> None:
+    values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    body = quantise.quantise(values, bits)
+    whole = quantise.dequantise(body, 1000, bits)
+    for start, stop in [(0, 64), (128, 512), (960, 1000), (64, 1000), (0, 10)]:
+        out = np.full(stop - start, 7, np.float32)
+        assert quantise.dequantise(body, 1000, bits, out, start=start) is out
+        np.testing.assert_array_equal(out, whole[start:stop])
+
+
+def _set_scale(body: Raw, bits: int, value: float) -> None:
+    if bits == 4:
+        body[:2].view(np.uint16)[0] = np.array([value], np.float32).view(np.uint32)[0] >> 16
+    else:
+        body[:4].view(np.float32)[0] = value
+
+
+def _set_byte(at: int, value: int) -> Callable[[Raw], None]:
+    def change(body: Raw) -> None:
+        body[at] = value
+
+    return change
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0])
+def test_scales_that_no_encoder_writes_are_refused(bits: int, scale: float) -> None:
+    body = quantise.quantise(np.ones(100, np.float32), bits)
+    _set_scale(body, bits, scale)
+    with pytest.raises((FormatError, NonFiniteError), match="scale"):
+        quantise.validate(body, 100, bits)
+
+
+@pytest.mark.parametrize(
+    ("bits", "change"),
+    [
+        pytest.param(4, _set_byte(4, 0x80), id="low nibble 0"),
+        pytest.param(4, _set_byte(67, 0x08), id="high nibble 0, last byte"),
+        pytest.param(4, _set_byte(0, 0x01), id="subnormal scale"),
+        pytest.param(8, _set_byte(8 + 127, 0x80), id="-128"),
+    ],
+)
+def test_codes_that_no_encoder_writes_are_refused(bits: int, change: Callable[[Raw], None]) -> None:
+    body = quantise.quantise(np.zeros(100, np.float32), bits)
+    change(body)
+    with pytest.raises(FormatError):
+        quantise.validate(body, 100, bits)
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_values_that_are_not_finite_are_refused(bits: int) -> None:
+    body = quantise.quantise(np.ones(100, np.float32), bits)
+    body[-1], body[-2] = 0xFF, 0x80
+    with pytest.raises(NonFiniteError):
+        quantise.validate(body, 100, bits)
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_bodies_of_another_size_are_refused(bits: int) -> None:
+    body = quantise.quantise(np.ones(100, np.float32), bits)
+    with pytest.raises(FormatError, match="bytes"):
+        quantise.validate(body[:-1], 100, bits)
+    with pytest.raises(FormatError, match="bytes"):
+        quantise.validate(body, 200, bits)
+
+
+@settings(max_examples=200)
+@given(st.binary(min_size=68, max_size=68), st.sampled_from([(4, 100), (8, 64), (16, 34), (32, 17)]))
+def test_any_bytes_are_refused_or_decode_to_finite_values(data: bytes, case: tuple[int, int]) -> None:
+    bits, n = case
+    body = np.frombuffer(data, np.uint8).copy()
+    try:
+        quantise.validate(body, n, bits)
+    except (FormatError, NonFiniteError):
+        return
+    with np.errstate(all="ignore"):
+        decoded = quantise.dequantise(body, n, bits)
+    assert not np.isnan(decoded).any()

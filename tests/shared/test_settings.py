@@ -1,0 +1,262 @@
+"""Settings: complete presets, errors that name the setting and the nearest name, services from files and environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.errors import SettingsError
+from diloco.settings import (
+    PRESETS,
+    CoordinatorSettings,
+    LearnerSettings,
+    RunSettings,
+    SyncerSettings,
+    all_names,
+    load_service,
+    parse,
+    parse_assignments,
+    run_settings,
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in os.environ:
+        if variable.startswith("DILOCO_"):
+            monkeypatch.delenv(variable)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_a_complete_set(preset: str) -> None:
+    settings = run_settings(preset)
+    assert settings.preset == preset
+    # what is stored with a run is all of it, and reads back as the same
+    again = parse(RunSettings, settings.model_dump(mode="json"), "test")
+    assert again == settings
+    assert again.digest() == settings.digest()
+
+
+def test_presets_are_the_published_methods() -> None:
+    published = run_settings("published")
+    assert (published.fragments.count, published.round.steps, published.round.quorum) == (24, 24, 1)
+    assert (published.round.overlap_steps, published.merge.method, published.merge.weights) == (2, "rda", "quality")
+    assert (published.carry.overlap, published.carry.late, published.apply.alpha) == (0, 0, 0)
+    assert (published.codec.offer_bits, published.merge.against) == (16, "current")
+    streaming = run_settings("streaming")
+    assert (streaming.round.quorum, streaming.merge.method, streaming.apply.alpha) == ("all", "average", 0.5)
+    diloco = run_settings("diloco")
+    assert (diloco.fragments.count, diloco.round.learners_wait, diloco.codec.offer_bits) == (1, True, 32)
+
+
+@pytest.mark.parametrize(
+    ("quorum", "live", "needed"), [(1, 4, 1), (3, 4, 3), (3, 1, 3), ("all", 4, 4), ("all", 1, 1), ("all", 0, 1)]
+)
+def test_the_quorum(quorum: object, live: int, needed: int) -> None:
+    assert run_settings(overrides={"round.quorum": quorum}).quorum(live) == needed
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest() -> None:
+    with pytest.raises(SettingsError, match=r"no preset 'decouple' \(did you mean 'decoupled'\?\); there are decoupled, "):
+        run_settings("decouple")
+    with pytest.raises(SettingsError, match="no preset 'zzz'; there are"):
+        run_settings("zzz")
+
+
+def test_a_preset_is_not_a_setting_among_others() -> None:
+    # it would give its name to a run without its values
+    with pytest.raises(SettingsError, match="preset"):
+        run_settings("decoupled", {"preset": "published"})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"round.step": 12}, r"no setting 'round.step' \(did you mean 'round.steps'\?\)"),
+        ({"round": {"stepz": 12}}, r"no setting 'round.stepz' \(did you mean 'round.steps'\?\)"),
+        ({"steps": 3}, r"no setting 'steps' \(did you mean 'round.steps'\?\)"),
+        ({"learnerz": 3}, r"no setting 'learnerz' \(did you mean 'learners'\?\)"),
+        ({"qqqqqq": 3}, "no setting 'qqqqqq'$"),
+        ({"seed.x": 1}, "seed = "),
+        ({"round": 3}, "round = 3"),
+        ({"round.steps": 0}, "round.steps = 0: Input should be greater than or equal to 1"),
+        ({"round.steps": "x"}, "round.steps = 'x': Input should be a valid integer"),
+        ({"round.steps": 1.5}, "round.steps = 1.5"),
+        ({"round.grace_factor": 1}, "round.grace_factor = 1: Input should be less than 1"),
+        ({"round.quorum": "some"}, "round.quorum = 'some': .* 'all'"),
+        ({"codec.offer_bits": 5}, "codec.offer_bits = 5: Input should be 4, 8, 16 or 32"),
+        ({"merge.method": "mean"}, "merge.method = 'mean': Input should be 'rda' or 'average'"),
+        ({"carry.late": 1.1}, "carry.late = 1.1"),
+        ({"task.name": "a b"}, "task.name = 'a b'"),
+        ({"outer.learning_rate": float("nan")}, "outer.learning_rate = nan"),
+        ({"inner.weight_decay": float("inf")}, "inner.weight_decay = inf"),
+        ({"round.overlap_steps": float("inf")}, "round.overlap_steps = inf"),
+        ({"round.steps": 0, "seed": -1}, "seed = -1: .*; round.steps = 0"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(overrides: dict[str, Any], expected: str) -> None:
+    with pytest.raises(SettingsError, match=f"^here: .*{expected}"):
+        run_settings("decoupled", overrides, "here")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"round.quorum": 5}, "round.quorum = 5 must be between 1 and learners = 4"),
+        ({"round.quorum": 0}, "round.quorum = 0 must be between 1 and learners = 4"),
+        ({"round.quorum": 3, "learners": 2}, "round.quorum = 3 must be between 1 and learners = 2"),
+        ({"shards": 25}, "shards = 25 is more than fragments.count = 24"),
+        ({"task.width": 97}, "width 97 must be an even multiple of heads 4"),
+        ({"task.width": 12}, "width 12 must be an even multiple of heads 4"),  # three a head: not even
+    ],
+)
+def test_settings_that_contradict_each_other(overrides: dict[str, Any], expected: str) -> None:
+    with pytest.raises(SettingsError, match=f"^settings: {expected}$"):
+        run_settings("decoupled", overrides)
+
+
+@pytest.mark.parametrize("name", all_names())
+def test_every_setting_can_be_set_by_its_dotted_name(name: str) -> None:
+    if name == "preset":
+        return
+    settings = run_settings()
+    value: Any = settings
+    for part in name.split("."):
+        value = getattr(value, part)
+    assert run_settings(overrides={name: value}) == settings
+
+
+def test_overrides_are_dotted_or_nested_and_leave_the_rest_of_a_preset() -> None:
+    dotted = run_settings("published", {"merge.method": "average", "seed": 3})
+    nested = run_settings("published", {"merge": {"method": "average"}, "seed": 3})
+    assert dotted == nested
+    assert (dotted.merge.method, dotted.merge.against, dotted.seed) == ("average", "current", 3)
+    assert run_settings("published").merge.method == "rda"
+
+
+def test_equal_settings_have_equal_digests_and_others_do_not() -> None:
+    first = run_settings(overrides={"round.steps": 12, "carry.late": 1})
+    second = run_settings(overrides={"carry": {"late": 1.0}, "round.steps": "12"})
+    assert first.digest() == second.digest()
+    assert len(first.digest()) == 32
+    changed: list[dict[str, Any]] = [
+        {"seed": 1},
+        {"round.steps": 13},
+        {"carry.late": 0.5},
+        {"merge.method": "average"},
+        {"round.quorum": "all"},
+    ]
+    digests = {run_settings(overrides={"round.steps": 12} | change).digest() for change in changed}
+    assert len(digests | {first.digest()}) == 6
+    assert run_settings("published").digest() != run_settings("decoupled").digest()
+
+
+def test_assignments() -> None:
+    items = ["round.steps=12", "carry.late=0.5", "round.learners_wait=true", "round.quorum=all", ' task.name = "gpt" ']
+    values = parse_assignments(items)
+    assert values == {
+        "round.steps": 12,
+        "carry.late": 0.5,
+        "round.learners_wait": True,
+        "round.quorum": "all",
+        "task.name": "gpt",
+    }
+    settings = run_settings(overrides=values)
+    assert (settings.round.steps, settings.round.quorum, settings.round.learners_wait) == (12, "all", True)
+    assert parse_assignments(["a=b=c", "d=", "e=1", "e=2"]) == {"a": "b=c", "d": "", "e": 2}
+
+
+@pytest.mark.parametrize("item", ["round.steps", "=3", " =3", ""])
+def test_an_assignment_without_a_key_or_a_value_is_refused(item: str) -> None:
+    with pytest.raises(SettingsError, match=r"--set .*: expected KEY=VALUE"):
+        parse_assignments([item])
+
+
+def config(path: Path, text: str) -> Path:
+    file = path / "service.toml"
+    file.write_text(text)
+    return file
+
+
+def test_a_service_reads_its_file_and_the_environment_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = config(tmp_path, 'name = "ann"\nrun = "r"\nshare = 3\nslow = 2\nlog_level = "debug"\n')
+    monkeypatch.setenv("DILOCO_RUN", "other")
+    monkeypatch.setenv("DILOCO_SHARE", "5")
+    settings = load_service(LearnerSettings, file)
+    assert (settings.name, settings.run, settings.share, settings.slow) == ("ann", "other", 5, 2)
+    assert (settings.log_level, settings.role, settings.data) == ("debug", "learner", None)
+
+
+def test_a_service_may_have_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_NAME", "syncer-1")
+    monkeypatch.setenv("DILOCO_SHARD", "1")
+    settings = load_service(SyncerSettings, None)
+    assert (settings.name, settings.shard) == ("syncer-1", 1)
+    assert settings.bulk_url == settings.nats_url == "nats://127.0.0.1:4222"
+    monkeypatch.setenv("DILOCO_NATS_BULK_URL", "nats://far:1")
+    assert load_service(SyncerSettings, None).bulk_url == "nats://far:1"
+
+
+def test_the_coordinator_has_the_run_s_settings(tmp_path: Path) -> None:
+    settings = load_service(CoordinatorSettings, config(tmp_path, 'name = "c"\n[settings.round]\nsteps = 7\n'))
+    assert settings.settings == run_settings(overrides={"round.steps": 7})
+    with pytest.raises(SettingsError, match=r"no setting 'settings.round.step' .*settings.round.steps"):
+        load_service(CoordinatorSettings, config(tmp_path, 'name = "c"\n[settings.round]\nstep = 7\n'))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name = ", "not TOML"),
+        ('name = "ann"\nshares = 1', r"no setting 'shares' \(did you mean 'share'\?\)"),
+        ('name = "ann"\nshare = -1', "share = -1: Input should be greater than or equal to 0"),
+        ('name = "Ann"', "name = 'Ann': String should match pattern"),
+        ('name = "ann\\n"', "name = 'ann.n': String should match pattern"),
+        ('name = "a.b"', "name = 'a.b': String should match pattern"),
+        ("share = 1", "name"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_its_name(tmp_path: Path, text: str, expected: str) -> None:
+    file = config(tmp_path, text)
+    with pytest.raises(SettingsError, match=f"service.toml: .*{expected}"):
+        load_service(LearnerSettings, file)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"missing.toml: cannot be read: No such file"):
+        load_service(LearnerSettings, tmp_path / "missing.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match=r"binary.toml: not TOML"):
+        load_service(LearnerSettings, tmp_path / "binary.toml")
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_NAME", "ann")
+    monkeypatch.setenv("DILOCO_SHRAE", "1")
+    with pytest.raises(SettingsError, match=r"environment: no setting DILOCO_SHRAE \(did you mean 'DILOCO_SHARE'\?\)"):
+        load_service(LearnerSettings, None)
+
+
+def test_a_variable_of_another_service_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_NAME", "ann")
+    monkeypatch.setenv("DILOCO_SHARD", "1")
+    with pytest.raises(SettingsError, match="no setting DILOCO_SHARD"):
+        load_service(LearnerSettings, None)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("DILOCO_LOG_LEVEL", "loud", "log_level = 'loud'"),
+        ("DILOCO_SETTINGS", "not json", "settings"),
+        ("DILOCO_SETTINGS", '{"round": {"steps": 0}}', "settings.round.steps = 0"),
+    ],
+)
+def test_a_wrong_value_in_the_environment(variable: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_NAME", "c")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SettingsError, match=f"^environment: .*{expected}"):
+        load_service(CoordinatorSettings, None)

@@ -1,0 +1,87 @@
+"""The docs say what the code does: settings, their defaults, and names of commands."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from diloco.settings import PRESETS, RunSettings, all_names, run_settings
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = ROOT / "docs" / "settings.md"
+HEAD = """# Settings of a run
+
+Made from the code by `python tests/test_docs.py`; a test compares. Set them with `--set NAME=VALUE`. One set holds for all
+members, is stored with the run, and cannot change while it goes on. "Unpublished" marks what the paper (arXiv 2604.21428)
+does not say.
+
+"""
+
+
+def settings_page() -> str:
+    """The table of all settings."""
+    presets = [run_settings(name) for name in PRESETS]
+    rows = [f"| setting | {' | '.join(PRESETS)} | allowed | meaning |", "|---" * (len(PRESETS) + 3) + "|"]
+    for name in all_names():
+        field = _field(name)
+        values = [_value(preset, name) for preset in presets]
+        shown = [f"`{values[0]}`"] + [f"**`{value}`**" if value != values[0] else "" for value in values[1:]]
+        rows.append(f"| `{name}` | {' | '.join(shown)} | {_allowed(field)} | {field.description or ''} |")
+    return HEAD + "\n".join(rows) + "\n\nAn empty cell: as in `decoupled`.\n"
+
+
+def _field(name: str) -> Any:
+    model: type[BaseModel] = RunSettings
+    *sections, last = name.split(".")
+    for section in sections:
+        annotation = model.model_fields[section].annotation
+        assert isinstance(annotation, type)
+        model = annotation
+    return model.model_fields[last]
+
+
+def _value(settings: RunSettings, name: str) -> Any:
+    value: Any = settings
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _allowed(field: Any) -> str:
+    choices = [choice for choice in get_args(field.annotation) if choice is not None and not isinstance(choice, type)]
+    choices = [get_args(choice)[0] if get_args(choice) else choice for choice in choices]
+    bounds = []
+    for item in field.metadata:
+        for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
+            limit = getattr(item, attribute, PydanticUndefined)
+            if limit is not PydanticUndefined:
+                bounds.append(f"{sign} {limit}")
+    return ", ".join([*(f"`{choice}`" for choice in choices), *bounds])
+
+
+def test_the_settings_page_is_made_from_the_code() -> None:
+    assert SETTINGS.read_text() == settings_page(), "run: python tests/test_docs.py"
+
+
+@pytest.mark.parametrize("page", sorted(p.name for p in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]))
+def test_commands_and_settings_that_the_docs_name_exist(page: str) -> None:
+    text = (ROOT / page if page == "README.md" else ROOT / "docs" / page).read_text()
+    commands = {point.name for point in entry_points(group="diloco.commands")}
+    for command in re.findall(r"^(?:\$ )?diloco ([a-z]+)", text, re.MULTILINE):
+        assert command in commands, f"{page} names `diloco {command}`"
+    for setting in re.findall(r"--set ([a-z_.]+)=", text):
+        assert setting in all_names(), f"{page} names the setting {setting}"
+    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
+        base = ROOT if page == "README.md" else ROOT / "docs"
+        assert (base / target).exists(), f"{page} links to {target}"
+
+
+if __name__ == "__main__":
+    sys.exit(0 if SETTINGS.write_text(settings_page()) else 1)
