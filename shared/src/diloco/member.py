@@ -51,10 +51,14 @@ PREDICTION_STEPS = 1.25
 
 @dataclass(frozen=True)
 class StepDone:
-    """An inner step that ended: its tokens and loss; how long it was in flight; how long none was before it."""
+    """An inner step whose work the model holds by the time that it gets to what the boundary asks for.
+
+    ``loss`` is the newest known (None: none yet); a step was in flight for ``busy_s`` and none for ``blocked_s`` since the
+    last call, as far as is known by now.
+    """
 
     tokens: int
-    loss: float
+    loss: float | None
     busy_s: float
     blocked_s: float
 
@@ -517,7 +521,8 @@ class Member:
         self.loss = done.loss
         self.busy_s += done.busy_s
         self.blocked_s += done.blocked_s
-        self.step_average.add(done.busy_s + done.blocked_s)
+        if done.busy_s:
+            self.step_average.add(done.busy_s + done.blocked_s)
         for state in self._fragments:
             state.books.step(done.tokens)
 

@@ -130,7 +130,7 @@ class TaskSettings(_Section):
     width: int = Field(96, ge=8, le=16384)
     heads: int = Field(4, ge=1, le=256)
     context: int = Field(128, ge=8, le=131072, description="bytes a sequence")
-    batch: int = Field(8, ge=1, le=65536, description="sequences a step")
+    batch: int = Field(16, ge=1, le=65536, description="sequences a step")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> TaskSettings:
@@ -144,7 +144,7 @@ class RunSettings(_Section):
 
     preset: str = "decoupled"
     seed: int = Field(0, ge=0, lt=2**32)
-    tokens: int = Field(3_000_000, ge=1, le=10**18, description="token budget: the run ends when so many were processed")
+    tokens: int = Field(6_000_000, ge=1, le=10**18, description="token budget: the run ends when so many were processed")
     learners: int = Field(4, ge=1, le=4096, description="learners M that the data is shared between")
     shards: int = Field(2, ge=1, le=1024, description="syncer shards")
     fragments: FragmentSettings = FragmentSettings()

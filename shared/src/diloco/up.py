@@ -192,10 +192,11 @@ class Launcher:
         data = {"data": self.directory.data} if self.directory.data else {}
         for share_ in range(settings.learners):
             name = f"learner-{share_}"
-            self._start(name, "diloco_learner", {"share": share_, "slow": self.slow.get(name, 1.0)} | data)
+            process = self._start(name, "diloco_learner", {"share": share_, "slow": self.slow.get(name, 1.0)} | data)
+            _pin(process.pid, share_, settings.learners)
         self._start("evaluator", "diloco_learner", {"role": "evaluator"} | data)
 
-    def _start(self, name: str, module: str, values: dict[str, Any]) -> None:
+    def _start(self, name: str, module: str, values: dict[str, Any]) -> subprocess.Popen[bytes]:
         path = self.directory.path
         values = {"name": name, "run": self.directory.name, "nats_url": self.url, "state_dir": str(path)} | values
         config, errors = path / "services" / f"{name}.toml", path / "services" / f"{name}.stderr"
@@ -218,6 +219,7 @@ class Launcher:
                 start_new_session=True,  # Ctrl-C is this process's to hand on, in order
             )
         self.services.append(Service(name, module, process, errors))
+        return process
 
     def _end_services(self) -> None:
         """Learners first, whose checkpoints want what the others know; then the rest."""
@@ -330,6 +332,14 @@ def summarise(report: dict[str, Any], path: Path) -> None:
     if report["sample"]:
         print(f"\na sample:\n{printable(report['sample'])}")
     print(f"\nreport: {path / 'report.html'}")
+
+
+def _pin(pid: int, index: int, count: int) -> None:
+    """Deal ``count`` learners to fewer cores, where the system can: left to itself, it may keep one core for one of four."""
+    if sys.platform == "linux":
+        cores = sorted(os.sched_getaffinity(0))
+        if count > len(cores):
+            os.sched_setaffinity(pid, {cores[index % len(cores)]})
 
 
 def printable(text: str) -> str:

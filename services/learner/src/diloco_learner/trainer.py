@@ -1,20 +1,47 @@
-"""A learner's main loop: inner steps, and at each boundary what the member says. Nothing in it waits but for the device."""
+"""A learner's main loop: inner steps, and at each boundary what the member says. Nothing in it waits but for the device.
+
+The device must not wait either. A boundary therefore begins a little before the step in flight is expected to end: reads and
+writes are queued behind that step, and the next step behind them, so that the device goes from one to the next by itself.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
+from diloco.core.pace import Average
 from diloco.member import Boundary, Member, StepDone
 from diloco.observe import Logger
 from diloco.settings import RunSettings
 from diloco_learner.inner import learning_rate
-from diloco_learner.island import Island
+from diloco_learner.island import Island, StepOutput
 
 IDLE_S = 0.5
 LOG_EVERY_S = 10.0
+# A boundary begins so many times its usual length before the step's expected end, at most this share of the step: what is
+# learned after it reaches the model a step later.
+LEAD_FACTOR = 4.0
+LEAD_SHARE_MAX = 0.2
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a step ended."""
+
+    loss: float
+    ended_s: float
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that was dispatched and has not been accounted for."""
+
+    began_s: float
+    end: Future[_End]
 
 
 class Trainer:
@@ -34,41 +61,49 @@ class Trainer:
     ) -> None:
         self.island, self.member, self.batches, self.settings, self.log = island, member, batches, settings, log
         self.tokens_per_batch, self.slow, self.stopping = tokens_per_batch, slow, stopping
+        self._busy, self._boundary = Average(), Average()  # seconds
+        self._ended_s: float | None = None  # when the step before the one in flight ended; None: no time is to be accounted for
+        self._loss: float | None = None
+        self._busy_s = self._blocked_s = 0.0  # since the last boundary
+        self._logged_s = time.perf_counter()
 
     def run(self) -> bool:
         """Step until the run is over (True) or this process is asked to end (False)."""
-        done: StepDone | None = None
+        with ThreadPoolExecutor(1, "step-end") as watcher:
+            return self._run(watcher)
+
+    def _run(self, watcher: ThreadPoolExecutor) -> bool:
+        flight: _Flight | None = None
         batch = next(self.batches)
-        ended_s = logged_s = time.perf_counter()
-        while not self.stopping():
-            boundary = self.member.boundary(done)
+        while True:
+            if flight is not None:
+                self._await_boundary(flight)
+            opened_s = time.perf_counter()
+            boundary = self.member.boundary(None if flight is None else self._step_done())
             self.write(boundary)
-            done = None
-            if boundary.finished:
-                return True
+            if boundary.finished or self.stopping():
+                return boundary.finished
             if boundary.stop or boundary.wait:
+                if flight is not None:
+                    self._land(flight)
+                    flight = None
                 self.member.wait(IDLE_S)
                 if boundary.stop:
-                    ended_s = time.perf_counter()  # what comes after the budget is nobody's blocked time
+                    self._ended_s = None  # what comes after the budget is nobody's blocked time
                 continue
             rate = learning_rate(self.settings.inner, self.member.schedule_tokens(), self.settings.tokens)
-            began_s = time.perf_counter()
             output = self.island.step(batch, rate)
+            began_s = time.perf_counter()
+            self._boundary.add(began_s - opened_s)
+            landing, flight = flight, _Flight(began_s, watcher.submit(self._watch, output))
             batch = next(self.batches)  # the next batch is made while the step runs
-            loss = output.wait()
-            busy_s = time.perf_counter() - began_s
-            if self.slow > 1:
-                time.sleep(busy_s * (self.slow - 1))
-            now_s = time.perf_counter()
-            if not math.isfinite(loss):
-                self.log.warning("step_not_finite", step=self.member.step, loss=str(loss))
-                loss = 0.0 if self.member.loss is None else self.member.loss
-            done = StepDone(self.tokens_per_batch, loss, now_s - began_s, began_s - ended_s)
-            ended_s = now_s
-            if now_s - logged_s >= LOG_EVERY_S:
-                logged_s = now_s
-                self.log.info("stepping", step=self.member.step, loss=round(loss, 4), learning_rate=round(rate, 6))
-        return False
+            if landing is not None:
+                self._land(landing)
+            if self._ended_s is not None:
+                self._blocked_s += max(0.0, began_s - self._ended_s)
+            if began_s - self._logged_s >= LOG_EVERY_S and self._loss is not None:
+                self._logged_s = began_s
+                self.log.info("stepping", step=self.member.step, loss=round(self._loss, 4), learning_rate=round(rate, 6))
 
     def write(self, boundary: Boundary) -> None:
         """Write the versions of a boundary into the island, and hand readers to the member."""
@@ -77,3 +112,38 @@ class Trainer:
             self.island.write(self.member.map.fragments[fragment], applied.theta, keep, self.settings.apply.alpha)
         for fragment in boundary.reads:
             self.member.submit(fragment, self.island.read(self.member.map.fragments[fragment]).to_host)
+
+    def _watch(self, output: StepOutput) -> _End:
+        """Wait for a step's end; a slow learner is asleep for the rest of its step."""
+        began_s = time.perf_counter()
+        loss = output.wait()
+        if self.slow > 1:
+            time.sleep((time.perf_counter() - began_s) * (self.slow - 1))
+        return _End(loss, time.perf_counter())
+
+    def _await_boundary(self, flight: _Flight) -> None:
+        """Wait until the step in flight is about to end, or has ended."""
+        usual_s = self._busy.value
+        if usual_s is None or self.slow > 1:  # what is queued while a slow learner sleeps would not be slow
+            wait([flight.end])
+            return
+        lead_s = min(LEAD_FACTOR * self._boundary.get(), LEAD_SHARE_MAX * usual_s)
+        begins_s = flight.began_s if self._ended_s is None else max(flight.began_s, self._ended_s)
+        wait([flight.end], max(0.0, begins_s + usual_s - lead_s - time.perf_counter()))
+
+    def _land(self, flight: _Flight) -> None:
+        """Account for a step, waiting for its end."""
+        end = flight.end.result()
+        busy_s = end.ended_s - (flight.began_s if self._ended_s is None else max(flight.began_s, self._ended_s))
+        self._ended_s = end.ended_s
+        self._busy.add(busy_s)
+        self._busy_s += busy_s
+        if math.isfinite(end.loss):
+            self._loss = end.loss
+        else:
+            self.log.warning("step_not_finite", step=self.member.step, loss=str(end.loss))
+
+    def _step_done(self) -> StepDone:
+        done = StepDone(self.tokens_per_batch, self._loss, self._busy_s, self._blocked_s)
+        self._busy_s = self._blocked_s = 0.0
+        return done

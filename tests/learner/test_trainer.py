@@ -1,0 +1,152 @@
+"""The trainer's loop with a scripted member: what is booked, what is written when, and how time is accounted for."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco.core.books import Apply
+from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.member import Boundary, Member, StepDone
+from diloco.observe import get_logger
+from diloco.settings import RunSettings, run_settings
+from diloco_learner.island import Island
+from diloco_learner.trainer import Trainer
+
+TOKENS = 7
+NOTHING = Boundary(applies=[], reads=[], stop=False, wait=False, finished=False)
+FINISHED = Boundary(applies=[], reads=[], stop=True, wait=False, finished=True)
+SETTINGS: RunSettings = run_settings(overrides={"inner.weight_decay": 0.0, "inner.warmup_fraction": 0.0})
+
+
+class Slope:
+    """Loss: the sum of the parameters times the batch, so that AdamW takes steps of the learning rate, all down."""
+
+    tokens_per_batch = TOKENS
+
+    def init(self, key: jax.Array) -> Any:
+        return {"x": jnp.zeros(4)}
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        return cast(jax.Array, jnp.sum(params["x"]) * batch)
+
+    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[np.float32]:
+        return itertools.repeat(np.float32(1))
+
+    def validation(self) -> Sequence[np.float32]:
+        return []
+
+    def is_embedding(self, path: str) -> bool:
+        return False
+
+
+class Script:
+    """Plays a member: gives one boundary after the other, and notes what it is told."""
+
+    def __init__(self, fragments: FragmentMap, boundaries: Sequence[Boundary]) -> None:
+        self.map = fragments
+        self.boundaries = iter(boundaries)
+        self.done: list[StepDone | None] = []
+        self.readers: list[Callable[[], Any]] = []
+        self.step = 0
+
+    def boundary(self, done: StepDone | None) -> Boundary:
+        self.done.append(done)
+        self.step += done is not None
+        return next(self.boundaries)
+
+    def submit(self, fragment: int, reader: Callable[[], Any]) -> None:
+        self.readers.append(reader)
+
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(0.05)
+
+    def schedule_tokens(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def island() -> Island:
+    return Island(Slope(), SETTINGS)
+
+
+def train(
+    island: Island,
+    boundaries: Sequence[Boundary],
+    batches: Iterator[Any] | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+    slow: float = 1.0,
+) -> tuple[Script, bool]:
+    fragments = build_map([TensorSpec(*tensor) for tensor in island.tensors()], 1)
+    script = Script(fragments, boundaries)
+    trainer = Trainer(
+        island,
+        cast(Member, script),
+        batches or itertools.repeat(np.float32(1)),
+        SETTINGS,
+        get_logger(),
+        tokens_per_batch=TOKENS,
+        slow=slow,
+        stopping=stopping,
+    )
+    return script, trainer.run()
+
+
+def test_every_step_is_booked_once_and_the_last_loss_is_told(island: Island) -> None:
+    script, finished = train(island, [NOTHING] * 5 + [FINISHED])
+    assert finished
+    assert [None if done is None else done.tokens for done in script.done] == [None] + [TOKENS] * 5
+    losses = [done.loss for done in script.done if done is not None]
+    assert losses[0] is None  # the first step is still in flight, or was not looked at yet
+    assert losses[-1] is not None
+    assert losses[-1] < 0  # down from 0
+
+
+def test_a_version_is_between_the_steps_around_its_boundary(island: Island) -> None:
+    theta = np.full(4, 10, np.float32)
+    write = Boundary([(0, Apply(theta, None, 0.0))], [0], stop=False, wait=False, finished=False)
+    script, _ = train(island, [NOTHING, NOTHING, write, NOTHING, FINISHED])
+    # two steps before the boundary were overwritten, what was read is the version, two came after it
+    np.testing.assert_array_equal(script.readers[0](), theta)
+    rate = SETTINGS.inner.learning_rate
+    np.testing.assert_allclose(np.asarray(island.params()["x"]), 10 - 2 * rate, rtol=1e-5)
+
+
+def test_a_process_that_is_asked_to_end_books_the_step_in_flight(island: Island) -> None:
+    asked = iter([False, False, True])
+    script, finished = train(island, [NOTHING] * 3, stopping=lambda: next(asked))
+    assert not finished
+    assert [done is not None for done in script.done] == [False, True, True]
+
+
+def test_waiting_for_a_version_is_blocked_time_and_time_after_the_budget_is_not(island: Island) -> None:
+    wait = Boundary([], [], stop=False, wait=True, finished=False)
+    stop = Boundary([], [], stop=True, wait=False, finished=False)
+    script, _ = train(island, [NOTHING, NOTHING, wait, NOTHING, NOTHING, FINISHED])
+    assert sum(done.blocked_s for done in script.done if done is not None) > 0.05
+    script, _ = train(island, [NOTHING, stop, NOTHING, NOTHING, FINISHED])
+    assert sum(done.blocked_s for done in script.done if done is not None) < 0.05
+
+
+def test_a_slow_learner_is_busy_all_the_time(island: Island) -> None:
+    island.step(np.float32(1), 0.0).wait()  # compiled
+    quick, _ = train(island, [NOTHING] * 20 + [FINISHED])
+    slow, _ = train(island, [NOTHING] * 20 + [FINISHED], slow=50.0)
+    quick_s, slow_s = (sum(done.busy_s for done in script.done if done) for script in (quick, slow))
+    assert slow_s > 10 * quick_s
+
+
+def test_a_step_that_is_not_finite_is_not_taken_and_its_loss_not_told(island: Island) -> None:
+    batches = iter([np.float32(1), np.float32(np.nan), *[np.float32(1)] * 5])
+    script, _ = train(island, [NOTHING] * 4 + [FINISHED], batches)
+    assert all(done.loss is None or np.isfinite(done.loss) for done in script.done if done is not None)
+    assert script.step == 4
+    rate = SETTINGS.inner.learning_rate
+    np.testing.assert_allclose(np.asarray(island.params()["x"]), -3 * rate, rtol=1e-5)
