@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -31,6 +32,7 @@ from diloco.core.fragments import Fragment, TensorSpec, build_map
 from diloco.core.merge import Accumulator
 from diloco.core.weights import weight
 from diloco.errors import DilocoError
+from diloco.nats.connection import malloc_environment
 from diloco.ngram import ngram_losses
 from diloco.settings import RunSettings, parse_assignments, run_settings
 from diloco_learner.inner import learning_rate
@@ -196,6 +198,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    allocator = malloc_environment()
+    if not allocator.items() <= os.environ.items():  # glibc reads it once, at the start
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | allocator)
     with tempfile.TemporaryDirectory() as cache:
         # the learners of a lockstep run share one compilation
         jax.config.update("jax_compilation_cache_dir", cache)  # type: ignore[no-untyped-call]
