@@ -39,6 +39,7 @@ bench: setup
 	$(BIN)/python bench/core.py
 	$(BIN)/python bench/transport.py
 	$(BIN)/python bench/whole_way.py
+	$(BIN)/python bench/memory.py
 
 requirements:
 	uv pip compile -q --universal --generate-hashes --python-version 3.11 --upgrade --custom-compile-command "make requirements" \

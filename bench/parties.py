@@ -285,9 +285,10 @@ def syncer_main(pipe: Connection, url: str, settings: Mapping[str, Any], paramet
 def learner_main(pipe: Connection, url: str, settings: Mapping[str, Any], parameters: int, trace: bool, share: int) -> None:
     """A learner's process.
 
-    Says how long joining took when it has applied version 0. ("base",) answers without having joined: see
-    :mod:`memory`. ("round",) takes one step and goes on until every fragment's next version is applied, and answers with
-    when the step had ended, when all was applied, and the step's CPU time. ("events",) is as in a syncer.
+    Says "island" when it has its parameters, waits for a word, joins, and says how long that took when it has applied
+    version 0. ("round",) takes one step and goes on until every fragment's next version is applied, and answers with when
+    the step had ended, when all was applied, and the step's CPU time. ("step",) takes one step, and answers with how many
+    versions the boundary after it applied. ("events",) is as in a syncer.
     """
     tracer = Tracer()
     if trace:
@@ -323,6 +324,15 @@ def learner_main(pipe: Connection, url: str, settings: Mapping[str, Any], parame
                 stepped_s, began_s = time.process_time() - before_s, time.monotonic()
                 follow(island, member, StepDone(STEP_TOKENS, 1.0, 0.1, 0.0))
                 pipe.send((began_s, time.monotonic(), stepped_s))
+            elif word == "step":
+                island.step(rng)
+                boundary = member.boundary(StepDone(STEP_TOKENS, 1.0, 0.1, 0.0))
+                island.write(boundary)
+                for index in boundary.reads:
+                    # the next step changes the parameters, so what may be asked for is copied now
+                    snapshot = fragment_map.fragments[index].gather(island.tensors)
+                    member.submit(index, snapshot.view)
+                pipe.send(len(boundary.applies))
             else:
                 pipe.send((tracer.events, link.bytes_out, link.bytes_in))
 
@@ -362,12 +372,13 @@ def _trace_learner(tracer: Tracer) -> None:
 
 def _trace_syncer(tracer: Tracer) -> None:
     from diloco import log
-    from diloco.core import codec, kernels, merging, outer, quantise
+    from diloco.core import codec, kernels, merge, merging, outer, quantise
     from diloco_syncer import shard
 
     tracer.wrap(shard, "open_body", "open offer")
     tracer.wrap(quantise, "validate", "validate offer")
     tracer.wrap(merging, "accumulate", "merge")
+    tracer.wrap(merge.Accumulator, "result", "merge")  # int4 offers are added up here
     tracer.wrap(merging, "make_version", "make version")
     tracer.wrap(quantise, "quantise", "encode")
     tracer.wrap(outer, "fold", "fold")

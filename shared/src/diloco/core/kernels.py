@@ -16,6 +16,7 @@ U = np.uint64
 BLOCK = 64
 HALF = 32
 LANES = 16
+ROWS = 8
 # adding and subtracting it rounds a float32 of magnitude below 2**22 to an integer, half to even
 _ROUND = np.float32(12582912.0)
 _OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
@@ -50,11 +51,12 @@ def _code(codes, at, j):
     return np.int32(nibble) - np.int32(8)
 
 
-@njit("boolean(float32[::1], uint16[::1], uint8[::1], float32[::1], boolean)", **_OPTIONS)
-def encode4(values, scales, codes, error, with_error):
+@njit("boolean(float32[::1], uint16[::1], uint8[::1], boolean)", **_OPTIONS)
+def encode4(values, scales, codes, keep_error):
     """int4: per block the scale absmax/7 as bfloat16, and two codes q + 8 a byte (element j low, element j + 32 high).
 
-    False if a value is not finite; what was written is then worth nothing.
+    With ``keep_error`` what is left over takes the place of the values. False if a value is not finite; what was written is
+    then worth nothing.
     """
     n = values.size
     magnitudes = values.view(np.uint32)
@@ -97,13 +99,9 @@ def encode4(values, scales, codes, error, with_error):
             low = np.uint8(np.int32(q[j]) + np.int32(8))
             high = np.uint8(np.int32(q[j + U(HALF)]) + np.int32(8))
             codes[at + j] = low | np.uint8(high << np.uint8(4))
-        if with_error:
-            if whole:
-                for j in range(U(BLOCK)):
-                    error[start + j] = values[start + j] - q[j] * scale
-            else:
-                for j in range(U(n) - start):
-                    error[start + j] = tail[j] - q[j] * scale
+        if keep_error:
+            for j in range(min(U(BLOCK), U(n) - start)):
+                values[start + j] -= q[j] * scale
     return most < np.uint32(0x7F800000)
 
 
@@ -139,13 +137,13 @@ def valid4(scales, codes):
     return bad == 0 and zero == 0
 
 
-@njit("void(float32[::1], float32[::1], int8[::1], float32[::1], boolean)", **_OPTIONS)
-def encode8(values, scales, codes, error, with_error):
-    """int8: per block the scale absmax/127 as float32, and a code a byte."""
-    n = values.size
-    for b in range(scales.size):
-        start = b * BLOCK
-        count = min(BLOCK, n - start)
+@njit("void(float32[::1], float32[::1], int8[::1], boolean)", **_OPTIONS)
+def encode8(values, scales, codes, keep_error):
+    """int8: per block the scale absmax/127 as float32, and a code a byte. ``keep_error`` as in :func:`encode4`."""
+    n = U(values.size)
+    for b in range(U(scales.size)):
+        start = b * U(BLOCK)
+        count = min(U(BLOCK), n - start)
         largest = np.float32(0)
         for j in range(count):
             largest = max(largest, abs(values[start + j]))
@@ -159,26 +157,29 @@ def encode8(values, scales, codes, error, with_error):
             y = min(max(x * inverse, np.float32(-127)), np.float32(127))
             q = (y + _ROUND) - _ROUND
             codes[start + j] = np.int8(np.int32(q))
-            if with_error:
-                error[start + j] = x - q * scale
-        for j in range(count, BLOCK):
+            if keep_error:
+                values[start + j] = x - q * scale
+        for j in range(count, U(BLOCK)):
             codes[start + j] = np.int8(0)
 
 
 @njit("void(float32[::1], int8[::1], float32[::1], int64)", **_OPTIONS)
 def decode8(scales, codes, out, first_block):
     """int8 to float32, from ``first_block`` on; ``out`` begins at that block."""
-    n = out.size
-    for b in range((n + BLOCK - 1) // BLOCK):
-        scale, start = scales[first_block + b], b * BLOCK
-        at = (first_block + b) * BLOCK
-        for j in range(min(BLOCK, n - start)):
+    n = U(out.size)
+    for b in range((n + U(BLOCK - 1)) // U(BLOCK)):
+        scale, start = scales[U(first_block) + b], b * U(BLOCK)
+        at = (U(first_block) + b) * U(BLOCK)
+        for j in range(min(U(BLOCK), n - start)):
             out[start + j] = np.float32(codes[at + j]) * scale
 
 
-@njit("void(float32[::1], uint16[::1], float32[::1], boolean)", **_OPTIONS)
-def encode16(values, codes, error, with_error):
-    """float32 to bfloat16, half to even; what would round to infinity becomes the largest finite value."""
+@njit("void(float32[::1], uint16[::1], boolean)", **_OPTIONS)
+def encode16(values, codes, keep_error):
+    """float32 to bfloat16, half to even; what would round to infinity becomes the largest finite value.
+
+    ``keep_error`` as in :func:`encode4`.
+    """
     bits = values.view(np.uint32)
     word = np.empty(1, np.uint32)
     value = word.view(np.float32)
@@ -187,9 +188,9 @@ def encode16(values, codes, error, with_error):
         if (half & np.uint32(0x7FFF)) >= np.uint32(0x7F80):
             half = (half & np.uint32(0x8000)) | np.uint32(0x7F7F)
         codes[i] = np.uint16(half)
-        if with_error:
+        if keep_error:
             word[0] = half << np.uint32(16)
-            error[i] = values[i] - value[0]
+            values[i] -= value[0]
 
 
 @njit("void(uint16[::1], uint32[::1])", **_OPTIONS)
@@ -255,19 +256,23 @@ def squares32(values, segments, out):
     """Squared norm of each segment in float64, summed in ``LANES`` lanes that are then added from first to last."""
     lanes = np.empty(LANES, np.float64)
     for s in range(U(out.size)):
-        start, stop = U(segments[s]), U(segments[s + U(1)])
+        i, stop = U(segments[s]), U(segments[s + U(1)])
         for j in range(U(LANES)):
             lanes[j] = np.float64(0)
-        whole = start + (stop - start) // U(LANES) * U(LANES)
-        i = start
-        while i < whole:
+        # each lane adds up its values in their order; ROWS of them at a time keep the lanes in registers
+        while i + U(ROWS * LANES) <= stop:
             for j in range(U(LANES)):
+                lane = lanes[j]
+                for k in range(ROWS):
+                    x = np.float64(values[i + U(k) * U(LANES) + j])
+                    lane += x * x
+                lanes[j] = lane
+            i += U(ROWS * LANES)
+        while i < stop:
+            for j in range(min(U(LANES), stop - i)):
                 x = np.float64(values[i + j])
                 lanes[j] += x * x
             i += U(LANES)
-        for j in range(stop - whole):
-            x = np.float64(values[whole + j])
-            lanes[j] += x * x
         total = np.float64(0)
         for j in range(U(LANES)):
             total += lanes[j]

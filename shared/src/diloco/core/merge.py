@@ -11,6 +11,7 @@ A merge is an accumulator, so that a region may merge its own learners first and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from diloco.core import kernels, quantise
 
 Vector = NDArray[np.float32]
+CHUNK = 1 << 17  # values merged at a time, so that their sum stays in the cache from the first learner to the last
 # a mean direction shorter than this (1 for equal directions, 1/sqrt(M) for orthogonal ones) has no meaning
 VANISHING = 1e-3
 
@@ -31,13 +33,15 @@ class Accumulator:
 
     def __init__(self, size: int, segments: NDArray[np.int64], method: Literal["rda", "average"]) -> None:
         self.size, self.method = size, method
-        self.segments = segments if method == "rda" else np.array([0, size], np.int64)
+        # an average has one factor for all values; pieces of it are for the cache's sake
+        self.segments = segments if method == "rda" else np.append(np.arange(0, size, CHUNK), size)
         self.weight = 0.0
         self.norms = np.zeros(self.segments.size - 1, np.float64)  # sum of weight * norm, by segment
-        self.total = np.zeros(size, np.float32)  # sum of weight * direction (rda) or weight * vector (average)
+        self._total: Vector | None = None  # sum of weight * direction (rda) or weight * vector (average)
+        self._bodies: list[tuple[NDArray[np.uint16], NDArray[np.uint8], Vector]] = []  # to be added yet: int4, factors
 
     def add(self, body: NDArray[np.uint8], bits: int, weight: float) -> None:
-        """Add an outer gradient straight from its quantised body."""
+        """Add an outer gradient straight from its quantised body, which is kept until the result is asked for."""
         if weight <= 0:
             return
         if bits != 4:
@@ -47,7 +51,7 @@ class Accumulator:
         squares = np.empty(self.norms.size, np.float64)
         if self.method == "rda":
             kernels.squares4(scales, codes, self.segments, squares)
-        kernels.add4(scales, codes, self.segments, self._factors(squares, weight), self.total)
+        self._bodies.append((scales, codes, self._factors(squares, weight)))
 
     def add_values(self, values: Vector, weight: float) -> None:
         """Add an outer gradient."""
@@ -56,37 +60,72 @@ class Accumulator:
         squares = np.empty(self.norms.size, np.float64)
         if self.method == "rda":
             kernels.squares32(values, self.segments, squares)
-        kernels.add32(values, self.segments, self._factors(squares, weight), self.total)
+        kernels.add32(values, self.segments, self._factors(squares, weight), self._collect(scaled=False))
 
     def combine(self, other: Accumulator) -> None:
         """Add what another accumulator of the same segments and method has collected."""
+        total = self._collect(scaled=False)
+        total += other._collect(scaled=False)
         self.weight += other.weight
         self.norms += other.norms
-        self.total += other.total
 
     def result(self) -> Vector:
         """The merged outer gradient; zeros if nothing had weight. The accumulator is used up."""
-        merged = self.total
-        if self.weight == 0:
-            return merged
+        return self._collect(scaled=self.weight > 0)
+
+    def _collect(self, *, scaled: bool) -> Vector:
+        """The sum of all that was added; ``scaled`` makes it the result."""
+        fresh = self._total is None
+        total = np.empty(self.size, np.float32) if self._total is None else self._total
+        if fresh or self._bodies or scaled:
+            for first, last in _groups(self.segments):
+                for bounds in _pieces(self.segments[first : last + 1]):
+                    if fresh:
+                        total[bounds[0] : bounds[-1]] = 0
+                    for scales, codes, factors in self._bodies:
+                        kernels.add4(scales, codes, bounds, factors[first:last], total)
+                if scaled:
+                    self._scale(total, first, last)
+        self._total, self._bodies = total, []
+        return total
+
+    def _scale(self, total: Vector, first: int, last: int) -> None:
+        """Make the sums of some segments their result."""
+        segments, norms = self.segments[first : last + 1], self.norms[first:last]
         if self.method == "average":
-            factors = np.array([np.float32(1 / self.weight)])
+            factors = np.full(norms.size, 1 / self.weight, np.float32)
         else:
-            squares = np.empty(self.norms.size, np.float64)
-            kernels.squares32(merged, self.segments, squares)
+            squares = np.empty(norms.size, np.float64)
+            kernels.squares32(total, segments, squares)
             lengths = np.sqrt(squares)
-            meaningful = lengths > VANISHING * self.weight
-            radii = self.norms / self.weight
             # where directions cancel, `sum w phi(v) * radius / sum w` is the direct average of vectors of the mean norm
-            lengths = np.where(meaningful, lengths, self.weight)
-            factors = (radii / lengths).astype(np.float32)
-        kernels.scale32(merged, self.segments, factors)
-        return merged
+            lengths = np.where(lengths > VANISHING * self.weight, lengths, self.weight)
+            factors = (norms / self.weight / lengths).astype(np.float32)
+        kernels.scale32(total, segments, factors)
 
     def _factors(self, squares: NDArray[np.float64], weight: float) -> Vector:
         self.weight += weight
         if self.method == "average":
-            return np.array([np.float32(weight)])
+            return np.full(squares.size, weight, np.float32)
         norms = np.sqrt(squares)
         self.norms += weight * norms
         return np.divide(weight, norms, out=np.zeros_like(norms), where=norms > 0).astype(np.float32)
+
+
+def _groups(segments: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Ranges of segments that together fit into a chunk; one that does not stands alone."""
+    first, count = 0, segments.size - 1
+    while first < count:
+        last = int(np.searchsorted(segments, segments[first] + CHUNK, "right")) - 1
+        last = min(max(last, first + 1), count)
+        yield first, last
+        first = last
+
+
+def _pieces(bounds: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """A group's bounds; those of slices where the group is one segment too large for a chunk."""
+    if bounds[-1] - bounds[0] <= CHUNK:
+        yield bounds
+        return
+    for start in range(int(bounds[0]), int(bounds[-1]), CHUNK):
+        yield np.array([start, min(start + CHUNK, bounds[-1])])

@@ -67,8 +67,8 @@ def make_version(
     bits = settings.codec.record_bits
     delta = accumulator.result()
     if settings.codec.error_feedback:
-        delta += residual
-        body = quantise.quantise(delta, bits, error=residual)
+        residual += delta
+        body = quantise.quantise(residual, bits, error=residual)
     else:
         body = quantise.quantise(delta, bits)
     learning_rate, momentum = settings.outer.learning_rate, settings.outer.momentum

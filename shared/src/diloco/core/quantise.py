@@ -27,7 +27,6 @@ BLOCK = kernels.BLOCK
 Vector = NDArray[np.float32]
 Raw = NDArray[np.uint8]
 NOT_FINITE = "a value to be sent is NaN or infinite"
-_NO_ERROR = np.zeros(0, np.float32)
 
 
 def body_bytes(n: int, bits: int) -> int:
@@ -44,18 +43,20 @@ def quantise(values: Vector, bits: int, *, error: Vector | None = None) -> Raw:
     """
     # without `error` nothing can be spoilt, and int4's own loop sees what is not finite
     finite = (bits == 4 and error is None) or np.isfinite(kernels.absmax(values))
-    body = np.empty(body_bytes(values.size, bits), np.uint8)
-    rest, with_error = (_NO_ERROR, False) if error is None else (error, True)
     if not finite:
         raise NonFiniteError(NOT_FINITE)
+    body = np.empty(body_bytes(values.size, bits), np.uint8)
+    if error is not None and error is not values and bits != 32:
+        error[:] = values
+        values = error
     if bits == 4:
         scales, codes = _split(body, values.size, np.uint16)
-        finite = finite and kernels.encode4(values, scales, codes, rest, with_error)
+        finite = kernels.encode4(values, scales, codes, error is not None)
     elif bits == 8:
         scales, codes = _split(body, values.size, np.float32)
-        kernels.encode8(values, scales, codes.view(np.int8), rest, with_error)
+        kernels.encode8(values, scales, codes.view(np.int8), error is not None)
     elif bits == 16:
-        kernels.encode16(values, body.view(np.uint16), rest, with_error)
+        kernels.encode16(values, body.view(np.uint16), error is not None)
     else:
         body.view(np.float32)[:] = values
         if error is not None:
