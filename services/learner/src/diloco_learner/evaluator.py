@@ -38,20 +38,21 @@ class Evaluator:
 
     def run(self) -> None:
         """Evaluate until the run is over or this process is asked to end."""
+        # before a version of the log is written into it: learners may be far ahead of this process
+        initial = self.island.evaluate()
         evaluated_s, changed = -EVERY_S, True
-        losses: list[float] = []
         while not self.stopping():
             boundary = self.member.boundary(None)
             changed |= self._apply(boundary)
             now_s = time.monotonic()
             if boundary.finished or (changed and now_s - evaluated_s >= EVERY_S):
                 evaluated_s, changed = now_s, False
-                losses.append(self.island.evaluate())
-                self.member.report_loss(losses[-1])
-                self.log.info("evaluated", val_loss=round(losses[-1], 4), finished=boundary.finished)
-            if boundary.finished:
-                self._save(losses)
-                return
+                loss = self.island.evaluate()
+                self.member.report_loss(loss)
+                self.log.info("evaluated", val_loss=round(loss, 4), finished=boundary.finished)
+                if boundary.finished:
+                    self._save(initial, loss)
+                    return
             self.member.wait(IDLE_S)
 
     def _baselines(self) -> dict[str, float]:
@@ -67,11 +68,11 @@ class Evaluator:
             self.island.write(self.member.map.fragments[fragment], applied.theta, None)
         return bool(boundary.applies)
 
-    def _save(self, losses: list[float]) -> None:
-        """What the report wants to know of the models of the log: the first seen, and the last."""
+    def _save(self, initial: float, final: float) -> None:
+        """What the report wants to know of the global model: as it was initialised, and as the log ends."""
         result = {
-            "val_loss_initial": losses[0],
-            "val_loss": losses[-1],
+            "val_loss_initial": initial,
+            "val_loss": final,
             "baselines": self._baselines(),
             "sample": self.island.sample(self.settings.seed, SAMPLE_TOKENS),
         }

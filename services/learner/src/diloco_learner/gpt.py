@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 VOCABULARY = 256  # bytes
-ROPE_BASE = 100.0  # the usual 10,000 is for longer contexts; at some hundred bytes slow pairs would tell nothing
+ROPE_BASE = 10_000.0
 NORM_EPSILON = 1e-6
 
 Params = dict[str, Any]

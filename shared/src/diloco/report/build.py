@@ -67,7 +67,7 @@ def build(
         "wall_s": series["wall_s"],
         "parameters": fragment_map.parameters,
         "val_loss": final_loss,
-        "val_loss_initial": validation[0][2] if validation else evaluation.get("val_loss_initial"),
+        "val_loss_initial": evaluation.get("val_loss_initial"),
         "baselines": evaluation.get("baselines", {}),
         "tokens_budget": settings.tokens,
         "tokens_processed": sum(learner["tokens_processed"] for learner in learners.values()),
