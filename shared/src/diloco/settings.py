@@ -144,7 +144,7 @@ class RunSettings(_Section):
 
     preset: str = "decoupled"
     seed: int = Field(0, ge=0, lt=2**32)
-    tokens: int = Field(10_000_000, ge=1, le=10**18, description="token budget: the run ends when so many were processed")
+    tokens: int = Field(7_500_000, ge=1, le=10**18, description="token budget: the run ends when so many were processed")
     learners: int = Field(4, ge=1, le=4096, description="learners M that the data is shared between")
     shards: int = Field(2, ge=1, le=1024, description="syncer shards")
     fragments: FragmentSettings = FragmentSettings()

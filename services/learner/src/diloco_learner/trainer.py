@@ -22,10 +22,11 @@ from diloco_learner.island import Island, StepOutput
 
 IDLE_S = 0.5
 LOG_EVERY_S = 10.0
-# A boundary begins so many times its usual length before the step's expected end, at most this share of the step: what is
-# learned after it reaches the model a step later.
-LEAD_FACTOR = 4.0
-LEAD_SHARE_MAX = 0.2
+# A boundary begins before the step's expected end by so many times its own usual length and the usual error of the
+# expectation, but by this share of the step at most: what is learned after it reaches the model a step later.
+LEAD_BOUNDARIES = 2.0
+LEAD_ERRORS = 2.0
+LEAD_SHARE_MAX = 0.3
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Trainer:
     ) -> None:
         self.island, self.member, self.batches, self.settings, self.log = island, member, batches, settings, log
         self.tokens_per_batch, self.slow, self.stopping = tokens_per_batch, slow, stopping
-        self._busy, self._boundary = Average(), Average()  # seconds
+        self._busy, self._error, self._boundary = Average(), Average(), Average()  # seconds
         self._ended_s: float | None = None  # when the step before the one in flight ended; None: no time is to be accounted for
         self._loss: float | None = None
         self._busy_s = self._blocked_s = 0.0  # since the last boundary
@@ -127,7 +128,8 @@ class Trainer:
         if usual_s is None or self.slow > 1:  # what is queued while a slow learner sleeps would not be slow
             wait([flight.end])
             return
-        lead_s = min(LEAD_FACTOR * self._boundary.get(), LEAD_SHARE_MAX * usual_s)
+        lead_s = LEAD_BOUNDARIES * self._boundary.get() + LEAD_ERRORS * self._error.get()
+        lead_s = min(lead_s, LEAD_SHARE_MAX * usual_s)
         begins_s = flight.began_s if self._ended_s is None else max(flight.began_s, self._ended_s)
         wait([flight.end], max(0.0, begins_s + usual_s - lead_s - time.perf_counter()))
 
@@ -136,6 +138,8 @@ class Trainer:
         end = flight.end.result()
         busy_s = end.ended_s - (flight.began_s if self._ended_s is None else max(flight.began_s, self._ended_s))
         self._ended_s = end.ended_s
+        if self._busy.value is not None:
+            self._error.add(abs(busy_s - self._busy.value))
         self._busy.add(busy_s)
         self._busy_s += busy_s
         if math.isfinite(end.loss):
