@@ -58,7 +58,7 @@ def logs(
 async def _ask(run: rundir.RunDirectory) -> dict[str, Any]:
     if not run.nats_url:
         raise RunError(f"run {run.name!r} has not been started yet")
-    link = await Link.open(run.nats_url, run.nats_url, "status", observe.get_logger(), give_up_after_s=0.0)
+    link = await Link.open(run.nats_url, run.nats_url, "status", observe.get_logger(), give_up_after_s=ANSWER_TIMEOUT_S)
     try:
         answer = await link.control.request(Subjects(run.name).status, b"", timeout=ANSWER_TIMEOUT_S)
         current: dict[str, Any] = json.loads(answer.data)

@@ -10,12 +10,13 @@ of that fragment are applied one boundary later instead.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from diloco import membership
 from diloco.core import codec
 from diloco.core.books import Apply, Books, Outstanding
+from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap
 from diloco.core.pace import Average, first_due_steps
@@ -36,7 +38,7 @@ from diloco.nats.connection import Link
 from diloco.observe import Counted, Logger
 from diloco.settings import LearnerSettings
 from diloco.wire import messages, subjects
-from diloco.wire.messages import Announcement, Genesis, Offer, Pulse, Record
+from diloco.wire.messages import Announcement, Cursor, Genesis, Offer, Pulse, Record
 from diloco.wire.subjects import Subjects
 
 Vector = NDArray[np.float32]
@@ -44,6 +46,7 @@ Reader = Callable[[], Vector]
 State = Literal["starting", "stepping", "waiting", "recovering", "closing", "finished"]
 
 OFFER_TIMEOUT_S = 15.0
+STORAGE_RETRY_S = 1.0
 LEAVE_TIMEOUT_S = 10.0
 # of a step: how early a fragment is kept readable for a round that is expected, so that it can be answered in mid-step
 PREDICTION_STEPS = 1.25
@@ -79,9 +82,14 @@ class _Pending:
     """A version that has been folded and waits for the next boundary; without record, the log was loaded anew."""
 
     record: Record | None
-    replica: Replica
+    chain: Chain  # as of this version; the replica's goes on
     theta: Vector
     spoilt: bool = False  # the learner's own value is worth nothing
+
+    @classmethod
+    def of(cls, replica: Replica) -> _Pending:
+        """What ``replica`` is now; nobody may be folding it."""
+        return cls(None, replace(replica.chain, cursors=dict(replica.chain.cursors)), replica.theta)
 
 
 @dataclass(frozen=True)
@@ -100,9 +108,11 @@ class _Fragment:
     index: int
     books: Books
     replica: Replica
+    newest: _Pending  # what the replica was after its last entry: a worker may be folding the next one
     pending: deque[_Pending] = field(default_factory=deque)
     snapshot: _Snapshot | None = None
     open_version: int = 0  # of the newest round announced
+    epoch: int = 0  # of the owner that announced it
     closing: bool = False  # that round is the closing one
     answered: int = 0  # version of the newest round answered
     encoding: bool = False
@@ -146,6 +156,7 @@ class Member:
         self.busy_s = self.blocked_s = 0.0
         self.rounds_merged = self.rounds_missed = 0
         self.failure: BaseException | None = None
+        self._earlier_tokens = 0  # processed before this process
         self._schedule = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
         self._announced = (0, 0)  # tokens of all learners as last announced, own tokens then
         self._draining = self._stopped = self._leaving = False
@@ -185,33 +196,34 @@ class Member:
     def _take_up_accounts(self) -> None:
         """Count on from what the log says of this learner; what it did beyond that before a crash is not known here."""
         cursors = [state.replica.chain.cursors.get(self.settings.name) for state in self._fragments]
-        self.tokens = max(cursor.tokens + cursor.lost_tokens if cursor else 0 for cursor in cursors)
+        self.tokens = self._earlier_tokens = max(cursor.tokens + cursor.lost_tokens if cursor else 0 for cursor in cursors)
         for state, cursor in zip(self._fragments, cursors, strict=True):
             state.books.lost_tokens = self.tokens - (cursor.tokens if cursor else 0)
 
     async def close(self) -> None:
-        """Send a last pulse and stop everything that runs in the loop."""
-        await self._send_pulse()
+        """Send a last pulse, if others have heard of this member, and stop everything that runs in the loop."""
+        if len(self._fragments) == len(self.map.fragments):
+            await self._send_pulse()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _load(self, index: int, genesis: Genesis, check: bytes) -> _Fragment:
-        loaded = await self.store.load(index, genesis, check)
-        chain, settings = loaded.replica.chain, self.run.settings
+        # to the log's end: what it says of this learner is where this learner counts on from
+        replica = await self._replica(index, genesis, check, await self.store.head_sequence(index))
+        chain, settings = replica.chain, self.run.settings
         books = Books(
             learner=self.settings.name,
             incarnation=self.incarnation,
             carry=settings.carry,
             error_feedback=settings.codec.error_feedback,
-            base=loaded.replica.theta,
+            base=replica.theta,
             base_version=chain.version,
             base_hash=chain.state_hash,
             after=chain.cursor(self.settings.name),
         )
-        state = _Fragment(index, books, loaded.replica)
-        state.pending.append(_Pending(None, loaded.replica, loaded.replica.theta))
-        return state
+        newest = _Pending.of(replica)
+        return _Fragment(index, books, replica, newest, deque([newest]))
 
     async def _follow(self, start: int, genesis: Genesis, check: bytes) -> None:
         fragments = range(len(self.map.fragments))
@@ -234,24 +246,24 @@ class Member:
                 return
             # entries are missing (purged below a keyframe), or the replica is spoilt
             self.log.warning("log_reloaded", fragment=record.fragment, version=record.version, reason=str(error))
-            replica = await self._reload(entry, genesis, check)
+            replica = await self._replica(record.fragment, genesis, check, entry.sequence)
             with self._lock:
-                state.replica = replica
-                state.pending.append(_Pending(None, replica, replica.theta))
+                state.replica, state.newest = replica, _Pending.of(replica)
+                state.pending.append(state.newest)
                 self._tell()
             return
         with self._lock:
+            state.newest = _Pending.of(state.replica)
             if record.entry == "version":
-                state.pending.append(_Pending(record, state.replica, state.replica.theta))
+                state.pending.append(replace(state.newest, record=record))
             self._tell()
 
-    async def _reload(self, entry: Entry, genesis: Genesis, check: bytes) -> Replica:
-        """The fragment from its newest keyframe and the entries after it, up to ``entry``."""
-        index = entry.record.fragment
+    async def _replica(self, index: int, genesis: Genesis, check: bytes, stop_sequence: int) -> Replica:
+        """The fragment from its newest keyframe and the entries after it, up to the one at ``stop_sequence``."""
         replica = (await self.store.load(index, genesis, check)).replica
-        if replica.chain.sequence < entry.sequence:
+        if replica.chain.sequence < stop_sequence:
             start = replica.chain.sequence + 1
-            async for missed in self.store.follow([index], start, self._refuse_entry, entry.sequence):
+            async for missed in self.store.follow([index], start, self._refuse_entry, stop_sequence):
                 try:
                     await self._fold_into(replica, missed)
                 except ChainError as error:
@@ -277,6 +289,9 @@ class Member:
                 if state.opened_at_s is not None and state.open_version:
                     state.period.add((now_s - state.opened_at_s) / (round_.version - state.open_version))
                 state.opened_at_s, state.open_version = now_s, round_.version
+            if round_.epoch > state.epoch:
+                # a new owner, or the same again after a fence, may have nothing of what its predecessor was sent
+                state.epoch, state.answered = round_.epoch, 0
             state.closing = round_.closing and round_.version == state.open_version
             if round_.tokens_processed > self._announced[0]:
                 self._announced = (round_.tokens_processed, self.tokens)
@@ -338,6 +353,7 @@ class Member:
     async def _send(self, offer: Offer, inline: bytes, parts: Sequence[bytes]) -> None:
         head = self.subjects.offer(offer.fragment, self.settings.name)
         frame = messages.pack(offer, self.run.identity, inline)
+        complained = False
         while True:
             try:
                 await append(
@@ -354,9 +370,11 @@ class Member:
             except AppendUncertainError as error:
                 self.log.warning("offer_retried", fragment=offer.fragment, number=offer.number, reason=str(error))
             except StorageFullError as error:
-                # nothing is lost: the displacement stays, and is offered again to the next round
-                self.log.warning("offer_not_stored", fragment=offer.fragment, number=offer.number, reason=str(error))
-                return
+                # to give up would leave the round without this answer, and with all answers given up it would never close
+                if not complained:
+                    self.log.warning("offer_not_stored", fragment=offer.fragment, number=offer.number, reason=str(error))
+                complained = True
+                await asyncio.sleep(STORAGE_RETRY_S)
 
     async def _pulse_regularly(self) -> None:
         while True:
@@ -434,7 +452,7 @@ class Member:
             stop = self._draining or self._used_up()
             wait = not stop and self._must_wait()
             self._stopped = stop
-            finished = all(state.replica.chain.closed and not state.pending for state in self._fragments)
+            finished = all(state.newest.chain.closed and not state.pending for state in self._fragments)
             self.state = "finished" if finished else "closing" if stop else "waiting" if wait else "stepping"
             reads = [state.index for state in self._fragments if self._keep_readable(state, now_s)]
         self._loop.call_soon_threadsafe(self._pulse_soon)
@@ -461,9 +479,9 @@ class Member:
             return stated + self.tokens - own
 
     def report_loss(self, loss: float) -> None:
-        """Set the loss that the next pulses carry (an evaluator's)."""
+        """Set the loss that the next pulses carry (an evaluator's): none if it is not finite."""
         with self._lock:
-            self.loss = loss
+            self.loss = loss if math.isfinite(loss) else None
 
     def checkpoint(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Books as plain values and as arrays by name, for a checkpoint at a boundary; no round is answered any more."""
@@ -504,6 +522,7 @@ class Member:
                 named = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
                 state.books.load(values, named)
             self.step, self.tokens = int(plain["step"]), int(plain["tokens"])
+            self._earlier_tokens = self.tokens
             self.busy_s, self.blocked_s = float(plain["busy_s"]), float(plain["blocked_s"])
             stated, own = plain["schedule"]
             self._schedule = (int(stated), int(own))
@@ -518,7 +537,8 @@ class Member:
     def _book(self, done: StepDone) -> None:
         self.step += 1
         self.tokens += done.tokens
-        self.loss = done.loss
+        if done.loss is not None and math.isfinite(done.loss):
+            self.loss = done.loss
         self.busy_s += done.busy_s
         self.blocked_s += done.blocked_s
         if done.busy_s:
@@ -531,14 +551,16 @@ class Member:
         state.pending.clear()
         if state.spoilt:
             state.spoilt = False
-            pending = [_Pending(None, state.replica, state.replica.theta, spoilt=True)]
+            pending = [replace(state.newest, spoilt=True)]
         return pending
 
     def _apply(self, state: _Fragment, pending: _Pending) -> Apply:
-        record = pending.record
+        record, chain = pending.record, pending.chain
         state.version_step = self.step
+        merged_before = state.books.after
+        newly_merged = chain.cursor(self.settings.name)
+        known = any((offer.incarnation, offer.number) == newly_merged for offer in state.books.outstanding)
         if record is None:
-            chain = pending.replica.chain
             applied = state.books.reload(chain, pending.theta, spoilt=pending.spoilt)
             stated = chain.tokens_merged + chain.tokens_lost
         else:
@@ -547,9 +569,20 @@ class Member:
             self.rounds_merged += merged
             self.rounds_missed += not merged
             stated = record.tokens_merged + record.tokens_lost
+        if newly_merged != merged_before and not known:
+            self._count_on(state, chain.cursors[self.settings.name])
         if stated > self._schedule[0]:
             self._schedule = (stated, self.tokens)
         return applied
+
+    def _count_on(self, state: _Fragment, cursor: Cursor) -> None:
+        """Square the accounts after a merge of an offer made before a restart, which these books know nothing of."""
+        unknown = max(0, cursor.tokens + cursor.lost_tokens - self._earlier_tokens)
+        self._earlier_tokens += unknown
+        self.tokens += unknown
+        for other in self._fragments:
+            other.books.lost_tokens += unknown
+        state.books.lost_tokens = self.tokens - cursor.tokens - state.books.tokens
 
     def _used_up(self) -> bool:
         if self.settings.role == "evaluator":

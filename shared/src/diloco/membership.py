@@ -10,17 +10,18 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
-from diloco.errors import AdmissionError, BrokerError, FenceError, RunError, SettingsError
+from diloco.errors import AdmissionError, BrokerError, FenceError, FormatError, RunError, SettingsError
 from diloco.log import Log
 from diloco.nats import streams
 from diloco.nats.connection import Link
-from diloco.nats.registry import Registry
+from diloco.nats.registry import MAX_VALUE_BYTES, Registry
 from diloco.observe import Logger
 from diloco.settings import RunSettings, parse
 from diloco.wire.messages import Count, Genesis, Hash, MemberName, run_id
@@ -68,8 +69,7 @@ async def create(link: Link, name: str, settings: RunSettings, offer_bytes: int 
         await registry.create("run", text)
     except FenceError:
         stored = await registry.get("run")
-        theirs = json.loads(stored[0]) if stored else {}
-        difference = first_difference(settings.model_dump(), theirs)
+        difference = first_difference(settings.model_dump(), _settings_of(name, stored[0]) if stored else {})
         if difference:
             raise RunError(
                 f"run {name!r} exists on the server with another setting: {difference}; resume it with its own settings, or "
@@ -98,9 +98,21 @@ async def find(link: Link, name: str, log: Logger) -> Run:
             waiting = True
         await asyncio.sleep(POLL_S)
     try:
-        return Run(name, parse(RunSettings, json.loads(stored[0]), f"run {name!r}"), registry)
-    except (SettingsError, ValueError) as error:
+        return Run(name, parse(RunSettings, _settings_of(name, stored[0]), f"run {name!r}"), registry)
+    except SettingsError as error:
         raise RunError(f"run {name!r} was made by another version: {error}") from None
+
+
+def _settings_of(name: str, stored: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(stored)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise RunError(
+            f"run {name!r}: the bucket holds {stored[:40]!r} for its settings, no JSON object; choose another run name"
+        )
+    return values
 
 
 async def find_map(run: Run) -> FragmentMap:
@@ -118,8 +130,14 @@ async def join(run: Run, learner: str, incarnation: int, ours: FragmentMap, sett
     Raises:
         AdmissionError: this learner's model is not the run's; the first differing tensor is named.
     """
+    packed = ours.pack()
+    if len(packed) > MAX_VALUE_BYTES:
+        raise AdmissionError(
+            f"run {run.name!r}: the list of this model's {len(ours.tensors)} tensors has {len(packed)} bytes, at most "
+            f"{MAX_VALUE_BYTES} are allowed; use fewer tensors, or shorter names"
+        )
     try:
-        await run.registry.create("map", ours.pack())
+        await run.registry.create("map", packed)
     except FenceError:
         check_same_map(ours, await find_map(run), run.name)
     if settings_digest != run.settings.digest():
@@ -130,12 +148,12 @@ async def join(run: Run, learner: str, incarnation: int, ours: FragmentMap, sett
 
 async def admitted(run: Run, learner: str, map_digest: bytes) -> int | None:
     """The incarnation in which a learner is admitted, or None if it is not, or not to this run's settings and map."""
-    stored = await run.registry.get(f"member.{learner}")
-    if stored is None:
-        return None
     try:
+        stored = await run.registry.get(f"member.{learner}")
+        if stored is None:
+            return None
         admission = msgspec.msgpack.decode(stored[0], type=Admission)
-    except (msgspec.MsgspecError, RecursionError):
+    except (FormatError, msgspec.MsgspecError, RecursionError):
         return None
     same = admission.settings_digest == run.settings.digest() and admission.map_digest == map_digest
     return admission.incarnation if same and admission.learner == learner else None

@@ -325,8 +325,8 @@ def summarise(report: dict[str, Any], path: Path) -> None:
     for name, learner in report["learners"].items():
         merged = learner["tokens_merged"] / max(1, learner["tokens_processed"])
         print(
-            f"  {name}: {learner['steps']} steps of {learner['step_s']:.3f} s, {share(learner['blocked_fraction'], 2)} blocked, "
-            f"{share(merged, 1)} of its tokens merged, "
+            f"  {name}: {learner['steps']} steps of {learner['step_s']:.3f} s, "
+            f"{share(learner['blocked_fraction'], 2)} blocked, {share(merged, 1)} of its tokens merged, "
             f"in {learner['rounds_merged']} versions, missed {learner['rounds_missed']}"
         )
     if report["sample"]:

@@ -24,9 +24,10 @@ from nats.aio.client import Client
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, StorageFullError
 from diloco.nats import streams
-from diloco.nats.connection import Link, check_open
+from diloco.nats.connection import Link, wait_connected
 
 FLOW_MESSAGES = 16  # parts between two of the server's acknowledgements
+ID_HEADER = "Nats-Msg-Id"
 HEADER_BYTES = 1 << 10  # the server counts headers as payload
 FLOWS_AHEAD = 2  # so at most 16 MiB of parts of 512 KiB are in flight
 
@@ -77,23 +78,23 @@ async def append(
         AppendUncertainError: no answer; it may or may not be stored.
         BrokerError: the server refuses, or the connection was closed for good.
     """
-    check_open(link.bulk)
+    await wait_connected(link.bulk, timeout_s, subject)
     largest_bytes = max(len(data), *map(len, parts)) if parts else len(data)
     if largest_bytes + HEADER_BYTES > link.bulk.max_payload:
         raise BrokerError(
             f"{subject}: {largest_bytes} bytes in one message; the server's max_payload is {link.bulk.max_payload}"
         )
     if not parts:
-        return await _append_one(link.bulk, subject, data, message_id, fence, timeout_s)
+        return await append_one(link.bulk, subject, data, message_id=message_id, fence=fence, timeout_s=timeout_s)
     assert part_subject is not None
-    batch = _Batch(link.bulk, timeout_s)
+    batch = _Batch(link.bulk, subject, timeout_s)
     try:
         await batch.start()
         for index, part in enumerate(parts):
             await batch.add(part_subject(index), part, _headers(f"{message_id}/{index}", fence))
         sequence = await batch.add(subject, data, _headers(message_id, fence), last=True)
     except (nats.errors.Error, TimeoutError) as error:
-        raise AppendUncertainError(f"{subject}: no answer to a batch: {error!r}") from None
+        raise _silence(subject, error, timeout_s) from None
     finally:
         await batch.stop()
     if sequence:
@@ -103,15 +104,18 @@ async def append(
 
 
 def _headers(message_id: str, fence: Fence | None) -> dict[str, str]:
-    return {"Nats-Msg-Id": message_id} | (fence.headers() if fence else {})
+    return {ID_HEADER: message_id} | (fence.headers() if fence else {})
 
 
-async def _append_one(client: Client, subject: str, data: bytes, message_id: str, fence: Fence | None, timeout_s: float) -> int:
+async def append_one(
+    client: Client, subject: str, data: bytes, *, message_id: str, fence: Fence | None, timeout_s: float
+) -> int:
+    """Store one message; as :func:`append` otherwise."""
     try:
         reply = await client.request(subject, data, timeout=timeout_s, headers=_headers(message_id, fence))
     except (nats.errors.Error, TimeoutError) as error:
-        raise AppendUncertainError(f"{subject}: no answer: {error!r}") from None
-    answer = _parse(reply.data)
+        raise _silence(subject, error, timeout_s) from None
+    answer = _parse(subject, reply.data)
     if "error" in answer:
         raise _translate(subject, answer["error"])
     return int(answer["seq"])
@@ -120,14 +124,14 @@ async def _append_one(client: Client, subject: str, data: bytes, message_id: str
 class _Batch:
     """One fast-ingest batch."""
 
-    def __init__(self, client: Client, timeout_s: float) -> None:
-        self.client, self.timeout_s = client, timeout_s
+    def __init__(self, client: Client, head: str, timeout_s: float) -> None:
+        self.client, self.head, self.timeout_s = client, head, timeout_s
         self.sent = self.acknowledged = 0
         self.flow = FLOW_MESSAGES
         self.started = False
         self.prefix, self.identifier = client.new_inbox(), uuid.uuid4().hex
         self.news = asyncio.Event()
-        self.error: Exception | None = None
+        self.error: BrokerError | None = None
         self.result: Mapping[str, Any] | None = None
         self.subscription: Any = None
         self.stream = ""
@@ -143,21 +147,26 @@ class _Batch:
     async def _hear(self, message: Any) -> None:
         if self.error is not None:
             return  # the first one is the cause; every later part is only told that its batch is unknown
-        if message.headers and message.headers.get("Status") == "503":
-            self.error = AppendUncertainError("the stream has no leader")
-        else:
-            answer = _parse(message.data)
-            kind = answer.get("type")
-            if kind == "ack":
-                self.started = True
-                self.acknowledged, self.flow = max(self.acknowledged, int(answer["seq"])), int(answer["msgs"])
-            elif "error" in answer:
-                self.error = _translate("batch", answer["error"])
-            elif kind in ("gap", "err"):
-                self.error = AppendUncertainError(f"the batch was broken off: {answer}")
-            else:
-                self.result = answer
+        try:
+            self._take(message)
+        except BrokerError as error:
+            self.error = error
         self.news.set()
+
+    def _take(self, message: Any) -> None:
+        if message.headers and message.headers.get("Status") == "503":
+            raise AppendUncertainError(f"{self.head}: no stream takes it, or the stream has no leader")
+        answer = _parse(self.head, message.data)
+        kind = answer.get("type")
+        if kind == "ack":
+            self.started = True
+            self.acknowledged, self.flow = max(self.acknowledged, int(answer["seq"])), int(answer["msgs"])
+        elif "error" in answer:
+            raise _translate(self.head, answer["error"])
+        elif kind in ("gap", "err"):
+            raise AppendUncertainError(f"{self.head}: the batch was broken off: {answer}")
+        else:
+            self.result = answer
 
     async def add(self, subject: str, data: bytes | memoryview, headers: dict[str, str], *, last: bool = False) -> int:
         """Publish the next message; the last one returns its stream sequence."""
@@ -179,22 +188,32 @@ class _Batch:
             raise self.error
         assert self.result is not None
         if not last or int(self.result.get("count", 0)) != self.sent:
-            raise AppendUncertainError(f"{subject}: the server closed the batch after {self.result} of {self.sent}")
+            raise AppendUncertainError(f"{self.head}: the server closed the batch with {self.result}, {self.sent} were sent")
         self.stream = str(self.result["stream"])
         return int(self.result["seq"])
 
 
-def _parse(data: bytes) -> dict[str, Any]:
+def _silence(subject: str, error: Exception, timeout_s: float) -> AppendUncertainError:
+    if isinstance(error, TimeoutError):
+        # a server whose disk is full says so in its log only, and stores nothing more until it is restarted
+        return AppendUncertainError(
+            f"{subject}: no answer within {timeout_s:g} s; if the server is there, its log says why (a full disk: free space, "
+            "and restart it)"
+        )
+    return AppendUncertainError(f"{subject}: no answer: {str(error) or type(error).__name__}")
+
+
+def _parse(subject: str, data: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(data)
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
-        raise AppendUncertainError(f"the server answered {data[:80]!r}, not a publish acknowledgement")
+        raise AppendUncertainError(f"{subject}: {data[:80]!r} came for an answer, not a publish acknowledgement")
     return answer
 
 
-def _translate(subject: str, error: Mapping[str, Any]) -> Exception:
+def _translate(subject: str, error: Mapping[str, Any]) -> BrokerError:
     code, text = int(error.get("err_code", 0)), str(error.get("description", error))
     if code in _WRONG_LAST_SEQUENCE:
         return FenceError(f"{subject}: somebody else appended first: {text}")

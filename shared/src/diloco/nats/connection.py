@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from urllib.parse import urlsplit, urlunsplit
 
 import nats.aio.client
@@ -11,14 +12,17 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 
-from diloco.errors import BrokerError
+from diloco.errors import AppendUncertainError, BrokerError, SettingsError
 from diloco.observe import Logger
 
 # nats-py reads into a buffer of 32 KiB; 1 MiB doubles the receive rate
 READ_BUFFER_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 2.0
+JETSTREAM_TIMEOUT_S = 10.0
 FLUSH_TIMEOUT_S = 5
 RETRY_S = 0.5
+PING_S = 2.0  # a frozen server is noticed at the third ping
+POLL_S = 0.05
 COMPLAIN_EVERY_S = 10.0
 
 
@@ -30,8 +34,8 @@ def malloc_environment() -> dict[str, str]:
     """
     return {
         "MALLOC_ARENA_MAX": "1",
-        "MALLOC_MMAP_THRESHOLD_": str(256 << 20),
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
         "MALLOC_TOP_PAD_": str(1 << 20),
     }
 
@@ -47,35 +51,19 @@ class Link:
         """Connect, waiting for a server that is not there yet: for ever, or ``give_up_after_s``.
 
         Raises:
+            SettingsError: a URL is none of NATS.
             BrokerError: no server in time, or one without JetStream; the URL is named.
         """
-        control = await _connect(control_url, f"{name}-control", log, give_up_after_s)
-        bulk = await _connect(bulk_url, f"{name}-bulk", log, give_up_after_s)
-        link = cls(control, bulk)
-        try:
-            await link.check_jetstream()
-        except BrokerError:
-            await link.close()
-            raise
-        return link
-
-    async def check_jetstream(self) -> None:
-        """Ask the server for JetStream.
-
-        Raises:
-            BrokerError: it is not enabled.
-        """
-        server = self.bulk.connected_url
-        url = _shown(server.geturl() if server else "")
-        try:
-            await self.bulk.jetstream(timeout=10).account_info()
-        except (nats.js.errors.ServiceUnavailableError, nats.errors.NoRespondersError, nats.js.errors.NotFoundError):
-            raise BrokerError(
-                f"NATS at {url}: JetStream is not enabled; start nats-server with -js, or put "
-                "`jetstream {}` into its configuration"
-            ) from None
-        except (nats.errors.Error, TimeoutError) as error:
-            raise BrokerError(f"NATS at {url}: JetStream does not answer: {error!r}") from None
+        control_url, bulk_url = _checked(control_url), _checked(bulk_url)
+        async with contextlib.AsyncExitStack() as opened:
+            control = await _connect(control_url, f"{name}-control", log, give_up_after_s)
+            opened.push_async_callback(_close, control)
+            bulk = await _connect(bulk_url, f"{name}-bulk", log, give_up_after_s)
+            opened.push_async_callback(_close, bulk)
+            for client, url in ((control, control_url), (bulk, bulk_url)):
+                await _check_jetstream(client, url, log, give_up_after_s)
+            opened.pop_all()
+        return cls(control, bulk)
 
     @property
     def bytes_in(self) -> int:
@@ -90,10 +78,45 @@ class Link:
     async def close(self) -> None:
         """Send what is buffered, and close."""
         for client in (self.control, self.bulk):
-            with contextlib.suppress(nats.errors.Error, TimeoutError, OSError):
-                await client.flush(1)
-            with contextlib.suppress(nats.errors.Error, OSError):
-                await client.close()
+            await _close(client)
+
+
+def _checked(url: str) -> str:
+    """A URL with its scheme, as the client takes it.
+
+    Raises:
+        SettingsError: it is none.
+    """
+    full = url if "://" in url else f"nats://{url}"
+    try:
+        parts = urlsplit(full)
+        named = parts.port != 0 and re.fullmatch(r"[\w.:-]+", parts.hostname or "") is not None
+        # nobody would read what stands behind the port, and the client takes "none" for no name
+        plain = parts.hostname != "none" and not (parts.path.strip("/") or parts.query or parts.fragment)
+        valid = parts.scheme in ("nats", "tls") and named and plain
+    except ValueError:
+        valid = False
+    if not valid:
+        shown = re.sub(r"^(\w+://)?.*@", r"\1", url, flags=re.DOTALL)  # without credentials
+        raise SettingsError(f"NATS URL {shown!r}: not the address of a server; expected nats://HOST:PORT or tls://HOST:PORT")
+    return full
+
+
+async def _check_jetstream(client: Client, url: str, log: Logger, give_up_after_s: float | None) -> None:
+    while True:
+        try:
+            await client.jetstream(timeout=JETSTREAM_TIMEOUT_S).account_info()
+            return
+        except (nats.js.errors.ServiceUnavailableError, nats.errors.NoRespondersError, nats.js.errors.NotFoundError):
+            raise BrokerError(
+                f"NATS at {_shown(url)}: JetStream is not enabled; start nats-server with -js, or put "
+                "`jetstream {}` into its configuration"
+            ) from None
+        except (nats.errors.Error, TimeoutError) as error:
+            reason = f"JetStream does not answer: {str(error) or type(error).__name__}"
+            if give_up_after_s is not None or client.is_closed:
+                raise BrokerError(f"NATS at {_shown(url)}: {reason}") from None
+            log.warning("waiting_for_nats", url=_shown(url), reason=reason)
 
 
 async def _connect(url: str, name: str, log: Logger, give_up_after_s: float | None) -> Client:
@@ -105,19 +128,22 @@ async def _connect(url: str, name: str, log: Logger, give_up_after_s: float | No
 
     async def on_error(error: Exception) -> None:
         nonlocal complained_s, reason
-        reason = str(error) or type(error).__name__
+        said = str(error) or type(error).__name__
         if connecting.done():
-            if not client.is_reconnecting:
-                log.warning("nats_error", connection=name, reason=reason)
+            # after the end nobody asks, while it is being remade every attempt fails, and a lost server is told as a disconnect
+            expected = client.is_closed or client.is_reconnecting or isinstance(error, nats.errors.UnexpectedEOF)
+            if not expected:
+                log.warning("nats_error", connection=name, reason=said)
             return
+        reason = said
         if "authorization" in reason.lower():
-            connecting.cancel()  # waiting would not help
-        elif clock() - complained_s >= COMPLAIN_EVERY_S or complained_s == began_s:
+            raise error  # waiting would not help
+        if clock() - complained_s >= COMPLAIN_EVERY_S or complained_s == began_s:
             complained_s = clock()
             log.warning("waiting_for_nats", url=_shown(url), waited_s=round(clock() - began_s, 1), reason=reason)
 
     async def on_disconnect() -> None:
-        if not client.is_closed:
+        if not client.is_closed:  # else it was us
             log.warning("nats_disconnected", connection=name, url=_shown(url))
 
     async def on_reconnect() -> None:
@@ -130,7 +156,7 @@ async def _connect(url: str, name: str, log: Logger, give_up_after_s: float | No
             name=name,
             connect_timeout=CONNECT_TIMEOUT_S,
             flush_timeout=FLUSH_TIMEOUT_S,
-            ping_interval=2,
+            ping_interval=PING_S,
             max_outstanding_pings=2,
             max_reconnect_attempts=-1,
             reconnect_time_wait=RETRY_S,
@@ -157,6 +183,13 @@ async def _connect(url: str, name: str, log: Logger, give_up_after_s: float | No
     )
 
 
+async def _close(client: Client) -> None:
+    with contextlib.suppress(nats.errors.Error, TimeoutError, OSError):
+        await client.flush(1)
+    with contextlib.suppress(nats.errors.Error, OSError):
+        await client.close()
+
+
 def check_open(client: Client) -> None:
     """Find out whether a connection is still there, or is being remade.
 
@@ -168,8 +201,28 @@ def check_open(client: Client) -> None:
         raise BrokerError(f"NATS: the connection is closed{cause}")
 
 
+async def wait_connected(client: Client, timeout_s: float, what: str) -> None:
+    """Wait while a connection is being remade.
+
+    Without it the client refuses a large message at once, and who tries again until it is stored would never let the event
+    loop remake the connection.
+
+    Raises:
+        BrokerError: it was closed for good.
+        AppendUncertainError: it is not back in time.
+    """
+    clock = asyncio.get_running_loop().time
+    began_s = clock()
+    while not client.is_connected:
+        check_open(client)
+        if clock() - began_s >= timeout_s:
+            raise AppendUncertainError(f"{what}: NATS: no connection for {timeout_s:g} s")
+        await asyncio.sleep(POLL_S)
+
+
 def _shown(url: str) -> str:
     """A URL without its credentials."""
     parts = urlsplit(url)
     host = parts.hostname or ""
+    host = f"[{host}]" if ":" in host else host
     return urlunsplit((parts.scheme, f"{host}:{parts.port}" if parts.port else host, "", "", ""))

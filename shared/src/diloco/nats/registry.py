@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -10,20 +11,28 @@ import nats.errors
 import nats.js.api
 import nats.js.errors
 
-from diloco.errors import AppendUncertainError, BrokerError, FenceError
-from diloco.nats.connection import Link
+from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError
+from diloco.nats.append import HEADER_BYTES, ID_HEADER, Fence, append_one
+from diloco.nats.connection import Link, check_open
 
 TIMEOUT_S = 5.0
 ATTEMPTS = 6
+RETRY_S = 0.2
+MAX_VALUE_BYTES = (1 << 20) - HEADER_BYTES  # one message of a server with the smallest max_payload that the protocol allows
+
+_NO_MESSAGE = 10037  # error code of the JetStream API
 
 T = TypeVar("T")
 
 
 class Registry:
-    """One bucket. Calls are tried again while the server is silent, which is safe: they read, or compare before they set."""
+    """One bucket. Calls are tried again while the server is silent, which is safe: each write is known by an id of its own.
 
-    def __init__(self, bucket: Any, name: str) -> None:
-        self._bucket, self._name = bucket, name
+    So a compare-and-set succeeds for one caller only, also if another one sets the same value.
+    """
+
+    def __init__(self, link: Link, bucket: str) -> None:
+        self._link, self._name = link, bucket
 
     @classmethod
     async def open(cls, link: Link, bucket: str, *, create: bool) -> Registry:
@@ -35,24 +44,33 @@ class Registry:
         api = link.control.jetstream(timeout=TIMEOUT_S)
         try:
             if create:
-                return cls(await api.create_key_value(nats.js.api.KeyValueConfig(bucket=bucket, history=1)), bucket)
-            return cls(await api.key_value(bucket), bucket)
-        except nats.js.errors.Error as error:
-            raise BrokerError(f"bucket {bucket}: {error}") from None
+                await api.create_key_value(nats.js.api.KeyValueConfig(bucket=bucket, history=1))
+            else:
+                await api.key_value(bucket)
+        except nats.js.errors.NotFoundError:
+            raise BrokerError(f"bucket {bucket}: does not exist on the server") from None
+        except nats.js.errors.APIError as error:
+            raise BrokerError(f"bucket {bucket}: {error.description} (code {error.err_code})") from None
         except (nats.errors.Error, TimeoutError) as error:
             raise AppendUncertainError(f"bucket {bucket}: no answer: {error!r}") from None
+        return cls(link, bucket)
 
     async def get(self, key: str) -> tuple[bytes, int] | None:
-        """Value and revision, or None."""
+        """Value and revision, or None.
 
-        async def read() -> tuple[bytes, int] | None:
-            try:
-                entry = await self._bucket.get(key)
-            except nats.js.errors.KeyNotFoundError:
-                return None
-            return bytes(entry.value or b""), int(entry.revision)
-
-        return await self._patiently(read)
+        Raises:
+            FormatError: the value is larger than anybody of this protocol writes.
+        """
+        stored = await self._patiently(lambda: self._last(key))
+        if stored is None or _deleted(stored):
+            return None
+        value = bytes(stored.data or b"")
+        if len(value) > MAX_VALUE_BYTES:
+            raise FormatError(
+                f"bucket {self._name}: key {key!r} holds {len(value)} bytes, at most {MAX_VALUE_BYTES} are allowed; "
+                "somebody else wrote it: choose another run name, or delete the bucket"
+            )
+        return value, int(stored.seq)
 
     async def create(self, key: str, value: bytes) -> int:
         """Set a key that does not exist; its revision.
@@ -60,7 +78,7 @@ class Registry:
         Raises:
             FenceError: it exists.
         """
-        return await self._write(key, value, lambda: self._bucket.create(key, value))
+        return await self._write(key, value, 0)
 
     async def update(self, key: str, value: bytes, revision: int) -> int:
         """Set a key that is at ``revision``; its new revision.
@@ -68,32 +86,60 @@ class Registry:
         Raises:
             FenceError: it is at another one.
         """
-        return await self._write(key, value, lambda: self._bucket.update(key, value, last=revision))
+        return await self._write(key, value, revision)
 
     async def put(self, key: str, value: bytes) -> int:
         """Set a key, whatever it was; its revision."""
-        return await self._write(key, value, lambda: self._bucket.put(key, value))
+        return await self._write(key, value, None)
 
-    async def _write(self, key: str, value: bytes, call: Callable[[], Awaitable[int]]) -> int:
+    async def _write(self, key: str, value: bytes, revision: int | None) -> int:
+        if len(value) > MAX_VALUE_BYTES:
+            raise BrokerError(f"bucket {self._name}: key {key!r}: a value of {len(value)} bytes, at most {MAX_VALUE_BYTES} fit")
+        subject, identifier = self._subject(key), uuid.uuid4().hex
+        expected = revision
+
         async def write() -> int:
+            fence = None if expected is None else Fence(subject, expected)
+            return await append_one(self._link.control, subject, value, message_id=identifier, fence=fence, timeout_s=TIMEOUT_S)
+
+        while True:
             try:
-                return int(await call())
-            except nats.js.errors.KeyWrongLastSequenceError:
-                stored = await self.get(key)
-                if stored is not None and stored[0] == value:
-                    return stored[1]  # an earlier attempt of ours came through, or somebody wrote the same
+                return await self._patiently(write)
+            except FenceError:
+                stored = await self._patiently(lambda: self._last(key))
+                if stored is not None and (stored.headers or {}).get(ID_HEADER) == identifier:
+                    return int(stored.seq)  # an attempt that was not answered
+                if revision == 0 and stored is not None and _deleted(stored) and expected != stored.seq:
+                    expected = int(stored.seq)  # what was deleted does not exist
+                    continue
                 raise FenceError(f"bucket {self._name}: key {key!r} was set by somebody else") from None
 
-        return await self._patiently(write)
+    def _subject(self, key: str) -> str:
+        return f"$KV.{self._name}.{key}"
+
+    async def _last(self, key: str) -> Any:
+        api = self._link.control.jetstream(timeout=TIMEOUT_S)
+        try:
+            return await api.get_msg(f"KV_{self._name}", subject=self._subject(key))
+        except nats.js.errors.NotFoundError as error:
+            if error.err_code == _NO_MESSAGE:
+                return None
+            raise
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         for attempt in range(ATTEMPTS):
             try:
                 return await call()
             except (nats.js.errors.NotFoundError, nats.js.errors.BadRequestError) as error:
-                raise BrokerError(f"bucket {self._name}: {error}") from None
-            except (nats.errors.Error, TimeoutError) as error:
+                raise BrokerError(f"bucket {self._name}: {error.description} (code {error.err_code})") from None
+            except (AppendUncertainError, nats.errors.Error, TimeoutError) as error:
+                check_open(self._link.control)
                 if attempt == ATTEMPTS - 1:
-                    raise AppendUncertainError(f"bucket {self._name}: no answer: {error!r}") from None
-                await asyncio.sleep(0.2)
+                    reason = str(error) or type(error).__name__
+                    raise AppendUncertainError(f"bucket {self._name}: no answer: {reason}") from None
+                await asyncio.sleep(RETRY_S)
         raise AssertionError("unreachable")
+
+
+def _deleted(stored: Any) -> bool:
+    return (stored.headers or {}).get("KV-Operation") in ("DEL", "PURGE")

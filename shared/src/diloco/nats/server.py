@@ -40,7 +40,10 @@ def free_port() -> int:
 
 
 class Server:
-    """A server process with JetStream in ``directory``. Every acknowledged message is on disk (``sync_interval: always``)."""
+    """A server process with JetStream in ``directory``. Every acknowledged message is on disk (``sync_interval: always``).
+
+    It ends with the process that started it, however that ends: two servers on one directory would destroy it.
+    """
 
     def __init__(self, directory: Path, port: int | None = None, *, max_file_bytes: int | None = None) -> None:
         self.directory = directory
@@ -48,6 +51,7 @@ class Server:
         self.max_file_bytes = max_file_bytes
         self.log_file = directory / "nats-server.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -79,6 +83,7 @@ class Server:
             self._process = subprocess.Popen(
                 [find_binary(), "-c", config], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
+        self._guard = _end_with_owner(self._process.pid)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline_s:
             if self._process.poll() is not None:
@@ -121,7 +126,22 @@ class Server:
             self._process.kill()
             self._process.wait()
         self._process = None
+        if self._guard is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._guard.communicate(b"\n")
+        self._guard = None
 
     def _log_end(self) -> str:
         lines = self.log_file.read_text(errors="replace").splitlines()
         return lines[-1] if lines else "its log is empty"
+
+
+def _end_with_owner(pid: int) -> subprocess.Popen[bytes]:
+    """A shell that waits for a line from this process, and kills ``pid`` when the pipe is closed without one."""
+    return subprocess.Popen(
+        ["/bin/sh", "-c", 'read -r _ || kill -KILL "$0"', str(pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )

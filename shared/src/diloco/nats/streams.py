@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,6 +17,10 @@ from diloco.nats.connection import Link
 
 TIMEOUT_S = 5.0
 DUPLICATE_WINDOW_S = 120.0
+
+# of an existing stream: what must be as asked for, and what may be more (a limit of zero or less is none)
+_EXACT = ("subjects", "retention", "discard", "max_msgs_per_subject", "allow_direct", "allow_batched")
+_AT_LEAST = ("max_msgs", "max_bytes", "max_age", "max_msg_size", "num_replicas", "duplicate_window")
 
 T = TypeVar("T")
 
@@ -31,11 +37,11 @@ class Stored:
 async def ensure(
     link: Link, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1
 ) -> None:
-    """Make a stream, or find that it exists as it should.
+    """Make a stream, or find that it exists as it should; more room or more replicas than asked for are as good.
 
     Raises:
         BrokerError: the server refuses.
-        RunError: it exists with other subjects or another limit.
+        RunError: it exists with other subjects, keeps less, or keeps it in another way.
     """
     config = nats.js.api.StreamConfig(
         name=stream,
@@ -54,13 +60,29 @@ async def ensure(
         await _answer(api.add_stream(config), stream)
     except _Exists:
         info = await _answer(api.stream_info(stream), stream)
-        existing = info.config
-        for field in ("subjects", "max_msgs_per_subject", "allow_batched"):
-            if getattr(existing, field) != getattr(config, field):
-                raise RunError(
-                    f"stream {stream}: has {field} = {getattr(existing, field)!r}, expected {getattr(config, field)!r}; it "
-                    "belongs to something else: choose another run name"
-                ) from None
+        difference = _difference(config, info.config)
+        if difference:
+            raise RunError(
+                f"stream {stream}: has {difference}; if it belongs to something else, choose another run name, else set it so"
+            ) from None
+
+
+def _difference(wanted: nats.js.api.StreamConfig, existing: nats.js.api.StreamConfig) -> str | None:
+    """The first setting of a stream that does not do."""
+    for name in _EXACT:
+        a, b = getattr(wanted, name), getattr(existing, name)
+        # the server lists subjects in whatever order they were given
+        if (sorted(a) != sorted(b or [])) if name == "subjects" else a != b:
+            return f"{name} = {_plain(b)}, expected {_plain(a)}"
+    for name in _AT_LEAST:
+        a, b = (v if v and v > 0 else math.inf for v in (getattr(wanted, name), getattr(existing, name)))
+        if b < a:
+            return f"{name} = {b:.15g}, expected {'no limit' if a == math.inf else f'at least {a:.15g}'}"
+    return None
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, enum.Enum) else value
 
 
 async def last(link: Link, stream: str, subject: str) -> Stored | None:

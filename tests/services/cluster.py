@@ -1,0 +1,454 @@
+"""A run's services as processes, over a real server, configured as users would; and what a test wants to know of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+from tests.services.toy import Toy
+
+from diloco import logs, membership
+from diloco.core.fragments import FragmentMap
+from diloco.errors import MessageError
+from diloco.log import Entry, Log
+from diloco.membership import Run
+from diloco.nats.connection import Link
+from diloco.nats.registry import Registry
+from diloco.observe import Logger, get_logger
+from diloco.settings import LearnerSettings, RunSettings, run_settings
+from diloco.wire import messages
+from diloco.wire.messages import Pulse, Record, ShardPulse
+from diloco.wire.subjects import Subjects
+
+Vector = NDArray[np.float32]
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0  # generous: only a failing test waits so long
+
+# A run of some two seconds: three learners of about 60 steps of 16 tokens, a round every 6. All that a test relies on is here.
+SMALL: dict[str, Any] = {
+    "seed": 3,
+    "tokens": 3 * 60 * 16,
+    "learners": 3,
+    "shards": 2,
+    "fragments.count": 4,
+    "fragments.strategy": "balanced",
+    "round.steps": 6,
+    "log.keyframe_factor": 1000.0,  # none but genesis's, so that the whole log is there to be read
+    "liveness.pulse_s": 0.1,
+    "liveness.dead_s": 10.0,
+    "task.name": "tests:toy",
+    "task.width": 8,
+    "task.heads": 4,
+    "task.context": 8,
+}
+
+
+def small(preset: str = "decoupled", **overrides: Any) -> RunSettings:
+    """Settings of a small run; in a keyword ``__`` stands for the dot of a setting's name."""
+    own = {key.replace("__", "."): value for key, value in overrides.items()}
+    fixed = {"shards", "fragments.count", "round.steps"} if preset == "diloco" else set()
+    base = {key: value for key, value in SMALL.items() if key not in fixed} | ({"round.steps": 6} if fixed else {})
+    return run_settings(preset, base | own)
+
+
+class Events:
+    """A logger that keeps what it is told, for learners in threads."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, str, dict[str, Any]]] = []
+
+    def _note(self, level: str) -> Callable[..., None]:
+        return lambda event, **values: self.entries.append((level, event, values))
+
+    def __getattr__(self, level: str) -> Callable[..., None]:
+        return self._note(level)
+
+
+@dataclass
+class Service:
+    """A process of the run."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    output: Path
+    killed: bool = False
+
+    @property
+    def said(self) -> str:
+        """What its user sees."""
+        return self.output.read_text()
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        self.killed = True
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class Folded:
+    """One fragment's log, folded by the reference below: ``entries`` are those that follow one another."""
+
+    index: int
+    entries: list[Record]
+    theta: Vector
+    momentum: Vector
+    passed_over: int
+
+    @property
+    def versions(self) -> list[Record]:
+        return [record for record in self.entries if record.entry == "version"]
+
+    @property
+    def state_hash(self) -> bytes:
+        return _state_hash(self.theta, self.momentum)
+
+
+class Gate:
+    """Holds learners between two steps while it is closed."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+
+    def __call__(self, toy: Toy) -> None:
+        self._open.wait(DEADLINE_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        self._open.clear()
+
+
+class Cluster:
+    """The services of one run on one server. A test starts them, waits for what it wants to see, and reads the log."""
+
+    def __init__(self, directory: Path, url: str, run: str, settings: RunSettings) -> None:
+        self.directory, self.url, self.name, self.settings = directory, url, run, settings
+        self.subjects = Subjects(run)
+        self.services: list[Service] = []
+        self.toys: list[Toy] = []
+        self.pulses: dict[str, list[Pulse]] = {}
+        self.shard_pulses: dict[str, ShardPulse] = {}
+        self.gate = Gate()  # of all toys in threads
+        self._link: Link | None = None
+        directory.mkdir(parents=True, exist_ok=True)
+
+    # ---- processes
+
+    def start(self, name: str, module: str, **values: Any) -> Service:
+        """Start ``python -m module``: what all services share comes from the environment, the rest from a TOML file."""
+        config, output = self.directory / f"{name}.toml", self.directory / f"{name}.out"
+        shared = {"state_dir": str(self.directory), "log_level": "debug", "run": "the-environment-wins"}
+        config.write_text(to_toml({"name": name} | shared | values))
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
+        environment |= {"DILOCO_NATS_URL": self.url, "DILOCO_RUN": self.name, "OPENBLAS_NUM_THREADS": "1"}
+        with output.open("ab") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, "--config", str(config)],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+            )
+        service = Service(name, process, output)
+        self.services.append(service)
+        return service
+
+    def coordinator(self) -> Service:
+        return self.start("coordinator", "diloco_coordinator", settings=self.settings.model_dump())
+
+    def syncer(self, shard: int) -> Service:
+        return self.start(f"syncer-{shard}", "diloco_syncer", shard=shard)
+
+    def syncers(self) -> list[Service]:
+        return [self.syncer(shard) for shard in range(self.settings.shards)]
+
+    def toy_process(self, share: int, **values: Any) -> Service:
+        return self.start(f"toy-{share}", "tests.services.toy", share=share, **values)
+
+    def toy(self, share: int, *, name: str | None = None, **behaviour: Any) -> Toy:
+        """Start a learner in a thread; the cluster's gate holds it before its first step unless it behaves otherwise."""
+        settings = LearnerSettings(
+            name=name or f"toy-{share}", run=self.name, nats_url=self.url, state_dir=self.directory, share=share
+        )
+        behaviour = {"before_step": self.gate} | behaviour
+        toy = Toy(settings, cast(Logger, Events()), **behaviour)
+        self.toys.append(toy)
+        toy.start()
+        return toy
+
+    def learners(self, **behaviour: Any) -> list[Toy]:
+        return [self.toy(share, **behaviour) for share in range(self.settings.learners)]
+
+    async def create(self) -> None:
+        """Make the run, as a coordinator does."""
+        await membership.create(await self.link(), self.name, self.settings)
+
+    async def begin(self, *, coordinator: bool = True) -> None:
+        """Syncers and learners, and a coordinator, which is not on the data's path, all there before the first step."""
+        if coordinator:
+            self.coordinator()
+        else:
+            await self.create()
+        self.syncers()
+        if not self.toys:
+            self.learners()
+        await self.link()
+        await self.all_ready()
+        self.gate.open()
+
+    async def all_ready(self) -> None:
+        """Every syncer serves, and every learner has been heard since."""
+        syncers = [service.name for service in self.services if service.name.startswith("syncer")]
+        await self.until(lambda: all(self.events("serving", name) for name in syncers), "syncers serve")
+        self.pulses.clear()
+        names = {toy.name for toy in self.toys}
+        await self.until(
+            lambda: all(any(p.state == "stepping" for p in self.pulses.get(n, ())) for n in names), "learners are ready"
+        )
+
+    # ---- watching
+
+    async def link(self) -> Link:
+        """The test's own connection, which also hears the signs of life."""
+        if self._link is None:
+            self._link = await Link.open(self.url, self.url, "test", get_logger(), give_up_after_s=20)
+            await self._link.control.subscribe(self.subjects.pulse(), cb=self._hear)
+            await self._link.control.subscribe(self.subjects.shard(), cb=self._hear)
+        return self._link
+
+    async def _hear(self, message: Any) -> None:
+        run = messages.run_id(self.name, self.settings.digest())
+        try:
+            if ".pulse." in message.subject:
+                pulse, _, _ = messages.unpack(message.data, Pulse, run)
+                self.pulses.setdefault(pulse.learner, []).append(pulse)
+            else:
+                shard, _, _ = messages.unpack(message.data, ShardPulse, run)
+                self.shard_pulses[shard.syncer] = shard
+        except MessageError:
+            return  # a test publishes what it likes
+
+    async def status(self) -> dict[str, Any]:
+        """What the coordinator answers."""
+        link = await self.link()
+        status: dict[str, Any] = json.loads((await link.control.request(self.subjects.status, b"", timeout=10)).data)
+        return status
+
+    def tokens(self) -> int:
+        """Processed by all learners, as last heard."""
+        return sum(pulses[-1].tokens for pulses in self.pulses.values())
+
+    def steps(self) -> int:
+        """Taken by all learners, as last heard."""
+        return sum(pulses[-1].step for pulses in self.pulses.values())
+
+    def events(self, event: str, service: str = "*") -> list[Mapping[str, Any]]:
+        """Values of a process's or a toy's events of this name."""
+        found: list[Mapping[str, Any]] = [
+            values
+            for toy in self.toys
+            if service in ("*", toy.name)
+            for _, name, values in list(cast(Events, toy.log).entries)
+            if name == event
+        ]
+        if (self.directory / "logs").is_dir():
+            entries = logs.merge(self.directory)
+            found += [e.values for e in entries if e.event == event and service in ("*", e.service)]
+        return found
+
+    async def until(self, predicate: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+        """Wait until something is so; fails at once if a process or learner ends with an error meanwhile."""
+        ends_s = time.monotonic() + deadline_s
+        while not predicate():
+            self.check_alive()
+            assert time.monotonic() < ends_s, f"not within {deadline_s} s: {what}; {self._situation()}"
+            await asyncio.sleep(0.03)
+
+    def check_alive(self) -> None:
+        for service in self.services:
+            if not service.killed and service.process.poll():
+                raise AssertionError(f"{service.name} ended with {service.process.returncode}: {service.said}")
+        for toy in self.toys:
+            if toy.failure is not None:
+                raise AssertionError(f"{toy.name} failed") from toy.failure
+
+    async def ended(self) -> None:
+        """Wait until every process that was not killed has ended by itself, and every learner has finished."""
+        await self.until(
+            lambda: (
+                all(service.killed or service.process.poll() == 0 for service in self.services)
+                and not any(toy.running for toy in self.toys)
+            ),
+            "the run ends by itself",
+        )
+        self.check_alive()
+        assert all(toy.finished for toy in self.toys)
+
+    async def refused(self, *services: Service) -> list[tuple[int, str]]:
+        """Wait for the ends of processes that are to end with an error: their codes, and the one line that each says."""
+        for service in services:
+            service.killed = True  # its code is the test's to look at
+        await self.until(lambda: all(service.process.poll() is not None for service in services), "they end")
+        assert [service.said.count("\n") for service in services] == [1] * len(services), [s.said for s in services]
+        return [(service.process.returncode, service.said) for service in services]
+
+    async def finished_pulses(self) -> dict[str, Pulse]:
+        """Every learner's last word."""
+        await self.until(
+            lambda: all(pulses[-1].state == "finished" for pulses in self.pulses.values()), "last pulses arrive", 10
+        )
+        return {name: pulses[-1] for name, pulses in self.pulses.items()}
+
+    async def store(self) -> tuple[Log, FragmentMap]:
+        """The run's log, as anybody can open it."""
+        link = await self.link()
+        registry = await Registry.open(link, self.subjects.bucket, create=False)
+        run = Run(self.name, self.settings, registry)
+        fragments = await membership.find_map(run)
+        return Log(link, self.name, run.identity, fragments), fragments
+
+    async def folded(self) -> list[Folded]:
+        """The log from its keyframes on, folded by the reference."""
+        store, fragments = await self.store()
+        genesis = await store.genesis()
+        assert genesis is not None
+        return [await _fold(store, fragment.index, fragment.size, genesis) for fragment in fragments.fragments]
+
+    async def tensors(self, folded: Sequence[Folded]) -> dict[str, Vector]:
+        """The global model."""
+        _, fragments = await self.store()
+        tensors = fragments.empty()
+        for fragment, log in zip(fragments.fragments, folded, strict=True):
+            fragment.scatter(log.theta, tensors)
+        return tensors
+
+    def _situation(self) -> str:
+        toys = {toy.name: toy.member.state if toy.member else "not a member" for toy in self.toys}
+        processes = {service.name: service.process.poll() for service in self.services}
+        heard = {name: (p[-1].state, p[-1].step, p[-1].versions, p[-1].steps) for name, p in self.pulses.items()}
+        return f"learners {toys}, processes {processes}, heard {heard}, shards {self.shard_pulses}"
+
+    async def close(self) -> None:
+        """End all that still runs; nothing that a user could see may be a traceback."""
+        self.gate.open()
+        for service in self.services:
+            if service.process.poll() is None:
+                service.process.send_signal(signal.SIGTERM)
+        for toy in self.toys:
+            await asyncio.to_thread(toy.stop)
+        for service in self.services:
+            try:
+                await asyncio.to_thread(service.process.wait, 10)
+            except subprocess.TimeoutExpired:
+                service.kill()
+        if self._link is not None:
+            await self._link.close()
+        for service in self.services:
+            assert "Traceback" not in service.said, service.said
+        if (self.directory / "logs").is_dir():
+            bad = [e.raw for e in logs.merge(self.directory) if "traceback" in e.values or e.level == "critical"]
+            assert not bad, "\n".join(bad)
+
+
+# ---- the reference: written from docs/protocol.md, sections 4, 7 and 9, with NumPy alone
+
+
+def decode(body: NDArray[np.uint8], n: int, bits: int) -> Vector:
+    """Values of a record's body (section 4)."""
+    if bits == 32:
+        return body.view("<f4").astype(np.float32)
+    if bits == 16:
+        return (body.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    assert bits == 4
+    blocks = -(-n // 64)
+    scales = (body[: 2 * blocks].view("<u2").astype(np.uint32) << 16).view(np.float32)
+    packed = body[2 * blocks :].reshape(blocks, 32)
+    codes = np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32) - np.float32(8)
+    return (codes * scales[:, None]).reshape(-1)[:n]
+
+
+def fold(theta: Vector, momentum: Vector, delta: Vector, eta: float, mu: float) -> tuple[Vector, Vector]:
+    """One version (section 7): every product, sum and difference is one float32 operation."""
+    eta32, mu32 = np.array(eta, np.float32), np.array(mu, np.float32)
+    buffer = mu32 * momentum + delta
+    return theta - eta32 * (delta + mu32 * buffer), buffer
+
+
+def _state_hash(theta: Vector, momentum: Vector) -> bytes:
+    return blake3(blake3(theta.tobytes()).digest() + blake3(momentum.tobytes()).digest()).digest()
+
+
+async def _fold(store: Log, index: int, size: int, genesis: tuple[messages.Genesis, bytes]) -> Folded:
+    """Fold a fragment; every rule of section 9 that makes an entry follow is asserted of those whose ``previous`` fits."""
+    start = (await store.load(index, *genesis)).replica
+    chain, folded = start.chain, Folded(index, [], start.theta, start.momentum, 0)
+    head, version, epoch, merged, closed = chain.head, chain.version, chain.epoch, chain.tokens_merged, chain.closed
+    cursors = {name: (cursor.incarnation, cursor.number) for name, cursor in chain.cursors.items()}
+    async for entry in _entries(store, index, chain.sequence, folded):
+        record = entry.record
+        if record.previous != head:
+            folded.passed_over += 1
+            continue
+        if record.entry == "version":
+            assert entry.body is not None
+            assert not closed
+            delta = decode(entry.body, size, record.bits)
+            folded.theta, folded.momentum = fold(folded.theta, folded.momentum, delta, record.learning_rate, record.momentum)
+            version += 1
+        epoch += record.entry == "takeover"
+        merged += sum(member.tokens for member in record.members)
+        assert (record.version, record.epoch, record.tokens_merged) == (version, epoch, merged)
+        assert record.state_hash == folded.state_hash
+        assert [m.learner for m in record.members] == sorted({m.learner for m in record.members})
+        for member in record.members:
+            assert (member.incarnation, member.number) > cursors.get(member.learner, (0, 0)), "merged twice"
+            cursors[member.learner] = (member.incarnation, member.number)
+        head, closed = entry.check, closed or record.closing
+        folded.entries.append(record)
+    assert closed, f"the log of fragment {index} is not closed"
+    return folded
+
+
+async def _entries(store: Log, index: int, after: int, folded: Folded) -> AsyncIterator[Entry]:
+    def refused(sequence: int, error: MessageError) -> None:
+        folded.passed_over += 1
+
+    stop = await store.head_sequence(index)
+    if stop > after:
+        async for entry in store.follow([index], after + 1, refused, stop):
+            yield entry
+
+
+def check_accounts(pulses: Mapping[str, Pulse], folded: Iterable[Folded]) -> None:
+    """Of every learner and fragment: processed = merged by the log + lost + outstanding. The whole log must be there."""
+    for log in folded:
+        for name, pulse in pulses.items():
+            merged = sum(m.tokens for record in log.entries for m in record.members if m.learner == name)
+            lost, outstanding = pulse.lost_tokens[log.index], pulse.fragment_tokens[log.index]
+            accounts = f"{pulse.tokens} processed, {merged} merged, {lost} lost, {outstanding} outstanding"
+            assert pulse.tokens == merged + lost + outstanding, f"{name}, fragment {log.index}: {accounts}"
+
+
+def to_toml(values: Mapping[str, Any], prefix: str = "") -> str:
+    """Nested plain values as TOML."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    for key, value in values.items():
+        if isinstance(value, dict):
+            lines += [f"[{prefix}{key}]", to_toml(value, f"{prefix}{key}.")]
+    return "\n".join(lines)

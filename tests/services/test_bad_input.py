@@ -1,0 +1,227 @@
+"""What users get wrong: they are told what, where and what to do, by an exit code of its own, and never by a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nats.js.errors
+import numpy as np
+import pytest
+from nats.js import JetStreamContext
+from tests.conftest import MakeServer
+from tests.services.cluster import check_accounts, small
+from tests.services.conftest import Diloco, Launch
+from tests.services.toy import SAMPLES, Regression
+
+from diloco.core.fragments import TensorSpec
+from diloco.errors import AdmissionError
+from diloco.nats.registry import Registry
+from diloco.nats.server import find_binary, free_port
+from diloco.rundir import RunDirectory
+from diloco.settings import run_settings
+
+STORAGE_BYTES = 8 << 20
+
+
+async def fill(api: JetStreamContext, size: int) -> None:
+    """Store messages of this size until the server has no room for another one."""
+    with contextlib.suppress(nats.js.errors.APIError):
+        for _ in range(STORAGE_BYTES // size):
+            await api.publish("somebody-else", bytes(size))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--set", "round.step=5"], ["round.step", "did you mean 'round.steps'"]),
+        (["--set", "codec.offer_bit=8"], ["codec.offer_bit", "did you mean 'codec.offer_bits'"]),
+        (["--set", "round.quorum=5", "--learners", "4"], ["round.quorum = 5", "learners = 4"]),
+        (["--set", "round.steps=0"], ["round.steps = 0", "greater than or equal to 1"]),
+        (["--set", "codec.offer_bits=5"], ["codec.offer_bits = 5", "4, 8, 16 or 32"]),
+        (["--set", "codec.record_bits=0"], ["codec.record_bits = 0"]),
+        (["--set", "round.steps"], ["round.steps", "KEY=VALUE"]),
+        (["--set", "inner.learning_rate=nan"], ["inner.learning_rate"]),
+        (["--tokens", "0"], ["tokens = 0"]),
+        (["--learners", "0"], ["learners = 0"]),
+        (["--shards", "25"], ["shards = 25", "fragments.count = 24"]),
+        (["--preset", "publishd"], ["publishd", "did you mean 'published'"]),
+        (["--slow", "learner-9=2"], ["learner-9", "learner-0 to learner-3"]),
+        (["--slow", "learner-1=0.5"], ["learner-1=0.5", "at least 1"]),
+        (["--tokens", "many"], ["--tokens", "integer"]),
+        (["--tokns", "3"], ["--tokns"]),
+    ],
+)
+def test_wrong_settings_are_named_before_anything_is_started(
+    diloco: Diloco, tmp_path: Path, arguments: list[str], says: list[str]
+) -> None:
+    ended = diloco("up", "--set", "fragments.count=24", *arguments)
+    assert ended.code == 2
+    for text in says:
+        assert text in ended.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_directory_of_something_else_is_left_alone(diloco: Diloco, tmp_path: Path) -> None:
+    settings = run_settings(overrides={"round.steps": 24, "seed": 1})
+
+    def directory(name: str) -> Path:
+        RunDirectory(tmp_path / name, name, "", None, settings).save()
+        return tmp_path / name
+
+    finished, other, version, damaged = (directory(name) for name in ("finished", "other", "version", "damaged"))
+    (finished / "report.json").write_text("{}")
+    values = json.loads((version / "run.json").read_text())
+    (version / "run.json").write_text(json.dumps(values | {"format": 99, "version": "9.9.9"}))
+    (damaged / "run.json").write_text("{")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("all my work")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    for arguments, says in {
+        ("up", "--run-dir", str(finished)): "finished",
+        ("up", "--run-dir", str(other), "--set", "round.steps=12"): "round.steps is 12 there, 24 here",
+        ("up", "--run-dir", str(other), "--data", str(mine)): "begun with data",
+        ("up", "--run-dir", str(version)): "9.9.9",
+        ("up", "--run-dir", str(damaged)): "damaged",
+        ("up", "--run-dir", str(mine)): "no run's directory",
+        ("status", str(mine)): "not a run's directory",
+        ("status", str(version)): "9.9.9",
+        ("status", str(other)): "has not been started",
+        ("logs", str(mine)): "no logs",
+    }.items():
+        ended = diloco(*arguments)
+        assert (ended.code, says in ended.err) == (5, True), (arguments, ended)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+async def test_run_that_exists_with_other_settings_or_of_another_version_is_refused(launch: Launch) -> None:
+    mine = launch(small())
+    await mine.create()
+    other = launch(small(round__steps=7), name=mine.name)
+    coordinator = other.coordinator()
+    no_such_shard = mine.start("syncer-2", "diloco_syncer", shard=2)
+    newer = launch(small())
+    await newer.create()
+    registry = await Registry.open(await newer.link(), newer.subjects.bucket, create=False)
+    await registry.put("run", json.dumps(small().model_dump() | {"warp": 9}).encode())
+    syncer = newer.syncer(0)
+    learner = newer.toy_process(0)
+    # a shard of a run whose map is known: what is wrong is only its number
+    mine.toy(0)
+
+    ended = await mine.refused(coordinator, no_such_shard, syncer, learner)
+
+    expected = [
+        (5, "round.steps is 6 there, 7 here"),
+        (2, "has shards 0 to 1"),
+        (5, "was made by another version"),
+        (5, "no setting 'warp'"),
+    ]
+    for (code, said), (expected_code, says) in zip(ended, expected, strict=True):
+        assert (code, says in said) == (expected_code, True), said
+
+
+async def test_learner_with_another_model_is_told_the_first_tensor_that_differs(launch: Launch) -> None:
+    def taller(task: Regression) -> list[TensorSpec]:
+        return [replace(spec, shape=(9, 8)) if spec.path == "linear/weight" else spec for spec in task.specs]
+
+    def one_more(task: Regression) -> list[TensorSpec]:
+        return [*task.specs, TensorSpec("extra", (3,))]
+
+    def no_embedding(task: Regression) -> list[TensorSpec]:
+        return [TensorSpec(spec.path, spec.shape) for spec in task.specs]
+
+    cluster = launch(small(learners=1))
+    await cluster.create()
+    cluster.toy(0)
+    await cluster.link()
+    await cluster.until(lambda: "toy-0" in cluster.pulses, "the first learner's model is the run's")
+    for name, specs, says in (
+        ("taller", taller, "tensor 'linear/weight' differs: the run has shape (8, 8), this learner's model has shape (9, 8)"),
+        ("more", one_more, "tensor 'extra' differs: the run has no such tensor, this learner's model has shape (3,)"),
+        ("plain", no_embedding, "tensor 'table' differs: the run has shape (8, 4), embedding-like"),
+    ):
+        toy = cluster.toy(0, name=name, specs=specs)
+        cluster.toys.remove(toy)  # it is to fail
+        await cluster.until(lambda toy=toy: not toy.running, "it is refused")  # type: ignore[misc]
+        assert isinstance(toy.failure, AdmissionError)
+        assert says in str(toy.failure)
+        assert cluster.name in str(toy.failure)
+        assert name not in cluster.pulses  # it never took part
+
+
+async def test_data_that_is_missing_empty_or_too_short_is_named(launch: Launch, tmp_path: Path) -> None:
+    cluster = launch(small(task__name="gpt", task__context=64, task__batch=8))
+    await cluster.create()
+    empty, short = tmp_path / "empty", tmp_path / "short.txt"
+    empty.mkdir()
+    short.write_text("a few words\n" * 20)
+    missing = tmp_path / "no-such-folder"
+    wrong = {missing: "there is no such file or folder", empty: "holds no text", short: "one batch of 8 windows of 64 bytes"}
+    learners = [cluster.start(path.stem, "diloco_learner", data=str(path)) for path in wrong]
+    ended = await cluster.refused(*learners)
+    for (code, said), (path, says) in zip(ended, wrong.items(), strict=True):
+        assert (code, str(path) in said, says in said) == (3, True, True), said
+
+
+@pytest.fixture
+def without_jetstream(tmp_path: Path) -> Iterator[str]:
+    """URL of a server that knows nothing of JetStream."""
+    port = free_port()
+    with (tmp_path / "plain-nats.log").open("wb") as log:
+        server = subprocess.Popen([find_binary(), "-a", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log)
+    yield f"nats://127.0.0.1:{port}"
+    server.kill()
+    server.wait()
+
+
+async def test_server_without_jetstream_is_named(launch: Launch, without_jetstream: str) -> None:
+    cluster = launch(small(), without_jetstream)
+    [(code, said)] = await cluster.refused(cluster.syncer(0))
+    assert code == 4
+    assert f"NATS at {without_jetstream}: JetStream is not enabled; start nats-server with -js" in said
+
+
+def test_up_at_a_server_without_jetstream_names_it(diloco: Diloco, without_jetstream: str) -> None:
+    ended = diloco("up", "--plain", "--nats", without_jetstream, "--run-dir", "mine")
+    assert ended.code == 4
+    assert f"NATS at {without_jetstream}: JetStream is not enabled; start nats-server with -js" in ended.err
+
+
+async def test_full_storage_delays_versions_and_loses_nothing(make_server: MakeServer, launch: Launch) -> None:
+    server = make_server(max_file_bytes=STORAGE_BYTES)
+    cluster = launch(small(shards=1, carry__overlap=1.0, tokens=3 * 100 * SAMPLES), server.url)
+    await cluster.begin(coordinator=False)
+    await cluster.until(lambda: min(cluster.pulses["toy-0"][-1].versions) >= 2, "some versions")
+    api = (await cluster.link()).bulk.jetstream()
+    await api.add_stream(name="somebody-else", subjects=["somebody-else"])
+    for size in (1 << 19, 1 << 14, 1 << 8):
+        await fill(api, size)
+
+    def met() -> list[Mapping[str, Any]]:
+        return [*cluster.events("storage_full"), *cluster.events("offer_not_stored")]
+
+    await cluster.until(lambda: bool(met()), "somebody meets the limit")
+    stepped, at = cluster.steps(), cluster.pulses["toy-0"][-1].versions
+    await cluster.until(lambda: cluster.steps() > stepped + 30, "learners go on stepping")
+    assert sum(np.subtract(cluster.pulses["toy-0"][-1].versions, at)) <= 4  # what was under way
+    assert all("storage is full" in str(values["reason"]) for values in met())
+    await api.delete_stream("somebody-else")
+
+    await cluster.ended()
+
+    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    check_accounts(pulses, folded)
+    for log in folded:
+        assert log.entries[-1].tokens_merged == sum(pulse.tokens for pulse in pulses.values())
+    # once for each offer or version that had to wait, however often it was tried
+    for who in [toy.name for toy in cluster.toys]:
+        waited = [(values["fragment"], values["number"]) for values in cluster.events("offer_not_stored", who)]
+        assert len(waited) == len(set(waited))

@@ -1,0 +1,239 @@
+"""Damaged, foreign, repeated and poisonous messages in a live run: refused, counted, logged once, and never merged."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import zstandard
+from blake3 import blake3
+from numpy.typing import NDArray
+from tests.services.cluster import Cluster, check_accounts, small
+from tests.services.conftest import Launch
+from tests.services.toy import SAMPLES, Toy
+
+from diloco import membership
+from diloco.core import quantise
+from diloco.core.fragments import FragmentMap
+from diloco.log import Log
+from diloco.membership import Run
+from diloco.nats.registry import Registry
+from diloco.wire.messages import Announcement, Body, Offer, Pulse, Record, pack
+
+MALLORY = "mallory"  # is admitted: only what it sends is bad
+EVE = "eve"  # is not admitted
+
+
+@dataclass
+class Forger:
+    """Makes offers of fragment 0 at version 0, good but for what a test changes."""
+
+    cluster: Cluster
+    store: Log
+    size: int
+    base_hash: bytes
+    incarnation: int
+
+    @classmethod
+    async def make(cls, cluster: Cluster) -> Forger:
+        store, fragments = await cluster.store()
+        genesis = await store.genesis()
+        assert genesis is not None
+        base_hash = genesis[0].fragments[0][1]
+        return cls(cluster, store, fragments.fragments[0].size, base_hash, time.time_ns() // 1_000_000)
+
+    async def admit(self, fragments: FragmentMap) -> None:
+        registry = await Registry.open(await self.cluster.link(), self.cluster.subjects.bucket, create=False)
+        run = Run(self.cluster.name, self.cluster.settings, registry)
+        await membership.join(run, MALLORY, self.incarnation, fragments, self.cluster.settings.digest())
+
+    def content(self) -> NDArray[np.uint8]:
+        return quantise.quantise(np.linspace(-1, 1, self.size, dtype=np.float32), 4)
+
+    def offer(self, number: int, raw: bytes | None = None, **changes: Any) -> tuple[Offer, bytes]:
+        """An offer of mallory's and its zstd frame, which holds ``raw``."""
+        raw = self.content().tobytes() if raw is None else raw
+        packed = zstandard.ZstdCompressor().compress(raw)
+        body = Body(len(packed), blake3(raw).digest(), 0, bytes(8))
+        values: dict[str, Any] = {
+            "fragment": 0,
+            "learner": MALLORY,
+            "incarnation": self.incarnation,
+            "number": number,
+            "after": (0, 0),
+            "round": 1,
+            "base_version": 0,
+            "base_hash": self.base_hash,
+            "bits": 4,
+            "steps": 1,
+            "tokens": SAMPLES,
+            "lost_tokens": 0,
+            "body": body,
+        }
+        return Offer(**(values | changes)), packed
+
+    def frame(self, number: int, raw: bytes | None = None, **changes: Any) -> bytes:
+        return pack(*self._ordered(self.offer(number, raw, **changes)))
+
+    def _ordered(self, made: tuple[Offer, bytes]) -> tuple[Offer, bytes, bytes]:
+        return made[0], self.store.run, made[1]
+
+    async def publish(self, data: bytes, sender: str = MALLORY) -> None:
+        subject = self.cluster.subjects.offer(0, sender)
+        await self.store.link.bulk.jetstream().publish(subject, data)
+
+
+def bad_offers(forger: Forger) -> dict[str, tuple[str, str, bytes]]:
+    """By what is wrong: sender, kind of refusal, and the message."""
+    content = forger.content()
+    not_a_number = content.copy()
+    not_a_number[:2] = np.array([0x7FC0], "<u2").view(np.uint8)  # the first block's scale is NaN
+    good = forger.frame(1)
+    fields = list(msgspec.msgpack.decode(good))
+    bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
+    body = forger.offer(1)[0].body
+
+    def with_body(packed: bytes, **changes: Any) -> bytes:
+        described = msgspec.structs.replace(body, size_bytes=len(packed))
+        offer = msgspec.structs.replace(forger.offer(1)[0], body=msgspec.structs.replace(described, **changes))
+        return pack(offer, forger.store.run, packed)
+
+    def element(index: int, value: Any) -> bytes:
+        return msgspec.msgpack.encode([*fields[:index], value, *fields[index + 1 :]])
+
+    packed = forger.offer(1)[1]
+    return {
+        "nothing of ours": (MALLORY, "FormatError", b"hello"),
+        "truncated": (MALLORY, "FormatError", good[:-10]),
+        "another protocol version": (MALLORY, "FormatError", element(1, 2)),
+        "another run": (MALLORY, "FormatError", element(3, bytes(8))),
+        "fields changed on the way": (MALLORY, "HashError", element(4, fields[4][:-1] + bytes([fields[4][-1] ^ 1]))),
+        "check changed on the way": (MALLORY, "HashError", element(5, bytes(32))),
+        "a frame too long": (MALLORY, "FormatError", bytes((1 << 20) - 1024)),
+        "another fragment than its subject": (MALLORY, "FormatError", forger.frame(1, fragment=1)),
+        "another learner than its subject": (MALLORY, "FormatError", forger.frame(1, learner="toy-0")),
+        "bits that are not the run's": (MALLORY, "FormatError", forger.frame(1, bits=8)),
+        "more tokens than the run has": (MALLORY, "FormatError", forger.frame(1, tokens=10**9)),
+        "an incarnation not admitted": (MALLORY, "FormatError", forger.frame(1, incarnation=forger.incarnation + 1)),
+        "a learner not admitted": (EVE, "FormatError", forger.frame(1, learner=EVE)),
+        "content that is not what its hash says": (MALLORY, "HashError", with_body(packed, content_hash=bytes(32))),
+        "a body shorter than it says": (MALLORY, "FormatError", with_body(packed, size_bytes=len(packed) + 1)),
+        "a body that cannot be so large": (MALLORY, "FormatError", with_body(packed, size_bytes=500_000)),
+        "zstd that opens to 64 MiB": (MALLORY, "FormatError", with_body(bomb)),
+        "zstd damaged": (MALLORY, "FormatError", with_body(packed[:-3] + b"abc")),
+        "too few values": (MALLORY, "FormatError", forger.frame(1, content[:-1].tobytes())),
+        "not a number": (MALLORY, "FormatError", forger.frame(1, not_a_number.tobytes())),
+    }
+
+
+async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(launch: Launch) -> None:
+    cluster = launch(small(shards=1, carry__overlap=1.0, tokens=3 * 60 * SAMPLES))
+    cluster.coordinator()
+    cluster.syncer(0)
+    toys = cluster.learners()
+    await cluster.link()
+    await cluster.all_ready()
+    store, fragments = await cluster.store()
+    forger = await Forger.make(cluster)
+    await forger.admit(fragments)
+
+    def refused() -> int:
+        return cluster.shard_pulses["syncer-0"].refused if cluster.shard_pulses else 0
+
+    # offers, while the learners are held at version 0; one after the other, since a subject keeps its newest only
+    bad = bad_offers(forger)
+    for count, (what, (sender, _, data)) in enumerate(bad.items(), 1):
+        await forger.publish(data, sender)
+        await cluster.until(lambda count=count: refused() >= count, f"refused: {what}", 10)  # type: ignore[misc]
+        assert refused() == count, what
+    # messages that are not stored
+    control = store.link.control
+    await control.publish(cluster.subjects.pulse(MALLORY), b"hello")
+    await control.publish(cluster.subjects.pulse(MALLORY), pack(_pulse_of_two_fragments(forger), store.run))
+    await control.publish(cluster.subjects.round(0), b"hello")
+    await control.publish(cluster.subjects.round(0), pack(Announcement(99, 1, 1, MALLORY, 0.0, False, 0), store.run))
+    await cluster.until(lambda: refused() == len(bad) + 2, "pulses refused")
+    await cluster.until(lambda: all(toy.member and toy.member.refused.total == 2 for toy in toys), "announcements refused")
+    cluster.gate.open()
+    # entries that do not follow, and no entries at all, in the midst of the log; and an old offer once more
+    await cluster.until(lambda: min(cluster.pulses["toy-0"][-1].versions) >= 2, "some versions")
+    again = await store.link.bulk.jetstream().get_last_msg(cluster.subjects.offer_stream, cluster.subjects.offer(0, "toy-0"))
+    assert again.data is not None
+    for data in (b"hello", pack(_foreign_record(), store.run)):
+        await store.link.bulk.jetstream().publish(cluster.subjects.record(0), data)
+        await store.link.bulk.jetstream().publish(cluster.subjects.offer(0, "toy-0"), again.data)
+
+    await cluster.ended()
+
+    del cluster.pulses[MALLORY]
+    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    check_accounts(pulses, folded)
+    assert {m.learner for log in folded for record in log.versions for m in record.members} == {toy.name for toy in toys}
+    for log in folded:
+        assert log.passed_over == (2 if log.index == 0 else 0)
+        assert log.entries[-1].tokens_merged == sum(pulse.tokens for pulse in pulses.values())
+        for toy in toys:
+            np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
+    # once for each sender and kind, with the reason
+    logged = [(values["sender"], values["kind"]) for values in cluster.events("message_refused", "syncer-0")]
+    assert len(logged) == len(set(logged))
+    assert {(sender, kind) for sender, kind, _ in bad.values()} <= set(logged)
+    assert all(values["reason"] for values in cluster.events("message_refused"))
+    for toy in toys:
+        assert toy.member is not None
+        assert toy.member.refused.counts()[("log", "FormatError")] == 1
+        assert toy.member.refused.counts()[(MALLORY, "ChainError")] == 1
+    # what stands where the owner's next entry should be took its ownership away, until it took over again
+    assert [e.epoch for e in folded[0].entries if e.entry == "takeover"][-1] >= 2
+    assert cluster.events("version_fenced", "syncer-0")
+
+
+def _pulse_of_two_fragments(forger: Forger) -> Pulse:
+    return Pulse(
+        MALLORY, forger.incarnation, "learner", "stepping", False, 1, 16, 0.1, 1.0, [0, 0], [0, 0], [0, 0], [0, 0],
+        0.0, 0.0, 0, 0, 0,
+    )  # fmt: skip
+
+
+def _foreign_record() -> Record:
+    """An entry by somebody who does not know what stands before it."""
+    return Record(
+        0, "takeover", 0, 1, MALLORY, bytes(32), [], 4, 0.3, 0.9, 0, 0, bytes(32), False, 0.0, 0.0, 0.0, None
+    )  # fmt: skip
+
+
+async def test_learner_that_diverges_sends_nothing_of_it_and_goes_on_from_the_global_model(launch: Launch) -> None:
+    def diverge(toy: Toy) -> None:
+        cluster.gate(toy)
+        if toy.member is not None and toy.member.step == 20 and toy.task is not None:
+            for tensor in toy.task.tensors.values():
+                tensor[...] = np.nan
+
+    cluster = launch(small(shards=1, carry__overlap=1.0))
+    cluster.toy(0)
+    cluster.toy(1, before_step=diverge)
+    cluster.toy(2)
+    await cluster.begin(coordinator=False)
+
+    await cluster.ended()
+
+    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    check_accounts(pulses, folded)
+    told = cluster.events("displacement_not_finite", "toy-1")
+    assert {values["fragment"] for values in told} == {0, 1, 2, 3}
+    assert all(np.isfinite(log.theta).all() and np.isfinite(log.momentum).all() for log in folded)
+    assert min(pulses["toy-1"].lost_tokens) > 0
+    assert set(pulses["toy-0"].lost_tokens + pulses["toy-2"].lost_tokens) == {0}
+    for log in folded:
+        # it is in versions again after what it lost
+        steps = [m.steps for record in log.versions for m in record.members if m.learner == "toy-1"]
+        assert sum(steps) < pulses["toy-1"].step
+        assert len(steps) >= 5
+        np.testing.assert_array_equal(cluster.toys[1].thetas[log.index], log.theta, strict=True)
+    task = cluster.toys[1].task
+    assert task is not None
+    assert task.distance(task.tensors) < 0.5  # its own model, too
+    assert not cluster.events("message_refused")

@@ -1,0 +1,144 @@
+"""Processes that die at once, in the middle of a run, and are started again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+from blake3 import blake3
+from tests.conftest import MakeServer
+from tests.services.cluster import Cluster, check_accounts, small
+from tests.services.conftest import Launch
+from tests.services.toy import SAMPLES
+
+from diloco.nats import streams
+
+
+async def some_versions(cluster: Cluster, more: int = 2, of: Sequence[str] = ()) -> None:
+    """Wait until every fragment has got so many more versions, as learners (all, or ``of``) apply them."""
+
+    def versions() -> list[int]:
+        heard = [pulses[-1].versions for name, pulses in cluster.pulses.items() if not of or name in of]
+        return np.min(heard, axis=0).tolist() if heard else [0]
+
+    before = versions()
+    await cluster.until(lambda: min(np.subtract(versions(), before)) >= more, f"{more} more versions of every fragment")
+
+
+async def test_killed_learner_comes_back_and_its_unmerged_work_is_lost(launch: Launch) -> None:
+    cluster = launch(small(shards=1, carry__overlap=1.0, liveness__dead_s=1.0, tokens=3 * 120 * SAMPLES))
+    for share in range(2):
+        cluster.toy(share)
+    cluster.coordinator()
+    cluster.syncer(0)
+    killed = cluster.toy_process(2)
+    await cluster.link()
+    await cluster.all_ready()
+    await cluster.until(lambda: bool(cluster.pulses.get("toy-2")), "the process has joined")
+    cluster.gate.open()
+    await some_versions(cluster)
+    killed.kill()
+    first = cluster.pulses["toy-2"][-1].incarnation
+    await some_versions(cluster, of=["toy-0", "toy-1"])  # the others go on
+    cluster.gate.close()
+    again = cluster.toy_process(2)
+    await cluster.until(lambda: cluster.pulses["toy-2"][-1].incarnation > first, "the process has joined again")
+    cluster.gate.open()
+
+    await cluster.ended()
+
+    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    check_accounts(pulses, folded)
+    lives = pulses["toy-2"].incarnation
+    assert lives > first
+    merged_of_first = []
+    for log in folded:
+        members = [m for record in log.versions for m in record.members if m.learner == "toy-2"]
+        incarnations = [member.incarnation for member in members]
+        assert incarnations == sorted(incarnations)
+        assert set(incarnations) == {first, lives}  # both lives worked for the run
+        merged_of_first.append(sum(member.tokens for member in members if member.incarnation == first))
+        # whoever was not killed has lost nothing
+        assert [pulses[name].lost_tokens[log.index] for name in ("toy-0", "toy-1")] == [0, 0]
+    # it counts on from the furthest of its fragments; what the others had not got by then is lost
+    known = max(merged_of_first)
+    assert pulses["toy-2"].tokens == known + pulses["toy-2"].step * SAMPLES
+    assert pulses["toy-2"].lost_tokens == [known - merged for merged in merged_of_first]
+    result = json.loads((cluster.directory / "toy-2.json").read_text())
+    assert again.process.returncode == 0
+    assert result["finished"]
+    assert result["thetas"] == {str(log.index): blake3(log.theta.tobytes()).hexdigest() for log in folded}
+
+
+async def test_killed_syncer_takes_its_fragments_over_again(launch: Launch) -> None:
+    # keyframes are written and what is below them purged all the time, so that the log is loaded from the middle
+    cluster = launch(small(carry__overlap=1.0, log__keyframe_factor=0.2, tokens=3 * 120 * SAMPLES))
+    cluster.learners()
+    await cluster.create()
+    killed, _ = cluster.syncers()
+    await cluster.all_ready()
+    cluster.gate.open()
+    await cluster.until(lambda: bool(cluster.events("keyframe_stored", "syncer-0")), "a keyframe")
+    await some_versions(cluster)
+    killed.kill()
+    owned = set(cluster.shard_pulses["syncer-0"].fragments)
+    assert owned
+    at_death = {index: pulse.versions[index] for pulse in [cluster.pulses["toy-0"][-1]] for index in owned}
+    away_from = cluster.steps()
+    await cluster.until(lambda: cluster.steps() >= away_from + 3 * 12, "learners go on without it")
+    cluster.gate.close()
+    cluster.syncer(0)
+    await cluster.until(lambda: len(cluster.events("serving", "syncer-0")) == 2, "it serves again")
+    cluster.gate.open()
+
+    await cluster.ended()
+
+    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    for log in folded:
+        for toy in cluster.toys:
+            np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
+    # every owner's first word raises the epoch by one: 1 at first, 2 for the fragments that were taken over
+    store, _ = await cluster.store()
+    genesis = await store.genesis()
+    assert genesis is not None
+    for log in folded:
+        chain = (await store.load(log.index, *genesis)).replica.chain
+        epoch = log.entries[-1].epoch if log.entries else chain.epoch
+        assert epoch == (2 if log.index in owned else 1)
+        version = log.entries[-1].version if log.entries else chain.version
+        assert version > at_death.get(log.index, 0) + 2
+        # nobody lost anything, and no offer is in two versions: all that was processed is in the log, once
+        merged = log.entries[-1].tokens_merged if log.entries else chain.tokens_merged
+        assert merged == sum(pulse.tokens for pulse in pulses.values())
+    takeovers = [e for log in folded for e in log.entries if e.entry == "takeover" and e.epoch == 2]
+    assert {record.fragment for record in takeovers} <= owned
+    [first, second] = cluster.events("serving", "syncer-0")
+    assert first["fragments"] == second["fragments"] == len(owned)
+
+
+async def test_killed_nats_server_loses_nothing(make_server: MakeServer, launch: Launch) -> None:
+    server = make_server()
+    cluster = launch(small(carry__overlap=1.0, tokens=3 * 150 * SAMPLES), server.url)
+    await cluster.begin()
+    await some_versions(cluster)
+    store, fragments = await cluster.store()
+    stream = cluster.subjects.log_stream
+    before = [await streams.last(store.link, stream, cluster.subjects.record(f.index)) for f in fragments.fragments]
+    server.kill()
+    server.start()
+
+    await cluster.ended()
+
+    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    check_accounts(pulses, folded)
+    for entry, log in zip(before, folded, strict=True):
+        assert entry is not None
+        kept = await streams.get(store.link, stream, entry.sequence)
+        assert kept is not None
+        assert kept.data == entry.data  # what was acknowledged before is where it was
+        assert log.passed_over == 0
+        assert log.entries[-1].tokens_merged == sum(pulse.tokens for pulse in pulses.values())
+        for toy in cluster.toys:
+            np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
+    assert cluster.events("nats_reconnected", "syncer-0")

@@ -1,0 +1,30 @@
+"""The syncer and the coordinator run where there is no JAX."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+FORBIDDEN = """
+import importlib, pkgutil, sys
+
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("jax", "jaxlib", "optax", "diloco_learner"):
+            raise ImportError(f"{name} is not there")
+
+sys.meta_path.insert(0, Forbid())
+count = 0
+for package in ("diloco", "diloco_syncer", "diloco_coordinator"):
+    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+            count += 1
+print(count)
+"""
+
+
+def test_all_but_the_learner_imports_without_jax() -> None:
+    done = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 30  # modules, so that the walk has found them

@@ -1,0 +1,38 @@
+"""Services start in any order, and training needs no coordinator once the run exists."""
+
+from __future__ import annotations
+
+from tests.conftest import MakeServer
+from tests.services.cluster import check_accounts, small
+from tests.services.conftest import Launch
+
+
+async def test_services_wait_for_nats_and_run_and_outlive_the_coordinator(make_server: MakeServer, launch: Launch) -> None:
+    server = make_server(start=False)
+    cluster = launch(small(shards=1, learners=2, tokens=2 * 80 * 16), server.url)
+
+    cluster.syncer(0)
+    cluster.learners()
+    names = ["syncer-0", "toy-0", "toy-1"]
+    await cluster.until(lambda: all(cluster.events("waiting_for_nats", name) for name in names), "all wait for NATS")
+    assert {values["url"] for name in names for values in cluster.events("waiting_for_nats", name)} == {server.url}
+    server.start()
+    await cluster.until(lambda: all(cluster.events("waiting_for_run", name) for name in names), "all wait for the run")
+    coordinator = cluster.coordinator()
+    await cluster.link()
+    await cluster.all_ready()
+    cluster.gate.open()
+    await cluster.until(lambda: cluster.tokens() > cluster.settings.tokens // 3, "training")
+    assert (await cluster.status())["state"] == "training"
+    coordinator.kill()
+    killed_at = cluster.tokens()
+    assert killed_at < cluster.settings.tokens
+
+    await cluster.ended()
+
+    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    check_accounts(pulses, folded)
+    # one that is started again finds the run as it is: over
+    again = cluster.coordinator()
+    await cluster.until(lambda: again.process.poll() == 0, "the coordinator sees that the run is over")
+    assert cluster.events("run_finished", "coordinator")[0]["versions"] == sum(len(log.versions) for log in folded)

@@ -1,0 +1,155 @@
+"""Whole runs over a real server: they end by themselves, everybody has the same bits, and the books add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from tests.services.cluster import Cluster, Folded, check_accounts, small
+from tests.services.conftest import Launch
+from tests.services.toy import SAMPLES, Toy
+
+from diloco.wire.messages import Offer, Pulse, Record, unpack
+
+SILENT_STEPS = 30
+NAMES = ["toy-0", "toy-1", "toy-2"]
+
+
+async def end(cluster: Cluster) -> tuple[dict[str, Pulse], list[Folded]]:
+    """Wait for the run's end, and check what holds of every run."""
+    await cluster.ended()
+    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    assert sum(pulse.tokens for pulse in pulses.values()) >= cluster.settings.tokens
+    check_accounts(pulses, folded)
+    for log in folded:
+        assert log.passed_over == 0
+        assert log.entries[-1].closing
+        for toy in cluster.toys:
+            np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
+    task = cluster.toys[0].task
+    assert task is not None
+    assert task.distance(await cluster.tensors(folded)) < 0.5  # of where it began: the global model has learnt
+    assert not cluster.events("message_refused")
+    return pulses, folded
+
+
+def lost(pulses: dict[str, Pulse]) -> dict[str, int]:
+    """Tokens that each learner lost, of all fragments together."""
+    return {name: sum(pulse.lost_tokens) for name, pulse in pulses.items()}
+
+
+def silent_at_first(toy: Toy) -> bool:
+    """A learner whose work comes late: for some rounds it has nothing to answer with."""
+    return toy.member is not None and toy.member.step >= SILENT_STEPS
+
+
+def first_answers(folded: list[Folded], name: str) -> list[Any]:
+    """By fragment, what of a learner was merged first."""
+    return [next(m for record in log.versions for m in record.members if m.learner == name) for log in folded]
+
+
+async def stored_offers(cluster: Cluster) -> list[Offer]:
+    """The last offer of every learner and fragment, as it still stands in the stream."""
+    store, fragments = await cluster.store()
+    offers = []
+    for learner in NAMES:
+        for fragment in fragments.fragments:
+            subject = cluster.subjects.offer(fragment.index, learner)
+            message = await store.link.bulk.jetstream().get_last_msg(cluster.subjects.offer_stream, subject)
+            assert message.data is not None
+            offers.append(unpack(message.data, Offer, store.run)[0])
+    return offers
+
+
+async def test_run_ends_at_its_budget_and_merges_everybodys_work_once(launch: Launch) -> None:
+    cluster = launch(small(carry__overlap=1.0, carry__late=1.0))
+    await cluster.begin()
+    await cluster.until(lambda: cluster.tokens() > cluster.settings.tokens // 4, "training")
+    status = await cluster.status()
+
+    pulses, folded = await end(cluster)
+
+    assert status["state"] == "training"
+    assert sorted(status["learners"]) == NAMES
+    assert status["tokens_processed"] >= status["tokens_merged"] > 0
+    for log in folded:
+        # with carry.overlap = 1 nothing at all is lost: the log holds every token that was processed
+        assert log.entries[-1].tokens_merged == sum(pulse.tokens for pulse in pulses.values())
+    [finished] = cluster.events("run_finished", "coordinator")
+    assert finished["versions"] == sum(len(log.versions) for log in folded)
+
+
+async def test_decoupled_carries_late_work_over(launch: Launch) -> None:
+    cluster = launch(small("decoupled", shards=1))
+    await start_with_a_late_learner(cluster)
+
+    _, folded = await end(cluster)
+
+    # work that missed the rounds of some versions is in the first one that the learner answered, all of it
+    assert all(member.steps >= SILENT_STEPS for member in first_answers(folded, "toy-2"))
+    assert all(log.versions[0].members[0].learner != "toy-2" for log in folded)
+    assert {record.bits for log in folded for record in log.versions} == {4}
+    assert {offer.bits for offer in await stored_offers(cluster)} == {4}
+
+
+async def test_published_overwrites_late_work(launch: Launch) -> None:
+    cluster = launch(small("published", shards=1))
+    await start_with_a_late_learner(cluster)
+
+    pulses, folded = await end(cluster)
+
+    # what was done before the versions that it missed is gone, and counted as lost
+    assert all(member.steps < SILENT_STEPS for member in first_answers(folded, "toy-2"))
+    assert min(pulses["toy-2"].lost_tokens) >= SAMPLES * cluster.settings.round.steps
+    assert {record.bits for log in folded for record in log.versions} == {16}
+    assert {offer.bits for offer in await stored_offers(cluster)} == {16}
+
+
+async def start_with_a_late_learner(cluster: Cluster) -> None:
+    for share in range(2):
+        cluster.toy(share)
+    cluster.toy(2, hands_over=silent_at_first)
+    await cluster.begin(coordinator=False)
+
+
+async def test_streaming_waits_for_every_learner_and_overlaps(launch: Launch) -> None:
+    cluster = launch(small("streaming", shards=1))
+    await cluster.begin(coordinator=False)
+
+    pulses, folded = await end(cluster)
+
+    for log in folded:
+        regular = [record for record in log.versions if not record.closing]
+        assert len(regular) >= 5
+        for record in regular:
+            assert [member.learner for member in record.members] == NAMES
+            assert {member.weight for member in record.members} == {1.0}
+    # nobody waited for a version: work went on while rounds were open, and was then overwritten
+    assert all(pulse.state != "waiting" for heard in cluster.pulses.values() for pulse in heard)
+    assert min(lost(pulses).values()) > 0
+    assert {record.bits for log in folded for record in log.versions} == {32}
+
+
+async def test_diloco_synchronises_the_whole_model_and_learners_wait(launch: Launch) -> None:
+    # a model of more than a megabyte: its only fragment travels in parts
+    cluster = launch(small("diloco", task__context=75_000))
+    await cluster.begin(coordinator=False)
+
+    await cluster.ended()
+    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+
+    [log] = folded
+    check_accounts(pulses, folded)
+    records: list[Record] = log.versions
+    assert len(records) >= 8
+    for record in records[:-1]:
+        assert [(member.learner, member.steps) for member in record.members] == [(name, 6) for name in NAMES]
+        assert {member.base_version for member in record.members} == {record.version - 1}
+        assert record.body is not None
+        assert record.body.parts > 1
+    assert all(any(pulse.state == "waiting" for pulse in cluster.pulses[name]) for name in NAMES)
+    assert set(lost(pulses).values()) == {0}  # nothing is done that a version could overwrite
+    for toy in cluster.toys:
+        np.testing.assert_array_equal(toy.thetas[0], log.theta, strict=True)
+        assert toy.task is not None
+        assert toy.task.distance(await cluster.tensors(folded)) < 1

@@ -1,0 +1,266 @@
+"""``diloco up``, ``status`` and ``logs`` on a tiny GPT: one run that is interrupted, looked at, resumed, and ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.services.cluster import DEADLINE_S, Cluster
+from tests.services.conftest import Diloco, Ended
+
+from diloco import rundir
+from diloco.nats.server import Server, free_port
+from diloco_learner import gpt
+from diloco_learner.task import GptTask
+
+DILOCO = str(Path(sys.executable).parent / "diloco")
+LEARNERS = ["learner-0", "learner-1"]
+TOKENS_PER_STEP = 4 * 16
+BUDGET = 300 * TOKENS_PER_STEP
+SETTINGS = {
+    "task.layers": 1,
+    "task.width": 16,
+    "task.heads": 2,
+    "task.context": 16,
+    "task.batch": 4,
+    "fragments.count": 4,
+    "round.steps": 12,
+    "liveness.pulse_s": 0.2,
+    "log.keyframe_factor": 1000,
+}
+REPORT_KEYS = {
+    "wall_s", "val_loss", "val_loss_initial", "tokens_processed", "tokens_merged", "rounds", "versions", "learners",
+    "fragments", "settings",
+}  # fmt: skip
+LEARNER_KEYS = {
+    "steps", "tokens_processed", "tokens_merged", "busy_fraction", "blocked_fraction", "bytes_up", "bytes_down",
+    "rounds_merged", "rounds_missed",
+}  # fmt: skip
+
+
+@dataclass
+class Story:
+    """What a user saw, from the beginning to the end."""
+
+    directory: Path
+    up: Ended
+    status: Ended
+    status_json: Ended
+    logs: Ended
+    status_of_stopped: Ended
+    resume: Ended
+
+
+class Running:
+    """A command in a process of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen([DILOCO, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def end(self) -> Ended:
+        """Wait for its end."""
+        try:
+            out, err = self.process.communicate(timeout=2 * DEADLINE_S)
+        finally:
+            self.kill()
+        assert "Traceback" not in out + err
+        return Ended(self.process.returncode, out, err)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gives_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, str]]:
+    """``diloco up`` with a server that is not there: begun before all others, since it is to try for a while."""
+    url = f"nats://127.0.0.1:{free_port()}"
+    running = Running("up", "--plain", "--nats", url, "--run-dir", str(tmp_path_factory.mktemp("gives-up") / "run"))
+    yield running, url
+    running.kill()
+
+
+@pytest.fixture(scope="module")
+def story(gives_up: tuple[Running, str], tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """Everything happens once; the tests look at what came of it."""
+    folder = tmp_path_factory.mktemp("up")
+    text, directory = folder / "text.txt", folder / "mine"
+    text.write_text(some_text())
+    begin = ["up", "--learners", "2", "--shards", "1", "--tokens", str(BUDGET), "--plain", "--data", str(text)]
+    begin += ["--run-dir", str(directory), *slow(400)]  # so that there is time to look at it and stop it in the middle
+    for name, value in SETTINGS.items():
+        begin += ["--set", f"{name}={value}"]
+    up = Running(*begin)
+    try:
+        wait_for_training(up, directory)
+        looks = [Running("status", str(directory)), Running("status", str(directory), "--json")]
+        looks.append(Running("logs", str(directory), "--json"))
+        status, status_json, logs = [look.end() for look in looks]
+        up.process.send_signal(signal.SIGINT)
+    except BaseException:
+        up.process.terminate()
+        raise
+    finally:
+        ended = up.end()
+    status_of_stopped = Running("status", str(directory))
+    # slow enough for the learner that compiles last to take part
+    resume = Running("up", "--plain", "--run-dir", str(directory), *slow(50))
+    return Story(directory, ended, status, status_json, logs, status_of_stopped.end(), resume.end())
+
+
+def slow(factor: int) -> list[str]:
+    """Options that stretch the steps, which take less than a millisecond: what a run does between them becomes little."""
+    return [text for name in LEARNERS for text in ("--slow", f"{name}={factor}")]
+
+
+def some_text() -> str:
+    """Sentences of a few words, so that there is something to learn."""
+    rng = np.random.default_rng(5)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
+    return "\n".join(" ".join(words[i] for i in rng.integers(0, len(words), 12)) for _ in range(2000))
+
+
+def wait_for_training(up: Running, directory: Path) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S * 2
+    while time.monotonic() < deadline_s:
+        assert up.process.poll() is None, up.end()
+        status = directory / "status.json"
+        if status.exists():
+            try:
+                merged = json.loads(status.read_text())["tokens_merged"]
+            except ValueError:  # being written
+                merged = 0
+            if merged:
+                return
+        time.sleep(0.1)
+    raise AssertionError("no training within the deadline")
+
+
+def test_up_shows_progress_and_stops_in_order(story: Story) -> None:
+    ended = story.up
+    assert ended.code == 130
+    assert f"go on with: diloco up --run-dir {story.directory}" in ended.out
+    assert ended.err == ""
+    # each learner wrote its checkpoint
+    assert sorted(path.stem for path in (story.directory / "checkpoints").iterdir()) == LEARNERS
+
+
+def test_status_of_a_live_run(story: Story) -> None:
+    text, status = story.status, json.loads(story.status_json.out)
+    assert text.code == 0
+    assert all(name in text.out for name in [*LEARNERS, "syncer-0"])
+    assert status["state"] == "training"
+    assert sorted(status["learners"]) == LEARNERS
+    assert 0 < status["tokens_merged"] <= status["tokens_processed"] < BUDGET
+    live = [json.loads(line) for line in story.logs.out.splitlines()]
+    assert {"joined", "version_committed"} <= {entry["event"] for entry in live}
+    assert {values["state"] for values in status["learners"].values()} <= {"stepping", "sending"}
+
+
+def test_status_of_a_stopped_run_says_that_nobody_answers(story: Story) -> None:
+    ended = story.status_of_stopped
+    assert ended.code == 4
+    assert "no connection" in ended.err
+
+
+def test_resumed_run_goes_on_and_ends(story: Story, diloco: Diloco) -> None:
+    ended, report = story.resume, read_report(story)
+    assert ended.code == 0, ended.err
+    assert ended.err == ""
+    before = json.loads(story.status_json.out)
+    assert "validation loss" in ended.out
+    assert str(story.directory / "report.html") in ended.out
+    events = [json.loads(line) for line in diloco("logs", str(story.directory), "--json").out.splitlines()]
+    restored = [event for event in events if event["event"] == "checkpoint_restored"]
+    saved = [event for event in events if event["event"] == "checkpoint_saved"]
+    assert sorted(event["service"] for event in restored) == LEARNERS
+    for event in saved:  # counters go on from where they were
+        assert event["step"] == next(e["step"] for e in restored if e["service"] == event["service"])
+        assert event["step"] >= before["learners"][event["service"]]["step"] > 0
+        assert report["learners"][event["service"]]["steps"] > event["step"]
+    # the budget is that of the whole run, not of its second part
+    assert BUDGET <= report["tokens_processed"] <= 1.5 * BUDGET
+    for learner in report["learners"].values():
+        assert learner["tokens_processed"] == learner["steps"] * TOKENS_PER_STEP
+    assert [event for event in events if event["level"] in ("error", "critical")] == []
+
+
+def test_report_has_what_it_promises(story: Story) -> None:
+    report = read_report(story)
+    assert report.keys() >= REPORT_KEYS
+    assert sorted(report["learners"]) == LEARNERS
+    assert all(learner.keys() >= LEARNER_KEYS for learner in report["learners"].values())
+    assert report["settings"]["task"]["width"] == 16
+    assert report["settings"]["tokens"] == BUDGET
+    assert len(report["fragments"]) == 4
+    assert report["versions"] == sum(fragment["versions"] for fragment in report["fragments"])
+    assert report["val_loss"] < report["val_loss_initial"]
+    merged = sum(learner["tokens_merged"] for learner in report["learners"].values())
+    assert abs(report["tokens_merged"] - merged) <= len(LEARNERS)  # means, each rounded
+    for learner in report["learners"].values():
+        lost = learner["tokens_processed"] - learner["tokens_merged"] - learner["tokens_lost"]
+        assert abs(lost) <= 2  # nothing is outstanding at the end
+    page = (story.directory / "report.html").read_text()
+    assert "<svg" in page or "<canvas" in page
+    assert 'src="http' not in page
+
+
+async def test_validation_loss_is_that_of_the_model_folded_from_the_log(story: Story) -> None:
+    directory, report = rundir.load(story.directory), read_report(story)
+    server = Server(story.directory / "nats")
+    server.start()
+    cluster = Cluster(story.directory / "test", server.url, directory.name, directory.settings)
+    try:
+        folded = await cluster.folded()
+        tensors = await cluster.tensors(folded)
+    finally:
+        await cluster.close()
+        server.stop()
+    assert [log.state_hash.hex() for log in folded] == [fragment["state_hash"] for fragment in report["fragments"]]
+    task = GptTask(directory.settings.task, directory.data)
+    params: dict[str, Any] = {}
+    for path, value in tensors.items():
+        *sections, name = path.split("/")
+        place = params
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = jnp.asarray(value)
+    losses = [float(gpt.loss(params, jnp.asarray(batch), task.shape)) for batch in task.validation()]
+    assert np.mean(losses) == pytest.approx(report["val_loss"], rel=1e-4)
+
+
+def test_status_and_logs_of_an_ended_run(story: Story, diloco: Diloco) -> None:
+    text, as_json = diloco("status", str(story.directory)), diloco("status", str(story.directory), "--json")
+    assert (text.code, as_json.code) == (0, 0)
+    assert all(name in text.out for name in LEARNERS)
+    assert json.loads(as_json.out)["tokens_processed"] > 0
+    lines = diloco("logs", str(story.directory), "--service", "learner-*")
+    assert lines.code == 0
+    assert "checkpoint_restored" in lines.out
+    assert "syncer-0" not in lines.out
+    entries = [json.loads(line) for line in diloco("logs", str(story.directory), "--json").out.splitlines()]
+    assert {entry["service"] for entry in entries} == {*LEARNERS, "coordinator", "evaluator", "syncer-0", "up"}
+    assert [entry["time"] for entry in entries] == sorted(entry["time"] for entry in entries)
+
+
+def test_up_without_a_server_gives_up_and_says_where_it_looked(gives_up: tuple[Running, str]) -> None:
+    running, url = gives_up
+    ended = running.end()
+    assert ended.code == 4
+    assert f"no connection to {url}" in ended.err
+    assert "start a server there, or give another URL" in ended.err
+
+
+def read_report(story: Story) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((story.directory / "report.json").read_text())
+    return report

@@ -1,0 +1,280 @@
+"""Connections to a real server: bad addresses, servers that are late, silent or gone, and what is logged about it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+from tests.conftest import MakeServer
+
+from diloco.errors import AppendUncertainError, BrokerError, SettingsError
+from diloco.nats import connection
+from diloco.nats.connection import Link, wait_connected
+from diloco.nats.server import Server, find_binary, free_port
+from diloco.observe import get_logger
+
+Events = list[Any]
+
+
+async def opened(url: str, give_up_after_s: float | None = 10) -> Link:
+    return await Link.open(url, url, "test", get_logger(), give_up_after_s)
+
+
+def named(events: Events, name: str) -> Events:
+    return [event for event in events if event["event"] == name]
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 10) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def events() -> Any:
+    with capture_logs() as captured:
+        yield captured
+
+
+@pytest.fixture
+async def own(make_server: MakeServer) -> AsyncIterator[tuple[Server, Link]]:
+    """A server of the test's own, and connections to it."""
+    server = make_server()
+    link = await opened(server.url)
+    yield server, link
+    await link.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "nats://",
+        "nats://127.0.0.1:port",
+        "nats://127.0.0.1:99999",
+        "nats://127.0.0.1:0",
+        "nats://[::1",
+        "nats://none:4222",
+        "nats://two words:4222",
+        "nats://127.0.0.1:4222/path",
+        "nats://127.0.0.1:4222,nats://127.0.0.1:4223",
+        "http://127.0.0.1:4222",
+        "ws://127.0.0.1:4222",
+    ],
+)
+async def test_what_is_no_address_is_refused_at_once_by_name(url: str, events: Events) -> None:
+    with pytest.raises(SettingsError) as caught:
+        await opened(url, None)
+    assert repr(url) in str(caught.value)
+    assert "expected nats://HOST:PORT" in str(caught.value)
+    with pytest.raises(SettingsError):
+        await Link.open("nats://127.0.0.1:1", url, "test", get_logger())  # before anything is connected
+    assert not events
+
+
+async def test_no_password_is_shown(events: Events) -> None:
+    for url in ("nats://me:secret@127.0.0.1:x", "me:secret@", "http://me:sec/ret@host"):
+        with pytest.raises(SettingsError) as wrong:
+            await opened(url)
+        assert "sec" not in str(wrong.value)
+    port = free_port()
+    with pytest.raises(BrokerError) as caught:
+        await opened(f"nats://me:secret@127.0.0.1:{port}", 0.2)
+    assert f"nats://127.0.0.1:{port}" in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert named(events, "waiting_for_nats")
+    assert "secret" not in str(events)
+
+
+async def test_an_address_needs_no_scheme(nats_server: Server) -> None:
+    link = await opened(nats_server.url.removeprefix("nats://"))
+    assert link.bulk.is_connected
+    await link.close()
+
+
+async def test_no_server_in_time_is_an_error_that_names_it(events: Events) -> None:
+    port = free_port()
+    with pytest.raises(BrokerError, match=rf"no connection to nats://127.0.0.1:{port} \(tried for .*start a server there"):
+        await opened(f"nats://127.0.0.1:{port}", 0.3)
+    waiting = named(events, "waiting_for_nats")
+    assert [(event["url"], event["log_level"]) for event in waiting] == [(f"nats://127.0.0.1:{port}", "warning")]
+
+
+async def test_a_listener_that_says_nothing_is_given_up_and_its_socket_closed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with pytest.raises(BrokerError, match="no connection"):
+            await opened(f"nats://127.0.0.1:{listener.getsockname()[1]}", 0.3)
+        peer, _ = listener.accept()
+        with peer:
+            peer.settimeout(5)
+            assert await asyncio.to_thread(peer.recv, 1) == b""
+
+
+async def test_the_first_connection_is_closed_when_the_second_fails(make_server: MakeServer) -> None:
+    server = make_server()
+    with pytest.raises(BrokerError, match="no connection"):
+        await Link.open(server.url, f"nats://127.0.0.1:{free_port()}", "test", get_logger(), 0.3)
+    opening = asyncio.create_task(Link.open(server.url, f"nats://127.0.0.1:{free_port()}", "test", get_logger()))
+    await asyncio.sleep(0.3)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert len(asyncio.all_tasks()) == 1, "an open connection has tasks that read and ping"
+
+
+async def test_a_server_that_is_late_is_waited_for(make_server: MakeServer, events: Events) -> None:
+    server = make_server(start=False, port=free_port())
+    opening = asyncio.create_task(opened(server.url, None))
+    await until(lambda: bool(named(events, "waiting_for_nats")))
+    await asyncio.to_thread(server.start)
+    link = await opening
+    assert link.control.is_connected
+    assert link.bulk.is_connected
+    await link.close()
+
+
+async def test_a_normal_start_and_end_log_nothing(make_server: MakeServer, events: Events) -> None:
+    server = make_server()
+    link = await opened(server.url)
+    await link.bulk.publish("nobody", b"x")
+    await link.close()
+    await asyncio.to_thread(server.stop)
+    assert events == []
+
+
+async def test_connections_are_remade_and_it_is_logged(own: tuple[Server, Link], events: Events) -> None:
+    server, link = own
+    heard: list[bytes] = []
+
+    async def hear(message: Any) -> None:
+        heard.append(message.data)
+
+    await link.control.subscribe("topic", cb=hear)
+    for number in range(2):
+        await asyncio.to_thread(server.kill)
+        await until(lambda: not link.control.is_connected and not link.bulk.is_connected)
+        await asyncio.to_thread(server.start)
+        await until(lambda: link.control.is_connected and link.bulk.is_connected)
+        await link.bulk.publish("topic", b"%d" % number)
+        await until(lambda number=number: len(heard) > number)  # type: ignore[misc]
+    assert heard == [b"0", b"1"]
+    assert [event["log_level"] for event in named(events, "nats_disconnected")] == ["warning"] * 4
+    assert {event["connection"] for event in named(events, "nats_disconnected")} == {"test-control", "test-bulk"}
+    assert len(named(events, "nats_reconnected")) == 4
+    assert not named(events, "nats_error"), "a disconnect is told once"
+
+
+async def test_a_frozen_server_is_noticed(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, events: Events) -> None:
+    monkeypatch.setattr(connection, "PING_S", 0.3)
+    server = make_server()
+    link = await opened(server.url)
+    server.send_signal(signal.SIGSTOP)
+    await until(lambda: bool(named(events, "nats_disconnected")), limit_s=15)
+    server.send_signal(signal.SIGCONT)
+    await until(lambda: link.control.is_connected and link.bulk.is_connected, limit_s=15)
+    await link.close()
+
+
+async def test_errors_in_the_background_are_logged(link: Link, events: Events) -> None:
+    async def fail(message: Any) -> None:
+        raise ValueError("deliberate")
+
+    opened_anew = await opened(str(link.bulk.connected_url.geturl()))
+    await opened_anew.bulk.subscribe("fails", cb=fail)
+    await opened_anew.bulk.publish("fails", b"")
+    await until(lambda: bool(named(events, "nats_error")))
+    (event,) = named(events, "nats_error")
+    assert (event["connection"], event["reason"], event["log_level"]) == ("test-bulk", "deliberate", "warning")
+    await opened_anew.close()
+
+
+def plain_server(tmp_path: Path, text: str) -> tuple[subprocess.Popen[bytes], str]:
+    """A nats-server with a configuration that is not ours."""
+    port, config = free_port(), tmp_path / "plain.conf"
+    config.write_text(f'listen: "127.0.0.1:{port}"\n{text}\n')
+    process = subprocess.Popen([find_binary(), "-c", config], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return process, f"nats://127.0.0.1:{port}"
+
+
+async def test_a_server_without_jetstream_is_an_error(tmp_path: Path) -> None:
+    process, url = plain_server(tmp_path, "")
+    try:
+        with pytest.raises(BrokerError, match=rf"NATS at {url}: JetStream is not enabled; start nats-server with -js"):
+            await opened(url)
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_wrong_credentials_end_the_waiting(tmp_path: Path) -> None:
+    process, url = plain_server(tmp_path, "authorization { user: me, password: right }\njetstream {}")
+    try:
+        await until(lambda: listens(url))
+        with pytest.raises(BrokerError, match=r"no connection to .*[Aa]uthorization"):
+            async with asyncio.timeout(5):
+                await opened(url.replace("//", "//me:wrong@"), None)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def listens(url: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(url.rsplit(":", 1)[1]))) == 0
+
+
+async def test_silent_jetstream_is_an_error_or_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: Events
+) -> None:
+    monkeypatch.setattr(connection, "JETSTREAM_TIMEOUT_S", 0.2)
+    user = "authorization {{ users: [{{ user: me, password: right, permissions: {{ publish: {{ deny: [{}] }} }} }}] }}\n"
+    jetstream = f'jetstream {{ store_dir: "{tmp_path}" }}'
+    process, url = plain_server(tmp_path, user.format('"$JS.API.INFO"') + jetstream)  # such a question is never answered
+    try:
+        url_as_me = url.replace("//", "//me:right@")
+        with pytest.raises(BrokerError, match=rf"NATS at {url}: JetStream does not answer"):
+            await opened(url_as_me, 5)
+        opening = asyncio.create_task(opened(url_as_me, None))
+        await until(lambda: any("JetStream" in event["reason"] for event in named(events, "waiting_for_nats")))
+        config = tmp_path / "plain.conf"
+        config.write_text(config.read_text().replace("$JS.API.INFO", "nothing"))
+        process.send_signal(signal.SIGHUP)
+        link = await asyncio.wait_for(opening, 10)
+        await link.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_waiting_for_a_connection_ends(own: tuple[Server, Link]) -> None:
+    server, link = own
+    await wait_connected(link.bulk, 0, "subject")
+    await asyncio.to_thread(server.kill)
+    await until(lambda: not link.bulk.is_connected)
+    with pytest.raises(AppendUncertainError, match=r"subject: NATS: no connection for 0.1 s"):
+        await wait_connected(link.bulk, 0.1, "subject")
+    waiting = asyncio.create_task(wait_connected(link.bulk, 10, "subject"))
+    await asyncio.to_thread(server.start)
+    await waiting
+    assert link.bulk.is_connected
+    await link.close()
+    with pytest.raises(BrokerError, match="connection is closed"):
+        await wait_connected(link.bulk, 10, "subject")
+
+
+async def test_bytes_are_counted(nats_server: Server) -> None:
+    link = await opened(nats_server.url)
+    sent, received = link.bytes_out, link.bytes_in
+    subscription = await link.control.subscribe("bytes")
+    await link.control.flush()
+    await link.bulk.publish("bytes", bytes(1000))
+    await subscription.next_msg(5)
+    assert (link.bytes_out - sent, link.bytes_in - received) == (1000, 1000)
+    await link.close()

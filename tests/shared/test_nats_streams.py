@@ -1,0 +1,132 @@
+"""Streams: made once, found again, and refused when they are not what is asked for."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import nats.js.api
+import pytest
+
+from diloco.errors import BrokerError, RunError, StorageFullError
+from diloco.nats import streams
+from diloco.nats.append import append
+from diloco.nats.connection import Link
+
+
+@pytest.fixture
+async def name(link: Link) -> AsyncIterator[str]:
+    name = "S" + uuid.uuid4().hex
+    yield name
+    await streams.delete(link, name)
+
+
+async def change(link: Link, name: str, **values: Any) -> None:
+    """As an administrator would."""
+    api = link.bulk.jetstream()
+    config = (await api.stream_info(name)).config
+    await api.update_stream(config.evolve(**values))
+
+
+async def store(link: Link, subject: str, data: bytes) -> int:
+    return await append(link, subject, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
+
+
+async def test_a_stream_is_made_once_with_what_the_protocol_says(link: Link, name: str) -> None:
+    subjects = [f"{name}.b", f"{name}.a.>"]
+    await streams.ensure(link, name, subjects)
+    await store(link, f"{name}.b", b"kept")
+    await streams.ensure(link, name, subjects)
+    await streams.ensure(link, name, subjects[::-1])
+    info = await link.bulk.jetstream().stream_info(name)
+    assert info.state.messages == 1
+    config = info.config
+    assert (config.retention, config.discard, config.storage) == ("limits", "new", "file")
+    assert (config.max_msgs_per_subject, config.max_bytes, config.max_age) == (-1, -1, 0)
+    assert (config.allow_direct, config.allow_batched, config.duplicate_window) == (True, True, 120)
+
+
+async def test_of_one_message_a_subject_the_newest_stays(link: Link, name: str) -> None:
+    await streams.ensure(link, name, [f"{name}.>"], max_msgs_per_subject=1, max_bytes=10_000)
+    for number in range(3):
+        await store(link, f"{name}.a", b"%d" % number)
+    state = (await link.bulk.jetstream().stream_info(name)).state
+    assert (state.messages, state.last_seq) == (1, 3)
+    for number in range(20):
+        await store(link, f"{name}.{number}", bytes(1000))  # the old goes, nothing is refused
+    assert await streams.last(link, name, f"{name}.a") is None
+
+
+@pytest.mark.parametrize(
+    ("existing", "wanted", "said"),
+    [
+        ({"subjects": ["{}.x"]}, {}, r"subjects = \['S\w+\.x'\], expected \['S\w+\.>'\]"),
+        ({"retention": "interest"}, {}, "retention = interest, expected limits"),
+        ({"discard": "old"}, {}, "discard = old, expected new"),
+        ({"max_msgs_per_subject": 2}, {}, "max_msgs_per_subject = 2, expected -1"),
+        ({"max_msgs_per_subject": 2, "discard": "old"}, {"max_msgs_per_subject": 1}, "max_msgs_per_subject = 2, expected 1"),
+        ({"allow_direct": False}, {}, "allow_direct = False, expected True"),
+        ({"allow_batched": False}, {}, "allow_batched = (False|None), expected True"),
+        ({"max_bytes": 1_000_000}, {}, "max_bytes = 1000000, expected no limit"),
+        ({"max_bytes": 1_000_000}, {"max_bytes": 12_345_678}, "max_bytes = 1000000, expected at least 12345678"),
+        ({"max_msgs": 5}, {}, "max_msgs = 5, expected no limit"),
+        ({"max_age": 3600.0}, {}, "max_age = 3600, expected no limit"),
+        ({"max_msg_size": 1000}, {}, "max_msg_size = 1000, expected no limit"),
+        ({"duplicate_window": 60.0}, {}, "duplicate_window = 60, expected at least 120"),
+    ],
+)
+async def test_another_stream_of_the_name_is_refused(
+    link: Link, name: str, existing: dict[str, Any], wanted: dict[str, Any], said: str
+) -> None:
+    values: dict[str, Any] = {"subjects": ["{}.>"], "discard": "new", "allow_direct": True, "allow_batched": True} | existing
+    values["subjects"] = [subject.format(name) for subject in values["subjects"]]
+    await link.bulk.jetstream().add_stream(nats.js.api.StreamConfig(name=name, duplicate_window=120).evolve(**values))
+    with pytest.raises(RunError, match=rf"^stream {name}: has {said}; .*choose another run name"):
+        await streams.ensure(link, name, [f"{name}.>"], **wanted)
+
+
+async def test_a_limit_that_somebody_raised_is_as_good(link: Link, name: str) -> None:
+    async def ensure() -> None:
+        await streams.ensure(link, name, [f"{name}.>"], max_bytes=100_000)
+
+    await ensure()
+    await store(link, f"{name}.a", bytes(60_000))
+    with pytest.raises(StorageFullError, match=rf"{name}.a: storage is full"):
+        await store(link, f"{name}.a", bytes(60_000))
+    await change(link, name, max_bytes=1_000_000, duplicate_window=240.0)
+    assert await store(link, f"{name}.a", bytes(60_000)) == 2
+    await ensure()
+    await change(link, name, max_bytes=-1)
+    await ensure()
+    assert (await link.bulk.jetstream().stream_info(name)).config.max_bytes == -1, "and is left as it is"
+
+
+async def test_what_the_server_refuses_is_told(link: Link, name: str) -> None:
+    with pytest.raises(BrokerError, match=rf"stream {name}: .*\(code \d+\)"):
+        await streams.ensure(link, name, [f"{name}.>"], replicas=3)
+    await streams.ensure(link, name, [f"{name}.>"])
+    with pytest.raises(BrokerError, match=r"stream OTHER: subjects overlap .*\(code 10065\)"):
+        await streams.ensure(link, "OTHER", [f"{name}.a"])
+
+
+async def test_single_messages_and_purges(link: Link, name: str) -> None:
+    await streams.ensure(link, name, [f"{name}.>"])
+    for number in range(6):
+        await store(link, f"{name}.{number % 2}", b"%d" % number)
+    assert await streams.last(link, name, f"{name}.0") == streams.Stored(f"{name}.0", 5, b"4")
+    assert await streams.get(link, name, 2) == streams.Stored(f"{name}.1", 2, b"1")
+    assert await streams.last(link, name, f"{name}.none") is None
+    assert await streams.get(link, name, 7) is None
+    await streams.purge(link, name, f"{name}.0", 5)
+    assert [await streams.get(link, name, sequence) is None for sequence in range(1, 7)] == [1, 0, 1, 0, 0, 0]
+    await streams.purge(link, name, f"{name}.>", 7)
+    assert await streams.last(link, name, f"{name}.1") is None
+
+
+async def test_a_stream_that_is_not_there(link: Link) -> None:
+    assert not await streams.exists(link, "NONE")
+    await streams.delete(link, "NONE")
+    for call in (streams.last(link, "NONE", "x"), streams.get(link, "NONE", 1), streams.purge(link, "NONE", "x", 2)):
+        with pytest.raises(BrokerError, match="stream NONE: does not exist on the server"):
+            await call
