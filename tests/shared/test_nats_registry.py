@@ -103,8 +103,7 @@ async def test_values_are_bounded_both_ways(link: Link, registry: Registry, buck
     for call in (registry.put("key", largest + b"x"), registry.create("new", largest + b"x")):
         with pytest.raises(BrokerError, match=rf"key '(key|new)': a value of {MAX_VALUE_BYTES + 1} bytes, at most"):
             await call
-    await link.control.publish(f"$KV.{bucket}.foreign", largest + b"x")  # as somebody else could
-    await link.control.flush()
+    await link.control.jetstream().publish(f"$KV.{bucket}.foreign", largest + b"x")  # as somebody else could
     with pytest.raises(FormatError, match=rf"bucket {bucket}: key 'foreign' holds {MAX_VALUE_BYTES + 1} bytes"):
         await registry.get("foreign")
 
