@@ -26,7 +26,7 @@ from diloco_learner.task import GptTask
 DILOCO = str(Path(sys.executable).parent / "diloco")
 LEARNERS = ["learner-0", "learner-1"]
 TOKENS_PER_STEP = 4 * 16
-BUDGET = 300 * TOKENS_PER_STEP
+BUDGET = 1500 * TOKENS_PER_STEP
 SETTINGS = {
     "task.layers": 1,
     "task.width": 16,
@@ -97,7 +97,7 @@ def story(gives_up: tuple[Running, str], tmp_path_factory: pytest.TempPathFactor
     text, directory = folder / "text.txt", folder / "mine"
     text.write_text(some_text())
     begin = ["up", "--learners", "2", "--shards", "1", "--tokens", str(BUDGET), "--plain", "--data", str(text)]
-    begin += ["--run-dir", str(directory), *slow(400)]  # so that there is time to look at it and stop it in the middle
+    begin += ["--run-dir", str(directory), *slow(200)]  # so that there is time to look at it and stop it in the middle
     for name, value in SETTINGS.items():
         begin += ["--set", f"{name}={value}"]
     up = Running(*begin)
@@ -112,10 +112,10 @@ def story(gives_up: tuple[Running, str], tmp_path_factory: pytest.TempPathFactor
         raise
     finally:
         ended = up.end()
-    status_of_stopped = Running("status", str(directory))
+    status_of_stopped = Running("status", str(directory)).end()
     # slow enough for the learner that compiles last to take part
-    resume = Running("up", "--plain", "--run-dir", str(directory), *slow(50))
-    return Story(directory, ended, status, status_json, logs, status_of_stopped.end(), resume.end())
+    resume = Running("up", "--plain", "--run-dir", str(directory), *slow(25)).end()
+    return Story(directory, ended, status, status_json, logs, status_of_stopped, resume)
 
 
 def slow(factor: int) -> list[str]:
@@ -187,7 +187,10 @@ def test_resumed_run_goes_on_and_ends(story: Story, diloco: Diloco) -> None:
     for event in saved:  # counters go on from where they were
         assert event["step"] == next(e["step"] for e in restored if e["service"] == event["service"])
         assert event["step"] >= before["learners"][event["service"]]["step"] > 0
-        assert report["learners"][event["service"]]["steps"] > event["step"]
+        assert report["learners"][event["service"]]["steps"] >= event["step"]
+    # a learner that takes long to begin again may find the budget used up; both cannot
+    steps = {name: learner["steps"] for name, learner in report["learners"].items()}
+    assert sum(steps.values()) > sum(event["step"] for event in saved)
     # the budget is that of the whole run, not of its second part
     assert BUDGET <= report["tokens_processed"] <= 1.5 * BUDGET
     for learner in report["learners"].values():
