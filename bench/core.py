@@ -16,19 +16,15 @@ tsugi-mend 0.1.5 computes (0.17 to 0.225 measured on two cores of another machin
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import script
 from numba.core.codegen import get_host_cpu_features
 from numpy.typing import NDArray
 from parties import model
@@ -37,7 +33,6 @@ from diloco.core import codec, outer, quantise
 from diloco.core.fragments import Fragment, build_map
 from diloco.core.merge import Accumulator
 from diloco.core.weights import weight
-from diloco.nats.connection import malloc_environment
 from diloco.settings import run_settings
 
 Vector = NDArray[np.float32]
@@ -75,22 +70,10 @@ class Row:
         return None if self.target is None else self.best / self.target
 
 
-def machine() -> dict[str, Any]:
-    """What this runs on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+def vectors() -> str:
+    """The widest vector instructions of this processor that we know to matter."""
     features = get_host_cpu_features()
-    widest = next((name for name in ("avx512f", "avx2", "neon") if f"+{name}" in features.split(",")), "neither AVX2 nor NEON")
-    return {
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "vectors": widest,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
+    return next((name for name in ("avx512f", "avx2", "neon") if f"+{name}" in features.split(",")), "neither AVX2 nor NEON")
 
 
 def timed(
@@ -199,7 +182,7 @@ def measure(values: int, repeat: int) -> dict[str, Any]:
     by_name = {row.name: row for row in rows if row.bits == 4 or row.name == "float64 mean of 4"}
     ours = by_name["merge of 4"].best
     return {
-        "machine": machine(),
+        "machine": script.machine() | {"vectors": vectors(), "numpy": np.__version__},
         "values": fragment.size,
         "repeat": repeat,
         "rows": [asdict(row) | {"best": row.best, "median": row.median, "ratio": row.ratio} for row in rows],
@@ -226,20 +209,13 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--values", type=int, default=4_000_000)
     parser.add_argument("--repeat", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    allocator = malloc_environment()
-    if not allocator.items() <= os.environ.items():
-        # as services run; glibc reads it once, at the start
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | allocator)
+    script.with_allocator()
     result = measure(arguments.values, arguments.repeat)
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        show(result)
+    script.print_result(result, arguments, show)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,11 @@ holds the parameters. Both include Python, NumPy and compiled loops. A learner's
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from typing import Any
 
+import script
 from parties import Parties, running
 
 from diloco.settings import run_settings
@@ -123,18 +122,14 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--parameters", type=int, default=32_000_000)
     parser.add_argument("--fragments", type=int, default=24)
     parser.add_argument("--learners", type=int, default=2)
     parser.add_argument("--cycles", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     result = measure(arguments.parameters, arguments.fragments, arguments.learners, arguments.cycles)
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        show(result)
+    script.print_result(result, arguments, show)
 
 
 if __name__ == "__main__":

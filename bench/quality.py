@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import script
 from numpy.typing import NDArray
 
 from diloco.core import outer, quantise
@@ -32,7 +32,6 @@ from diloco.core.fragments import Fragment, TensorSpec, build_map
 from diloco.core.merge import Accumulator
 from diloco.core.weights import weight
 from diloco.errors import DilocoError
-from diloco.nats.connection import malloc_environment
 from diloco.ngram import ngram_losses
 from diloco.settings import RunSettings, parse_assignments, run_settings
 from diloco_learner.inner import learning_rate
@@ -143,7 +142,7 @@ RUNS: dict[str, Callable[[RunSettings, GptTask], Island]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--tokens", type=int, help="token budget; default: the settings'")
     parser.add_argument("--runs", nargs="*", choices=RUNS, default=["data-parallel", "alone"])
@@ -152,7 +151,6 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--data")
     parser.add_argument("--sample", type=int, default=0, help="print so many characters drawn from each model")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     try:
         rows = measure(arguments)
@@ -198,9 +196,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    allocator = malloc_environment()
-    if not allocator.items() <= os.environ.items():  # glibc reads it once, at the start
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | allocator)
+    script.with_allocator()
     with tempfile.TemporaryDirectory() as cache:
         # the learners of a lockstep run share one compilation
         jax.config.update("jax_compilation_cache_dir", cache)  # type: ignore[no-untyped-call]

@@ -13,10 +13,8 @@ frames are. MB are 10^6 bytes. ``disk`` is what bounds the appends: the same par
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.metadata
-import json
 import multiprocessing
 import os
 import platform
@@ -32,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import script
 
 from diloco import observe
 from diloco.errors import BrokerError
@@ -53,16 +52,11 @@ REFERENCE_MB_S = {"append": 412.0, "read": 779.0}
 REFERENCE_SMALL_S = 0.00029
 
 
-def machine() -> dict[str, Any]:
-    """Where it was measured, and with what."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+def versions() -> dict[str, str]:
+    """Of the system, the server and its client."""
     server = subprocess.run([find_binary(), "--version"], capture_output=True, text=True, check=True).stdout
     return {
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
         "system": platform.platform(),
-        "python": platform.python_version(),
         "nats-server": server.split()[-1].lstrip("v"),
         "nats-py": importlib.metadata.version("nats-py"),
     }
@@ -221,7 +215,12 @@ def measure(sizes_mb: list[float], sample_mb: float, samples: int, small: int) -
                 result = pool.submit(run_client, server.url, server.pid, sizes_mb, sample_mb, samples, small).result()
         finally:
             server.kill()
-    return {"machine": machine(), "samples": samples, "read_target_mb_s": READ_TARGET_MB_S, "disk_mb_s": disk_mb_s} | result
+    return {
+        "machine": script.machine() | versions(),
+        "samples": samples,
+        "read_target_mb_s": READ_TARGET_MB_S,
+        "disk_mb_s": disk_mb_s,
+    } | result
 
 
 def show(result: dict[str, Any]) -> None:
@@ -253,18 +252,14 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--record-mb", type=float, nargs="+", default=[1, 8, 64])
     parser.add_argument("--sample-mb", type=float, default=64, help="a sample is as many records as this holds, at least one")
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--small", type=int, default=2000, help="small messages of a sample")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     result = measure(arguments.record_mb, arguments.sample_mb, arguments.samples, arguments.small)
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        show(result)
+    script.print_result(result, arguments, show)
 
 
 if __name__ == "__main__":

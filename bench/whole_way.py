@@ -14,12 +14,11 @@ By stage: ``busy_s`` is CPU time summed over its calls, ``wall_s`` the same of w
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from typing import Any
 
+import script
 from parties import Event, cpu_s, running
 
 from diloco.settings import run_settings
@@ -119,17 +118,13 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--parameters", type=int, default=100_000_000)
     parser.add_argument("--fragments", type=int, default=24)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     result = measure(arguments.parameters, arguments.fragments, arguments.repeat)
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        show(result)
+    script.print_result(result, arguments, show)
 
 
 if __name__ == "__main__":

@@ -130,13 +130,16 @@ class Trainer:
             return
         lead_s = LEAD_BOUNDARIES * self._boundary.get() + LEAD_ERRORS * self._error.get()
         lead_s = min(lead_s, LEAD_SHARE_MAX * usual_s)
-        begins_s = flight.began_s if self._ended_s is None else max(flight.began_s, self._ended_s)
-        wait([flight.end], max(0.0, begins_s + usual_s - lead_s - time.perf_counter()))
+        wait([flight.end], max(0.0, self._device_began_s(flight) + usual_s - lead_s - time.perf_counter()))
+
+    def _device_began_s(self, flight: _Flight) -> float:
+        """When the device began with a step: one that was queued, when the one before it ended."""
+        return flight.began_s if self._ended_s is None else max(flight.began_s, self._ended_s)
 
     def _land(self, flight: _Flight) -> None:
         """Account for a step, waiting for its end."""
         end = flight.end.result()
-        busy_s = end.ended_s - (flight.began_s if self._ended_s is None else max(flight.began_s, self._ended_s))
+        busy_s = end.ended_s - self._device_began_s(flight)
         self._ended_s = end.ended_s
         if self._busy.value is not None:
             self._error.add(abs(busy_s - self._busy.value))

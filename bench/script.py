@@ -1,0 +1,50 @@
+"""What the benches share as scripts: their parser and its ``--json``, where they ran, and the services' allocator."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from diloco.nats.connection import malloc_environment
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that shows a module's text as it is, with ``--json``, which :func:`print_result` heeds."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+def print_result(result: dict[str, Any], arguments: argparse.Namespace, show: Callable[[dict[str, Any]], None]) -> None:
+    """Print a result as JSON if that was asked for, as text by ``show`` otherwise."""
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        show(result)
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its cores and the Python that this runs on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+
+
+def with_allocator() -> None:
+    """Begin again with the allocator settings that services run with, unless they hold: glibc reads them at the start."""
+    allocator = malloc_environment()
+    if not allocator.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | allocator)
