@@ -8,7 +8,8 @@ A message names the run, fragment, tensor or setting; says what was expected and
     ├── BrokerError                  4   NATS unreachable, without JetStream, or refusing
     │   ├── StorageFullError             the stream or its disk is full: nothing was stored
     │   ├── FenceError                   somebody else appended first: nothing was stored
-    │   └── AppendUncertainError         no answer came: the message may or may not have been stored
+    │   ├── AppendUncertainError         no answer came: the message may or may not have been stored
+    │   └── RewoundError                 a stream lost messages that it had acknowledged
     ├── RunError                     5   the run directory or the run on the server is not what was asked for
     ├── AdmissionError               6   this learner's model, fragment map or settings differ from the run's
     └── MessageError                 7   bytes from the wire that do not fit; never merged
@@ -57,6 +58,10 @@ class FenceError(BrokerError):
 
 class AppendUncertainError(BrokerError):
     """No answer came in time; the message may or may not have been stored. Read the head back and compare."""
+
+
+class RewoundError(BrokerError):
+    """A stream no longer has what was read from it: its server lost acknowledged messages. Read it anew."""
 
 
 class RunError(DilocoError):

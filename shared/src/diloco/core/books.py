@@ -12,6 +12,8 @@ merges none of this learner's                          Theta + carry.late * (all
 =====================================================  ==========================================
 
 Steps and tokens follow the same split; what is not kept is counted as lost, and counted back should a version still merge it.
+So do the batches that the displacement was trained on: with a factor between 0 and 1 they stay, with fewer tokens to them, for
+as long as a token of the displacement is left.
 Quantisation errors of merged offers are added to the next offer, and live apart from the parameters, where they measured
 worse.
 
@@ -20,21 +22,21 @@ Everything here is pure. The caller serialises calls of one fragment's books.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core import quantise
+from diloco.core import quantise, ranges
 from diloco.core.chain import Chain
 from diloco.settings import CarrySettings
-from diloco.wire.messages import Bits, Record
+from diloco.wire.messages import Bits, Range, Record
 
 Vector = NDArray[np.float32]
 _NOTHING = 1e-6  # a smaller share of a displacement is none: float32 cannot tell what it was a share of
-_PLAIN = ("base_version", "after", "steps", "tokens", "lost_tokens", "carried_since")
+_PLAIN = ("base_version", "after", "steps", "tokens", "lost_tokens", "data", "carried_since")
 _PLAIN_OFFER = (
     "incarnation",
     "number",
@@ -47,6 +49,7 @@ _PLAIN_OFFER = (
     "bits",
     "held_steps",
     "held_tokens",
+    "data",
     "kept",
 )
 
@@ -58,6 +61,8 @@ class Apply:
     theta: Vector
     reference: Vector | None
     factor: float
+    forgotten: bool = False  # an offer was merged that the books know nothing of: it was made before a restart
+    loaded: bool = False  # the log was loaded: the value may be anybody's, and nothing of it is to be mixed in (apply.alpha)
 
 
 @dataclass
@@ -82,6 +87,7 @@ class Outstanding:
     body: NDArray[np.uint8]
     held_steps: int
     held_tokens: int
+    data: list[Range]  # the batches that its displacement was trained on
     rest: Vector | None
     kept: float = 1.0
 
@@ -114,20 +120,24 @@ class Books:
     steps: int = 0  # not merged yet
     tokens: int = 0
     lost_tokens: int = 0
+    data: list[Range] = field(default_factory=list)  # batches that the displacement holds; never changed in place
     next_number: int = 1
     carried_since: int | None = None  # version from which displacement has been carried over
     error: Vector | None = None
     outstanding: list[Outstanding] = field(default_factory=list)
 
-    def step(self, tokens: int) -> None:
-        """Count one inner step."""
+    def step(self, tokens: int, share: int, batch: int) -> None:
+        """Count one inner step, on a batch of a share of the data."""
         self.steps += 1
         self.tokens += tokens
+        self.data = ranges.add(self.data, share, batch)
 
-    def offer(self, snapshot: Vector, steps: int, tokens: int, round_version: int, bits: Bits) -> Outstanding:
+    def offer(
+        self, snapshot: Vector, steps: int, tokens: int, data: list[Range], round_version: int, bits: Bits
+    ) -> Outstanding:
         """Quantise the displacement of ``snapshot`` (taken over: it is overwritten) as an answer to a round.
 
-        ``steps`` and ``tokens`` are this fragment's counters when the snapshot was taken.
+        ``steps``, ``tokens`` and ``data`` are this fragment's when the snapshot was taken.
 
         Raises:
             NonFiniteError: the snapshot holds NaN or infinity; the books are as before.
@@ -150,6 +160,7 @@ class Books:
             body=body,
             held_steps=steps,
             held_tokens=tokens,
+            data=data,
             rest=gradient,
         )
         self.next_number += 1
@@ -184,7 +195,7 @@ class Books:
             self.error = None
             applied = self._keep(theta, self.base, 0.0)
         self.base, self.base_version, self.base_hash = theta, chain.version, chain.state_hash
-        return applied
+        return replace(applied, loaded=True)
 
     def dump(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """All that a checkpoint needs: plain values, and arrays by name."""
@@ -213,17 +224,21 @@ class Books:
         for i, values in enumerate(plain["outstanding"]):
             fields = {name: values[name] for name in _PLAIN_OFFER} | {"base_hash": bytes.fromhex(values["base_hash"])}
             fields["after"] = (int(values["after"][0]), int(values["after"][1]))
+            fields["data"] = _ranges(values["data"])
             offers.append(Outstanding(**fields, body=arrays[f"offer/{i}/body"], rest=arrays.get(f"offer/{i}/rest")))
         for name in _PLAIN:
             setattr(self, name, plain[name])
         self.after = (int(plain["after"][0]), int(plain["after"][1]))
+        self.data = _ranges(plain["data"])
         self.base_hash = bytes.fromhex(plain["base_hash"])
         self.base, self.error, self.outstanding = arrays["base"], arrays.get("error"), offers
 
     def _missed(self, version: int, theta: Vector) -> Apply:
         if self.carried_since is None:
             self.carried_since = self.base_version
-        factor = self.carry.late if version - self.carried_since <= self.carry.max_versions else 0.0
+        late = version - self.carried_since > self.carry.max_versions
+        # without tokens there is nothing to carry over: what differs from the base may be what a newcomer began with
+        factor = 0.0 if late or not self.tokens else self.carry.late
         applied = self._keep(theta, self.base, factor)
         for offer in self.outstanding:
             offer.held_steps, offer.held_tokens = int(factor * offer.held_steps), int(factor * offer.held_tokens)
@@ -239,9 +254,10 @@ class Books:
         self.carried_since = None
         if offer is None:  # made before a restart, and forgotten: what has been done since belongs to no known base
             self.error = None
-            return self._keep(theta, self.base, 0.0)
+            return replace(self._keep(theta, self.base, 0.0), forgotten=True)
         self.steps -= offer.held_steps
         self.tokens -= offer.held_tokens
+        self.data = ranges.subtract(self.data, offer.data)
         self.lost_tokens -= offer.tokens - offer.held_tokens
         factor = self.carry.overlap if answered == version else self.carry.late
         reference = self.base
@@ -259,4 +275,9 @@ class Books:
         self.steps, self.tokens = int(factor * self.steps), kept
         if not self.tokens:
             self.carried_since = None
+            self.data = []
         return Apply(theta, reference if factor else None, factor)
+
+
+def _ranges(values: Sequence[Sequence[int]]) -> list[Range]:
+    return ranges.normal((int(share), int(first), int(count)) for share, first, count in values)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from diloco.core import ranges
 from diloco.errors import ChainError
 from diloco.wire.messages import Cursor, Genesis, Keyframe, Record
 
@@ -30,6 +31,7 @@ class Chain:
     tokens_lost: int = 0
     closed: bool = False
     cursors: dict[str, Cursor] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)  # by share of the data: the batch after the last one merged
 
     @classmethod
     def from_genesis(cls, fragment: int, genesis: Genesis, check: bytes) -> Chain:
@@ -50,6 +52,7 @@ class Chain:
             keyframe.tokens_lost,
             keyframe.closing,
             {cursor.learner: cursor for cursor in keyframe.cursors},
+            dict(keyframe.ends),
         )
 
     def cursor(self, learner: str) -> tuple[int, int]:
@@ -98,6 +101,7 @@ class Chain:
         self.version, self.epoch, self.head, self.sequence = record.version, record.epoch, check, sequence
         self.tokens_merged, self.tokens_lost, self.state_hash = record.tokens_merged, record.tokens_lost, record.state_hash
         self.closed = self.closed or record.closing
+        self.ends = ranges.ends((held for member in record.members for held in member.data), self.ends)
         for member in record.members:
             old = self.cursors.get(member.learner)
             self.cursors[member.learner] = Cursor(
@@ -118,6 +122,10 @@ class Chain:
     def keyframe_cursors(self) -> list[Cursor]:
         """The cursors in the order in which a keyframe carries them."""
         return [self.cursors[name] for name in sorted(self.cursors)]
+
+    def keyframe_ends(self) -> list[tuple[int, int]]:
+        """How far the data was merged, in the order in which a keyframe carries it."""
+        return sorted(self.ends.items())
 
     def _lost_after(self, record: Record) -> int:
         return self.totals_with((m.learner, m.tokens, m.lost_tokens) for m in record.members)[1]

@@ -44,6 +44,15 @@ def accumulate(
     return merge
 
 
+def encode(delta: Vector, residual: Vector, settings: RunSettings) -> NDArray[np.uint8]:
+    """A record's content for a merged outer gradient; ``residual`` becomes what quantisation left over this time."""
+    bits = settings.codec.record_bits
+    if not settings.codec.error_feedback:
+        return quantise.quantise(delta, bits)
+    residual += delta
+    return quantise.quantise(residual, bits, error=residual)
+
+
 def make_version(
     replica: Replica,
     residual: Vector,
@@ -65,12 +74,7 @@ def make_version(
     """
     chain = replica.chain
     bits = settings.codec.record_bits
-    delta = accumulator.result()
-    if settings.codec.error_feedback:
-        residual += delta
-        body = quantise.quantise(residual, bits, error=residual)
-    else:
-        body = quantise.quantise(delta, bits)
+    body = encode(accumulator.result(), residual, settings)
     learning_rate, momentum = settings.outer.learning_rate, settings.outer.momentum
     state_hash = outer.fold(replica.theta, replica.momentum, body, bits, learning_rate, momentum)
     if not np.isfinite(kernels.absmax(replica.theta)):
@@ -90,6 +94,7 @@ def make_version(
             tokens=offer.tokens,
             lost_tokens=offer.lost_tokens,
             weight=weight(offer.tokens, offer.steps, settings.merge.weights),
+            data=offer.data,
         )
         for offer in offers
     ]

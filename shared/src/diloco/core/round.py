@@ -12,7 +12,7 @@ A round is *closing* once the run's tokens are used up: it waits for everything 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from diloco.core.chain import Chain
 from diloco.core.pace import Average, first_due_steps, grace_s
 from diloco.settings import RunSettings
-from diloco.wire.messages import Offer, Pulse
+from diloco.wire.messages import MAX_MEMBERS, MAX_MEMBERS_BYTES, Offer, Pulse, member_bytes
 
 DEFAULT_STEP_S = 1.0
-ACTIVE = ("stepping", "waiting", "closing")
+ACTIVE = ("stepping", "waiting", "closing", "leaving")
 
 
 @dataclass
@@ -71,9 +71,15 @@ class Roster:
         """Tokens processed by all learners ever heard of."""
         return sum(seen.pulse.tokens for seen in self.learners.values())
 
-    def used_up(self) -> bool:
-        """Whether the token budget is used up."""
-        return self.tokens_processed() >= self.settings.tokens
+    def used_up(self, now_s: float) -> bool:
+        """Whether the token budget is used up, or every live learner has stopped because it was.
+
+        What a learner did between its last offer and a crash is counted no more. That can bring the count below the budget
+        when all have stopped for good, and nobody would take the steps that are missing.
+        """
+        live = self.live(now_s)
+        stopped = bool(live) and all(seen.pulse.state == "closing" for seen in live)
+        return stopped or self.tokens_processed() >= self.settings.tokens
 
 
 def _age(pulse: Pulse) -> tuple[int, int, int]:
@@ -97,6 +103,18 @@ class Merge:
     closing: bool
     quorum_s: float
     round_s: float
+
+
+def _fitting(offered: Iterable[Held]) -> tuple[Held, ...]:
+    """As many offers as one record has room for, by name; those that have waited longest first, the rest waits for the next."""
+    held: list[Held] = []
+    left_bytes = MAX_MEMBERS_BYTES
+    for item in sorted(offered, key=lambda item: (item.offer.round, item.offer.learner)):
+        left_bytes -= member_bytes(item.offer)
+        if left_bytes < 0 or len(held) == MAX_MEMBERS:
+            break
+        held.append(item)
+    return tuple(sorted(held, key=lambda item: item.offer.learner))
 
 
 @dataclass
@@ -143,29 +161,39 @@ class Round:
         return [held for held in self.held.values() if held.offer.round == self.version]
 
     def quorum(self, now_s: float) -> int:
-        """Learners that must answer the open round: once the budget is used up, not more than there are."""
-        live = len(self.roster.live(now_s))
-        needed = self.settings.quorum(live)
-        return min(needed, live) if self.roster.used_up() else needed
+        """Learners that must answer the open round.
+
+        Once the budget is used up, not more than there are with something to answer; if one leaves, not more than there are.
+        """
+        present = self._present(now_s)
+        needed = self.settings.quorum(len(present))
+        if self.roster.used_up(now_s):
+            fragment, answered = self.chain.fragment, {held.offer.learner for held in self.answers()}
+            present = [seen for seen in present if seen.pulse.steps[fragment] or seen.pulse.learner in answered]
+        elif not self._leavers(now_s):
+            return needed
+        return min(needed, len(present))
 
     def due(self, now_s: float) -> bool:
         """Whether a round should open now."""
         if self.opened_at_s is not None or self.chain.closed:
             return False
-        if self.roster.used_up():
+        if self.roster.used_up(now_s) or self._leavers(now_s):
             return True
         steps, fragment = self.settings.round.steps, self.chain.fragment
         needed = steps if self.chain.version else first_due_steps(self.settings.round, fragment, self.fragments)
         ready = 0
-        for seen in self.roster.live(now_s):
+        for seen in self._present(now_s):
             version, first_step = seen.since.get(fragment, (-1, 0))
             taken = seen.pulse.step - (first_step if self.chain.version else 0)
+            if seen.pulse.state == "waiting":  # it takes no step until a version comes, whatever was heard of those before
+                taken = max(taken, seen.pulse.steps[fragment])
             ready += version == self.chain.version and taken >= needed
         return ready >= max(1, self.quorum(now_s))
 
     def open(self, now_s: float) -> None:
         """Open the round; it is a closing one if the budget is used up."""
-        self.opened_at_s, self.quorum_at_s, self.closing = now_s, None, self.roster.used_up()
+        self.opened_at_s, self.quorum_at_s, self.closing = now_s, None, self.roster.used_up(now_s)
 
     def remaining_s(self, now_s: float) -> float:
         """How long the round will presumably stay open."""
@@ -182,10 +210,10 @@ class Round:
         if self.quorum_at_s is None and len(answers) >= self.quorum(now_s) and any(h.offer.steps for h in self.answers()):
             self.quorum_at_s = now_s
             self.quorum_average.add(now_s - self.opened_at_s)
-        if not answers and self.roster.used_up() and self._all_in(answers, now_s):
+        if not answers and self.roster.used_up(now_s) and self._all_in(now_s):
             self.closing = True  # opened before the end, and nobody is left who could answer
         if self.closing:
-            ready = self._all_in(answers, now_s)
+            ready = self._all_in(now_s)
         else:
             ready = self.quorum_at_s is not None and (
                 not self._waiting_for(answers, now_s) or now_s >= self.quorum_at_s + self._grace_s(now_s)
@@ -194,8 +222,10 @@ class Round:
             return None
         self.merge_at_s = now_s
         quorum_at_s = now_s if self.quorum_at_s is None else self.quorum_at_s
-        held = tuple(self.held[name] for name in sorted(self.held) if self.held[name].offer.steps)
-        return Merge(self.version, held, self.closing, quorum_at_s - self.opened_at_s, now_s - self.opened_at_s)
+        offered = [held for held in self.held.values() if held.offer.steps]
+        held = _fitting(offered)
+        closing = self.closing and len(held) == len(offered)
+        return Merge(self.version, held, closing, quorum_at_s - self.opened_at_s, now_s - self.opened_at_s)
 
     def committed(self, now_s: float) -> None:
         """The merge became a version (the chain has advanced): forget what is in it, and wait for the next round."""
@@ -231,14 +261,29 @@ class Round:
         return grace_s(self.settings.round, self.roster.step_s(now_s), self.quorum_average.get(), self.sync_average.get())
 
     def _waiting_for(self, answers: Collection[str], now_s: float) -> list[Seen]:
-        return [seen for seen in self.roster.live(now_s) if seen.pulse.learner not in answers]
+        return [seen for seen in self._present(now_s) if seen.pulse.learner not in answers]
 
-    def _all_in(self, answers: Collection[str], now_s: float) -> bool:
-        """Whether nothing that live learners hold is missing from a closing round."""
+    def _present(self, now_s: float) -> list[Seen]:
+        """Live learners, but for those that leave and hold nothing of this fragment any more."""
         fragment = self.chain.fragment
+        return [seen for seen in self.roster.live(now_s) if seen.pulse.state != "leaving" or seen.pulse.steps[fragment]]
+
+    def _leavers(self, now_s: float) -> list[Seen]:
+        """Learners whose last work is to be merged before they go: they know the newest version, and hold steps beyond it."""
+        fragment, version = self.chain.fragment, self.chain.version
+        return [
+            seen for seen in self._present(now_s) if seen.pulse.state == "leaving" and seen.pulse.versions[fragment] == version
+        ]
+
+    def _all_in(self, now_s: float) -> bool:
+        """Whether nothing that live learners hold is missing from a closing round.
+
+        An answer is not enough: it may be one that its learner gave an owner before this one, and have stepped on since.
+        """
+        fragment, answers = self.chain.fragment, {held.offer.learner: held.offer.steps for held in self.answers()}
         return all(
-            seen.pulse.state == "closing"
+            seen.pulse.state in ("closing", "leaving")
             and seen.pulse.versions[fragment] == self.chain.version
-            and not seen.pulse.steps[fragment]
-            for seen in self._waiting_for(answers, now_s)
+            and seen.pulse.steps[fragment] <= answers.get(seen.pulse.learner, 0)
+            for seen in self.roster.live(now_s)
         )

@@ -1,0 +1,549 @@
+"""The event tape: what a run's bits depend on beyond its settings, data and log. ``docs/tape.md`` is the format in prose.
+
+Each process writes one tape. A learner's says when it took which batch, applied which version and offered what; the merges
+themselves are in the log. A tape is a header and then blocks, each one or more whole events::
+
+    header = MAGIC, varint VERSION, run (8 bytes), text name, check
+    block  = varint n (1 to MAX_BLOCK_BYTES), n bytes of events, check
+    event  = kind (1 byte), its fields in order
+
+An int is a varint (LEB128), a text a varint length and UTF-8, a digest 8 bytes, a tuple a varint count and varints. ``check``
+is the first 4 bytes of the BLAKE3 hash over what stands before it: the header's bytes, or, for a block, the header's whole
+hash, the block's place in the file (8 bytes, little endian) and its events. A block in another tape or at another place is
+thus refused. A process that dies leaves at most one block that is not whole, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, get_type_hints
+
+from blake3 import blake3
+
+from diloco.errors import FormatError
+
+MAGIC = b"DLCtape\n"
+VERSION = 1
+SUFFIX = ".tape"
+DIGEST_BYTES = 8
+RUN_BYTES = 8
+CHECK_BYTES = 4
+MAX_BLOCK_BYTES = (1 << 14) - 1  # the largest length of two bytes
+MAX_TEXT_BYTES = 1024
+MAX_ITEMS = 4096
+_MAX_INT_BYTES = 9  # 63 bits
+
+
+class Event:
+    """Base of all events; its fields' order is that on the tape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start(Event):
+    """A process began; a learner has joined the run and loaded its log. Steps are counted from here."""
+
+    at_ms: int  # Unix time by its own clock: a label
+    incarnation: int  # 0: not a learner
+    versions: tuple[int, ...]  # that a learner loaded, by fragment; empty of others
+
+
+@dataclass(frozen=True, slots=True)
+class Machine(Event):
+    """What the bits of a step depend on besides the program: processor and libraries, and the flags that these were given."""
+
+    text: str
+    flags: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restored(Event):
+    """Parameters, optimizer state and books are those of the own checkpoint with this digest."""
+
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed(Event):
+    """The optimizer state is what ``peer`` lent, with this digest."""
+
+    peer: str
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh(Event):
+    """The optimizer state begins anew in a run under way: the learning rate rises over ``inner.restart_warmup_steps``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data(Event):
+    """The next step takes this batch; each one after it the next of the same share, until another such event."""
+
+    share: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Event):
+    """One inner step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apply(Event):
+    """A version was written into the model, after the step before and before the next."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reload(Event):
+    """Likewise, of a fragment that was loaded anew; ``spoilt``: the learner's own value was worth nothing."""
+
+    fragment: int
+    version: int
+    spoilt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(Event):
+    """A round was answered with the fragment as it was ``ago`` steps before; written before the offer is sent."""
+
+    ago: int
+    fragment: int
+    number: int
+    round: int
+    digest: bytes  # of the body's content hash
+
+
+@dataclass(frozen=True, slots=True)
+class Copied(Event):
+    """A copy of the state was begun here; the next Checkpoint or Lent, if any, is of the last such copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint(Event):
+    """The copy is on the disk; the digest names it."""
+
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Lent(Event):
+    """The copy's optimizer state was lent to a peer; the digest is its hash's."""
+
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class End(Event):
+    """The process ends by itself: the run is ``finished``, or it leaves. ``digest`` is of the parameters."""
+
+    finished: bool
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Gap(Event):
+    """So many events could not be written."""
+
+    events: int
+
+
+@dataclass(frozen=True, slots=True)
+class Owners(Event):
+    """A syncer's share of the fragments, by a revision of the owners table."""
+
+    at_ms: int
+    revision: int
+    fragments: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gone(Event):
+    """A member is not heard any more."""
+
+    at_ms: int
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Back(Event):
+    """A member is heard, for the first time or again."""
+
+    at_ms: int
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lease(Event):
+    """A share of the data was given to a learner, or to nobody (empty)."""
+
+    at_ms: int
+    share: int
+    learner: str
+
+
+KINDS: dict[int, type[Event]] = {
+    1: Start,
+    2: Machine,
+    3: Restored,
+    4: Borrowed,
+    5: Data,
+    6: Step,
+    7: Apply,
+    8: Reload,
+    9: Offer,
+    10: Checkpoint,
+    11: Lent,
+    12: End,
+    13: Gap,
+    14: Fresh,
+    15: Copied,
+    32: Owners,
+    33: Gone,
+    34: Back,
+    35: Lease,
+}
+_CODES = {cls: code for code, cls in KINDS.items()}
+
+
+def fields_of(cls: type[Event]) -> list[tuple[str, Any]]:
+    """Names and types of an event's fields, in their order on the tape."""
+    hints = get_type_hints(cls)
+    return [(field.name, hints[field.name]) for field in fields(cls)] if is_dataclass(cls) else []
+
+
+_TYPES = {cls: fields_of(cls) for cls in _CODES}
+_STEP = Step()
+
+
+@dataclass(frozen=True)
+class Header:
+    """Whose tape it is: run identity and the process's name."""
+
+    run: bytes
+    name: str
+
+    def pack(self) -> bytes:
+        """The bytes that a tape begins with."""
+        head = MAGIC + _varint(VERSION) + self.run + _text(self.name)
+        return head + blake3(head).digest()[:CHECK_BYTES]
+
+    @property
+    def hash(self) -> bytes:
+        """What every block's check begins with."""
+        return blake3(self.pack()[:-CHECK_BYTES]).digest()
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What of a tape's bytes is whole: the events' places, and where and why the reading ended.
+
+    ``torn_bytes`` at the end are a block that was never finished. ``damaged_at`` is the place of a block that is not what was
+    written although more of the tape follows; what follows is not read.
+    """
+
+    header: Header
+    blocks: list[tuple[int, int]]  # first byte, byte after the last, of each block's events
+    good_bytes: int
+    torn_bytes: int = 0
+    damaged_at: int | None = None
+
+
+def encode(event: Event) -> bytes:
+    """An event's bytes."""
+    out = bytes([_CODES[type(event)]])
+    for name, _ in _TYPES[type(event)]:
+        value = getattr(event, name)
+        if isinstance(value, bytes):
+            out += value
+        elif isinstance(value, str):
+            out += _text(value)
+        elif isinstance(value, tuple):
+            out += _varint(len(value)) + b"".join(map(_varint, value))
+        else:
+            out += _varint(value)
+    return out
+
+
+def blocks(events: Iterable[bytes], header_hash: bytes, place: int) -> Iterator[bytes]:
+    """Encoded events as blocks, the first of which is to stand at byte ``place`` of the tape."""
+    waiting = b""
+    for event in events:
+        if len(waiting) + len(event) > MAX_BLOCK_BYTES:
+            block = _block(waiting, header_hash, place)
+            place += len(block)
+            waiting = b""
+            yield block
+        waiting += event
+    if waiting:
+        yield _block(waiting, header_hash, place)
+
+
+def scan(data: bytes | memoryview) -> Scan:
+    """Check a whole tape, block by block.
+
+    Raises:
+        FormatError: this is no tape, of another format version, or its header is damaged.
+    """
+    data = memoryview(data)
+    header, place = _header(data)
+    header_hash = header.hash
+    found: list[tuple[int, int]] = []
+    while place < len(data):
+        stop = _whole(data, place, header_hash)
+        if stop is None:
+            rest = len(data) - place
+            lost = rest > MAX_BLOCK_BYTES + CHECK_BYTES or any(
+                _whole(data, at, header_hash) is not None for at in range(place + 1, len(data))
+            )
+            return Scan(header, found, place, 0 if lost else rest, place if lost else None)
+        length_bytes = 1 if data[place] < 0x80 else 2
+        found.append((place + length_bytes, stop - CHECK_BYTES))
+        place = stop
+    return Scan(header, found, place)
+
+
+def events(data: bytes | memoryview, whole: Scan) -> Iterator[Event]:
+    """The events of a tape that :func:`scan` has checked.
+
+    Raises:
+        FormatError: a block holds what no writer of this version writes.
+    """
+    data = memoryview(data)
+    for start, stop in whole.blocks:
+        yield from decode(bytes(data[start:stop]))
+
+
+def decode(block: bytes) -> Iterator[Event]:
+    """The events of one block.
+
+    Raises:
+        FormatError: an unknown kind, a value out of bounds, or a torn event.
+    """
+    at = 0
+    while at < len(block):
+        cls = KINDS.get(block[at])
+        if cls is None:
+            raise FormatError(f"tape: event of kind {block[at]}, which version {VERSION} does not have")
+        at += 1
+        if cls is Step:
+            yield _STEP
+            continue
+        values: list[object] = []
+        for name, kind in _TYPES[cls]:
+            what = f"tape: {cls.__name__}.{name}"
+            if kind is bytes:
+                value: object = block[at : at + DIGEST_BYTES]
+                at += DIGEST_BYTES
+            elif kind is str:
+                value, at = _read_text(block, at, what)
+            elif kind is int or kind is bool:
+                value, at = _read_varint(block, at, what)
+                if kind is bool and value not in (0, 1):
+                    raise FormatError(f"{what} is {value}, expected 0 or 1")
+                value = kind(value)
+            else:
+                value, at = _read_varints(block, at, what)
+            if at > len(block):
+                raise FormatError(f"{what}: ends in the middle")
+            values.append(value)
+        yield cls(*values)
+
+
+def state_digest(hashes: Mapping[str, bytes]) -> bytes:
+    """The digest of arrays of which the BLAKE3 hashes are given by name."""
+    digest = blake3()
+    for name in sorted(hashes):
+        digest.update(_text(name) + hashes[name])
+    return digest.digest()[:DIGEST_BYTES]
+
+
+@dataclass
+class Life:
+    """One life of a learner's process, from its start to the next or to its end; ``steps`` are those that the tape holds."""
+
+    start: Start
+    machine: Machine | None = None
+    restored: bytes | None = None  # digest of the checkpoint that it began from
+    borrowed: tuple[str, bytes] | None = None  # peer and digest of the optimizer state that it began with
+    fresh: bool = False  # the optimizer state began anew in a run under way
+    steps: int = 0
+    data: list[tuple[int, int, int, int]] = field(default_factory=list)  # first step, share, first batch, count
+    at: dict[int, list[Event]] = field(default_factory=dict)  # by steps taken: what was done between that step and the next
+    copies: dict[tuple[int, int], bytes] = field(default_factory=dict)  # digests of copies, by their place in ``at``
+    end: End | None = None
+    gap: int = 0  # events that could not be written; what came after them is left out
+
+    @property
+    def rewound(self) -> bool:
+        """Whether it went back to an older version of a fragment: the server had lost what was applied before."""
+        newest = dict(enumerate(self.start.versions))
+        for step in sorted(self.at):
+            for event in self.at[step]:
+                if isinstance(event, Apply | Reload):
+                    if event.version < newest.get(event.fragment, 0):
+                        return True
+                    newest[event.fragment] = event.version
+        return False
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """(share, first batch, count) of all that it trained on, in order."""
+        return [(share, first, count) for _, share, first, count in self.data]
+
+    def offers(self) -> Iterator[Offer]:
+        """All its offers."""
+        for done in self.at.values():
+            for event in done:
+                if isinstance(event, Offer):
+                    yield event
+
+
+def lives(tape: Iterable[Event]) -> list[Life]:
+    """A learner's tape by its starts. What is dated ``ago`` steps back stands where it was, in the tape's order.
+
+    Raises:
+        FormatError: an event that cannot stand where it does.
+    """
+    found: list[Life] = []
+    data: tuple[int, int] | None = None
+    copied: tuple[int, int] | None = None
+    for event in tape:
+        if isinstance(event, Start):
+            found.append(Life(event))
+            data = copied = None
+            continue
+        if not found:
+            raise FormatError(f"tape: {type(event).__name__} before any Start")
+        life = found[-1]
+        if isinstance(event, Gap):
+            life.gap += event.events
+        elif life.gap:
+            continue
+        elif isinstance(event, Step):
+            if data is None:
+                raise FormatError("tape: a step of unknown data")
+            _extend(life, *data)
+            data = (data[0], data[1] + 1)
+        elif isinstance(event, Data):
+            data = (event.share, event.batch)
+        elif isinstance(event, Machine):
+            life.machine = event
+        elif isinstance(event, Restored):
+            life.restored = event.digest
+        elif isinstance(event, Borrowed):
+            life.borrowed = (event.peer, event.digest)
+        elif isinstance(event, Fresh):
+            life.fresh = True
+        elif isinstance(event, End):
+            life.end = event
+        elif isinstance(event, Checkpoint | Lent):
+            if copied is None:
+                raise FormatError(f"tape: {event} of no copy")
+            life.copies[copied] = event.digest
+        else:
+            step = life.steps - (event.ago if isinstance(event, Offer) else 0)
+            if step < 0:
+                raise FormatError(f"tape: {event} is of {-step} steps before the start")
+            done = life.at.setdefault(step, [])
+            if isinstance(event, Copied):
+                copied = (step, len(done))
+            done.append(event)
+    return found
+
+
+def _extend(life: Life, share: int, batch: int) -> None:
+    if life.data:
+        first_step, its_share, first, count = life.data[-1]
+        if its_share == share and first + count == batch:
+            life.data[-1] = (first_step, share, first, count + 1)
+            life.steps += 1
+            return
+    life.data.append((life.steps, share, batch, 1))
+    life.steps += 1
+
+
+def _block(payload: bytes, header_hash: bytes, place: int) -> bytes:
+    return _varint(len(payload)) + payload + _check(header_hash, place, payload)
+
+
+def _check(header_hash: bytes, place: int, payload: bytes | memoryview) -> bytes:
+    return blake3(header_hash + place.to_bytes(8, "little") + payload).digest()[:CHECK_BYTES]
+
+
+def _whole(data: memoryview, place: int, header_hash: bytes) -> int | None:
+    """Where the block at ``place`` ends; None if there is none that is whole."""
+    length, start = data[place], place + 1
+    if length >= 0x80:
+        if start >= len(data) or data[start] >= 0x80:
+            return None
+        length, start = (length & 0x7F) | data[start] << 7, start + 1
+    stop = start + length
+    if not length or stop + CHECK_BYTES > len(data):
+        return None
+    return stop + CHECK_BYTES if data[stop : stop + CHECK_BYTES] == _check(header_hash, place, data[start:stop]) else None
+
+
+def _header(data: memoryview) -> tuple[Header, int]:
+    head = bytes(data[: len(MAGIC) + 1 + RUN_BYTES + 2 + MAX_TEXT_BYTES + CHECK_BYTES])
+    if not head.startswith(MAGIC):
+        raise FormatError("no tape: it does not begin as one")
+    version, at = _read_varint(head, len(MAGIC), "tape: format version")
+    if version != VERSION:
+        raise FormatError(
+            f"tape: format version {version}, expected {VERSION}; read it with the version of diloco that wrote it"
+        )
+    run = head[at : at + RUN_BYTES]
+    name, at = _read_text(head, at + RUN_BYTES, "tape: name")
+    if head[at : at + CHECK_BYTES] != blake3(head[:at]).digest()[:CHECK_BYTES]:
+        raise FormatError("tape: its header is damaged")
+    return Header(run, name), at + CHECK_BYTES
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    return _varint(len(raw)) + raw
+
+
+def _read_varint(data: bytes, at: int, what: str) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 7 * _MAX_INT_BYTES, 7):
+        if at >= len(data):
+            raise FormatError(f"{what}: ends in the middle")
+        value |= (data[at] & 0x7F) << shift
+        at += 1
+        if data[at - 1] < 0x80:
+            return value, at
+    raise FormatError(f"{what}: more than {_MAX_INT_BYTES} bytes")
+
+
+def _read_text(data: bytes, at: int, what: str) -> tuple[str, int]:
+    length, at = _read_varint(data, at, what)
+    if length > MAX_TEXT_BYTES or at + length > len(data):
+        raise FormatError(f"{what}: a text of {length} bytes, at most {min(MAX_TEXT_BYTES, len(data) - at)} are possible")
+    try:
+        return data[at : at + length].decode(), at + length
+    except UnicodeDecodeError:
+        raise FormatError(f"{what}: not UTF-8") from None
+
+
+def _read_varints(data: bytes, at: int, what: str) -> tuple[tuple[int, ...], int]:
+    count, at = _read_varint(data, at, what)
+    if count > MAX_ITEMS:
+        raise FormatError(f"{what}: {count} values, at most {MAX_ITEMS} are possible")
+    values = []
+    for _ in range(count):
+        value, at = _read_varint(data, at, what)
+        values.append(value)
+    return tuple(values), at
