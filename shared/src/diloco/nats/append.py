@@ -2,7 +2,8 @@
 
 A batch is ADR-50's fast ingest: parts are published without waiting for each, the server acknowledges every few of them, a
 gap or a failed fence ends it, and the head is its last message. The fence stands on every message: with it on the head
-alone, a process that lost its ownership would still store parts.
+alone, a process that lost its ownership would still store parts. A stream with replicas lets no two messages with a fence on
+one subject be on their way (error 10164), so there it does stand on the head alone; such parts are never read.
 
 On nats-server 2.15.1 a retry of a stored single message with the same id is answered as a duplicate, unless its fence has
 moved meanwhile, which is reported first: a caller who is not sure reads the head back and compares. The answer to a batch
@@ -16,7 +17,6 @@ import contextlib
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import nats.errors
@@ -25,31 +25,19 @@ from nats.aio.client import Client
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, StorageFullError
 from diloco.nats import streams
 from diloco.nats.connection import Link, wait_connected
+from diloco.transport import Fence
 
 FLOW_MESSAGES = 16  # parts between two of the server's acknowledgements
 ID_HEADER = "Nats-Msg-Id"
 HEADER_BYTES = 1 << 10  # the server counts headers as payload
+FENCE_RETRY_S = 0.02
 FLOWS_AHEAD = 2  # so at most 16 MiB of parts of 512 KiB are in flight
 
 # error codes of the JetStream API
 _WRONG_LAST_SEQUENCE = (10071, 10164)
+_FENCE_ON_ITS_WAY = 10164
 _STORAGE_FULL = (10077, 10047, 10023, 10119)
 _FIRST, _MIDDLE, _LAST = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class Fence:
-    """Append only if the last message on ``subject`` has this stream sequence (0: there is none)."""
-
-    subject: str
-    expected_sequence: int
-
-    def headers(self) -> dict[str, str]:
-        """What a fenced message carries."""
-        return {
-            "Nats-Expected-Last-Subject-Sequence": str(self.expected_sequence),
-            "Nats-Expected-Last-Subject-Sequence-Subject": self.subject,
-        }
 
 
 async def append(
@@ -84,14 +72,37 @@ async def append(
         raise BrokerError(
             f"{subject}: {largest_bytes} bytes in one message; the server's max_payload is {link.bulk.max_payload}"
         )
-    if not parts:
-        return await append_one(link.bulk, subject, data, message_id=message_id, fence=fence, timeout_s=timeout_s)
-    assert part_subject is not None
+    clock = asyncio.get_running_loop().time
+    began_s = clock()
+    while True:
+        try:
+            if not parts:
+                return await append_one(link.bulk, subject, data, message_id=message_id, fence=fence, timeout_s=timeout_s)
+            assert part_subject is not None
+            return await _append_batch(link, subject, data, parts, part_subject, message_id, fence, timeout_s)
+        except _FenceOnItsWayError:
+            if link.fences_heads_only and clock() - began_s >= timeout_s:
+                raise
+            link.fences_heads_only = True
+            await asyncio.sleep(FENCE_RETRY_S)
+
+
+async def _append_batch(
+    link: Link,
+    subject: str,
+    data: bytes,
+    parts: Sequence[bytes | memoryview],
+    part_subject: Callable[[int], str],
+    message_id: str,
+    fence: Fence | None,
+    timeout_s: float,
+) -> int:
     batch = _Batch(link.bulk, subject, timeout_s)
+    part_fence = None if link.fences_heads_only else fence
     try:
         await batch.start()
         for index, part in enumerate(parts):
-            await batch.add(part_subject(index), part, _headers(f"{message_id}/{index}", fence))
+            await batch.add(part_subject(index), part, _headers(f"{message_id}/{index}", part_fence))
         sequence = await batch.add(subject, data, _headers(message_id, fence), last=True)
     except (nats.errors.Error, TimeoutError) as error:
         raise _silence(subject, error, timeout_s) from None
@@ -103,8 +114,16 @@ async def append(
     return stored.sequence if stored is not None and stored.data == data else 0
 
 
+class _FenceOnItsWayError(FenceError):
+    """Another message with a fence on the same subject has not been stored yet."""
+
+
 def _headers(message_id: str, fence: Fence | None) -> dict[str, str]:
-    return {ID_HEADER: message_id} | (fence.headers() if fence else {})
+    headers = {ID_HEADER: message_id}
+    if fence is not None:
+        headers["Nats-Expected-Last-Subject-Sequence"] = str(fence.expected_sequence)
+        headers["Nats-Expected-Last-Subject-Sequence-Subject"] = fence.subject
+    return headers
 
 
 async def append_one(
@@ -216,7 +235,8 @@ def _parse(subject: str, data: bytes) -> dict[str, Any]:
 def _translate(subject: str, error: Mapping[str, Any]) -> BrokerError:
     code, text = int(error.get("err_code", 0)), str(error.get("description", error))
     if code in _WRONG_LAST_SEQUENCE:
-        return FenceError(f"{subject}: somebody else appended first: {text}")
+        kind = _FenceOnItsWayError if code == _FENCE_ON_ITS_WAY else FenceError
+        return kind(f"{subject}: somebody else appended first: {text}")
     if code in _STORAGE_FULL:
         return StorageFullError(f"{subject}: storage is full: {text}; free space, or raise the stream's or server's limit")
     if int(error.get("code", 0)) == 503:

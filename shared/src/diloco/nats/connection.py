@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import Awaitable, Callable
+from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
 
 import nats.aio.client
 import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
+from nats.aio.subscription import Subscription
 
 from diloco.errors import AppendUncertainError, BrokerError, SettingsError
 from diloco.observe import Logger
@@ -18,7 +21,7 @@ from diloco.observe import Logger
 # nats-py reads into a buffer of 32 KiB; 1 MiB doubles the receive rate
 READ_BUFFER_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 2.0
-JETSTREAM_TIMEOUT_S = 10.0
+JETSTREAM_TIMEOUT_S = 2.0  # a cluster that has no leader yet does not answer
 FLUSH_TIMEOUT_S = 5
 RETRY_S = 0.5
 PING_S = 2.0  # a frozen server is noticed at the third ping
@@ -45,23 +48,27 @@ class Link:
 
     def __init__(self, control: Client, bulk: Client) -> None:
         self.control, self.bulk = control, bulk
+        self.fences_heads_only = False  # found out by :func:`diloco.nats.append.append`
+        self.replicas: dict[str, int] = {}  # by stream, found out by :mod:`diloco.nats.streams`
 
     @classmethod
-    async def open(cls, control_url: str, bulk_url: str, name: str, log: Logger, give_up_after_s: float | None = None) -> Link:
+    async def open(cls, control_url: str, bulk_url: str, name: str, log: Logger, give_up_after_s: float | None = None) -> Self:
         """Connect, waiting for a server that is not there yet: for ever, or ``give_up_after_s``.
+
+        A URL may be several of one cluster, with commas between them: when a server is gone, the next one is used.
 
         Raises:
             SettingsError: a URL is none of NATS.
             BrokerError: no server in time, or one without JetStream; the URL is named.
         """
-        control_url, bulk_url = _checked(control_url), _checked(bulk_url)
+        control_urls, bulk_urls = checked(control_url), checked(bulk_url)
         async with contextlib.AsyncExitStack() as opened:
-            control = await _connect(control_url, f"{name}-control", log, give_up_after_s)
+            control = await _connect(control_urls, f"{name}-control", log, give_up_after_s)
             opened.push_async_callback(_close, control)
-            bulk = await _connect(bulk_url, f"{name}-bulk", log, give_up_after_s)
+            bulk = await _connect(bulk_urls, f"{name}-bulk", log, give_up_after_s)
             opened.push_async_callback(_close, bulk)
-            for client, url in ((control, control_url), (bulk, bulk_url)):
-                await _check_jetstream(client, url, log, give_up_after_s)
+            for client, urls in ((control, control_urls), (bulk, bulk_urls)):
+                await _check_jetstream(client, urls, log, give_up_after_s)
             opened.pop_all()
         return cls(control, bulk)
 
@@ -81,12 +88,16 @@ class Link:
             await _close(client)
 
 
-def _checked(url: str) -> str:
-    """A URL with its scheme, as the client takes it.
+def checked(urls: str) -> list[str]:
+    """One URL, or several of one cluster with commas between them; with their schemes, as the client takes them.
 
     Raises:
-        SettingsError: it is none.
+        SettingsError: one of them is none.
     """
+    return [_checked_one(url.strip()) for url in urls.split(",")]
+
+
+def _checked_one(url: str) -> str:
     full = url if "://" in url else f"nats://{url}"
     try:
         parts = urlsplit(full)
@@ -102,24 +113,26 @@ def _checked(url: str) -> str:
     return full
 
 
-async def _check_jetstream(client: Client, url: str, log: Logger, give_up_after_s: float | None) -> None:
+async def _check_jetstream(client: Client, urls: list[str], log: Logger, give_up_after_s: float | None) -> None:
+    clock = asyncio.get_running_loop().time
+    began_s = clock()
     while True:
         try:
             await client.jetstream(timeout=JETSTREAM_TIMEOUT_S).account_info()
             return
         except (nats.js.errors.ServiceUnavailableError, nats.errors.NoRespondersError, nats.js.errors.NotFoundError):
             raise BrokerError(
-                f"NATS at {_shown(url)}: JetStream is not enabled; start nats-server with -js, or put "
+                f"NATS at {_shown(urls)}: JetStream is not enabled; start nats-server with -js, or put "
                 "`jetstream {}` into its configuration"
             ) from None
         except (nats.errors.Error, TimeoutError) as error:
             reason = f"JetStream does not answer: {str(error) or type(error).__name__}"
-            if give_up_after_s is not None or client.is_closed:
-                raise BrokerError(f"NATS at {_shown(url)}: {reason}") from None
-            log.warning("waiting_for_nats", url=_shown(url), reason=reason)
+            if client.is_closed or (give_up_after_s is not None and clock() - began_s >= give_up_after_s):
+                raise BrokerError(f"NATS at {_shown(urls)}: {reason}") from None
+            log.warning("waiting_for_nats", url=_shown(urls), reason=reason)
 
 
-async def _connect(url: str, name: str, log: Logger, give_up_after_s: float | None) -> Client:
+async def _connect(urls: list[str], name: str, log: Logger, give_up_after_s: float | None) -> Client:
     nats.aio.client.DEFAULT_BUFFER_SIZE = READ_BUFFER_BYTES
     client = Client()
     clock = asyncio.get_running_loop().time
@@ -140,19 +153,19 @@ async def _connect(url: str, name: str, log: Logger, give_up_after_s: float | No
             raise error  # waiting would not help
         if clock() - complained_s >= COMPLAIN_EVERY_S or complained_s == began_s:
             complained_s = clock()
-            log.warning("waiting_for_nats", url=_shown(url), waited_s=round(clock() - began_s, 1), reason=reason)
+            log.warning("waiting_for_nats", url=_shown(urls), waited_s=round(clock() - began_s, 1), reason=reason)
 
     async def on_disconnect() -> None:
         if not client.is_closed:  # else it was us
-            log.warning("nats_disconnected", connection=name, url=_shown(url))
+            log.warning("nats_disconnected", connection=name, url=_shown(urls))
 
     async def on_reconnect() -> None:
-        log.info("nats_reconnected", connection=name, url=_shown(url))
+        log.info("nats_reconnected", connection=name, url=_shown(urls))
 
     # without a limit of attempts the client also waits by itself for a server that is not there yet
     connecting = asyncio.ensure_future(
         client.connect(
-            url,
+            urls,
             name=name,
             connect_timeout=CONNECT_TIMEOUT_S,
             flush_timeout=FLUSH_TIMEOUT_S,
@@ -178,9 +191,18 @@ async def _connect(url: str, name: str, log: Logger, give_up_after_s: float | No
             await asyncio.wait({connecting})
             await client.close()
     raise BrokerError(
-        f"NATS: no connection to {_shown(url)} (tried for {clock() - began_s:.0f} s): {reason}; "
+        f"NATS: no connection to {_shown(urls)} (tried for {clock() - began_s:.0f} s): {reason}; "
         "start a server there, or give another URL"
     )
+
+
+async def subscribe(client: Client, subject: str, heard: Callable[[Any], Awaitable[None]]) -> Subscription:
+    """A subscription that the server knows of when this returns, or learns of when it is reached again."""
+    subscription = await client.subscribe(subject, cb=heard)
+    with contextlib.suppress(nats.errors.Error, TimeoutError, OSError):
+        for _ in range(2):  # nats-py writes a ping at once, ahead of what waits to be written
+            await client.flush(FLUSH_TIMEOUT_S)
+    return subscription
 
 
 async def _close(client: Client) -> None:
@@ -220,9 +242,12 @@ async def wait_connected(client: Client, timeout_s: float, what: str) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def _shown(url: str) -> str:
-    """A URL without its credentials."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    host = f"[{host}]" if ":" in host else host
-    return urlunsplit((parts.scheme, f"{host}:{parts.port}" if parts.port else host, "", "", ""))
+def _shown(urls: list[str]) -> str:
+    """URLs without their credentials."""
+    shown = []
+    for url in urls:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        host = f"[{host}]" if ":" in host else host
+        shown.append(urlunsplit((parts.scheme, f"{host}:{parts.port}" if parts.port else host, "", "", "")))
+    return ",".join(shown)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,26 +19,26 @@ import nats.errors
 import nats.js.api
 import nats.js.errors
 
-from diloco.errors import BrokerError
+from diloco.errors import AppendUncertainError, BrokerError, RewoundError
+from diloco.nats import streams
 from diloco.nats.connection import Link, check_open
+from diloco.transport import Stored
 
 WINDOW_BYTES = 16 << 20
 OVERHEAD_BYTES = 1 << 16  # the server counts subject and reply subject of a message too
 EXPIRES_S = 5.0
 HEARTBEAT_S = 0.5
 SILENCE_S = 2.0  # so long without message or heartbeat: the consumer, or the server, is gone
+LOOK_S = 0.1  # how soon it is seen that the connection was remade
 INACTIVE_S = 30.0
 RETRY_S = 0.25
 REQUESTS = 2
 
 
 @dataclass(frozen=True)
-class Message:
+class Message(Stored):
     """A stored message; ``pending`` is how many that the reader wants still stood behind it."""
 
-    subject: str
-    sequence: int
-    data: bytes
     pending: int
 
 
@@ -48,6 +49,7 @@ class Puller:
 
     Raises (while iterating):
         BrokerError: the stream does not exist, the filters overlap, or the connection was closed for good.
+        RewoundError: the stream lost what was read last, without having purged it; sequences may mean other messages now.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Puller:
     ) -> None:
         self.link, self.stream, self.subjects = link, stream, list(subjects)
         self.next_sequence = max(1, start_sequence)
+        self._newest: Message | None = None  # of those that were read
         # a request that cannot hold the next message would be answered at once, for ever
         self.half_bytes = max(link.bulk.max_payload + OVERHEAD_BYTES, window_bytes // REQUESTS)
 
@@ -69,7 +72,7 @@ class Puller:
             )
             try:
                 async for message in self._read(consumer, inbox, queue):
-                    self.next_sequence = message.sequence + 1
+                    self.next_sequence, self._newest = message.sequence + 1, message
                     yield message
             finally:
                 with contextlib.suppress(nats.errors.Error):
@@ -89,15 +92,30 @@ class Puller:
         while True:
             config.opt_start_seq = self.next_sequence
             try:
+                await self._check_kept()
                 info = await self.link.bulk.jetstream(timeout=5).add_consumer(self.stream, config)
                 return str(info.name)
             except nats.js.errors.NotFoundError:
                 raise BrokerError(f"stream {self.stream}: does not exist on the server") from None
             except nats.js.errors.BadRequestError as error:
                 raise BrokerError(f"stream {self.stream}: cannot be read: {error.description}") from None
-            except (nats.errors.Error, TimeoutError):
+            except (nats.errors.Error, TimeoutError, AppendUncertainError):
                 check_open(self.link.bulk)
                 await asyncio.sleep(RETRY_S)
+
+    async def _check_kept(self) -> None:
+        """Find out whether the stream still is what was read: a server that lost its disk's last writes goes back."""
+        newest = self._newest
+        if newest is None:
+            return
+        stored = await streams.get(self.link, self.stream, newest.sequence)
+        if stored is None:
+            info = await self.link.bulk.jetstream(timeout=5).stream_info(self.stream)
+            kept = info.state.last_seq >= newest.sequence  # purged, or replaced by a newer one
+        else:
+            kept = (stored.subject, stored.data) == (newest.subject, newest.data)
+        if not kept:
+            raise RewoundError(f"stream {self.stream}: it lost message {newest.sequence}, which had been stored")
 
     async def _request(self, consumer: str, inbox: str, number: int) -> None:
         request = {
@@ -111,15 +129,12 @@ class Puller:
 
     async def _read(self, consumer: str, inbox: str, queue: asyncio.Queue[Any]) -> AsyncIterator[Message]:
         """Messages until the consumer seems lost."""
+        reconnects = self.link.bulk.stats["reconnects"]
         try:
             for number in range(REQUESTS):
                 await self._request(consumer, inbox, number)
             while True:
-                if queue.empty():
-                    async with asyncio.timeout(SILENCE_S):
-                        raw = await queue.get()
-                else:
-                    raw = queue.get_nowait()
+                raw = await self._wait(queue, reconnects) if queue.empty() else queue.get_nowait()
                 status = (raw.headers or {}).get("Status")
                 if status is None:
                     # $JS.ACK.<stream>.<consumer>.<delivered>.<stream sequence>.<consumer sequence>.<time>.<pending>
@@ -134,3 +149,17 @@ class Puller:
                     return
         except (nats.errors.Error, TimeoutError):
             return
+
+    async def _wait(self, queue: asyncio.Queue[Any], reconnects: int) -> Any:
+        """What comes next.
+
+        Raises:
+            TimeoutError: nothing, for too long, or since the connection was remade: the server has forgotten what was asked.
+        """
+        for _ in range(math.ceil(SILENCE_S / LOOK_S)):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    return await queue.get()
+            if self.link.bulk.stats["reconnects"] != reconnects:
+                break
+        raise TimeoutError

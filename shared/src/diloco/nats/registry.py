@@ -12,8 +12,9 @@ import nats.js.api
 import nats.js.errors
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError
-from diloco.nats.append import HEADER_BYTES, ID_HEADER, Fence, append_one
+from diloco.nats.append import HEADER_BYTES, ID_HEADER, append_one
 from diloco.nats.connection import Link, check_open
+from diloco.transport import Fence
 
 TIMEOUT_S = 5.0
 ATTEMPTS = 6
@@ -35,7 +36,7 @@ class Registry:
         self._link, self._name = link, bucket
 
     @classmethod
-    async def open(cls, link: Link, bucket: str, *, create: bool) -> Registry:
+    async def open(cls, link: Link, bucket: str, *, create: bool, replicas: int = 1) -> Registry:
         """The bucket, made if ``create``.
 
         Raises:
@@ -44,7 +45,7 @@ class Registry:
         api = link.control.jetstream(timeout=TIMEOUT_S)
         try:
             if create:
-                await api.create_key_value(nats.js.api.KeyValueConfig(bucket=bucket, history=1))
+                await api.create_key_value(nats.js.api.KeyValueConfig(bucket=bucket, history=1, replicas=replicas))
             else:
                 await api.key_value(bucket)
         except nats.js.errors.NotFoundError:

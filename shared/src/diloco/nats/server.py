@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from diloco.errors import BrokerError
+from diloco.supervise import Guard
 
 START_TIMEOUT_S = 20.0
 
@@ -43,24 +46,38 @@ class Server:
     """A server process with JetStream in ``directory``. Every acknowledged message is on disk (``sync_interval: always``).
 
     It ends with the process that started it, however that ends: two servers on one directory would destroy it.
+    ``routes`` are the cluster ports of all servers of a cluster, this one's first.
     """
 
-    def __init__(self, directory: Path, port: int | None = None, *, max_file_bytes: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, port: int | None = None, *, max_file_bytes: int | None = None, routes: Sequence[int] = ()
+    ) -> None:
         self.directory = directory
+        self.routes = routes
         self.port = free_port() if port is None else port
         self.max_file_bytes = max_file_bytes
         self.log_file = directory / "nats-server.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: Guard | None = None
 
     @property
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
 
     @property
+    def admin_file(self) -> Path:
+        """Holds the URL of the system account, which may list connections and cut them (``diloco chaos``)."""
+        return self.directory / "admin.url"
+
+    @property
     def pid(self) -> int:
         """Of the running server; 0 if there is none."""
         return self._process.pid if self._process else 0
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended, for whatever reason."""
+        return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
         """Start, and wait until it accepts connections.
@@ -70,20 +87,23 @@ class Server:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         limit = "" if self.max_file_bytes is None else f", max_file: {self.max_file_bytes}"
-        config = self.directory / "nats-server.conf"
+        config, secret = self.directory / "nats-server.conf", secrets.token_hex(16)
         config.write_text(
             f'listen: "127.0.0.1:{self.port}"\n'
             "max_payload: 1MB\n"
             'ping_interval: "2s"\n'
             f'jetstream {{ store_dir: "{self.directory / "jetstream"}", sync_interval: always{limit} }}\n'
+            f'accounts {{ $SYS {{ users: [ {{ user: "admin", password: "{secret}" }} ] }} }}\n' + self._cluster()
         )
+        self.admin_file.write_text(f"nats://admin:{secret}@127.0.0.1:{self.port}\n")
         with self.log_file.open("ab") as log:
             old_bytes = log.tell()
             # a session of its own: Ctrl-C reaches the launcher, which stops the server last
             self._process = subprocess.Popen(
                 [find_binary(), "-c", config], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
-        self._guard = _end_with_owner(self._process.pid)
+        self._guard = Guard()
+        self._guard.watch([self._process.pid])
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline_s:
             if self._process.poll() is not None:
@@ -95,6 +115,16 @@ class Server:
         self.kill()
         raise BrokerError(
             f"nats-server: did not come up on port {self.port}: {self._log_end()}; all of it is in {self.log_file}"
+        )
+
+    def _cluster(self) -> str:
+        if not self.routes:
+            return ""
+        routes = ", ".join(f"nats://127.0.0.1:{port}" for port in self.routes)
+        return (
+            f"server_name: server-{self.routes[0]}\n"
+            f'cluster {{ name: diloco, listen: "127.0.0.1:{self.routes[0]}", no_advertise: true, ping_interval: "2s", '
+            f"routes: [{routes}] }}\n"
         )
 
     def stop(self) -> None:
@@ -127,8 +157,7 @@ class Server:
             self._process.wait()
         self._process = None
         if self._guard is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._guard.communicate(b"\n")
+            self._guard.release()
         self._guard = None
 
     def _log_end(self) -> str:
@@ -136,12 +165,7 @@ class Server:
         return lines[-1] if lines else "its log is empty"
 
 
-def _end_with_owner(pid: int) -> subprocess.Popen[bytes]:
-    """A shell that waits for a line from this process, and kills ``pid`` when the pipe is closed without one."""
-    return subprocess.Popen(
-        ["/bin/sh", "-c", 'read -r _ || kill -KILL "$0"', str(pid)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+def cluster(directory: Path, count: int = 3) -> list[Server]:
+    """Servers that are to form one cluster, not started yet; JetStream answers once most of them are there."""
+    ports = [free_port() for _ in range(count)]
+    return [Server(directory / f"nats-{i}", routes=[*ports[i:], *ports[:i]]) for i in range(count)]

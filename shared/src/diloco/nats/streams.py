@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
+import json
 import math
-from collections.abc import Awaitable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Iterable
 from typing import TypeVar
 
 import nats.errors
@@ -14,24 +15,22 @@ import nats.js.errors
 
 from diloco.errors import AppendUncertainError, BrokerError, RunError
 from diloco.nats.connection import Link
+from diloco.transport import Stored
 
 TIMEOUT_S = 5.0
 DUPLICATE_WINDOW_S = 120.0
+DROPS_AT_ONCE = 64
 
 # of an existing stream: what must be as asked for, and what may be more (a limit of zero or less is none)
 _EXACT = ("subjects", "retention", "discard", "max_msgs_per_subject", "allow_direct", "allow_batched")
 _AT_LEAST = ("max_msgs", "max_bytes", "max_age", "max_msg_size", "num_replicas", "duplicate_window")
 
+# error codes of the JetStream API
+_NO_STREAM = 10059
+_OTHER_CONFIGURATION = 10058
+_GONE = (10043, 10057)
+
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A message as the stream holds it."""
-
-    subject: str
-    sequence: int
-    data: bytes
 
 
 async def ensure(
@@ -109,6 +108,23 @@ async def purge(link: Link, stream: str, subject: str, below_sequence: int) -> N
         raise _missing(stream) from None
 
 
+async def drop(link: Link, stream: str, sequences: Iterable[int]) -> None:
+    """Drop single messages; those that are gone are as good. Raises as :func:`last`."""
+    limit = asyncio.Semaphore(DROPS_AT_ONCE)
+
+    async def drop_one(sequence: int) -> None:
+        request = json.dumps({"seq": sequence, "no_erase": True}).encode()
+        async with limit:
+            reply = await _answer(link.bulk.request(f"$JS.API.STREAM.MSG.DELETE.{stream}", request, timeout=TIMEOUT_S), stream)
+        error = json.loads(reply.data).get("error")
+        if error is not None and error.get("err_code") not in _GONE:
+            raise BrokerError(f"stream {stream}: {error.get('description')} (code {error.get('err_code')})")
+
+    async with asyncio.TaskGroup() as group:
+        for sequence in sequences:
+            group.create_task(drop_one(sequence))
+
+
 async def delete(link: Link, stream: str) -> None:
     """Drop a stream and all it holds; none is as good."""
     try:
@@ -129,14 +145,26 @@ async def exists(link: Link, stream: str) -> bool:
 async def _get(link: Link, stream: str, subject: str | None = None, seq: int | None = None) -> Stored | None:
     api = link.bulk.jetstream(timeout=TIMEOUT_S)
     try:
-        message = await _answer(api.get_msg(stream, seq=seq, subject=subject, direct=True), stream)
-    except nats.js.errors.NotFoundError:
+        # any replica answers a direct get, also one that has not got the newest message yet
+        direct = await _replicas(link, stream) == 1
+        message = await _answer(api.get_msg(stream, seq=seq, subject=subject, direct=direct), stream)
+    except nats.js.errors.NotFoundError as error:
+        if error.err_code == _NO_STREAM:
+            raise _missing(stream) from None
         return None
     except AppendUncertainError:
         if await exists(link, stream):  # nobody answers for a stream that is not there
             raise
         raise _missing(stream) from None
     return Stored(str(message.subject), int(message.seq or 0), bytes(message.data or b""))
+
+
+async def _replicas(link: Link, stream: str) -> int:
+    known = link.replicas.get(stream)
+    if known is None:
+        info = await _answer(link.bulk.jetstream(timeout=TIMEOUT_S).stream_info(stream), stream)
+        known = link.replicas[stream] = int(info.config.num_replicas or 1)
+    return known
 
 
 def _missing(stream: str) -> BrokerError:
@@ -153,8 +181,9 @@ async def _answer(call: Awaitable[T], stream: str) -> T:
     except nats.js.errors.NotFoundError:
         raise
     except nats.js.errors.APIError as error:
-        if error.err_code == 10058:
+        if error.err_code == _OTHER_CONFIGURATION:
             raise _Exists from None
-        raise BrokerError(f"stream {stream}: {error.description} (code {error.err_code})") from None
+        text = f"stream {stream}: {error.description} (code {error.err_code})"
+        raise (AppendUncertainError if error.code == 503 else BrokerError)(text) from None
     except (nats.errors.Error, TimeoutError) as error:
         raise AppendUncertainError(f"stream {stream}: no answer: {error!r}") from None

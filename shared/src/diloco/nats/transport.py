@@ -1,0 +1,118 @@
+"""NATS as a :class:`diloco.transport.Transport`: a :class:`Link` with what the modules of this package do over one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import nats.errors
+
+from diloco.errors import AppendUncertainError
+from diloco.nats import append, streams
+from diloco.nats.connection import POLL_S, Link, subscribe
+from diloco.nats.pull import Puller
+from diloco.nats.registry import Registry
+from diloco.transport import Fence, Heard, Stored
+
+
+class NatsTransport(Link):
+    """Signs of life and the bucket go over the control connection, all else over the bulk connection."""
+
+    clock_file: Path | None = None  # holds the seconds that the wall clock is to be wrong by (``diloco chaos``)
+
+    @property
+    def connected(self) -> bool:
+        return bool(self.control.is_connected and self.bulk.is_connected)
+
+    def wall_s(self) -> float:
+        return time.time() + self._clock_offset_s()
+
+    def _clock_offset_s(self) -> float:
+        if self.clock_file is None:
+            return 0.0
+        try:
+            return float(self.clock_file.read_text())
+        except (OSError, ValueError):  # no offset: the usual case
+            return 0.0
+
+    def random_bytes(self, count: int) -> bytes:
+        return os.urandom(count)
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        await self.control.publish(subject, data)
+
+    async def subscribe(self, subject: str, heard: Callable[[Heard], Awaitable[None]]) -> None:
+        await subscribe(self.control, subject, heard)
+
+    async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes | None:
+        try:
+            return bytes((await self.control.request(subject, data, timeout=timeout_s)).data)
+        except (nats.errors.Error, TimeoutError):
+            return None
+
+    async def ensure_stream(
+        self, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1
+    ) -> None:
+        await streams.ensure(
+            self, stream, subjects, max_msgs_per_subject=max_msgs_per_subject, max_bytes=max_bytes, replicas=replicas
+        )
+
+    async def append(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        parts: Sequence[bytes | memoryview] = (),
+        part_subject: Callable[[int], str] | None = None,
+        message_id: str,
+        fence: Fence | None,
+        timeout_s: float,
+    ) -> int:
+        storing = asyncio.ensure_future(
+            append.append(
+                self,
+                subject,
+                data,
+                parts=parts,
+                part_subject=part_subject,
+                message_id=message_id,
+                fence=fence,
+                timeout_s=timeout_s,
+            )
+        )
+        lost = asyncio.ensure_future(self._bulk_lost())
+        try:
+            await asyncio.wait({storing, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not storing.done():
+                # its answer died with the connection: who tries again need not wait for the timeout
+                raise AppendUncertainError(f"{subject}: the connection was lost before the answer came")
+            return storing.result()
+        finally:
+            storing.cancel()
+            lost.cancel()
+
+    async def _bulk_lost(self) -> None:
+        """Wait until the bulk connection, once it is there, is lost."""
+        while not self.bulk.is_connected:
+            await asyncio.sleep(POLL_S)
+        made = self.bulk.stats["reconnects"]
+        while self.bulk.is_connected and self.bulk.stats["reconnects"] == made:
+            await asyncio.sleep(POLL_S)
+
+    async def last(self, stream: str, subject: str) -> Stored | None:
+        return await streams.last(self, stream, subject)
+
+    async def get(self, stream: str, sequence: int) -> Stored | None:
+        return await streams.get(self, stream, sequence)
+
+    async def purge(self, stream: str, subject: str, below_sequence: int) -> None:
+        await streams.purge(self, stream, subject, below_sequence)
+
+    def pull(self, stream: str, subjects: Sequence[str], start_sequence: int) -> AsyncIterator[Stored]:
+        return aiter(Puller(self, stream, subjects, start_sequence))
+
+    async def bucket(self, name: str, *, create: bool, replicas: int = 1) -> Registry:
+        return await Registry.open(self, name, create=create, replicas=replicas)
