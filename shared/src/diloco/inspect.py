@@ -14,7 +14,7 @@ from rich.console import Console
 from diloco import live, observe, rundir
 from diloco import logs as run_logs
 from diloco.errors import BrokerError, RunError
-from diloco.nats.connection import Link
+from diloco.nats.transport import NatsTransport
 from diloco.wire.subjects import Subjects
 
 ANSWER_TIMEOUT_S = 3.0
@@ -26,10 +26,21 @@ def status(
 ) -> None:
     """What a run is doing now, or how it ended."""
     run = rundir.load(directory)
-    if run.finished:
-        current: dict[str, Any] = json.loads((run.path / "status.json").read_text())
-    else:
-        current = asyncio.run(_ask(run))
+    if not run.finished:
+        _show(run, asyncio.run(_ask(run)), json_)
+        return
+    try:
+        current = json.loads((run.path / "status.json").read_text())
+        if not current["learners"]:
+            raise ValueError("it has no learners")
+        _show(run, current, json_)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RunError(
+            f"{run.path / 'status.json'}: missing or damaged ({error!r}); the run is finished, its report is {run.report}"
+        ) from None
+
+
+def _show(run: rundir.RunDirectory, current: dict[str, Any], json_: bool) -> None:
     if json_:
         print(json.dumps(current))
     elif "learners" not in current:
@@ -58,7 +69,9 @@ def logs(
 async def _ask(run: rundir.RunDirectory) -> dict[str, Any]:
     if not run.nats_url:
         raise RunError(f"run {run.name!r} has not been started yet")
-    link = await Link.open(run.nats_url, run.nats_url, "status", observe.get_logger(), give_up_after_s=ANSWER_TIMEOUT_S)
+    link = await NatsTransport.open(
+        run.nats_url, run.nats_url, "status", observe.get_logger(), give_up_after_s=ANSWER_TIMEOUT_S
+    )
     try:
         answer = await link.control.request(Subjects(run.name).status, b"", timeout=ANSWER_TIMEOUT_S)
         current: dict[str, Any] = json.loads(answer.data)

@@ -52,7 +52,9 @@ _STATES = {
     "waiting": "#e5873a",
     "recovering": "#c66bd6",
     "closing": "#24b3c2",
+    "leaving": "#24b3c2",
     "finished": "grey70",
+    "left": "grey70",
     "gone": "#e2557a",
     "training": "#2fae72",
 }
@@ -359,6 +361,13 @@ def _busy(fraction: float | None, width: int) -> Text:
     return _bar(fraction, width - 6, _STATES["stepping"]).append(f" {share(fraction):>5}")
 
 
+def _shard_activity(shard: Mapping[str, Any], width: int) -> Text:
+    state = shard.get("state", "owner")
+    if state == "owner":
+        return _open_rounds(shard.get("open") or [], width)
+    return Text("stands by" if state == "standby" else state, "dim", no_wrap=True)
+
+
 def _shards(shards: Mapping[str, Any], width: int, rows: int) -> list[Text]:
     if not shards:
         return [Text("waiting for the first syncer …", "dim")]
@@ -373,7 +382,7 @@ def _shards(shards: Mapping[str, Any], width: int, rows: int) -> list[Text]:
             "rounds": Text(str(shard.get("rounds", 0))),
             "in": Text(size(shard.get("bytes_in"))),
             "out": Text(size(shard.get("bytes_out"))),
-            "open": Text(" ").append_text(_open_rounds(shard.get("open") or [], open_width - 1)),
+            "open": Text(" ").append_text(_shard_activity(shard, open_width - 1)),
         }
         lines.append(_row(columns, cells))
     if hidden:

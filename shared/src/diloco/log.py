@@ -7,11 +7,11 @@ hashes, bounds, bodies. Whether an entry *follows* is the chain's to say (:mod:`
 from __future__ import annotations
 
 import asyncio
-import os
-import time
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,17 +20,15 @@ from diloco.core import codec, fold, outer, quantise
 from diloco.core.chain import NO_ENTRY, Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap
-from diloco.errors import AppendUncertainError, FenceError, FormatError, HashError, MessageError, RunError
-from diloco.nats import streams
-from diloco.nats.append import Fence, append
-from diloco.nats.connection import Link
-from diloco.nats.pull import Puller
+from diloco.errors import AppendUncertainError, FenceError, FormatError, HashError, MessageError, RewoundError, RunError
+from diloco.transport import Fence, Stored, Transport
 from diloco.wire import messages, subjects
 from diloco.wire.assemble import Parts, part_index
-from diloco.wire.messages import Body, Genesis, Keyframe, Record
+from diloco.wire.messages import Body, Genesis, Keyframe, Offer, Record
 from diloco.wire.subjects import Subjects
 
-APPEND_TIMEOUT_S = 30.0
+APPEND_TIMEOUT_S = 10.0
+LOOK_S = 2.0  # that a message which does not come is still there
 
 
 @dataclass(frozen=True)
@@ -46,23 +44,25 @@ class Entry:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A fragment as its newest keyframe has it."""
+    """A fragment as a keyframe has it: the newest that is whole."""
 
     replica: Replica
     residual: NDArray[np.float32]
     keyframe_sequence: int
+    refused: tuple[int, ...] = ()  # sequences of newer keyframes, which are not whole
 
 
 class Log:
-    """One run's log stream, seen through one service's connection."""
+    """One run's log stream, seen through one service's transport."""
 
-    def __init__(self, link: Link, run_name: str, run: bytes, fragment_map: FragmentMap) -> None:
-        self.link, self.run, self.map = link, run, fragment_map
+    def __init__(self, transport: Transport, run_name: str, run: bytes, fragment_map: FragmentMap) -> None:
+        self.transport, self.run, self.map = transport, run, fragment_map
         self.subjects = Subjects(run_name)
+        self._named: set[int] = set()  # sequences of keyframes whose damage was logged
 
     async def genesis(self) -> tuple[Genesis, bytes] | None:
         """The genesis record and its check, or None before it."""
-        stored = await streams.last(self.link, self.subjects.log_stream, self.subjects.genesis)
+        stored = await self.transport.last(self.subjects.log_stream, self.subjects.genesis)
         if stored is None:
             return None
         genesis, check, _ = messages.unpack(stored.data, Genesis, self.run)
@@ -71,38 +71,155 @@ class Log:
         return genesis, check
 
     async def found(self, founder: str, settings_digest: bytes, thetas: Sequence[NDArray[np.float32]]) -> None:
-        """Publish version 0 of every fragment and then genesis; somebody else having done so is success too."""
+        """Publish version 0 of every fragment and then genesis; somebody else having done so is success too.
+
+        Version 0 is fenced by genesis too: a founder that comes late would put it behind the keyframes of a run under way, and
+        hide them.
+        """
         heads: list[tuple[int, bytes]] = []
-        for fragment, theta in zip(self.map.fragments, thetas, strict=True):
-            momentum = np.zeros_like(theta)
-            chain = Chain(fragment.index, 0, 0, NO_ENTRY, 0, outer.state_hash(theta, momentum))
-            sequence = await self.append_keyframe(Replica(chain, theta, momentum), None, fence=None)
-            heads.append((sequence, chain.state_hash))
-        genesis = Genesis(founder, settings_digest, self.map.digest, heads, time.time())
-        frame = messages.pack(genesis, self.run)
+        fence = Fence(self.subjects.genesis, 0)
         try:
-            await self._append(self.subjects.genesis, frame, [], b"", Fence(self.subjects.genesis, 0))
+            for fragment, theta in zip(self.map.fragments, thetas, strict=True):
+                momentum = np.zeros_like(theta)
+                chain = Chain(fragment.index, 0, 0, NO_ENTRY, 0, outer.state_hash(theta, momentum))
+                sequence = await self.append_keyframe(Replica(chain, theta, momentum), None, fence)
+                heads.append((sequence, chain.state_hash))
+            genesis = Genesis(founder, settings_digest, self.map.digest, heads, self.transport.wall_s())
+            await self._append(self.subjects.genesis, messages.pack(genesis, self.run), [], b"", fence)
         except FenceError:
             return
 
     async def load(self, fragment: int, genesis: Genesis, genesis_check: bytes) -> Loaded:
-        """The fragment from its newest keyframe after genesis, or from version 0.
+        """The fragment from its newest whole keyframe after genesis, or from version 0.
+
+        A keyframe that is damaged, or misses a part, is named in the log, and the one before it serves: as long as the entries
+        after that one are all there.
 
         Raises:
-            MessageError: the keyframe is damaged.
-            RunError: a keyframe that genesis names is gone.
+            RunError: there is none that serves; what is wrong with each is named.
         """
-        stored = await streams.last(self.link, self.subjects.log_stream, self.subjects.keyframe(fragment))
-        if stored is not None:
-            keyframe, _, inline = messages.unpack(stored.data, Keyframe, self.run)
-            if keyframe.entry_hash != NO_ENTRY:
-                return await self._load(keyframe, Chain.from_keyframe(keyframe), inline, stored.sequence)
-        stored = await streams.get(self.link, self.subjects.log_stream, genesis.fragments[fragment][0])
+        while True:
+            newest = await self.transport.last(self.subjects.log_stream, self.subjects.keyframe(fragment))
+            loaded, faults = await self._load_newest(fragment, newest, genesis, genesis_check)
+            if not faults:
+                assert loaded is not None
+                return loaded
+            again = await self.transport.last(self.subjects.log_stream, self.subjects.keyframe(fragment))
+            if newest is None or again is None or again.sequence == newest.sequence:
+                break
+            # they may have been purged while they were read
+        for sequence, reason in faults.items():
+            if sequence not in self._named:
+                observe.log.warning("keyframe_refused", fragment=fragment, sequence=sequence, reason=reason)
+            self._named.add(sequence)
+        if loaded is None:
+            raise RunError(
+                f"run {self.subjects.run!r}: fragment {fragment} has no keyframe that can be loaded: "
+                f"{'; '.join(faults.values())}; go on from a checkpoint (diloco up --resume)"
+            )
+        return replace(loaded, refused=tuple(faults))
+
+    async def _load_newest(
+        self, fragment: int, newest: Stored | None, genesis: Genesis, genesis_check: bytes
+    ) -> tuple[Loaded | None, dict[int, str]]:
+        """The newest keyframe that serves, and what is wrong with those after it, by stream sequence."""
+        faults: dict[int, str] = {}
+        async for stored in self._from_newest(fragment, newest):
+            try:
+                keyframe, _, inline = messages.unpack(stored.data, Keyframe, self.run)
+                if keyframe.entry_hash == NO_ENTRY:
+                    break
+                chain = Chain.from_keyframe(keyframe)
+                if not await self.holds(chain):  # purged, or lost before one who did not know it yet stored the keyframe
+                    raise FormatError(
+                        f"fragment {fragment}, keyframe of version {keyframe.version}: what follows it was purged, or lost"
+                    )
+                return await self._load(keyframe, chain, inline, stored.sequence), faults
+            except MessageError as error:
+                faults[stored.sequence] = str(error)
+        try:
+            first = await self.load_first(fragment, genesis, genesis_check)
+            if faults and not await self._begins_with(fragment, genesis_check):
+                raise FormatError(f"fragment {fragment}, keyframe of version 0: what follows it was purged")
+            return first, faults
+        except (MessageError, RunError) as error:
+            return None, faults | {genesis.fragments[fragment][0]: str(error)}
+
+    async def load_first(self, fragment: int, genesis: Genesis, genesis_check: bytes) -> Loaded:
+        """Version 0 of the fragment.
+
+        Raises:
+            MessageError: its keyframe is damaged.
+            RunError: its keyframe is gone.
+        """
+        stored = await self.transport.get(self.subjects.log_stream, genesis.fragments[fragment][0])
         if stored is None:
             raise RunError(f"run {self.subjects.run!r}: fragment {fragment} has no keyframe; the log is damaged")
         keyframe, _, inline = messages.unpack(stored.data, Keyframe, self.run)
         chain = Chain.from_genesis(fragment, genesis, genesis_check)
         return await self._load(keyframe, chain, inline, stored.sequence)
+
+    async def keyframes(self, fragment: int, refused: Callable[[int, MessageError], None]) -> AsyncIterator[Loaded]:
+        """All of the fragment's keyframes after genesis that are stored by now, the oldest first.
+
+        What cannot be one is told to ``refused`` (with its stream sequence) and passed over.
+        """
+        head = self.subjects.keyframe(fragment)
+        newest = await self.transport.last(self.subjects.log_stream, head)
+        if newest is None:
+            return
+        async for stored in self.transport.pull(self.subjects.log_stream, [head], 1):
+            try:
+                keyframe, _, inline = messages.unpack(stored.data, Keyframe, self.run)
+                if keyframe.entry_hash != NO_ENTRY:
+                    yield await self._load(keyframe, Chain.from_keyframe(keyframe), inline, stored.sequence)
+            except MessageError as error:
+                refused(stored.sequence, error)
+            if stored.sequence >= newest.sequence:
+                return
+
+    async def newest_keyframe(self, fragment: int) -> tuple[Keyframe, int] | None:
+        """The newest keyframe after genesis whose head is whole, without its body, and its head's stream sequence; or None."""
+        newest = await self.transport.last(self.subjects.log_stream, self.subjects.keyframe(fragment))
+        async for stored in self._from_newest(fragment, newest):
+            with contextlib.suppress(MessageError):  # whoever loads it says so
+                keyframe, _, _ = messages.unpack(stored.data, Keyframe, self.run)
+                return None if keyframe.entry_hash == NO_ENTRY else (keyframe, stored.sequence)
+        return None
+
+    async def _from_newest(self, fragment: int, newest: Stored | None) -> AsyncIterator[Stored]:
+        """The newest head of a fragment's keyframes, and those before it, which are looked for only when asked for."""
+        if newest is None:
+            return
+        yield newest
+        for sequence in reversed(await self.keyframe_sequences(fragment)):
+            older = await self.transport.get(self.subjects.log_stream, sequence) if sequence < newest.sequence else None
+            if older is not None:
+                yield older
+
+    async def _begins_with(self, fragment: int, genesis_check: bytes) -> bool:
+        """Whether the log still has the fragment's first entry, or never had any."""
+        head = self.subjects.record(fragment)
+        if not await self.head_sequence(fragment):
+            return True
+        async for stored in self.transport.pull(self.subjects.log_stream, [head], 1):
+            with contextlib.suppress(MessageError):
+                return messages.unpack(stored.data, Record, self.run)[0].previous == genesis_check
+            break
+        return False
+
+    async def holds(self, chain: Chain) -> bool:
+        """Whether the log still has the chain's head: it may be purged, or lost with a server's last unsynced writes."""
+        if not chain.sequence:
+            return True
+        stored = await self.transport.get(self.subjects.log_stream, chain.sequence)
+        if stored is None:
+            return False
+        try:
+            _, check, _ = messages.unpack(stored.data, Record, self.run)
+        except MessageError:
+            return False
+        return check == chain.head
 
     async def follow(
         self,
@@ -114,13 +231,17 @@ class Log:
         """Entries of ``fragments`` from ``start_sequence`` on, in stream order: for ever, or up to and with a message.
 
         What cannot be an entry is told to ``refused`` (with its stream sequence) and passed over.
+
+        Raises (while iterating):
+            RewoundError: the stream lost what was read, or the message to stop at.
         """
         wanted = set(fragments)
         everything = len(wanted) == len(self.map.fragments)
         filters = [self.subjects.record_tree("*")] if everything else [self.subjects.record_tree(f) for f in sorted(wanted)]
         parts = Parts()
         stored_bytes: dict[int, int] = {}
-        async for message in Puller(self.link, self.subjects.log_stream, filters, start_sequence):
+        pulled = self.transport.pull(self.subjects.log_stream, filters, start_sequence)
+        async for message in pulled if stop_sequence is None else self._until(pulled, stop_sequence):
             fragment = subjects.fragment_of(message.subject)
             if fragment is None or fragment not in wanted:
                 continue
@@ -140,6 +261,21 @@ class Log:
                 yield Entry(record, check, message.sequence, body, size_bytes)
             if stop_sequence is not None and message.sequence >= stop_sequence:
                 return
+
+    async def _until(self, pulled: AsyncIterator[Stored], stop_sequence: int) -> AsyncIterator[Stored]:
+        """What is pulled, as long as the message to stop at is there: if it is lost meanwhile, it never comes."""
+        stream, messages_ = self.subjects.log_stream, aiter(pulled)
+        expected = await self.transport.get(stream, stop_sequence)
+        while True:
+            coming = asyncio.ensure_future(anext(messages_))
+            try:
+                while not (await asyncio.wait([coming], timeout=LOOK_S))[0]:
+                    with contextlib.suppress(AppendUncertainError):  # the server is away
+                        if expected is None or await self.transport.get(stream, stop_sequence) != expected:
+                            raise RewoundError(f"stream {stream}: message {stop_sequence} is gone, up to which it is read")
+                yield coming.result()
+            finally:
+                coming.cancel()
 
     async def _record_body(self, record: Record, fragment: int, inline: bytes, parts: Parts) -> NDArray[np.uint8] | None:
         if record.fragment != fragment:
@@ -178,7 +314,9 @@ class Log:
         chain = replica.chain
         raw = await asyncio.to_thread(fold.keyframe_body, replica, residual)
         packed = await asyncio.to_thread(codec.pack, raw, -1)
-        body, inline, parts = messages.describe_body(packed, codec.content_hash(raw), os.urandom(messages.ATTEMPT_BYTES))
+        body, inline, parts = messages.describe_body(
+            packed, codec.content_hash(raw), self.transport.random_bytes(messages.ATTEMPT_BYTES)
+        )
         keyframe = Keyframe(
             fragment=chain.fragment,
             version=chain.version,
@@ -188,6 +326,7 @@ class Log:
             tokens_merged=chain.tokens_merged,
             tokens_lost=chain.tokens_lost,
             cursors=chain.keyframe_cursors(),
+            ends=chain.keyframe_ends(),
             state_hash=chain.state_hash,
             closing=chain.closed,
             body=body,
@@ -199,20 +338,77 @@ class Log:
         """Drop all of the fragment's log that stands before the keyframe whose head has this stream sequence.
 
         A keyframe's parts stand before its head and after the entry that it was made of, which therefore bounds the purge.
+        Below one that is damaged nothing is dropped.
         """
         stream = self.subjects.log_stream
-        stored = await streams.get(self.link, stream, keyframe_sequence)
+        stored = await self.transport.get(stream, keyframe_sequence)
         if stored is None:
             return
-        keyframe, _, _ = messages.unpack(stored.data, Keyframe, self.run)
+        try:
+            keyframe, _, _ = messages.unpack(stored.data, Keyframe, self.run)
+        except MessageError:
+            return
         if keyframe.entry_sequence:
             tree = self.subjects.keyframe(fragment).removesuffix("head") + ">"
-            await streams.purge(self.link, stream, self.subjects.record_tree(fragment), keyframe.entry_sequence)
-            await streams.purge(self.link, stream, tree, keyframe.entry_sequence)
+            await self.transport.purge(stream, self.subjects.record_tree(fragment), keyframe.entry_sequence)
+            await self.transport.purge(stream, tree, keyframe.entry_sequence)
+
+    async def keyframe_sequences(self, fragment: int) -> list[int]:
+        """Stream sequences of the fragment's keyframes, the oldest first."""
+        head = self.subjects.keyframe(fragment)
+        newest = await self.transport.last(self.subjects.log_stream, head)
+        sequences: list[int] = []
+        if newest is not None:
+            async for stored in self.transport.pull(self.subjects.log_stream, [head], 1):
+                sequences.append(stored.sequence)
+                if stored.sequence >= newest.sequence:
+                    break
+        return sequences
+
+    async def archive(self, offer: Offer, raw: NDArray[np.uint8]) -> None:
+        """Keep an offer that is about to be merged; one that is kept already is as good.
+
+        Raises:
+            StorageFullError: the archive is full.
+        """
+        head = self.subjects.archived(offer.fragment, offer.learner, offer.incarnation, offer.number)
+        packed = await asyncio.to_thread(codec.pack, raw, -1)
+        attempt = self.transport.random_bytes(messages.ATTEMPT_BYTES)
+        body, inline, parts = messages.describe_body(packed, offer.body.content_hash, attempt)
+        frame = messages.pack(msgspec.structs.replace(offer, body=body), self.run, inline)
+        try:
+            await self._append(head, frame, parts, attempt, Fence(head, 0), self.subjects.archive_stream)
+        except FenceError:
+            return  # the merge was begun before, by this owner or the one before it
+
+    async def archived(
+        self, fragment: int, learner: str, incarnation: int, number: int
+    ) -> tuple[Offer, NDArray[np.uint8]] | None:
+        """A merged offer and its uncompressed body, or None if it was not kept.
+
+        Raises:
+            MessageError: it is damaged.
+            BrokerError: the run has no archive.
+        """
+        stream, head = self.subjects.archive_stream, self.subjects.archived(fragment, learner, incarnation, number)
+        stored = await self.transport.last(stream, head)
+        if stored is None:
+            return None
+        offer, _, inline = messages.unpack(stored.data, Offer, self.run)
+        what = f"fragment {fragment}, archived offer {number} of {learner}"
+        if (offer.fragment, offer.learner, offer.incarnation, offer.number) != (fragment, learner, incarnation, number):
+            raise FormatError(f"{what}: it says fragment {offer.fragment}, offer {offer.number} of {offer.learner}")
+        size = self.map.fragments[fragment].size
+        raw_bytes = quantise.body_bytes(size, offer.bits)
+        messages.check_body_size(offer.body, codec.packed_limit(raw_bytes), what)
+        pieces = await self._parts(stream, head, offer.body, what)
+        raw = await asyncio.to_thread(open_body, offer.body, inline, pieces, raw_bytes, what)
+        await asyncio.to_thread(quantise.validate, raw, size, offer.bits)
+        return offer, raw
 
     async def head_sequence(self, fragment: int) -> int:
         """Stream sequence of the last message on the fragment's head subject; 0 if there is none."""
-        stored = await streams.last(self.link, self.subjects.log_stream, self.subjects.record(fragment))
+        stored = await self.transport.last(self.subjects.log_stream, self.subjects.record(fragment))
         return stored.sequence if stored else 0
 
     async def _load(self, keyframe: Keyframe, chain: Chain, inline: bytes, sequence: int) -> Loaded:
@@ -220,27 +416,32 @@ class Log:
         what = f"fragment {fragment}, keyframe of version {keyframe.version}"
         messages.check_body_size(body, self._limit(fragment, 96), what)
         head = self.subjects.keyframe(fragment)
-        names = [subjects.log_part(head, body.attempt, index) for index in range(body.parts)]
-        stored = [await streams.last(self.link, self.subjects.log_stream, name) for name in names]
-        pieces = [part.data[messages.ATTEMPT_BYTES :] for part in stored if part is not None]
-        if len(pieces) != body.parts:
-            raise FormatError(f"{what}: {body.parts - len(pieces)} of {body.parts} parts are missing")
+        pieces = await self._parts(self.subjects.log_stream, head, body, what)
         raw_bytes = fold.keyframe_bytes(self.map.fragments[fragment].size)
         raw = await asyncio.to_thread(open_body, body, inline, pieces, raw_bytes, what)
         replica, residual = await asyncio.to_thread(fold.load_keyframe, keyframe, chain, raw)
         return Loaded(replica, residual, sequence)
 
+    async def _parts(self, stream: str, head: str, body: Body, what: str) -> list[bytes]:
+        names = [subjects.log_part(head, body.attempt, index) for index in range(body.parts)]
+        stored = [await self.transport.last(stream, name) for name in names]
+        pieces = [part.data[messages.ATTEMPT_BYTES :] for part in stored if part is not None]
+        if len(pieces) != body.parts:
+            raise FormatError(f"{what}: {body.parts - len(pieces)} of {body.parts} parts are missing")
+        return pieces
+
     def _limit(self, fragment: int, bits: int) -> int:
         """Most bytes that a zstd frame of so many bits a parameter may have."""
         return codec.packed_limit(self.map.fragments[fragment].size * bits // 8 + quantise.BLOCK * 8)
 
-    async def _append(self, head: str, frame: bytes, parts: Sequence[bytes], attempt: bytes, fence: Fence | None) -> int:
+    async def _append(
+        self, head: str, frame: bytes, parts: Sequence[bytes], attempt: bytes, fence: Fence | None, stream: str | None = None
+    ) -> int:
         """Append until it is known whether it was stored; an uncertain outcome is settled by reading the head back."""
-        identifier = os.urandom(8).hex()
+        identifier = self.transport.random_bytes(8).hex()
         while True:
             try:
-                return await append(
-                    self.link,
+                return await self.transport.append(
                     head,
                     frame,
                     parts=parts,
@@ -250,7 +451,7 @@ class Log:
                     timeout_s=APPEND_TIMEOUT_S,
                 )
             except (AppendUncertainError, FenceError) as error:
-                stored = await self._read_back(head)
+                stored = await self._read_back(stream or self.subjects.log_stream, head)
                 if stored is not None and stored.data == frame:
                     return stored.sequence
                 if isinstance(error, FenceError):
@@ -258,10 +459,10 @@ class Log:
                 # a server whose disk is full answers nothing at all: say that there is something to look at
                 observe.log.warning("append_retried", subject=head, reason=str(error))
 
-    async def _read_back(self, head: str) -> streams.Stored | None:
+    async def _read_back(self, stream: str, head: str) -> Stored | None:
         while True:
             try:
-                return await streams.last(self.link, self.subjects.log_stream, head)
+                return await self.transport.last(stream, head)
             except AppendUncertainError:
                 await asyncio.sleep(0.2)
 

@@ -11,43 +11,57 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import threading
-import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco import membership
+from diloco import membership, shares
 from diloco.core import codec
+from diloco.core import tape as events
 from diloco.core.books import Apply, Books, Outstanding
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap
 from diloco.core.pace import Average, first_due_steps
-from diloco.errors import AppendUncertainError, ChainError, HashError, MessageError, NonFiniteError, StorageFullError
+from diloco.errors import (
+    AppendUncertainError,
+    BrokerError,
+    ChainError,
+    HashError,
+    MessageError,
+    NonFiniteError,
+    RewoundError,
+    StorageFullError,
+)
 from diloco.log import Entry, Log
 from diloco.membership import Run
-from diloco.nats.append import append
-from diloco.nats.connection import Link
 from diloco.observe import Counted, Logger
+from diloco.patience import patiently
+from diloco.peer import Borrower, Layout, Lender, Loan
 from diloco.settings import LearnerSettings
+from diloco.shares import Leaseholder
+from diloco.tape import Recorder, Unrecorded
+from diloco.transport import Heard, Transport
 from diloco.wire import messages, subjects
-from diloco.wire.messages import Announcement, Cursor, Genesis, Offer, Pulse, Record
+from diloco.wire.messages import Announcement, Cursor, Genesis, Mark, Marked, Offer, Pulse, Range, Record
 from diloco.wire.subjects import Subjects
 
 Vector = NDArray[np.float32]
 Reader = Callable[[], Vector]
-State = Literal["starting", "stepping", "waiting", "recovering", "closing", "finished"]
+Dump = tuple[dict[str, Any], dict[str, NDArray[Any]]]  # plain values, and arrays by name
+State = Literal["starting", "stepping", "waiting", "recovering", "closing", "leaving", "left", "finished"]
 
 OFFER_TIMEOUT_S = 15.0
 STORAGE_RETRY_S = 1.0
 LEAVE_TIMEOUT_S = 10.0
+FREE_TIMEOUT_S = 2.0
 # of a step: how early a fragment is kept readable for a round that is expected, so that it can be answered in mid-step
 PREDICTION_STEPS = 1.25
 
@@ -61,6 +75,8 @@ class StepDone:
     """
 
     tokens: int
+    share: int  # of the data
+    batch: int  # its index in the share
     loss: float | None
     busy_s: float
     blocked_s: float
@@ -99,6 +115,8 @@ class _Snapshot:
     reader: Reader
     steps: int
     tokens: int
+    data: list[Range]
+    step: int  # of the learner's own, after which it was taken
 
 
 @dataclass
@@ -115,9 +133,11 @@ class _Fragment:
     epoch: int = 0  # of the owner that announced it
     closing: bool = False  # that round is the closing one
     answered: int = 0  # version of the newest round answered
+    sent: bytes | None = None  # hash of the head of the newest offer sent
     encoding: bool = False
     sending: bool = False
     spoilt: bool = False  # the learner's value is not finite: begin again from the global one
+    applied: bool = False  # since this process joined
     version_step: int = 0  # local step at which the base was applied
     opened_at_s: float | None = None
     period: Average = field(default_factory=Average)
@@ -138,17 +158,21 @@ class Member:
 
     def __init__(
         self,
-        link: Link,
+        transport: Transport,
         run: Run,
         fragment_map: FragmentMap,
         settings: LearnerSettings,
         log: Logger,
+        tape: Recorder | None = None,
     ) -> None:
-        self.link, self.run, self.map, self.settings, self.log = link, run, fragment_map, settings, log
-        self.incarnation = time.time_ns() // 1_000_000
-        self.store = Log(link, run.name, run.identity, fragment_map)
+        self.transport, self.run, self.map, self.settings, self.log = transport, run, fragment_map, settings, log
+        self.tape = tape or Unrecorded()
+        self.incarnation = int(transport.wall_s() * 1000)
+        self.store = Log(transport, run.name, run.identity, fragment_map)
         self.subjects = Subjects(run.name)
+        self.lender = Lender(transport, run.identity, self.subjects, settings.name, self._may_lend, log)
         self.refused = Counted(log)
+        self.shares = Leaseholder(run, settings, self.incarnation, log)
         self.state: State = "recovering"
         self.step = self.tokens = 0
         self.loss: float | None = None
@@ -157,15 +181,21 @@ class Member:
         self.rounds_merged = self.rounds_missed = 0
         self.failure: BaseException | None = None
         self._earlier_tokens = 0  # processed before this process
+        self._taped_data: tuple[int, int] | None = None  # share and batch that the next step takes by what is on the tape
         self._schedule = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
         self._announced = (0, 0)  # tokens of all learners as last announced, own tokens then
-        self._draining = self._stopped = self._leaving = False
+        self._draining = self._stopped = self._leaving = self._silent = False
+        self._warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
+        self._mark: Mark | None = None  # not answered yet
+        self._marked: Marked | None = None  # the newest mark's answer
+        self._held_back: list[int] | None = None  # by fragment: no later version is applied until the mark's state is copied
         self._fragments: list[_Fragment] = []
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
         self._unseen = False  # something happened since the last boundary
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Task[None]
 
     # ---- loop thread
 
@@ -177,21 +207,63 @@ class Member:
         """
         digest = self.run.settings.digest()
         if self.settings.role == "learner":
-            await membership.join(self.run, self.settings.name, self.incarnation, self.map, digest)
+            join = partial(membership.join, self.run, self.settings.name, self.incarnation, self.map, digest)
+            admitted = await patiently(join, self.log)
+            self.incarnation = self.shares.incarnation = admitted
         founder = self.settings.name if self.settings.role == "learner" else None
-        genesis, check = await membership.genesis(self.run, self.store, founder, initial, self.log)
+        begin = partial(membership.genesis, self.run, self.store, founder, initial, self.log)
+        genesis, check = await patiently(begin, self.log)
         sequences = []
         for fragment in self.map.fragments:
-            state = await self._load(fragment.index, genesis, check)
+            state = self._seat(fragment.index, await self._newest_replica(fragment.index, genesis, check))
             self._fragments.append(state)
             sequences.append(state.replica.chain.sequence)
         self._take_up_accounts()
-        control = self.link.control
-        await control.subscribe(self.subjects.round(), cb=self._hear_round)
-        self._spawn(self._follow(min(sequences) + 1, genesis, check))
+        if self.settings.role == "learner":
+            await patiently(lambda: self.shares.take(self._ends()), self.log)
+        await self.transport.subscribe(self.subjects.round(), self._hear_round)
+        if self.settings.role == "learner":
+            await self.transport.subscribe(self.subjects.mark, self._hear_mark)
+            await self.lender.serve()
+        loaded = tuple(state.books.base_version for state in self._fragments)
+        self.tape.record(events.Start(int(self.transport.wall_s() * 1000), self.incarnation, loaded))
+        self._following = self._spawn(self._follow(min(sequences) + 1, genesis, check))
+        self._spawn(self._look_at_server(genesis, check))
         self._spawn(self._pulse_regularly())
         versions = [state.books.base_version for state in self._fragments]
         self.log.info("joined", fragments=len(versions), version_min=min(versions), version_max=max(versions))
+
+    async def borrow(self, layout: Layout) -> Loan | None:
+        """The state of a peer's optimizer, for a learner that joined without a checkpoint; None: it begins with a fresh one.
+
+        Peers are asked in the order of what the log has merged of them, most first. In a run without versions nobody is asked.
+        """
+        merged: Counter[str] = Counter()
+        for state in self._fragments:
+            merged.update({name: cursor.tokens for name, cursor in state.newest.chain.cursors.items()})
+        if not merged:
+            return None
+        del merged[self.settings.name]
+        borrower = Borrower(self.transport, self.run.identity, self.subjects, self.settings.name, layout, self.log)
+        loan = await borrower.borrow([name for name, _ in merged.most_common()])
+        if loan is None:
+            self._warming = 0
+            self.tape.record(events.Fresh())
+            self.log.info("state_fresh", warmup_steps=self.run.settings.inner.restart_warmup_steps)
+        else:
+            self.tape.record(events.Borrowed(loan.peer, loan.content_hash[: events.DIGEST_BYTES]))
+            self.log.info(
+                "state_from_peer", peer=loan.peer, step=loan.step, version_min=min(loan.versions), bytes=layout.size_bytes
+            )
+        return loan
+
+    def _may_lend(self) -> bool:
+        """Whether this learner's optimizer state is worth something."""
+        with self._lock:
+            return self.state in ("stepping", "waiting") and not self._is_warming()
+
+    def _is_warming(self) -> bool:
+        return self._warming is not None and self._warming < self.run.settings.inner.restart_warmup_steps
 
     def _take_up_accounts(self) -> None:
         """Count on from what the log says of this learner; what it did beyond that before a crash is not known here."""
@@ -200,17 +272,93 @@ class Member:
         for state, cursor in zip(self._fragments, cursors, strict=True):
             state.books.lost_tokens = self.tokens - (cursor.tokens if cursor else 0)
 
+    def _ends(self) -> dict[int, int]:
+        """How far the log has merged the data, by share: of the fragment that is furthest."""
+        ends: dict[int, int] = {}
+        for state in self._fragments:
+            for share, end in state.newest.chain.ends.items():
+                ends[share] = max(end, ends.get(share, 0))
+        return ends
+
+    async def _look_at_server(self, genesis: Genesis, check: bytes) -> None:
+        """Look regularly at what this learner has stored, which others may change, and a server's crash undo."""
+        answered: dict[int, int] = {}  # by fragment: version of the round that was open and answered at the last look
+        everywhere = True  # fragments were loaded one after another; from then on all entries come to one reader
+        while True:
+            await asyncio.sleep(self.run.settings.liveness.lease_s / shares.LOOKS_A_LEASE)
+            try:
+                if self.settings.role == "learner":
+                    await self.shares.look(self._ends())
+                    await self._look_at_admission()
+                    answered = await self._look_at_offers(answered)
+                if not await self._look_at_log(everywhere):
+                    await self._begin_again(genesis, check)
+                everywhere = False
+            except BrokerError as error:  # the server is away: what is held is held on
+                self.log.debug("server_unknown", reason=str(error))
+
+    async def _look_at_log(self, everywhere: bool) -> bool:
+        """Whether the log still has the newest entry that was read, or (``everywhere``) that of each fragment."""
+        chains = sorted((state.newest.chain for state in self._fragments), key=lambda chain: -chain.sequence)
+        for chain in chains if everywhere else chains[:1]:
+            if not await self.store.holds(chain):
+                return False
+        return True
+
+    async def _look_at_admission(self) -> None:
+        admitted = await membership.admitted(self.run, self.settings.name, self.map.digest)
+        if admitted is None or admitted < self.incarnation:
+            self.log.warning("admission_lost", incarnation=self.incarnation)
+            digest = self.run.settings.digest()
+            await membership.join(self.run, self.settings.name, self.incarnation, self.map, digest)
+            with self._lock:
+                for state in self._fragments:
+                    state.answered = 0  # what was sent meanwhile was refused
+
+    async def _look_at_offers(self, before: dict[int, int]) -> dict[int, int]:
+        """Answer rounds again whose answers are gone, and that are open for long because of it; the rounds answered by now."""
+        with self._lock:
+            answered = {s.index: s.answered for s in self._fragments if s.answered == s.open_version and not s.sending}
+        for index, version in answered.items():
+            state = self._fragments[index]
+            if before.get(index) != version or state.sent is None:
+                continue
+            stored = await self.transport.last(self.subjects.offer_stream, self.subjects.offer(index, self.settings.name))
+            if stored is None or blake3(stored.data).digest() != state.sent:
+                with self._lock:
+                    if state.answered == version and not state.sending:
+                        self.log.warning("offer_lost", fragment=index, version=version)
+                        state.answered = 0
+        return answered
+
+    async def _begin_again(self, genesis: Genesis, check: bytes) -> None:
+        """The log has lost what was read last, and whoever reads it has not met that."""
+        self.log.error("log_rewound", reason="the newest entry that was read is gone")
+        self._following.cancel()
+        await asyncio.gather(self._following, return_exceptions=True)
+        self._following = self._spawn(self._follow(await self._rewind(genesis, check), genesis, check))
+
     async def close(self) -> None:
         """Send a last pulse, if others have heard of this member, and stop everything that runs in the loop."""
         if len(self._fragments) == len(self.map.fragments):
+            if self.state != "finished":
+                self.state = "left"
             await self._send_pulse()
+            await self._free_shares()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.tape.flush()
 
-    async def _load(self, index: int, genesis: Genesis, check: bytes) -> _Fragment:
-        # to the log's end: what it says of this learner is where this learner counts on from
-        replica = await self._replica(index, genesis, check, await self.store.head_sequence(index))
+    async def _free_shares(self) -> None:
+        if self.settings.role == "learner" and self.state != "finished":
+            try:
+                await asyncio.wait_for(self.shares.leave(), FREE_TIMEOUT_S)
+            except (BrokerError, TimeoutError) as error:  # the coordinator frees them once this learner is silent for long
+                self.log.warning("shares_not_freed", reason=str(error))
+
+    def _seat(self, index: int, replica: Replica) -> _Fragment:
+        """What a member that begins with ``replica`` knows of its fragment."""
         chain, settings = replica.chain, self.run.settings
         books = Books(
             learner=self.settings.name,
@@ -227,8 +375,28 @@ class Member:
 
     async def _follow(self, start: int, genesis: Genesis, check: bytes) -> None:
         fragments = range(len(self.map.fragments))
-        async for entry in self.store.follow(fragments, start, self._refuse_entry):
-            await self._fold(entry, genesis, check)
+        while True:
+            try:
+                async for entry in self.store.follow(fragments, start, self._refuse_entry):
+                    await self._fold(entry, genesis, check)
+            except RewoundError as error:
+                self.log.error("log_rewound", reason=str(error))
+                start = await self._rewind(genesis, check)
+
+    async def _rewind(self, genesis: Genesis, check: bytes) -> int:
+        """Go back to what the log has; the sequence to read on from."""
+        for state in self._fragments:
+            replica = await self._newest_replica(state.index, genesis, check)
+            with self._lock:
+                state.pending.clear()
+                state.replica = replica
+                self._queue(state, None)
+                # rounds of versions that are gone, and a mark of them
+                self._mark = self._held_back = None
+                state.open_version = state.answered = state.epoch = 0
+                state.closing, state.opened_at_s = False, None
+                self._tell()
+        return min(state.replica.chain.sequence for state in self._fragments) + 1
 
     def _refuse_entry(self, sequence: int, error: MessageError) -> None:
         self._refuse("log", error, sequence=sequence)
@@ -246,21 +414,35 @@ class Member:
                 return
             # entries are missing (purged below a keyframe), or the replica is spoilt
             self.log.warning("log_reloaded", fragment=record.fragment, version=record.version, reason=str(error))
-            replica = await self._replica(record.fragment, genesis, check, entry.sequence)
+            replica = await patiently(partial(self._replica, record.fragment, genesis, check, entry.sequence), self.log)
             with self._lock:
-                state.replica, state.newest = replica, _Pending.of(replica)
-                state.pending.append(state.newest)
+                state.replica = replica
+                self._queue(state, None)
                 self._tell()
             return
         with self._lock:
-            state.newest = _Pending.of(state.replica)
-            if record.entry == "version":
-                state.pending.append(replace(state.newest, record=record))
+            self._queue(state, record)
             self._tell()
 
-    async def _replica(self, index: int, genesis: Genesis, check: bytes, stop_sequence: int) -> Replica:
-        """The fragment from its newest keyframe and the entries after it, up to the one at ``stop_sequence``."""
+    def _queue(self, state: _Fragment, record: Record | None) -> None:
+        """Let the next boundary apply what the replica is after ``record`` (None: it was loaded anew); the lock is held."""
+        state.newest = _Pending.of(state.replica)
+        if record is None or record.entry == "version":
+            state.pending.append(replace(state.newest, record=record))
+
+    async def _newest_replica(self, index: int, genesis: Genesis, check: bytes) -> Replica:
+        """The fragment to its log's end, wherever that is by then: what it says of this learner is where it counts on from."""
+        while True:
+            try:
+                return await patiently(partial(self._replica, index, genesis, check), self.log)
+            except RewoundError as error:
+                self.log.error("log_rewound", reason=str(error))
+
+    async def _replica(self, index: int, genesis: Genesis, check: bytes, stop_sequence: int | None = None) -> Replica:
+        """The fragment from its newest keyframe and the entries after it, to the one at ``stop_sequence`` or (None) the end."""
         replica = (await self.store.load(index, genesis, check)).replica
+        if stop_sequence is None:
+            stop_sequence = await self.store.head_sequence(index)
         if replica.chain.sequence < stop_sequence:
             start = replica.chain.sequence + 1
             async for missed in self.store.follow([index], start, self._refuse_entry, stop_sequence):
@@ -274,7 +456,7 @@ class Member:
         fold = partial(replica.fold, in_place=False)
         await asyncio.to_thread(fold, entry.record, entry.check, entry.sequence, entry.body)
 
-    async def _hear_round(self, message: Any) -> None:
+    async def _hear_round(self, message: Heard) -> None:
         try:
             round_, _, _ = messages.unpack(message.data, Announcement, self.run.identity)
             if round_.fragment >= len(self._fragments):
@@ -285,14 +467,20 @@ class Member:
         now_s = self._loop.time()
         with self._lock:
             state = self._fragments[round_.fragment]
-            if round_.version > state.open_version:
-                if state.opened_at_s is not None and state.open_version:
-                    state.period.add((now_s - state.opened_at_s) / (round_.version - state.open_version))
-                state.opened_at_s, state.open_version = now_s, round_.version
+            # by the log alone: one that announced a greater epoch may have lost its takeover entry with a server's last writes
+            if round_.epoch < state.newest.chain.epoch:
+                return  # from an owner that has been replaced, and does not know it yet
             if round_.epoch > state.epoch:
                 # a new owner, or the same again after a fence, may have nothing of what its predecessor was sent
                 state.epoch, state.answered = round_.epoch, 0
-            state.closing = round_.closing and round_.version == state.open_version
+            next_version = state.newest.chain.version + 1  # its round is open whatever was announced: a log may go back
+            if round_.version > state.open_version or round_.version == next_version != state.open_version:
+                if state.opened_at_s is not None and 0 < state.open_version < round_.version:
+                    state.period.add((now_s - state.opened_at_s) / (round_.version - state.open_version))
+                state.opened_at_s, state.open_version, state.closing = now_s, round_.version, False
+            # announcements may overtake one another: an earlier one does not make it a round like any other again
+            if round_.closing and round_.version == state.open_version and not state.closing:
+                state.closing, state.answered = True, 0  # whatever was answered before is not all there is
             if round_.tokens_processed > self._announced[0]:
                 self._announced = (round_.tokens_processed, self.tokens)
             if round_.closing and not self._draining:
@@ -300,11 +488,31 @@ class Member:
                 self._tell()
             self._try_answer(state)
 
+    async def _hear_mark(self, message: Heard) -> None:
+        try:
+            mark, _, _ = messages.unpack(message.data, Mark, self.run.identity)
+            if len(mark.versions) != len(self._fragments):
+                raise MessageError(f"mark {mark.number} of {len(mark.versions)} fragments, the run has {len(self._fragments)}")
+        except MessageError as error:
+            self._refuse(message.subject, error)
+            return
+        with self._lock:
+            answered, newest = self._marked, self._mark or self._marked
+            if newest is None or mark.number > newest.number:
+                self._mark, self._held_back = mark, mark.versions
+        if answered is not None and mark.number == answered.number:
+            await self._send_marked(answered)
+
+    async def _send_marked(self, answer: Marked) -> None:
+        await self.transport.publish(self.subjects.marked(self.settings.name), messages.pack(answer, self.run.identity))
+
     def _try_answer(self, state: _Fragment) -> None:
         """Answer the fragment's open round if it can be; the lock is held, and this is the loop thread."""
         snapshot = state.snapshot
-        if not state.wants_answer or snapshot is None or self._leaving or (state.closing and not self._stopped):
+        if not state.wants_answer or snapshot is None or self._silent or (state.closing and not self._stopped):
             return
+        if not all(other.applied for other in self._fragments):
+            return  # whoever has just come has nothing to say before it has the whole of the global model
         state.answered = state.open_version
         if snapshot.steps:
             state.snapshot, state.encoding, state.sending = None, True, True
@@ -314,7 +522,7 @@ class Member:
         bits, level = self.run.settings.codec.offer_bits, self.run.settings.codec.zstd_level
 
         def encode() -> tuple[Outstanding, bytes, bytes]:
-            offer = state.books.offer(snapshot.reader(), snapshot.steps, snapshot.tokens, version, bits)
+            offer = state.books.offer(snapshot.reader(), snapshot.steps, snapshot.tokens, snapshot.data, version, bits)
             return offer, codec.pack(offer.body, level), codec.content_hash(offer.body)
 
         try:
@@ -327,9 +535,12 @@ class Member:
                 self._tell()
             return
         with self._lock:
+            digest, ago = content_hash[: events.DIGEST_BYTES], self.step - snapshot.step
+            self.tape.record(events.Offer(ago, state.index, offer.number, offer.round, digest))
             state.encoding = False
             self._tell()
-        body, inline, parts = messages.describe_body(packed, content_hash, os.urandom(messages.ATTEMPT_BYTES))
+        self.tape.flush()  # before it is sent: whatever is merged of this learner is on its tape
+        body, inline, parts = messages.describe_body(packed, content_hash, self.transport.random_bytes(messages.ATTEMPT_BYTES))
         message = Offer(
             fragment=state.index,
             learner=self.settings.name,
@@ -343,6 +554,7 @@ class Member:
             steps=offer.steps,
             tokens=offer.tokens,
             lost_tokens=offer.lost_tokens,
+            data=offer.data,
             body=body,
         )
         await self._send(message, inline, parts)
@@ -353,11 +565,11 @@ class Member:
     async def _send(self, offer: Offer, inline: bytes, parts: Sequence[bytes]) -> None:
         head = self.subjects.offer(offer.fragment, self.settings.name)
         frame = messages.pack(offer, self.run.identity, inline)
+        self._fragments[offer.fragment].sent = blake3(frame).digest()
         complained = False
         while True:
             try:
-                await append(
-                    self.link,
+                await self.transport.append(
                     head,
                     frame,
                     parts=parts,
@@ -383,7 +595,7 @@ class Member:
 
     async def _send_pulse(self) -> None:
         frame = messages.pack(self._pulse(), self.run.identity)
-        await self.link.control.publish(self.subjects.pulse(self.settings.name), frame)
+        await self.transport.publish(self.subjects.pulse(self.settings.name), frame)
 
     def _pulse(self) -> Pulse:
         with self._lock:
@@ -402,20 +614,23 @@ class Member:
                 steps=[state.books.steps for state in states],
                 fragment_tokens=[state.books.tokens for state in states],
                 lost_tokens=[max(0, state.books.lost_tokens) for state in states],
+                trained=self.shares.trained(),
+                batch_tokens=self.shares.batch_tokens,
                 busy_s=self.busy_s,
                 blocked_s=self.blocked_s,
-                bytes_up=self.link.bytes_out,
-                bytes_down=self.link.bytes_in,
+                bytes_up=self.transport.bytes_out,
+                bytes_down=self.transport.bytes_in,
                 refused=self.refused.total,
             )
 
     def _refuse(self, sender: str, error: MessageError, **values: Any) -> None:
         self.refused.note(sender, type(error).__name__, reason=str(error), **values)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -449,11 +664,11 @@ class Member:
                 if not state.encoding:
                     applies += [(state.index, self._apply(state, pending)) for pending in self._take_pending(state)]
                 state.snapshot = None
-            stop = self._draining or self._used_up()
+            stop = self._draining or self._leaving or self._used_up()
             wait = not stop and self._must_wait()
             self._stopped = stop
             finished = all(state.newest.chain.closed and not state.pending for state in self._fragments)
-            self.state = "finished" if finished else "closing" if stop else "waiting" if wait else "stepping"
+            self.state = self._state(finished, stop, wait)
             reads = [state.index for state in self._fragments if self._keep_readable(state, now_s)]
         self._loop.call_soon_threadsafe(self._pulse_soon)
         return Boundary(applies, reads, stop, wait, finished)
@@ -462,7 +677,7 @@ class Member:
         """Hand over a way to read a fragment as it is at this boundary; called from another thread, at most once."""
         with self._lock:
             state = self._fragments[fragment]
-            state.snapshot = _Snapshot(reader, state.books.steps, state.books.tokens)
+            state.snapshot = _Snapshot(reader, state.books.steps, state.books.tokens, state.books.data, self.step)
             asked = state.wants_answer
         if asked:  # otherwise the announcement finds the snapshot
             self._loop.call_soon_threadsafe(self._answer_soon, state)
@@ -472,38 +687,111 @@ class Member:
         with self._news:
             self._news.wait_for(lambda: self._unseen, timeout_s)
 
+    def leased(self) -> dict[int, int]:
+        """The shares of the data that this learner holds now, and the batch at which each begins or goes on."""
+        return self.shares.leased()
+
     def schedule_tokens(self) -> int:
         """Tokens that the learning rate goes by: those the newest applied version states, and own ones since."""
         with self._lock:
             stated, own = self._schedule
             return stated + self.tokens - own
 
+    def warming_steps(self) -> int | None:
+        """Steps taken since the optimizer's state began fresh in a run under way; None if it did not."""
+        with self._lock:
+            return self._warming
+
+    def versions(self) -> list[int]:
+        """By fragment: the version applied at the last boundary."""
+        with self._lock:
+            return [state.books.base_version for state in self._fragments]
+
     def report_loss(self, loss: float) -> None:
         """Set the loss that the next pulses carry (an evaluator's): none if it is not finite."""
         with self._lock:
             self.loss = loss if math.isfinite(loss) else None
 
-    def checkpoint(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """Books as plain values and as arrays by name, for a checkpoint at a boundary; no round is answered any more."""
-        with self._news:
+    def leave(self) -> None:
+        """Take no further step, and ask for rounds that merge what is unmerged; boundaries go on until :attr:`left`."""
+        with self._lock:
             self._leaving = True
+
+    @property
+    def left(self) -> bool:
+        """Whether nothing of this learner is unmerged."""
+        with self._lock:
+            return not any(state.books.steps or state.sending or state.pending for state in self._fragments)
+
+    def dump(self) -> Dump | None:
+        """The books as of the last boundary, for a checkpoint; None if that must wait for a later one.
+
+        Nobody writes to its arrays any more: they may be saved while training goes on.
+        """
+        with self._lock:
             # an offer that these books do not hold could be merged all the same
+            return None if any(state.encoding or state.spoilt for state in self._fragments) else self._dump()
+
+    def checkpoint(self) -> Dump:
+        """The books as of the last boundary, for the last checkpoint: no round is answered any more."""
+        with self._news:
+            self._silent = True
             self._news.wait_for(lambda: not any(state.encoding for state in self._fragments), LEAVE_TIMEOUT_S)
-            arrays: dict[str, NDArray[Any]] = {}
-            fragments = []
-            for state in self._fragments:
-                plain, named = state.books.dump()
-                fragments.append(plain)
-                arrays |= {f"books/{state.index}/{name}": array for name, array in named.items()}
-            plain_books = {
-                "step": self.step,
-                "tokens": self.tokens,
-                "busy_s": self.busy_s,
-                "blocked_s": self.blocked_s,
-                "schedule": self._schedule,
-                "fragments": fragments,
-            }
-            return plain_books, arrays
+            return self._dump()
+
+    def _dump(self) -> Dump:
+        arrays: dict[str, NDArray[Any]] = {}
+        fragments = []
+        for state in self._fragments:
+            plain, named = state.books.dump()
+            fragments.append(plain)
+            arrays |= {f"books/{state.index}/{name}": array for name, array in named.items()}
+        plain_books = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "busy_s": self.busy_s,
+            "blocked_s": self.blocked_s,
+            "schedule": self._schedule,
+            "positions": self.shares.positions(),
+            "warming": self._warming,
+            "version_steps": [state.version_step for state in self._fragments],
+            "fragments": fragments,
+        }
+        return plain_books, arrays
+
+    def lend(self, step: int, versions: list[int], layout: Layout, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Lend the optimizer's state as of a boundary after ``step`` steps. Takes time; callable from any thread."""
+        content_hash = self.lender.give(step, versions, layout, layout.join(arrays))
+        self.tape.record(events.Lent(content_hash[: events.DIGEST_BYTES]))
+        self.log.info("state_lent", step=step, bytes=layout.size_bytes)
+
+    def note_saved(self, digest: bytes) -> None:
+        """The state that was copied last is on the disk. Callable from any thread."""
+        self.tape.record(events.Checkpoint(digest))
+        self.tape.flush()  # a process that begins again with this state says so on the same tape
+
+    def mark_due(self) -> Mark | None:
+        """The mark of a whole run's checkpoint that the state as of the last boundary answers."""
+        with self._lock:
+            mark = self._mark
+            reached = mark is not None and all(
+                state.books.base_version >= version for state, version in zip(self._fragments, mark.versions, strict=True)
+            )
+            return mark if reached else None
+
+    def note_copied(self, mark: Mark) -> None:
+        """The state that a mark asks for has been copied: versions beyond it may be applied."""
+        with self._lock:
+            if self._mark is mark:
+                self._held_back = None
+
+    def answer_mark(self, answer: Marked) -> None:
+        """Say that the state asked for is saved. Callable from any thread."""
+        with self._lock:
+            self._marked = answer
+            if self._mark is not None and self._mark.number == answer.number:
+                self._mark = self._held_back = None
+        self._loop.call_soon_threadsafe(lambda: self._spawn(self._send_marked(answer)))
 
     def restore(self, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Take over what :meth:`checkpoint` gave, after :meth:`join` and before the first boundary.
@@ -512,31 +800,61 @@ class Member:
         section 4).
 
         Raises:
-            KeyError, ValueError: the checkpoint is not of this model.
+            KeyError, TypeError, ValueError: the checkpoint is not of this model; nothing has changed.
         """
         if len(plain["fragments"]) != len(self._fragments):
             raise ValueError(f"it has {len(plain['fragments'])} fragments, the run {len(self._fragments)}")
         with self._lock:
-            for state, values in zip(self._fragments, plain["fragments"], strict=True):
-                prefix = f"books/{state.index}/"
+            loaded = [replace(state.books) for state in self._fragments]
+            for index, (books, values) in enumerate(zip(loaded, plain["fragments"], strict=True)):
+                prefix = f"books/{index}/"
                 named = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
-                state.books.load(values, named)
+                books.load(values, named)
+            version_steps = [int(step) for step in plain["version_steps"]]
+            for state, books, version_step in zip(self._fragments, loaded, version_steps, strict=True):
+                state.books = books
+                self._skip_load(state, version_step)
             self.step, self.tokens = int(plain["step"]), int(plain["tokens"])
             self._earlier_tokens = self.tokens
             self.busy_s, self.blocked_s = float(plain["busy_s"]), float(plain["blocked_s"])
+            self.shares.restore(plain["positions"])
+            self._warming = None if plain["warming"] is None else int(plain["warming"])
             stated, own = plain["schedule"]
             self._schedule = (int(stated), int(own))
 
+    def _skip_load(self, state: _Fragment, version_step: int) -> None:
+        """Where the log stands as these restored books do, the learner's value is right as it is, to the last bit."""
+        chain, books = state.pending[0].chain, state.books
+        stands = (chain.version, chain.state_hash, chain.cursor(self.settings.name))
+        if state.pending[0].record is None and stands == (books.base_version, books.base_hash, books.after):
+            state.pending.popleft()
+            state.version_step, state.applied = version_step, True
+
     def _pulse_soon(self) -> None:
+        self.tape.flush()
         self._spawn(self._send_pulse())
 
     def _answer_soon(self, state: _Fragment) -> None:
         with self._lock:
             self._try_answer(state)
 
+    def _state(self, finished: bool, stop: bool, wait: bool) -> State:
+        if finished:
+            return "finished"
+        if self._leaving:
+            return "leaving"
+        return "closing" if stop else "waiting" if wait else "stepping"
+
     def _book(self, done: StepDone) -> None:
         self.step += 1
         self.tokens += done.tokens
+        if self._warming is not None:
+            self._warming += 1
+        self.shares.book(done.share, done.batch, done.tokens)
+        if (done.share, done.batch) != self._taped_data:
+            self.tape.record(events.Data(done.share, done.batch))
+        self.tape.record(events.Step())
+        self._taped_data = (done.share, done.batch + 1)
         if done.loss is not None and math.isfinite(done.loss):
             self.loss = done.loss
         self.busy_s += done.busy_s
@@ -544,22 +862,27 @@ class Member:
         if done.busy_s:
             self.step_average.add(done.busy_s + done.blocked_s)
         for state in self._fragments:
-            state.books.step(done.tokens)
+            state.books.step(done.tokens, done.share, done.batch)
 
     def _take_pending(self, state: _Fragment) -> list[_Pending]:
-        pending = list(state.pending)
-        state.pending.clear()
+        pending = []
+        # versions beyond a mark wait until the state that it asks for has been copied, at most some steps
+        limit = self._held_back[state.index] if self._held_back is not None else math.inf
+        while state.pending and (state.pending[0].record is None or state.pending[0].chain.version <= limit):
+            pending.append(state.pending.popleft())
         if state.spoilt:
             state.spoilt = False
+            state.pending.clear()
             pending = [replace(state.newest, spoilt=True)]
         return pending
 
     def _apply(self, state: _Fragment, pending: _Pending) -> Apply:
         record, chain = pending.record, pending.chain
-        state.version_step = self.step
-        merged_before = state.books.after
-        newly_merged = chain.cursor(self.settings.name)
-        known = any((offer.incarnation, offer.number) == newly_merged for offer in state.books.outstanding)
+        state.version_step, state.applied = self.step, True
+        if record is None:
+            self.tape.record(events.Reload(state.index, chain.version, pending.spoilt))
+        else:
+            self.tape.record(events.Apply(state.index, record.version))
         if record is None:
             applied = state.books.reload(chain, pending.theta, spoilt=pending.spoilt)
             stated = chain.tokens_merged + chain.tokens_lost
@@ -569,8 +892,10 @@ class Member:
             self.rounds_merged += merged
             self.rounds_missed += not merged
             stated = record.tokens_merged + record.tokens_lost
-        if newly_merged != merged_before and not known:
-            self._count_on(state, chain.cursors[self.settings.name])
+        if applied.forgotten:
+            # none: the log was rewound to before this learner's first merged offer
+            none = Cursor(self.settings.name, 0, 0, 0, 0, 0)
+            self._count_on(state, chain.cursors.get(self.settings.name, none))
         if stated > self._schedule[0]:
             self._schedule = (stated, self.tokens)
         return applied

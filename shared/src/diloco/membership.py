@@ -1,7 +1,8 @@
 """Creating, finding and joining a run: settings, fragment map, admission and genesis, through a small key-value bucket.
 
 Keys: ``run`` (settings as JSON), ``map`` (the fragment map), ``member.<learner>`` (admission), ``founder`` (who publishes
-version 0). All are written by compare-and-set or are idempotent, so that any member may do it, and a dead one is replaced.
+version 0), ``owners`` (which syncer owns which fragments), ``shares`` (which learner holds which share of the data). All are
+written by compare-and-set or are idempotent, so that any member may do it, and a dead one is replaced.
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.core import leases
 from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
+from diloco.core.leases import Shares
+from diloco.core.ownership import OwnersTable
 from diloco.errors import AdmissionError, BrokerError, FenceError, FormatError, RunError, SettingsError
 from diloco.log import Log
-from diloco.nats import streams
-from diloco.nats.connection import Link
-from diloco.nats.registry import MAX_VALUE_BYTES, Registry
+from diloco.nats.registry import MAX_VALUE_BYTES
 from diloco.observe import Logger
 from diloco.settings import RunSettings, parse
+from diloco.transport import Bucket, Transport
 from diloco.wire.messages import Count, Genesis, Hash, MemberName, run_id
 from diloco.wire.subjects import Subjects
 
@@ -45,31 +49,35 @@ class Run:
 
     name: str
     settings: RunSettings
-    registry: Registry
+    registry: Bucket
 
-    @property
+    @cached_property
     def identity(self) -> bytes:
         """What every frame carries."""
         return run_id(self.name, self.settings.digest())
 
 
-async def create(link: Link, name: str, settings: RunSettings, offer_bytes: int = -1) -> Run:
+async def create(transport: Transport, name: str, settings: RunSettings, offer_bytes: int = -1) -> Run:
     """Make the run's streams and bucket and store its settings; a run that exists with the same settings is as good.
 
     Raises:
         RunError: a run of that name exists with other settings; the first that differs is named.
     """
-    names = Subjects(name)
-    await streams.ensure(link, names.log_stream, names.log_filters())
-    await streams.ensure(link, names.offer_stream, names.offer_filters(), max_msgs_per_subject=1, max_bytes=offer_bytes)
-    registry = await Registry.open(link, names.bucket, create=True)
-    # the very bytes that the settings' digest is of, so that other implementations can hash what they read
-    text = json.dumps(settings.model_dump(), sort_keys=True, separators=(",", ":")).encode()
+    names, replicas = Subjects(name), settings.log.replicas
+    await transport.ensure_stream(names.log_stream, names.log_filters(), replicas=replicas)
+    await transport.ensure_stream(
+        names.offer_stream, names.offer_filters(), max_msgs_per_subject=1, max_bytes=offer_bytes, replicas=replicas
+    )
+    if settings.log.archive:
+        await transport.ensure_stream(
+            names.archive_stream, names.archive_filters(), max_bytes=settings.log.archive_bytes, replicas=replicas
+        )
+    registry = await transport.bucket(names.bucket, create=True, replicas=replicas)
     try:
-        await registry.create("run", text)
+        await registry.create("run", settings.canonical())
     except FenceError:
         stored = await registry.get("run")
-        difference = first_difference(settings.model_dump(), _settings_of(name, stored[0]) if stored else {})
+        difference = first_difference(settings.model_dump(), settings_of(name, stored[0]) if stored else {})
         if difference:
             raise RunError(
                 f"run {name!r} exists on the server with another setting: {difference}; resume it with its own settings, or "
@@ -78,7 +86,7 @@ async def create(link: Link, name: str, settings: RunSettings, offer_bytes: int 
     return Run(name, settings, registry)
 
 
-async def find(link: Link, name: str, log: Logger) -> Run:
+async def find(transport: Transport, name: str, log: Logger) -> Run:
     """Wait until the run exists, and read its settings.
 
     Raises:
@@ -87,7 +95,7 @@ async def find(link: Link, name: str, log: Logger) -> Run:
     bucket, waiting = Subjects(name).bucket, False
     while True:
         try:
-            registry = await Registry.open(link, bucket, create=False)
+            registry = await transport.bucket(bucket, create=False)
             stored = await registry.get("run")
             if stored is not None:
                 break
@@ -98,12 +106,17 @@ async def find(link: Link, name: str, log: Logger) -> Run:
             waiting = True
         await asyncio.sleep(POLL_S)
     try:
-        return Run(name, parse(RunSettings, _settings_of(name, stored[0]), f"run {name!r}"), registry)
+        return Run(name, parse(RunSettings, settings_of(name, stored[0]), f"run {name!r}"), registry)
     except SettingsError as error:
         raise RunError(f"run {name!r} was made by another version: {error}") from None
 
 
-def _settings_of(name: str, stored: bytes) -> dict[str, Any]:
+def settings_of(name: str, stored: bytes) -> dict[str, Any]:
+    """The value of the key ``run``.
+
+    Raises:
+        RunError: it is no JSON object.
+    """
     try:
         values = json.loads(stored)
     except (ValueError, RecursionError):
@@ -124,8 +137,10 @@ async def find_map(run: Run) -> FragmentMap:
         await asyncio.sleep(POLL_S)
 
 
-async def join(run: Run, learner: str, incarnation: int, ours: FragmentMap, settings_digest: bytes) -> None:
-    """Propose the fragment map, or find that it is the run's already, and admit the learner.
+async def join(run: Run, learner: str, incarnation: int, ours: FragmentMap, settings_digest: bytes) -> int:
+    """Propose the fragment map, or find that it is the run's already, and admit the learner; the incarnation it is admitted as.
+
+    That is ``incarnation``, or one more than the one admitted before where that is larger: a clock may have jumped back.
 
     Raises:
         AdmissionError: this learner's model is not the run's; the first differing tensor is named.
@@ -142,21 +157,90 @@ async def join(run: Run, learner: str, incarnation: int, ours: FragmentMap, sett
         check_same_map(ours, await find_map(run), run.name)
     if settings_digest != run.settings.digest():
         raise AdmissionError(f"run {run.name!r}: learner {learner} was made for other settings than the run's")
-    admission = Admission(learner, incarnation, settings_digest, ours.digest)
-    await run.registry.put(f"member.{learner}", msgspec.msgpack.encode(admission))
+    key = f"member.{learner}"
+    while True:
+        stored = await run.registry.get(key)
+        before = _admission(stored[0]) if stored else None
+        if before is not None:
+            incarnation = max(incarnation, before.incarnation + 1)
+        value = msgspec.msgpack.encode(Admission(learner, incarnation, settings_digest, ours.digest))
+        try:
+            if stored is None:
+                await run.registry.create(key, value)
+            else:
+                await run.registry.update(key, value, stored[1])
+            return incarnation
+        except FenceError:  # another process of this name: the later one is admitted
+            continue
+
+
+def _admission(stored: bytes) -> Admission | None:
+    try:
+        return msgspec.msgpack.decode(stored, type=Admission)
+    except (msgspec.MsgspecError, RecursionError):
+        return None  # somebody else wrote it
 
 
 async def admitted(run: Run, learner: str, map_digest: bytes) -> int | None:
     """The incarnation in which a learner is admitted, or None if it is not, or not to this run's settings and map."""
     try:
         stored = await run.registry.get(f"member.{learner}")
-        if stored is None:
-            return None
-        admission = msgspec.msgpack.decode(stored[0], type=Admission)
-    except (FormatError, msgspec.MsgspecError, RecursionError):
+    except FormatError:
+        return None
+    admission = _admission(stored[0]) if stored else None
+    if admission is None:
         return None
     same = admission.settings_digest == run.settings.digest() and admission.map_digest == map_digest
     return admission.incarnation if same and admission.learner == learner else None
+
+
+async def owners(run: Run, fragments: int) -> tuple[OwnersTable | None, int]:
+    """Which syncer owns which of so many fragments, and the key's revision (0: it is not set).
+
+    A value that is no such table counts as none, to be replaced.
+    """
+    stored = await run.registry.get("owners")
+    if stored is None:
+        return None, 0
+    try:
+        table = msgspec.msgpack.decode(stored[0], type=OwnersTable)
+    except (msgspec.MsgspecError, RecursionError):
+        return None, stored[1]
+    return (table if len(table.owners) == fragments else None), stored[1]
+
+
+async def set_owners(run: Run, table: OwnersTable, revision: int) -> int:
+    """Put ``table`` in the place of the one at ``revision``; its own revision.
+
+    Raises:
+        FenceError: somebody else has set another one.
+    """
+    value = msgspec.msgpack.encode(table)
+    return await run.registry.update("owners", value, revision) if revision else await run.registry.create("owners", value)
+
+
+async def shares(run: Run) -> tuple[Shares, int]:
+    """Who holds which share of the data, and the key's revision (0: it is not set).
+
+    A value that is no such table counts as none, to be replaced: what the log has merged is not trained again all the same.
+    """
+    stored = await run.registry.get("shares")
+    if stored is None:
+        return leases.begin(run.settings.learners), 0
+    try:
+        return leases.unpack(stored[0]), stored[1]
+    except FormatError:
+        return leases.begin(run.settings.learners), stored[1]
+
+
+async def set_shares(run: Run, table: Shares, revision: int) -> int:
+    """Put ``table`` in the place of the one at ``revision``; its own revision.
+
+    Raises:
+        FenceError: somebody else has set another one.
+    """
+    value = table.pack()
+    return await run.registry.update("shares", value, revision) if revision else await run.registry.create("shares", value)
 
 
 async def genesis(

@@ -23,6 +23,11 @@ class RunDirectory:
     nats_url: str
     data: str | None
     settings: RunSettings
+    learners: int | None = None  # that are started here; None: as many as the data has shares
+
+    @property
+    def learner_names(self) -> list[str]:
+        return [f"learner-{i}" for i in range(self.learners or self.settings.learners)]
 
     @property
     def report(self) -> Path:
@@ -53,7 +58,11 @@ def load(path: Path) -> RunDirectory:
                 f"{path}: made by version {values.get('version')} of diloco (format {values['format']}), this is {FORMAT}"
             )
         settings = parse(RunSettings, values["settings"], str(file))
-        return RunDirectory(path, str(values["name"]), str(values["nats_url"]), values["data"], settings)
+        values.setdefault("learners", None)
+        for key, kind in (("name", str), ("nats_url", str), ("data", str | None), ("learners", int | None)):
+            if not isinstance(values[key], kind):
+                raise TypeError(f"{key} = {values[key]!r}")
+        return RunDirectory(path, values["name"], values["nats_url"], values["data"], settings, values["learners"])
     except FileNotFoundError:
         raise RunError(f"{path}: not a run's directory (it has no run.json)") from None
     except (OSError, ValueError, KeyError, TypeError, SettingsError) as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from diloco import observe
-from diloco.nats.connection import Link
+from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger
 from diloco.settings import ServiceSettings, load_service
 
@@ -32,9 +32,11 @@ def parse_settings(cls: type[S], program: str) -> S:
     return settings
 
 
-async def connect(settings: ServiceSettings, log: Logger) -> Link:
+async def connect(settings: ServiceSettings, log: Logger) -> NatsTransport:
     """Connect to NATS, however long it takes to be there."""
-    return await Link.open(settings.nats_url, settings.bulk_url, settings.name, log, give_up_after_s=None)
+    transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, settings.name, log, give_up_after_s=None)
+    transport.clock_file = settings.clock_file
+    return transport
 
 
 async def until_stopped(work: Callable[[], Awaitable[None]], log: Logger) -> None:

@@ -82,6 +82,9 @@ class InnerSettings(_Section):
     beta2: float = Field(0.95, ge=0, lt=1)
     weight_decay: float = Field(0.1, ge=0)
     clip_norm: float = Field(1.0, gt=0)
+    restart_warmup_steps: int = Field(
+        10, ge=0, le=100_000, description="steps of a learner's own warm-up when its optimizer state is lost in mid-run"
+    )
 
 
 class CarrySettings(_Section):
@@ -113,6 +116,11 @@ class LogSettings(_Section):
     keyframe_factor: float = Field(
         1.0, gt=0, le=1000, description="a keyframe is written when the records since the last one are this many times its size"
     )
+    keep_keyframes: int = Field(2, ge=2, le=1_000_000, description="so many keyframes of a fragment stay, and all that follows")
+    keep_bytes: int = Field(1 << 30, ge=0, le=2**60, description="more keyframes stay while the log is smaller than about this")
+    archive: bool = Field(False, description="every merged offer is kept too, so that merges can be done again")
+    archive_bytes: int = Field(1 << 34, ge=1 << 20, le=2**60, description="at most so much of them")
+    replicas: Literal[1, 3, 5] = Field(1, description="servers of a NATS cluster that hold each message")
 
 
 class LivenessSettings(_Section):
@@ -120,6 +128,8 @@ class LivenessSettings(_Section):
 
     pulse_s: float = Field(0.5, gt=0, le=60, description="a learner pulses at every step, and at least this often")
     dead_s: float = Field(5.0, gt=0, le=3600, description="a learner not heard for so long is not waited for")
+    lease_s: float = Field(30.0, gt=0, le=3600, description="a learner not heard for so long loses its data shares to others")
+    takeover_s: float = Field(1.5, gt=0, le=3600, description="a syncer not heard for so long loses its fragments to others")
 
 
 class TaskSettings(_Section):
@@ -139,6 +149,10 @@ class TaskSettings(_Section):
         return self
 
 
+# how the run is spread over machines, how its log is kept, and when somebody counts as gone
+DEPLOYMENT = ("shards", "log", "liveness")
+
+
 class RunSettings(_Section):
     """All that every member of a run must agree on."""
 
@@ -146,7 +160,7 @@ class RunSettings(_Section):
     seed: int = Field(0, ge=0, lt=2**32)
     tokens: int = Field(7_500_000, ge=1, le=10**18, description="token budget: the run ends when so many were processed")
     learners: int = Field(4, ge=1, le=4096, description="learners M that the data is shared between")
-    shards: int = Field(2, ge=1, le=1024, description="syncer shards")
+    shards: int = Field(2, ge=1, le=1024, description="at most so many syncers share the fragments; further ones stand by")
     fragments: FragmentSettings = FragmentSettings()
     round: RoundSettings = RoundSettings()
     merge: MergeSettings = MergeSettings()
@@ -172,9 +186,16 @@ class RunSettings(_Section):
         """Learners that must answer before a round may close, given how many are alive."""
         return max(1, live_learners) if self.round.quorum == "all" else self.round.quorum
 
+    def canonical(self) -> bytes:
+        """The settings as canonical JSON: equal settings, equal bytes, on any machine."""
+        return _canonical(self.model_dump())
+
     def digest(self) -> bytes:
-        """BLAKE3 (32 bytes) of the settings as canonical JSON: equal settings, equal digest, on any machine."""
-        return blake3(json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":")).encode()).digest()
+        """BLAKE3 (32 bytes) as canonical JSON of all that a member's bits follow from.
+
+        Left out is :data:`DEPLOYMENT`, which a run that is taken up again from a checkpoint may have otherwise.
+        """
+        return blake3(_canonical(self.model_dump(exclude=set(DEPLOYMENT)))).digest()
 
 
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -212,6 +233,10 @@ PRESETS = tuple(_PRESETS)
 S = TypeVar("S", bound=BaseModel)
 
 
+def _canonical(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
 def parse(cls: type[S], values: Mapping[str, Any], source: str) -> S:
     """Validate ``values`` as ``cls``.
 
@@ -235,7 +260,16 @@ def run_settings(
     if preset not in _PRESETS:
         raise SettingsError(f"{source}: no preset {preset!r}{_nearest(preset, PRESETS)}; there are {', '.join(PRESETS)}")
     values: dict[str, Any] = json.loads(json.dumps(_PRESETS[preset])) | {"preset": preset}
-    for key, value in (overrides or {}).items():
+    return _overridden(values, overrides or {}, source)
+
+
+def changed_settings(settings: RunSettings, overrides: Mapping[str, Any], source: str) -> RunSettings:
+    """Settings with overrides, as :func:`run_settings` takes them."""
+    return _overridden(settings.model_dump(), overrides, source)
+
+
+def _overridden(values: dict[str, Any], overrides: Mapping[str, Any], source: str) -> RunSettings:
+    for key, value in overrides.items():
         if key == "preset":
             raise SettingsError(f"{source}: preset = {value!r}: a preset is chosen before any setting, not set among them")
         _put(values, key, value, source)
@@ -312,6 +346,7 @@ class ServiceSettings(BaseSettings):
     nats_url: str = Field("nats://127.0.0.1:4222", description="control traffic; bulk too unless nats_bulk_url is set")
     nats_bulk_url: str | None = None
     state_dir: Path = Field(Path("."), description="where this process may keep files of its own")
+    clock_file: Path | None = Field(None, description="seconds that this process's wall clock is to be wrong by, for chaos")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
 
@@ -335,18 +370,18 @@ class LearnerSettings(ServiceSettings):
     """A learner's own settings."""
 
     role: Literal["learner", "evaluator"] = "learner"
-    share: int = Field(0, ge=0, description="which of the run's data shares this learner trains on")
+    share: int | None = Field(None, ge=0, description="which of the run's data shares this learner takes if it is free")
     data: str | None = Field(None, description="file or folder of text; default: Python's standard library sources")
     cache_dir: Path = Field(
         Path.home() / ".cache" / "diloco" / "jax", description="compiled programs, so that a restart need not compile again"
     )
+    checkpoint_s: float = Field(10.0, ge=0, description="time between own checkpoints; 0: only when it leaves")
+    leave_s: float = Field(10.0, ge=0, description="asked to end, it waits at most so long for its last work to be merged")
     slow: float = Field(1.0, ge=1, description="every step takes this many times as long, asleep (for experiments)")
 
 
 class SyncerSettings(ServiceSettings):
-    """A syncer shard's own settings."""
-
-    shard: int = Field(0, ge=0, description="which of the run's shards this process is")
+    """A syncer's own settings: all syncers of a run are alike."""
 
 
 class CoordinatorSettings(ServiceSettings):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,33 +20,27 @@ import nats.errors
 import typer
 from rich.console import Console
 
-from diloco import live, membership, observe, rundir
-from diloco.errors import DilocoError, RunError, SettingsError
+from diloco import live, membership, observe, resume, rundir
+from diloco.checkpoint import Checkpoint
+from diloco.errors import BrokerError, DataError, RunError, SettingsError
 from diloco.log import Log
 from diloco.membership import Run
-from diloco.nats.connection import Link, malloc_environment
-from diloco.nats.registry import Registry
+from diloco.nats.connection import checked, malloc_environment
 from diloco.nats.server import Server
+from diloco.nats.transport import NatsTransport
 from diloco.report import build, page
 from diloco.report.units import count, decimal, duration, share, size
 from diloco.rundir import RunDirectory
 from diloco.settings import RunSettings, parse_assignments, run_settings
+from diloco.supervise import Supervisor
 from diloco.wire.subjects import Subjects
 
+TEND_S = 0.1
 POLL_S = 0.5
 PLAIN_EVERY_S = 5.0
-STOP_TIMEOUT_S = 20.0
 NATS_TIMEOUT_S = 20.0
-
-
-@dataclass
-class Service:
-    """One process of the run."""
-
-    name: str
-    module: str
-    process: subprocess.Popen[bytes]
-    errors: Path
+SERVER_ATTEMPTS = 5
+MAX_LEARNERS = 4096
 
 
 def up(
@@ -57,6 +52,16 @@ def up(
     data: Annotated[str | None, typer.Option(help="File or folder of text; default: Python's own standard library.")] = None,
     preset: Annotated[str, typer.Option(help="decoupled, published, streaming or diloco.")] = "decoupled",
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")] = None,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option("--resume", help="Go on from a checkpoint, or from a run's directory, in a new directory (--run-dir)."),
+    ] = None,
+    resume_at: Annotated[
+        int | None, typer.Option(min=0, help="With --resume: begin again where every fragment's log stood at this version.")
+    ] = None,
+    archive: Annotated[bool, typer.Option("--archive", help="Keep every merged offer, so that merges can be audited.")] = False,
+    standbys: Annotated[int, typer.Option(min=0, help="Syncers beyond the shards, which stand by.")] = 0,
+    coordinators: Annotated[int, typer.Option(min=1, help="Coordinators; all but one stand by.")] = 1,
     slow: Annotated[list[str] | None, typer.Option(help="LEARNER=FACTOR: its steps take so many times as long.")] = None,
     nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
@@ -64,16 +69,37 @@ def up(
 ) -> int:
     """Train one model with several learners, syncer shards and a coordinator on this machine."""
     overrides = parse_assignments(set_ or [])
-    overrides |= {
-        key: value
-        for key, value in {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed}.items()
-        if value is not None
-    }
-    settings = run_settings(preset, overrides, "diloco up")
-    factors = _slow_factors(slow or [], settings)
+    given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed, "log.archive": archive or None}
+    overrides |= {key: value for key, value in given.items() if value is not None}
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    directory, resumed = _directory(path, settings, bool(overrides) or preset != "decoupled", data, nats_url)
-    launcher = Launcher(directory, factors, embedded=nats_url is None, quiet=json_, plain=plain)
+    if data is not None and not Path(data).exists():
+        raise DataError(f"--data {data}: there is no such file or folder")
+    if nats_url is not None:
+        checked(nats_url)
+    source: Checkpoint | None = None
+    if resume_from is not None:
+        source, directory = _resumed(resume_from, path, preset, overrides, data, nats_url)
+        resumed = True
+    elif resume_at is not None:
+        raise SettingsError(f"--resume-at {resume_at}: needs --resume PATH, the checkpoint or the run to go on from")
+    else:
+        settings = run_settings(preset, overrides, "diloco up")
+        directory, resumed = _directory(path, settings, bool(overrides) or preset != "decoupled", data, nats_url)
+    factors = _slow_factors(slow or [], directory.learner_names)
+    # nothing is written before all that was asked for is known to be right
+    if source is not None:
+        _prepare(source, directory, resume_at)
+    elif not resumed:
+        directory.save()
+    launcher = Launcher(
+        directory,
+        factors,
+        standbys=standbys,
+        coordinators=coordinators,
+        embedded=nats_url is None,
+        quiet=json_,
+        plain=plain,
+    )
     report = asyncio.run(launcher.run(resumed))
     if report is None:
         if not json_:
@@ -86,8 +112,7 @@ def up(
     return 0
 
 
-def _slow_factors(items: list[str], settings: RunSettings) -> dict[str, float]:
-    names = [f"learner-{i}" for i in range(settings.learners)]
+def _slow_factors(items: list[str], names: list[str]) -> dict[str, float]:
     factors = {}
     for item in items:
         name, _, text = item.partition("=")
@@ -95,7 +120,7 @@ def _slow_factors(items: list[str], settings: RunSettings) -> dict[str, float]:
             factor = float(text)
         except ValueError:
             factor = 0.0
-        if factor < 1:
+        if not 1 <= factor < math.inf:
             raise SettingsError(f"--slow {item}: expected LEARNER=FACTOR with a factor of at least 1, for example learner-3=5")
         if name not in names:
             raise SettingsError(f"--slow {item}: no learner {name!r}; there are {names[0]} to {names[-1]}")
@@ -106,16 +131,14 @@ def _slow_factors(items: list[str], settings: RunSettings) -> dict[str, float]:
 def _directory(
     path: Path, settings: RunSettings, given: bool, data: str | None, nats_url: str | None
 ) -> tuple[RunDirectory, bool]:
-    """The run's directory, and whether it existed."""
+    """The run's directory, which is not written yet if it is a new one, and whether it existed."""
     if data is not None:
         data = str(Path(data).resolve())
     if not (path / "run.json").exists():
         if path.exists() and any(path.iterdir()):
             raise RunError(f"{path}: exists, is not empty, and is no run's directory; choose another one")
         name = "".join(c if c.isalnum() or c in "-_" else "-" for c in path.name.lower()).strip("-_")[:40] or "run"
-        directory = RunDirectory(path.resolve(), name, nats_url or "", data, settings)
-        directory.save()
-        return directory, False
+        return RunDirectory(path.resolve(), name, nats_url or "", data, settings), False
     directory = rundir.load(path.resolve())
     if directory.finished:
         raise RunError(f"{path}: this run is finished (its report is {directory.report}); choose another --run-dir")
@@ -127,24 +150,70 @@ def _directory(
     return directory, True
 
 
-class Launcher:
-    """Starts the services of a run, shows what they do, and ends them."""
+def _resumed(
+    source: Path, path: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
+) -> tuple[Checkpoint, RunDirectory]:
+    """The checkpoint to go on from, and the new run's directory, which is not written yet."""
+    if path.exists() and any(path.iterdir()):
+        raise RunError(f"{path}: exists and is not empty; a checkpoint goes on in a new directory: choose another --run-dir")
+    found = resume.find(source)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    manifest = found.checkpoint.manifest
+    settings = found.checkpoint.settings
+    if preset not in ("decoupled", settings.preset):
+        raise RunError(f"{source}: run {manifest.run!r} has preset {settings.preset}; it cannot go on with --preset {preset}")
+    learners = overrides.pop("learners", None)  # who trains is not a setting of the run: shares of the data are leased
+    if learners is not None and (not isinstance(learners, int) or not 1 <= learners <= MAX_LEARNERS):
+        raise SettingsError(f"--learners {learners}: expected a number from 1 to {MAX_LEARNERS}")
+    settings = resume.changed(found.checkpoint, overrides)
+    data = manifest.data if data is None else str(Path(data).resolve())
+    return found.checkpoint, RunDirectory(path.resolve(), manifest.run, nats_url or "", data, settings, learners)
 
-    def __init__(self, directory: RunDirectory, slow: dict[str, float], *, embedded: bool, quiet: bool, plain: bool) -> None:
+
+def _prepare(source: Checkpoint, directory: RunDirectory, at: int | None) -> None:
+    existed = directory.path.exists()
+    try:
+        asyncio.run(resume.prepare(source, directory, at=at))
+    except BaseException as error:
+        if not existed:
+            shutil.rmtree(directory.path, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise RunError(f"{directory.path}: could not be made from {source.path}: {error}") from None
+        raise
+
+
+class Launcher:
+    """Starts the services of a run, starts again what is killed, shows what they do, and ends them."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        slow: dict[str, float],
+        *,
+        standbys: int,
+        coordinators: int,
+        embedded: bool,
+        quiet: bool,
+        plain: bool,
+    ) -> None:
         self.directory, self.slow, self.quiet = directory, slow, quiet
+        self.standbys, self.coordinators = standbys, coordinators
         self.server = Server(directory.path / "nats") if embedded else None
         self.url = self.server.url if self.server else directory.nats_url
         self.console = Console()
         self.live = not quiet and not plain and self.console.is_terminal
-        self.services: list[Service] = []
         self.stopping = False
         self.log = observe.get_logger()
+        self.services = Supervisor(self.log)
+        self.server_restarts = 0
+        self._complained = False
 
     async def run(self, resumed: bool) -> dict[str, Any] | None:
         """Run to the end; the report, or None if it was interrupted.
 
         Raises:
-            DilocoError: a service ended with an error.
+            ServiceFailed: a service ended with an error.
         """
         directory = self.directory
         (directory.path / "logs").mkdir(exist_ok=True)
@@ -153,23 +222,24 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
-        link: Link | None = None
+        link: NatsTransport | None = None
         try:
             if self.server:
-                self.server.start()
-            link = await Link.open(self.url, self.url, "up", self.log, NATS_TIMEOUT_S)
-            RunDirectory(directory.path, directory.name, self.url, directory.data, directory.settings).save()
+                self._start_server(self.server)
+            link = await NatsTransport.open(self.url, self.url, "up", self.log, NATS_TIMEOUT_S)
+            replace(directory, nats_url=self.url).save()
             self._start_services()
-            finished = await self._watch(link)
-            if not finished:
+            if not await self._tend(link):
                 return None
             report = await self._report(link)
         finally:
-            self._end_services()
+            # learners first, whose last words want what the others know; then the rest
+            self.services.end(["diloco_learner"], ["diloco_syncer", "diloco_coordinator"])
             if link is not None:
                 await link.close()
             if self.server:
                 self.server.stop()
+                self._nats_pid.unlink(missing_ok=True)
         return report
 
     def _stop(self) -> None:
@@ -185,23 +255,25 @@ class Launcher:
         from diloco.core import kernels  # compiles them once, so that not every service does so at the same time
 
         settings = self.directory.settings
-        self.log.info("starting", kernels=kernels.__name__, nats_url=self.url, learners=settings.learners)
-        self._start("coordinator", "diloco_coordinator", {"settings": settings.model_dump()})
-        for shard in range(settings.shards):
-            self._start(f"syncer-{shard}", "diloco_syncer", {"shard": shard})
+        self.log.info("starting", kernels=kernels.__name__, nats_url=self.url, learners=len(self.directory.learner_names))
+        for index in range(self.coordinators):
+            name = f"coordinator-{index}" if index else "coordinator"
+            self._start(name, "diloco_coordinator", {"settings": settings.model_dump()})
+        for index in range(settings.shards + self.standbys):
+            self._start(f"syncer-{index}", "diloco_syncer", {})
         data = {"data": self.directory.data} if self.directory.data else {}
-        for share_ in range(settings.learners):
-            name = f"learner-{share_}"
-            process = self._start(name, "diloco_learner", {"share": share_, "slow": self.slow.get(name, 1.0)} | data)
-            _pin(process.pid, share_, settings.learners)
+        names = self.directory.learner_names
+        for share_, name in enumerate(names):
+            values = {"share": share_, "slow": self.slow.get(name, 1.0)} | data
+            self._start(name, "diloco_learner", values, _core(share_, len(names)))
         self._start("evaluator", "diloco_learner", {"role": "evaluator"} | data)
 
-    def _start(self, name: str, module: str, values: dict[str, Any]) -> subprocess.Popen[bytes]:
+    def _start(self, name: str, module: str, values: dict[str, Any], cores: set[int] | None = None) -> None:
         path = self.directory.path
-        values = {"name": name, "run": self.directory.name, "nats_url": self.url, "state_dir": str(path)} | values
-        config, errors = path / "services" / f"{name}.toml", path / "services" / f"{name}.stderr"
+        config = path / "services" / f"{name}.toml"
+        shared = {"name": name, "run": self.directory.name, "nats_url": self.url, "state_dir": str(path)}
         config.parent.mkdir(exist_ok=True)
-        config.write_text(_toml(values))
+        config.write_text(_toml(shared | {"clock_file": str(config.with_suffix(".clock"))} | values))
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
         # the services share this machine's cores: one thread of computation each
         environment |= malloc_environment() | {
@@ -209,68 +281,79 @@ class Launcher:
             "OPENBLAS_NUM_THREADS": "1",
             "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
         }
-        with errors.open("wb") as stream:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, "--config", str(config)],
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is this process's to hand on, in order
-            )
-        self.services.append(Service(name, module, process, errors))
-        return process
+        self.services.start(name, module, config, environment, cores)
 
-    def _end_services(self) -> None:
-        """Learners first, whose checkpoints want what the others know; then the rest."""
-        for modules in (("diloco_learner",), ("diloco_syncer", "diloco_coordinator")):
-            group = [service for service in self.services if service.module in modules]
-            for service in group:
-                if service.process.poll() is None:
-                    service.process.terminate()
-            deadline_s = time.monotonic() + STOP_TIMEOUT_S
-            for service in group:
-                try:
-                    service.process.wait(max(0.1, deadline_s - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    service.process.kill()
-                    service.process.wait()
+    @property
+    def _nats_pid(self) -> Path:
+        return self.directory.path / "services" / "nats.pid"
 
-    def _check_services(self) -> bool:
-        """Whether the run is over: every service has ended by itself.
+    def _start_server(self, server: Server) -> None:
+        server.start()
+        self._nats_pid.parent.mkdir(exist_ok=True)
+        self._nats_pid.write_text(f"{server.pid}\n")
+
+    async def _tend(self, link: NatsTransport) -> bool:
+        """Keep the run going until it is finished (True) or interrupted (False).
 
         Raises:
-            DilocoError: a service ended with an error; what it said is the message.
+            ServiceFailed: a service ended with an error.
+            BrokerError: the server died and does not come up again.
         """
-        for service in self.services:
-            code = service.process.poll()
-            if code:
-                lines = service.errors.read_text(errors="replace").strip().splitlines()
-                said = lines[-1] if lines else f"ended with code {code}, see {self.directory.path / 'logs'}"
-                raise _Failed(f"{service.name}: {said.partition(': ')[2] or said}", code)
-        return all(service.process.poll() == 0 for service in self.services)
+        showing = asyncio.create_task(self._show(link))
+        try:
+            while not self.stopping:
+                if self.services.tend():
+                    return True
+                if self.server and not self.server.running:
+                    await self._restart_server(self.server)
+                if showing.done():
+                    showing.result()
+                await asyncio.sleep(TEND_S)
+            return False
+        finally:
+            showing.cancel()
+            await asyncio.wait({showing})
+
+    async def _restart_server(self, server: Server) -> None:
+        server.kill()  # what is left of it
+        for attempt in range(SERVER_ATTEMPTS):
+            try:
+                await asyncio.to_thread(self._start_server, server)
+                break
+            except BrokerError:  # it may have been killed once more
+                if attempt == SERVER_ATTEMPTS - 1:
+                    raise
+        self.server_restarts += 1
+        self.log.warning("service_restarted", restarted="nats", restarts=self.server_restarts, pid=server.pid)
 
     # ---- what people see
 
-    async def _watch(self, link: Link) -> bool:
-        """Show the run until it is finished (True) or interrupted (False)."""
+    async def _show(self, link: NatsTransport) -> None:
+        """Show the run, and keep the status it gave last."""
         subject = Subjects(self.directory.name).status
         said_s = -PLAIN_EVERY_S
         with self._view() as view:
-            while not self.stopping:
-                if self._check_services():
-                    return True
+            while True:
                 with suppress(nats.errors.Error, TimeoutError, asyncio.TimeoutError, ValueError):
                     status = json.loads((await link.control.request(subject, b"", timeout=1)).data)
                     if "learners" in status:
-                        (self.directory.path / "status.json").write_text(json.dumps(status))
+                        self._keep_status(status)
                         if view is not None:
                             view.update(status)
                         elif time.monotonic() - said_s >= PLAIN_EVERY_S:
                             said_s = time.monotonic()
                             self._say(live.plain_line(status))
                 await asyncio.sleep(POLL_S)
-        return False
+
+    def _keep_status(self, status: dict[str, Any]) -> None:
+        try:
+            rundir.write_json(self.directory.path / "status.json", status)
+        except OSError as error:  # the disk is full, which is no reason to end a run
+            if not self._complained:
+                self.log.warning("status_not_saved", reason=str(error))
+            self._complained = True
+        else:
+            self._complained = False
 
     @contextmanager
     def _view(self) -> Iterator[live.LiveView | None]:
@@ -280,32 +363,27 @@ class Launcher:
         else:
             yield None
 
-    async def _report(self, link: Link) -> dict[str, Any]:
+    async def _report(self, link: NatsTransport) -> dict[str, Any]:
         directory = self.directory
-        registry = await Registry.open(link, Subjects(directory.name).bucket, create=False)
+        registry = await link.bucket(Subjects(directory.name).bucket, create=False)
         run = Run(directory.name, directory.settings, registry)
         fragment_map = await membership.find_map(run)
         chains = await build.read_chains(Log(link, run.name, run.identity, fragment_map))
         status = build.load_json(directory.path / "status.json")
-        owners = [fragment["owner"] for fragment in status["fragments"]]
         series = build.load_json(directory.path / "series.json")
         evaluation = build.load_json(directory.path / "evaluation.json")
-        report = build.build(directory, fragment_map, chains, owners, series, evaluation)
+        try:
+            owners = [fragment["owner"] for fragment in status["fragments"]]
+            ledger = build.read_ledger(directory, run.identity, series, len(chains))
+            report = build.build(directory, fragment_map, chains, owners, series, ledger, evaluation)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunError(
+                f"{directory.path}: the run is over, but there is no report: series.json, status.json or evaluation.json is "
+                f"missing or damaged ({error!r}); its log is whole: diloco verify {directory.path}"
+            ) from None
         rundir.write_json(directory.report, report)
         page.write_html(report, directory.path / "report.html")
         return report
-
-
-class _Failed(DilocoError):
-    """A service ended with an error."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.code = code
-
-    @property
-    def exit_code(self) -> int:  # type: ignore[override]
-        return self.code if self.code > 0 else 1
 
 
 def summarise(report: dict[str, Any], path: Path) -> None:
@@ -334,12 +412,12 @@ def summarise(report: dict[str, Any], path: Path) -> None:
     print(f"\nreport: {path / 'report.html'}")
 
 
-def _pin(pid: int, index: int, count: int) -> None:
+def _core(index: int, count: int) -> set[int] | None:
     """Deal ``count`` learners to fewer cores, where the system can: left to itself, it may keep one core for one of four."""
-    if sys.platform == "linux":
-        cores = sorted(os.sched_getaffinity(0))
-        if count > len(cores):
-            os.sched_setaffinity(pid, {cores[index % len(cores)]})
+    if sys.platform != "linux":
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    return {cores[index % len(cores)]} if count > len(cores) else None
 
 
 def printable(text: str) -> str:

@@ -8,9 +8,11 @@ from typing import Any
 
 from diloco.core.chain import Chain
 from diloco.core.fragments import FragmentMap
-from diloco.errors import ChainError
+from diloco.core.ledger import Ledger
+from diloco.errors import ChainError, RunError
 from diloco.log import Log
 from diloco.rundir import RunDirectory
+from diloco.tape import load_all
 
 FORMAT = 1
 BFLOAT16_BYTES = 2
@@ -40,19 +42,42 @@ async def read_chains(log: Log) -> list[Chain]:
     return chains
 
 
+def read_ledger(directory: RunDirectory, run: bytes, series: Mapping[str, Any], fragments: int) -> Ledger:
+    """The ledger of what the coordinator heard, and of what is on the learners' tapes: a learner may have died unheard.
+
+    Raises:
+        KeyError, TypeError, ValueError: the series are damaged.
+    """
+    ledger = Ledger.load(fragments, series["ledger"])
+    for tape in load_all(directory.path, run)[0]:
+        try:
+            lives = tape.lives()
+        except RunError:  # `diloco verify` names it; what was heard must do
+            continue
+        for life in lives:
+            if life.start.incarnation:
+                ledger.train((tape.name, life.start.incarnation), life.ranges())
+    return ledger
+
+
 def build(
     directory: RunDirectory,
     fragment_map: FragmentMap,
     chains: Sequence[Chain],
     owners: Sequence[str],
     series: Mapping[str, Any],
+    ledger: Ledger,
     evaluation: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The report as ``docs/report.md`` describes it."""
     settings = directory.settings
     sizes = [fragment.size for fragment in fragment_map.fragments]
     validation = [list(point) for point in series["validation"]]
-    learners = {name: _learner(name, heard, chains, sizes) for name, heard in series["learners"].items()}
+    counted = _accounts(series, chains)
+    # a ledger begins with its run directory: what a resumed run did before is in the learners' own accounts alone
+    processed_by = {name: max(tokens, ledger.processed(name)) for name, tokens in counted.items()}
+    processed, merged = sum(processed_by.values()), _mean([chain.tokens_merged for chain in chains], sizes)
+    learners = {name: _learner(name, heard, processed_by[name], chains, sizes) for name, heard in series["learners"].items()}
     steps = sum(learner["steps"] for learner in learners.values())
     bytes_up = sum(learner["bytes_up"] for learner in learners.values())
     bytes_down = sum(learner["bytes_down"] for learner in learners.values())
@@ -70,8 +95,11 @@ def build(
         "val_loss_initial": evaluation.get("val_loss_initial"),
         "baselines": evaluation.get("baselines", {}),
         "tokens_budget": settings.tokens,
-        "tokens_processed": sum(learner["tokens_processed"] for learner in learners.values()),
-        "tokens_merged": _mean([chain.tokens_merged for chain in chains], sizes),
+        "tokens_processed": processed,
+        "tokens_overshoot": sum(counted.values()) - settings.tokens,
+        "tokens_forgotten": processed - sum(counted.values()),
+        "tokens_merged": merged,
+        "tokens_lost": processed - merged,
         "rounds": series["rounds"],
         "versions": sum(chain.version for chain in chains),
         "learners": learners,
@@ -83,11 +111,26 @@ def build(
                 "owner": owner,
                 "versions": chain.version,
                 "tokens_merged": chain.tokens_merged,
-                "tokens_lost": chain.tokens_lost,
+                "tokens_lost": processed - chain.tokens_merged,
                 "state_hash": chain.state_hash.hex(),
             }
             for fragment, chain, owner in zip(fragment_map.fragments, chains, owners, strict=True)
         ],
+        "data": {
+            "batch_tokens": ledger.batch_tokens,
+            "shares": [
+                {
+                    "share": share.share,
+                    "learners": list(share.learners),
+                    "trained": share.trained,
+                    "merged": share.merged,
+                    "lost": share.lost,
+                    "repeated": share.repeated,
+                }
+                for share in ledger.shares()
+            ],
+            "errors": ledger.errors + ledger.untrained(),
+        },
         "traffic": {
             "bytes_up": bytes_up,
             "bytes_down": bytes_down,
@@ -117,14 +160,26 @@ def load_json(path: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _learner(name: str, heard: Mapping[str, Any], chains: Sequence[Chain], sizes: Sequence[int]) -> dict[str, Any]:
+def _accounts(series: Mapping[str, Any], chains: Sequence[Chain]) -> dict[str, int]:
+    """Tokens by learner that it said it had processed, to the coordinator or, if it was never heard, to the log."""
+    accounts: dict[str, int] = {name: heard["tokens"] for name, heard in series["learners"].items()}
+    for chain in chains:
+        for name, cursor in chain.cursors.items():
+            accounts[name] = max(cursor.tokens + cursor.lost_tokens, accounts.get(name, 0))
+    return accounts
+
+
+def _learner(
+    name: str, heard: Mapping[str, Any], processed: int, chains: Sequence[Chain], sizes: Sequence[int]
+) -> dict[str, Any]:
     cursors = [chain.cursors.get(name) for chain in chains]
     merged = sum(cursor.versions for cursor in cursors if cursor)
+    tokens_merged = _mean([cursor.tokens if cursor else 0 for cursor in cursors], sizes)
     return {
         "steps": heard["step"],
-        "tokens_processed": heard["tokens"],
-        "tokens_merged": _mean([cursor.tokens if cursor else 0 for cursor in cursors], sizes),
-        "tokens_lost": heard["lost_tokens"],
+        "tokens_processed": processed,
+        "tokens_merged": tokens_merged,
+        "tokens_lost": processed - tokens_merged,
         "busy_fraction": heard["busy_fraction"],
         "blocked_fraction": heard["blocked_fraction"],
         "bytes_up": heard["bytes_up"],

@@ -23,7 +23,7 @@ MAX_SPANS = 600  # of one learner's timeline
 MAX_MERGES = 2500
 MAX_FRAGMENTS = 64
 
-STATES = ("starting", "stepping", "sending", "waiting", "recovering", "closing", "finished", "gone")
+STATES = ("starting", "stepping", "sending", "waiting", "recovering", "closing", "leaving", "finished", "left", "gone")
 _TIME_STEPS_S = (1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
 

@@ -51,6 +51,7 @@ def render_html(report: Report) -> str:
             _merges(report),
             _learners(report),
             _fragments(report),
+            _data(report),
             _sample(report),
             _settings(report),
         )
@@ -266,6 +267,28 @@ def _fragments(report: Report) -> str:
         f"{len(fragments)} fragments of {total} parameters. The state is the start of the hash of a fragment's last version, "
         "which is the same on every machine.",
         f"<details><summary>Show all</summary>{_wide(_table(head, rows))}</details>",
+    )
+
+
+def _data(report: Report) -> str:
+    data: Mapping[str, Any] = report.get("data") or {}
+    shares: Sequence[Mapping[str, Any]] = data.get("shares") or []
+    if not shares:
+        return ""
+    head = ("share", "trained by", "batches", "in every fragment", "in none", "trained again")
+    rows = [
+        [
+            str(int(row.get("share", 0))),
+            escape(", ".join(str(name) for name in row.get("learners") or [])),
+            *(count(row.get(key)) for key in ("trained", "merged", "lost", "repeated")),
+        ]
+        for row in shares
+    ]
+    return _section(
+        "Data",
+        f"What became of the batches, of {count(data.get('batch_tokens'))} tokens each, by share of the data: merged into "
+        "every fragment, merged into none, and trained again because a learner died before they were merged.",
+        _wide(_table(head, rows)) + "".join(_note(str(error)) for error in data.get("errors") or []),
     )
 
 

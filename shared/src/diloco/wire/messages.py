@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -27,7 +28,11 @@ PART_BYTES = 512 * 1024
 ATTEMPT_BYTES = 8
 MAX_MEMBERS = 4096
 MAX_FRAGMENTS = 4096
+MAX_SYNCERS = 1024
+MAX_SHARES = 1 << 14
+MAX_RANGES = 64
 MAX_FRAME_BYTES = 1 << 20
+MAX_MEMBERS_BYTES = MAX_FRAME_BYTES - PART_BYTES - 1024  # of a record, beside a body in its head and its other fields
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 FragmentIndex = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
@@ -37,6 +42,9 @@ Attempt = Annotated[bytes, Meta(min_length=ATTEMPT_BYTES, max_length=ATTEMPT_BYT
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Bits = Literal[4, 8, 16, 32]
 Counts = Annotated[list[Count], Meta(max_length=MAX_FRAGMENTS)]
+ShareId = Annotated[int, Meta(ge=0, lt=MAX_SHARES)]
+Range = tuple[ShareId, Count, Annotated[int, Meta(ge=1, le=2**62)]]  # share, first batch, number of batches
+Ranges = Annotated[list[Range], Meta(max_length=MAX_RANGES)]  # in order, none touching another
 
 
 class Message(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -45,8 +53,7 @@ class Message(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     kind: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
+        for name, value in zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True):
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} is not finite")
 
@@ -68,7 +75,7 @@ class Pulse(Message, frozen=True):
     learner: MemberName
     incarnation: Count
     role: Literal["learner", "evaluator"]
-    state: Literal["starting", "stepping", "waiting", "recovering", "closing", "finished"]
+    state: Literal["starting", "stepping", "waiting", "recovering", "closing", "leaving", "left", "finished"]
     sending: bool
     step: Count
     tokens: Count  # processed by this learner in this run, also before a restart
@@ -78,6 +85,8 @@ class Pulse(Message, frozen=True):
     steps: Counts  # by fragment: steps not yet merged
     fragment_tokens: Counts  # by fragment: tokens not yet merged
     lost_tokens: Counts  # by fragment: tokens that will never be merged
+    trained: Ranges  # newest of the ranges that this incarnation has trained, each whole
+    batch_tokens: Count  # of one batch: the same for all of a run
     busy_s: Seconds  # time with a step in flight
     blocked_s: Seconds  # time in which no step was in flight because of this system
     bytes_up: Count
@@ -86,13 +95,17 @@ class Pulse(Message, frozen=True):
 
 
 class ShardPulse(Message, frozen=True):
-    """A syncer's sign of life, every ``liveness.pulse_s``. Not stored."""
+    """A syncer's sign of life, six times in ``liveness.takeover_s``. Not stored."""
 
     kind = "shard"
 
     syncer: MemberName
-    shard: Annotated[int, Meta(ge=0, lt=1024)]
-    fragments: Counts
+    incarnation: Count
+    number: Count  # of this incarnation's pulses
+    state: Literal["owner", "standby", "leaving"]
+    revision: Count  # of the owners table that it goes by; 0 for none
+    fragments: Counts  # that it owns, or is about to
+    closed: Counts  # fragments whose log it knows to be closed
     rounds: Count
     versions: Count
     open: Annotated[list[tuple[FragmentIndex, Count, Count, Seconds]], Meta(max_length=MAX_FRAGMENTS)]
@@ -100,6 +113,16 @@ class ShardPulse(Message, frozen=True):
     refused: Count
     bytes_up: Count
     bytes_down: Count
+
+
+class CoordinatorPulse(Message, frozen=True):
+    """The leading coordinator's sign of life, twice a second. Not stored."""
+
+    kind = "coordinator"
+
+    coordinator: MemberName
+    revision: Count  # of the bucket's key `coordinator` that names it
+    finished: bool  # the run is over: whoever stands by may end
 
 
 class Announcement(Message, frozen=True):
@@ -133,7 +156,12 @@ class Offer(Message, frozen=True):
     steps: Count  # that the displacement holds
     tokens: Count
     lost_tokens: Count  # in this run so far, of this fragment
+    data: Ranges  # that the displacement holds
     body: Body
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_order(self.data)
 
 
 class Member(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -148,6 +176,10 @@ class Member(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     tokens: Count
     lost_tokens: Count
     weight: Annotated[float, Meta(ge=0, le=1e300)]
+    data: Ranges
+
+    def __post_init__(self) -> None:
+        _check_order(self.data)
 
 
 class Record(Message, frozen=True):
@@ -203,6 +235,8 @@ class Keyframe(Message, frozen=True):
     tokens_merged: Count
     tokens_lost: Count
     cursors: Annotated[list[Cursor], Meta(max_length=MAX_MEMBERS)]
+    ends: Annotated[list[tuple[ShareId, Count]], Meta(max_length=MAX_SHARES)]
+    # by share of the data, in order: the batch after the last one merged
     state_hash: Hash
     closing: bool
     body: Body  # float32: Theta, momentum, residual
@@ -221,6 +255,61 @@ class Genesis(Message, frozen=True):
     created_at_s: Seconds
 
 
+class Mark(Message, frozen=True):
+    """A checkpoint of the whole run is being taken: every learner saves its state. Repeated until all have. Not stored."""
+
+    kind = "mark"
+
+    number: Count  # of the checkpoint
+    versions: Counts  # by fragment: a learner saves its state at its first step boundary with all of them applied
+
+
+class Marked(Message, frozen=True):
+    """A learner has saved its state for a checkpoint of the whole run; repeated with the mark. Not stored."""
+
+    kind = "marked"
+
+    learner: MemberName
+    number: Count
+    step: Count
+    versions: Counts  # by fragment: applied when the state was saved
+    size_bytes: Count  # of the file
+    file_hash: Hash
+
+
+class StateRequest(Message, frozen=True):
+    """A learner asks a peer for its optimizer's state, or for a part of it. A request of NATS, answered at once."""
+
+    kind = "state_request"
+
+    learner: MemberName  # who asks
+    copy: Annotated[bytes, Meta(max_length=ATTEMPT_BYTES)]  # of which a part is asked for; empty: a loan is asked for
+    offset: Count
+
+
+class StateLoan(Message, frozen=True):
+    """What a peer lends: its optimizer's state as of one of its boundaries."""
+
+    kind = "state_loan"
+
+    peer: MemberName
+    copy: Annotated[bytes, Meta(max_length=ATTEMPT_BYTES)]  # its name; empty: it is not made yet, ask again
+    step: Count
+    versions: Counts  # by fragment: applied when it was made
+    layout: Hash  # of names, shapes and types of its arrays
+    size_bytes: Annotated[int, Meta(ge=0, le=2**40)]
+    content_hash: Hash
+
+
+class StatePart(Message, frozen=True):
+    """A part of a loan: the frame's body has its bytes from ``offset`` on, ``PART_BYTES`` or what is left."""
+
+    kind = "state_part"
+
+    copy: Attempt
+    offset: Count
+
+
 M = TypeVar("M", bound=Message)
 
 _FRAME = msgspec.msgpack.Decoder(
@@ -234,9 +323,22 @@ _FRAME = msgspec.msgpack.Decoder(
         Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)],
     ]
 )
-_DECODERS: dict[type[Message], Any] = {
-    cls: msgspec.msgpack.Decoder(cls) for cls in (Pulse, ShardPulse, Announcement, Offer, Record, Keyframe, Genesis)
-}
+KINDS: tuple[type[Message], ...] = (
+    Pulse,
+    ShardPulse,
+    CoordinatorPulse,
+    Announcement,
+    Offer,
+    Record,
+    Keyframe,
+    Genesis,
+    Mark,
+    Marked,
+    StateRequest,
+    StateLoan,
+    StatePart,
+)
+_DECODERS: dict[type[Message], Any] = {cls: msgspec.msgpack.Decoder(cls) for cls in KINDS}
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -283,6 +385,13 @@ def unpack(data: bytes, cls: type[M], run: bytes) -> tuple[M, bytes, bytes]:
     return message, check, inline
 
 
+def member_bytes(offer: Offer) -> int:
+    """How much of a record its member takes that is merged from ``offer``."""
+    o = offer
+    counts = (o.incarnation, o.number, o.round, o.base_version, o.steps, o.tokens, o.lost_tokens)
+    return len(_ENCODER.encode((o.learner, *counts, 0.0, o.data)))
+
+
 def describe_body(packed: bytes, content_hash: bytes, attempt: bytes) -> tuple[Body, bytes, list[bytes]]:
     """How a zstd frame travels: its description, what goes into the head, and the parts that go before it."""
     if len(packed) <= PART_BYTES:
@@ -315,6 +424,12 @@ def join_parts(body: Body, inline: bytes, parts: Sequence[bytes], what: str) -> 
     if len(joined) != body.size_bytes:
         raise FormatError(f"{what}: body of {len(joined)} bytes, its head says {body.size_bytes}")
     return joined
+
+
+def _check_order(ranges: Sequence[Range]) -> None:
+    for (share, first, count), (next_share, next_first, _) in pairwise(ranges):
+        if (share, first + count) >= (next_share, next_first):
+            raise ValueError(f"data: range {next_first} of share {next_share} touches or precedes the one before")
 
 
 def _check(kind: str, run: bytes, fields: bytes) -> bytes:

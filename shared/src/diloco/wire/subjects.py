@@ -25,6 +25,11 @@ class Subjects:
         return f"DILOCO_{self.run}_OFFERS"
 
     @property
+    def archive_stream(self) -> str:
+        """Stream of merged offers, where ``log.archive`` is set."""
+        return f"DILOCO_{self.run}_ARCHIVE"
+
+    @property
     def bucket(self) -> str:
         """Key-value bucket: the run's settings, fragment map, members and owners."""
         return f"DILOCO_{self.run}"
@@ -45,6 +50,10 @@ class Subjects:
         """Heads of one fragment's keyframes."""
         return f"diloco.{self.run}.keyframe.{fragment}.head"
 
+    def keyframe_tree(self, fragment: int | str) -> str:
+        """Heads and parts of one fragment's keyframes."""
+        return f"diloco.{self.run}.keyframe.{fragment}.>"
+
     def offer(self, fragment: int | str, learner: str = "*") -> str:
         """Heads of one learner's offers of one fragment."""
         return f"diloco.{self.run}.delta.{fragment}.{learner}.head"
@@ -52,6 +61,10 @@ class Subjects:
     def offer_tree(self, fragment: int | str) -> str:
         """Heads and parts of all learners' offers of one fragment."""
         return f"diloco.{self.run}.delta.{fragment}.>"
+
+    def archived(self, fragment: int, learner: str, incarnation: int, number: int) -> str:
+        """Head of a merged offer."""
+        return f"diloco.{self.run}.archive.{fragment}.{learner}.{incarnation}.{number}.head"
 
     def pulse(self, learner: str = "*") -> str:
         return f"diloco.{self.run}.pulse.{learner}"
@@ -63,6 +76,20 @@ class Subjects:
         return f"diloco.{self.run}.round.{fragment}"
 
     @property
+    def coordinator(self) -> str:
+        """The leading coordinator's sign of life."""
+        return f"diloco.{self.run}.coordinator"
+
+    @property
+    def mark(self) -> str:
+        """Asks learners to save their states for a checkpoint of the whole run."""
+        return f"diloco.{self.run}.mark"
+
+    def marked(self, learner: str = "*") -> str:
+        """A learner's answer to a mark."""
+        return f"diloco.{self.run}.marked.{learner}"
+
+    @property
     def status(self) -> str:
         """Answered by the coordinator with its status as JSON."""
         return f"diloco.{self.run}.status"
@@ -70,6 +97,14 @@ class Subjects:
     def log_filters(self) -> list[str]:
         """What the log stream stores."""
         return [self.genesis, f"diloco.{self.run}.fragment.>", f"diloco.{self.run}.keyframe.>"]
+
+    def state(self, learner: str) -> str:
+        """Asks a learner for its optimizer's state."""
+        return f"diloco.{self.run}.state.{learner}"
+
+    def archive_filters(self) -> list[str]:
+        """What the archive stores."""
+        return [f"diloco.{self.run}.archive.>"]
 
     def offer_filters(self) -> list[str]:
         """What the offer stream stores."""

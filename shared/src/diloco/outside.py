@@ -1,0 +1,138 @@
+"""A run from outside: its log, read through its own server, or through a server of one's own over a copy of its files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from diloco import membership, observe, rundir
+from diloco.core.fragments import FragmentMap, unpack_map
+from diloco.errors import BrokerError, RunError
+from diloco.log import Log
+from diloco.membership import Run
+from diloco.nats.server import Server
+from diloco.nats.transport import NatsTransport
+from diloco.rundir import RunDirectory
+from diloco.wire.messages import Genesis
+from diloco.wire.subjects import Subjects
+
+ANSWER_TIMEOUT_S = 5.0
+EMBEDDED = "nats"  # folder of the embedded server's files
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A run that is being looked at."""
+
+    directory: RunDirectory
+    transport: NatsTransport
+    run: Run
+    map: FragmentMap
+    log: Log
+    genesis: Genesis
+    genesis_check: bytes
+    live: bool  # read from the run's own server
+
+
+@asynccontextmanager
+async def opened(path: Path) -> AsyncIterator[Outside]:
+    """Open a run's directory for reading. Nothing in it, or on its server, is changed.
+
+    Where the run's own server does not answer, one is started over a copy of its files, made in the folder for temporary
+    files: they may belong to a server that is frozen.
+
+    Raises:
+        RunError: there is no run, or it has not begun yet.
+        BrokerError: its server does not answer, and its files are not here.
+    """
+    directory = rundir.load(path)
+    async with _transport(directory) as (transport, live):
+        registry = await transport.bucket(Subjects(directory.name).bucket, create=False)
+        run = Run(directory.name, directory.settings, registry)
+        stored_map = await registry.get("map")
+        if stored_map is None:
+            raise RunError(f"{path}: run {run.name!r} has no fragment map yet: none of its learners has joined")
+        fragment_map = unpack_map(stored_map[0])
+        log = Log(transport, run.name, run.identity, fragment_map)
+        genesis = await log.genesis()
+        if genesis is None:
+            raise RunError(f"{path}: run {run.name!r} has no genesis record yet: none of its learners has founded it")
+        yield Outside(directory, transport, run, fragment_map, log, *genesis, live)
+
+
+@asynccontextmanager
+async def _transport(directory: RunDirectory) -> AsyncIterator[tuple[NatsTransport, bool]]:
+    transport = await _live(directory)
+    if transport is not None:
+        try:
+            yield transport, True
+        finally:
+            await transport.close()
+        return
+    stored = directory.path / EMBEDDED
+    if not (stored / "jetstream").is_dir():
+        raise BrokerError(f"{directory.path}: no server at {directory.nats_url or '(none yet)'} has this run; start it again")
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        copy = Path(folder) / EMBEDDED
+        shutil.copytree(stored, copy)
+        server = Server(copy)
+        server.start()
+        try:
+            transport = await _connect(server.url)
+            try:
+                await _check_settings(transport, directory)
+                yield transport, False
+            finally:
+                await transport.close()
+        finally:
+            server.stop()
+
+
+async def _live(directory: RunDirectory) -> NatsTransport | None:
+    """The run's own server, if it answers and holds this run: another run's may listen at the same address by now."""
+    if not await _anybody_listens(directory.nats_url):
+        return None
+    try:
+        transport = await _connect(directory.nats_url)
+    except BrokerError:
+        return None
+    try:
+        await _check_settings(transport, directory)
+    except (BrokerError, RunError):
+        await transport.close()
+        if (directory.path / EMBEDDED).is_dir():
+            return None
+        raise
+    return transport
+
+
+async def _anybody_listens(urls: str) -> bool:
+    for url in filter(None, urls.split(",")):
+        address = urlsplit(url)
+        with contextlib.suppress(OSError, TimeoutError, ValueError):
+            _, writer = await asyncio.wait_for(asyncio.open_connection(address.hostname, address.port), ANSWER_TIMEOUT_S)
+            writer.close()
+            return True
+    return False
+
+
+async def _connect(url: str) -> NatsTransport:
+    return await NatsTransport.open(url, url, "outside", observe.get_logger(), give_up_after_s=ANSWER_TIMEOUT_S)
+
+
+async def _check_settings(transport: NatsTransport, directory: RunDirectory) -> None:
+    registry = await transport.bucket(Subjects(directory.name).bucket, create=False)
+    stored = await registry.get("run")
+    if stored is None:
+        raise RunError(f"{directory.path}: its server has no settings of run {directory.name!r}")
+    theirs = membership.settings_of(directory.name, stored[0])
+    difference = membership.first_difference(directory.settings.model_dump(), theirs)
+    if difference:
+        raise RunError(f"{directory.path}: its run.json differs from the settings on its server: {difference}")
