@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco.core import ranges
 from diloco.core.fragments import FragmentMap
+from diloco.core.leases import Shares, Steward
+from diloco.core.ledger import Ledger
 from diloco.core.pace import Average
 from diloco.settings import RunSettings
 from diloco.wire.messages import Pulse, Record, ShardPulse
@@ -45,6 +48,9 @@ class Monitor:
         self.tokens = [0] * len(fragment_map.fragments)
         self.owners = [""] * len(fragment_map.fragments)
         self.closed: set[int] = set()
+        self.ledger = Ledger(len(fragment_map.fragments))
+        self.steward = Steward(settings.learners, settings.liveness.lease_s)
+        self.ends: dict[int, int] = {}  # by share of the data: the batch after the last one merged
         self._drawn: set[tuple[int, int]] = set()  # merges of an earlier process: (fragment, version)
 
     # ---- what comes in
@@ -55,13 +61,14 @@ class Monitor:
             if pulse.loss is not None and (not self.validation or self.validation[-1][2] != pulse.loss):
                 self.validation.append((now_s, self.tokens_merged(), pulse.loss))
             return
+        self.ledger.train((pulse.learner, pulse.incarnation), pulse.trained, pulse.batch_tokens)
+        self.steward.hear(pulse, now_s)
         known = self.learners.get(pulse.learner)
         if known is None:
             known = self.learners[pulse.learner] = _Learner(pulse, now_s, rate_mark=(now_s, pulse.tokens))
             past = self.past.pop(pulse.learner, None)
             if past is not None:
-                known.points = [(float(a), int(b), int(c), float(d)) for a, b, c, d in past["points"]]
-                known.activity = [(float(a), float(b), str(c)) for a, b, c in past["activity"]]
+                known.points, known.activity = _points(past), _activity_of(past)
         elif (pulse.incarnation, pulse.step, pulse.tokens) < (known.pulse.incarnation, known.pulse.step, known.pulse.tokens):
             return
         _extend(known.activity, now_s, _activity(pulse), known.seen_s)
@@ -89,6 +96,8 @@ class Monitor:
         if record.entry != "version" or record.version <= self.versions[index]:
             return
         self.versions[index], self.tokens[index] = record.version, record.tokens_merged
+        self.ledger.merge(record)
+        self.ends = ranges.ends((held for member in record.members for held in member.data), self.ends)
         for member in record.members:
             versions, tokens = self.merged.setdefault(member.learner, {}).get(index, (0, 0))
             self.merged[member.learner][index] = (versions + 1, tokens + member.tokens)
@@ -109,6 +118,16 @@ class Monitor:
         )
 
     # ---- what follows from it
+
+    def assign(self, table: Shares, now_s: float) -> Shares | None:
+        """What is to become of who holds which share of the data, if anything."""
+        return self.steward.look(table, self.ends, now_s) if self.state == "training" else None
+
+    def heard(self, now_s: float) -> frozenset[str]:
+        """Members that have been heard within the last ``GONE_S``."""
+        seen = {name: learner.seen_s for name, learner in self.learners.items()}
+        seen |= {name: seen_s for name, (_, seen_s) in self.shards.items()}
+        return frozenset(name for name, seen_s in seen.items() if now_s - seen_s <= GONE_S)
 
     def tokens_processed(self) -> int:
         past = sum(int(learner["tokens"]) for learner in self.past.values())
@@ -175,14 +194,24 @@ class Monitor:
             "shards": {name: _shard(pulse, now_s - seen_s) for name, (pulse, seen_s) in sorted(self.shards.items())},
             "validation": [list(point) for point in self.validation],
             "merges": self.merges,
+            "ledger": self.ledger.dump(),
         }
 
     def resume(self, series: Mapping[str, Any]) -> None:
-        """Go on from the series that an earlier process of this run wrote."""
-        self.validation = [(float(a), int(b), float(c)) for a, b, c in series["validation"]]
-        self.past = dict(series["learners"])
-        self.merges = list(series["merges"])
-        self._drawn = {(merge["fragment"], merge["version"]) for merge in self.merges}
+        """Go on from the series that an earlier process of this run wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: they are damaged; nothing of them is taken over.
+        """
+        ledger = Ledger.load(len(self.versions), series["ledger"])
+        validation = [(float(a), int(b), float(c)) for a, b, c in series["validation"]]
+        past, merges = dict(series["learners"]), list(series["merges"])
+        for learner in past.values():  # what is damaged is to be noticed now, not when the learner is heard
+            int(learner["tokens"])
+            _points(learner)
+            _activity_of(learner)
+        self._drawn = {(merge["fragment"], merge["version"]) for merge in merges}
+        self.ledger, self.validation, self.past, self.merges = ledger, validation, past, merges
 
     def _learner(self, learner: _Learner, now_s: float) -> dict[str, Any]:
         pulse, alive_s = learner.pulse, max(learner.pulse.busy_s + learner.pulse.blocked_s, 1e-9)
@@ -211,6 +240,14 @@ class Monitor:
         return round(weighted / self.map.parameters)
 
 
+def _points(learner: Mapping[str, Any]) -> list[tuple[float, int, int, float]]:
+    return [(float(a), int(b), int(c), float(d)) for a, b, c, d in learner["points"]]
+
+
+def _activity_of(learner: Mapping[str, Any]) -> list[tuple[float, float, str]]:
+    return [(float(a), float(b), str(c)) for a, b, c in learner["activity"]]
+
+
 def _activity(pulse: Pulse) -> str:
     return "sending" if pulse.sending and pulse.state == "stepping" else pulse.state
 
@@ -225,6 +262,7 @@ def _extend(spans: list[tuple[float, float, str]], now_s: float, state: str, see
 
 def _shard(pulse: ShardPulse, ago_s: float) -> dict[str, Any]:
     return {
+        "state": pulse.state,
         "fragments": len(pulse.fragments),
         "rounds": pulse.rounds,
         "versions": pulse.versions,

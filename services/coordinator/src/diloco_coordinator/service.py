@@ -5,52 +5,144 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Any
+from functools import partial
+from typing import Annotated
+
+import msgspec
 
 from diloco import membership, observe, service
-from diloco.errors import MessageError
+from diloco.core import tape as events
+from diloco.core.leadership import Leadership
+from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RewoundError
 from diloco.membership import Run
-from diloco.nats.connection import Link
-from diloco.nats.pull import Puller
 from diloco.observe import Counted, Logger
+from diloco.patience import patiently
 from diloco.rundir import write_json
 from diloco.settings import CoordinatorSettings
+from diloco.tape import Recorder, TapeFile, Unrecorded
+from diloco.transport import Heard, Transport
 from diloco.wire import messages
-from diloco.wire.messages import Pulse, Record, ShardPulse
+from diloco.wire.messages import CoordinatorPulse, MemberName, Pulse, Record, ShardPulse
 from diloco.wire.subjects import Subjects
 from diloco_coordinator.monitor import Monitor
 
 SAVE_EVERY_S = 5.0
 LAST_PULSES_S = 1.0
+TICK_S = 0.5
+ASSIGN_EVERY_S = 1.0
+
+
+class _Leader(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """The bucket's key ``coordinator``."""
+
+    coordinator: MemberName
+    process: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 
 
 class Coordinator:
-    """The service; ``await serve()`` returns when the run is finished."""
+    """The service; ``await serve()`` returns when the run is finished.
 
-    def __init__(self, link: Link, run: Run, settings: CoordinatorSettings, log: Logger) -> None:
-        self.link, self.run, self.settings, self.log = link, run, settings, log
+    Of several, one leads: watches, answers and writes. The others stand by, knowing nothing of the run but who leads.
+    """
+
+    def __init__(
+        self, transport: Transport, run: Run, settings: CoordinatorSettings, log: Logger, tape: Recorder | None = None
+    ) -> None:
+        self.tape = tape or Unrecorded()
+        self.transport, self.run, self.settings, self.log = transport, run, settings, log
         self.subjects = Subjects(run.name)
         self.refused = Counted(log)
         self.file = settings.state_dir / "series.json"
         self._clock = asyncio.get_running_loop().time
         self._began_s = self._clock()
-        self._monitor: Monitor | None = None
+        self._leadership = Leadership(settings.name, transport.random_bytes(8), self._clock())
+        self._finished = False
+        self._monitor: Monitor | None = None  # while this process leads
+        self._heard: frozenset[str] = frozenset()  # members, as the tape has it
+        self._complained = False
 
     async def serve(self) -> None:
-        """Watch the run until it is finished."""
-        await self.link.control.subscribe(self.subjects.status, cb=self._answer)
-        fragment_map = await membership.find_map(self.run)
-        self._monitor = Monitor(self.run.name, self.run.settings, fragment_map, self.settings.nats_url)
-        self._resume(self._monitor)
-        await self.link.control.subscribe(self.subjects.pulse(), cb=self._hear)
-        await self.link.control.subscribe(self.subjects.shard(), cb=self._hear_shard)
+        """Lead the run, or stand by, until it is finished."""
+        await self.transport.subscribe(self.subjects.coordinator, self._hear_coordinator)
+        await self.transport.subscribe(self.subjects.status, self._answer)
+        await self.transport.subscribe(self.subjects.pulse(), self._hear)
+        await self.transport.subscribe(self.subjects.shard(), self._hear_shard)
+        while not self._finished:
+            await self._tick()
+            if self._leadership.leads:
+                await self._lead()
+
+    async def _lead(self) -> None:
+        """Watch the run while this process leads."""
+        self.log.info("leading", revision=self._leadership.revision)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._follow(self._monitor)), group.create_task(self._save_regularly())]
-            await self._until_finished(self._monitor)
+            watching = group.create_task(self._watch())
+            while self._leadership.leads and not (watching.done() and self._leadership.sure(self._clock())):
+                await self._tick()
+            watching.cancel()
+        if self._leadership.leads:
+            self.save()
+            self._finished = True
+            await self._pulse()
+        else:
+            self._monitor = None
+            self.log.warning("stepped_down", revision=self._leadership.revision)
+
+    async def _tick(self) -> None:
+        """Do what is to be done about who leads, and wait if that was nothing."""
+        leadership = self._leadership
+        action = leadership.tick(self._clock(), self.transport.connected)
+        try:
+            if action == "pulse":
+                await self._pulse()
+            elif action == "read":
+                stored = await self.run.registry.get("coordinator")
+                holder, revision = (None, 0) if stored is None else (_holder(stored[0]), stored[1])
+                leadership.read(holder, revision, self._clock())
+            elif action == "claim":
+                leadership.claimed(await self._claim(), self._clock())
+        except AppendUncertainError:
+            action = "wait"  # the server is silent, for the others too
+        if action in ("pulse", "wait"):
+            await asyncio.sleep(TICK_S)
+
+    async def _claim(self) -> int | None:
+        value = msgspec.msgpack.encode(_Leader(self.settings.name, self._leadership.process))
+        revision = self._leadership.revision
+        try:
+            if revision:
+                return await self.run.registry.update("coordinator", value, revision)
+            return await self.run.registry.create("coordinator", value)
+        except FenceError:
+            return None
+
+    async def _pulse(self) -> None:
+        pulse = CoordinatorPulse(self.settings.name, self._leadership.revision, self._finished)
+        await self.transport.publish(self.subjects.coordinator, messages.pack(pulse, self.run.identity))
+
+    async def _hear_coordinator(self, message: Heard) -> None:
+        try:
+            pulse, _, _ = messages.unpack(message.data, CoordinatorPulse, self.run.identity)
+        except MessageError as error:
+            self.refused.note(message.subject, type(error).__name__, reason=str(error))
+            return
+        self._leadership.hear(pulse.revision, self._clock())
+        self._finished = self._finished or pulse.finished
+
+    async def _watch(self) -> None:
+        """Watch the run until it is finished."""
+        self._began_s = self._clock()
+        fragment_map = await patiently(partial(membership.find_map, self.run), self.log)
+        monitor = Monitor(self.run.name, self.run.settings, fragment_map, self.settings.nats_url)
+        self._resume(monitor)
+        self._monitor = monitor
+        async with asyncio.TaskGroup() as group:
+            work = (self._follow(monitor), self._save_regularly(), self._assign_shares(monitor))
+            tasks = [group.create_task(task) for task in work]
+            await self._until_finished(monitor)
             for task in tasks:
                 task.cancel()
-        self.save()
-        self.log.info("run_finished", wall_s=round(self._now_s(), 1), versions=sum(self._monitor.versions))
+        self.log.info("run_finished", wall_s=round(self._now_s(), 1), versions=sum(monitor.versions))
 
     async def _until_finished(self, monitor: Monitor) -> None:
         while monitor.state != "finished":
@@ -63,19 +155,23 @@ class Coordinator:
     def _resume(self, monitor: Monitor) -> None:
         try:
             series = json.loads(self.file.read_text())
+            began_s = self._clock() - float(series["wall_s"])
             monitor.resume(series)
-            self._began_s = self._clock() - float(series["wall_s"])
+            self._began_s = began_s
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self.log.warning("series_unreadable", file=str(self.file), reason=str(error))
 
-    async def _answer(self, message: Any) -> None:
+    async def _answer(self, message: Heard) -> None:
+        if not self._leadership.leads:
+            return
         status = {"run": self.run.name, "state": "waiting"} if self._monitor is None else self._monitor.status(self._now_s())
         await message.respond(json.dumps(status).encode())
 
-    async def _hear(self, message: Any) -> None:
-        assert self._monitor is not None
+    async def _hear(self, message: Heard) -> None:
+        if self._monitor is None:
+            return
         try:
             pulse, _, _ = messages.unpack(message.data, Pulse, self.run.identity)
         except MessageError as error:
@@ -83,8 +179,9 @@ class Coordinator:
             return
         self._monitor.hear(pulse, self._now_s())
 
-    async def _hear_shard(self, message: Any) -> None:
-        assert self._monitor is not None
+    async def _hear_shard(self, message: Heard) -> None:
+        if self._monitor is None:
+            return
         try:
             pulse, _, _ = messages.unpack(message.data, ShardPulse, self.run.identity)
         except MessageError as error:
@@ -93,8 +190,16 @@ class Coordinator:
         self._monitor.hear_shard(pulse, self._now_s())
 
     async def _follow(self, monitor: Monitor) -> None:
+        while True:
+            try:
+                await self._read_log(monitor)
+            except RewoundError as error:
+                self.log.error("log_rewound", reason=str(error))
+                monitor.closed.clear()  # the entries that closed them may be among what is lost
+
+    async def _read_log(self, monitor: Monitor) -> None:
         heads = [self.subjects.record("*")]
-        async for message in Puller(self.link, self.subjects.log_stream, heads, 1):
+        async for message in self.transport.pull(self.subjects.log_stream, heads, 1):
             try:
                 record, _, _ = messages.unpack(message.data, Record, self.run.identity)
             except MessageError as error:
@@ -103,31 +208,77 @@ class Coordinator:
             if record.fragment < len(monitor.versions):
                 monitor.entry(record, self._now_s())
 
+    async def _assign_shares(self, monitor: Monitor) -> None:
+        while True:
+            await asyncio.sleep(ASSIGN_EVERY_S)
+            self._note_members(monitor)
+            try:
+                table, revision = await membership.shares(self.run)
+                changed = monitor.assign(table, self._now_s())
+                if changed is not None:
+                    await membership.set_shares(self.run, changed, revision)
+                    for lease in changed.leases:
+                        if lease not in table.leases:
+                            self.tape.record(events.Lease(self._at_ms(), lease.share, lease.holder or ""))
+                    self.tape.flush()
+                    self.log.warning("shares_assigned", held=changed.held())
+            except BrokerError as error:  # somebody was first, or the server is away: the next look will tell
+                self.log.debug("shares_not_assigned", reason=str(error))
+
+    def _note_members(self, monitor: Monitor) -> None:
+        """Note on the tape who came, and who is not heard any more."""
+        heard = monitor.heard(self._now_s())
+        for member in sorted(heard ^ self._heard):
+            self.tape.record((events.Back if member in heard else events.Gone)(self._at_ms(), member))
+        if heard != self._heard:
+            self.tape.flush()
+        self._heard = heard
+
+    def _at_ms(self) -> int:
+        return int(self.transport.wall_s() * 1000)
+
     async def _save_regularly(self) -> None:
         while True:
             await asyncio.sleep(SAVE_EVERY_S)
             await asyncio.to_thread(self.save)
 
     def save(self) -> None:
-        """Write the series to the state directory."""
-        if self._monitor is not None:
+        """Write the series to the state directory, if it is this process that leads."""
+        if self._monitor is None or not self._leadership.sure(self._clock()):
+            return
+        try:
             write_json(self.file, self._monitor.series(self._now_s()))
+        except OSError as error:  # the disk is full, which is no reason to end
+            if not self._complained:
+                self.log.warning("series_not_saved", file=str(self.file), reason=str(error))
+            self._complained = True
+        else:
+            self._complained = False
+
+
+def _holder(stored: bytes) -> tuple[str, bytes] | None:
+    try:
+        leader = msgspec.msgpack.decode(stored, type=_Leader)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    return leader.coordinator, leader.process
 
 
 async def serve(settings: CoordinatorSettings) -> None:
     """Create or find the run, and watch it until it is over or a signal comes."""
     log = observe.get_logger()
-    link = await service.connect(settings, log)
+    transport = await service.connect(settings, log)
     coordinator: Coordinator | None = None
     try:
-        run = await membership.create(link, settings.run, settings.settings)
+        run = await patiently(partial(membership.create, transport, settings.run, settings.settings), log)
         log.info("run_ready", preset=run.settings.preset, tokens=run.settings.tokens)
-        coordinator = Coordinator(link, run, settings, log)
+        tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
+        coordinator = Coordinator(transport, run, settings, log, tape)
         await coordinator.serve()
     finally:
         if coordinator is not None:
             coordinator.save()
-        await link.close()
+        await transport.close()
 
 
 def _main() -> int:

@@ -1,60 +1,140 @@
-"""A learner's own checkpoint: parameters, optimizer state, data position and books, so that it can go on where it was."""
+"""A learner's checkpoints: its own, regularly; those of a whole run, when it is asked; and what it lends to a peer.
+
+All of them begin at a boundary with a copy that is queued on the device, between two steps, and with the books' arrays, which
+nobody writes to any more. A thread brings the copy to the host, hashes it and writes it; the next one begins when it has ended.
+"""
 
 from __future__ import annotations
 
-import json
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from diloco import state
+from diloco.core import tape as events
 from diloco.errors import DilocoError
-from diloco.member import Member
+from diloco.member import Dump, Member
 from diloco.observe import Logger
+from diloco.peer import Layout
+from diloco.settings import LearnerSettings
+from diloco.state import Saved
+from diloco.wire.messages import Mark, Marked
 from diloco_learner.island import Island
 
-FORMAT = "diloco-learner-1"
+BOOKS = "books/"
 
 
-def save(directory: Path, name: str, run: bytes, island: Island, member: Member, log: Logger) -> None:
-    """Write the checkpoint; the one before stays whole until the new one is."""
-    books, arrays = member.checkpoint()
-    arrays |= island.state()
-    path = _path(directory, name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    metadata = {"format": FORMAT, "run": run.hex(), "books": json.dumps(books)}
-    save_file({key: np.array(value, order="C") for key, value in arrays.items()}, draft, metadata)
-    draft.replace(path)
-    log.info("checkpoint_saved", file=path.name, step=books["step"], bytes=path.stat().st_size)
+class Keeper:
+    """Saves and lends an island's state. The trainer's thread calls it, at boundaries."""
+
+    def __init__(self, island: Island, member: Member, settings: LearnerSettings, log: Logger) -> None:
+        self.island, self.member, self.settings, self.log = island, member, settings, log
+        self._worker = ThreadPoolExecutor(1, "checkpoint")
+        self._job: Future[None] | None = None
+        self._due_s = time.monotonic() + settings.checkpoint_s
+        self._complained = False
+
+    def at_boundary(self) -> None:
+        """Begin what is due; waits for nothing."""
+        if self._job is not None:
+            if not self._job.done():
+                return
+            self._job.result()
+            self._job = None
+        if self.member.lender.wanted:
+            step, versions, copies = self.member.step, self.member.versions(), self.island.copy_optimizer()
+            self._begin(lambda: self._lend(step, versions, copies))
+            return
+        mark = self.member.mark_due()
+        regular = self.settings.checkpoint_s > 0 and self._due_s <= time.monotonic()
+        dump = self.member.dump() if mark is not None or regular else None
+        if dump is None:
+            return
+        copies = self.island.copy()
+        if mark is not None:
+            versions = self.member.versions()
+            self.member.note_copied(mark)
+            self._begin(lambda: self._answer(mark, versions, dump, copies))
+        else:
+            self._due_s = time.monotonic() + self.settings.checkpoint_s
+            self._begin(lambda: self._save_own(dump, copies))
+
+    def save_last(self) -> None:
+        """Save the state of a learner that ends, when what is being saved has been."""
+        self.close()
+        self.member.tape.record(events.Copied())
+        self._save_own(self.member.checkpoint(), self.island.copy())
+
+    def close(self) -> None:
+        """Wait for what is being saved."""
+        self._worker.shutdown()
+
+    def _begin(self, job: Callable[[], None]) -> None:
+        self.member.tape.record(events.Copied())
+        self._job = self._worker.submit(job)
+
+    def _save_own(self, dump: Dump, copies: Mapping[str, jax.Array]) -> None:
+        path, previous = state.generations(self.settings.state_dir, self.settings.name)
+        saved = self._save(path, dump, copies, previous)
+        if saved is not None:
+            self.member.note_saved(saved.digest)
+
+    def _answer(self, mark: Mark, versions: list[int], dump: Dump, copies: Mapping[str, jax.Array]) -> None:
+        saved = self._save(state.marked(self.settings.state_dir, mark.number, self.settings.name), dump, copies)
+        if saved is not None:
+            self.member.note_saved(saved.digest)
+            step = dump[0]["step"]
+            answer = Marked(self.settings.name, mark.number, step, versions, saved.size_bytes, saved.file_hash)
+            self.member.answer_mark(answer)
+
+    def _save(self, path: Path, dump: Dump, copies: Mapping[str, jax.Array], previous: Path | None = None) -> Saved | None:
+        """Write a state; None if the disk does not take it, which is no reason to end."""
+        books, arrays = dump
+        began_s = time.monotonic()
+        try:
+            saved = state.save(path, self.member.run.identity, self.settings.name, books, arrays | _to_host(copies), previous)
+        except OSError as error:
+            if not self._complained:
+                self.log.warning("checkpoint_not_saved", file=str(path), reason=str(error))
+            self._complained = True
+            return None
+        self._complained = False
+        took_s = round(time.monotonic() - began_s, 3)
+        self.log.info("checkpoint_saved", file=path.name, step=books["step"], bytes=saved.size_bytes, took_s=took_s)
+        return saved
+
+    def _lend(self, step: int, versions: list[int], copies: Mapping[str, jax.Array]) -> None:
+        self.member.lend(step, versions, Layout.of(copies), _to_host(copies))
 
 
-def restore(directory: Path, name: str, run: bytes, island: Island, member: Member, log: Logger) -> bool:
-    """Go on from the checkpoint; False if there is none of this run, and the learner begins from the global model.
+def restore(settings: LearnerSettings, island: Island, member: Member, log: Logger) -> bool:
+    """Go on from the newest checkpoint that is whole and fits; False if there is none, and the learner begins from the log.
 
-    A damaged or foreign one is named and left alone.
+    One that is damaged or foreign is named and left alone.
     """
-    path = _path(directory, name)
-    if not path.exists():
-        return False
-    try:
-        with safe_open(path, "numpy") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT or metadata.get("run") != run.hex():
-                raise ValueError(f"is of format {metadata.get('format')!r} and run {metadata.get('run')!r}, not this run's")
-            arrays: dict[str, NDArray[Any]] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        books = json.loads(metadata["books"])
-        island.load_state({key: array for key, array in arrays.items() if not key.startswith("books/")})
-        member.restore(books, arrays)
-    except (DilocoError, SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("checkpoint_refused", file=str(path), reason=str(error))
-        return False
-    log.info("checkpoint_restored", file=path.name, step=member.step)
-    return True
+    for path in state.generations(settings.state_dir, settings.name):
+        if not path.exists():
+            continue
+        try:
+            saved = state.load(path, member.run.identity, settings.name)
+            own = {name: array for name, array in saved.arrays.items() if not name.startswith(BOOKS)}
+            island.check_state(own)
+            member.restore(saved.books, saved.arrays)
+            island.load_state(own)
+        except (DilocoError, KeyError, TypeError, ValueError) as error:
+            log.warning("checkpoint_refused", file=str(path), reason=str(error))
+            continue
+        member.tape.record(events.Restored(saved.digest))
+        log.info("checkpoint_restored", file=path.name, step=member.step)
+        return True
+    return False
 
 
-def _path(directory: Path, name: str) -> Path:
-    return directory / "checkpoints" / f"{name}.safetensors"
+def _to_host(copies: Mapping[str, jax.Array]) -> dict[str, NDArray[Any]]:
+    return {name: np.asarray(values) for name, values in copies.items()}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from diloco import rundir
 from diloco.member import Boundary, Member
 from diloco.ngram import ngram_losses
 from diloco.observe import Logger
@@ -76,6 +76,4 @@ class Evaluator:
             "baselines": self._baselines(),
             "sample": self.island.sample(self.settings.seed, SAMPLE_TOKENS),
         }
-        draft = self.file.with_suffix(".draft")
-        draft.write_text(json.dumps(result))
-        draft.replace(self.file)
+        rundir.write_json(self.file, result)

@@ -26,11 +26,19 @@ def optimizer(settings: InnerSettings) -> optax.GradientTransformation:
     )
 
 
-def learning_rate(settings: InnerSettings, tokens_done: int, tokens_budget: int) -> float:
+def learning_rate(settings: InnerSettings, tokens_done: int, tokens_budget: int, warming_steps: int | None = None) -> float:
     """Linear warm-up from 0, then a cosine to ``final_fraction`` of the peak at the end of the budget, and flat beyond it.
 
-    ``tokens_done`` counts the tokens of all learners.
+    ``tokens_done`` counts the tokens of all learners. ``warming_steps`` are those that a learner has taken since its
+    optimizer's state began fresh in mid-run (None: it did not): its rate rises over ``restart_warmup_steps`` of its own.
     """
+    rate = _scheduled(settings, tokens_done, tokens_budget)
+    if warming_steps is None or warming_steps >= settings.restart_warmup_steps:
+        return rate
+    return rate * (warming_steps + 1) / (settings.restart_warmup_steps + 1)
+
+
+def _scheduled(settings: InnerSettings, tokens_done: int, tokens_budget: int) -> float:
     progress = min(max(tokens_done / tokens_budget, 0.0), 1.0)
     if progress < settings.warmup_fraction:
         return settings.learning_rate * progress / settings.warmup_fraction

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from diloco.core.fragments import Fragment, FragmentMap, Piece
 from diloco.errors import RunError, SettingsError
+from diloco.peer import Layout
 from diloco.settings import RunSettings
 from diloco_learner.inner import optimizer
 from diloco_learner.task import Task
@@ -95,6 +96,8 @@ class Island:
             copies = [jnp.copy(leaf) for leaf in self._leaves]
             *_, output = self._step(copies, self._optimizer.init(copies), batch, np.float32(0))
             StepOutput(*output).wait()
+            self.copy()
+            self.copy_optimizer()
 
     def step(self, batch: Any, learning_rate: float) -> StepOutput:
         """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says."""
@@ -138,11 +141,25 @@ class Island:
         """Parameters (``params/...``) and optimizer state (``optimizer/...``) by name, copied to the host."""
         return {name: np.array(leaf) for name, leaf in self._named_state().items()}
 
-    def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Take over what :meth:`state` gave.
+    def copy(self) -> dict[str, jax.Array]:
+        """Queue a copy of all that :meth:`state` gives on the device, as of the steps and writes so far."""
+        state = self._named_state()
+        return dict(zip(state, _copy_all(list(state.values())), strict=True))
+
+    def copy_optimizer(self) -> dict[str, jax.Array]:
+        """Likewise, of the optimizer state alone."""
+        state = self._named_optimizer()
+        return dict(zip(state, _copy_all(list(state.values())), strict=True))
+
+    def optimizer_layout(self) -> Layout:
+        """Names, shapes and types of the optimizer state."""
+        return Layout.of(self._named_optimizer())
+
+    def check_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """See whether :meth:`load_state` would take ``state``.
 
         Raises:
-            RunError: an array is missing, not known, or of another shape or type; nothing has changed.
+            RunError: an array is missing, not known, or of another shape or type.
         """
         own = self._named_state()
         for name in sorted(own.keys() | state.keys()):
@@ -153,13 +170,21 @@ class Island:
                     f"checkpoint: array {name!r} has shape {state[name].shape} of {state[name].dtype}, this model's has "
                     f"{tuple(own[name].shape)} of {own[name].dtype}"
                 )
+
+    def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Take over what :meth:`state` gave.
+
+        Raises:
+            RunError: an array is missing, not known, or of another shape or type; nothing has changed.
+        """
+        self.check_state(state)
         self._leaves = [jnp.array(state[f"params/{path}"]) for path in self._paths]
+        self.load_optimizer(state)
+
+    def load_optimizer(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Take over an optimizer state of :meth:`optimizer_layout`."""
         keyed, structure = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
         self._optimizer_state = jax.tree.unflatten(structure, [jnp.array(state[_optimizer_name(path)]) for path, _ in keyed])
-
-    def reset_optimizer(self) -> None:
-        """Forget the optimizer state: the next step begins with a fresh one."""
-        self._optimizer_state = None
 
     def _take_step(self, leaves: list[jax.Array], state: Any, batch: Any, learning_rate: jax.Array) -> Any:
         loss, gradients = jax.value_and_grad(lambda values: self.task.loss(self._tree(values), batch))(leaves)
@@ -174,9 +199,12 @@ class Island:
         return jax.tree.map(chosen, new_leaves, leaves), jax.tree.map(chosen, new_state, state), (loss, norm, finite)
 
     def _named_state(self) -> dict[str, jax.Array]:
-        keyed, _ = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
         params = {f"params/{path}": leaf for path, leaf in zip(self._paths, self._leaves, strict=True)}
-        return params | {_optimizer_name(path): leaf for path, leaf in keyed}
+        return params | self._named_optimizer()
+
+    def _named_optimizer(self) -> dict[str, jax.Array]:
+        keyed, _ = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
+        return {_optimizer_name(path): leaf for path, leaf in keyed}
 
     def _current_optimizer_state(self) -> Any:
         if self._optimizer_state is None:
@@ -234,6 +262,7 @@ def _mix(
     return _put(tensor, alpha * value + (1 - alpha) * (theta + factor * (value - reference)), start)
 
 
+_copy_all = jax.jit(lambda arrays: [jnp.copy(array) for array in arrays])
 _copy_rows = jax.jit(_copy, static_argnames=("rows",))
 _overwrite_rows = jax.jit(_put, donate_argnums=0)
 _mix_rows = jax.jit(_mix, donate_argnums=0)

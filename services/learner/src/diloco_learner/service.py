@@ -19,13 +19,14 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from diloco import membership, observe, service
+from diloco.core import tape as events
 from diloco.core.fragments import TensorSpec, build_map
-from diloco.errors import SettingsError
 from diloco.member import Member
 from diloco.membership import Run
-from diloco.nats.connection import Link
 from diloco.observe import Logger
 from diloco.settings import LearnerSettings
+from diloco.tape import TapeFile
+from diloco.transport import Transport
 from diloco_learner import checkpoint
 
 T = TypeVar("T")
@@ -67,16 +68,18 @@ class LoopThread:
         self.loop.close()
 
 
-async def _find(settings: LearnerSettings, log: Logger) -> tuple[Link, Run]:
-    link = await service.connect(settings, log)
-    return link, await membership.find(link, settings.run, log)
+async def _find(settings: LearnerSettings, log: Logger) -> tuple[Transport, Run]:
+    transport = await service.connect(settings, log)
+    return transport, await membership.find(transport, settings.run, log)
 
 
-async def _member(link: Link, run: Run, island: Any, settings: LearnerSettings, log: Logger) -> Member:
+async def _member(
+    transport: Transport, run: Run, island: Any, settings: LearnerSettings, log: Logger, tape: TapeFile | None
+) -> Member:
     fragments = build_map(
         [TensorSpec(*tensor) for tensor in island.tensors()], run.settings.fragments.count, run.settings.fragments.strategy
     )
-    return Member(link, run, fragments, settings, log)
+    return Member(transport, run, fragments, settings, log, tape)
 
 
 @contextmanager
@@ -93,7 +96,9 @@ def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
     # JAX takes seconds to import: not before the settings are known to be good
     import jax
 
+    from diloco_learner import replay
     from diloco_learner.evaluator import Evaluator
+    from diloco_learner.feed import Feed
     from diloco_learner.island import Island
     from diloco_learner.task import load_task
     from diloco_learner.trainer import Trainer
@@ -104,18 +109,17 @@ def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
     update("jax_persistent_cache_min_entry_size_bytes", -1)
     log = observe.get_logger()
     thread = LoopThread()
-    link: Link | None = None
+    transport: Transport | None = None
     member: Member | None = None
     try:
-        link, run = thread.run(_find(settings, log), stopping)
-        if settings.role == "learner" and settings.share >= run.settings.learners:
-            raise SettingsError(f"share = {settings.share}: run {run.name!r} has shares 0 to {run.settings.learners - 1}")
+        transport, run = thread.run(_find(settings, log), stopping)
         task = load_task(run.settings.task, settings.data)
         island = Island(task, run.settings)
         log.info("island_ready", devices=jax.device_count(), platform=jax.default_backend())
         started_s = time.monotonic()
-        first = next(task.batches(settings.share, run.settings.learners, run.settings.seed, 0))
-        member = thread.run(_member(link, run, island, settings, log), stopping)
+        first = next(task.batches(0, run.settings.learners, run.settings.seed, 0))
+        tape = TapeFile(settings.state_dir, settings.name, run.identity, log) if settings.role == "learner" else None
+        member = thread.run(_member(transport, run, island, settings, log, tape), stopping)
         with _compiling(settings.cache_dir):
             island.prepare(member.map, first if settings.role == "learner" else None)
         log.info("compiled", compile_s=round(time.monotonic() - started_s, 1))
@@ -123,26 +127,37 @@ def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
         if settings.role == "evaluator":
             Evaluator(island, member, run.settings, settings.state_dir, log, stopping=stopping).run()
             return
-        if not checkpoint.restore(settings.state_dir, settings.name, run.identity, island, member, log):
+        if not checkpoint.restore(settings, island, member, log):
             member.step = member.tokens // task.tokens_per_batch  # never behind what the log holds of this learner
-        batches = task.batches(settings.share, run.settings.learners, run.settings.seed, member.step)
+            loan = thread.run(member.borrow(island.optimizer_layout()), stopping)
+            if loan is not None:
+                island.load_optimizer(loan.arrays)
+        member.tape.record(replay.machine())
+        keeper = checkpoint.Keeper(island, member, settings, log)
         trainer = Trainer(
             island,
             member,
-            batches,
+            Feed(task, run.settings, member.leased, log),
             run.settings,
             log,
             tokens_per_batch=task.tokens_per_batch,
             slow=settings.slow,
+            leave_s=settings.leave_s,
             stopping=stopping,
+            at_boundary=keeper.at_boundary,
         )
-        if not trainer.run():
-            checkpoint.save(settings.state_dir, settings.name, run.identity, island, member, log)
+        try:
+            finished = trainer.run()
+        finally:
+            keeper.close()
+        member.tape.record(events.End(finished, replay.parameters_digest(island, member.map)))
+        if not finished:
+            keeper.save_last()
     finally:
         if member is not None:
             thread.run(member.close(), lambda: False)
-        if link is not None:
-            thread.run(link.close(), lambda: False)
+        if transport is not None:
+            thread.run(transport.close(), lambda: False)
         thread.close()
 
 

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
 
 from diloco.core.pace import Average
 from diloco.member import Boundary, Member, StepDone
 from diloco.observe import Logger
 from diloco.settings import RunSettings
+from diloco_learner.feed import Batch
 from diloco_learner.inner import learning_rate
 from diloco_learner.island import Island, StepOutput
 
@@ -41,27 +41,36 @@ class _End:
 class _Flight:
     """A step that was dispatched and has not been accounted for."""
 
+    batch: Batch
     began_s: float
     end: Future[_End]
 
 
 class Trainer:
-    """Trains an island in step with a member. ``stopping`` says whether this process was asked to end."""
+    """Trains an island in step with a member.
+
+    ``stopping`` says whether this process was asked to end; it then waits at most ``leave_s`` for its last work to be merged.
+    ``at_boundary`` is called when all that a boundary asks for has been queued.
+    """
 
     def __init__(
         self,
         island: Island,
         member: Member,
-        batches: Iterator[Any],
+        batches: Iterator[Batch],
         settings: RunSettings,
         log: Logger,
         *,
         tokens_per_batch: int,
         slow: float,
+        leave_s: float,
         stopping: Callable[[], bool],
+        at_boundary: Callable[[], None],
     ) -> None:
         self.island, self.member, self.batches, self.settings, self.log = island, member, batches, settings, log
         self.tokens_per_batch, self.slow, self.stopping = tokens_per_batch, slow, stopping
+        self.leave_s, self.at_boundary = leave_s, at_boundary
+        self._leave_by_s: float | None = None  # when it ends whatever is unmerged; None: it was not asked to end
         self._busy, self._error, self._boundary = Average(), Average(), Average()  # seconds
         self._ended_s: float | None = None  # when the step before the one in flight ended; None: no time is to be accounted for
         self._loss: float | None = None
@@ -80,9 +89,13 @@ class Trainer:
             if flight is not None:
                 self._await_boundary(flight)
             opened_s = time.perf_counter()
-            boundary = self.member.boundary(None if flight is None else self._step_done())
+            if self._leave_by_s is None and self.stopping():
+                self._leave_by_s = opened_s + self.leave_s
+                self.member.leave()
+            boundary = self.member.boundary(None if flight is None else self._step_done(flight.batch))
             self.write(boundary)
-            if boundary.finished or self.stopping():
+            self.at_boundary()
+            if boundary.finished or self._may_end():
                 return boundary.finished
             if boundary.stop or boundary.wait:
                 if flight is not None:
@@ -92,11 +105,12 @@ class Trainer:
                 if boundary.stop:
                     self._ended_s = None  # what comes after the budget is nobody's blocked time
                 continue
-            rate = learning_rate(self.settings.inner, self.member.schedule_tokens(), self.settings.tokens)
-            output = self.island.step(batch, rate)
+            done, warming = self.member.schedule_tokens(), self.member.warming_steps()
+            rate = learning_rate(self.settings.inner, done, self.settings.tokens, warming)
+            output = self.island.step(batch.data, rate)
             began_s = time.perf_counter()
             self._boundary.add(began_s - opened_s)
-            landing, flight = flight, _Flight(began_s, watcher.submit(self._watch, output))
+            landing, flight = flight, _Flight(batch, began_s, watcher.submit(self._watch, output))
             batch = next(self.batches)  # the next batch is made while the step runs
             if landing is not None:
                 self._land(landing)
@@ -106,11 +120,15 @@ class Trainer:
                 self._logged_s = began_s
                 self.log.info("stepping", step=self.member.step, loss=round(self._loss, 4), learning_rate=round(rate, 6))
 
+    def _may_end(self) -> bool:
+        return self._leave_by_s is not None and (self.member.left or time.perf_counter() >= self._leave_by_s)
+
     def write(self, boundary: Boundary) -> None:
         """Write the versions of a boundary into the island, and hand readers to the member."""
         for fragment, applied in boundary.applies:
             keep = None if applied.reference is None else (applied.reference, applied.factor)
-            self.island.write(self.member.map.fragments[fragment], applied.theta, keep, self.settings.apply.alpha)
+            alpha = 0.0 if applied.loaded else self.settings.apply.alpha
+            self.island.write(self.member.map.fragments[fragment], applied.theta, keep, alpha)
         for fragment in boundary.reads:
             self.member.submit(fragment, self.island.read(self.member.map.fragments[fragment]).to_host)
 
@@ -150,7 +168,7 @@ class Trainer:
         else:
             self.log.warning("step_not_finite", step=self.member.step, loss=str(end.loss))
 
-    def _step_done(self) -> StepDone:
-        done = StepDone(self.tokens_per_batch, self._loss, self._busy_s, self._blocked_s)
+    def _step_done(self, batch: Batch) -> StepDone:
+        done = StepDone(self.tokens_per_batch, batch.share, batch.index, self._loss, self._busy_s, self._blocked_s)
         self._busy_s = self._blocked_s = 0.0
         return done

@@ -1,24 +1,41 @@
-"""``diloco-syncer``: one shard of the syncer as a process. CPU only."""
+"""``diloco-syncer``: one syncer as a process. CPU only."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 
 from diloco import membership, observe, service
+from diloco.patience import patiently
 from diloco.settings import SyncerSettings
+from diloco.tape import TapeFile
 from diloco_syncer.shard import Shard
+
+LEAVE_S = 5.0
 
 
 async def serve(settings: SyncerSettings) -> None:
-    """Find the run, and serve the shard until the run is over or a signal comes."""
+    """Find the run, and serve until it is over. Cancelled, hand the fragments over first, for at most ``LEAVE_S``."""
     log = observe.get_logger()
-    link = await service.connect(settings, log)
+    transport = await service.connect(settings, log)
     try:
-        run = await membership.find(link, settings.run, log)
-        await Shard(link, run, await membership.find_map(run), settings, log).serve()
+        run = await membership.find(transport, settings.run, log)
+        tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
+        shard = Shard(transport, run, await patiently(partial(membership.find_map, run), log), settings, log, tape)
+        serving = asyncio.ensure_future(shard.serve())
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            await shard.leave()
+            if shard.owned:
+                await asyncio.wait([serving], timeout=LEAVE_S)
+            raise
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
     finally:
-        await link.close()
+        await transport.close()
 
 
 def _main() -> int:

@@ -1,135 +1,336 @@
-"""One shard of the syncer: owns some fragments, opens their rounds, merges offers, appends versions to the log.
+"""One syncer: owns some fragments or stands by; opens rounds, merges offers, appends versions to the log.
 
-The decisions are :mod:`diloco.core.round`'s and :mod:`diloco.core.merging`'s; this connects them to NATS. One loop looks at
-all rounds whenever something came in, and at least every ``TICK_S``; merges of different fragments overlap, each in a thread.
+The decisions are :mod:`diloco.core.round`'s, :mod:`diloco.core.merging`'s and :mod:`diloco.core.ownership`'s; this connects
+them to the others. One loop governs what is owned, another one looks at all rounds whenever something came in or is due;
+merges of different fragments overlap, each in a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import time
-from dataclasses import dataclass, field
+import contextlib
+import math
+from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from diloco import membership
-from diloco.core import codec, fold, merging, ownership, quantise
-from diloco.core.fold import Replica
-from diloco.core.fragments import Fragment, FragmentMap
-from diloco.core.round import Held, Merge, Roster, Round
-from diloco.errors import ChainError, FenceError, FormatError, MessageError, NonFiniteError, SettingsError, StorageFullError
-from diloco.log import Log, open_body
+from diloco.core import fold, merging
+from diloco.core import tape as events
+from diloco.core.fragments import FragmentMap
+from diloco.core.ownership import Ownership, OwnersTable
+from diloco.core.retention import keyframes_kept
+from diloco.core.round import Merge, Roster, Round
+from diloco.errors import (
+    AppendUncertainError,
+    FenceError,
+    FormatError,
+    MessageError,
+    NonFiniteError,
+    RunError,
+    StorageFullError,
+)
+from diloco.log import Log
 from diloco.membership import Run
-from diloco.nats.append import Fence
-from diloco.nats.connection import Link
-from diloco.nats.pull import Puller
 from diloco.observe import Counted, Logger
+from diloco.patience import patiently
 from diloco.settings import SyncerSettings
-from diloco.wire import messages, subjects
-from diloco.wire.assemble import Parts, part_index
-from diloco.wire.messages import Announcement, Genesis, Offer, Pulse, Record, ShardPulse
+from diloco.tape import Recorder, Unrecorded
+from diloco.transport import Fence, Heard, Transport
+from diloco.wire import messages
+from diloco.wire.messages import Announcement, Mark, Pulse, Record, ShardPulse
+from diloco_syncer.collector import Collector
+from diloco_syncer.copies import Copies
+from diloco_syncer.owned import Owned
+from diloco_syncer.tasks import end
 
-TICK_S = 0.02
 ANNOUNCE_EVERY_S = 0.25
 STORAGE_RETRY_S = 1.0
-
-Vector = NDArray[np.float32]
-
-
-@dataclass
-class _Owned:
-    """A fragment that this shard owns: its replica, its rounds, and the encoder's residual."""
-
-    fragment: Fragment
-    replica: Replica
-    residual: Vector
-    round: Round
-    keyframe_sequence: int
-    fence: int  # sequence of the last message on the head subject
-    log_bytes: int = 0  # of records since the keyframe
-    announced_at_s: float = 0.0
-    busy: bool = False
-    older: dict[int, Vector] = field(default_factory=dict)  # parameters by version, where merges need them
+SLOW_ROUND_S = 2.0  # a round that is open for so long is checked as often
+TAKEOVERS_AT_ONCE = 8
+CHECK_EVERY_S = 10.0  # that nobody else has appended to a fragment which makes no versions
 
 
 class Shard:
-    """The service. ``await Shard(...).serve()`` returns when every owned fragment's log is closed."""
+    """The service. ``await Shard(...).serve()`` returns when every fragment's log is closed, or after :meth:`leave`."""
 
-    def __init__(self, link: Link, run: Run, fragment_map: FragmentMap, settings: SyncerSettings, log: Logger) -> None:
-        if settings.shard >= run.settings.shards:
-            raise SettingsError(f"shard = {settings.shard}: run {run.name!r} has shards 0 to {run.settings.shards - 1}")
-        self.link, self.run, self.map, self.settings, self.log = link, run, fragment_map, settings, log
-        self.store = Log(link, run.name, run.identity, fragment_map)
+    def __init__(
+        self,
+        transport: Transport,
+        run: Run,
+        fragment_map: FragmentMap,
+        settings: SyncerSettings,
+        log: Logger,
+        tape: Recorder | None = None,
+    ) -> None:
+        self.tape = tape or Unrecorded()
+        self.transport, self.run, self.map, self.settings, self.log = transport, run, fragment_map, settings, log
+        self.store = Log(transport, run.name, run.identity, fragment_map)
         self.subjects = self.store.subjects
         self.refused = Counted(log)
         self.roster = Roster(run.settings)
-        self.owned: dict[int, _Owned] = {}
-        self.rounds = self.versions = 0
-        self._admitted: dict[str, int] = {}
-        self._news = asyncio.Event()
-        self._genesis: tuple[Genesis, bytes] | None = None
+        sizes = [fragment.size for fragment in fragment_map.fragments]
+        incarnation, takeover_s = int(transport.wall_s() * 1000), run.settings.liveness.takeover_s
+        self.ownership = Ownership(settings.name, incarnation, sizes, run.settings.shards, takeover_s)
+        self.owned: dict[int, Owned] = {}
+        self.rounds = self.versions = self.pulses = 0
+        self._taking: set[int] = set()
+        self._news, self._governed, self._unsure = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._collector = Collector(transport, run, fragment_map.digest, self._refuse, self._news.set, log)
+        self._copies: Copies
+        self._following: asyncio.Task[None] | None = None
+        self._table_unknown = self._archive_full = False
 
     async def serve(self) -> None:
-        """Take the shard's fragments over, and run their rounds to the end of the run."""
-        self._genesis = await membership.genesis(self.run, self.store, None, list, self.log)
-        sizes = [fragment.size for fragment in self.map.fragments]
-        for index in ownership.assign(sizes, self.run.settings.shards)[self.settings.shard]:
-            self.owned[index] = await self._take_over(index)
-        await self.link.control.subscribe(self.subjects.pulse(), cb=self._hear_pulse)
-        self.log.info("serving", fragments=len(self.owned), parameters=sum(o.fragment.size for o in self.owned.values()))
+        """Own what the table says, or stand by, to the end of the run.
+
+        Raises:
+            RunError: a younger process goes by this one's name.
+        """
+        await self.transport.subscribe(self.subjects.shard(), self._hear_shard)
+        await self.transport.subscribe(self.subjects.pulse(), self._hear_pulse)
+        await self.transport.subscribe(self.subjects.mark, self._hear_mark)
         async with asyncio.TaskGroup() as group:
-            background = [group.create_task(self._collect()), group.create_task(self._pulse_regularly())]
+            pulsing = group.create_task(self._pulse_regularly())
+            genesis = await patiently(partial(membership.genesis, self.run, self.store, None, list, self.log), self.log)
+            self._copies = Copies(self.store, genesis, self._refuse_entry, self.log)
+            governing, checking = group.create_task(self._govern(group)), group.create_task(self._check_heads())
             await self._run_rounds(group)
-            for task in background:
-                task.cancel()
+            while not await self._stays_over():
+                await self._run_rounds(group)
+            await end(governing, checking)
+            await end(pulsing, self._following)
+            await self._collector.stop()
         await self._pulse()
-        self.log.info("closed", rounds=self.rounds, versions=self.versions)
+        self.log.info("left" if self.ownership.leaving else "closed", rounds=self.rounds, versions=self.versions)
+
+    async def leave(self) -> None:
+        """Give all fragments to others, where there are others, and let :meth:`serve` end."""
+        self.ownership.leaving = True
+        await self._pulse()
+        self._governed.set()
+        self._news.set()
+
+    def _over(self) -> bool:
+        if len(self.ownership.closed) == len(self.map.fragments):
+            return True
+        return self.ownership.leaving and not self.owned and not self._taking
+
+    async def _stays_over(self) -> bool:
+        """Whether the logs that are owned here are still closed, now that this process is about to end."""
+        for index, owned in list(self.owned.items()):
+            if not await patiently(partial(self.store.holds, owned.replica.chain), self.log):
+                self.log.warning("log_rewound", fragment=index, version=owned.replica.chain.version)
+                self._note_closed(index, False)
+                if self.owned.get(index) is owned:
+                    self._let_go(owned)
+        return self._over()
 
     # ---- ownership
 
-    async def _take_over(self, index: int) -> _Owned:
-        """Load a fragment, follow its log to the end, and append the entry that makes this process its owner."""
+    async def _govern(self, group: asyncio.TaskGroup) -> None:
         while True:
-            owned = await self._load(index)
-            if owned.replica.chain.closed:
-                return owned
+            self._governed.clear()
+            if self.ownership.replaced:
+                raise RunError(
+                    f"run {self.run.name!r}: a younger process goes by the name {self.settings.name!r}; this one ends: give "
+                    "every syncer a name of its own"
+                )
+            await self._settle_table()
+            self._reconcile(group)
+            if not self._taking:  # it begins to read again when fragments come or go: not for each of many
+                await self._collector.serve(self.owned, group)
+            await _wait(self._governed, self.ownership.pulse_s / 2)
+
+    async def _settle_table(self) -> None:
+        """Read the owners table where it may have changed, and change it where that is needed."""
+        clock = asyncio.get_running_loop().time
+        try:
+            if self.ownership.must_read(clock()):
+                await self._read_table()
+            planned = self.ownership.propose(clock())
+            if planned is None:
+                return
+            try:
+                revision = await membership.set_owners(self.run, planned, self.ownership.revision)
+            except FenceError:
+                await self._read_table()
+                return
+            self._adopt(planned, revision)
+            self.log.info("owners_set", revision=revision, holders=planned.holders)
+            await self._pulse()
+        except (AppendUncertainError, StorageFullError) as error:
+            if not self._table_unknown:
+                self.log.warning("owners_not_settled", reason=str(error))
+            self._table_unknown = True
+        else:
+            self._table_unknown = False
+
+    async def _read_table(self) -> None:
+        table, revision = await membership.owners(self.run, len(self.map.fragments))
+        if revision != self.ownership.revision:
+            # what is owned may have been another's meanwhile
+            for owned in self.owned.values():
+                owned.checked_at_s = -math.inf
+            self._unsure.set()
+        self._adopt(table, revision)
+
+    def _adopt(self, table: OwnersTable | None, revision: int) -> None:
+        """Go by a table from now on."""
+        if table is not None and revision != self.ownership.revision:
+            mine = tuple(index for index, owner in enumerate(table.owners) if owner == self.settings.name)
+            self.tape.record(events.Owners(int(self.transport.wall_s() * 1000), revision, mine))
+            self.tape.flush()
+        self.ownership.read(table, revision, asyncio.get_running_loop().time())
+
+    async def _check_heads(self) -> None:
+        """Let go of fragments whose log has another end than is known here, without having met a fence.
+
+        Learners ignore an owner that has been replaced, and one whose server lost its last writes has learners that went back:
+        nobody answers, so nothing is appended.
+        """
+        clock = asyncio.get_running_loop().time
+        while True:
+            self._unsure.clear()
+            for owned in list(self.owned.values()):
+                index, fence, opened_at_s = owned.fragment.index, owned.fence, owned.round.opened_at_s
+                slow = opened_at_s is not None and clock() - opened_at_s >= SLOW_ROUND_S
+                if owned.busy or clock() - owned.checked_at_s < (SLOW_ROUND_S if slow else CHECK_EVERY_S):
+                    continue
+                try:
+                    head = await self.store.head_sequence(index)
+                    held = head == fence and await self.store.holds(owned.replica.chain)
+                except AppendUncertainError:
+                    break  # the server is away
+                if owned.busy or owned.fence != fence or owned is not self.owned.get(index):
+                    continue  # it has gone on meanwhile
+                owned.checked_at_s = clock()
+                if not held:
+                    event = "ownership_lost" if head > fence else "log_rewound"
+                    self.log.warning(event, fragment=index, version=owned.replica.chain.version)
+                    self.ownership.distrust()
+                    self._note_closed(index, False)
+                    self._let_go(owned)
+            await _wait(self._unsure, SLOW_ROUND_S / 2)
+
+    def _reconcile(self, group: asyncio.TaskGroup) -> None:
+        """Begin to hand over what is owned and should not be, and to take over what should be and may."""
+        now_s = asyncio.get_running_loop().time()
+        mine = self.ownership.mine(now_s)
+        for index, owned in self.owned.items():
+            if index not in mine and not owned.busy:
+                owned.busy = True
+                group.create_task(self._hand_over(owned))
+        missing = mine - self.owned.keys() - self._taking
+        free = sorted(index for index in missing if self.ownership.may_take(index, now_s))
+        if free:
+            self._taking.update(free)
+            group.create_task(self._take_over_all(free))
+        elif not self._taking:
+            idle = not mine and not self.owned and self.ownership.table is not None and not self.ownership.leaving
+            if idle and self._following is None:
+                self._following = group.create_task(self._copies.follow(self._stands_by, self._note_closed))
+            elif not idle and not missing and self._following is None:
+                self._copies.clear()
+
+    def _stands_by(self) -> None:
+        self.log.info("standing_by", fragments=len(self.map.fragments))
+
+    async def _take_over_all(self, indices: list[int]) -> None:
+        """Take several fragments over: what was followed of them is brought up to date, the rest is loaded."""
+        await end(self._following)
+        self._following = None
+        limit = asyncio.Semaphore(TAKEOVERS_AT_ONCE)
+
+        async def take_over(index: int) -> None:
+            async with limit:
+                try:
+                    owned = await self._take_over(index)
+                finally:
+                    self._taking.discard(index)
+            if owned is not None:
+                self.owned[index] = owned
+                self._governed.set()
+                self._news.set()
+
+        async with asyncio.TaskGroup() as group:
+            for index in indices:
+                group.create_task(take_over(index))
+        parameters = sum(owned.fragment.size for owned in self.owned.values())
+        self.log.info("serving", fragments=len(self.owned), parameters=parameters, taken=len(indices))
+        self._governed.set()
+
+    async def _take_over(self, index: int) -> Owned | None:
+        """Append the entry that makes this process a fragment's owner; None if the table names another one by then."""
+        while True:
+            copy = await self._copies.take(index)
+            chain = copy.replica.chain
+            if chain.closed:
+                self._note_closed(index)
+                return None
+            if index not in self.ownership.mine(asyncio.get_running_loop().time()):
+                return None
+            residual = copy.residual
+            if residual is None:
+                # the residual is its owner's private state, and went with it
+                self.log.info("residual_reset", fragment=index, version=chain.version)
+                residual = np.zeros_like(copy.replica.theta)
+            owned = Owned(
+                self.map.fragments[index],
+                copy.replica,
+                residual,
+                Round(self.run.settings, self.roster, chain, len(self.map.fragments)),
+                copy.keyframe_sequence,
+                copy.keyframe_version,
+                copy.fence,
+                copy.log_bytes,
+                copy.refused,
+            )
             record = merging.make_marker(
-                owned.replica, "takeover", self.run.settings, syncer=self.settings.name, now_s=time.time()
+                owned.replica, "takeover", self.run.settings, syncer=self.settings.name, now_s=self.transport.wall_s()
             )
             try:
                 await self._append(owned, record, b"", [])
-                return owned
             except FenceError as error:
                 self.log.info("takeover_retried", fragment=index, reason=str(error))
+            else:
+                self.log.info("taken_over", fragment=index, version=chain.version, epoch=chain.epoch)
+                return owned
 
-    async def _load(self, index: int) -> _Owned:
-        assert self._genesis is not None
-        loaded = await self.store.load(index, *self._genesis)
-        replica, residual, log_bytes = loaded.replica, loaded.residual, 0
-        keyframe_version = replica.chain.version
-        fence = await self.store.head_sequence(index)
-        if fence > replica.chain.sequence:
-            refuse = lambda sequence, error: self._refuse("log", error, sequence=sequence)  # noqa: E731
-            async for entry in self.store.follow([index], replica.chain.sequence + 1, refuse, fence):
-                try:
-                    await asyncio.to_thread(replica.fold, entry.record, entry.check, entry.sequence, entry.body)
-                except ChainError as error:
-                    self._refuse(entry.record.syncer, error, sequence=entry.sequence)
-                log_bytes += entry.size_bytes
-        if replica.chain.version != keyframe_version:
-            # the residual is its owner's private state, and went with it
-            self.log.info("residual_reset", fragment=index, version=replica.chain.version)
-            residual[:] = 0
-        fragment = self.map.fragments[index]
-        round_ = Round(self.run.settings, self.roster, replica.chain, len(self.map.fragments))
-        return _Owned(fragment, replica, residual, round_, loaded.keyframe_sequence, fence, log_bytes)
+    async def _hand_over(self, owned: Owned) -> None:
+        """Let go of a fragment; what nobody else knows of it, the residual, stays in a keyframe."""
+        chain = owned.replica.chain
+        if chain.version != owned.keyframe_version and not chain.closed:
+            await self._store_keyframe(owned)
+        self._let_go(owned)
+        self.log.info("handed_over", fragment=chain.fragment, version=chain.version)
+        await self._pulse()
+
+    def _let_go(self, owned: Owned) -> None:
+        del self.owned[owned.fragment.index]
+        self._governed.set()
+        self._news.set()
+
+    def _note_closed(self, index: int, closed: bool = True) -> None:
+        self.ownership.see(index, closed)
+        self._news.set()
 
     # ---- what comes in
 
-    async def _hear_pulse(self, message: Any) -> None:
+    async def _hear_shard(self, message: Heard) -> None:
+        try:
+            pulse, _, _ = messages.unpack(message.data, ShardPulse, self.run.identity)
+            if any(index >= len(self.map.fragments) for index in (*pulse.fragments, *pulse.closed)):
+                raise FormatError(f"pulse of {pulse.syncer} names fragments that the run does not have")
+        except MessageError as error:
+            self._refuse(message.subject, error)
+            return
+        if self.ownership.hear(pulse, asyncio.get_running_loop().time()):
+            self._governed.set()
+            self._news.set()
+
+    async def _hear_pulse(self, message: Heard) -> None:
         try:
             pulse, _, _ = messages.unpack(message.data, Pulse, self.run.identity)
             lists = (pulse.versions, pulse.steps, pulse.fragment_tokens, pulse.lost_tokens)
@@ -143,83 +344,37 @@ class Shard:
         self.roster.hear(pulse, asyncio.get_running_loop().time())
         self._news.set()
 
-    async def _collect(self) -> None:
-        filters = [self.subjects.offer_tree(index) for index in sorted(self.owned)]
-        parts = Parts()
-        async for message in Puller(self.link, self.subjects.offer_stream, filters, 1):
-            index, learner = subjects.fragment_of(message.subject), subjects.learner_of(message.subject)
-            if index is None or learner is None or index not in self.owned:
-                continue
-            size = self.owned[index].fragment.size
-            if not subjects.is_head(message.subject):
-                number = part_index(message.subject)
-                if number is not None:
-                    parts.add((index, learner), number, message.data, codec.packed_limit(quantise.body_bytes(size, 32)))
-                continue
-            try:
-                await self._take_offer(index, learner, message.data, parts)
-            except MessageError as error:
-                self._refuse(learner, error, fragment=index)
-
-    async def _take_offer(self, index: int, learner: str, data: bytes, parts: Parts) -> None:
-        owned = self.owned[index]
-        offer, _, inline = messages.unpack(data, Offer, self.run.identity)
-        what = f"fragment {index}, offer {offer.number} of {learner}"
-        if offer.fragment != index or offer.learner != learner:
-            raise FormatError(f"{what}: it says fragment {offer.fragment}, learner {offer.learner}")
-        budget = self.run.settings.tokens
-        if offer.bits != self.run.settings.codec.offer_bits or offer.tokens > budget or offer.steps > offer.tokens:
-            raise FormatError(
-                f"{what}: {offer.bits} bits, {offer.steps} steps, {offer.tokens} tokens; the run has "
-                f"{self.run.settings.codec.offer_bits} bits and {budget} tokens in all"
-            )
-        pieces = parts.take((index, learner), offer.body)
-        if pieces is None:
-            return  # a newer attempt is on its way: it has replaced parts of this one
-        if await self._admitted_incarnation(learner, offer.incarnation) < offer.incarnation:
-            raise FormatError(f"{what}: incarnation {offer.incarnation} is not admitted to run {self.run.name!r}")
-        reason = owned.round.refuse(offer)
-        if reason is not None:
-            # nobody's fault: offers cross with versions, and after a restart the stream still holds merged ones
-            self.log.debug("offer_passed_over", fragment=index, learner=learner, number=offer.number, reason=reason)
-            return
-        raw_bytes = quantise.body_bytes(owned.fragment.size, offer.bits)
-        body = await asyncio.to_thread(open_body, offer.body, inline, pieces, raw_bytes, what)
-        await asyncio.to_thread(quantise.validate, body, owned.fragment.size, offer.bits)
-        owned.round.hold(Held(offer, body))
-        self._news.set()
-
-    async def _admitted_incarnation(self, learner: str, incarnation: int) -> int:
-        if self._admitted.get(learner, -1) < incarnation:
-            self._admitted[learner] = await membership.admitted(self.run, learner, self.map.digest) or -1
-        return self._admitted[learner]
-
     # ---- rounds
 
     async def _run_rounds(self, group: asyncio.TaskGroup) -> None:
         clock = asyncio.get_running_loop().time
-        while not all(owned.replica.chain.closed for owned in self.owned.values()):
+        while not self._over():
             self._news.clear()
-            for owned in self.owned.values():
+            wait_s = ANNOUNCE_EVERY_S
+            for owned in list(self.owned.values()):
                 if owned.busy:
                     continue
                 round_, now_s = owned.round, clock()
                 if round_.due(now_s):
                     round_.open(now_s)
                     self.rounds += 1
-                    owned.announced_at_s = 0.0
+                    owned.announced_at_s = -math.inf
                 if round_.opened_at_s is None:
                     continue
                 merge = round_.poll(now_s)
                 if merge is not None:
                     owned.busy = True
                     group.create_task(self._commit(owned, merge))
-                elif now_s - owned.announced_at_s >= ANNOUNCE_EVERY_S:
+                    continue
+                if now_s - owned.announced_at_s >= ANNOUNCE_EVERY_S:
                     owned.announced_at_s = now_s
                     await self._announce(owned, now_s)
-            await _wait(self._news, TICK_S)
+                wait_s = min(wait_s, owned.announced_at_s + ANNOUNCE_EVERY_S - now_s)
+                if round_.quorum_at_s is not None and not round_.closing:
+                    wait_s = min(wait_s, round_.remaining_s(now_s))  # the end of its grace window
+            await _wait(self._news, max(wait_s, 0.001))
 
-    async def _announce(self, owned: _Owned, now_s: float) -> None:
+    async def _announce(self, owned: Owned, now_s: float) -> None:
         announcement = Announcement(
             fragment=owned.fragment.index,
             version=owned.round.version,
@@ -230,27 +385,34 @@ class Shard:
             tokens_processed=self.roster.tokens_processed(),
         )
         subject = self.subjects.round(owned.fragment.index)
-        await self.link.control.publish(subject, messages.pack(announcement, self.run.identity))
+        await self.transport.publish(subject, messages.pack(announcement, self.run.identity))
 
-    async def _commit(self, owned: _Owned, merge: Merge) -> None:
+    async def _commit(self, owned: Owned, merge: Merge) -> None:
         index = owned.fragment.index
         try:
             if merge.held:
+                await self._archive(merge)
                 record, inline, parts = await asyncio.to_thread(self._merge, owned, merge)
             else:
                 record = merging.make_marker(
-                    owned.replica, "close", self.run.settings, syncer=self.settings.name, now_s=time.time()
+                    owned.replica, "close", self.run.settings, syncer=self.settings.name, now_s=self.transport.wall_s()
                 )
                 inline, parts = b"", []
             await self._append(owned, record, inline, parts)
         except NonFiniteError as error:
             # offers are checked one by one; what they add up to overflowed: begin again without them
             self.log.error("merge_not_finite", fragment=index, version=merge.version, reason=str(error))
-            self.owned[index] = await self._take_over(index)
+            again = await self._take_over(index)
+            if again is None:
+                self._let_go(owned)
+            else:
+                self.owned[index] = again
+                self._collector.replace(again)
         except FenceError as error:
-            # another process has appended: what was folded here is not the log's, so begin again from the log
+            # another process has appended: what was folded here is not the log's
             self.log.warning("version_fenced", fragment=index, version=merge.version, reason=str(error))
-            self.owned[index] = await self._take_over(index)
+            self.ownership.distrust()
+            self._let_go(owned)
         else:
             owned.round.committed(asyncio.get_running_loop().time())
             self.versions += record.entry == "version"
@@ -263,12 +425,14 @@ class Shard:
                 round_s=round(merge.round_s, 3),
                 closing=record.closing,
             )
+            if owned.replica.chain.closed:
+                self._note_closed(index)
             await self._keyframe(owned)
         finally:
             owned.busy = False
             self._news.set()
 
-    def _merge(self, owned: _Owned, merge: Merge) -> tuple[Record, bytes, list[bytes]]:
+    def _merge(self, owned: Owned, merge: Merge) -> tuple[Record, bytes, list[bytes]]:
         """Runs in a thread: nobody else touches the fragment while it is busy."""
         settings, replica = self.run.settings, owned.replica
         if settings.merge.against == "current":
@@ -277,7 +441,7 @@ class Shard:
             owned.older = {version: theta for version, theta in owned.older.items() if version >= oldest}
         older = owned.older
         accumulator = merging.accumulate(owned.fragment, settings, merge.held, older.get, replica.theta)
-        attempt = os.urandom(messages.ATTEMPT_BYTES)
+        attempt = self.transport.random_bytes(messages.ATTEMPT_BYTES)
         return merging.make_version(
             replica,
             owned.residual,
@@ -286,10 +450,10 @@ class Shard:
             settings,
             syncer=self.settings.name,
             attempt=attempt,
-            now_s=time.time(),
+            now_s=self.transport.wall_s(),
         )
 
-    async def _append(self, owned: _Owned, record: Record, inline: bytes, parts: list[bytes]) -> None:
+    async def _append(self, owned: Owned, record: Record, inline: bytes, parts: list[bytes]) -> None:
         complained = False
         while True:
             try:
@@ -303,38 +467,87 @@ class Shard:
         check = messages.check_of(record, self.run.identity)
         owned.replica.chain.check(record)
         owned.replica.chain.advance(record, check, sequence)
-        owned.fence = sequence
+        owned.fence, owned.checked_at_s = sequence, asyncio.get_running_loop().time()
         owned.log_bytes += len(inline) + sum(map(len, parts))
 
-    async def _keyframe(self, owned: _Owned) -> None:
-        size_bytes = fold.keyframe_bytes(owned.fragment.size)
-        if owned.log_bytes < self.run.settings.log.keyframe_factor * size_bytes:
+    async def _archive(self, merge: Merge) -> None:
+        """Keep what is about to be merged, before it is: whatever is in the log can be merged again."""
+        if not self.run.settings.log.archive or self._archive_full:
             return
+        try:
+            for held in merge.held:
+                await self.store.archive(held.offer, held.body)
+        except StorageFullError as error:
+            self.log.error("archive_full", fragment=merge.held[0].offer.fragment, reason=str(error))
+            self._archive_full = True
+
+    async def _hear_mark(self, message: Heard) -> None:
+        """A checkpoint of the whole run: keep the residuals of the versions that it names, which nobody else knows."""
+        try:
+            mark, _, _ = messages.unpack(message.data, Mark, self.run.identity)
+            if len(mark.versions) != len(self.map.fragments):
+                raise FormatError(f"mark {mark.number} names {len(mark.versions)} fragments, not {len(self.map.fragments)}")
+        except MessageError as error:
+            self._refuse(message.subject, error)
+            return
+        for index, owned in list(self.owned.items()):
+            version = owned.replica.chain.version
+            if version == mark.versions[index] != owned.keyframe_version and not owned.busy and index in self.owned:
+                owned.busy = True
+                try:
+                    await self._store_keyframe(owned)
+                finally:
+                    owned.busy, owned.keyframes = False, []
+                    self._news.set()
+
+    async def _keyframe(self, owned: Owned) -> None:
+        spoilt = any(sequence > owned.keyframe_sequence for sequence in owned.refused)
+        if not spoilt and owned.log_bytes < self.run.settings.log.keyframe_factor * fold.keyframe_bytes(owned.fragment.size):
+            return
+        if not await self._store_keyframe(owned):
+            return
+        index, kept = owned.fragment.index, keyframes_kept(self.run.settings.log, self.map.parameters)
+        if owned.keyframes:
+            owned.keyframes.append(owned.keyframe_sequence)
+        else:
+            stored = await patiently(partial(self.store.keyframe_sequences, index), self.log)
+            owned.keyframes = [sequence for sequence in stored if sequence not in owned.refused]
+        if len(owned.keyframes) > kept:
+            del owned.keyframes[:-kept]
+            await patiently(partial(self.store.purge_below, index, owned.keyframes[0]), self.log)
+
+    async def _store_keyframe(self, owned: Owned) -> bool:
         index, chain = owned.fragment.index, owned.replica.chain
-        previous, fence = owned.keyframe_sequence, Fence(self.subjects.record(index), owned.fence)
+        fence = Fence(self.subjects.record(index), owned.fence)
         try:
             sequence = await self.store.append_keyframe(owned.replica, owned.residual, fence)
         except (FenceError, StorageFullError) as error:
             self.log.warning("keyframe_not_stored", fragment=index, version=chain.version, reason=str(error))
-            return
-        await self.store.purge_below(index, previous)
-        owned.keyframe_sequence, owned.log_bytes = sequence, 0
-        self.log.info("keyframe_stored", fragment=index, version=chain.version, bytes=size_bytes)
+            return False
+        owned.keyframe_sequence, owned.keyframe_version, owned.log_bytes = sequence, chain.version, 0
+        self.log.info("keyframe_stored", fragment=index, version=chain.version, bytes=fold.keyframe_bytes(owned.fragment.size))
+        return True
 
     # ---- signs of life
 
     async def _pulse_regularly(self) -> None:
         while True:
-            await self._pulse()
-            await asyncio.sleep(self.run.settings.liveness.pulse_s)
+            if self.transport.connected:  # what would be sent later says nothing about now
+                await self._pulse()
+            await asyncio.sleep(self.ownership.pulse_s)
 
     async def _pulse(self) -> None:
-        now_s = asyncio.get_running_loop().time()
+        now_s, ownership = asyncio.get_running_loop().time(), self.ownership
         rounds = [(index, owned.round) for index, owned in sorted(self.owned.items())]
+        self.pulses += 1
         pulse = ShardPulse(
             syncer=self.settings.name,
-            shard=self.settings.shard,
-            fragments=sorted(self.owned),
+            incarnation=ownership.incarnation,
+            number=self.pulses,
+            state="leaving" if ownership.leaving else "owner" if ownership.holds or self.owned else "standby",
+            revision=ownership.revision,
+            fragments=sorted(self.owned.keys() | self._taking),
+            closed=sorted(ownership.closed),
             rounds=self.rounds,
             versions=self.versions,
             open=[
@@ -343,17 +556,19 @@ class Shard:
                 if round_.opened_at_s is not None
             ],
             refused=self.refused.total,
-            bytes_up=self.link.bytes_out,
-            bytes_down=self.link.bytes_in,
+            bytes_up=self.transport.bytes_out,
+            bytes_down=self.transport.bytes_in,
         )
-        await self.link.control.publish(self.subjects.shard(self.settings.name), messages.pack(pulse, self.run.identity))
+        await self.transport.publish(self.subjects.shard(self.settings.name), messages.pack(pulse, self.run.identity))
 
     def _refuse(self, sender: str, error: MessageError, **values: Any) -> None:
         self.refused.note(sender, type(error).__name__, reason=str(error), **values)
 
+    def _refuse_entry(self, sender: str, error: MessageError, sequence: int) -> None:
+        self._refuse(sender, error, sequence=sequence)
+
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

@@ -1,0 +1,64 @@
+"""The batches that a learner trains on, of the shares of the data that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.core.leases import Rota, data_of
+from diloco.errors import DataError
+from diloco.observe import Logger
+from diloco.settings import RunSettings
+from diloco_learner.task import Task
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The ``index``-th batch of a share."""
+
+    share: int
+    index: int
+    data: Any
+
+
+class Feed(Iterator[Batch]):
+    """Batches without end. ``leased`` gives the shares held right now, and the batch that each is to begin at.
+
+    A share whose data cannot be had here, of several, is left out: it may have come from a learner that failed by it.
+    """
+
+    def __init__(self, task: Task, settings: RunSettings, leased: Callable[[], Mapping[int, int]], log: Logger) -> None:
+        self.task, self.settings, self.leased, self.log = task, settings, leased, log
+        self._rota = Rota()
+        self._unfit: set[int] = set()
+        self._streams: dict[int, tuple[int, Iterator[Any]]] = {}  # by share: index of the next batch, batches from there on
+
+    def __next__(self) -> Batch:
+        """The next batch.
+
+        Raises:
+            DataError: none of the shares held has data here.
+        """
+        leased = self.leased()
+        while True:
+            share, index = self._rota.next({s: first for s, first in leased.items() if s not in self._unfit})
+            try:
+                data = self._batch(share, index)
+            except DataError as error:
+                self._unfit.add(share)
+                if self._unfit.issuperset(leased):
+                    raise
+                self.log.warning("share_unfit", share=share, reason=str(error))
+                continue
+            self._streams = {s: stream for s, stream in self._streams.items() if s in leased or s == share}
+            return Batch(share, index, data)
+
+    def _batch(self, share: int, index: int) -> Any:
+        at, batches = self._streams.get(share, (-1, iter(())))
+        if at != index:
+            part, seed = data_of(share, self.settings.learners, self.settings.seed)
+            batches = self.task.batches(part, self.settings.learners, seed, index)
+        data = next(batches)
+        self._streams[share] = (index + 1, batches)
+        return data

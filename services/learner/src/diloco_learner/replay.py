@@ -1,0 +1,103 @@
+"""A learner's training done again: the model that ``diloco replay --learners`` drives by a tape."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from diloco.core import tape
+from diloco.core.books import Apply
+from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.core.leases import data_of
+from diloco.settings import LearnerSettings, RunSettings
+from diloco_learner.inner import learning_rate
+from diloco_learner.island import Island
+from diloco_learner.task import load_task
+
+FLAGS = "XLA_FLAGS"
+
+
+def machine() -> tape.Machine:
+    """What this process's bits depend on besides the program."""
+    device = jax.devices()[0]
+    text = f"{device.platform} {device.device_kind}, {_processor()}, jax {jax.__version__}, {jax.device_count()} devices"
+    return tape.Machine(text[: tape.MAX_TEXT_BYTES // 4], os.environ.get(FLAGS, "")[: tape.MAX_TEXT_BYTES // 4])
+
+
+def parameters_digest(island: Island, fragment_map: FragmentMap) -> bytes:
+    """The digest of the parameters as of the steps and writes so far; waits for the device."""
+    vectors = {str(fragment.index): island.read(fragment).to_host() for fragment in fragment_map.fragments}
+    return tape.state_digest({name: blake3(vector.tobytes()).digest() for name, vector in vectors.items()})
+
+
+class Redo:
+    """An island, driven by a tape instead of a trainer (:class:`diloco.replay.Model`)."""
+
+    def __init__(self, settings: RunSettings, data: str | None) -> None:
+        update: Callable[[str, Any], None] = jax.config.update
+        update("jax_compilation_cache_dir", str(LearnerSettings.model_fields["cache_dir"].default))
+        self.settings = settings
+        self.task = load_task(settings.task, data)
+        self.island = Island(self.task, settings)
+        self.map = build_map(
+            [TensorSpec(*tensor) for tensor in self.island.tensors()], settings.fragments.count, settings.fragments.strategy
+        )
+        self._streams: dict[int, tuple[int, Iterator[Any]]] = {}  # by share: index of the next batch, and the batches
+
+    @property
+    def machine(self) -> tape.Machine:
+        return machine()
+
+    @property
+    def tokens_per_batch(self) -> int:
+        return self.task.tokens_per_batch
+
+    def step(self, share: int, batch: int, schedule_tokens: int, warming_steps: int | None) -> None:
+        rate = learning_rate(self.settings.inner, schedule_tokens, self.settings.tokens, warming_steps)
+        self.island.step(self._batch(share, batch), rate).wait()
+
+    def write(self, fragment: int, applied: Apply) -> None:
+        keep = None if applied.reference is None else (applied.reference, applied.factor)
+        alpha = 0.0 if applied.loaded else self.settings.apply.alpha
+        self.island.write(self.map.fragments[fragment], applied.theta, keep, alpha)
+
+    def read(self, fragment: int) -> NDArray[np.float32]:
+        return self.island.read(self.map.fragments[fragment]).to_host()
+
+    def parameters_digest(self) -> bytes:
+        return parameters_digest(self.island, self.map)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        return self.island.state()
+
+    def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        self.island.load_state(state)
+
+    def load_optimizer(self, state: Mapping[str, NDArray[Any]]) -> None:
+        self.island.load_optimizer(state)
+
+    def _batch(self, share: int, index: int) -> Any:
+        following, batches = self._streams.get(share, (-1, iter(())))
+        if following != index:
+            of, seed = data_of(share, self.settings.learners, self.settings.seed)
+            batches = self.task.batches(of, self.settings.learners, seed, index)
+        self._streams[share] = (index + 1, batches)
+        return next(batches)
+
+
+def _processor() -> str:
+    """The processor's name, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
