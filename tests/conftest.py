@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.nats.connection import Link
 from diloco.nats.server import Server
+from diloco.nats.transport import NatsTransport
 from diloco.observe import get_logger
 
 MakeServer = Callable[..., Server]
@@ -41,8 +41,8 @@ def make_server(tmp_path: Path) -> Iterator[MakeServer]:
 
 
 @pytest.fixture
-async def link(nats_server: Server) -> AsyncIterator[Link]:
+async def link(nats_server: Server) -> AsyncIterator[NatsTransport]:
     """Connections to the shared server."""
-    opened = await Link.open(nats_server.url, nats_server.url, "test", get_logger(), give_up_after_s=10)
+    opened = await NatsTransport.open(nats_server.url, nats_server.url, "test", get_logger(), give_up_after_s=10)
     yield opened
     await opened.close()

@@ -41,6 +41,15 @@ def test_falls_after_the_warm_up(one: int, other: int) -> None:
         assert 0.001 * 0.999999 <= learning_rate(SETTINGS, later, budget) <= learning_rate(SETTINGS, earlier, budget)
 
 
+def test_a_fresh_optimizer_in_mid_run_warms_up_by_steps() -> None:
+    settings = SETTINGS.model_copy(update={"restart_warmup_steps": 4})
+    rates = [learning_rate(settings, 5250, 10_000, steps) for steps in range(6)]
+    assert rates == pytest.approx([0.0055 * share for share in (0.2, 0.4, 0.6, 0.8, 1.0, 1.0)])
+    assert learning_rate(settings, 5250, 10_000, None) == pytest.approx(0.0055)
+    none = SETTINGS.model_copy(update={"restart_warmup_steps": 0})
+    assert learning_rate(none, 5250, 10_000, 0) == pytest.approx(0.0055)
+
+
 def test_first_update_by_hand() -> None:
     # after bias correction the first Adam update is g / (|g| + eps), whatever g's scale; the matrix decays, the vector not
     inner = optimizer(InnerSettings(weight_decay=0.5, clip_norm=1e-3))

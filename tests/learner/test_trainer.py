@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -17,6 +17,7 @@ from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.member import Boundary, Member, StepDone
 from diloco.observe import get_logger
 from diloco.settings import RunSettings, run_settings
+from diloco_learner.feed import Batch
 from diloco_learner.island import Island
 from diloco_learner.trainer import Trainer
 
@@ -50,14 +51,17 @@ class Slope:
 class Script:
     """Plays a member: gives one boundary after the other, and notes what it is told."""
 
-    def __init__(self, fragments: FragmentMap, boundaries: Sequence[Boundary]) -> None:
+    def __init__(self, fragments: FragmentMap, boundaries: Iterable[Boundary], unmerged: int) -> None:
         self.map = fragments
         self.boundaries = iter(boundaries)
         self.done: list[StepDone | None] = []
         self.readers: list[Callable[[], Any]] = []
         self.step = 0
+        self.leaves_at: int | None = None  # boundaries played when it was told that the trainer leaves
+        self.unmerged = unmerged  # boundaries from then on until all is merged
 
     def boundary(self, done: StepDone | None) -> Boundary:
+        self.unmerged -= self.leaves_at is not None
         self.done.append(done)
         self.step += done is not None
         return next(self.boundaries)
@@ -71,6 +75,16 @@ class Script:
     def schedule_tokens(self) -> int:
         return 0
 
+    def warming_steps(self) -> int | None:
+        return None
+
+    def leave(self) -> None:
+        self.leaves_at = len(self.done)
+
+    @property
+    def left(self) -> bool:
+        return self.unmerged <= 0
+
 
 @pytest.fixture
 def island() -> Island:
@@ -79,22 +93,27 @@ def island() -> Island:
 
 def train(
     island: Island,
-    boundaries: Sequence[Boundary],
+    boundaries: Iterable[Boundary],
     batches: Iterator[Any] | None = None,
     stopping: Callable[[], bool] = lambda: False,
     slow: float = 1.0,
+    leave_s: float = 10.0,
+    unmerged: int = 1,
+    settings: RunSettings = SETTINGS,
 ) -> tuple[Script, bool]:
     fragments = build_map([TensorSpec(*tensor) for tensor in island.tensors()], 1)
-    script = Script(fragments, boundaries)
+    script = Script(fragments, boundaries, unmerged)
     trainer = Trainer(
         island,
         cast(Member, script),
-        batches or itertools.repeat(np.float32(1)),
-        SETTINGS,
+        (Batch(0, index, data) for index, data in enumerate(batches or itertools.repeat(np.float32(1)))),
+        settings,
         get_logger(),
         tokens_per_batch=TOKENS,
         slow=slow,
+        leave_s=leave_s,
         stopping=stopping,
+        at_boundary=lambda: None,
     )
     return script, trainer.run()
 
@@ -119,11 +138,42 @@ def test_a_version_is_between_the_steps_around_its_boundary(island: Island) -> N
     np.testing.assert_allclose(np.asarray(island.params()["x"]), 10 - 2 * rate, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("loaded", "value"), [(False, 5.0), (True, 10.0)])
+def test_a_version_is_mixed_into_the_value_but_a_loaded_one_replaces_it(island: Island, loaded: bool, value: float) -> None:
+    mixing = run_settings(overrides={"apply.alpha": 0.5})
+    write = Boundary(
+        [(0, Apply(np.full(4, 10, np.float32), None, 0.0, loaded=loaded))], [0], stop=False, wait=False, finished=False
+    )
+    script, _ = train(island, [write, FINISHED], settings=mixing)
+    np.testing.assert_array_equal(script.readers[0](), np.full(4, value, np.float32))  # it was 0
+
+
 def test_a_process_that_is_asked_to_end_books_the_step_in_flight(island: Island) -> None:
     asked = iter([False, False, True])
     script, finished = train(island, [NOTHING] * 3, stopping=lambda: next(asked))
     assert not finished
     assert [done is not None for done in script.done] == [False, True, True]
+    assert script.leaves_at == 2
+
+
+def test_it_ends_when_its_last_work_is_merged_and_takes_no_step_until_then(island: Island) -> None:
+    asked = itertools.chain([False, False], itertools.repeat(True))
+    stop = Boundary([], [0], stop=True, wait=False, finished=False)
+    script, finished = train(island, [NOTHING, NOTHING, stop, stop, stop], stopping=lambda: next(asked), unmerged=3)
+    assert not finished
+    assert [done is not None for done in script.done] == [False, True, True, False, False]
+    assert len(script.readers) == 3  # rounds are answered all the while
+    np.testing.assert_allclose(np.asarray(island.params()["x"]), -2 * SETTINGS.inner.learning_rate, rtol=1e-5)
+
+
+def test_it_ends_in_time_whatever_is_unmerged(island: Island) -> None:
+    asked = itertools.chain([False, False], itertools.repeat(True))
+    stop = Boundary([], [], stop=True, wait=False, finished=False)
+    boundaries = itertools.chain([NOTHING, NOTHING], itertools.repeat(stop))
+    began_s = time.perf_counter()
+    _, finished = train(island, boundaries, stopping=lambda: next(asked), unmerged=10**9, leave_s=0.3)
+    assert not finished
+    assert 0.3 <= time.perf_counter() - began_s < 5
 
 
 def test_waiting_for_a_version_is_blocked_time_and_time_after_the_budget_is_not(island: Island) -> None:
@@ -137,10 +187,10 @@ def test_waiting_for_a_version_is_blocked_time_and_time_after_the_budget_is_not(
 
 def test_a_slow_learner_is_busy_all_the_time(island: Island) -> None:
     island.step(np.float32(1), 0.0).wait()  # compiled
-    quick, _ = train(island, [NOTHING] * 20 + [FINISHED])
-    slow, _ = train(island, [NOTHING] * 20 + [FINISHED], slow=50.0)
-    quick_s, slow_s = (sum(done.busy_s for done in script.done if done) for script in (quick, slow))
-    assert slow_s > 10 * quick_s
+    began_s = time.perf_counter()
+    script, _ = train(island, [NOTHING] * 20 + [FINISHED], slow=50.0)
+    # it is asleep for 49 parts of 50, and none of them is the system's fault
+    assert sum(done.busy_s for done in script.done if done) > 0.5 * (time.perf_counter() - began_s)
 
 
 def test_a_step_that_is_not_finite_is_not_taken_and_its_loss_not_told(island: Island) -> None:

@@ -193,15 +193,28 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     """Values by file name, what is expected of them, and the parts of the offer that has parts."""
     golden = Golden()
     golden.values["map"] = MAP
+    golden.values["shares"] = msgpack([[[0, "learner-0", 1700000000000, 16], [1, None, 7, 3]]])
+    golden.values["owners"] = msgpack([["syncer-1", "syncer-0"], ["syncer-1", "syncer-0", "syncer-1"]])
     golden.values["admission"] = msgpack(["learner-0", 1700000000000, SETTINGS_DIGEST, digest(MAP)])
 
     counts = [[3, 3, 0], [24, 12, 0], [24576, 12288, 0], [0, 0, 1024]]
     pulse: list[Any] = ["learner-0", 1700000000000, "learner", "stepping", True, 300, 307200, 0.125, 2.5, *counts]
-    golden.add("pulse", "pulse", [*pulse, 37.5, 0.0625, 70000, 2**32, 0])
-    evaluator = ["evaluator", 1, "evaluator", "starting", False, 0, 0, 0.0, None, *([[0, 0, 0]] * 4), 0.0, 0.0, 0, 0, 0]
+    golden.add("pulse", "pulse", [*pulse, [[0, 0, 200], [4, 8, 100]], 1024, 37.5, 0.0625, 70000, 2**32, 0])
+    evaluator = ["evaluator", 1, "evaluator", "starting", False, 0, 0, 0.0, None, *([[0, 0, 0]] * 4), [], 0, 0.0, 0.0, 0, 0, 0]
     golden.add("pulse_evaluator", "pulse", evaluator)
-    golden.add("shard", "shard", ["syncer-1", 1, [0, 2], 9, 8, [[2, 1, 2, 0.75]], 0, 65536, 255])
+    shard = ["syncer-1", 1700000000000, 1200, "owner", 7, [0, 2], [1], 9, 8, [[2, 1, 2, 0.75]], 0, 65536, 255]
+    golden.add("shard", "shard", shard)
+    golden.add("coordinator", "coordinator", ["coordinator-1", 3, False])
     golden.add("round", "round", [FRAGMENT, 1, 1, "syncer-1", 0.5, False, 98304])
+
+    golden.add("mark", "mark", [7, [3, 3, 0]])
+    golden.add("state_request", "state_request", ["learner-1", b"", 0])
+    golden.add("state_request_part", "state_request", ["learner-1", attempt(9), 524288])
+    loan = ["learner-0", attempt(9), 300, [3, 3, 0], digest(b"a layout"), 524293, digest(b"a state")]
+    golden.add("state_loan", "state_loan", loan)
+    golden.add("state_loan_later", "state_loan", ["learner-0", b"", 0, [], bytes(32), 0, bytes(32)])
+    golden.add("state_part", "state_part", [attempt(9), 524288], b"state")
+    golden.add("marked", "marked", ["learner-0", 7, 300, [3, 4, 0], 70000, digest(b"a file")])
 
     momentum = np.zeros(SIZE, np.float32)
     thetas = [pattern(n, 37, 101, 1 / 64) for n in SIZES]
@@ -211,18 +224,33 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
 
     keyframe_raw = np.concatenate([theta, momentum, np.zeros_like(theta)]).astype("<f4").tobytes()
     body, inline, _ = describe(keyframe_raw, attempt(0))
-    golden.add("keyframe_0", "keyframe", [FRAGMENT, 0, 0, zeros, 0, 0, 0, [], hashes[FRAGMENT], False, body], inline)
+    golden.add("keyframe_0", "keyframe", [FRAGMENT, 0, 0, zeros, 0, 0, 0, [], [], hashes[FRAGMENT], False, body], inline)
     heads = [[i + 1, h] for i, h in enumerate(hashes)]
     genesis = golden.add("genesis", "genesis", ["learner-0", SETTINGS_DIGEST, digest(MAP), heads, 1700000001.5])
 
     offer_raw = encode(pattern(SIZE, 53, 97, 1 / 256), 4)
     body, inline, _ = describe(offer_raw, attempt(1))
-    offer = [FRAGMENT, "learner-0", 1700000000000, 1, [0, 0], 1, 0, hashes[FRAGMENT], 4, 4, 4096, 0, body]
+    offer = [FRAGMENT, "learner-0", 1700000000000, 1, [0, 0], 1, 0, hashes[FRAGMENT], 4, 4, 4096, 0, [[0, 0, 4]], body]
     golden.add("offer", "offer", offer, inline, raw=offer_raw)
 
     large_raw = pattern(150_000, 7919, 65521, 1 / 1024).astype("<f4").tobytes()
     body, inline, parts = describe(large_raw, attempt(2))
-    offer = [FRAGMENT, "learner-1", 2, 3, [2, 2], 5, 3, digest(b"a base"), 32, 70000, 2**33, 300, body]
+    offer = [
+        FRAGMENT,
+        "learner-1",
+        2,
+        3,
+        [2, 2],
+        5,
+        3,
+        digest(b"a base"),
+        32,
+        70000,
+        2**33,
+        300,
+        [[1, 300, 69999], [5, 0, 1]],
+        body,
+    ]
     golden.add("offer_in_parts", "offer", offer, inline, raw_hash=digest(large_raw), part_hashes=[digest(p) for p in parts])
 
     # the fragment's log: a takeover, a version in each codec (the last one closes), and a takeover after closing
@@ -236,9 +264,11 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
         theta, momentum = fold(theta, momentum, decode(raw, SIZE, bits), 0.3, 0.9)
         state = state_hash(theta, momentum)
         body, inline, _ = describe(raw, attempt(2 + version))
-        members: list[Any] = [["learner-0", 1700000000000, version, version, version - 1, 4, 4096, 0, 4194304.0]]
+        members: list[Any] = [
+            ["learner-0", 1700000000000, version, version, version - 1, 4, 4096, 0, 4194304.0, [[0, 4 * version - 4, 4]]]
+        ]
         if version == 2:
-            members.append(["learner-1", 7, 1, 2, 0, 3, 1000, 24, 1000 * 1000 / 3])
+            members.append(["learner-1", 7, 1, 2, 0, 3, 1000, 24, 1000 * 1000 / 3, [[1, 1, 2], [5, 0, 1]]])
         merged, lost = merged + sum(member[6] for member in members), 24 if version >= 2 else 0
         entry = [FRAGMENT, "version", version, 1, "syncer-1", previous, members, bits, 0.3, 0.9, merged, lost, state]
         closing = version == 4
@@ -252,9 +282,10 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
             momentum_first=[float(x) for x in momentum[:3]],
         )
     cursors = [["learner-0", 1700000000000, 4, 4, 16384, 0], ["learner-1", 7, 1, 1, 1000, 24]]
+    ends = [[0, 16], [1, 3], [5, 1]]
     residual = pattern(SIZE, 3, 11, 1 / 4096)
     body, inline, _ = describe(np.concatenate([theta, momentum, residual]).astype("<f4").tobytes(), attempt(7))
-    golden.add("keyframe_4", "keyframe", [FRAGMENT, 4, 1, previous, 9, merged, lost, cursors, state, True, body], inline)
+    golden.add("keyframe_4", "keyframe", [FRAGMENT, 4, 1, previous, 9, merged, lost, cursors, ends, state, True, body], inline)
     after = [FRAGMENT, "takeover", 4, 2, "syncer-2", previous, [], 4, 0.3, 0.9, merged, lost, state, False]
     golden.add("record_takeover_after", "record", [*after, 1700000010.0, 0.0, 0.0, None])
 

@@ -25,8 +25,7 @@ from diloco.core.fragments import FragmentMap
 from diloco.errors import MessageError
 from diloco.log import Entry, Log
 from diloco.membership import Run
-from diloco.nats.connection import Link
-from diloco.nats.registry import Registry
+from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger, get_logger
 from diloco.settings import LearnerSettings, RunSettings, run_settings
 from diloco.wire import messages
@@ -107,6 +106,7 @@ class Folded:
     theta: Vector
     momentum: Vector
     passed_over: int
+    tokens_merged: int = 0  # by all versions, also those before the keyframe it begins at
 
     @property
     def versions(self) -> list[Record]:
@@ -144,7 +144,7 @@ class Cluster:
         self.pulses: dict[str, list[Pulse]] = {}
         self.shard_pulses: dict[str, ShardPulse] = {}
         self.gate = Gate()  # of all toys in threads
-        self._link: Link | None = None
+        self._link: NatsTransport | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
     # ---- processes
@@ -172,19 +172,28 @@ class Cluster:
     def coordinator(self) -> Service:
         return self.start("coordinator", "diloco_coordinator", settings=self.settings.model_dump())
 
-    def syncer(self, shard: int) -> Service:
-        return self.start(f"syncer-{shard}", "diloco_syncer", shard=shard)
+    def syncer(self, index: int) -> Service:
+        return self.start(f"syncer-{index}", "diloco_syncer")
 
     def syncers(self) -> list[Service]:
-        return [self.syncer(shard) for shard in range(self.settings.shards)]
+        return [self.syncer(index) for index in range(self.settings.shards)]
 
     def toy_process(self, share: int, **values: Any) -> Service:
-        return self.start(f"toy-{share}", "tests.services.toy", share=share, **values)
+        # one that is ended with its cluster waits in vain for syncers that have ended too
+        return self.start(f"toy-{share}", "tests.services.toy", share=share, **{"leave_s": 2.0, "checkpoint_s": 0.0} | values)
 
-    def toy(self, share: int, *, name: str | None = None, **behaviour: Any) -> Toy:
+    def toy(
+        self, share: int, *, name: str | None = None, checkpoint_s: float = 0.0, leave_s: float = 10.0, **behaviour: Any
+    ) -> Toy:
         """Start a learner in a thread; the cluster's gate holds it before its first step unless it behaves otherwise."""
         settings = LearnerSettings(
-            name=name or f"toy-{share}", run=self.name, nats_url=self.url, state_dir=self.directory, share=share
+            name=name or f"toy-{share}",
+            run=self.name,
+            nats_url=self.url,
+            state_dir=self.directory,
+            share=share,
+            checkpoint_s=checkpoint_s,
+            leave_s=leave_s,
         )
         behaviour = {"before_step": self.gate} | behaviour
         toy = Toy(settings, cast(Logger, Events()), **behaviour)
@@ -213,9 +222,11 @@ class Cluster:
         self.gate.open()
 
     async def all_ready(self) -> None:
-        """Every syncer serves, and every learner has been heard since."""
-        syncers = [service.name for service in self.services if service.name.startswith("syncer")]
-        await self.until(lambda: all(self.events("serving", name) for name in syncers), "syncers serve")
+        """Every syncer serves or stands by, and every learner has been heard since."""
+        syncers = [service.name for service in self.services if service.name.startswith("syncer") and not service.killed]
+        await self.until(
+            lambda: all(self.events("serving", name) or self.events("standing_by", name) for name in syncers), "syncers serve"
+        )
         self.pulses.clear()
         names = {toy.name for toy in self.toys}
         await self.until(
@@ -224,10 +235,10 @@ class Cluster:
 
     # ---- watching
 
-    async def link(self) -> Link:
+    async def link(self) -> NatsTransport:
         """The test's own connection, which also hears the signs of life."""
         if self._link is None:
-            self._link = await Link.open(self.url, self.url, "test", get_logger(), give_up_after_s=20)
+            self._link = await NatsTransport.open(self.url, self.url, "test", get_logger(), give_up_after_s=20)
             await self._link.control.subscribe(self.subjects.pulse(), cb=self._hear)
             await self._link.control.subscribe(self.subjects.shard(), cb=self._hear)
         return self._link
@@ -318,7 +329,7 @@ class Cluster:
     async def store(self) -> tuple[Log, FragmentMap]:
         """The run's log, as anybody can open it."""
         link = await self.link()
-        registry = await Registry.open(link, self.subjects.bucket, create=False)
+        registry = await link.bucket(self.subjects.bucket, create=False)
         run = Run(self.name, self.settings, registry)
         fragments = await membership.find_map(run)
         return Log(link, self.name, run.identity, fragments), fragments
@@ -422,6 +433,7 @@ async def _fold(store: Log, index: int, size: int, genesis: tuple[messages.Genes
         head, closed = entry.check, closed or record.closing
         folded.entries.append(record)
     assert closed, f"the log of fragment {index} is not closed"
+    folded.tokens_merged = merged
     return folded
 
 

@@ -34,9 +34,9 @@ async def launch(nats_server: Server, tmp_path: Path) -> AsyncIterator[Launch]:
     """On the shared server unless another one's URL is given; on a server of its own, ask for ``make_server`` first."""
     made: list[Cluster] = []
 
-    def make(settings: RunSettings, url: str | None = None, name: str | None = None) -> Cluster:
+    def make(settings: RunSettings, url: str | None = None, name: str | None = None, directory: Path | None = None) -> Cluster:
         name = name or f"run-{uuid.uuid4().hex[:8]}"
-        cluster = Cluster(tmp_path / name, url or nats_server.url, name, settings)
+        cluster = Cluster(directory or tmp_path / name, url or nats_server.url, name, settings)
         made.append(cluster)
         return cluster
 

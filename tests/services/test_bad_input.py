@@ -53,6 +53,11 @@ async def fill(api: JetStreamContext, size: int) -> None:
         (["--preset", "publishd"], ["publishd", "did you mean 'published'"]),
         (["--slow", "learner-9=2"], ["learner-9", "learner-0 to learner-3"]),
         (["--slow", "learner-1=0.5"], ["learner-1=0.5", "at least 1"]),
+        (["--slow", "nonsense"], ["--slow nonsense", "LEARNER=FACTOR"]),
+        (["--slow", "learner-1=inf"], ["learner-1=inf", "LEARNER=FACTOR"]),
+        (["--nats", "http://host:1"], ["http://host:1", "nats://HOST:PORT"]),
+        (["--resume-at", "3"], ["--resume-at 3", "--resume PATH"]),
+        (["--standbys", "-1"], ["--standbys"]),
         (["--tokens", "many"], ["--tokens", "integer"]),
         (["--tokns", "3"], ["--tokns"]),
     ],
@@ -64,6 +69,12 @@ def test_wrong_settings_are_named_before_anything_is_started(
     assert ended.code == 2
     for text in says:
         assert text in ended.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_data_that_is_not_there_is_named_before_anything_is_started(diloco: Diloco, tmp_path: Path) -> None:
+    ended = diloco("up", "--data", "no-such-folder")
+    assert (ended.code, ended.err) == (3, "diloco: --data no-such-folder: there is no such file or folder\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -106,21 +117,17 @@ async def test_run_that_exists_with_other_settings_or_of_another_version_is_refu
     await mine.create()
     other = launch(small(round__steps=7), name=mine.name)
     coordinator = other.coordinator()
-    no_such_shard = mine.start("syncer-2", "diloco_syncer", shard=2)
     newer = launch(small())
     await newer.create()
     registry = await Registry.open(await newer.link(), newer.subjects.bucket, create=False)
     await registry.put("run", json.dumps(small().model_dump() | {"warp": 9}).encode())
     syncer = newer.syncer(0)
     learner = newer.toy_process(0)
-    # a shard of a run whose map is known: what is wrong is only its number
-    mine.toy(0)
 
-    ended = await mine.refused(coordinator, no_such_shard, syncer, learner)
+    ended = await mine.refused(coordinator, syncer, learner)
 
     expected = [
         (5, "round.steps is 6 there, 7 here"),
-        (2, "has shards 0 to 1"),
         (5, "was made by another version"),
         (5, "no setting 'warp'"),
     ]

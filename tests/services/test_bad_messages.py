@@ -71,6 +71,7 @@ class Forger:
             "steps": 1,
             "tokens": SAMPLES,
             "lost_tokens": 0,
+            "data": [(0, 0, 1)],
             "body": body,
         }
         return Offer(**(values | changes)), packed
@@ -83,7 +84,7 @@ class Forger:
 
     async def publish(self, data: bytes, sender: str = MALLORY) -> None:
         subject = self.cluster.subjects.offer(0, sender)
-        await self.store.link.bulk.jetstream().publish(subject, data)
+        await (await self.cluster.link()).bulk.jetstream().publish(subject, data)
 
 
 def bad_offers(forger: Forger) -> dict[str, tuple[str, str, bytes]]:
@@ -150,7 +151,7 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
         await cluster.until(lambda count=count: refused() >= count, f"refused: {what}", 10)  # type: ignore[misc]
         assert refused() == count, what
     # messages that are not stored
-    control = store.link.control
+    control = (await cluster.link()).control
     await control.publish(cluster.subjects.pulse(MALLORY), b"hello")
     await control.publish(cluster.subjects.pulse(MALLORY), pack(_pulse_of_two_fragments(forger), store.run))
     await control.publish(cluster.subjects.round(0), b"hello")
@@ -160,11 +161,12 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
     cluster.gate.open()
     # entries that do not follow, and no entries at all, in the midst of the log; and an old offer once more
     await cluster.until(lambda: min(cluster.pulses["toy-0"][-1].versions) >= 2, "some versions")
-    again = await store.link.bulk.jetstream().get_last_msg(cluster.subjects.offer_stream, cluster.subjects.offer(0, "toy-0"))
+    api = (await cluster.link()).bulk.jetstream()
+    again = await api.get_last_msg(cluster.subjects.offer_stream, cluster.subjects.offer(0, "toy-0"))
     assert again.data is not None
     for data in (b"hello", pack(_foreign_record(), store.run)):
-        await store.link.bulk.jetstream().publish(cluster.subjects.record(0), data)
-        await store.link.bulk.jetstream().publish(cluster.subjects.offer(0, "toy-0"), again.data)
+        await (await cluster.link()).bulk.jetstream().publish(cluster.subjects.record(0), data)
+        await (await cluster.link()).bulk.jetstream().publish(cluster.subjects.offer(0, "toy-0"), again.data)
 
     await cluster.ended()
 
@@ -194,7 +196,7 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
 def _pulse_of_two_fragments(forger: Forger) -> Pulse:
     return Pulse(
         MALLORY, forger.incarnation, "learner", "stepping", False, 1, 16, 0.1, 1.0, [0, 0], [0, 0], [0, 0], [0, 0],
-        0.0, 0.0, 0, 0, 0,
+        [], 0, 0.0, 0.0, 0, 0, 0,
     )  # fmt: skip
 
 

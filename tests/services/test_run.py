@@ -55,7 +55,7 @@ async def stored_offers(cluster: Cluster) -> list[Offer]:
     for learner in NAMES:
         for fragment in fragments.fragments:
             subject = cluster.subjects.offer(fragment.index, learner)
-            message = await store.link.bulk.jetstream().get_last_msg(cluster.subjects.offer_stream, subject)
+            message = await (await cluster.link()).bulk.jetstream().get_last_msg(cluster.subjects.offer_stream, subject)
             assert message.data is not None
             offers.append(unpack(message.data, Offer, store.run)[0])
     return offers

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, TextIO, cast
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco import membership, observe, service
+from diloco import membership, observe, service, state
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
-from diloco.member import Boundary, Member, StepDone
-from diloco.nats.connection import Link
+from diloco.core.leases import Rota
+from diloco.core.tape import Copied, End, Restored, state_digest
+from diloco.member import Boundary, Dump, Member, StepDone
+from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger
 from diloco.settings import LearnerSettings, RunSettings, TaskSettings
+from diloco.tape import TapeFile
+from diloco.wire.messages import Marked
 
 Vector = NDArray[np.float32]
 Tensors = dict[str, Vector]
@@ -38,15 +45,15 @@ IDLE_S = 0.2
 
 
 class Regression:
-    """Learn y = W x + b and a table, from noisy samples. The truth is the seed's, the samples are the share's.
+    """Learn y = W x + b and a table, from noisy samples. The truth is the seed's, the samples are their batch's.
 
     ``task.width`` is that of W, which stays small: a matrix product of some size would keep other threads from their cores.
     ``task.context`` is the number of the table's rows, and may be large.
     """
 
-    def __init__(self, settings: TaskSettings, seed: int, share: int) -> None:
+    def __init__(self, settings: TaskSettings, seed: int) -> None:
         width = settings.width
-        truth, self.rng = np.random.default_rng(seed), np.random.default_rng((seed, share))
+        truth, self.seed = np.random.default_rng(seed), seed
         self.true_weight, self.true_bias = truth.normal(size=(width, width)), truth.normal(size=width)
         self.true_table = truth.normal(size=(settings.context, TABLE_WIDTH)).astype(np.float32)
         self.tensors: Tensors = {
@@ -60,14 +67,14 @@ class Regression:
         """The tensors; the table is embedding-like."""
         return [TensorSpec(path, tensor.shape, path == "table") for path, tensor in self.tensors.items()]
 
-    def step(self) -> float:
-        """One step of gradient descent; the loss of its samples."""
-        width = len(self.true_bias)
-        x = self.rng.normal(size=(SAMPLES, width))
+    def step(self, share: int, batch: int) -> float:
+        """One step of gradient descent on a batch of a share; the loss of its samples."""
+        width, rng = len(self.true_bias), np.random.default_rng((self.seed, share, batch))
+        x = rng.normal(size=(SAMPLES, width))
         error = x @ self.tensors["linear/weight"].T + self.tensors["linear/bias"]
-        error -= x @ self.true_weight.T + self.true_bias + NOISE * self.rng.normal(size=(SAMPLES, width))
+        error -= x @ self.true_weight.T + self.true_bias + NOISE * rng.normal(size=(SAMPLES, width))
         table_error = self.tensors["table"] - self.true_table
-        table_error += np.float32(NOISE * self.rng.normal())
+        table_error += np.float32(NOISE * rng.normal())
         loss = float((error**2).mean() + (table_error**2).mean())
         if not np.isfinite(loss):
             return loss  # as a learner's guarded step does: what is spoilt stays, and spoils nothing else
@@ -75,6 +82,11 @@ class Regression:
         self.tensors["linear/bias"] -= (LEARNING_RATE * error.mean(0)).astype(np.float32)
         self.tensors["table"] -= np.float32(LEARNING_RATE) * table_error
         return loss
+
+    def digest(self, fragments: FragmentMap) -> bytes:
+        """Of the parameters, as a tape ends with it."""
+        vectors = {str(fragment.index): fragment.gather(self.tensors) for fragment in fragments.fragments}
+        return state_digest({name: blake3(vector.tobytes()).digest() for name, vector in vectors.items()})
 
     def distance(self, tensors: Mapping[str, NDArray[Any]]) -> float:
         """Mean squared error of ``tensors`` against the truth, relative to that of the initial zeros."""
@@ -96,12 +108,14 @@ class Toy:
     before_step: Callable[[Toy], None] = lambda toy: None  # in the trainer's thread; may wait, or spoil the parameters
     hands_over: Callable[[Toy], bool] = lambda toy: True  # whether snapshots are handed over at this boundary
     specs: Callable[[Regression], list[TensorSpec]] = lambda task: task.specs
+    initialise: Callable[[Regression], None] = lambda task: None  # before it joins
     finished: bool = False
     failure: BaseException | None = None
     member: Member | None = None
     task: Regression | None = None
     thetas: dict[int, Vector] = field(default_factory=dict)  # by fragment: the version last applied
     _stopping: threading.Event = field(default_factory=threading.Event)
+    _leaving: threading.Event = field(default_factory=threading.Event)
     _loop: asyncio.AbstractEventLoop | None = None
     _thread: threading.Thread | None = None
     _main: asyncio.Task[None] | None = None
@@ -118,6 +132,10 @@ class Toy:
         """Run in a thread."""
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._thread.start()
+
+    def leave(self) -> None:
+        """Ask it to end as a learner does: its last work is merged first, and its state is saved."""
+        self._leaving.set()
 
     def stop(self) -> None:
         """End it wherever it is, and wait for its thread."""
@@ -142,21 +160,37 @@ class Toy:
         finally:
             await link.close()
 
-    async def _take_part(self, link: Link) -> None:
+    async def _take_part(self, link: NatsTransport) -> None:
         run = await membership.find(link, self.settings.run, self.log)
-        task = self.task = Regression(run.settings.task, run.settings.seed, self.settings.share)
+        task = self.task = Regression(run.settings.task, run.settings.seed)
+        self.initialise(task)
         fragments = build_map(self.specs(task), run.settings.fragments.count, run.settings.fragments.strategy)
-        member = self.member = Member(link, run, fragments, self.settings, self.log)
+        tape = TapeFile(self.settings.state_dir, self.settings.name, run.identity, self.log)
+        member = self.member = Member(link, run, fragments, self.settings, self.log, tape)
         try:
             await member.join(lambda: [fragment.gather(task.tensors) for fragment in fragments.fragments])
+            self._restore(member, task)
             await asyncio.to_thread(self._train, member, task, run.settings)
         finally:
             self._stopping.set()  # a cancelled wait does not end the thread
             await member.close()
+            tape.close()
 
     def _train(self, member: Member, task: Regression, settings: RunSettings) -> None:
+        with self.diary(self.settings.state_dir, self.name).open("a", buffering=1) as diary:
+            self._step_on(member, task, settings, diary)
+
+    def _step_on(self, member: Member, task: Regression, settings: RunSettings, diary: TextIO) -> None:
         done: StepDone | None = None
+        rota = Rota()
+        leave_by_s: float | None = None
+        save_at_s = time.monotonic() + (self.settings.checkpoint_s or math.inf)
         while not self._stopping.is_set():
+            if leave_by_s is None and self._leaving.is_set():
+                leave_by_s = time.monotonic() + self.settings.leave_s
+                member.leave()
+            if done is not None:
+                diary.write(f"{done.share} {done.batch}\n")
             boundary = member.boundary(done)
             done = None
             self._write(boundary, member.map, task, settings.apply.alpha)
@@ -165,16 +199,64 @@ class Toy:
                     snapshot = member.map.fragments[index].gather(task.tensors)
                     member.submit(index, lambda snapshot=snapshot: snapshot)  # type: ignore[misc]
             if boundary.finished:
+                member.tape.record(End(True, task.digest(member.map)))
                 self.finished = True
                 return
+            if leave_by_s is not None and (member.left or time.monotonic() >= leave_by_s):
+                member.tape.record(End(False, task.digest(member.map)))
+                self._save(member, task, member.checkpoint())
+                return
+            self._answer_mark(member, task)
+            dump = member.dump() if time.monotonic() >= save_at_s else None
+            if dump is not None:
+                self._save(member, task, dump)
+                save_at_s = time.monotonic() + self.settings.checkpoint_s
             if boundary.stop or boundary.wait:
                 member.wait(IDLE_S)
                 continue
             self.before_step(self)
             began_s = time.perf_counter()
-            loss = task.step()
+            batch = rota.next(member.leased())
+            loss = task.step(*batch)
             time.sleep(max(0.0, STEP_S * self.settings.slow + began_s - time.perf_counter()))
-            done = StepDone(SAMPLES, loss, time.perf_counter() - began_s, 0.0)
+            done = StepDone(SAMPLES, *batch, loss, time.perf_counter() - began_s, 0.0)
+
+    def _answer_mark(self, member: Member, task: Regression) -> None:
+        mark = member.mark_due()
+        dump = None if mark is None else member.dump()
+        if mark is None or dump is None:
+            return
+        member.note_copied(mark)
+        plain, arrays = dump
+        path = state.marked(self.settings.state_dir, mark.number, self.name)
+        saved = state.save(path, member.run.identity, self.name, plain, arrays | self._params(task))
+        member.answer_mark(Marked(self.name, mark.number, plain["step"], member.versions(), saved.size_bytes, saved.file_hash))
+
+    def _params(self, task: Regression) -> Tensors:
+        return {f"params/{name}": tensor for name, tensor in task.tensors.items()}
+
+    def _save(self, member: Member, task: Regression, dump: Dump) -> None:
+        plain, arrays = dump
+        path, previous = state.generations(self.settings.state_dir, self.name)
+        saved = state.save(path, member.run.identity, self.name, plain, arrays | self._params(task), previous)
+        member.tape.record(Copied())
+        member.note_saved(saved.digest)
+        self.log.info("checkpoint_saved", step=plain["step"])
+
+    def _restore(self, member: Member, task: Regression) -> None:
+        path, _ = state.generations(self.settings.state_dir, self.name)
+        if path.exists():
+            saved = state.load(path, member.run.identity, self.name)
+            member.restore(saved.books, saved.arrays)
+            for name in task.tensors:
+                task.tensors[name] = saved.arrays[f"params/{name}"]
+            member.tape.record(Restored(saved.digest))
+            self.log.info("checkpoint_restored", step=member.step)
+
+    @staticmethod
+    def diary(directory: Path, name: str) -> Path:
+        """Where a learner notes share and index of each batch that it is about to report as trained, whatever becomes of it."""
+        return directory / f"{name}.diary"
 
     def _write(self, boundary: Boundary, fragments: FragmentMap, task: Regression, alpha: float) -> None:
         for index, applied in boundary.applies:
@@ -183,7 +265,7 @@ class Toy:
             new = applied.theta
             if applied.reference is not None:
                 new = new + np.float32(applied.factor) * (old - applied.reference)
-            if alpha:
+            if alpha and not applied.loaded:
                 new = np.float32(alpha) * old + np.float32(1 - alpha) * new
             fragment.scatter(new, task.tensors)
             self.thetas[index] = applied.theta
@@ -199,6 +281,7 @@ class Toy:
 def _process() -> int:
     settings = service.parse_settings(LearnerSettings, "toy")
     toy = Toy(settings, observe.get_logger())
+    signal.signal(signal.SIGTERM, lambda number, frame: toy.leave())
     asyncio.run(toy.serve())
     (settings.state_dir / f"{settings.name}.json").write_text(json.dumps(toy.result()))
     return 0

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from diloco.core import quantise
+from diloco.core import quantise, ranges
 from diloco.core.books import Apply, Books, Outstanding
 from diloco.core.chain import Chain
 from diloco.errors import NonFiniteError
 from diloco.settings import CarrySettings
-from diloco.wire.messages import Bits, Body, Cursor, Member, Record
+from diloco.wire.messages import Bits, Body, Cursor, Member, Range, Record
 
 Vector = NDArray[np.float32]
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
@@ -65,6 +65,7 @@ def member_of(offer: Outstanding, learner: str = "ann") -> Member:
         offer.tokens,
         offer.lost_tokens,
         1.0,
+        offer.data,
     )
 
 
@@ -76,19 +77,22 @@ class Learner:
     value: Vector
     processed: int = 0
     merged: int = 0
+    tokens_of: list[int] = field(default_factory=list)  # by batch trained, all of share 3
+    merged_data: list[Range] = field(default_factory=list)
     moved: Vector = field(default_factory=lambda: vector(0, 0))  # sum of all inner steps
     sent: Vector = field(default_factory=lambda: vector(0, 0))  # sum of all merged offers, decoded
 
     def step(self, tokens: int, *change: float) -> None:
         self.value = self.value + vector(*change)
         self.moved = self.moved + vector(*change)
-        self.books.step(tokens)
+        self.books.step(tokens, 3, len(self.tokens_of))
+        self.tokens_of.append(tokens)
         self.processed += tokens
 
     def offer(self, bits: Bits = 32, round_version: int | None = None) -> Outstanding:
         books = self.books
         answered = books.base_version + 1 if round_version is None else round_version
-        return books.offer(self.value.copy(), books.steps, books.tokens, answered, bits)
+        return books.offer(self.value.copy(), books.steps, books.tokens, books.data, answered, bits)
 
     def take(self, applied: Apply) -> None:
         kept = 0.0 if applied.reference is None else np.float32(applied.factor) * (self.value - applied.reference)
@@ -96,15 +100,22 @@ class Learner:
 
     def version(self, theta: Vector, offer: Outstanding | None) -> None:
         """A version that merges ``offer``, or only another learner's."""
-        members = [Member("zoe", 1, 1, 1, 0, 1, 5, 0, 1.0)]
+        members = [Member("zoe", 1, 1, 1, 0, 1, 5, 0, 1.0, [])]
         if offer is not None:
             members.insert(0, member_of(offer))
             self.merged += offer.tokens
+            assert not ranges.common(self.merged_data, offer.data), "merged twice"
+            self.merged_data = ranges.normal(self.merged_data + offer.data)
             self.sent = self.sent + quantise.dequantise(offer.body, theta.size, offer.bits)
         self.take(self.books.apply(version_record(self.books.base_version + 1, *members), theta))
 
     def balanced(self) -> bool:
         return self.processed == self.merged + self.books.lost_tokens + self.books.tokens
+
+    def tokens_in(self, data: list[Range]) -> int:
+        """Tokens of the batches in some ranges."""
+        assert all(share == 3 for share, _, _ in data)
+        return sum(sum(self.tokens_of[first : first + count]) for _, first, count in data)
 
 
 def learner(overlap: float = 0, late: float = 1, max_versions: int = 8, *, feedback: bool = True) -> Learner:
@@ -259,7 +270,7 @@ def test_an_offer_of_a_forgotten_incarnation_was_merged() -> None:
     ann = learner()
     ann.step(10, 4, 8)
     ann.offer()
-    members = [Member("ann", 6, 3, 1, 0, 2, 25, 0, 1.0)]
+    members = [Member("ann", 6, 3, 1, 0, 2, 25, 0, 1.0, [])]
     ann.take(ann.books.apply(version_record(1, *members), vector(50, 60)))
     assert ann.value.tolist() == [50, 60]
     assert (ann.books.tokens, ann.books.steps, ann.books.lost_tokens) == (0, 0, 10)
@@ -354,6 +365,8 @@ def play(ann: Learner, schedule: list[Any], bits: Bits) -> None:
         else:
             which, shift = values
             ann.version(ann.books.base + vector(shift, -shift), mergeable(ann, which))
+        assert not ranges.common(ann.books.data, ann.merged_data)
+        assert bool(ann.books.data) == bool(ann.books.tokens)
         assert ann.balanced(), (ann.processed, ann.merged, ann.books.lost_tokens, ann.books.tokens)
         assert ann.books.lost_tokens >= 0
         assert ann.books.tokens >= 0
@@ -364,6 +377,31 @@ def play(ann: Learner, schedule: list[Any], bits: Bits) -> None:
 @given(SCHEDULES, st.sampled_from([0, 0.25, 0.3, 0.5, 1]), st.sampled_from([0, 0.5, 0.7, 1]), st.integers(1, 3))
 def test_every_token_is_merged_or_lost_or_in_the_books(schedule: list[Any], overlap: float, late: float, most: int) -> None:
     play(learner(overlap, late, most), schedule, 32)
+
+
+@settings(deadline=None)
+@given(SCHEDULES, st.sampled_from([0, 1]), st.sampled_from([0, 1]), st.integers(1, 3))
+def test_every_batch_is_merged_or_lost_or_in_the_books(schedule: list[Any], overlap: float, late: float, most: int) -> None:
+    ann = learner(overlap, late, most)
+    for i in range(len(schedule)):
+        play(ann, schedule[i : i + 1], 32)
+        assert ann.tokens_in(ann.books.data) == ann.books.tokens
+        assert ann.tokens_in(ann.merged_data) == ann.merged
+        for offer in ann.books.outstanding:
+            assert ann.tokens_in(offer.data) == offer.tokens
+    kept = ranges.normal(ann.merged_data + ann.books.data)
+    assert sum(ann.tokens_of) - ann.tokens_in(kept) == ann.books.lost_tokens
+
+
+def test_batches_stay_while_a_token_of_the_displacement_does() -> None:
+    ann = learner(late=0.5)
+    ann.step(10, 4, 8)
+    ann.step(6, 2, 2)
+    for tokens in (8, 4, 2, 1):
+        ann.version(ann.books.base + 1, None)
+        assert (ann.books.tokens, ann.books.data) == (tokens, [(3, 0, 2)])
+    ann.version(ann.books.base + 1, None)
+    assert (ann.books.tokens, ann.books.data, ann.books.lost_tokens) == (0, [], 16)
 
 
 @settings(deadline=None)
@@ -396,6 +434,7 @@ def test_books_go_on_from_a_checkpoint(before: list[Any], after: list[Any], late
     again.books.load(plain, {name: values.copy() for name, values in arrays.items()})
     again.books.next_number = ann.books.next_number  # a new incarnation would number from 1
     again.value, again.processed, again.merged = ann.value.copy(), ann.processed, ann.merged
+    again.tokens_of, again.merged_data = list(ann.tokens_of), list(ann.merged_data)
     play(ann, after, 4)
     play(again, after, 4)
     np.testing.assert_array_equal(again.value, ann.value)
@@ -430,9 +469,18 @@ def test_reload_of_the_same_version_changes_nothing() -> None:
     ann.step(10, 4, 8)
     ann.offer()
     ann.step(6, 2, -6)
-    ann.take(ann.books.reload(chain_at(0, (0, 0)), vector(100, 200)))
+    applied = ann.books.reload(chain_at(0, (0, 0)), vector(100, 200))
+    assert applied.loaded  # so that apply.alpha mixes nothing of a newcomer's own initial values in
+    ann.take(applied)
     assert ann.value.tolist() == [106, 202]
     assert (ann.books.tokens, ann.books.lost_tokens, len(ann.books.outstanding)) == (16, 0, 1)
+
+
+def test_reload_of_another_version_keeps_nothing_of_a_newcomers_own_values() -> None:
+    ann = learner()
+    ann.value = vector(3, -4)  # as it was initialised: it has not applied the version that its books begin with
+    ann.take(ann.books.reload(chain_at(3, (0, 0)), vector(50, 60)))
+    assert ann.value.tolist() == [50, 60]
 
 
 @pytest.mark.parametrize(("version", "value", "tokens"), [(3, [56, 62], 16), (8, [56, 62], 16), (9, [50, 60], 0)])

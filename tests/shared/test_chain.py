@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,14 +10,16 @@ from msgspec.structs import replace
 
 from diloco.core.chain import NO_ENTRY, Chain
 from diloco.errors import ChainError
-from diloco.wire.messages import Body, Cursor, Genesis, Keyframe, Member, Record
+from diloco.wire.messages import Body, Cursor, Genesis, Keyframe, Member, Range, Record
 
 GENESIS_CHECK = b"g" * 32
 BODY = Body(size_bytes=3, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 
 
-def member(learner: str, number: int, tokens: int, lost_tokens: int = 0, incarnation: int = 1) -> Member:
-    return Member(learner, incarnation, number, 1, 0, 1, tokens, lost_tokens, 1.0)
+def member(
+    learner: str, number: int, tokens: int, lost_tokens: int = 0, incarnation: int = 1, data: Sequence[Range] = ()
+) -> Member:
+    return Member(learner, incarnation, number, 1, 0, 1, tokens, lost_tokens, 1.0, list(data))
 
 
 def genesis_chain() -> Chain:
@@ -57,10 +60,18 @@ def marker(chain: Chain, entry: str, **changes: Any) -> Record:
 def two_versions() -> Chain:
     """ann's offers 1 and 2 of 100 tokens each, bob's offer 1 of 50; ann has lost 10."""
     chain = genesis_chain()
-    first = record(chain, member("ann", 1, 100, 10), member("bob", 1, 50), tokens_merged=150, tokens_lost=10)
+    first = record(
+        chain,
+        member("ann", 1, 100, 10, data=[(0, 0, 4)]),
+        member("bob", 1, 50, data=[(1, 0, 2), (4, 7, 1)]),
+        tokens_merged=150,
+        tokens_lost=10,
+    )
     chain.check(first)
     chain.advance(first, b"1" * 32, 21)
-    second = record(chain, member("ann", 2, 100, 10), tokens_merged=250, tokens_lost=10, state_hash=b"u" * 32)
+    second = record(
+        chain, member("ann", 2, 100, 10, data=[(0, 4, 3), (1, 0, 1)]), tokens_merged=250, tokens_lost=10, state_hash=b"u" * 32
+    )
     chain.check(second)
     chain.advance(second, b"2" * 32, 22)
     return chain
@@ -186,6 +197,7 @@ def test_a_keyframe_carries_all_that_a_chain_knows() -> None:
         chain.tokens_merged,
         chain.tokens_lost,
         chain.keyframe_cursors(),
+        chain.keyframe_ends(),
         chain.state_hash,
         chain.closed,
         BODY,
@@ -203,6 +215,12 @@ def test_totals_replace_what_a_learner_has_lost_and_add_what_is_merged() -> None
     assert chain.totals_with([]) == (250, 10)
     # counted back: a learner may state less than before
     assert chain.totals_with([("ann", 5, 0)]) == (255, 0)
+
+
+def test_the_log_says_how_far_each_share_of_the_data_was_merged() -> None:
+    # ann 0..7 of share 0; bob 0..2 of share 1, which ann's 0..1 does not set back, and 7..8 of share 4
+    assert two_versions().keyframe_ends() == [(0, 7), (1, 2), (4, 8)]
+    assert genesis_chain().keyframe_ends() == []
 
 
 def test_no_entry_is_what_stands_before_genesis() -> None:

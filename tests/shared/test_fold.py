@@ -35,7 +35,7 @@ def fresh(theta: Vector) -> Replica:
 
 
 def version_entry(chain: Chain, number: int, state_hash: bytes, bits: Bits, *, takeover: bool = False) -> Record:
-    members = [] if takeover else [Member("ann", 1, number, number, number - 1, 1, 10, 0, 1.0)]
+    members = [] if takeover else [Member("ann", 1, number, number, number - 1, 1, 10, 0, 1.0, [(0, number - 1, 1)])]
     return Record(
         fragment=0,
         entry="takeover" if takeover else "version",
@@ -167,6 +167,7 @@ def keyframe_of(replica: Replica) -> Keyframe:
         chain.tokens_merged,
         chain.tokens_lost,
         cursors,
+        chain.keyframe_ends(),
         chain.state_hash,
         chain.closed,
         BODY,

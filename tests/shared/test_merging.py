@@ -59,6 +59,7 @@ def held(learner: str, values: Vector, *, tokens: int, steps: int = 1, bits: Bit
         "steps": steps,
         "tokens": tokens,
         "lost_tokens": 0,
+        "data": [(2, 8, steps)],
         "body": BODY,
     }
     return Held(Offer(**(fields | changes)), quantise.quantise(values.copy(), bits))
@@ -181,7 +182,10 @@ def test_what_a_version_states() -> None:
     assert quantise.dequantise(body_of(record, inline, parts, 2), 2, 32).tolist() == [5, 7]
     assert (record.fragment, record.entry, record.version, record.epoch) == (0, "version", 4, 2)
     assert (record.previous, record.syncer, record.closing) == (b"h" * 32, "syncer-0", False)
-    assert record.members == [Member("ann", 7, 2, 4, 3, 2, 10, 3, 50.0), Member("bob", 9, 1, 3, 2, 6, 30, 4, 150.0)]
+    assert record.members == [
+        Member("ann", 7, 2, 4, 3, 2, 10, 3, 50.0, [(2, 8, 2)]),
+        Member("bob", 9, 1, 3, 2, 6, 30, 4, 150.0, [(2, 8, 6)]),
+    ]
     assert (record.tokens_merged, record.tokens_lost) == (1040, 7)
     assert (record.bits, record.learning_rate, record.momentum) == (32, 0.5, 0.0)
     assert (record.committed_at_s, record.quorum_s, record.round_s) == (17.0, 0.5, 1.5)

@@ -13,6 +13,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.core.ranges import normal
 from diloco.errors import FormatError, HashError, MessageError
 from diloco.wire import messages, subjects
 from diloco.wire.messages import (
@@ -21,15 +22,21 @@ from diloco.wire.messages import (
     PART_BYTES,
     Announcement,
     Body,
+    CoordinatorPulse,
     Cursor,
     Genesis,
     Keyframe,
+    Mark,
+    Marked,
     Member,
     Message,
     Offer,
     Pulse,
     Record,
     ShardPulse,
+    StateLoan,
+    StatePart,
+    StateRequest,
 )
 
 RUN = b"run-id.."
@@ -41,7 +48,9 @@ HASH = st.binary(min_size=32, max_size=32)
 SECONDS = st.floats(0, 1e12)
 BITS = st.sampled_from([4, 8, 16, 32])
 BODY = st.builds(Body, st.integers(0, 2**40), HASH, st.integers(0, 2**22), st.binary(min_size=8, max_size=8))
-MEMBER = st.builds(Member, NAME, *[COUNT] * 7, st.floats(0, 1e300))
+SHARE = st.integers(0, 2**14 - 1)
+RANGES = st.lists(st.tuples(SHARE, st.integers(0, 2**40), st.integers(1, 2**40)), max_size=4).map(normal)
+MEMBER = st.builds(Member, NAME, *[COUNT] * 7, st.floats(0, 1e300), RANGES)
 CURSOR = st.builds(Cursor, NAME, *[COUNT] * 5)
 
 MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
@@ -50,7 +59,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         NAME,
         COUNT,
         st.sampled_from(["learner", "evaluator"]),
-        st.sampled_from(["starting", "stepping", "waiting", "recovering", "closing", "finished"]),
+        st.sampled_from(["starting", "stepping", "waiting", "recovering", "closing", "leaving", "left", "finished"]),
         st.booleans(),
         COUNT,
         COUNT,
@@ -60,6 +69,8 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         COUNTS,
         COUNTS,
         COUNTS,
+        RANGES,
+        COUNT,
         SECONDS,
         SECONDS,
         COUNT,
@@ -69,7 +80,11 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
     ShardPulse: st.builds(
         ShardPulse,
         NAME,
-        st.integers(0, 1023),
+        COUNT,
+        COUNT,
+        st.sampled_from(["owner", "standby", "leaving"]),
+        COUNT,
+        COUNTS,
         COUNTS,
         COUNT,
         COUNT,
@@ -78,6 +93,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         COUNT,
         COUNT,
     ),
+    CoordinatorPulse: st.builds(CoordinatorPulse, NAME, COUNT, st.booleans()),
     Announcement: st.builds(Announcement, FRAGMENT, COUNT, COUNT, NAME, SECONDS, st.booleans(), COUNT),
     Offer: st.builds(
         Offer,
@@ -93,6 +109,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         COUNT,
         COUNT,
         COUNT,
+        RANGES,
         BODY,
     ),
     Record: st.builds(
@@ -126,21 +143,30 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         COUNT,
         COUNT,
         st.lists(CURSOR, max_size=3),
+        st.lists(st.tuples(SHARE, COUNT), max_size=3),
         HASH,
         st.booleans(),
         BODY,
     ),
     Genesis: st.builds(Genesis, NAME, HASH, HASH, st.lists(st.tuples(COUNT, HASH), min_size=1, max_size=3), SECONDS),
+    Mark: st.builds(Mark, COUNT, COUNTS),
+    Marked: st.builds(Marked, NAME, COUNT, COUNT, COUNTS, COUNT, HASH),
+    StateRequest: st.builds(StateRequest, NAME, st.binary(max_size=8), COUNT),
+    StateLoan: st.builds(StateLoan, NAME, st.binary(max_size=8), COUNT, COUNTS, HASH, st.integers(0, 2**40), HASH),
+    StatePart: st.builds(StatePart, st.binary(min_size=8, max_size=8), COUNT),
 }
 KINDS = list(MESSAGES)
 ANY = st.sampled_from(KINDS).flatmap(lambda cls: MESSAGES[cls])
 
 # an example of each kind that has a value in every field
 EXAMPLES: dict[type[Message], Message] = {
-    Pulse: Pulse("ann", 1, "learner", "stepping", False, 2, 3, 0.5, 1.25, [1], [2], [3], [4], 5.0, 6.0, 7, 8, 9),
-    ShardPulse: ShardPulse("syncer-0", 1, [0, 2], 3, 4, [(2, 1, 2, 0.5)], 5, 6, 7),
+    Pulse: Pulse(
+        "ann", 1, "learner", "stepping", False, 2, 3, 0.5, 1.25, [1], [2], [3], [4], [(0, 8, 2)], 3, 5.0, 6.0, 7, 8, 9
+    ),
+    ShardPulse: ShardPulse("syncer-0", 12, 34, "owner", 5, [0, 2], [1], 3, 4, [(2, 1, 2, 0.5)], 5, 6, 7),
+    CoordinatorPulse: CoordinatorPulse("coordinator", 1, False),
     Announcement: Announcement(3, 7, 1, "syncer-0", 0.25, False, 9),
-    Offer: Offer(3, "ann", 1, 2, (1, 1), 4, 3, b"b" * 32, 4, 5, 6, 7, Body(8, b"c" * 32, 0, b"attempt.")),
+    Offer: Offer(3, "ann", 1, 2, (1, 1), 4, 3, b"b" * 32, 4, 5, 6, 7, [(2, 9, 5)], Body(8, b"c" * 32, 0, b"attempt.")),
     Record: Record(
         fragment=3,
         entry="version",
@@ -148,7 +174,7 @@ EXAMPLES: dict[type[Message], Message] = {
         epoch=1,
         syncer="syncer-0",
         previous=b"p" * 32,
-        members=[Member("ann", 1, 2, 4, 3, 5, 6, 7, 8.5)],
+        members=[Member("ann", 1, 2, 4, 3, 5, 6, 7, 8.5, [(2, 9, 5)])],
         bits=4,
         learning_rate=0.5,
         momentum=0.9,
@@ -162,9 +188,25 @@ EXAMPLES: dict[type[Message], Message] = {
         body=Body(8, b"c" * 32, 0, b"attempt."),
     ),
     Keyframe: Keyframe(
-        3, 4, 1, b"e" * 32, 9, 10, 11, [Cursor("ann", 1, 2, 3, 4, 5)], b"s" * 32, False, Body(8, b"c" * 32, 0, b"attempt.")
+        3,
+        4,
+        1,
+        b"e" * 32,
+        9,
+        10,
+        11,
+        [Cursor("ann", 1, 2, 3, 4, 5)],
+        [(2, 14)],
+        b"s" * 32,
+        False,
+        Body(8, b"c" * 32, 0, b"attempt."),
     ),
     Genesis: Genesis("ann", b"s" * 32, b"m" * 32, [(1, b"0" * 32)], 2.0),
+    Mark: Mark(7, [1, 2]),
+    Marked: Marked("ann", 7, 8, [1, 2], 9, b"f" * 32),
+    StateRequest: StateRequest("ann", b"copy....", 10),
+    StateLoan: StateLoan("bob", b"copy....", 11, [1, 2], b"l" * 32, 12, b"c" * 32),
+    StatePart: StatePart(b"copy....", 13),
 }
 
 
@@ -331,11 +373,18 @@ def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
         (Pulse, {"state": "asleep"}),
         (Pulse, {"versions": [0] * 4097}),
         (Pulse, {"steps": [-1]}),
-        (ShardPulse, {"shard": 1024}),
+        (Pulse, {"trained": [[0, 0]]}),
+        (ShardPulse, {"state": "asleep"}),
+        (ShardPulse, {"revision": -1}),
+        (ShardPulse, {"fragments": [0] * 4097}),
+        (ShardPulse, {"closed": [-1]}),
         (ShardPulse, {"open": [[4096, 1, 1, 0.5]]}),
         (ShardPulse, {"open": [[1, 1, 1]]}),
         (ShardPulse, {"open": [[1, 1, 1, math.nan]]}),
         (ShardPulse, {"open": [[1, 1, 1, math.inf]]}),
+        (CoordinatorPulse, {"coordinator": "A"}),
+        (CoordinatorPulse, {"revision": -1}),
+        (CoordinatorPulse, {"finished": 1}),
         (Offer, {"number": 0}),
         (Offer, {"round": 0}),
         (Offer, {"after": [1]}),
@@ -344,6 +393,12 @@ def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
         (Offer, {"base_hash": "b" * 32}),
         (Offer, {"bits": 5}),
         (Offer, {"body": None}),
+        (Offer, {"data": [[2**14, 0, 1]]}),
+        (Offer, {"data": [[0, 0, 0]]}),
+        (Offer, {"data": [[0, 0, 4], [0, 4, 1]]}),
+        (Offer, {"data": [[0, 0, 4], [0, 2, 1]]}),
+        (Offer, {"data": [[1, 0, 4], [0, 9, 1]]}),
+        (Offer, {"data": [[share, 0, 1] for share in range(65)]}),
         (Offer, {"body": [2**40 + 1, b"c" * 32, 0, b"attempt."]}),
         (Offer, {"body": [1, b"c" * 32, 2**22 + 1, b"attempt."]}),
         (Offer, {"body": [1, b"c" * 32, 0, b"attempt"]}),
@@ -352,13 +407,16 @@ def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
         (Record, {"learning_rate": math.nan}),
         (Record, {"learning_rate": -0.1}),
         (Record, {"momentum": 1.1}),
-        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7, math.nan]]}),
-        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7, math.inf]]}),
-        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7, -1.0]]}),
-        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7]]}),
-        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7, 1.0]] * 4097}),
+        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7, math.nan, []]]}),
+        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7, math.inf, []]]}),
+        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7, -1.0, []]]}),
+        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7, 1.0]]}),
+        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7, 1.0, [[0, 0, 4], [0, 4, 1]]]]}),
+        (Record, {"members": [["ann", 1, 2, 4, 3, 5, 6, 7, 1.0, []]] * 4097}),
         (Keyframe, {"cursors": [["ann", 1, 2, 3, 4]]}),
         (Keyframe, {"cursors": [["ann", 1, 2, 3, 4, 5]] * 4097}),
+        (Keyframe, {"ends": [[2**14, 1]]}),
+        (Keyframe, {"ends": [[1, -1]]}),
         (Genesis, {"fragments": []}),
         (Genesis, {"fragments": [[1, b"0" * 32]] * 4097}),
         (Genesis, {"founder": "ann\0"}),

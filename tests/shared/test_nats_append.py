@@ -16,10 +16,11 @@ from tests.conftest import MakeServer
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, StorageFullError
 from diloco.nats import streams
-from diloco.nats.append import Fence, append
-from diloco.nats.connection import Link
+from diloco.nats.append import append
+from diloco.nats.connection import Link, subscribe
 from diloco.nats.server import Server
 from diloco.observe import get_logger
+from diloco.transport import Fence, Stored
 
 PART_BYTES = 1 << 19
 
@@ -72,7 +73,7 @@ def bodies(count: int, seed: int = 0) -> list[bytes]:
 async def test_single_messages_count_up(log: Log) -> None:
     assert [await log.append(b"%d" % n, [], None) for n in range(3)] == [1, 2, 3]
     stored = await streams.last(log.link, log.name, log.head)
-    assert stored == streams.Stored(log.head, 3, b"2")
+    assert stored == Stored(log.head, 3, b"2")
 
 
 async def test_a_fence_lets_only_the_expected_head_be_followed(log: Log) -> None:
@@ -94,7 +95,7 @@ async def test_parts_come_before_their_head(log: Log) -> None:
     assert await log.append(b"head", parts, 0) == 42
     for index in (0, 17, 40):
         stored = await streams.get(log.link, log.name, index + 1)
-        assert stored == streams.Stored(f"{log.name}.part.{index}", index + 1, parts[index])
+        assert stored == Stored(f"{log.name}.part.{index}", index + 1, parts[index])
     assert await log.append(b"head 2", [b"tiny"], 42) == 44
 
 
@@ -233,8 +234,7 @@ async def test_what_goes_wrong_inside_a_batch_names_its_head(log: Log) -> None:
         async def respond(message: Msg, answer: bytes = answer) -> None:
             await message.respond(answer)
 
-        subscription = await log.link.control.subscribe(f"{strange}.>", cb=respond)
-        await log.link.control.flush()
+        subscription = await subscribe(log.link.control, f"{strange}.>", respond)
         with pytest.raises(AppendUncertainError, match=rf"^{strange}.head: {said}"):
             await append(
                 log.link,
@@ -294,7 +294,7 @@ async def test_kill_in_the_middle_of_a_batch_then_retry_stores_once(
     assert (state.messages, state.last_seq) == (61, 61)
     for index in range(0, 60, 17):
         stored = await streams.get(link, log.name, index + 1)
-        assert stored == streams.Stored(f"{log.name}.part.{index}", index + 1, parts[index])
+        assert stored == Stored(f"{log.name}.part.{index}", index + 1, parts[index])
     await link.close()
 
 

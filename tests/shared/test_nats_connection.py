@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 from tests.conftest import MakeServer
 
 from diloco.errors import AppendUncertainError, BrokerError, SettingsError
 from diloco.nats import connection
-from diloco.nats.connection import Link, wait_connected
+from diloco.nats.connection import Link, subscribe, wait_connected
 from diloco.nats.server import Server, find_binary, free_port
 from diloco.observe import get_logger
 
@@ -64,7 +65,6 @@ async def own(make_server: MakeServer) -> AsyncIterator[tuple[Server, Link]]:
         "nats://none:4222",
         "nats://two words:4222",
         "nats://127.0.0.1:4222/path",
-        "nats://127.0.0.1:4222,nats://127.0.0.1:4223",
         "http://127.0.0.1:4222",
         "ws://127.0.0.1:4222",
     ],
@@ -77,6 +77,24 @@ async def test_what_is_no_address_is_refused_at_once_by_name(url: str, events: E
     with pytest.raises(SettingsError):
         await Link.open("nats://127.0.0.1:1", url, "test", get_logger())  # before anything is connected
     assert not events
+
+
+async def test_of_several_addresses_the_wrong_one_is_named() -> None:
+    for wrong in ("", "http://127.0.0.1:4223", "nats://127.0.0.1:port"):
+        with pytest.raises(SettingsError) as caught:
+            await opened(f"nats://127.0.0.1:4222,{wrong}", None)
+        assert repr(wrong) in str(caught.value)
+
+
+async def test_the_next_server_is_used_when_one_is_gone(make_server: MakeServer, events: Events) -> None:
+    first, second = make_server(), make_server()
+    link = await opened(f"{first.url},{second.url}")
+    used = {first.url: first, second.url: second}[str(link.bulk.connected_url.geturl())]
+    await asyncio.to_thread(used.kill)
+    await until(lambda: bool(named(events, "nats_reconnected")) and link.bulk.is_connected)
+    assert str(link.bulk.connected_url.geturl()) == (second if used is first else first).url
+    assert {event["url"] for event in named(events, "nats_reconnected")} == {f"{first.url},{second.url}"}
+    await link.close()
 
 
 async def test_no_password_is_shown(events: Events) -> None:
@@ -240,7 +258,7 @@ async def test_silent_jetstream_is_an_error_or_waited_for(
     try:
         url_as_me = url.replace("//", "//me:right@")
         with pytest.raises(BrokerError, match=rf"NATS at {url}: JetStream does not answer"):
-            await opened(url_as_me, 5)
+            await opened(url_as_me, 2)
         opening = asyncio.create_task(opened(url_as_me, None))
         await until(lambda: any("JetStream" in event["reason"] for event in named(events, "waiting_for_nats")))
         config = tmp_path / "plain.conf"
@@ -272,9 +290,9 @@ async def test_waiting_for_a_connection_ends(own: tuple[Server, Link]) -> None:
 async def test_bytes_are_counted(nats_server: Server) -> None:
     link = await opened(nats_server.url)
     sent, received = link.bytes_out, link.bytes_in
-    subscription = await link.control.subscribe("bytes")
-    await link.control.flush()
+    heard: asyncio.Queue[Msg] = asyncio.Queue()
+    await subscribe(link.control, "bytes", heard.put)
     await link.bulk.publish("bytes", bytes(1000))
-    await subscription.next_msg(5)
+    await asyncio.wait_for(heard.get(), 5)
     assert (link.bytes_out - sent, link.bytes_in - received) == (1000, 1000)
     await link.close()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import pytest
 from nats.js.api import StorageType
 from tests.conftest import MakeServer
 
-from diloco.errors import BrokerError
+from diloco.errors import BrokerError, RewoundError
 from diloco.nats import streams
 from diloco.nats.append import append
 from diloco.nats.connection import Link
@@ -190,6 +192,26 @@ async def test_reading_goes_on_when_the_server_is_back(
     await link.close()
 
 
+async def test_a_reader_goes_on_when_the_connection_is_remade_and_does_not_wait_for_silence(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.nats.pull.SILENCE_S", 60.0)
+    monkeypatch.setattr("diloco.nats.pull.EXPIRES_S", 60.0)
+    server = make_server()
+    link = await open_link(server)
+    await streams.ensure(link, "S", ["S.>"])
+    await fill(link, "S", texts(5))
+    puller = Puller(link, "S", ["S.>"], 1)
+    async with asyncio.timeout(30):
+        async for message in puller:
+            if message.sequence == 5:
+                await disturb(server, "kill")
+                await fill(link, "S", texts(5), 5)
+            if message.sequence == 10:
+                break
+    await link.close()
+
+
 FROZEN_S = 1.2  # longer than the reader waits for a sign of life
 
 
@@ -247,3 +269,32 @@ async def test_a_cancelled_reader_leaves_nothing_behind(link: Link, stream: str)
     async with asyncio.timeout(2):
         while len(asyncio.all_tasks()) > before:
             await asyncio.sleep(0.01)
+
+
+async def test_a_stream_that_lost_what_was_read_is_told_of_but_not_a_purged_one(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    server = make_server()
+    link = await open_link(server)
+    await streams.ensure(link, "S", ["S.>"])
+    await fill(link, "S", texts(3))
+    server.send_signal(signal.SIGSTOP)
+    shutil.copytree(server.directory / "jetstream", tmp_path / "older")
+    server.send_signal(signal.SIGCONT)
+    reading = aiter(Puller(link, "S", ["S.>"], 1))
+    await fill(link, "S", texts(3, 3), 3)
+    async with asyncio.timeout(20):
+        assert [(await anext(reading)).data for _ in range(6)] == texts(6)
+        await streams.purge(link, "S", "S.>", 7)
+        await asyncio.to_thread(server.restart)
+        await fill(link, "S", texts(1, 6), 6)
+        assert (await anext(reading)).data == b"6"
+    server.kill()
+    shutil.rmtree(server.directory / "jetstream")
+    shutil.move(tmp_path / "older", server.directory / "jetstream")
+    await asyncio.to_thread(server.start)
+    await fill(link, "S", texts(5, 100))  # their sequences are those of what was read, and more
+    with pytest.raises(RewoundError, match="stream S: it lost message 7, which had been stored"):
+        async with asyncio.timeout(20):
+            await anext(reading)
+    await link.close()

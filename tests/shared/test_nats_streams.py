@@ -13,6 +13,7 @@ from diloco.errors import BrokerError, RunError, StorageFullError
 from diloco.nats import streams
 from diloco.nats.append import append
 from diloco.nats.connection import Link
+from diloco.transport import Stored
 
 
 @pytest.fixture
@@ -114,8 +115,8 @@ async def test_single_messages_and_purges(link: Link, name: str) -> None:
     await streams.ensure(link, name, [f"{name}.>"])
     for number in range(6):
         await store(link, f"{name}.{number % 2}", b"%d" % number)
-    assert await streams.last(link, name, f"{name}.0") == streams.Stored(f"{name}.0", 5, b"4")
-    assert await streams.get(link, name, 2) == streams.Stored(f"{name}.1", 2, b"1")
+    assert await streams.last(link, name, f"{name}.0") == Stored(f"{name}.0", 5, b"4")
+    assert await streams.get(link, name, 2) == Stored(f"{name}.1", 2, b"1")
     assert await streams.last(link, name, f"{name}.none") is None
     assert await streams.get(link, name, 7) is None
     await streams.purge(link, name, f"{name}.0", 5)

@@ -1,32 +1,360 @@
-"""Which shard owns which fragments."""
+"""Which syncer owns which fragments, and who is alive."""
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.core.ownership import assign
+from diloco.core.ownership import FIRST_TABLE_S, UNEVEN, Ownership, OwnersTable, plan
+from diloco.wire.messages import ShardPulse
+
+TAKEOVER_S = 1.5
+NAMES = [f"s{i}" for i in range(6)]
+SIZES = [4, 4, 2, 2]
 
 
-def test_largest_first_into_the_emptiest_shard() -> None:
-    # 8 to shard 0, 7 to 1, 6 to 1 (13), 5 to 0 (13), 4 to 0, the first of two as full
-    assert assign([4, 5, 6, 7, 8], 2) == [[0, 1, 4], [2, 3]]
+def loads(table: OwnersTable, sizes: Sequence[int]) -> dict[str, int]:
+    found = dict.fromkeys(table.holders, 0)
+    for owner, size in zip(table.owners, sizes, strict=True):
+        found[owner] += size
+    return found
 
 
-def test_equal_fragments_are_dealt_in_order() -> None:
-    assert assign([3, 3, 3, 3, 3], 3) == [[0, 3], [1, 4], [2]]
+# ---- the plan
 
 
-def test_shards_without_fragments_are_empty() -> None:
-    assert assign([1, 2], 4) == [[1], [0], [], []]
+def test_the_first_table_deals_largest_first_to_the_emptiest() -> None:
+    # 8 to a, 7 to b, 6 to b (13), 5 to a (13), 4 to a, the first of two as full
+    table = plan(None, {"b", "a"}, [8, 7, 6, 5, 4], 2)
+    assert table == OwnersTable(["a", "b"], ["a", "b", "b", "a", "a"])
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=50), st.integers(1, 10))
-def test_every_fragment_has_one_owner_and_loads_differ_by_one_fragment_at_most(sizes: list[int], shards: int) -> None:
-    owned = assign(sizes, shards)
-    assert sorted(fragment for fragments in owned for fragment in fragments) == list(range(len(sizes)))
-    loads = [sum(sizes[fragment] for fragment in fragments) for fragments in owned]
-    for fragments, load in zip(owned, loads, strict=True):
-        if fragments:
-            assert load - min(sizes[fragment] for fragment in fragments) <= min(loads)
+def test_more_syncers_than_places_stand_by() -> None:
+    table = plan(None, {"c", "b", "a"}, SIZES, 2)
+    assert table is not None
+    assert table.holders == ["a", "b"]
+    assert plan(table, {"c", "b", "a"}, SIZES, 2) is None
+
+
+def test_a_standby_gets_all_that_a_dead_holder_had_and_nothing_else_moves() -> None:
+    table = OwnersTable(["a", "b"], ["a", "b", "a", "b"])
+    assert plan(table, {"b", "c"}, SIZES, 2) == OwnersTable(["b", "c"], ["c", "b", "c", "b"])
+
+
+def test_without_a_standby_the_other_holders_share_what_a_dead_one_had() -> None:
+    table = OwnersTable(["a", "b", "c"], ["a", "b", "a", "c"])
+    # b has 4, c has 2: the larger of a's, 4, to c (6), the smaller, 2, to b (6)
+    assert plan(table, {"b", "c"}, SIZES, 3) == OwnersTable(["b", "c"], ["c", "b", "b", "c"])
+
+
+def test_one_that_joins_is_given_what_makes_bytes_even() -> None:
+    table = OwnersTable(["a", "b"], ["a", "a", "a", "b", "b", "b"])
+    # 9, 9, 0: of a 3 (6, 9, 3), of b 3 (6, 6, 6)
+    assert plan(table, {"a", "b", "c"}, [3] * 6, 3) == OwnersTable(["a", "b", "c"], ["c", "a", "a", "c", "b", "b"])
+
+
+def test_what_is_even_enough_stays() -> None:
+    # 102 and 98: 4 of 100 is less than a tenth
+    assert plan(OwnersTable(["a", "b"], ["a", "a", "b"]), {"a", "b"}, [100, 2, 98], 2) is None
+    # 112 and 100, a difference of 12 of 106; to move 2 would be right, to move 10 would turn it round
+    assert plan(OwnersTable(["a", "b"], ["a", "a", "b"]), {"a", "b"}, [102, 10, 100], 2) is None
+    assert plan(OwnersTable(["a", "b"], ["a", "a", "b"]), {"a", "b"}, [110, 2, 100], 2) == OwnersTable(
+        ["a", "b"], ["a", "b", "b"]
+    )
+
+
+def test_a_returned_holder_whose_place_is_taken_stands_by() -> None:
+    taken = OwnersTable(["b", "c"], ["c", "b", "c", "b"])
+    assert plan(taken, {"a", "b", "c"}, SIZES, 2) is None
+
+
+def test_nobody_alive_no_plan() -> None:
+    assert plan(OwnersTable(["a"], ["a"] * 4), set(), SIZES, 1) is None
+
+
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=30),
+    st.sets(st.sampled_from(NAMES), min_size=1),
+    st.integers(1, 5),
+    st.one_of(st.none(), st.integers(0, 2**30)),
+    st.data(),
+)
+def test_plans(sizes: list[int], live: set[str], shards: int, before: int | None, data: st.DataObject) -> None:
+    table = None
+    if before is not None:
+        holders = data.draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1, max_size=shards))
+        owners = data.draw(st.lists(st.sampled_from(NAMES), min_size=len(sizes), max_size=len(sizes)))
+        table = OwnersTable(holders, owners)
+    planned = plan(table, live, sizes, shards)
+    after = planned or table
+    assert after is not None
+    assert planned != table
+    # as many of the living as may share the fragments do, and everything has an owner among them
+    assert len(after.holders) == len(set(after.holders)) == min(shards, len(live))
+    assert set(after.owners) <= set(after.holders) <= live
+    # who holds a place and lives keeps it
+    assert {name for name in (table.holders if table else []) if name in live} <= set(after.holders)
+    # bytes are as even as the fragments allow
+    filled = loads(after, sizes)
+    margin = UNEVEN * sum(sizes) / len(after.holders)
+    assert max(filled.values()) - min(filled.values()) <= max(sizes) + margin
+    # everybody plans the same, and what was planned needs no change
+    assert plan(after, live, sizes, shards) is None
+    assert plan(table, sorted(live, reverse=True), sizes, shards) == planned
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.sets(st.sampled_from(NAMES), min_size=2), st.data())
+def test_a_death_moves_only_what_the_dead_had_if_a_standby_is_there(sizes: list[int], live: set[str], data: Any) -> None:
+    shards = len(live) - 1
+    table = plan(None, live, sizes, shards)
+    assert table is not None
+    dead = data.draw(st.sampled_from(table.holders))
+    after = plan(table, live - {dead}, sizes, shards)
+    if after is None:  # it had nothing and nobody gets its place
+        assert dead not in table.owners
+        return
+    moved = sum(size for size, was, is_ in zip(sizes, table.owners, after.owners, strict=True) if was != is_ and was != dead)
+    # the first deal may have been uneven by a fragment, which the new one may better
+    assert moved <= 2 * max(sizes)
+
+
+# ---- who is alive, by one's own clock
+
+
+class Watch:
+    """One syncer's view, driven by hand: it pulses to itself as often as it should unless it is frozen or cut off."""
+
+    def __init__(self, name: str = "s0", shards: int = 2, sizes: Sequence[int] = SIZES) -> None:
+        self.own = Ownership(name, 1, sizes, shards, TAKEOVER_S)
+        self.now_s = 100.0
+        self.numbers: dict[str, int] = {}
+        self.talking: set[str] = {name}
+        self.lists: dict[str, list[int]] = {}
+        self.revisions: dict[str, int] = {}
+        self.tick()
+
+    def pulse(self, name: str, **changes: Any) -> ShardPulse:
+        self.numbers[name] = self.numbers.get(name, 0) + 1
+        values: dict[str, Any] = {
+            "syncer": name,
+            "incarnation": 1,
+            "number": self.numbers[name],
+            "state": "owner",
+            "revision": self.revisions.get(name, 0),
+            "fragments": self.lists.get(name, []),
+            "closed": [],
+            "rounds": 0,
+            "versions": 0,
+            "open": [],
+            "refused": 0,
+            "bytes_up": 0,
+            "bytes_down": 0,
+        }
+        return ShardPulse(**(values | changes))
+
+    def tick(self) -> None:
+        for name in sorted(self.talking):
+            self.own.hear(self.pulse(name), self.now_s)
+
+    def run(self, duration_s: float) -> None:
+        ends_s = self.now_s + duration_s
+        while self.now_s + self.own.pulse_s <= ends_s + 1e-9:
+            self.now_s += self.own.pulse_s
+            self.tick()
+        self.now_s = ends_s
+
+    def table(self, owners: str, holders: str = "01", revision: int = 5) -> None:
+        """``"0011"``: fragments 0 and 1 are s0's, 2 and 3 are s1's."""
+        table = OwnersTable([f"s{c}" for c in holders], [f"s{c}" for c in owners])
+        self.own.read(table, revision, self.now_s - 100)
+        self.own.read(table, revision, self.now_s)
+
+
+def test_who_is_silent_for_takeover_s_is_gone_and_its_fragments_go_to_a_standby() -> None:
+    watch = Watch("s2")
+    watch.talking |= {"s0", "s1"}
+    watch.table("0101")
+    watch.run(10)
+    assert watch.own.propose(watch.now_s) is None
+    watch.talking.remove("s0")
+    watch.run(TAKEOVER_S - 0.25)
+    assert watch.own.live(watch.now_s) == {"s0", "s1", "s2"}
+    watch.run(0.25)
+    assert watch.own.live(watch.now_s) == {"s1", "s2"}
+    assert watch.own.propose(watch.now_s) == OwnersTable(["s1", "s2"], ["s2", "s1", "s2", "s1"])
+
+
+def test_a_frozen_syncer_that_goes_on_hears_the_others_anew_before_it_thinks_them_gone() -> None:
+    watch = Watch("s1")
+    watch.talking |= {"s0"}
+    watch.table("0101")
+    watch.run(5)
+    watch.now_s += 60  # frozen
+    assert watch.own.propose(watch.now_s) is None
+    watch.talking.remove("s0")
+    watch.tick()
+    watch.run(TAKEOVER_S - 0.25)
+    assert watch.own.propose(watch.now_s) is None
+    watch.run(0.25)
+    assert watch.own.propose(watch.now_s) == OwnersTable(["s1"], ["s1"] * 4)
+
+
+def test_while_its_own_pulses_do_not_come_back_nobody_is_gone() -> None:
+    watch = Watch("s1")
+    watch.talking |= {"s0"}
+    watch.table("0101")
+    watch.run(5)
+    watch.talking.clear()  # the server is away
+    watch.run(30)
+    assert watch.own.live(watch.now_s) == {"s0", "s1"}
+    watch.talking |= {"s0", "s1"}
+    watch.run(5)
+    assert watch.own.propose(watch.now_s) is None
+
+
+def test_a_holder_that_was_never_heard_gets_as_long_as_the_others() -> None:
+    watch = Watch("s1")
+    watch.table("0101")
+    watch.run(TAKEOVER_S - 0.25)
+    assert watch.own.propose(watch.now_s) is None
+    watch.run(0.25)
+    assert watch.own.propose(watch.now_s) == OwnersTable(["s1"], ["s1"] * 4)
+
+
+def test_the_first_table_waits_for_all_shards_or_a_while() -> None:
+    watch = Watch("s0")
+    watch.own.read(None, 0, watch.now_s)
+    watch.run(FIRST_TABLE_S - 0.25)
+    assert watch.own.propose(watch.now_s) is None
+    watch.talking.add("s1")
+    watch.run(0.25)
+    first = watch.own.propose(watch.now_s)
+    assert first is not None
+    assert first.holders == ["s0", "s1"]
+
+    alone = Watch("s0")
+    alone.own.read(None, 0, alone.now_s)
+    alone.run(FIRST_TABLE_S)
+    assert alone.own.propose(alone.now_s) == OwnersTable(["s0"], ["s0"] * 4)
+
+
+def test_one_that_joins_waits_until_the_table_has_been_still() -> None:
+    watch = Watch("s0")
+    watch.own.read(OwnersTable(["s0"], ["s0"] * 4), 5, watch.now_s)  # just set
+    watch.talking.add("s1")
+    watch.run(2 * TAKEOVER_S - 0.25)
+    assert watch.own.propose(watch.now_s) is None
+    watch.run(0.25)
+    planned = watch.own.propose(watch.now_s)
+    assert planned is not None
+    assert loads(planned, SIZES) == {"s0": 6, "s1": 6}
+
+
+def test_one_that_leaves_is_planned_without_at_once_and_keeps_what_nobody_else_could_have() -> None:
+    watch = Watch("s0")
+    watch.talking.add("s1")
+    watch.table("0101")
+    watch.own.read(watch.own.table, 6, watch.now_s)
+    watch.run(0.5)
+    watch.own.leaving = True
+    assert watch.own.propose(watch.now_s) == OwnersTable(["s1"], ["s1"] * 4)
+    assert watch.own.mine(watch.now_s) == {0, 2}
+    watch.own.hear(watch.pulse("s1", state="leaving"), watch.now_s)
+    assert watch.own.propose(watch.now_s) is None
+    assert watch.own.mine(watch.now_s) == set()  # so that they are handed over to nobody, with a keyframe
+
+
+def test_a_fragment_is_taken_when_nobody_alive_owns_it() -> None:
+    watch = Watch("s1")
+    watch.talking.add("s0")
+    watch.lists["s0"] = [0, 2]
+    watch.table("1111", "1")
+    watch.run(1)
+    assert [f for f in range(4) if watch.own.may_take(f, watch.now_s)] == [1, 3]
+    # after a freeze it does not know what others have taken meanwhile, until it has heard their pulses
+    watch.now_s += 10
+    watch.tick()
+    watch.run(0.25)
+    assert not watch.own.may_take(1, watch.now_s)
+    watch.run(0.25)
+    assert watch.own.may_take(1, watch.now_s)
+    watch.lists["s0"] = [2]
+    watch.run(0.25)
+    assert watch.own.may_take(0, watch.now_s)
+    watch.talking.remove("s0")
+    watch.run(TAKEOVER_S)
+    assert watch.own.may_take(2, watch.now_s)
+    watch.own.distrust()
+    assert not watch.own.may_take(2, watch.now_s)
+    watch.table("1111", "1")
+    watch.own.hear(watch.pulse("s2", fragments=[2], closed=[2]), watch.now_s)
+    watch.own.hear(watch.pulse("s2"), watch.now_s)
+    assert not watch.own.may_take(2, watch.now_s)
+
+
+def test_whose_log_is_closed_is_its_owners_to_say() -> None:
+    watch = Watch("s1")
+    watch.table("0111", "01")
+
+    def closed_after(name: str, **pulse: list[int]) -> set[int]:
+        watch.own.hear(watch.pulse(name, **pulse), watch.now_s)
+        return watch.own.closed
+
+    assert closed_after("s2", closed=[0, 1]) == set()  # it may have heard so before the log went back
+    assert closed_after("s0", fragments=[0], closed=[0]) == {0}
+    assert closed_after("s2", closed=[]) == {0}
+    assert closed_after("s0", fragments=[0], closed=[]) == set()  # the entry was lost with a server's last writes
+    assert closed_after("s0", fragments=[], closed=[0]) == {0}  # given to it, and found closed: nothing to own
+
+
+def test_repeated_and_late_pulses_say_nothing() -> None:
+    watch = Watch("s1")
+    old = watch.pulse("s0", fragments=[0])
+    new = watch.pulse("s0", fragments=[])
+    watch.table("1111", "1")
+    assert watch.own.hear(new, watch.now_s)
+    for _ in range(8):
+        watch.run(0.25)
+        assert not watch.own.hear(old, watch.now_s)
+        assert not watch.own.hear(new, watch.now_s)
+    assert watch.own.may_take(0, watch.now_s)
+    assert watch.own.live(watch.now_s) == {"s1"}
+    # one that was started again after its clock was set back is heard once the one before is gone
+    assert watch.own.hear(watch.pulse("s0", incarnation=0), watch.now_s)
+    assert watch.own.live(watch.now_s) == {"s0", "s1"}
+
+
+def test_the_table_is_read_when_somebody_knows_a_newer_one_and_now_and_then() -> None:
+    watch = Watch("s1")
+    watch.table("0101", revision=5)
+    assert not watch.own.must_read(watch.now_s)
+    watch.own.hear(watch.pulse("s0", revision=6), watch.now_s)
+    assert watch.own.must_read(watch.now_s)
+    watch.own.read(watch.own.table, 5, watch.now_s)  # the server has lost it: not asked for again and again
+    assert not watch.own.must_read(watch.now_s)
+    watch.now_s += 2
+    assert watch.own.must_read(watch.now_s)
+
+
+@pytest.mark.parametrize(("incarnation", "replaced"), [(2, True), (0, False)])
+def test_of_two_processes_with_one_name_the_older_gives_up(incarnation: int, replaced: bool) -> None:
+    watch = Watch("s0")
+    for number in range(1, 5):
+        assert not watch.own.replaced
+        watch.own.hear(watch.pulse("s0", incarnation=incarnation, number=number), watch.now_s)
+        watch.own.hear(watch.pulse("s0", incarnation=incarnation, number=number), watch.now_s)  # repeated: no other sign
+    assert watch.own.replaced == replaced
+
+
+def test_names_without_end_take_no_memory_without_end() -> None:
+    watch = Watch("s0")
+    for number in range(3000):
+        watch.own.hear(watch.pulse(f"x{number}"), watch.now_s)
+    assert len(watch.own.live(watch.now_s)) <= 1025
+    watch.run(TAKEOVER_S)
+    assert watch.own.hear(watch.pulse("s1"), watch.now_s)  # the silent ones made place
+    assert watch.own.live(watch.now_s) == {"s0", "s1"}

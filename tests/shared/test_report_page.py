@@ -109,6 +109,14 @@ def fake_report(learners: int = 4, fragments: int = 24, wall_s: float = 118.0, *
             }
             for p in range(fragments)
         ],
+        "data": {
+            "batch_tokens": 2048,
+            "shares": [
+                {"share": m, "learners": [name], "trained": 731, "merged": 712, "lost": 3, "repeated": 4}
+                for m, name in enumerate(names)
+            ],
+            "errors": [],
+        },
         "traffic": {"bytes_up": 77_600_000, "bytes_down": 87_400_000, "bytes_data_parallel": 6_060_000_000, "ratio": 36.7},
         "settings": RunSettings().model_dump(),
         "sample": "def test_read(self):\n"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from diloco.core.chain import Chain
 from diloco.core.round import Held, Merge, Roster, Round
 from diloco.settings import RunSettings, run_settings
-from diloco.wire.messages import Body, Cursor, Member, Offer, Pulse, Record
+from diloco.wire.messages import MAX_FRAME_BYTES, PART_BYTES, Body, Cursor, Member, Offer, Pulse, Record, pack
 
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 RAW = np.zeros(0, np.uint8)
@@ -46,6 +46,8 @@ def pulse(learner: str, step: int = 0, version: int = 0, **changes: Any) -> Puls
         "steps": [step],
         "fragment_tokens": [0],
         "lost_tokens": [0],
+        "trained": [],
+        "batch_tokens": 0,
         "busy_s": 0.0,
         "blocked_s": 0.0,
         "bytes_up": 0,
@@ -71,6 +73,7 @@ def offer(learner: str, number: int = 1, version: int = 1, **changes: Any) -> Of
         "steps": 4,
         "tokens": 40,
         "lost_tokens": 0,
+        "data": [(0, 4 * (version - 1), 4)],
         "body": BODY,
     }
     return Offer(**(values | changes))
@@ -98,7 +101,7 @@ def commit(round_: Round, merge: Merge, now_s: float) -> None:
     chain = round_.chain
     offers = [held.offer for held in merge.held]
     members = [
-        Member(o.learner, o.incarnation, o.number, o.round, o.base_version, o.steps, o.tokens, o.lost_tokens, 1.0)
+        Member(o.learner, o.incarnation, o.number, o.round, o.base_version, o.steps, o.tokens, o.lost_tokens, 1.0, o.data)
         for o in offers
     ]
     lost = {name: cursor.lost_tokens for name, cursor in chain.cursors.items()}
@@ -159,13 +162,56 @@ def test_nobody_alive_no_round() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"role": "evaluator"}, {"state": "starting"}, {"state": "recovering"}, {"state": "finished"}]
+    "changes", [{"role": "evaluator"}, {"state": "starting"}, {"state": "recovering"}, {"state": "left"}, {"state": "finished"}]
 )
 def test_who_takes_no_part_makes_no_round_due(changes: dict[str, Any]) -> None:
     round_ = round_of()
     round_.roster.hear(pulse("ann", STEPS, **changes), 0)
     assert not round_.due(0)
     assert round_.roster.live(0) == []
+
+
+def leaving(learner: str, unmerged: int, version: int = 0) -> Pulse:
+    return pulse(learner, 2 * STEPS, version, state="leaving", steps=[unmerged])
+
+
+def test_a_learner_that_leaves_makes_a_round_due_while_it_holds_something() -> None:
+    round_ = round_of("ann", "bob", step=1)
+    assert not round_.due(0)
+    round_.roster.hear(leaving("bob", 0), 0)
+    assert not round_.due(0)
+    round_.roster.hear(leaving("cat", 2), 0)
+    assert round_.due(0)
+    assert not round_.due(5)  # it has died meanwhile
+
+
+def test_what_a_leaving_learner_holds_of_an_older_version_waits_until_it_knows_the_newest() -> None:
+    round_ = round_of("ann")
+    open_at(round_, 0)
+    hold(round_, offer("ann"))
+    merge = round_.poll(0)
+    assert merge is not None
+    commit(round_, merge, 0)
+    round_.roster.hear(leaving("bob", 2, version=0), 0)
+    assert not round_.due(0)
+    round_.roster.hear(leaving("bob", 2, version=1), 0)
+    assert round_.due(0)
+
+
+def test_a_leaving_learner_is_waited_for_while_it_holds_something_and_counts_for_a_quorum_that_it_makes_smaller() -> None:
+    round_ = round_of("ann", "bob", **{"round.quorum": 3, "round.grace_factor": 0.9})
+    round_.roster.hear(leaving("bob", 2), 0)
+    assert round_.quorum(0) == 2  # of three, of whom two are there
+    open_at(round_, 0)
+    hold(round_, offer("ann"))
+    assert round_.poll(0.1) is None
+    hold(round_, offer("bob", steps=2))
+    assert names(round_.poll(0.2)) == [("ann", 1), ("bob", 1)]
+    round_ = round_of("ann", "bob", **{"round.quorum": "all"})
+    round_.roster.hear(leaving("bob", 0), 0)
+    open_at(round_, 0)
+    hold(round_, offer("ann"))
+    assert names(round_.poll(0.1)) == [("ann", 1)]  # nobody waits for one that holds nothing
 
 
 def test_h_counts_from_the_step_at_which_the_version_was_applied() -> None:
@@ -245,10 +291,36 @@ def test_the_step_time_is_the_median_of_the_living() -> None:
 def test_tokens_of_the_dead_count() -> None:
     roster = Roster(settings_of(tokens=100))
     roster.hear(pulse("ann", tokens=60), 0)
-    assert not roster.used_up()
+    assert not roster.used_up(0)
     roster.hear(pulse("bob", tokens=40), 100)
     assert roster.tokens_processed() == 100
-    assert roster.used_up()
+    assert roster.used_up(100)
+
+
+def test_the_budget_is_used_up_when_all_who_live_have_stopped() -> None:
+    # ann was killed: of its 60 tokens 50 count again. bob and ann had stopped before, and take no step any more
+    roster = Roster(settings_of(tokens=100))
+    roster.hear(pulse("ann", tokens=50, state="closing"), 0)
+    roster.hear(pulse("bob", tokens=40, state="stepping"), 0)
+    assert not roster.used_up(0)
+    roster.hear(pulse("bob", tokens=40, state="closing"), 1)
+    assert roster.used_up(1)
+    assert not roster.used_up(100)  # nobody lives: whoever comes may take the missing steps
+
+
+def test_a_round_is_due_for_learners_that_wait_whatever_an_owner_has_heard_of_their_steps() -> None:
+    # an owner that begins after they took their steps sees none of them
+    settings = settings_of(**{"round.quorum": 2})
+    round_ = Round(settings, Roster(settings), Chain(0, 3, 0, bytes(32), 9, hash_of(3)), 1)
+    for learner in ("ann", "bob"):
+        round_.roster.hear(pulse(learner, 20, version=3, steps=[STEPS], state="stepping"), 0)
+    assert not round_.due(0)
+    for learner in ("ann", "bob"):
+        round_.roster.hear(pulse(learner, 20, version=3, steps=[STEPS - 1], state="waiting"), 1)
+    assert not round_.due(1)  # it is another fragment that they wait for
+    for learner in ("ann", "bob"):
+        round_.roster.hear(pulse(learner, 20, version=3, steps=[STEPS], state="waiting"), 2)
+    assert round_.due(2)
 
 
 @pytest.mark.parametrize(("quorum", "closes_with"), [(1, 1), (2, 2), (3, 3), ("all", 3)])
@@ -452,9 +524,13 @@ def test_a_closing_round_waits_for_all_that_the_living_hold() -> None:
     assert round_.poll(1) is None
     round_.roster.hear(pulse("bob", 7, tokens=100, steps=[3], state="closing"), 1)
     assert round_.poll(4) is None  # bob has stopped, and holds three steps
-    hold(round_, offer("bob"))
+    hold(round_, offer("bob", steps=3))
+    assert round_.poll(4.2) is None  # ann has answered, and not stopped
+    round_.roster.hear(pulse("ann", 7, tokens=100, steps=[5], state="closing"), 4.3)
+    assert round_.poll(4.3) is None  # her answer lacks the last step: it is one to an owner before this one
+    hold(round_, offer("ann", 2, steps=5))
     merge = round_.poll(4.5)
-    assert names(merge) == [("ann", 1), ("bob", 1)]
+    assert names(merge) == [("ann", 2), ("bob", 1)]
     assert merge is not None
     assert merge.closing
     commit(round_, merge, 5)
@@ -465,6 +541,7 @@ def test_a_closing_round_waits_for_all_that_the_living_hold() -> None:
 def test_a_closing_round_needs_no_answer_of_who_holds_nothing() -> None:
     round_ = used_up("ann", "bob")
     hold(round_, offer("ann"))
+    round_.roster.hear(pulse("ann", 6, tokens=100, steps=[2], state="closing"), 1)
     round_.roster.hear(pulse("bob", 7, tokens=100, steps=[0], state="stepping"), 1)
     assert round_.poll(1) is None  # it may still step
     round_.roster.hear(pulse("bob", 7, tokens=100, steps=[0], state="closing", version=0), 1)
@@ -482,7 +559,7 @@ def test_a_closing_round_waits_for_who_has_not_applied_the_last_version() -> Non
 def test_a_closing_round_does_not_hang_on_the_dead() -> None:
     round_ = used_up("ann", "bob", **{"round.quorum": 3})
     hold(round_, offer("ann"))
-    round_.roster.hear(pulse("ann", 6, tokens=100), 4)
+    round_.roster.hear(pulse("ann", 6, tokens=100, steps=[2], state="closing"), 4)
     assert round_.poll(4.9) is None
     assert names(round_.poll(5)) == [("ann", 1)]
 
@@ -495,6 +572,18 @@ def test_with_nothing_left_the_log_is_closed_without_a_version() -> None:
     assert merge is not None
     commit(round_, merge, 1)
     assert (round_.chain.closed, round_.chain.version) == (True, 0)
+
+
+def test_an_open_round_does_not_wait_at_the_end_for_who_has_nothing_to_answer() -> None:
+    # bob came too late to take a step: the others have used up the budget
+    round_ = round_of("ann", tokens=100, **{"round.quorum": "all", "round.grace_factor": 0})
+    open_at(round_, 0)
+    round_.roster.hear(pulse("bob"), 1)
+    hold(round_, offer("ann"))
+    assert round_.poll(1) is None
+    round_.roster.hear(pulse("ann", 20, tokens=100, steps=[20], state="closing"), 2)
+    round_.roster.hear(pulse("bob", state="closing"), 2)
+    assert names(round_.poll(2)) == [("ann", 1)]
 
 
 def test_an_open_round_does_not_wait_for_a_quorum_that_the_end_has_made_impossible() -> None:
@@ -652,3 +741,67 @@ def test_such_interleavings_do_make_versions() -> None:
     assert sum(len(log) for log in logs) > 100
     assert sum(offer.round < version for version, offer in merged) > 10  # late answers
     assert sum(offer.incarnation > 1 for _, offer in merged) > 10  # restarted learners
+
+
+LARGE = 2**62
+
+
+def large(learner: str, version: int = 1, number: int = 1) -> Offer:
+    """An offer that takes as much of a record as any may."""
+    data = [(share, LARGE - 2**32, 2**32) for share in range(2**14 - 64, 2**14)]
+    counts = dict.fromkeys(("incarnation", "steps", "tokens", "lost_tokens"), LARGE)
+    return offer(learner, number, version, data=data, **counts)
+
+
+def test_a_round_merges_what_one_record_has_room_for_and_the_next_ones_the_rest() -> None:
+    learners = [f"{'x' * 43}-{i:04}" for i in range(1000)]
+    round_ = round_of(*learners, learners=1000, tokens=10)
+    for learner in learners:
+        assert hold(round_, large(learner)) is None
+    round_.open(0.0)
+    merge = round_.poll(0.0)
+    assert merge is not None
+    chosen = [held.offer for held in merge.held]
+    assert 300 < len(chosen) < 400  # some 1,500 bytes each, nearly all in 64 ranges of 22
+    assert [o.learner for o in chosen] == learners[: len(chosen)]
+    members = [
+        Member(o.learner, o.incarnation, o.number, o.round, o.base_version, o.steps, o.tokens, o.lost_tokens, 1e300, o.data)
+        for o in chosen
+    ]
+    record = Record(
+        0, "version", LARGE, LARGE, "s" * 48, bytes(32), members, 32, 1e6, 1.0, LARGE, LARGE, bytes(32), False,
+        1e12, 1e12, 1e12, Body(size_bytes=2**40, content_hash=bytes(32), parts=2**22, attempt=bytes(8)),
+    )  # fmt: skip
+    frame = pack(record, bytes(8), bytes(PART_BYTES))  # with as large a body in it as any head has
+    assert MAX_FRAME_BYTES - 4096 < len(frame) <= MAX_FRAME_BYTES
+
+
+def test_what_had_no_room_comes_first_in_the_next_round_and_closing_waits_for_all() -> None:
+    learners = [f"x{i:03}" for i in range(400)]
+    round_ = round_of(*learners, learners=400, tokens=10)
+    for learner in learners:
+        round_.roster.hear(pulse(learner, STEPS, tokens=40, state="closing"), 0.0)
+        assert hold(round_, small_but_many(learner)) is None
+    round_.open(0.0)
+    assert round_.closing
+    merge = round_.poll(0.0)
+    assert merge is not None
+    assert not merge.closing
+    first = [held.offer.learner for held in merge.held]
+    assert 0 < len(first) < 400
+    commit(round_, merge, 0.0)
+    for learner in learners:  # all answer again: those whose offer was merged with nothing
+        merged = learner in first
+        round_.roster.hear(pulse(learner, STEPS + 1, 1, tokens=40, state="closing", steps=[0 if merged else 4]), 1.0)
+        if not merged:
+            assert hold(round_, small_but_many(learner, version=2, number=2)) is None
+    round_.open(1.0)
+    merge = round_.poll(1.0)
+    assert merge is not None
+    assert merge.closing
+    assert [held.offer.learner for held in merge.held] == learners[len(first) :]
+
+
+def small_but_many(learner: str, version: int = 1, number: int = 1) -> Offer:
+    data = [(share, LARGE - 2**32, 2**32) for share in range(2**14 - 64, 2**14)]
+    return offer(learner, number, version, data=data)

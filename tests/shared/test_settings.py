@@ -192,9 +192,8 @@ def test_a_service_reads_its_file_and_the_environment_wins(tmp_path: Path, monke
 
 def test_a_service_may_have_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DILOCO_NAME", "syncer-1")
-    monkeypatch.setenv("DILOCO_SHARD", "1")
     settings = load_service(SyncerSettings, None)
-    assert (settings.name, settings.shard) == ("syncer-1", 1)
+    assert (settings.name, settings.run) == ("syncer-1", "run")
     assert settings.bulk_url == settings.nats_url == "nats://127.0.0.1:4222"
     monkeypatch.setenv("DILOCO_NATS_BULK_URL", "nats://far:1")
     assert load_service(SyncerSettings, None).bulk_url == "nats://far:1"

@@ -1,0 +1,270 @@
+"""A learner's checkpoints: what is saved is the state as of a boundary, and what is restored is the newest that is whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from numpy.typing import NDArray
+from structlog.testing import capture_logs
+from tests.learner.test_trainer import SETTINGS, Slope
+
+from diloco import state
+from diloco.core.tape import Copied, Event, Restored
+from diloco.member import Dump, Member
+from diloco.observe import get_logger
+from diloco.peer import Layout
+from diloco.settings import LearnerSettings
+from diloco.wire.messages import Mark, Marked
+from diloco_learner.checkpoint import Keeper, restore
+from diloco_learner.island import Island
+
+RUN = b"\x05" * 8
+
+
+class Books:
+    """Plays a member whose books are its number of steps and one array."""
+
+    def __init__(self) -> None:
+        self.run, self.lender = SimpleNamespace(identity=RUN), SimpleNamespace(wanted=False)
+        self.step = 0
+        self.busy = False  # a fragment is being encoded
+        self.mark: Mark | None = None
+        self.answers: list[Marked] = []
+        self.saved: list[bytes] = []
+        self.lent: list[tuple[int, list[int], dict[str, NDArray[Any]]]] = []
+        self.recorded: list[Event] = []
+        self.tape = SimpleNamespace(record=self.recorded.append)
+
+    def dump(self) -> Dump | None:
+        return None if self.busy else self.checkpoint()
+
+    def checkpoint(self) -> Dump:
+        return {"step": self.step}, {"books/0/base": np.full(3, self.step, np.float32)}
+
+    def versions(self) -> list[int]:
+        return [self.step]
+
+    def mark_due(self) -> Mark | None:
+        return self.mark
+
+    def note_copied(self, mark: Mark) -> None:
+        assert mark is self.mark
+
+    def answer_mark(self, answer: Marked) -> None:
+        self.answers.append(answer)
+        self.mark = None
+
+    def note_saved(self, digest: bytes) -> None:
+        self.saved.append(digest)
+
+    def lend(self, step: int, versions: list[int], layout: Layout, arrays: dict[str, NDArray[Any]]) -> None:
+        assert Layout.of(arrays) == layout
+        self.lender.wanted = False
+        self.lent.append((step, versions, arrays))
+
+    def restore(self, plain: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
+        np.testing.assert_array_equal(arrays["books/0/base"], np.full(3, plain["step"], np.float32))
+        self.step = plain["step"]
+
+
+class Rig:
+    """An island, its keeper, and a folder."""
+
+    def __init__(self, folder: Path, *, checkpoint_s: float = 1e-9) -> None:
+        self.island, self.books = Island(Slope(), SETTINGS), Books()
+        self.settings = LearnerSettings(name="ann", state_dir=folder, checkpoint_s=checkpoint_s)
+        self.keeper = Keeper(self.island, cast(Member, self.books), self.settings, get_logger())
+        self.path, self.previous = state.generations(folder, "ann")
+
+    def step(self) -> dict[str, NDArray[Any]]:
+        """One step, and its boundary; the state then."""
+        self.island.step(np.float32(1), 0.1).wait()
+        self.books.step += 1
+        now = self.island.state()
+        self.keeper.at_boundary()
+        return now
+
+    def settle(self) -> None:
+        """Wait until what was begun is done."""
+        if self.keeper._job is not None:
+            self.keeper._job.result()
+
+    def restored(self) -> tuple[bool, list[str]]:
+        """Whether another process of this learner goes on from a checkpoint, and what it logs."""
+        self.again = Island(Slope(), SETTINGS)
+        self.books_again = Books()
+        with capture_logs() as logs:
+            done = restore(self.settings, self.again, cast(Member, self.books_again), get_logger())
+        return done, [f"{entry['event']} {Path(entry['file']).name}" for entry in logs]
+
+    def check(self, expected: dict[str, NDArray[Any]], step: int) -> None:
+        assert self.books_again.step == step
+        for name, values in self.again.state().items():
+            np.testing.assert_array_equal(values, expected[name], strict=True)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+def test_a_checkpoint_is_the_state_as_of_its_boundary(rig: Rig) -> None:
+    at_boundary = rig.step()
+    for _ in range(5):  # it is written while training goes on
+        rig.island.step(np.float32(1), 0.1).wait()
+    rig.settle()
+    assert rig.restored() == (True, ["checkpoint_restored ann.safetensors"])
+    rig.check(at_boundary, 1)
+    assert rig.books.recorded == [Copied()]
+    assert rig.books_again.recorded == [Restored(rig.books.saved[0])]
+
+
+def test_no_boundary_waits_for_the_one_before(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end, save = threading.Event(), threading.Event(), state.save
+
+    def slowly(*arguments: Any) -> state.Saved:
+        begun.set()
+        assert may_end.wait(30)
+        return save(*arguments)
+
+    monkeypatch.setattr(state, "save", slowly)
+    first = rig.step()
+    assert begun.wait(30)
+    for _ in range(3):
+        rig.step()
+    assert rig.books.recorded == [Copied()]  # nothing more was begun
+    may_end.set()
+    rig.settle()
+    assert rig.restored()[0]
+    rig.check(first, 1)
+
+
+def test_a_fragment_that_is_being_encoded_puts_it_off(rig: Rig) -> None:
+    rig.books.busy = True
+    rig.step()
+    rig.settle()
+    assert not rig.path.exists()
+    rig.books.busy = False
+    rig.step()
+    rig.settle()
+    assert rig.path.exists()
+
+
+def test_none_but_the_last_where_no_interval_is_set(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, checkpoint_s=0.0)
+    now = rig.step()
+    rig.settle()
+    assert not rig.path.exists()
+    rig.keeper.save_last()
+    assert rig.restored()[0]
+    rig.check(now, 1)
+
+
+def damage(path: Path) -> None:
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def of_another_run(path: Path) -> None:
+    state.save(path, b"\x09" * 8, "ann", {"step": 9}, {})
+
+
+def of_another_model(path: Path) -> None:
+    state.save(path, RUN, "ann", {"step": 9}, {"params/y": np.zeros(3, np.float32)})
+
+
+def of_nothing(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("spoil", [damage, truncate, of_another_run, of_another_model, of_nothing])
+def test_one_that_is_unfit_is_named_and_the_one_before_used(rig: Rig, spoil: Callable[[Path], None]) -> None:
+    first = rig.step()
+    rig.settle()
+    rig.step()
+    rig.settle()
+    spoil(rig.path)
+    spoilt = rig.path.read_bytes()
+    assert rig.restored() == (True, ["checkpoint_refused ann.safetensors", "checkpoint_restored ann.previous.safetensors"])
+    rig.check(first, 1)
+    assert rig.path.read_bytes() == spoilt  # left alone
+    spoil(rig.previous)
+    done, said = rig.restored()
+    assert not done
+    assert said == ["checkpoint_refused ann.safetensors", "checkpoint_refused ann.previous.safetensors"]
+    rig.check(Island(Slope(), SETTINGS).state(), 0)  # nothing of them was taken over
+
+
+def test_a_crash_between_two_renames_leaves_the_one_before(rig: Rig) -> None:
+    rig.step()
+    rig.settle()
+    second = rig.step()
+    rig.settle()
+    rig.path.replace(rig.previous)  # what a process did that died before it renamed its draft
+    rig.path.with_name(f"{rig.path.name}.draft").write_bytes(b"half")
+    assert rig.restored() == (True, ["checkpoint_restored ann.previous.safetensors"])
+    rig.check(second, 2)
+
+
+def test_without_any_nothing_is_said(rig: Rig) -> None:
+    assert rig.restored() == (False, [])
+
+
+def test_a_full_disk_ends_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = rig.step()
+    rig.settle()
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with capture_logs() as logs, monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        for _ in range(3):
+            rig.step()
+            rig.settle()
+    assert [entry["event"] for entry in logs] == ["checkpoint_not_saved"]  # once
+    assert "No space left" in logs[0]["reason"]
+    assert rig.restored()[0]
+    rig.check(first, 1)
+    last = rig.step()  # there is space again
+    rig.settle()
+    assert rig.restored()[0]
+    rig.check(last, 5)
+
+
+def test_a_mark_is_answered_with_a_file_of_its_own(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, checkpoint_s=0.0)
+    rig.books.mark = Mark(4, [1])
+    rig.step()
+    rig.settle()
+    [answer] = rig.books.answers
+    path = state.marked(tmp_path, 4, "ann")
+    raw = path.read_bytes()
+    assert answer == Marked("ann", 4, 1, [1], len(raw), blake3(raw).digest())
+    assert not rig.path.exists()
+
+
+def test_a_peer_gets_the_optimizer_state_of_a_boundary(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, checkpoint_s=0.0)
+    rig.books.lender.wanted = True
+    now = rig.step()
+    rig.island.step(np.float32(1), 0.1).wait()
+    rig.settle()
+    [(step, versions, arrays)] = rig.books.lent
+    assert (step, versions) == (1, [1])
+    assert arrays.keys() == {name for name in now if name.startswith("optimizer/")}
+    for name, values in arrays.items():
+        np.testing.assert_array_equal(values, now[name], strict=True)

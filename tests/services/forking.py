@@ -1,0 +1,258 @@
+"""Services that are forked instead of started, in milliseconds, and that can be made to die at a chosen durable action.
+
+``python -m tests.services.forking`` is the parent of all of them: it has everything imported, reads requests from its
+standard input as JSON lines, and ends with its children when that is closed. It never connects, never starts a thread.
+
+A service's durable actions are counted where all of them pass: its transport and its bucket (:mod:`diloco.transport`), and
+:func:`diloco.files.replace`. The kill is a real one: SIGKILL by the process itself, before the action or after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+from tests.services.cluster import ROOT, Cluster, Service, to_toml
+
+T = TypeVar("T")
+When = Literal["before", "after"]
+DURABLE = ("append", "purge", "ensure_stream")
+DURABLE_KEYS = ("create", "update", "put")
+
+
+class Actions:
+    """Counts a process's durable actions, notes each in a file, and kills the process at the chosen one."""
+
+    def __init__(self, notes: Path, when: When, number: int) -> None:
+        self.notes, self.when, self.number = notes, when, number
+        self.count = 0
+
+    def begin(self, what: str) -> int:
+        """Call before an action; gives what :meth:`end` wants."""
+        self.count += 1
+        with self.notes.open("a") as file:
+            file.write(what + "\n")
+        self._kill_at(self.count, "before")
+        return self.count
+
+    def end(self, number: int) -> None:
+        """Call after the action, before anybody learns that it is done."""
+        self._kill_at(number, "after")
+
+    def _kill_at(self, number: int, when: When) -> None:
+        if number == self.number and when == self.when:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(self, what: str, action: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+        async def call(*arguments: Any, **named: Any) -> T:
+            number = self.begin(f"{what} {arguments[0] if arguments else ''}")
+            try:
+                return await action(*arguments, **named)
+            finally:
+                self.end(number)  # also of one that was refused: the service has not learnt it yet
+
+        return call
+
+
+class Counted:
+    """A transport or a bucket whose durable actions are counted."""
+
+    def __init__(self, inner: Any, actions: Actions, names: tuple[str, ...]) -> None:
+        self._inner, self._actions, self._names = inner, actions, names
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return self._actions.counted(name, found) if name in self._names else found
+
+    async def bucket(self, name: str, *, create: bool, **named: Any) -> Counted:
+        number = self._actions.begin(f"bucket {name}") if create else 0
+        opened = await self._inner.bucket(name, create=create, **named)
+        if number:
+            self._actions.end(number)
+        return Counted(opened, self._actions, DURABLE_KEYS)
+
+
+def _count_actions(actions: Actions) -> None:
+    """Put the counter where all durable actions of this process pass."""
+    from diloco import files, service
+
+    connect, replace = service.connect, files.replace
+
+    async def counted_connect(*arguments: Any) -> Any:
+        return Counted(await connect(*arguments), actions, DURABLE)
+
+    def counted_replace(path: Path, write: Callable[[Path], None], previous: Path | None = None) -> None:
+        number = actions.begin(f"replace {path.name}")
+        replace(path, write, previous)
+        actions.end(number)
+
+    service.connect = counted_connect  # type: ignore[assignment]
+    files.replace = counted_replace
+
+
+def _child(request: Mapping[str, Any]) -> None:
+    """What a forked process does; it never returns."""
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        sys.argv = [request["module"], "--config", request["config"]]
+        _count_actions(Actions(Path(request["notes"]), request["when"], request["number"]))
+        sys.modules.pop(request["module"], None)  # a module is not to be run twice, says runpy
+        runpy.run_module(request["module"], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _parent() -> None:
+    import tests.services.toy  # noqa: F401
+
+    import diloco_coordinator.service
+    import diloco_syncer.service
+
+    running: set[int] = set()
+    print(json.dumps({"ready": [diloco_coordinator.__name__, diloco_syncer.__name__]}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "poll" in request:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if pid else None
+            running.discard(pid)
+            print(json.dumps({"code": code}), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            _child(request)
+        running.add(pid)
+        print(json.dumps({"pid": pid}), flush=True)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+
+
+class Nursery:
+    """The parent process, as a test sees it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.services.forking"],
+            cwd=ROOT,
+            env=dict(os.environ) | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        assert "ready" in json.loads(self._process.stdout.readline())
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """One request, and its answer."""
+        with self._lock:
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+            return answer
+
+    def close(self) -> None:
+        """End it, and all that it forked."""
+        self._process.communicate(timeout=10)
+
+
+class Forked:
+    """A forked process: as much of ``subprocess.Popen`` as :class:`Service` wants."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self.nursery, self.pid = nursery, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.nursery.ask(poll=self.pid)["code"]
+        return self.returncode
+
+    def wait(self, timeout: float = 60.0) -> int:
+        ends_s = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > ends_s:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.02)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkedCluster(Cluster):
+    """A cluster whose processes are forked; ``crash`` is the one that is to die: (name, before or after, its n-th action)."""
+
+    def __init__(self, nursery: Nursery, crash: tuple[str, When, int] | None, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.nursery, self.crash = nursery, crash
+
+    def start(self, name: str, module: str, **values: Any) -> Service:
+        config, output = self.directory / f"{name}.toml", self.directory / f"{name}.out"
+        config.write_text(to_toml({"name": name, "state_dir": str(self.directory), "run": self.name} | values))
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
+        output.touch()
+        when, number = "before", 0
+        if self.crash is not None and self.crash[0] == name:
+            _, when, number = self.crash
+            self.crash = None  # once
+        answer = self.nursery.ask(
+            module=module,
+            config=str(config),
+            output=str(output),
+            notes=str(self.notes(name)),
+            when=when,
+            number=number,
+            environment=environment | {"DILOCO_NATS_URL": self.url},
+        )
+        process = cast("subprocess.Popen[bytes]", Forked(self.nursery, answer["pid"]))
+        service = Service(name, process, output)
+        self.services.append(service)
+        return service
+
+    def check_alive(self) -> None:
+        """One that was killed is nobody's failure: whoever runs this cluster starts it again."""
+        for service in self.services:
+            if service.process.poll() not in (None, 0, -signal.SIGKILL):
+                raise AssertionError(f"{service.name} ended with {service.process.returncode}: {service.said}")
+
+    def notes(self, name: str) -> Path:
+        """Where a service's durable actions are noted, a line each."""
+        return self.directory / f"{name}.actions"
+
+
+if __name__ == "__main__":
+    _parent()

@@ -1,0 +1,115 @@
+"""Each service killed before and after its n-th durable action, for every n of a short run, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.services.cluster import Service, small
+from tests.services.forking import ForkedCluster, Nursery, When
+from tests.services.toy import SAMPLES
+
+from diloco.nats.server import Server
+from diloco.settings import RunSettings
+
+AT_ONCE = 3  # runs; they sleep most of their time
+LEARNERS = 2
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+def short() -> RunSettings:
+    """Two learners, two fragments, some four versions each, and keyframes with purges in between."""
+    return small(
+        learners=LEARNERS,
+        shards=1,
+        fragments__count=2,
+        round__steps=5,
+        tokens=LEARNERS * 22 * SAMPLES,
+        carry__overlap=1.0,
+        log__keyframe_factor=0.3,
+        liveness__dead_s=5.0,
+    )
+
+
+async def run(cluster: ForkedCluster) -> int:
+    """Run to the end, starting again what dies; how many died, which is at most one."""
+    await cluster.link()
+    begin: dict[str, Callable[[], Service]] = {
+        "coordinator": cluster.coordinator,
+        "syncer-0": lambda: cluster.syncer(0),
+        "toy-0": lambda: cluster.toy_process(0),
+        "toy-1": lambda: cluster.toy_process(1),
+    }
+    for start in begin.values():
+        start()
+    died = 0
+
+    def ended() -> bool:
+        nonlocal died
+        for service in list(cluster.services):
+            if not service.killed and service.process.poll() == -9:
+                service.killed = True
+                died += 1
+                begin[service.name]()
+        return all(service.killed or service.process.poll() == 0 for service in cluster.services)
+
+    await cluster.until(ended, "the run ends by itself")
+    return died
+
+
+async def crash(nursery: Nursery, url: str, folder: Path, name: str, when: When, number: int) -> list[str]:
+    """One case: what is wrong, in words; the log is checked by the reference, whose asserts speak for themselves."""
+    cluster = ForkedCluster(nursery, (name, when, number), folder, url, f"crash-{uuid.uuid4().hex[:8]}", short())
+    try:
+        died = await run(cluster)
+        pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+        for log in folded:
+            assert log.passed_over == 0, f"fragment {log.index}: {log.passed_over} entries do not follow"
+        # runs differ by an action or two: the last ones may not come
+        assert died == 1 or len(cluster.notes(name).read_text().splitlines()) < number, "nobody died"
+        if not name.startswith("toy"):  # whoever has not died has lost nothing
+            check_lossless(cluster, [pulse.tokens for pulse in pulses.values()], [log.tokens_merged for log in folded])
+    except AssertionError as error:
+        actions = cluster.notes(name).read_text().splitlines()
+        action = actions[number - 1] if number <= len(actions) else "none"
+        return [f"{name} killed {when} action {number} ({action}): {str(error)[:600]}"]
+    finally:
+        with contextlib.suppress(AssertionError):
+            await cluster.close()
+    return []
+
+
+def check_lossless(cluster: ForkedCluster, processed: list[int], merged: list[int]) -> None:
+    assert merged == [sum(processed)] * len(merged), f"{cluster.name}: processed {processed}, merged {merged}"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["coordinator", "syncer-0", "toy-0"])
+async def test_every_action(nursery: Nursery, nats_server: Server, tmp_path: Path, name: str, when: When) -> None:
+    whole = ForkedCluster(nursery, None, tmp_path / "whole", nats_server.url, f"crash-{uuid.uuid4().hex[:8]}", short())
+    try:
+        assert await run(whole) == 0
+        pulses, folded = await whole.finished_pulses(), await whole.folded()
+        check_lossless(whole, [p.tokens for p in pulses.values()], [log.tokens_merged for log in folded])
+    finally:
+        await whole.close()
+    count = len(whole.notes(name).read_text().splitlines())
+    assert count > 2
+    limit, wrong = asyncio.Semaphore(AT_ONCE), list[str]()
+
+    async def case(number: int) -> None:
+        async with limit:
+            wrong.extend(await crash(nursery, nats_server.url, tmp_path / f"{number}", name, when, number))
+
+    await asyncio.gather(*(case(number) for number in range(1, count + 1)))
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,260 @@
+"""Checkpoints of a whole run while it goes on, and going on from them in a new place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.conftest import MakeServer
+from tests.services.cluster import Cluster, Folded, check_accounts, small
+from tests.services.conftest import Launch
+from tests.services.test_crashes import some_versions
+from tests.services.toy import SAMPLES
+
+from diloco import checkpoint, resume
+from diloco.checkpoint import Checkpoint
+from diloco.errors import DilocoError, RunError
+from diloco.nats.server import Server
+from diloco.rundir import RunDirectory
+from diloco.settings import changed_settings
+
+NAMES = ["toy-0", "toy-1", "toy-2"]
+
+
+def as_directory(cluster: Cluster) -> Path:
+    """The cluster's directory as ``diloco up`` makes one."""
+    RunDirectory(cluster.directory, cluster.name, cluster.url, None, cluster.settings).save()
+    return cluster.directory
+
+
+async def restored(
+    source: Checkpoint, launch: Launch, server: Server, path: Path, *, at: int | None = None, **overrides: Any
+) -> Cluster:
+    """A cluster that goes on from a checkpoint, on another server."""
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    settings = resume.changed(source, dotted)
+    await resume.prepare(source, RunDirectory(path, source.manifest.run, server.url, None, settings), at=at)
+    cluster: Cluster = launch(settings, server.url, source.manifest.run, path)
+    return cluster
+
+
+async def go_on(cluster: Cluster, learners: int = 3) -> list[Folded]:
+    for share in range(learners):
+        cluster.toy(share)
+    await cluster.begin()
+    await cluster.ended()
+    return await whole(cluster)
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+async def test_a_run_goes_on_from_its_checkpoint_to_the_same_bits(
+    make_server: MakeServer, launch: Launch, tmp_path: Path, bits: int
+) -> None:
+    # every learner answers every round and waits for its version, so that the bits do not depend on time; with four of them
+    # a value, what rounding left over matters too: the learners', and the owner's
+    codec = {"codec__offer_bits": bits, "codec__record_bits": bits, "codec__error_feedback": True}
+    settings = small("diloco", tokens=3 * 90 * SAMPLES, **codec)
+    unbroken = launch(settings)
+    await unbroken.begin()
+    await unbroken.until(lambda: min((p[-1].versions[0] for p in unbroken.pulses.values()), default=0) >= 4, "versions")
+
+    taken, problems = await checkpoint.take(as_directory(unbroken))
+
+    await unbroken.ended()
+    [end] = await whole(unbroken)
+    assert problems == []
+    assert sorted(taken.manifest.learners) == NAMES
+    [cut] = taken.manifest.fragments
+    assert 4 <= cut.version < end.entries[-1].version
+    resumed = await restored(taken, launch, make_server(), tmp_path / "resumed")
+    [again] = await go_on(resumed)
+    assert [record.version for record in again.versions] == [record.version for record in end.versions]
+    assert [record.state_hash for record in again.versions] == [record.state_hash for record in end.versions]
+    for before, after in zip(unbroken.toys, resumed.toys, strict=True):
+        np.testing.assert_array_equal(before.thetas[0], after.thetas[0], strict=True)
+        assert before.member is not None
+        assert after.member is not None
+        assert before.member.step == after.member.step
+
+
+async def whole(run: Cluster) -> list[Folded]:
+    """The folded log with all entries since genesis: checkpoints make keyframes, and folding begins at the newest."""
+    store, _ = await run.store()
+    folded = []
+    for log in await run.folded():
+        stop = await store.head_sequence(log.index)
+        entries = [entry.record async for entry in store.follow([log.index], 1, lambda sequence, error: None, stop)]
+        folded.append(replace(log, entries=entries))
+    return folded
+
+
+async def test_with_other_members_nothing_that_was_merged_is_lost(
+    make_server: MakeServer, launch: Launch, tmp_path: Path
+) -> None:
+    run = launch(small(carry__overlap=1.0, tokens=3 * 120 * SAMPLES))
+    await run.begin()
+    await some_versions(run)
+
+    taken, _ = await checkpoint.take(as_directory(run))
+
+    await stop(run)
+    resumed = await restored(taken, launch, make_server(), tmp_path / "resumed", shards=1)
+    folded = await go_on(resumed, learners=2)  # the third one's share of the data is theirs in time
+    assert len([service for service in resumed.services if service.name.startswith("syncer")]) == 1
+    pulses = await resumed.finished_pulses()
+    for log, cut in zip(folded, taken.manifest.fragments, strict=True):
+        assert log.passed_over == 0
+        assert log.versions[-1].version > cut.version > 0
+        assert [record.version for record in log.versions] == list(range(1, len(log.versions) + 1))  # from the beginning
+        # what each of the two has processed since the beginning of the run is merged, or lost and counted, or held
+        for name, pulse in pulses.items():
+            merged = sum(m.tokens for record in log.versions for m in record.members if m.learner == name)
+            assert pulse.tokens == merged + pulse.lost_tokens[log.index] + pulse.fragment_tokens[log.index]
+        assert any(member.learner == "toy-2" for record in log.versions[: cut.version] for member in record.members)
+        assert not any(member.learner == "toy-2" for record in log.versions[cut.version :] for member in record.members)
+    for name in ("toy-0", "toy-1"):
+        assert resumed.events("checkpoint_restored", name)
+
+
+async def test_a_run_begins_again_at_an_earlier_version(make_server: MakeServer, launch: Launch, tmp_path: Path) -> None:
+    run = launch(small(tokens=3 * 120 * SAMPLES, log__keyframe_factor=0.2))
+    await run.begin()
+    await some_versions(run, more=4)
+    taken, _ = await checkpoint.take(as_directory(run))
+    await run.ended()
+    before = await whole(run)
+    last = min(cut.version for cut in taken.manifest.fragments)
+    with pytest.raises(RunError, match=r"--resume-at 1000: the log has versions 0 to \d+ of fragment 0; .*log.keep_bytes"):
+        await restored(taken, launch, server := make_server(), tmp_path / "no", at=1000)
+    assert not (tmp_path / "no" / "run.json").exists()
+
+    resumed = await restored(taken, launch, server, tmp_path / "resumed", at=2)
+
+    assert last > 2
+    store, _ = await resumed.store()
+    genesis = await store.genesis()
+    assert genesis is not None
+    for index in range(4):
+        assert (await store.transport.last(resumed.subjects.log_stream, resumed.subjects.record(index))) is not None
+        assert (await store.load(index, *genesis)).replica.chain.version <= 2
+    folded = await go_on(resumed)
+    check_accounts(await resumed.finished_pulses(), folded)
+    for old, new in zip(before, folded, strict=True):
+        assert new.passed_over == 0
+        assert [r.state_hash for r in new.versions if r.version <= 2] == [r.state_hash for r in old.versions if r.version <= 2]
+        assert new.versions[-1].version > 2
+        assert next(r for r in new.versions if r.version == 3).state_hash not in {r.state_hash for r in old.versions}
+        for toy in resumed.toys:
+            np.testing.assert_array_equal(toy.thetas[new.index], new.theta, strict=True)
+
+
+async def stop(run: Cluster) -> None:
+    for service in run.services:
+        service.kill()
+    for toy in run.toys:
+        await asyncio.to_thread(toy.stop)
+    run.toys.clear()
+
+
+async def two_checkpoints(run: Cluster) -> tuple[Path, list[Path]]:
+    """Of a run that has just begun; its directory and theirs."""
+    await run.begin()
+    await some_versions(run)
+    directory = as_directory(run)
+    return directory, [(await checkpoint.take(directory))[0].path for _ in range(2)]
+
+
+async def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_used(launch: Launch, tmp_path: Path) -> None:
+    run = launch(small(tokens=3 * 100_000 * SAMPLES))
+    directory, [older, newer] = await two_checkpoints(run)
+    assert directory / "whole" == older.parent == newer.parent
+    assert resume.find(directory).checkpoint.path == newer
+    assert resume.find(directory).notes == []
+
+    log, state, manifest = newer / "log.snapshot", newer / "learners" / "toy-1.safetensors", newer / "manifest.json"
+    for file, said in ((log, "is damaged"), (state, "is damaged"), (manifest, "damaged")):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+        found = resume.find(directory)
+        assert found.checkpoint.path == older
+        assert [str(file) in note and said in note for note in found.notes] == [True, False]
+        assert str(older) in found.notes[1]
+        assert resume.find(newer).checkpoint.path == older
+        file.write_bytes(whole[:-1])  # truncated
+        assert str(file) in resume.find(directory).notes[0]
+        file.write_bytes(whole)
+    state.unlink()
+    assert f"{state}: missing" in resume.find(directory).notes[0]
+
+    values = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(values | {"version": 2}))
+    assert "has format version 2, this diloco reads 1" in resume.find(directory).notes[0]
+    manifest.write_text(json.dumps({"format": "something else"}))
+    assert "is no manifest of a checkpoint" in resume.find(directory).notes[0]
+    manifest.unlink()  # as if it had never been finished
+    assert "never finished" in resume.find(directory).notes[0]
+    (older / "manifest.json").write_text("{")
+    with pytest.raises(RunError, match=rf"{newer}: is no checkpoint.*; {older}/manifest.json: damaged"):
+        resume.find(directory)
+    with pytest.raises(RunError, match=f"{tmp_path}: is no checkpoint"):
+        resume.find(tmp_path)
+
+
+def refused(source: Checkpoint, overrides: dict[str, Any]) -> str:
+    with pytest.raises(DilocoError) as caught:
+        resume.changed(source, overrides)
+    return str(caught.value)
+
+
+async def test_settings_that_would_break_the_run_are_refused_by_name(launch: Launch) -> None:
+    run = launch(small(tokens=3 * 100_000 * SAMPLES))
+    _, [older, _] = await two_checkpoints(run)
+    source = checkpoint.load(older)
+    for name, value in {
+        "fragments.count": 5, "task.width": 16, "outer.momentum": 0.4, "codec.record_bits": 8, "tokens": 1, "seed": 4,
+        "round.steps": 7,
+    }.items():  # fmt: skip
+        assert f"cannot go on with another setting: {name} is " in refused(source, {name: value})
+    assert "no setting 'log.keep_byte' (did you mean 'log.keep_bytes'?)" in refused(source, {"log.keep_byte": 1})
+    allowed = {"shards": 1, "log.keep_bytes": 5, "log.archive": True, "liveness.dead_s": 3.0}
+    assert resume.changed(source, allowed) == changed_settings(run.settings, allowed, "test")
+
+
+async def test_a_full_disk_leaves_the_old_checkpoint_and_the_run_as_they_were(launch: Launch) -> None:
+    run = launch(small(carry__overlap=1.0, task__context=40_000, fragments__count=3, tokens=3 * 150 * SAMPLES))
+    directory, [older, newer] = await two_checkpoints(run)
+
+    ended = await command("ulimit -f 64; exec ", ["checkpoint", str(directory)])  # 64 KiB: no file may be larger
+
+    assert ended[0] == 5
+    assert "no checkpoint was taken" in ended[1]
+    assert "File too large" in ended[1]
+    assert sorted((directory / "whole").iterdir()) == [older, newer]
+    assert resume.find(directory).checkpoint.path == newer
+    await run.ended()
+    check_accounts(await run.finished_pulses(), await whole(run))
+
+
+async def command(before: str, arguments: Sequence[str]) -> tuple[int, str]:
+    """``diloco`` in a shell of its own: its exit code, and all that it says."""
+    diloco = Path(sys.executable).parent / "diloco"
+    process = await asyncio.create_subprocess_exec(
+        "/bin/bash",
+        "-c",
+        f"{before}{diloco} {' '.join(arguments)}",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    said, _ = await process.communicate()
+    assert process.returncode is not None
+    assert b"Traceback" not in said
+    return process.returncode, said.decode()

@@ -1,0 +1,46 @@
+"""What stays of a log: keyframes by count, entries since the oldest of them, and, with an archive, every merged offer."""
+
+from __future__ import annotations
+
+from tests.services.cluster import check_accounts, small
+from tests.services.conftest import Launch
+from tests.services.toy import SAMPLES
+
+from diloco.core import quantise
+
+
+async def test_old_keyframes_go_and_what_is_needed_stays(launch: Launch) -> None:
+    run = launch(small(tokens=3 * 90 * SAMPLES, log__keyframe_factor=0.1, log__keep_bytes=0, log__keep_keyframes=3))
+    await run.begin()
+    await run.ended()
+
+    store, _ = await run.store()
+    genesis = await store.genesis()
+    assert genesis is not None
+    for log in await run.folded():
+        sequences = await store.keyframe_sequences(log.index)
+        assert len(run.events("keyframe_stored")) > 4 * 3
+        assert len(sequences) == 3
+        assert min(sequences) > genesis[0].fragments[log.index][0]  # genesis's is gone
+        assert log.passed_over == 0
+        for toy in run.toys:
+            assert toy.thetas[log.index].tobytes() == log.theta.tobytes()
+
+
+async def test_every_merged_offer_is_in_the_archive(launch: Launch) -> None:
+    run = launch(small(tokens=3 * 60 * SAMPLES, log__archive=True))
+    await run.begin()
+    await run.ended()
+
+    store, fragments = await run.store()
+    folded = await run.folded()
+    check_accounts(await run.finished_pulses(), folded)
+    for log in folded:
+        for record in log.versions:
+            for member in record.members:
+                kept = await store.archived(log.index, member.learner, member.incarnation, member.number)
+                assert kept is not None
+                offer, body = kept
+                assert (offer.tokens, offer.steps, offer.base_version) == (member.tokens, member.steps, member.base_version)
+                assert body.size == quantise.body_bytes(fragments.fragments[log.index].size, offer.bits)
+    assert await store.archived(0, "toy-0", 1, 1) is None

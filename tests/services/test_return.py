@@ -1,0 +1,273 @@
+"""Learners that come, leave and come back: with and without a checkpoint, with and without notice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from tests.services.cluster import DEADLINE_S, Cluster, Service, check_accounts, small
+from tests.services.conftest import Launch
+from tests.services.toy import SAMPLES, Regression
+
+from diloco import membership, state
+from diloco.core.fragments import build_map
+from diloco.wire import messages
+from diloco.wire.messages import Mark, Marked, Record, ShardPulse
+
+JAX_S = 240.0  # generous, too: it is imported and compiled
+
+
+async def some_versions(cluster: Cluster, more: int = 2, of: Sequence[str] = ()) -> None:
+    """Wait until every fragment has got so many more versions, as learners (all, or ``of``) apply them."""
+
+    def versions() -> list[int]:
+        heard = [pulses[-1].versions for name, pulses in cluster.pulses.items() if not of or name in of]
+        return np.min(heard, axis=0).tolist() if heard else [0]
+
+    before = versions()
+    await cluster.until(lambda: min(np.subtract(versions(), before)) >= more, f"{more} more versions of every fragment")
+
+
+async def test_a_learner_that_leaves_has_its_last_work_merged(launch: Launch) -> None:
+    cluster = launch(small(tokens=3 * 150 * SAMPLES, carry__overlap=1.0, round__steps=40))
+    for share in range(3):
+        cluster.toy(share, leave_s=DEADLINE_S)
+    await cluster.begin()
+    leaver = cluster.toys[2]
+    await some_versions(cluster, 1)
+    await cluster.until(lambda: max(cluster.pulses["toy-2"][-1].steps) > 10, "it holds steps that are not due for long")
+    leaver.leave()
+    await cluster.until(lambda: not leaver.running, "it has left")
+    last = cluster.pulses["toy-2"][-1]
+    assert last.state == "left"
+    assert not any(last.steps)
+    assert not any(last.lost_tokens)
+    steps = {pulse.step for pulse in cluster.pulses["toy-2"] if pulse.state == "leaving"}
+    assert len(steps) == 1  # it takes none while it leaves
+    cluster.toys.remove(leaver)
+    await cluster.ended()
+    folded = await cluster.folded()
+    for log in folded:
+        assert sum(m.tokens for record in log.versions for m in record.members if m.learner == "toy-2") == last.tokens
+
+
+async def test_a_learner_that_nobody_merges_leaves_in_time_and_counts_on_from_its_checkpoint(launch: Launch) -> None:
+    cluster = launch(small(learners=1, shards=1, round__steps=1000, tokens=400 * SAMPLES, carry__overlap=1.0))
+    cluster.coordinator()
+    syncer = cluster.syncer(0)
+    first = cluster.toy(0, leave_s=0.5)
+    await cluster.link()
+    await cluster.all_ready()
+    cluster.gate.open()
+    await cluster.until(lambda: cluster.steps() >= 20, "it has taken steps")
+    syncer.kill()
+    first.leave()
+    await cluster.until(lambda: not first.running, "it has left")
+    left = cluster.pulses["toy-0"][-1]
+    assert left.state == "left"
+    assert min(left.steps) >= 20
+    cluster.toys.clear()
+    cluster.syncer(0)
+    cluster.toy(0)
+    await cluster.ended()
+    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    check_accounts(pulses, folded)
+    assert pulses["toy-0"].step > left.step
+    for log in folded:  # nothing of its work was lost, though most of it was done by the first process
+        assert sum(m.tokens for record in log.versions for m in record.members) == pulses["toy-0"].tokens
+        assert pulses["toy-0"].lost_tokens[log.index] == 0
+
+
+async def test_killed_learner_goes_on_from_its_own_checkpoint(launch: Launch) -> None:
+    cluster = launch(small(shards=1, carry__overlap=1.0, liveness__dead_s=1.0, tokens=3 * 150 * SAMPLES))
+    for share in range(2):
+        cluster.toy(share)
+    cluster.coordinator()
+    cluster.syncer(0)
+    killed = cluster.toy_process(2, checkpoint_s=0.2)
+    await cluster.link()
+    await cluster.all_ready()
+    await cluster.until(lambda: bool(cluster.pulses.get("toy-2")), "the process has joined")
+    cluster.gate.open()
+    await some_versions(cluster)
+    await cluster.until(lambda: len(cluster.events("checkpoint_saved", "toy-2")) >= 2, "checkpoints")
+    killed.kill()
+    first = cluster.pulses["toy-2"][-1]
+    saved = [event["step"] for event in cluster.events("checkpoint_saved", "toy-2")]
+    await some_versions(cluster, of=["toy-0", "toy-1"])
+    cluster.toy_process(2, checkpoint_s=0.2)
+    await cluster.ended()
+    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    check_accounts(pulses, folded)
+    [restored] = cluster.events("checkpoint_restored", "toy-2")
+    assert restored["step"] in saved[-2:]  # the kill may have come between writing a checkpoint and saying so
+    assert first.step - restored["step"] < 30
+    assert pulses["toy-2"].incarnation > first.incarnation
+    for log in folded:
+        for toy in cluster.toys:
+            np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
+
+
+def spoil(task: Regression) -> None:
+    """Initial values that are worth nothing, and would show."""
+    for tensor in task.tensors.values():
+        tensor[:] = 1e6
+
+
+async def heads(cluster: Cluster) -> list[bytes]:
+    """State hashes of all fragments, as the log has them."""
+    store, fragments = await cluster.store()
+    stored = [
+        await store.transport.last(cluster.subjects.log_stream, cluster.subjects.record(f.index)) for f in fragments.fragments
+    ]
+    return [messages.unpack(entry.data, Record, store.run)[0].state_hash for entry in stored if entry is not None]
+
+
+async def still(cluster: Cluster) -> list[bytes]:
+    """State hashes of all fragments once nothing that was offered is on its way any more."""
+
+    def pulse() -> ShardPulse:
+        return cluster.shard_pulses["syncer-0"]
+
+    while True:
+        before, number = await heads(cluster), pulse().number
+        await cluster.until(lambda number=number: pulse().number > number + 4, "the syncer pulses on")  # type: ignore[misc]
+        if before == await heads(cluster) and not any(answers for _, answers, _, _ in pulse().open):
+            return before
+
+
+async def test_a_newcomer_alone_cannot_change_the_model(launch: Launch) -> None:
+    cluster = launch(small(learners=2, shards=1, tokens=2 * 150 * SAMPLES, carry__overlap=1.0))
+    for share in range(2):
+        cluster.toy(share)
+    await cluster.begin()
+    await some_versions(cluster, 3)
+    for toy in cluster.toys:
+        await asyncio.to_thread(toy.stop)
+    cluster.toys.clear()
+    cluster.gate.close()
+    before = await still(cluster)
+    newcomer = cluster.toy(0, name="newcomer", initialise=spoil)
+    await cluster.until(lambda: "newcomer" in cluster.pulses, "it has joined")
+    await cluster.until(lambda: cluster.pulses["newcomer"][-1].state == "stepping", "it has applied the model")
+    assert newcomer.task is not None
+    assert max(float(np.abs(tensor).max()) for tensor in newcomer.task.tensors.values()) < 100
+    assert await heads(cluster) == before
+    cluster.gate.open()
+    await cluster.ended()
+    folded = await cluster.folded()
+    by_newcomer = [m for log in folded for record in log.versions for m in record.members if m.learner == "newcomer"]
+    assert by_newcomer
+    assert newcomer.task.distance(await cluster.tensors(folded)) < 0.1
+
+
+async def test_learners_save_their_state_at_a_mark(launch: Launch) -> None:
+    cluster = launch(small(tokens=3 * 150 * SAMPLES))
+    await cluster.begin()
+    link = await cluster.link()
+    run = (await cluster.store())[0].run
+    answers: dict[str, Marked] = {}
+
+    async def hear(message: Any) -> None:
+        answer, _, _ = messages.unpack(message.data, Marked, run)
+        answers[answer.learner] = answer
+
+    await link.subscribe(cluster.subjects.marked(), hear)
+    ahead = [version + 2 for version in cluster.pulses["toy-0"][-1].versions]
+    mark = messages.pack(Mark(7, ahead), run)
+    ends_s = asyncio.get_running_loop().time() + DEADLINE_S
+    while len(answers) < 3:
+        assert asyncio.get_running_loop().time() < ends_s
+        await link.publish(cluster.subjects.mark, mark)
+        await asyncio.sleep(0.05)
+    for name, answer in answers.items():
+        path = state.marked(cluster.directory, 7, name)
+        assert blake3(path.read_bytes()).digest() == answer.file_hash
+        assert path.stat().st_size == answer.size_bytes
+        saved = state.load(path, run, name)
+        assert saved.books["step"] == answer.step
+        assert [fragment["base_version"] for fragment in saved.books["fragments"]] == answer.versions
+        assert min(np.subtract(answer.versions, ahead)) >= 0
+    await cluster.ended()
+
+
+async def test_an_incarnation_grows_though_the_clock_jumps_back(launch: Launch) -> None:
+    cluster = launch(small())
+    run = await membership.create(await cluster.link(), cluster.name, cluster.settings)
+    fragments = build_map(Regression(cluster.settings.task, 0).specs, 4)
+
+    async def join(name: str, incarnation: int) -> int:
+        return await membership.join(run, name, incarnation, fragments, cluster.settings.digest())
+
+    assert [await join("ann", incarnation) for incarnation in (1000, 2000, 500, 2001, 2002)] == [1000, 2000, 2001, 2002, 2003]
+    assert await membership.admitted(run, "ann", fragments.digest) == 2003
+    assert sorted(await asyncio.gather(*(join("bob", 7) for _ in range(5)))) == [7, 8, 9, 10, 11]
+    assert await membership.admitted(run, "bob", fragments.digest) == 11
+    await run.registry.put("member.cat", b"no admission")
+    assert await join("cat", 7) == 7
+
+
+async def test_a_real_learner_returns_with_its_checkpoint_and_without(launch: Launch) -> None:
+    """One of two GPTs is killed, and goes on from its checkpoint; killed again without one, it borrows an optimizer state."""
+    cluster = launch(
+        small(
+            learners=2,
+            shards=1,
+            tokens=10**9,
+            fragments__count=3,
+            liveness__dead_s=1.0,
+            task__name="gpt",
+            task__layers=1,
+            task__width=16,
+            task__heads=2,
+            task__context=16,
+            task__batch=2,
+        )
+    )
+    text = cluster.directory / "text.txt"
+    text.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(4000)))
+    shared = {"data": str(text), "checkpoint_s": 0.3, "cache_dir": str(cluster.directory / "cache"), "leave_s": 0.0}
+
+    def learner(index: int) -> Service:
+        return cluster.start(f"learner-{index}", "diloco_learner", share=index, slow=20.0, **shared)
+
+    def programs() -> set[str]:
+        return {path.name for path in (cluster.directory / "cache").glob("*take_step*-cache")}
+
+    cluster.coordinator()
+    cluster.syncer(0)
+    learner(0)
+    killed = learner(1)
+    await cluster.link()
+    name, (file, previous) = "learner-1", state.generations(cluster.directory, "learner-1")
+    await cluster.until(
+        lambda: previous.exists() and min(cluster.pulses[name][-1].versions) >= 2, "checkpoints and versions", JAX_S
+    )
+
+    killed.kill()
+    first, compiled = cluster.pulses[name][-1], programs()
+    file.write_bytes(previous.read_bytes()[:-1])  # torn by more than a kill can
+    killed = learner(1)
+    await cluster.until(lambda: cluster.pulses[name][-1].incarnation > first.incarnation, "it has joined again", JAX_S)
+    await some_versions(cluster, 1, of=[name])
+    [refused] = cluster.events("checkpoint_refused", name)
+    assert str(file) in refused["file"]
+    [restored] = cluster.events("checkpoint_restored", name)
+    assert restored["file"] == "learner-1.previous.safetensors"
+    assert 0 < restored["step"] <= first.step
+
+    killed.kill()
+    second, before = cluster.pulses[name][-1], len(cluster.events("state_from_peer", name))
+    for path in state.generations(cluster.directory, name):
+        path.unlink(missing_ok=True)
+    learner(1)
+    await cluster.until(lambda: cluster.pulses[name][-1].incarnation > second.incarnation, "it has joined once more", JAX_S)
+    await some_versions(cluster, 1, of=[name])
+    borrowed, lent = cluster.events("state_from_peer", name), cluster.events("state_lent", "learner-0")
+    assert len(borrowed) == before + 1  # the first time, it may have come when the other was at work already
+    assert borrowed[-1]["peer"] == "learner-0"
+    assert borrowed[-1]["step"] == lent[-1]["step"] > 0
+    assert programs() == compiled != set()  # whoever begins again need not compile its step

@@ -1,0 +1,187 @@
+"""Fragments change hands: owners die, freeze, join and leave; standbys take over. What is in the log stays as it is."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.services.cluster import Cluster, Folded, Service, small
+from tests.services.conftest import Launch
+from tests.services.test_crashes import some_versions
+from tests.services.toy import SAMPLES
+
+from diloco import membership
+from diloco.core.ownership import OwnersTable
+from diloco.membership import Run
+
+
+async def table(cluster: Cluster) -> OwnersTable:
+    store, fragments = await cluster.store()
+    registry = await store.transport.bucket(cluster.subjects.bucket, create=False)
+    found, _ = await membership.owners(Run(cluster.name, cluster.settings, registry), len(fragments.fragments))
+    assert found is not None
+    return found
+
+
+def owned(cluster: Cluster, name: str) -> set[int]:
+    """By a syncer's own word."""
+    return set(cluster.shard_pulses[name].fragments) if name in cluster.shard_pulses else set()
+
+
+async def until_owned_by(cluster: Cluster, *names: str) -> None:
+    everything = set(range(cluster.settings.fragments.count))
+
+    def so() -> bool:
+        parts = [owned(cluster, name) for name in names]
+        return all(parts) and sum(map(len, parts)) == len(everything) and set.union(*parts) == everything
+
+    await cluster.until(so, f"{names} own all fragments")
+
+
+async def whole_run_is_in_the_log(cluster: Cluster) -> list[Folded]:
+    """The run ends by itself; all hold what the log says, and all that was processed is in it, once."""
+    await cluster.ended()
+    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    store, _ = await cluster.store()
+    genesis = await store.genesis()
+    assert genesis is not None
+    for log in folded:
+        assert log.passed_over == 0
+        chain = (await store.load(log.index, *genesis)).replica.chain
+        merged = log.entries[-1].tokens_merged if log.entries else chain.tokens_merged
+        assert merged == sum(pulse.tokens for pulse in pulses.values())
+        for toy in cluster.toys:
+            np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
+    return folded
+
+
+def takeovers(folded: list[Folded]) -> Mapping[int, list[tuple[int, str]]]:
+    """By fragment: epochs and owners, in order."""
+    return {log.index: [(e.epoch, e.syncer) for e in log.entries if e.entry == "takeover"] for log in folded}
+
+
+async def begin(cluster: Cluster, syncers: int) -> list[Service]:
+    await cluster.create()
+    services = [cluster.syncer(index) for index in range(syncers)]
+    cluster.learners()
+    await cluster.link()
+    await cluster.all_ready()
+    cluster.gate.open()
+    await some_versions(cluster)
+    return services
+
+
+def settings(steps: int = 300, **changes: Any) -> Any:
+    return small(carry__overlap=1.0, tokens=3 * steps * SAMPLES, **changes)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_standby_takes_over_from_an_owner_that_dies_or_freezes(launch: Launch, how: signal.Signals) -> None:
+    cluster = launch(settings())
+    services = await begin(cluster, 4)  # two share the fragments, two race for a dead one's
+    holders = (await table(cluster)).holders
+    [gone, other], standbys = holders, {"syncer-0", "syncer-1", "syncer-2", "syncer-3"} - set(holders)
+    [process] = [service for service in services if service.name == gone]
+    had = owned(cluster, gone)
+    assert had
+    process.process.send_signal(how)
+    process.killed = how == signal.SIGKILL
+
+    await cluster.until(lambda: any(owned(cluster, name) == had for name in standbys), "a standby owns them")
+    await some_versions(cluster)
+    if how == signal.SIGSTOP:
+        process.process.send_signal(signal.SIGCONT)
+        await cluster.until(lambda: bool(cluster.events("standing_by", gone)), "the old owner has understood")
+    [successor] = [name for name in standbys if owned(cluster, name)]
+    assert set((await table(cluster)).holders) == {other, successor}
+
+    folded = await whole_run_is_in_the_log(cluster)
+
+    for log in folded:
+        expected = [(1, gone), (2, successor)] if log.index in had else [(1, other)]
+        assert takeovers(folded)[log.index] == expected
+        # parameters and momentum went over as they were, and made versions before and after
+        for before, after in itertools.pairwise(log.entries):
+            if after.entry == "takeover":
+                assert after.state_hash == before.state_hash
+                assert after.version == before.version
+        writers = [record.syncer for record in log.versions]
+        assert writers == sorted(writers, key=[owner for _, owner in expected].index)  # never again the old one
+        assert set(writers) == {owner for _, owner in expected}
+
+
+async def test_both_owners_die_and_two_standbys_take_over(launch: Launch) -> None:
+    cluster = launch(settings())
+    services = await begin(cluster, 4)
+    holders = set((await table(cluster)).holders)
+    for service in services:
+        if service.name in holders:
+            service.kill()
+    standbys = {service.name for service in services} - holders
+    await until_owned_by(cluster, *standbys)
+
+    folded = await whole_run_is_in_the_log(cluster)
+
+    assert set((await table(cluster)).holders) == standbys
+    for owners in takeovers(folded).values():
+        assert [owner in holders for _, owner in owners] == [True, False]
+
+
+async def test_syncers_join_and_leave_a_run_that_goes_on(launch: Launch) -> None:
+    cluster = launch(settings(500, shards=3, fragments__count=6))
+    services = await begin(cluster, 2)
+    await until_owned_by(cluster, "syncer-0", "syncer-1")
+
+    cluster.syncer(2)
+    await until_owned_by(cluster, "syncer-0", "syncer-1", "syncer-2")
+    _, fragments = await cluster.store()
+    sizes = [fragment.size for fragment in fragments.fragments]
+    loads = [sum(sizes[index] for index in owned(cluster, f"syncer-{k}")) for k in range(3)]
+    assert max(loads) - min(loads) <= max(sizes)
+    await some_versions(cluster)
+
+    services[0].process.send_signal(signal.SIGTERM)
+    await cluster.until(lambda: services[0].process.poll() == 0, "it has left")
+    assert cluster.events("left", "syncer-0")
+    await until_owned_by(cluster, "syncer-1", "syncer-2")
+
+    await whole_run_is_in_the_log(cluster)
+
+    # the owners agreed on every change of hands: nobody's append was fenced, and no residual was lost
+    for event in ("version_fenced", "residual_reset", "takeover_retried", "keyframe_not_stored"):
+        assert not cluster.events(event)
+
+
+async def test_the_only_syncer_leaves_and_comes_back_to_its_own_residual(launch: Launch) -> None:
+    cluster = launch(settings(200, shards=1))
+    [only] = await begin(cluster, 1)
+    only.process.send_signal(signal.SIGTERM)
+    await cluster.until(lambda: only.process.poll() == 0, "it has left")
+    before = cluster.events("handed_over")
+    assert sorted(event["fragment"] for event in before) == [0, 1, 2, 3]
+    assert len(cluster.events("keyframe_stored")) == 4
+    cluster.syncer(0)
+
+    await whole_run_is_in_the_log(cluster)
+
+    again = [event for event in cluster.events("taken_over") if event["epoch"] == 2]
+    assert {(e["fragment"], e["version"]) for e in again} == {(e["fragment"], e["version"]) for e in before}
+    assert not cluster.events("residual_reset")
+
+
+async def test_of_two_processes_with_one_name_the_older_says_so_and_ends(launch: Launch) -> None:
+    cluster = launch(settings(150, shards=1))
+    [older] = await begin(cluster, 1)
+    cluster.gate.close()
+    cluster.syncer(0)
+
+    [(code, said)] = await cluster.refused(older)
+
+    cluster.gate.open()
+    assert code == 5
+    assert "a younger process goes by the name 'syncer-0'" in said
+    await whole_run_is_in_the_log(cluster)

@@ -1,0 +1,404 @@
+"""``diloco verify`` and ``diloco replay`` on a run of toys: all holds, until somebody tampers with what is stored."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from numpy.typing import NDArray
+from tests.conftest import MakeServer
+from tests.services.cluster import Cluster, small
+from tests.services.conftest import Diloco
+from tests.services.toy import SAMPLES, Regression
+
+from diloco import replay, rundir, tape, verify
+from diloco.core import codec
+from diloco.core import tape as events
+from diloco.core.books import Apply
+from diloco.core.fragments import build_map
+from diloco.core.tape import Life
+from diloco.nats.server import Server
+from diloco.outside import opened
+from diloco.report import build
+from diloco.rundir import RunDirectory
+from diloco.settings import RunSettings
+from diloco.wire import messages
+
+
+@dataclass
+class Finished:
+    """A run that is over: its directory, its server stopped."""
+
+    path: Path
+    state_hashes: list[str]
+
+    def tape(self, name: str) -> Path:
+        return self.path / "tapes" / f"{name}.tape"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Made once: three toys, one of which is killed with kill -9 and begun again."""
+    path = tmp_path_factory.mktemp("verify") / "run"
+    return asyncio.run(_finish(path))
+
+
+async def _finish(path: Path) -> Finished:
+    settings = small(
+        log__keyframe_factor=0.2, log__keep_keyframes=1000, liveness__dead_s=1.0, carry__overlap=0.5, log__archive=True
+    )
+    server = Server(path / "nats")
+    server.start()
+    cluster = Cluster(path, server.url, "verified", settings)
+    try:
+        for share in range(2):
+            cluster.toy(share)
+        cluster.coordinator()
+        cluster.syncers()
+        killed = cluster.toy_process(2)
+        await cluster.link()
+        await cluster.all_ready()
+        await cluster.until(lambda: bool(cluster.pulses.get("toy-2")), "the process has joined")
+        cluster.gate.open()
+        await cluster.until(lambda: cluster.pulses["toy-2"][-1].step > 15, "it has trained for some rounds")
+        killed.kill()
+        first = cluster.pulses["toy-2"][-1].incarnation
+        cluster.gate.close()
+        cluster.toy_process(2)
+        await cluster.until(lambda: cluster.pulses["toy-2"][-1].incarnation > first, "the process has joined again")
+        cluster.gate.open()
+        await cluster.ended()
+        chains = await build.read_chains((await cluster.store())[0])
+    finally:
+        await cluster.close()
+        server.stop()
+    directory = RunDirectory(path, "verified", server.url, None, settings)
+    directory.save()
+    report = {
+        "tokens_processed": settings.tokens,
+        "fragments": [
+            {
+                "versions": chain.version,
+                "tokens_merged": chain.tokens_merged,
+                "tokens_lost": settings.tokens - chain.tokens_merged,
+                "state_hash": chain.state_hash.hex(),
+            }
+            for chain in chains
+        ],
+    }
+    rundir.write_json(directory.report, report)
+    return Finished(path, [chain.state_hash.hex() for chain in chains])
+
+
+@pytest.fixture
+def copy(finished: Finished, tmp_path: Path) -> Finished:
+    """The run, to be tampered with."""
+    shutil.copytree(finished.path, tmp_path / "run")
+    return Finished(tmp_path / "run", finished.state_hashes)
+
+
+def states(verdict: verify.Verdict) -> dict[str, str]:
+    return {check.name: check.state for check in verdict.checks}
+
+
+def found(verdict: verify.Verdict, name: str) -> str:
+    return next(check.found for check in verdict.checks if check.name == name)
+
+
+ALL_HOLD = dict.fromkeys(("log", "keyframes", "merges", "tapes", "offers", "data", "report"), "holds")
+
+
+async def test_untouched_run_holds(finished: Finished) -> None:
+    verdict = await verify.check(finished.path)
+
+    assert states(verdict) == ALL_HOLD
+    assert verdict.holds
+    assert verdict.versions > 10
+    assert not verdict.live
+
+
+def test_tapes_of_services_say_who_owned_what_and_who_was_there(finished: Finished) -> None:
+    run = rundir.load(finished.path)
+    identity = messages.run_id(run.name, run.settings.digest())
+    owners = [list(tape.load(finished.tape(f"syncer-{i}"), identity).events()) for i in range(2)]
+    coordinator = list(tape.load(finished.tape("coordinator"), identity).events())
+
+    owned = [[event for event in own if isinstance(event, events.Owners)][-1].fragments for own in owners]
+    assert sorted(index for own in owned for index in own) == [0, 1, 2, 3]
+    assert all(isinstance(own[0], events.Start) for own in [*owners, coordinator])
+    came = {event.member for event in coordinator if isinstance(event, events.Back)}
+    assert {"toy-0", "toy-1", "toy-2", "syncer-0", "syncer-1"} <= came
+
+
+def test_command_says_so_and_changes_nothing(finished: Finished, diloco: Diloco) -> None:
+    before = {file: file.read_bytes() for file in finished.path.rglob("*") if file.is_file()}
+
+    ended, as_json = diloco("verify", str(finished.path)), diloco("verify", str(finished.path), "--json")
+
+    assert (ended.code, as_json.code) == (0, 0)
+    assert "everything checked holds" in ended.out
+    assert json.loads(as_json.out)["holds"] is True
+    assert {file: file.read_bytes() for file in finished.path.rglob("*") if file.is_file()} == before
+
+
+async def test_offer_that_is_on_no_tape_is_found(copy: Finished) -> None:
+    run = rundir.load(copy.path)
+    identity = messages.run_id(run.name, run.settings.digest())
+    write_tape(copy, "toy-0", [e for e in tape.load(copy.tape("toy-0"), identity).events() if not _is_offer_of(e, 0)])
+
+    verdict = await verify.check(copy.path)
+
+    assert states(verdict) == ALL_HOLD | {"offers": "fails"}
+    assert "fragment 0, version" in found(verdict, "offers")
+    assert "of toy-0" in found(verdict, "offers")
+
+
+def write_tape(run: Finished, name: str, said: list[events.Event]) -> None:
+    directory = rundir.load(run.path)
+    header = events.Header(messages.run_id(directory.name, directory.settings.digest()), name)
+    raw = header.pack()
+    raw += b"".join(events.blocks(map(events.encode, said), header.hash, len(raw)))
+    run.tape(name).write_bytes(raw)
+
+
+def _is_offer_of(event: events.Event, fragment: int) -> bool:
+    return isinstance(event, events.Offer) and event.fragment == fragment
+
+
+async def test_damaged_tape_is_named_and_what_it_would_show_is_unchecked(copy: Finished) -> None:
+    raw = bytearray(copy.tape("toy-1").read_bytes())
+    raw[len(raw) // 2] ^= 4
+    copy.tape("toy-1").write_bytes(raw)
+    copy.tape("toy-2").write_bytes(b"nothing")
+
+    verdict = await verify.check(copy.path)
+
+    assert states(verdict) == ALL_HOLD | dict.fromkeys(("tapes", "offers", "data"), "unchecked")
+    assert verdict.holds
+    damaged = (await redo(copy.path))[1]
+    assert (damaged.learner, damaged.wrong) == ("toy-1", "")
+    assert "damaged at byte" in damaged.unchecked
+    for name in ("toy-1.tape: damaged at byte", "toy-2.tape: no tape"):
+        assert name in found(verdict, "tapes")
+
+
+async def test_report_with_other_sums_is_found(copy: Finished) -> None:
+    report = json.loads((copy.path / "report.json").read_text())
+    report["fragments"][2]["tokens_lost"] += 1
+    rundir.write_json(copy.path / "report.json", report)
+
+    verdict = await verify.check(copy.path)
+
+    assert states(verdict) == ALL_HOLD | {"report": "fails"}
+    assert "fragment 2: tokens_lost" in found(verdict, "report")
+
+
+@pytest.fixture
+async def served(copy: Finished) -> AsyncIterator[Finished]:
+    """The tampered copy on a server of its own, as a run that is going on."""
+    server = Server(copy.path / "nats")
+    server.start()
+    run = rundir.load(copy.path)
+    RunDirectory(copy.path, run.name, server.url, None, run.settings).save()
+    yield copy
+    server.stop()
+
+
+async def test_entry_with_another_state_is_found(served: Finished) -> None:
+    async with opened(served.path) as outside:
+        assert outside.live
+        last = await outside.log.transport.last(outside.log.subjects.log_stream, outside.log.subjects.record(1))
+        assert last is not None
+        record, check, _ = messages.unpack(last.data, messages.Record, outside.run.identity)
+        # a takeover may follow a closed log; this one claims that the state has become another
+        forged = replace(
+            record,
+            entry="takeover",
+            epoch=record.epoch + 1,
+            previous=check,
+            members=[],
+            body=None,
+            closing=False,
+            state_hash=bytes(32),
+        )
+        await outside.log.append_record(forged, b"", [], last.sequence)
+
+    verdict = await verify.check(served.path)
+
+    assert verdict.live
+    assert states(verdict)["log"] == "fails"
+    assert "fragment 1" in found(verdict, "log")
+
+
+async def test_keyframe_with_other_cursors_is_found(served: Finished) -> None:
+    async with opened(served.path) as outside:
+        loaded = await outside.log.load(0, outside.genesis, outside.genesis_check)
+        loaded.replica.chain.tokens_merged += 1
+        await outside.log.append_keyframe(loaded.replica, loaded.residual, fence=None)
+
+    verdict = await verify.check(served.path)
+
+    assert states(verdict) == ALL_HOLD | {"keyframes": "fails"}
+    assert "fragment 0" in found(verdict, "keyframes")
+
+
+async def test_archived_offer_that_gives_another_merge_is_found(served: Finished) -> None:
+    async with opened(served.path) as outside:
+        entry = await anext(outside.log.follow([0], 1, lambda sequence, error: None))
+        while not entry.record.members:
+            entry = await anext(outside.log.follow([0], entry.sequence + 1, lambda sequence, error: None))
+        member = entry.record.members[0]
+        stored = await outside.log.archived(0, member.learner, member.incarnation, member.number)
+        assert stored is not None
+        offer, raw = stored
+        raw = raw.copy()
+        first = 2 * (raw.size // 34)  # behind the scales; its lower half is the code of the first value
+        raw[first] = raw[first] & 0xF0 | (15 if raw[first] & 15 < 8 else 1)
+        body, inline, _ = messages.describe_body(codec.pack(raw, -1), codec.content_hash(raw), bytes(8))
+        subject = outside.log.subjects.archived(0, member.learner, member.incarnation, member.number)
+        frame = messages.pack(replace(offer, body=body), outside.run.identity, inline)
+        await outside.log.transport.append(subject, frame, message_id="forged", fence=None, timeout_s=10)
+
+    verdict = await verify.check(served.path)
+
+    assert states(verdict) == ALL_HOLD | {"merges": "fails"}
+    assert f"fragment 0, version {entry.record.version}" in found(verdict, "merges")
+
+
+async def test_purged_log_is_checked_from_its_oldest_keyframe_on(served: Finished, diloco: Diloco) -> None:
+    async with opened(served.path) as outside:
+        newest = await outside.log.newest_keyframe(0)
+        assert newest is not None
+        keyframe = newest[0]
+        log = outside.log
+        await log.transport.purge(log.subjects.log_stream, log.subjects.record_tree(0), keyframe.entry_sequence)
+
+    verdict = await verify.check(served.path)
+    learners = await asyncio.to_thread(diloco, "replay", str(served.path), "--learners")
+
+    assert states(verdict) == ALL_HOLD
+    assert f"what is before version {keyframe.version} was purged" in found(verdict, "log")
+    assert learners.code == 5
+    assert f"its log begins with version {keyframe.version}" in learners.err
+
+
+async def test_missing_entries_are_found(served: Finished) -> None:
+    async with opened(served.path) as outside:
+        log = outside.log
+        stop = await log.head_sequence(2)
+        second = [entry async for entry in log.follow([2], 1, lambda sequence, error: None, stop)][2]
+        delete = f"$JS.API.STREAM.MSG.DELETE.{log.subjects.log_stream}"
+        assert await log.transport.request(delete, json.dumps({"seq": second.sequence}).encode(), 5)
+
+    verdict = await verify.check(served.path)
+
+    assert states(verdict)["log"] == "fails"
+    assert "fragment 2" in found(verdict, "log")
+    assert "entries are missing" in found(verdict, "log")
+
+
+# ---- replay
+
+
+class ToyModel:
+    """The toys' regression, driven by a tape."""
+
+    machine = events.Machine("toy", "")
+    tokens_per_batch = SAMPLES
+
+    def __init__(self, settings: RunSettings, data: str | None, life: Life) -> None:
+        self.task = Regression(settings.task, settings.seed)
+        self.map = build_map(self.task.specs, settings.fragments.count, settings.fragments.strategy)
+
+    def step(self, share: int, batch: int, schedule_tokens: int, warming_steps: int | None) -> None:
+        self.task.step(share, batch)
+
+    def write(self, fragment: int, applied: Apply) -> None:
+        old, new = self.read(fragment), applied.theta
+        if applied.reference is not None:
+            new = new + np.float32(applied.factor) * (old - applied.reference)
+        self.map.fragments[fragment].scatter(new, self.task.tensors)
+
+    def read(self, fragment: int) -> NDArray[np.float32]:
+        return self.map.fragments[fragment].gather(self.task.tensors)
+
+    def parameters_digest(self) -> bytes:
+        return self.task.digest(self.map)
+
+    def state(self) -> replay.State:
+        return {name: tensor.copy() for name, tensor in self.task.tensors.items()}
+
+    def load_state(self, state: replay.State) -> None:
+        for name, tensor in state.items():
+            self.task.tensors[name][:] = tensor
+
+    def load_optimizer(self, state: replay.State) -> None:
+        raise AssertionError("a toy has no optimizer state")
+
+
+async def redo(path: Path, make: Any = ToyModel) -> list[replay.Redone]:
+    return await replay.redo(path, await replay.fold(path, None, keep=True), make)
+
+
+async def test_training_done_again_from_the_tapes_has_the_same_bits(finished: Finished) -> None:
+    redone = await redo(finished.path)
+
+    assert [life.learner for life in redone] == ["toy-0", "toy-1", "toy-2", "toy-2"]
+    assert [(life.wrong, life.unchecked) for life in redone] == [("", "")] * 4
+    assert [life.parameters for life in redone] == [True, True, None, True]  # the killed one did not live to tell
+    assert all(life.steps > 5 for life in redone)
+    assert sum(life.offers for life in redone) > 20
+
+
+async def test_other_data_than_the_tape_says_is_noticed(finished: Finished) -> None:
+    class Other(ToyModel):
+        def step(self, share: int, batch: int, schedule_tokens: int, warming_steps: int | None) -> None:
+            super().step(share, batch + (batch == 20), schedule_tokens, warming_steps)
+
+    redone = await redo(finished.path, Other)
+
+    assert "offer" in redone[0].wrong
+    assert not redone[0].holds
+
+
+@pytest.mark.parametrize("began_with", [events.Restored(b"unknown!"), events.Borrowed("toy-9", b"unknown!")])
+async def test_life_that_began_with_a_state_that_is_gone_is_said_to_be_unchecked(
+    copy: Finished, began_with: events.Event
+) -> None:
+    run = rundir.load(copy.path)
+    start, *rest = tape.load(copy.tape("toy-0"), messages.run_id(run.name, run.settings.digest())).events()
+    write_tape(copy, "toy-0", [start, began_with, *rest])
+
+    first, *others = await redo(copy.path)
+
+    assert b"unknown!".hex() in first.unchecked
+    assert (first.wrong, first.steps) == ("", 0)
+    assert not any(life.unchecked or life.wrong for life in others)
+
+
+def test_replay_folds_one_fragment_or_all(finished: Finished, diloco: Diloco) -> None:
+    every, one = (
+        diloco("replay", str(finished.path), "--json"),
+        diloco("replay", str(finished.path), "--fragment", "2", "--json"),
+    )
+    none = diloco("replay", str(finished.path), "--fragment", "9")
+
+    assert (every.code, one.code, none.code) == (0, 0, 2)
+    assert 0 < json.loads(one.out)["log"]["versions"] < json.loads(every.out)["log"]["versions"]
+    assert "fragments 0 to 3" in none.err
+
+
+async def test_verify_refuses_what_is_no_run(tmp_path: Path, diloco: Diloco, make_server: MakeServer) -> None:
+    (tmp_path / "empty").mkdir()
+    ended = await asyncio.to_thread(diloco, "verify", str(tmp_path / "empty"))
+
+    assert (ended.code, ended.err.count("\n")) == (5, 1)
+    assert "not a run's directory" in ended.err

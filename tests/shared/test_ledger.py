@@ -1,0 +1,153 @@
+"""The ledger: every batch's history, by hand and against a count batch by batch."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.core import ranges
+from diloco.core.ledger import Ledger, Line, Process, ShareSummary, versions_of
+from diloco.wire.messages import Body, Member, Range, Record
+
+BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
+ANN, ANN_AGAIN, BOB = ("ann", 1), ("ann", 2), ("bob", 1)
+
+
+def version(fragment: int, number: int, **data: Sequence[Range]) -> Record:
+    """A version with members such as ``ann_1=[(share, first, count)]``: the learner and its incarnation."""
+    members = []
+    for process, held in sorted(data.items()):
+        learner, incarnation = process.split("_")
+        members.append(Member(learner, int(incarnation), number, number, 0, 1, 1, 0, 1.0, list(held)))
+    return Record(
+        fragment=fragment, entry="version", version=number, epoch=0, syncer="s", previous=bytes(32), members=members, bits=4,
+        learning_rate=0.5, momentum=0.0, tokens_merged=0, tokens_lost=0, state_hash=bytes(32), closing=False,
+        committed_at_s=0.0, quorum_s=0.0, round_s=0.0, body=BODY,
+    )  # fmt: skip
+
+
+def example() -> Ledger:
+    """Two fragments. ann dies after 10 batches of share 0, returns behind the 6 merged; bob's share goes without a break."""
+    ledger = Ledger(2)
+    ledger.train(ANN, [(0, 0, 10)], 100)
+    ledger.train(ANN_AGAIN, [(0, 6, 6)], 100)
+    ledger.train(BOB, [(1, 0, 8)], 100)
+    ledger.merge(version(0, 1, ann_1=[(0, 0, 6)], bob_1=[(1, 0, 4)]))
+    ledger.merge(version(0, 2, ann_2=[(0, 6, 6)], bob_1=[(1, 4, 4)]))
+    ledger.merge(version(1, 1, ann_1=[(0, 0, 5)], bob_1=[(1, 0, 3)]))
+    ledger.merge(version(1, 2, ann_2=[(0, 8, 3)]))
+    return ledger
+
+
+def test_the_history_of_each_range() -> None:
+    ledger = example()
+    assert list(ledger.lines(0)) == [
+        Line(0, 0, 6, (ANN,), (ANN,)),
+        Line(0, 6, 4, (ANN, ANN_AGAIN), (ANN_AGAIN,)),
+        Line(0, 10, 2, (ANN_AGAIN,), (ANN_AGAIN,)),
+        Line(1, 0, 8, (BOB,), (BOB,)),
+    ]
+    lines = list(ledger.lines(1))
+    assert [(line.share, line.first, line.count) for line in lines if line.lost] == [
+        (0, 5, 1), (0, 6, 2), (0, 11, 1), (1, 3, 5)
+    ]  # fmt: skip
+    assert [(line.share, line.first, line.count) for line in lines if line.repeated] == [(0, 6, 2), (0, 8, 2)]
+
+
+def test_the_shares_in_all_fragments_together() -> None:
+    # share 0: 12 batches, 4 trained again; 0..4 and 8..10 are in both fragments, none in neither. Share 1: 3 in both.
+    assert example().shares() == [ShareSummary(0, ("ann",), 12, 8, 0, 4), ShareSummary(1, ("bob",), 8, 3, 0, 0)]
+    ledger = example()
+    ledger.train(BOB, [(1, 0, 9)])
+    assert ledger.shares()[1] == ShareSummary(1, ("bob",), 9, 3, 1, 0)
+
+
+def test_the_tokens_of_all_that_was_trained() -> None:
+    assert example().processed() == 100 * (10 + 6 + 8)
+    assert (example().processed("ann"), example().processed("bob"), example().processed("cat")) == (1600, 800, 0)
+
+
+def test_work_merged_twice_is_an_error_by_name() -> None:
+    ledger = example()
+    assert not ledger.errors
+    ledger.merge(version(1, 3, bob_1=[(1, 2, 4)], ann_2=[(0, 5, 3)]))
+    assert ledger.errors == [
+        "fragment 1, version 3: merges batches of bob (incarnation 1) that an earlier version holds: share 1: 2 to 2"
+    ]
+
+
+def test_work_merged_and_never_trained_is_an_error_by_name() -> None:
+    ledger = example()
+    # ann restored what it had trained before, and offers it in its new incarnation; the other way round cannot be
+    ledger.merge(version(1, 3, ann_2=[(0, 5, 3)]))
+    assert ledger.untrained() == []
+    ledger.merge(version(1, 4, ann_1=[(0, 10, 2)], bob_1=[(2, 4, 1)]))
+    assert ledger.untrained() == [
+        "fragment 1: versions hold batches of ann (incarnation 1) that it never trained: share 0: 10 to 11",
+        "fragment 1: versions hold batches of bob (incarnation 1) that it never trained: share 2: 4 to 4",
+    ]
+
+
+def test_the_versions_that_hold_some_batches() -> None:
+    records = [version(0, 1, ann_1=[(0, 0, 6)], bob_1=[(1, 0, 4)]), version(0, 2, ann_2=[(0, 6, 6)], bob_1=[(1, 4, 4)])]
+    found = [(record.version, process, held) for record, process, held in versions_of(records, [(0, 4, 3), (1, 7, 9)])]
+    assert found == [(1, ANN, [(0, 4, 2)]), (2, ANN_AGAIN, [(0, 6, 1)]), (2, BOB, [(1, 7, 1)])]
+
+
+def test_a_ledger_goes_on_from_what_it_was_saved_as() -> None:
+    again = Ledger.load(2, json.loads(json.dumps(example().dump())))
+    assert again == example()
+    again.merge(version(0, 2, ann_2=[(0, 6, 6)]))  # told again: neither entered nor an error
+    again.train(BOB, [(1, 0, 8)], 100)
+    assert again == example()
+    for wrong in ({}, example().dump() | {"trained": [["ann"]]}, example().dump() | {"merged": [[]]}):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            Ledger.load(2, wrong)
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
+        Ledger.load(3, example().dump())
+
+
+PROCESSES = st.sampled_from([ANN, ANN_AGAIN, BOB])
+RANGES = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(1, 5)), max_size=3).map(ranges.normal)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(PROCESSES, RANGES)), st.lists(st.lists(st.tuples(PROCESSES, RANGES), max_size=3)))
+def test_every_batch_as_counted_one_by_one(
+    trained: list[tuple[Process, list[Range]]], merged: list[list[tuple[Process, list[Range]]]]
+) -> None:
+    ledger = Ledger(1)
+    trainers = defaultdict[tuple[int, int], set[Process]](set)
+    twice = False
+    for process, held in trained:
+        ledger.train(process, held)
+        for share, first, count in held:
+            for batch in range(first, first + count):
+                trainers[share, batch].add(process)
+    mergers = defaultdict[tuple[int, int], set[Process]](set)
+    for number, members in enumerate(merged, 1):
+        by_process = {f"{learner}_{incarnation}": held for (learner, incarnation), held in members}
+        ledger.merge(version(0, number, **by_process))
+        for (learner, incarnation), held in dict(members).items():
+            for share, first, count in held:
+                for batch in range(first, first + count):
+                    twice = twice or (learner, incarnation) in mergers[share, batch]
+                    mergers[share, batch].add((learner, incarnation))
+    lines = {(line.share, batch): line for line in ledger.lines(0) for batch in range(line.first, line.first + line.count)}
+    assert lines.keys() == {batch for batch in {*trainers, *mergers} if trainers[batch] or mergers[batch]}
+    for at, line in lines.items():
+        assert (set(line.trained), set(line.merged)) == (trainers[at], mergers[at])
+    assert bool(ledger.errors) == twice
+    for summary in ledger.shares():
+        mine = [batch for batch in trainers if batch[0] == summary.share and trainers[batch]]
+        assert summary.trained == len(mine)
+        assert summary.merged == sum(bool(mergers[batch]) for batch in mine)
+        assert summary.lost == summary.trained - summary.merged
+        assert summary.repeated == sum(len(trainers[batch]) - 1 for batch in mine)
+        assert summary.learners == tuple(sorted({learner for batch in mine for learner, _ in trainers[batch]}))
+    assert {s.share for s in ledger.shares()} == {share for share, batch in trainers if trainers[share, batch]}

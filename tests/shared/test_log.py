@@ -1,0 +1,169 @@
+"""Loading a fragment from a log whose keyframes are damaged: an older one that is whole serves, and it is said so."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from diloco.core import merging
+from diloco.core.fold import Replica
+from diloco.core.fragments import TensorSpec, build_map
+from diloco.errors import RunError
+from diloco.log import Loaded, Log
+from diloco.nats import streams
+from diloco.nats.transport import NatsTransport
+from diloco.settings import run_settings
+from diloco.wire import messages
+from diloco.wire.messages import Genesis, Keyframe
+
+SETTINGS = run_settings()
+SIZE = 360_000  # parameters: a keyframe of noise has three parts
+
+
+@dataclass
+class Written:
+    """A log of one fragment, of takeovers alone: epoch after epoch of the same parameters."""
+
+    log: Log
+    genesis: tuple[Genesis, bytes]
+    replica: Replica
+    heads: list[int] = field(default_factory=list)  # of keyframes, by epoch
+
+    async def entry(self) -> None:
+        """One more entry, and a keyframe of it."""
+        chain = self.replica.chain
+        record = merging.make_marker(self.replica, "takeover", SETTINGS, syncer="s", now_s=0.0)
+        sequence = await self.log.append_record(record, b"", [], await self.log.head_sequence(0))
+        chain.advance(record, messages.check_of(record, self.log.run), sequence)
+        self.heads.append(await self.log.append_keyframe(self.replica, None, None))
+
+    async def load(self) -> tuple[Loaded, list[tuple[int, str]]]:
+        """What is loaded, and what is logged as refused."""
+        with capture_logs() as logs:
+            loaded = await self.log.load(0, *self.genesis)
+        return loaded, [(e["sequence"], e["reason"]) for e in logs if e["event"] == "keyframe_refused"]
+
+    async def spoil(self, forge: Callable[[bytes], bytes]) -> int:
+        """Store a newer keyframe: what somebody makes of the newest."""
+        transport, head = self.log.transport, self.log.subjects.keyframe(0)
+        newest = await transport.last(self.log.subjects.log_stream, head)
+        assert newest is not None
+        return await transport.append(head, forge(newest.data), message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
+
+    async def drop(self, *sequences: int) -> None:
+        assert isinstance(self.log.transport, NatsTransport)
+        await streams.drop(self.log.transport, self.log.subjects.log_stream, sequences)
+
+    async def part_of(self, head: int) -> int:
+        """Sequence of the keyframe's second part."""
+        stored = await self.log.transport.get(self.log.subjects.log_stream, head)
+        assert stored is not None
+        keyframe, _, _ = messages.unpack(stored.data, Keyframe, self.log.run)
+        assert keyframe.body.parts == 3
+        return head - 2
+
+
+@pytest.fixture
+async def written(link: NatsTransport) -> Written:
+    """Version 0, and three entries with a keyframe each."""
+    fragments = build_map([TensorSpec("w", (SIZE,))], 1)
+    name = f"run-{uuid.uuid4().hex[:8]}"
+    log = Log(link, name, messages.run_id(name, SETTINGS.digest()), fragments)
+    await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
+    await log.found("ann", SETTINGS.digest(), [np.random.default_rng(1).normal(size=SIZE).astype(np.float32)])
+    genesis = await log.genesis()
+    assert genesis is not None
+    made = Written(log, genesis, (await log.load(0, *genesis)).replica)
+    for _ in range(3):
+        await made.entry()
+    return made
+
+
+def flipped(raw: bytes) -> bytes:
+    return raw[:60] + bytes([raw[60] ^ 1]) + raw[61:]
+
+
+async def test_the_newest_is_loaded_where_it_is_whole(written: Written) -> None:
+    loaded, refused = await written.load()
+    assert (loaded.replica.chain.epoch, loaded.keyframe_sequence, loaded.refused) == (3, written.heads[2], ())
+    assert refused == []
+
+
+@pytest.mark.parametrize(
+    ("forge", "said"),
+    [
+        (flipped, "hash"),
+        (lambda raw: raw[: len(raw) // 2], "keyframe: "),
+        (lambda raw: b"", "keyframe: "),
+        (lambda raw: raw.replace(b"DLC\x01", b"DLC\x02"), "protocol version 2, expected 1"),
+    ],
+)
+async def test_a_damaged_one_is_named_once_and_the_one_before_serves(
+    written: Written, forge: Callable[[bytes], bytes], said: str
+) -> None:
+    bad = await written.spoil(forge)
+
+    loaded, refused = await written.load()
+
+    assert (loaded.replica.chain.epoch, loaded.keyframe_sequence, loaded.refused) == (3, written.heads[2], (bad,))
+    [(sequence, reason)] = refused
+    assert sequence == bad
+    assert said in reason
+    newest = await written.log.newest_keyframe(0)
+    assert newest is not None
+    assert newest[1] == written.heads[2]
+    assert (await written.load())[1] == []  # it was said before
+
+
+async def test_one_whose_part_is_missing_likewise(written: Written) -> None:
+    await written.drop(await written.part_of(written.heads[2]))
+
+    loaded, refused = await written.load()
+
+    assert (loaded.replica.chain.epoch, loaded.refused) == (2, (written.heads[2],))
+    assert refused == [(written.heads[2], "fragment 0, keyframe of version 0: 1 of 3 parts are missing")]
+    np.testing.assert_array_equal(loaded.replica.theta, written.replica.theta, strict=True)
+
+
+async def test_version_0_serves_while_all_that_follows_is_there(written: Written) -> None:
+    for head in written.heads:
+        await written.drop(await written.part_of(head))
+
+    loaded, refused = await written.load()
+
+    assert (loaded.replica.chain.epoch, loaded.replica.chain.sequence) == (0, 0)
+    assert [sequence for sequence, _ in refused] == written.heads[::-1]
+
+
+async def test_one_whose_entries_were_purged_does_not_serve(written: Written) -> None:
+    log = written.log
+    third = await log.head_sequence(0)
+    await log.transport.purge(log.subjects.log_stream, log.subjects.record_tree(0), third)
+    await written.drop(await written.part_of(written.heads[2]))
+
+    with pytest.raises(RunError, match=r"fragment 0 has no keyframe that can be loaded: .*1 of 3 parts") as caught:
+        await written.load()
+
+    assert str(caught.value).count("what follows it was purged") == 3  # the two before, and version 0
+
+
+async def test_what_is_gone_is_said(written: Written) -> None:
+    await written.drop(*written.heads, written.genesis[0].fragments[0][0])
+    with pytest.raises(RunError, match=r"fragment 0 has no keyframe.*diloco up --resume"):
+        await written.load()
+
+
+async def test_nothing_is_purged_below_a_damaged_one(written: Written) -> None:
+    bad = await written.spoil(flipped)
+    await written.log.purge_below(0, bad)
+    assert await written.log.keyframe_sequences(0) == [written.genesis[0].fragments[0][0], *written.heads, bad]
+    await written.log.purge_below(0, written.heads[1])
+    assert await written.log.keyframe_sequences(0) == [*written.heads[1:], bad]
+    await written.drop(await written.part_of(written.heads[2]))
+    loaded, _ = await written.load()
+    assert (loaded.replica.chain.epoch, loaded.refused) == (2, (bad, written.heads[2]))  # the older of the two that stay

@@ -1,0 +1,50 @@
+"""What the transport adds to the modules below it: appends whose connection is lost, and a clock that may be wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.conftest import MakeServer
+
+from diloco.errors import AppendUncertainError
+from diloco.nats.transport import NatsTransport
+from diloco.observe import get_logger
+
+LONG_S = 60.0
+
+
+async def test_an_append_whose_connection_is_lost_is_uncertain_at_once(make_server: MakeServer) -> None:
+    server = make_server()
+    transport = await NatsTransport.open(server.url, server.url, "test", get_logger(), give_up_after_s=10)
+    try:
+        await transport.ensure_stream("S", ["s.>"])
+        server.send_signal(signal.SIGSTOP)  # it takes the message and does not answer
+        began_s = time.monotonic()
+        append = asyncio.ensure_future(transport.append("s.1", b"data", message_id="1", fence=None, timeout_s=LONG_S))
+        await asyncio.sleep(0.2)
+        assert not append.done()
+        server.kill()
+        with pytest.raises(AppendUncertainError, match="connection was lost"):
+            await append
+        assert time.monotonic() - began_s < LONG_S / 4
+        # who tries again waits for the connection, and is answered
+        again = asyncio.ensure_future(transport.append("s.1", b"data", message_id="1", fence=None, timeout_s=LONG_S))
+        server.start()
+        assert await again == 1
+    finally:
+        await transport.close()
+
+
+def test_the_clock_is_as_wrong_as_its_file_says(tmp_path: Path) -> None:
+    transport = NatsTransport.__new__(NatsTransport)  # a clock needs no connection
+    assert abs(transport.wall_s() - time.time()) < 1
+    transport.clock_file = tmp_path / "clock"
+    assert abs(transport.wall_s() - time.time()) < 1
+    transport.clock_file.write_text("-3600.5\n")
+    assert abs(transport.wall_s() - (time.time() - 3600.5)) < 1
+    transport.clock_file.write_text("later")
+    assert abs(transport.wall_s() - time.time()) < 1

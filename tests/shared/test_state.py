@@ -1,0 +1,139 @@
+"""A learner's state as a file: the same comes back, and nothing else passes for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from diloco import state
+from diloco.errors import RunError
+
+RUN = b"\x01" * 8
+BOOKS: dict[str, Any] = {"step": 12, "fragments": [{"after": [1, 2], "data": [[0, 3, 4]]}], "loss": 0.1}
+ARRAYS: dict[str, NDArray[Any]] = {
+    "params/w": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "optimizer/count": np.array(7, np.int32),
+    "books/0/body": np.arange(5, dtype=np.uint8),
+    "books/0/none": np.empty((0, 3), np.float32),
+}
+
+
+def save(path: Path, previous: Path | None = None, **books: Any) -> state.Saved:
+    return state.save(path, RUN, "learner-0", BOOKS | books, ARRAYS, previous)
+
+
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "learner-0.safetensors"
+    saved = save(path)
+    loaded = state.load(path, RUN, "learner-0")
+    assert loaded.books == BOOKS
+    assert loaded.digest == saved.digest
+    assert loaded.arrays.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(loaded.arrays[name], array, strict=True)
+    assert path.stat().st_size == saved.size_bytes
+    assert blake3(path.read_bytes()).digest() == saved.file_hash
+    for name, array in load_file(path).items():  # as anybody reads such files
+        np.testing.assert_array_equal(array, ARRAYS[name], strict=True)
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=20),
+        hnp.arrays(st.sampled_from([np.float32, np.int32, np.uint8]), hnp.array_shapes(min_dims=0, max_side=4, min_side=0)),
+        max_size=5,
+    )
+)
+def test_any_arrays_come_back(tmp_path_factory: pytest.TempPathFactory, arrays: dict[str, NDArray[Any]]) -> None:
+    path = tmp_path_factory.mktemp("state") / "a.safetensors"
+    arrays = {name: array for name, array in arrays.items() if name != "__metadata__"}
+    state.save(path, RUN, "a", {}, arrays)
+    loaded = state.load(path, RUN, "a").arrays
+    assert loaded.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(loaded[name], array, strict=True)
+
+
+def test_the_one_before_is_kept(tmp_path: Path) -> None:
+    path, previous = state.generations(tmp_path, "learner-0")
+    for step in (1, 2, 3):
+        save(path, previous, step=step)
+    assert state.load(path, RUN, "learner-0").books["step"] == 3
+    assert state.load(previous, RUN, "learner-0").books["step"] == 2
+    assert sorted(file.name for file in path.parent.iterdir()) == ["learner-0.previous.safetensors", "learner-0.safetensors"]
+
+
+def test_a_full_disk_leaves_the_one_before_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, previous = state.generations(tmp_path, "learner-0")
+    save(path, previous, step=1)
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(path, previous, step=2)
+    assert state.load(path, RUN, "learner-0").books["step"] == 1
+    assert [file.name for file in path.parent.iterdir()] == ["learner-0.safetensors"]
+
+
+def test_damage_anywhere_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save(path)
+    good = path.read_bytes()
+    state.load(path, RUN, "learner-0")
+    refused = 0
+    for at in range(0, len(good), 3):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 0x20]) + good[at + 1 :])
+        try:
+            loaded = state.load(path, RUN, "learner-0")
+        except RunError:
+            refused += 1
+        else:  # a bit that makes no difference, as in the padding of the header
+            assert loaded.books == BOOKS
+            for name, array in ARRAYS.items():
+                np.testing.assert_array_equal(loaded.arrays[name], array, strict=True)
+    assert refused > 0.95 * len(good) / 3
+
+
+@pytest.mark.parametrize("kept", [0, 1, 8, 200, -1])
+def test_truncated_files_are_refused(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "a.safetensors"
+    save(path)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(RunError, match="not a whole state of learner learner-0"):
+        state.load(path, RUN, "learner-0")
+
+
+def test_foreign_ones_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save(path)
+    with pytest.raises(RunError, match="its run is '0101010101010101', expected '0202020202020202'"):
+        state.load(path, b"\x02" * 8, "learner-0")
+    with pytest.raises(RunError, match="its learner is 'learner-0', expected 'learner-1'"):
+        state.load(path, RUN, "learner-1")
+    path.write_bytes(b"something else")
+    with pytest.raises(RunError, match="not a whole state"):
+        state.load(path, RUN, "learner-0")
+    with pytest.raises(RunError, match="not a whole state"):
+        state.load(tmp_path / "missing.safetensors", RUN, "learner-0")
+
+
+def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.safetensors"
+    monkeypatch.setattr(state, "FORMAT", "diloco-learner-1")
+    save(path)
+    monkeypatch.undo()
+    with pytest.raises(RunError, match="its format is 'diloco-learner-1', expected 'diloco-learner-2'"):
+        state.load(path, RUN, "learner-0")

@@ -1,0 +1,68 @@
+"""``python -m tests.simulation``: play many schedules and say what came of them, or one of them again, with what happened."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+
+from tests.simulation.play import play_all
+from tests.simulation.world import World
+
+BLOCK = 10_000  # schedules of one line of a report
+
+
+def replay(seed: int) -> int:
+    """Play one schedule and print all that happened."""
+    outcome = World(seed, verbose=True).run()
+    for at_s, who, what in outcome.trace:
+        print(f"{at_s:9.4f} {who:<12} {what}")
+    print(f"\nseed {seed}: {outcome.virtual_s:.1f} s of virtual time, {dict(sorted(outcome.stats.items()))}")
+    if outcome.error is not None:
+        traceback.print_exception(outcome.error)
+    return int(outcome.error is not None)
+
+
+def play(first: int, schedules: int, jobs: int, report: Path | None) -> int:
+    """Play schedules of consecutive seeds, and print rate, faults and the seeds that failed; a line of ``report`` a block."""
+    total: Counter[str] = Counter()
+    failed = 0
+    seconds = cpu_s = 0.0
+    for begin in range(first, first + schedules, BLOCK):
+        block = range(begin, min(begin + BLOCK, first + schedules))
+        result, seeds = play_all(block, jobs), []
+        for outcome in result.outcomes:
+            total.update(outcome.stats)
+            if outcome.error is not None:
+                seeds.append(outcome.seed)
+                print(f"seed {outcome.seed}: {type(outcome.error).__name__}: {outcome.error}", flush=True)
+        failed, seconds, cpu_s = failed + len(seeds), seconds + result.seconds, cpu_s + result.cpu_s
+        if report is not None:
+            line = {"first": begin, "schedules": len(block), "failed": sorted(seeds), "a_minute": round(result.rate())}
+            with report.open("a") as file:
+                file.write(json.dumps(line | {"a_core_minute": round(result.rate(cores=True))}) + "\n")
+    for what, count in sorted(total.items()):
+        print(f"{count:>10,} {what}")
+    rates = f"{schedules / seconds * 60:,.0f} a minute, {schedules / cpu_s * 60:,.0f} a core's minute"
+    print(f"{schedules:,} schedules from seed {first}: {failed} failed; {rates}")
+    return int(failed > 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--schedules", type=int, default=1000, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="of the first; the others follow")
+    parser.add_argument("--jobs", type=int, default=1, help="processes to play them in")
+    parser.add_argument("--report", type=Path, metavar="FILE", help=f"append a line of JSON for each {BLOCK:,} schedules")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="play one schedule, and print what happened")
+    arguments = parser.parse_args()
+    if arguments.replay is not None:
+        return replay(arguments.replay)
+    return play(arguments.seed, arguments.schedules, arguments.jobs, arguments.report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,421 @@
+"""The reference: what the log must say, written from ``docs/protocol.md`` with NumPy alone, asked after every durable action.
+
+It sees what the server stores, in order, and believes nobody's word for it: it follows each fragment's log, folds it, and
+takes offers apart. It knows the run's steps (:mod:`tests.simulation.learner`), so it can say of each how often it was merged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+import zstandard
+from blake3 import blake3
+from numpy.typing import NDArray
+from tests.services.cluster import decode, fold
+from tests.simulation.learner import FRAGMENTS, Step
+
+from diloco.core import leases
+from diloco.core.ownership import OwnersTable
+from diloco.settings import RunSettings
+from diloco.wire import messages
+from diloco.wire.messages import Body, Genesis, Keyframe, Offer, Record
+from diloco.wire.subjects import Subjects
+
+Vector = NDArray[np.float32]
+
+
+class Violation(AssertionError):
+    """Something that must never be so."""
+
+
+def demand(fact: bool, what: str) -> None:
+    if not fact:
+        raise Violation(what)
+
+
+def state_hash(theta: Vector, momentum: Vector) -> bytes:
+    return blake3(blake3(theta.tobytes()).digest() + blake3(momentum.tobytes()).digest()).digest()
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The process that stores a message: the ``generation``-th of that name.
+
+    Of a learner, ``applied`` are the versions by fragment that its model held when it sent the message, and ``must_apply``
+    those that were the newest when it began.
+    """
+
+    name: str
+    generation: int
+    applied: dict[int, int]
+    must_apply: dict[int, int]
+
+    @property
+    def process(self) -> tuple[str, int]:
+        return self.name, self.generation
+
+
+@dataclass
+class FragmentLog:
+    """One fragment, as its log's entries make it.
+
+    ``past`` is what it was before each of its entries, with the entry's sequence, where the server may lose what it stored.
+    """
+
+    version: int
+    epoch: int
+    head: bytes
+    theta: Vector
+    momentum: Vector
+    merged_tokens: int = 0
+    closed: bool = False
+    owner: tuple[str, int] | None = None  # the process that appended the last takeover
+    cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)  # merged, by learner
+    lost: dict[str, int] = field(default_factory=dict)  # as stated last, by learner
+    steps: Vector = field(default_factory=lambda: np.zeros(0, np.float32))  # how much of each step was merged
+    batches: dict[tuple[int, int], frozenset[tuple[str, int]]] = field(default_factory=dict)  # share, batch: merged of whom
+    ends: dict[int, int] = field(default_factory=dict)  # by share: the batch after the last one merged
+    sequences: list[int] = field(default_factory=list)  # of its entries
+    keyframes: list[tuple[int, int]] = field(default_factory=list)  # sequences of head and entry
+    history: dict[bytes, int] = field(default_factory=dict)  # version by its parameters
+    thetas: list[Vector] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    accounts: list[dict[str, int]] = field(default_factory=list)  # by version: merged tokens by learner
+    past: list[tuple[int, FragmentLog]] = field(default_factory=list)
+
+    def copied(self) -> FragmentLog:
+        """As it is now; what is by version is cut when it is gone back to."""
+        own = {name: getattr(self, name).copy() for name in ("cursors", "tokens", "lost", "steps", "batches", "ends")}
+        return replace(self, **own)
+
+    def has(self, version: int, state: bytes) -> bool:
+        """Whether a version has that state hash."""
+        return version < len(self.hashes) and self.hashes[version] == state
+
+    def remember(self) -> None:
+        self.history[self.theta.tobytes()] = self.version
+        self.thetas.append(self.theta)
+        self.hashes.append(state_hash(self.theta, self.momentum))
+        self.accounts.append(dict(self.tokens))
+
+
+def replace_body(archived: Offer, made: Offer) -> Offer:
+    """An archived offer, with its body described as it was when it was made: it may be cut otherwise."""
+    return msgspec.structs.replace(archived, body=made.body)
+
+
+class Reference:
+    """``run`` is the identity that frames carry; ``steps`` those taken so far, by index.
+
+    ``forgetful``: the server may lose what it has stored. ``archived``: every merge must be of offers that are kept.
+    """
+
+    def __init__(
+        self, name: str, run: bytes, settings: RunSettings, steps: list[Step], *, forgetful: bool, archived: bool
+    ) -> None:
+        self.run, self.settings, self.steps = run, settings, steps
+        self.subjects = Subjects(name)
+        self.logs: list[FragmentLog] = []  # empty before genesis
+        self.offers: dict[tuple[int, str, int, int], tuple[Offer, Vector]] = {}
+        self.versions_made = self.takeovers = self.keyframes = 0
+        self.forgetful, self.archived = forgetful, archived
+        self.rewound = False
+        self.lost: set[bytes] = set()  # entries, keyframes' states and versions that were stored, and lost
+        self._archive: set[tuple[int, str, int, int]] = set()
+        self._trained: dict[tuple[str, int], set[tuple[int, int]]] = {}  # by process: shares and batches
+        self._parts: dict[bytes, dict[int, bytes]] = {}
+        self._genesis: dict[int, tuple[Keyframe, Vector, Vector]] = {}
+        whole = settings.carry.late in (0, 1) and settings.carry.overlap in (0, 1)
+        self.exact = settings.codec.offer_bits == 32
+        self.countable = self.exact and whole
+
+    # ---- what the server stores
+
+    def observe(self, subject: str, data: bytes, sequence: int, writer: Writer) -> str:
+        """Look at a message as it is stored; what it is, in a few words."""
+        if subject == self.subjects.genesis:
+            return self._see_genesis(data)
+        if not subject.endswith(".head"):
+            number = int(subject.rsplit(".", 1)[-1])
+            self._parts.setdefault(data[: messages.ATTEMPT_BYTES], {})[number] = data[messages.ATTEMPT_BYTES :]
+            return f"part {number}"
+        kind = subject.split(".")[2]
+        if kind == "delta":
+            return self._see_offer(data, writer)
+        if kind == "archive":
+            return self._see_archived(data)
+        return self._see_record(data, sequence, writer) if kind == "fragment" else self._see_keyframe(data, sequence)
+
+    def _body(self, body: Body, inline: bytes) -> NDArray[np.uint8]:
+        parts = self._parts.get(body.attempt, {})
+        packed = b"".join(parts[number] for number in range(body.parts)) if body.parts else inline
+        raw = zstandard.ZstdDecompressor().decompress(packed)
+        demand(blake3(raw).digest() == body.content_hash, "a body has not the hash that its head states")
+        return np.frombuffer(raw, np.uint8)
+
+    def _see_genesis(self, data: bytes) -> str:
+        genesis, check, _ = messages.unpack(data, Genesis, self.run)
+        demand(not self.logs, "the run began twice")
+        for index, (sequence, digest) in enumerate(genesis.fragments):
+            keyframe, theta, momentum = self._genesis[sequence]
+            demand((keyframe.fragment, keyframe.state_hash) == (index, digest), "genesis names another keyframe")
+            log = FragmentLog(0, 0, check, theta, momentum, steps=np.zeros(theta.size, np.float32))
+            log.remember()
+            self.logs.append(log)
+        return f"genesis by {genesis.founder}"
+
+    def _see_keyframe(self, data: bytes, sequence: int) -> str:
+        keyframe, _, inline = messages.unpack(data, Keyframe, self.run)
+        values = self._body(keyframe.body, inline).view("<f4")
+        theta, momentum, _ = values.reshape(3, -1)
+        what = f"keyframe of fragment {keyframe.fragment}, version {keyframe.version}"
+        demand(state_hash(theta, momentum) == keyframe.state_hash, f"{what}: another state than it states")
+        if keyframe.entry_hash == bytes(32):
+            demand(not self.logs, f"{what}: stored after genesis")
+            self._genesis[sequence] = (keyframe, theta.copy(), momentum.copy())
+            return what
+        log = self.logs[keyframe.fragment]
+        if keyframe.entry_hash in self.lost:
+            return f"{what}, of what was lost"
+        self.keyframes += 1
+        log.keyframes.append((sequence, keyframe.entry_sequence))
+        demand(
+            (keyframe.version, keyframe.epoch, keyframe.entry_hash) == (log.version, log.epoch, log.head),
+            f"{what}: not the head",
+        )
+        demand(keyframe.state_hash == log.hashes[-1], f"{what}: not what the log folds to")
+        cursors = {cursor.learner: (cursor.incarnation, cursor.number) for cursor in keyframe.cursors}
+        demand(cursors == log.cursors, f"{what}: cursors {cursors}, the log has {log.cursors}")
+        tokens = {cursor.learner: cursor.tokens for cursor in keyframe.cursors}
+        demand(tokens == log.tokens, f"{what}: tokens {tokens}, the log has {log.tokens}")
+        return what
+
+    def _see_offer(self, data: bytes, writer: Writer) -> str:
+        offer, _, inline = messages.unpack(data, Offer, self.run)
+        what = f"offer {offer.number} of {offer.learner}, fragment {offer.fragment}, round {offer.round}"
+        identity = (offer.fragment, offer.learner, offer.incarnation, offer.number)
+        log = self.logs[offer.fragment]
+        values = -decode(self._body(offer.body, inline), log.theta.size, offer.bits)
+        known = self.offers.get(identity)
+        if known is not None:
+            demand(known[0] == offer and np.array_equal(known[1], values), f"{what}: made twice, and not alike")
+            return f"{what} again"
+        self.offers[identity] = (offer, values)
+        for index, version in writer.must_apply.items():
+            came = writer.applied.get(index, -1)
+            demand(came >= version, f"{what}: its learner began when fragment {index} was at {version}, and applied {came}")
+        self._demand_base(log, offer, what)
+        if self.exact:
+            self._see_steps(offer, values, what)
+        return f"{what}, {offer.steps} steps"
+
+    def _demand_base(self, log: FragmentLog, offer: Offer, what: str) -> None:
+        its = log.has(offer.base_version, offer.base_hash) or offer.base_hash in self.lost
+        demand(its, f"{what}: its base is not the log's {offer.base_version}")
+
+    def _see_archived(self, data: bytes) -> str:
+        offer, _, inline = messages.unpack(data, Offer, self.run)
+        identity = (offer.fragment, offer.learner, offer.incarnation, offer.number)
+        what = f"archived offer {offer.number} of {offer.learner}, fragment {offer.fragment}"
+        demand(identity in self.offers, f"{what}: was never made")
+        values = -decode(self._body(offer.body, inline), self.logs[offer.fragment].theta.size, offer.bits)
+        made, its = self.offers[identity]
+        demand(replace_body(offer, made) == made and np.array_equal(values, its), f"{what}: another one than was made")
+        self._archive.add(identity)
+        return what
+
+    def _see_steps(self, offer: Offer, values: Vector, what: str) -> None:
+        """The steps that an offer holds: all of its learner's, none more than once, as many as it says."""
+        held = np.flatnonzero(values)
+        demand(held.size == 0 or held[-1] < len(self.steps), f"{what}: holds what nobody did")
+        for index in held:
+            demand(self.steps[index].learner == offer.learner, f"{what}: holds work of {self.steps[index].learner}")
+            demand(0 < values[index] <= 1, f"{what}: holds {values[index]} of a step")
+        if self.countable:
+            tokens = sum(self.steps[index].tokens for index in held)
+            stated, counted = (offer.steps, offer.tokens), (held.size, tokens)
+            demand(stated == counted, f"{what}: states {stated} steps and tokens, holds {counted}")
+            batches = {(self.steps[index].share, self.steps[index].batch) for index in held}
+            ranges = {(share, first + i) for share, first, count in offer.data for i in range(count)}
+            demand(ranges == batches, f"{what}: states batches {sorted(ranges)}, holds {sorted(batches)}")
+
+    def _see_record(self, data: bytes, sequence: int, writer: Writer) -> str:
+        record, check, inline = messages.unpack(data, Record, self.run)
+        log = self.logs[record.fragment]
+        what = (
+            f"{record.entry} of fragment {record.fragment}, version {record.version}, epoch {record.epoch} by {record.syncer}"
+        )
+        makes, takes = record.entry == "version", record.entry == "takeover"
+        if record.previous in self.lost:  # by one who does not know yet; nobody takes it for an entry
+            self.lost.add(check)
+            return f"{what}, after what was lost"
+        if self.forgetful:
+            log.past.append((sequence, log.copied()))
+        demand(record.previous == log.head, f"{what}: does not follow version {log.version}, epoch {log.epoch}")
+        expected = (log.version + makes, log.epoch + takes)
+        demand((record.version, record.epoch) == expected, f"{what}: expected version and epoch {expected}")
+        if takes:
+            log.owner = writer.process
+            self.takeovers += 1
+        demand(log.owner == writer.process, f"{what}: its writer has never taken the fragment over, or lost it since")
+        demand(takes or not log.closed, f"{what}: the log is closed")
+        if makes:
+            self._merge(record, log, self._body(record.body, inline) if record.body else np.zeros(0, np.uint8), what)
+        log.epoch, log.head, log.version = record.epoch, check, record.version
+        demand(record.state_hash == state_hash(log.theta, log.momentum), f"{what}: does not fold to its state hash")
+        demand(record.tokens_merged == log.merged_tokens, f"{what}: {record.tokens_merged} tokens, members {log.merged_tokens}")
+        demand(record.tokens_lost == sum(log.lost.values()), f"{what}: {record.tokens_lost} tokens lost")
+        self.lost -= {check, record.state_hash}  # it may be stored again, by who was not told that it was stored before
+        log.closed = log.closed or record.closing
+        log.sequences.append(sequence)
+        if makes:
+            self.versions_made += 1
+            log.remember()
+        return f"{what}: {', '.join(f'{m.learner}/{m.number}' for m in record.members)}{' closing' if record.closing else ''}"
+
+    def _merge(self, record: Record, log: FragmentLog, body: NDArray[np.uint8], what: str) -> None:
+        demand(bool(record.members), f"{what}: no members")
+        delta = decode(body, log.theta.size, record.bits)
+        total, expected = sum(member.weight for member in record.members), np.zeros_like(delta)
+        for member in record.members:
+            identity = (record.fragment, member.learner, member.incarnation, member.number)
+            named = f"{what}: offer {member.number} of {member.learner}, incarnation {member.incarnation}"
+            demand(identity in self.offers, f"{named} was never stored")
+            offer, values = self.offers[identity]
+            cursor = log.cursors.get(member.learner, (0, 0))
+            demand((member.incarnation, member.number) > cursor, f"{named}: merged before, or older than one merged")
+            demand(offer.after == cursor, f"{named}: made without knowing of {cursor}")
+            stated = (member.round, member.base_version, member.steps, member.tokens, member.lost_tokens)
+            offered = (offer.round, offer.base_version, offer.steps, offer.tokens, offer.lost_tokens)
+            demand(member.data == offer.data, f"{named}: other batches in the record than in the offer")
+            demand(stated == offered, f"{named}: {stated} in the record, {offered} in the offer")
+            self._demand_base(log, offer, named)
+            demand(not self.archived or identity in self._archive, f"{named}: merged, and not in the archive")
+            if self.exact:
+                log.steps += values
+                most = int(np.argmax(log.steps))
+                demand(log.steps[most] <= 1.001, f"{named}: step {most} of {self.steps[most].learner} is merged twice")
+            for share, first, count in member.data:
+                for batch in range(first, first + count):
+                    merged = log.batches.get((share, batch), frozenset())
+                    process = member.learner, member.incarnation
+                    demand(process not in merged, f"{named}: batch {batch} of share {share} is merged twice")
+                    log.batches[share, batch] = merged | {process}
+                log.ends[share] = max(log.ends.get(share, 0), first + count)
+            expected -= np.float32(member.weight / total) * values
+            log.cursors[member.learner] = (member.incarnation, member.number)
+            log.tokens[member.learner] = log.tokens.get(member.learner, 0) + member.tokens
+            log.lost[member.learner] = member.lost_tokens
+            log.merged_tokens += member.tokens
+        if self.settings.merge.method == "average" and self.exact and record.bits == 32:
+            demand(bool(np.allclose(delta, expected, atol=1e-5)), f"{what}: its body is not the mean of its members' offers")
+        log.theta, log.momentum = fold(log.theta, log.momentum, delta, record.learning_rate, record.momentum)
+
+    def rewind(self, sequence: int) -> None:
+        """The server has lost all of the log after ``sequence``: it was never committed."""
+        self.rewound = True
+        for index, log in enumerate(self.logs):
+            kept = log
+            while kept.past and kept.past[-1][0] > sequence:
+                self.lost |= {kept.head, kept.hashes[kept.version]}
+                kept = kept.past.pop()[1]
+            del kept.hashes[kept.version + 1 :], kept.thetas[kept.version + 1 :], kept.accounts[kept.version + 1 :]
+            kept.sequences = [own for own in kept.sequences if own <= sequence]
+            kept.keyframes = [(head, entry) for head, entry in kept.keyframes if head <= sequence]
+            self.logs[index] = kept
+
+    def purged(self, fragment: int, heads: set[int]) -> None:
+        """Some of a fragment's log was dropped; ``heads`` are the sequences of the entries and keyframes that are left."""
+        log = self.logs[fragment]
+        if not log.keyframes:
+            return
+        kept = [entry for head, entry in log.keyframes if head in heads][-self.settings.log.keep_keyframes :]
+        wanted = min(self.settings.log.keep_keyframes, len(log.keyframes))
+        demand(len(kept) >= wanted, f"fragment {fragment}: {len(kept)} keyframes are left of {len(log.keyframes)}")
+        missing = [sequence for sequence in log.sequences if sequence > min(kept) and sequence not in heads]
+        demand(not missing, f"fragment {fragment}: entries {missing} after a keyframe were dropped")
+
+    def observe_key(self, process: tuple[str, int], key: str, before: bytes | None, value: bytes) -> None:
+        """Look at a key of the bucket as it is set by a process."""
+        if key == "shares":
+            old = {} if before is None else {lease.share: lease for lease in leases.unpack(before).leases}
+            new = {lease.share: lease for lease in leases.unpack(value).leases}
+            for share, lease in old.items():
+                demand(share in new, f"share {share} is gone")
+                batch = new[share].next
+                kept = batch >= lease.next or self.rewound  # a revision that was lost is given again
+                demand(kept, f"share {share} goes back from batch {lease.next} to {batch}")
+                if lease.holder == process[0] and new[share].holder is None:
+                    own = max((b + 1 for s, b in self._trained.get(process, ()) if s == share), default=0)
+                    demand(batch >= own, f"share {share} is freed at batch {batch}, {process[0]} has trained up to {own}")
+        if key == "owners":
+            table = msgspec.msgpack.decode(value, type=OwnersTable)
+            shards = self.settings.shards
+            demand(len(table.holders) <= shards, f"{table.holders} share the fragments, at most {shards} may")
+            demand(set(table.owners) <= set(table.holders), f"{table.owners} own fragments, {table.holders} hold")
+
+    # ---- what processes hold
+
+    def take(self, step: Step, must_pass: dict[int, int]) -> None:
+        """A learner begins a step; ``must_pass`` are the ends of the data merged when it began."""
+        process, data = (step.learner, step.generation), (step.share, step.batch)
+        what = f"{step.learner} trains batch {step.batch} of share {step.share}"
+        trained = self._trained.setdefault(process, set())
+        demand(data not in trained, f"{what} twice")
+        demand(
+            self.rewound or step.batch >= must_pass.get(step.share, 0),
+            f"{what}, merged up to {must_pass.get(step.share)} when it began",
+        )
+        trained.add(data)
+
+    def ends(self) -> dict[int, int]:
+        """How far the data was merged, by share: of the fragment that is furthest."""
+        ends: dict[int, int] = {}
+        for log in self.logs:
+            for share, end in log.ends.items():
+                ends[share] = max(end, ends.get(share, 0))
+        return ends
+
+    def check_marked(self, learner: str, marked: list[int], accounts: list[tuple[int, int, int, int]], *, exact: bool) -> None:
+        """A learner's state for a checkpoint of the run: at the versions of the mark, if that came in time; accounts add up.
+
+        ``accounts``: by fragment the version applied, and tokens in all, merged not yet, and lost.
+        """
+        for index, (version, processed, held, lost) in enumerate(accounts):
+            what = f"{learner}'s state for the mark {marked}, fragment {index}"
+            demand(version >= marked[index] and (version == marked[index] or not exact), f"{what}: is at version {version}")
+            if not self.rewound:
+                merged = self.logs[index].accounts[version].get(learner, 0)
+                demand(processed == merged + held + lost, f"{what}: {processed} tokens, {merged} + {held} + {lost}")
+
+    def versions(self) -> dict[int, int]:
+        """The newest version by fragment."""
+        return {index: log.version for index, log in enumerate(self.logs)}
+
+    def applied(self, learner: str, fragment: int, theta: Vector, before: int) -> int:
+        """A learner takes over a version: which one it is."""
+        version = self.logs[fragment].history.get(theta.tobytes()) if self.logs else None
+        if version is None:
+            raise Violation(f"{learner} applies parameters of fragment {fragment} that are no version of the log")
+        demand(version >= before or self.rewound, f"{learner} applies version {version} of fragment {fragment} after {before}")
+        return version
+
+    def check_end(self, learners: dict[str, tuple[list[Vector], dict[str, list[int]]]]) -> None:
+        """The run is over: every learner holds the last versions, and tokens add up.
+
+        ``learners``: by name the parameters applied last, and of the last pulse tokens in all, merged not yet, and lost.
+        """
+        for index, log in enumerate(self.logs):
+            demand(log.closed, f"the log of fragment {index} is not closed")
+            for name, (applied, accounts) in learners.items():
+                demand(np.array_equal(applied[index], log.theta), f"{name} ended with another fragment {index} than the log's")
+                processed, held, lost = (accounts[key][index] for key in ("tokens", "held", "lost"))
+                merged = log.tokens.get(name, 0)
+                demand(
+                    processed == merged + held + lost,
+                    f"{name}, fragment {index}: {processed} tokens processed, {merged} merged, {held} held, {lost} lost",
+                )
+        demand(len(self.logs) == len(FRAGMENTS.fragments), "the run never began")

@@ -1,0 +1,187 @@
+"""A learner of the simulation: the real :class:`diloco.member.Member`, and a trainer whose steps can be told apart.
+
+A step adds 1 to one value of every fragment, a value that no other step of the run touches. So an offer of 32 bits shows
+which steps it holds, and the merged model how much of each step came in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco import membership
+from diloco.core.books import Apply
+from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.leases import Rota
+from diloco.member import Boundary, Dump, Member, StepDone
+from diloco.peer import Layout
+from diloco.wire.messages import Marked
+
+if TYPE_CHECKING:
+    from tests.simulation.world import Process
+
+Vector = NDArray[np.float32]
+
+STEPS = 512  # most that a run may take: the size of a fragment
+SPECS = [TensorSpec("a", (16, 32)), TensorSpec("b", (512,))]
+FRAGMENTS = build_map(SPECS, 2, "balanced")
+LAYOUT = Layout((("optimizer", (8,), "float32"),))
+IDLE_S = 0.2
+LEAVE_S = 2.0
+SAVE_S = 0.3
+SAVED_BOUNDARIES = 0.1
+
+
+@dataclass
+class Step:
+    """One inner step of the run; its index is the value that it adds to."""
+
+    learner: str
+    generation: int  # of its process
+    tokens: int
+    share: int
+    batch: int
+
+
+class Learner:
+    """One learner process."""
+
+    def __init__(self, process: Process) -> None:
+        self.process, self.world = process, process.world
+        self.name = process.name
+        self.values: list[Vector] = []
+        self.applied: dict[int, int] = {}  # by fragment: version last written into the model
+        self.done: StepDone | None = None
+        self.rota = Rota()
+        self.optimizer = np.full(8, process.rng.random(), np.float32)
+        self.must_apply: dict[int, int] = {}  # by fragment: what was the newest version when it began
+        self.must_pass: dict[int, int] = {}  # by share of the data: the end of what was merged when it began
+        self.leave_by_s: float | None = None
+        self.saving = False
+        self.member: Member | None = None
+        self.mark: tuple[int, bool] | None = None  # the newest mark's number, and whether it came before its versions did
+        self.marking = False  # a state that a mark asked for is being saved
+
+    async def serve(self) -> None:
+        """Join the run, and train to its end or until asked to stop."""
+        process, world = self.process, self.world
+        run = await membership.find(process.transport, world.run_name, world.logger)
+        member = self.member = Member(process.transport, run, FRAGMENTS, world.learner_settings(self.name), world.logger)
+        # its own, and nothing of it may come into the run unless it founds it
+        self.values = [process.noise(fragment.size) for fragment in FRAGMENTS.fragments]
+        self.must_apply, self.must_pass = world.reference.versions(), world.reference.ends()
+        try:
+            await member.join(lambda: [np.zeros(fragment.size, np.float32) for fragment in FRAGMENTS.fragments])
+            if not self._restore(member):
+                loan = await member.borrow(LAYOUT)
+                if loan is not None:
+                    world.check_loan(loan.peer, loan.step, loan.arrays)
+            await self._train(member)
+        finally:
+            await member.close()
+            await process.transport.close()
+
+    async def _train(self, member: Member) -> None:
+        process = self.process
+        while True:
+            if process.stopping and self.leave_by_s is None:
+                self.leave_by_s = self.world.now_s + LEAVE_S
+                member.leave()
+            self._look_for_mark(member)
+            boundary = member.boundary(self.done)
+            self.done = None
+            for index, applied in boundary.applies:
+                self._write(index, applied)
+            if process.rng.random() < 0.2:
+                await asyncio.sleep(0.003)  # the loop's thread runs between a boundary and what follows from it
+            self._hand_over(member, boundary)
+            self._keep(member)
+            if boundary.finished:
+                process.finished = True
+                return
+            if self.leave_by_s is not None and (member.left or self.world.now_s >= self.leave_by_s):
+                await self._leave(member)
+                return
+            if boundary.stop or boundary.wait:
+                await asyncio.sleep(IDLE_S * process.rng.random())
+                continue
+            await self._step(member)
+
+    def _hand_over(self, member: Member, boundary: Boundary) -> None:
+        for index in boundary.reads:
+            snapshot = self.values[index].copy()
+            member.submit(index, lambda snapshot=snapshot: snapshot)  # type: ignore[misc]
+
+    def _write(self, index: int, applied: Apply) -> None:
+        if applied.loaded and self.mark is not None:
+            self.mark = self.mark[0], False  # what was between was never seen
+        new = applied.theta.copy()
+        if applied.reference is not None:
+            new += np.float32(applied.factor) * (self.values[index] - applied.reference)
+        self.values[index] = new
+        self.applied[index] = self.world.reference.applied(self.name, index, applied.theta, self.applied.get(index, -1))
+
+    async def _step(self, member: Member) -> None:
+        process, world = self.process, self.world
+        share, batch = self.rota.next(member.leased())
+        index = world.take_step(Step(self.name, process.generation, process.tokens, share, batch), self.must_pass)
+        began_s = world.now_s
+        await asyncio.sleep(process.step_s * (0.5 + process.rng.random()))
+        for values in self.values:
+            values[index] += 1
+        self.optimizer += 1
+        self.done = StepDone(process.tokens, share, batch, 1.0, world.now_s - began_s, 0.0)
+
+    # ---- its disk, and its peers
+
+    def _look_for_mark(self, member: Member) -> None:
+        mark = member._mark
+        if mark is not None and (self.mark is None or self.mark[0] != mark.number):
+            self.mark = mark.number, all(own <= cut for own, cut in zip(member.versions(), mark.versions, strict=True))
+
+    def _keep(self, member: Member) -> None:
+        """Save the state now and then, and when a mark asks for it; lend the optimizer's to who asks for that."""
+        mark = member.mark_due()
+        if mark is not None and not self.marking and member.dump() is not None:
+            member.note_copied(mark)
+            self.marking = True
+            exact = self.mark == (mark.number, True)
+            self.world.check_marked(self.name, member, mark.versions, exact)
+            answer = Marked(self.name, mark.number, member.step, member.versions(), 1, bytes(32))
+            self.process.loop.call_later(SAVE_S * self.process.rng.random(), self._answer, member, answer)
+        if member.lender.wanted:
+            self.world.lent[self.name, member.step] = self.optimizer.copy()
+            member.lend(member.step, member.versions(), LAYOUT, {"optimizer": self.optimizer.copy()})
+        if self.saving or self.process.rng.random() > SAVED_BOUNDARIES:
+            return
+        dump = member.dump()
+        if dump is not None:
+            self.saving = True
+            copied = [values.copy() for values in self.values]
+            # the books' arrays are copied as late as a thread that writes them may come to them
+            self.process.loop.call_later(SAVE_S * self.process.rng.random(), self._save, dump, copied, dict(self.applied))
+
+    def _answer(self, member: Member, answer: Marked) -> None:
+        member.answer_mark(answer)
+        self.marking = False
+
+    def _save(self, dump: Dump, values: list[Vector], applied: dict[int, int]) -> None:
+        self.process.save({"dump": dump, "values": values, "applied": applied})
+        self.saving = False
+
+    async def _leave(self, member: Member) -> None:
+        while any(state.encoding for state in member._fragments):
+            await asyncio.sleep(0.01)
+        self._save(member.checkpoint(), self.values, self.applied)
+
+    def _restore(self, member: Member) -> bool:
+        saved: dict[str, Any] | None = self.process.load()
+        if saved is None:
+            return False
+        member.restore(*saved["dump"])
+        self.values, self.applied = saved["values"], saved["applied"]
+        return True

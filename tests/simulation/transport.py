@@ -1,0 +1,299 @@
+"""The simulation's network: a :class:`diloco.transport.Transport` over virtual time, unreliable as the seed wants it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import types
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.server import Append, Keys, Stream
+
+from diloco.errors import AppendUncertainError, BrokerError, RewoundError
+from diloco.transport import Fence, Stored
+
+if TYPE_CHECKING:
+    from tests.simulation.world import Process
+
+READ_TIMEOUT_S = 2.0
+BUCKET_TIMEOUT_S = 1.0
+BUCKET_ATTEMPTS = 6
+
+
+@dataclass
+class Message:
+    """What a subscriber hears."""
+
+    subject: str
+    data: bytes
+    reply: Callable[[bytes], None]
+
+    async def respond(self, data: bytes) -> None:
+        self.reply(data)
+
+
+@dataclass
+class Subscription:
+    pattern: str
+    transport: SimulatedTransport
+    heard: Callable[[Any], Awaitable[None]]
+
+
+class SimulatedTransport:
+    """One process's way to the others."""
+
+    def __init__(self, process: Process) -> None:
+        self.process, self.world, self.loop = process, process.world, process.loop
+        self.bytes_in = self.bytes_out = 0
+
+    @property
+    def connected(self) -> bool:
+        return self.process.reachable
+
+    def wall_s(self) -> float:
+        return self.process.wall_s()
+
+    def random_bytes(self, count: int) -> bytes:
+        return self.process.rng.randbytes(count)
+
+    async def close(self) -> None:
+        self.world.subscriptions = [s for s in self.world.subscriptions if s.transport is not self]
+
+    # ---- messages
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        self.bytes_out += len(data)
+        self._send(subject, data, lambda answer: None)
+
+    async def subscribe(self, subject: str, heard: Callable[[Any], Awaitable[None]]) -> None:
+        self.world.subscriptions.append(Subscription(subject, self, heard))
+
+    async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes | None:
+        future = self.loop.create_future()
+
+        def reply(answer: bytes) -> None:
+            if self.process.reachable:
+                self.world.later(self.world.delay_s(), self._settle, future, answer, None)
+
+        self._send(subject, data, reply)
+        self.loop.call_later(timeout_s, self._settle, future, None, None)
+        answer: bytes | None = await future
+        return answer
+
+    def _send(self, subject: str, data: bytes, reply: Callable[[bytes], None]) -> None:
+        if self.process.reachable:
+            self.world.publish(Message(subject, data, reply))
+
+    def _settle(self, future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+        if not future.done():
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+    # ---- the server
+
+    async def _ask(self, action: Callable[[], Any], timeout_s: float, what: str, *, lossy: bool = False) -> Any:
+        """Have the server do something; AppendUncertainError if no answer comes in time, whether or not it was done."""
+        world, process, loop = self.world, self.process, self.loop
+        future, session = loop.create_future(), world.rewinds
+        fate = world.fate(process, what) if lossy else "plain"
+        if fate == "crash_before":
+            process.crash(what)
+        if fate == "late":  # the caller gives up, and then it is done all the same
+            world.later(timeout_s * (1 + world.rng.random()), self._try, action, session)
+        elif fate != "lost":
+            world.later(world.delay_s(), self._arrive, action, future, fate, what, session)
+        timer = loop.call_later(timeout_s, self._settle, future, None, AppendUncertainError(f"{what}: no answer"))
+        try:
+            return await future
+        finally:
+            timer.cancel()
+
+    def _try(self, action: Callable[[], Any], session: int) -> None:
+        if session == self.world.rewinds:
+            with contextlib.suppress(BrokerError):
+                action()
+
+    def _arrive(self, action: Callable[[], Any], future: asyncio.Future[Any], fate: str, what: str, session: int) -> None:
+        if not self.process.reachable or session != self.world.rewinds:
+            return  # lost with the connection
+        result, error = None, None
+        try:
+            result = action()
+        except BrokerError as refusal:
+            error = refusal
+        if fate == "crash_after":
+            self.process.crash(f"after {what}")
+        elif fate != "unanswered":
+            self.world.answer(self.loop, self._settle, future, result, error)
+
+    async def ensure_stream(
+        self, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1
+    ) -> None:
+        self.world.server.streams.setdefault(stream, Stream(stream, subjects, max_msgs_per_subject))
+
+    async def append(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        parts: Sequence[bytes | memoryview] = (),
+        part_subject: Callable[[int], str] | None = None,
+        message_id: str,
+        fence: Fence | None,
+        timeout_s: float,
+    ) -> int:
+        world, process = self.world, self.process
+        named: list[tuple[str, bytes]] = []
+        if parts:
+            assert part_subject is not None
+            named = [(part_subject(index), bytes(part)) for index, part in enumerate(parts)]
+        request = Append(subject, data, named, message_id, fence)
+        broken = world.breaks_batch() if parts else None
+        writer = process.as_writer()  # now: by the time that it is stored another process may go by this name
+
+        def store() -> int:
+            world.writer = writer
+            if broken is None:
+                return world.server.append(request, world.now_s)
+            world.server.append(request, world.now_s, int(broken * len(parts)))
+            raise AppendUncertainError(f"{subject}: the batch was broken off")
+
+        self.bytes_out += len(data) + sum(len(part) for part in parts)
+        sequence: int = await self._ask(store, timeout_s, f"append {subject}", lossy=True)
+        return sequence
+
+    async def last(self, stream: str, subject: str) -> Stored | None:
+        held = self._stream(stream)
+        stored: Stored | None = await self._ask(lambda: held.last(subject), READ_TIMEOUT_S, f"last {subject}")
+        return stored
+
+    async def get(self, stream: str, sequence: int) -> Stored | None:
+        held = self._stream(stream)
+        stored: Stored | None = await self._ask(lambda: held.get(sequence), READ_TIMEOUT_S, f"get {sequence}")
+        return stored
+
+    async def purge(self, stream: str, subject: str, below_sequence: int) -> None:
+        held = self._stream(stream)
+        what = f"purge {subject} below {below_sequence}"
+
+        def drop() -> None:
+            held.purge(subject, below_sequence)
+            self.world.purged(held, subject)
+
+        await self._ask(drop, READ_TIMEOUT_S, what, lossy=True)
+
+    async def pull(self, stream: str, subjects: Sequence[str], start_sequence: int) -> AsyncIterator[Stored]:
+        held, read = self._stream(stream), max(1, start_sequence) - 1
+        newest: Stored | None = None
+        rewinds = held.rewinds
+        while True:
+            if held.rewinds != rewinds and self.process.reachable:
+                rewinds, read = held.rewinds, newest.sequence if newest else max(1, start_sequence) - 1
+                if newest is not None and not held.keeps(newest):
+                    raise RewoundError(f"stream {stream}: it lost message {newest.sequence}, which had been stored")
+            new = held.after(read, subjects) if self.process.reachable else []
+            if not new:
+                read = max(read, len(held.messages)) if self.process.reachable else read
+                await self.world.news(self.loop, held, subjects)
+                continue
+            await asyncio.sleep(self.world.delay_s())
+            for stored in new:
+                read, newest = stored.sequence, stored
+                self.bytes_in += len(stored.data)
+                yield stored
+
+    def _stream(self, name: str) -> Stream:
+        if name not in self.world.server.streams:
+            raise BrokerError(f"stream {name}: does not exist on the server")
+        return self.world.server.streams[name]
+
+    async def bucket(self, name: str, *, create: bool, replicas: int = 1) -> SimulatedBucket:
+        buckets = self.world.server.buckets
+
+        def find() -> None:
+            if create:
+                buckets.setdefault(name, Keys(name))
+            if name not in buckets:
+                raise BrokerError(f"bucket {name}: does not exist on the server")
+
+        await self._ask(find, READ_TIMEOUT_S, f"bucket {name}")
+        return SimulatedBucket(self, name)
+
+
+@dataclass(frozen=True)
+class SimulatedBucket:
+    """Calls are tried again, as in :mod:`diloco.nats.registry`: each write has an id of its own, so that it is done once."""
+
+    transport: SimulatedTransport
+    name: str
+
+    async def get(self, key: str) -> tuple[bytes, int] | None:
+        bucket = self.transport.world.server.buckets[self.name]
+        found: tuple[bytes, int] | None = await self._patiently(lambda: bucket.get(key), f"get {key}", lossy=False)
+        return found
+
+    async def create(self, key: str, value: bytes) -> int:
+        return await self._write(key, value, 0)
+
+    async def update(self, key: str, value: bytes, revision: int) -> int:
+        return await self._write(key, value, revision)
+
+    async def put(self, key: str, value: bytes) -> int:
+        return await self._write(key, value, None)
+
+    async def _write(self, key: str, value: bytes, revision: int | None) -> int:
+        world, process = self.transport.world, self.transport.process
+        bucket, identifier = world.server.buckets[self.name], process.rng.getrandbits(64)
+        generation = process.generation
+
+        def write() -> int:
+            stored = bucket.get(key)
+            if stored is not None and bucket.writers[key] == identifier:
+                return stored[1]  # an attempt that was not answered
+            revised = bucket.write(key, value, revision, identifier)
+            world.key_written(process, generation, key, stored[0] if stored else None, value, revised)
+            return revised
+
+        written: int = await self._patiently(write, f"write {key}", lossy=True)
+        return written
+
+    async def _patiently(self, action: Callable[[], Any], what: str, *, lossy: bool) -> Any:
+        for attempt in range(BUCKET_ATTEMPTS):
+            try:
+                return await self.transport._ask(action, BUCKET_TIMEOUT_S, what, lossy=lossy)
+            except AppendUncertainError:
+                if attempt == BUCKET_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+
+def deliver(subscription: Subscription, message: Message) -> None:
+    """Have a subscriber hear a message."""
+    subscription.transport.bytes_in += len(message.data)
+    heard: Any = subscription.heard(message)
+    try:
+        waiting = heard.send(None)  # most is done at once, and needs no task
+    except StopIteration:
+        return
+    subscription.transport.loop.create_task(_go_on(heard, waiting))
+
+
+@types.coroutine
+def _go_on(heard: Any, waiting: Any) -> Generator[Any, Any, None]:
+    """The rest of a coroutine that waits for something."""
+    while True:
+        try:
+            result = yield waiting
+        except BaseException as error:
+            step = partial(heard.throw, error)
+        else:
+            step = partial(heard.send, result)
+        try:
+            waiting = step()
+        except StopIteration:
+            return

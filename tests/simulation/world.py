@@ -1,0 +1,661 @@
+"""One run of a simulated cluster, from a seed: who is there, what goes wrong and when, and what came of it.
+
+A *schedule* draws its run's settings, its faults and every delay from one seed. While it lasts, whatever the server stores is
+shown to the reference at once. When its time of faults is over, everything is repaired, and the run must come to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from tests.simulation.invariants import Reference, Violation, Writer, demand
+from tests.simulation.learner import STEPS, Learner, Step
+from tests.simulation.loop import ProcessLoop, Scheduler
+from tests.simulation.server import Server, Stream, matches
+from tests.simulation.transport import Message, SimulatedTransport, Subscription, deliver
+
+import diloco.log
+import diloco.member
+from diloco import membership, observe
+from diloco.member import Member
+from diloco.observe import Logger
+from diloco.patience import patiently
+from diloco.settings import CoordinatorSettings, LearnerSettings, RunSettings, SyncerSettings, run_settings
+from diloco.wire import assemble, messages, subjects
+from diloco.wire.messages import Mark, Pulse
+from diloco.wire.subjects import Subjects
+from diloco_coordinator.service import Coordinator
+from diloco_syncer.shard import Shard
+
+RUN = "run"
+PATIENCE_S = 60.0  # so long after the last fault a run may take to end
+WHOLE_PART_BYTES = messages.PART_BYTES
+RESTART_S = (0.1, 3.0)
+MARKS, MARK_EVERY_S = 5, 0.2  # so often, and so far apart, is a mark said
+SILENCE_S = 3.0  # of the server, and an append is tried again: sooner than in earnest, virtual time is not for nothing
+UNPACKED = 256  # frames that are remembered, since all who hear one look at the same bytes
+
+SMALL: dict[str, Any] = {
+    "tokens": 3 * 16 * 10,
+    "learners": 3,
+    "shards": 2,
+    "fragments.count": 2,
+    "round.steps": 3,
+    "merge.method": "average",
+    "merge.weights": "tokens",
+    "codec.offer_bits": 32,
+    "codec.record_bits": 32,
+    "log.keyframe_factor": 4.0,
+    "liveness.pulse_s": 0.25,
+    "liveness.dead_s": 2.0,
+    "carry.overlap": 1.0,
+    "task.name": "tests:simulation",
+}
+# what runs differ in; the first is drawn more often, since there every step can be followed
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {},
+    {"carry.overlap": 0.0, "round.max_staleness_versions": 1},
+    {"round.quorum": 2, "log.keyframe_factor": 0.02, "log.keep_bytes": 0, "log.archive": True},
+    {"round.quorum": "all", "carry.late": 0.5},
+    {"codec.offer_bits": 4, "codec.record_bits": 4, "merge.method": "rda", "merge.weights": "quality", "log.archive": True},
+    {"codec.offer_bits": 4, "codec.record_bits": 4, "merge.against": "current", "log.keyframe_factor": 0.01},
+    {"carry.max_versions": 2, "learners": 2, "shards": 1, "log.keyframe_factor": 0.01, "log.keep_bytes": 0},
+    {"carry.overlap": 0.0, "carry.late": 0.0, "round.learners_wait": True},
+]
+
+
+@cache
+def variant(number: int) -> RunSettings:
+    return run_settings("decoupled", SMALL | VARIANTS[number])
+
+
+@cache
+def _learner(name: str, share: int) -> LearnerSettings:
+    return LearnerSettings(name=name, run=RUN, share=share)
+
+
+@cache
+def _syncer(name: str) -> SyncerSettings:
+    return SyncerSettings(name=name, run=RUN)
+
+
+@cache
+def _coordinator(name: str, number: int) -> CoordinatorSettings:
+    return CoordinatorSettings(name=name, run=RUN, settings=variant(number), state_dir=Path("/nonexistent"))
+
+
+@contextlib.contextmanager
+def _constants(part_bytes: int, logger: Logger) -> Iterator[None]:
+    """What a schedule has otherwise than a service in earnest, for as long as it is played."""
+    unpack, known = messages.unpack, dict[tuple[bytes, type], Any]()
+
+    def unpack_once(data: bytes, cls: type, run: bytes) -> Any:
+        unpacked = known.get((data, cls))
+        if unpacked is None:
+            if len(known) >= UNPACKED:
+                known.clear()
+            unpacked = known[data, cls] = unpack(data, cls, run)
+        return unpacked
+
+    changes: list[tuple[Any, str, Any]] = [
+        (diloco.log, "APPEND_TIMEOUT_S", SILENCE_S),
+        (diloco.member, "OFFER_TIMEOUT_S", SILENCE_S),
+        (messages, "PART_BYTES", part_bytes),
+        (assemble, "PART_BYTES", part_bytes),
+        (messages, "unpack", unpack_once),
+        (observe, "log", logger),
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    try:
+        for module, name, value in changes:
+            setattr(module, name, value)
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+class Silent:
+    """A logger that says nothing, or hands everything to the trace."""
+
+    def __init__(self, note: Callable[..., None] | None) -> None:
+        self.note = note
+
+    def __getattr__(self, level: str) -> Callable[..., None]:
+        if self.note is None:
+            return lambda event, **values: None
+        note = self.note
+        return lambda event, **values: note("log", f"{level} {event} {values}")
+
+
+@dataclass
+class Chaos:
+    """How likely things go wrong with one message or one action, until :attr:`until_s`; and what happens by itself."""
+
+    until_s: float
+    loss: float
+    duplicates: float
+    delay_s: float  # most that a message is late, where it is late
+    late: float  # share of messages that are
+    appends: dict[str, float]  # fate of a durable action: its probability
+    faults: list[tuple[float, str, int, float]]  # time, kind, which process, how long
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Chaos:
+        """Every kind of fault is off in many schedules, so that others are seen alone (as swarm testing has it)."""
+        until_s = rng.uniform(1.0, 7.0)
+
+        def some(most: float) -> float:
+            return most * rng.random() if rng.random() < 0.5 else 0.0
+
+        appends = {
+            "lost": some(0.1),
+            "unanswered": some(0.1),
+            "late": some(0.1),
+            "crash_before": some(0.04),
+            "crash_after": some(0.06),
+        }
+        kinds = [kind for kind in FAULTS if rng.random() < 0.5] or ["kill"]
+        if "rewind" in kinds and "clock" in kinds:  # a lost admission and a clock that jumps back make an incarnation twice
+            kinds.remove("clock")
+        faults = [
+            (rng.uniform(0.0, until_s), rng.choice(kinds), rng.randrange(1 << 16), rng.choice((0.2, 1.0, 3.0)) * rng.random())
+            for _ in range(rng.choice((0, 1, 1, 2, 3, 5)))
+        ]
+        return cls(until_s, some(0.2), some(0.2), rng.choice((0.02, 0.3, 1.0)), some(0.5), appends, sorted(faults))
+
+
+FAULTS = ("kill", "freeze", "stop", "server", "cut", "full", "clock", "rewind")
+
+
+class Process:
+    """One service: its process, which comes and goes, and its disk, which stays."""
+
+    def __init__(self, world: World, name: str, serve: Callable[[Process], Coroutine[Any, Any, None]]) -> None:
+        self.world, self.name, self._serve = world, name, serve
+        self.saved: list[bytes] = []  # on its disk, newest first
+        self.generation = 0
+        self.clock_s = 1.7e9 + world.rng.uniform(-100, 100)
+        self.tokens = 4 * world.rng.randint(1, 4)  # of each of a learner's steps
+        self.cut = False
+        self.alive = self.ended = False  # ended: by itself, and for good
+        self.start()
+
+    def start(self) -> None:
+        """Begin a new process of this name."""
+        if self.alive or self.ended:
+            return
+        self.generation += 1
+        self.alive, self.stopping, self.finished = True, False, False
+        self.rng = random.Random(self.world.rng.getrandbits(64))
+        self.step_s = self.rng.choice((0.05, 0.1, 0.2))
+        self.loop = self.world.new_loop(self.rng)
+        self.transport = SimulatedTransport(self)
+        self.worker: Any = None  # a Learner
+        self.world.note(self.name, f"starts as {self.generation}")
+        self.loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self.task = self.loop.create_task(self._serve(self))
+        self.task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        self._forget()
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        if isinstance(error, Exception):
+            self.world.failed(error)
+        elif error is not None or self.stopping:
+            self.world.note(self.name, f"ends: {error or 'asked to'}")
+            self.restart_later()
+        else:
+            self.ended = True
+            self.world.note(self.name, "ends")
+            self.world.look_for_end()
+
+    @property
+    def reachable(self) -> bool:
+        """Whether it and the server can talk."""
+        return not self.cut and not self.world.server_away
+
+    def _forget(self) -> None:
+        self.alive = False
+        self.world.subscriptions = [s for s in self.world.subscriptions if s.transport is not self.transport]
+
+    def crash(self, why: str) -> None:
+        """Kill it at once; it is started again later."""
+        if self.alive:
+            self.world.note(self.name, f"killed {why}")
+            self.loop.dead = True
+            self._forget()
+            self.restart_later()
+
+    def restart_later(self) -> None:
+        self.world.later(self.world.rng.uniform(*RESTART_S), self.start)
+
+    def stop(self) -> None:
+        """Ask it to end."""
+        self.stopping = True
+        if self.worker is None:
+            self.loop.call_soon(self.task.cancel)
+
+    def as_writer(self) -> Writer:
+        """Who writes to the server now, and what it knows."""
+        if self.worker is None:
+            return Writer(self.name, self.generation, {}, {})
+        return Writer(self.name, self.generation, dict(self.worker.applied), self.worker.must_apply)
+
+    def wall_s(self) -> float:
+        return self.clock_s + self.world.now_s
+
+    def noise(self, size: int) -> NDArray[np.float32]:
+        return np.full(size, 1 + self.rng.random(), np.float32)
+
+    def save(self, state: Any) -> None:
+        """Replace the newest state on the disk, which becomes the one before it; the process may die just before or after."""
+        fate = self.world.fate(self, "save")
+        if fate == "crash_before":
+            self.crash("before saving")
+            return
+        self.saved = [pickle.dumps(state), *self.saved[:1]]
+        self.world.stats["state saved"] += 1
+        if fate == "crash_after":
+            self.crash("after saving")
+
+    def load(self) -> Any:
+        """The newest state; sometimes it is damaged and the one before it serves, or the disk is another one."""
+        good = self.saved[self.rng.choice((0, 0, 0, 1, 2)) :]
+        self.world.stats["state restored"] += bool(good)
+        return pickle.loads(good[0]) if good else None
+
+
+@dataclass
+class Outcome:
+    """What came of a schedule."""
+
+    seed: int
+    error: BaseException | None
+    virtual_s: float
+    stats: Counter[str]
+    cpu_s: float = 0.0
+    trace: list[tuple[float, str, str]] = field(repr=False, default_factory=list)
+
+    @property
+    def trace_hash(self) -> str:
+        """Of all that happened: another one for the least difference."""
+        return hashlib.blake2b(repr(self.trace).encode(), digest_size=8).hexdigest()
+
+
+class World:
+    """One schedule."""
+
+    def __init__(self, seed: int, *, verbose: bool = False) -> None:
+        self.seed, self.rng = seed, random.Random(seed)
+        self.scheduler = Scheduler()
+        self.run_name = RUN
+        self.trace: list[tuple[float, str, str]] = []
+        self.stats: Counter[str] = Counter()
+        self.error: BaseException | None = None
+        self.logger = cast(Logger, Silent(self.note if verbose else None))
+        number = self.rng.randrange(len(VARIANTS))
+        self.settings = variant(number)
+        self.chaos = Chaos.draw(self.rng)
+        # small parts, so that bodies come in several
+        self.part_bytes = self.rng.choice((WHOLE_PART_BYTES, WHOLE_PART_BYTES, 700))
+        self.steps: list[Step] = []
+        identity = messages.run_id(RUN, self.settings.digest())
+        kinds = {kind for _, kind, _, _ in self.chaos.faults}
+        archived = self.settings.log.archive and not kinds & {"full", "rewind"}
+        self.reference = Reference(RUN, identity, self.settings, self.steps, forgetful="rewind" in kinds, archived=archived)
+        self.server = Server(self._stored)
+        self.server_away = False
+        self.rewinds = self.marks = 0
+        self.leaders: dict[tuple[int, int], str] = {}  # by rewinds and revision of the key
+        self.subscriptions: list[Subscription] = []
+        self.writer: Writer | None = None
+        self.lent: dict[tuple[str, int], NDArray[np.float32]] = {}
+        self._waiting: list[tuple[ProcessLoop, asyncio.Future[Any], Stream, Sequence[str]]] = []
+        self.loops: list[ProcessLoop] = []
+        self.loop = self.new_loop(self.rng)
+        self.subjects = Subjects(RUN)
+        self.note("world", f"variant {number} {VARIANTS[number]}, {self.chaos}, parts of {self.part_bytes}")
+        self.learners = [Process(self, f"learner-{i}", self._learn) for i in range(self.settings.learners)]
+        standbys = self.rng.randrange(2)
+        syncers = [Process(self, f"syncer-{i}", self._sync) for i in range(self.settings.shards + standbys)]
+        coordinators = [
+            Process(self, f"coordinator-{i}", lambda p: self._coordinate(p, number)) for i in range(self.rng.randint(1, 2))
+        ]
+        self.processes = [*self.learners, *syncers, *coordinators]
+        for at_s, kind, which, for_s in self.chaos.faults:
+            self.later(at_s, self._fault, kind, self.processes[which % len(self.processes)], for_s)
+        for _ in range(self.rng.randrange(3)):
+            self.later(self.rng.uniform(0.5, self.chaos.until_s + 1), self._mark)
+        self.later(self.chaos.until_s, self._calm)
+
+    def run(self) -> Outcome:
+        """Play it to its end."""
+        with _constants(self.part_bytes, self.logger):
+            try:
+                self.scheduler.run(self.chaos.until_s + PATIENCE_S)
+                if self.error is None:
+                    self._check_end()
+            except Violation as violation:
+                self.error = violation
+            for loop in self.loops:
+                loop.dispose()
+        return Outcome(self.seed, self.error, self.now_s, self.stats, trace=self.trace)
+
+    # ---- services
+
+    async def _learn(self, process: Process) -> None:
+        process.worker = Learner(process)
+        await process.worker.serve()
+
+    async def _sync(self, process: Process) -> None:
+        transport, log = process.transport, self.logger
+        run = await membership.find(transport, RUN, log)
+        shard = Shard(transport, run, await membership.find_map(run), _syncer(process.name), log)
+        serving = asyncio.ensure_future(shard.serve())
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            await shard.leave()
+            await asyncio.wait([serving], timeout=5)
+            raise
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            await transport.close()
+
+    async def _coordinate(self, process: Process, number: int) -> None:
+        settings = _coordinator(process.name, number)
+        run = await patiently(partial(membership.create, process.transport, RUN, settings.settings), self.logger)
+        coordinator = _Coordinator(process.transport, run, settings, self.logger)
+        await coordinator.serve()
+        await process.transport.close()
+
+    def learner_settings(self, name: str) -> LearnerSettings:
+        return _learner(name, int(name[-1]))
+
+    # ---- time and chance
+
+    def new_loop(self, rng: random.Random) -> ProcessLoop:
+        loop = ProcessLoop(self.scheduler, rng, self.failed)  # type: ignore[abstract]  # files and sockets are not simulated
+        self.loops.append(loop)
+        return loop
+
+    @property
+    def now_s(self) -> float:
+        return self.scheduler.now_s
+
+    @property
+    def calm(self) -> bool:
+        return self.now_s >= self.chaos.until_s
+
+    def later(self, delay_s: float, action: Callable[..., object], *args: Any) -> None:
+        self.loop.call_later(delay_s, action, *args)
+
+    def delay_s(self) -> float:
+        """How long a message takes to or from the server."""
+        if not self.calm and self.rng.random() < self.chaos.late:
+            return self.rng.random() * self.chaos.delay_s
+        return 0.001
+
+    def deliveries_s(self) -> list[float]:
+        """When a message comes to a subscriber that nobody acknowledges: perhaps never, or twice."""
+        if self.calm:
+            return [0.002]
+        if self.rng.random() < self.chaos.loss:
+            self.stats["message lost"] += 1
+            return []
+        delays = [self.delay_s() + self.delay_s()]
+        if self.rng.random() < self.chaos.duplicates:
+            self.stats["message doubled"] += 1
+            delays.append(self.delay_s() + self.rng.random())
+        return delays
+
+    def fate(self, process: Process, what: str) -> str:
+        """What becomes of a durable action."""
+        if self.calm:
+            return "plain"
+        drawn = self.rng.random()
+        for fate, share in self.chaos.appends.items():
+            if drawn < share:
+                self.note(process.name, f"{fate}: {what}")
+                self.stats[f"action {fate}"] += 1
+                return fate
+            drawn -= share
+        return "plain"
+
+    def breaks_batch(self) -> float | None:
+        """The share of a batch that is stored before it breaks off, if it does."""
+        return self.rng.random() if not self.calm and self.rng.random() < self.chaos.appends["lost"] else None
+
+    def answer(self, loop: ProcessLoop, settle: Callable[..., None], *args: Any) -> None:
+        loop.call_later(self.delay_s(), settle, *args)
+
+    def publish(self, message: Message) -> None:
+        """Bring a message to all who hear it."""
+        for subscription in self.subscriptions:
+            if matches(subscription.pattern, message.subject):
+                for delay_s in self.deliveries_s():
+                    subscription.transport.loop.call_later(delay_s, deliver, subscription, message)
+
+    # ---- the server
+
+    def _stored(self, stream: str, subject: str, data: bytes, sequence: int) -> None:
+        assert self.writer is not None
+        try:
+            seen = self.reference.observe(subject, data, sequence, self.writer)
+        except Violation as violation:
+            self.failed(violation)
+            seen = f"VIOLATION: {violation}"
+        self.note(self.writer.name, f"{sequence}: {seen}")
+        waiting, self._waiting = self._waiting, []
+        for entry in waiting:
+            loop, future, held, patterns = entry
+            if held.name == stream and any(matches(pattern, subject) for pattern in patterns):
+                loop.call_later(self.delay_s(), _wake, future)
+            else:
+                self._waiting.append(entry)
+
+    async def news(self, loop: ProcessLoop, stream: Stream, patterns: Sequence[str]) -> None:
+        """Wait until something new may be there for a reader."""
+        future = loop.create_future()
+        self._waiting.append((loop, future, stream, patterns))
+        await future
+
+    def purged(self, stream: Stream, pattern: str) -> None:
+        """Some of the log was dropped."""
+        fragment = subjects.fragment_of(pattern)
+        assert fragment is not None
+        names = self.subjects.record(fragment), self.subjects.keyframe(fragment)
+        self.reference.purged(fragment, {sequence for name in names for sequence in stream.by_subject.get(name, ())})
+        self.stats["purge"] += 1
+
+    def check_marked(self, learner: str, member: Member, marked: list[int], exact: bool) -> None:
+        """A learner has copied its state for a checkpoint of the run."""
+        pulse = member._pulse()
+        accounts = list(
+            zip(
+                pulse.versions,
+                [pulse.tokens] * len(pulse.versions),
+                pulse.fragment_tokens,
+                [state.books.lost_tokens for state in member._fragments],
+                strict=True,
+            )
+        )
+        self.reference.check_marked(learner, marked, accounts, exact=exact)
+        self.stats["state marked" if exact else "state marked, too late"] += 1
+
+    def check_loan(self, peer: str, step: int, arrays: dict[str, NDArray[Any]]) -> None:
+        """A learner has borrowed a peer's optimizer state: it must be what the peer had after that step."""
+        demand(np.array_equal(arrays["optimizer"], self.lent[peer, step]), f"what {peer} lent after step {step} came otherwise")
+        self.stats["state borrowed"] += 1
+
+    def key_written(
+        self, process: Process, generation: int, key: str, before: bytes | None, value: bytes, revision: int
+    ) -> None:
+        try:
+            self.reference.observe_key((process.name, generation), key, before, value)
+        except Violation as violation:
+            self.failed(violation)
+        self.note(process.name, f"key {key} = {value[:60]!r} at {revision}")
+
+    # ---- faults
+
+    def _fault(self, kind: str, process: Process, for_s: float) -> None:
+        if self.calm or (process.ended and kind not in ("server", "full")):
+            return
+        if kind == "rewind" and self._is_ending():
+            return
+        self.stats[f"fault {kind}"] += 1
+        self.note("world", f"{kind} {process.name} for {for_s:.2f} s")
+        if kind == "kill":
+            process.crash("from outside")
+        elif kind == "freeze":
+            process.loop.freeze()
+            self.later(for_s, process.loop.thaw)
+        elif kind == "stop":
+            if process.alive and process.loop.held is None and not process.stopping:
+                process.loop.call_soon(process.stop)
+        elif kind == "server":
+            self.server_away = True
+            self.later(for_s, self._back)
+        elif kind == "cut":
+            process.cut = True
+            self.later(for_s, self._uncut, process)
+        elif kind == "full":
+            self._fill(True)
+            self.later(for_s, self._fill, False)
+        elif kind == "rewind":
+            self._rewind()
+            self.server_away = True
+            self.later(for_s, self._back)
+        else:
+            process.clock_s += self.rng.choice((-1, 1)) * self.rng.choice((1.0, 5000.0))
+
+    def _mark(self) -> None:
+        """A checkpoint of the whole run is taken."""
+        if self._is_ending():
+            return
+        self.marks += 1
+        mark = Mark(self.marks, list(self.reference.versions().values()))
+        self.note("world", f"mark {mark.versions}")
+        data = messages.pack(mark, self.reference.run)
+        for repeat in range(MARKS):
+            self.later(MARK_EVERY_S * repeat, self.publish, Message(self.subjects.mark, data, lambda answer: None))
+
+    def _is_ending(self) -> bool:
+        """Whether the run has not begun, or somebody may already have left for good, since all logs are closed."""
+        return all(log.closed for log in self.reference.logs) or any(process.ended for process in self.processes)
+
+    def _rewind(self) -> None:
+        """The server's machine crashes, and the last of what it stored was not on its disk: in no stream the same number."""
+        self.rewinds += 1
+        for stream in self.server.streams.values():
+            first = stream.synced
+            if stream.name == self.subjects.log_stream:
+                genesis = stream.last(self.subjects.genesis)
+                assert genesis is not None
+                first = max(first, genesis.sequence)
+            lost = int(self.rng.choice((0, 3, 10, 30)) * self.rng.random())
+            stream.rewind(max(len(stream.messages) - lost, min(first, len(stream.messages))))
+            self.note("world", f"{stream.name} ends at {len(stream.messages)}")
+        self.reference.rewind(len(self.server.streams[self.subjects.log_stream].messages))
+        for bucket in self.server.buckets.values():
+            bucket.rewind(self.rng.choice((0, 1, 4)))
+        for process in self.learners:
+            if process.worker is not None:
+                must_apply, versions = process.worker.must_apply, self.reference.versions()
+                must_apply |= {index: min(version, versions[index]) for index, version in must_apply.items()}
+
+    def _back(self) -> None:
+        self.server_away = False
+        self._wake_all()
+
+    def _uncut(self, process: Process) -> None:
+        process.cut = False
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        for loop, future, _, _ in self._waiting:
+            loop.call_later(self.delay_s(), _wake, future)
+        self._waiting = []
+
+    def _fill(self, full: bool) -> None:
+        for stream in self.server.streams.values():
+            stream.full = full
+
+    def _calm(self) -> None:
+        self.note("world", "calm")
+        self._fill(False)
+        self.server_away = False
+        for process in self.processes:
+            process.cut = False
+            process.loop.thaw()
+        self._wake_all()
+
+    # ---- what comes out
+
+    def note(self, who: str, what: str) -> None:
+        self.trace.append((round(self.now_s, 4), who, what))
+
+    def take_step(self, step: Step, must_pass: dict[int, int]) -> int:
+        self.reference.take(step, must_pass)
+        self.steps.append(step)
+        if len(self.steps) > STEPS:
+            raise Violation(f"more than {STEPS} steps were taken for {self.settings.tokens} tokens")
+        return len(self.steps) - 1
+
+    def failed(self, error: BaseException | str) -> None:
+        """Something is wrong: the schedule ends."""
+        if self.error is None:
+            self.error = Violation(error) if isinstance(error, str) else error
+        self.scheduler.stopped = True
+
+    def look_for_end(self) -> None:
+        if all(process.ended for process in self.processes):
+            self.scheduler.stopped = True
+
+    def _check_end(self) -> None:
+        late = [process.name for process in self.processes if not process.ended]
+        if late:
+            versions = [(log.version, log.closed) for log in self.reference.logs]
+            raise Violation(f"{PATIENCE_S:g} s after the last fault the run is not over: {late}, fragments at {versions}")
+        last: dict[str, tuple[list[NDArray[np.float32]], dict[str, list[int]]]] = {}
+        for process in self.learners:
+            pulse: Pulse = process.worker.member._pulse()
+            fragments = len(pulse.versions)
+            accounts = {"tokens": [pulse.tokens] * fragments, "held": pulse.fragment_tokens, "lost": pulse.lost_tokens}
+            last[process.name] = ([state.books.base for state in process.worker.member._fragments], accounts)
+        self.reference.check_end(last)
+        self.stats["version"] += self.reference.versions_made
+        self.stats["takeover"] += self.reference.takeovers
+        self.stats["keyframe"] += self.reference.keyframes
+
+
+class _Coordinator(Coordinator):
+    """The coordinator without its file."""
+
+    def save(self) -> None:
+        return
+
+
+def _wake(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_result(None)
