@@ -5,7 +5,7 @@ BIN = .venv/bin
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup up test test-all bench lint format requirements clean
+.PHONY: setup up test test-all bench lint format requirements clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -20,8 +20,10 @@ setup: .venv/ready
 up: setup
 	@$(BIN)/diloco up $(ARGS)
 
+# what starts whole clusters has the machine for itself
 test: setup lint
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow" --ignore tests/services --ignore tests/simulation tests
+	$(BIN)/pytest -m "not slow" tests/services tests/simulation
 
 test-all: setup lint
 	$(BIN)/pytest
@@ -40,6 +42,13 @@ bench: setup
 	$(BIN)/python bench/transport.py
 	$(BIN)/python bench/whole_way.py
 	$(BIN)/python bench/memory.py
+
+# a live run is broken on purpose: a fault every 3 s for a minute; or every 10 s for half an hour (and then some)
+chaos: setup
+	$(BIN)/python bench/chaos.py
+
+chaos-long: setup
+	$(BIN)/python bench/chaos.py --long
 
 requirements:
 	uv pip compile -q --universal --generate-hashes --python-version 3.11 --upgrade --custom-compile-command "make requirements" \

@@ -27,9 +27,11 @@ from numpy.typing import NDArray
 
 from diloco import membership, observe
 from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, build_map
+from diloco.core.leases import Rota
 from diloco.member import Boundary, Member, StepDone
-from diloco.nats.connection import Link, malloc_environment
+from diloco.nats.connection import malloc_environment
 from diloco.nats.server import Server
+from diloco.nats.transport import NatsTransport
 from diloco.settings import LearnerSettings, RunSettings, SyncerSettings
 from diloco_syncer.shard import Shard
 
@@ -240,7 +242,7 @@ def running(run_settings: RunSettings, parameters: int, trace: bool = False) -> 
 
 
 async def _create(url: str, run_settings: RunSettings) -> None:
-    link = await Link.open(url, url, "bench", observe.get_logger(), give_up_after_s=10)
+    link = await NatsTransport.open(url, url, "bench", observe.get_logger(), give_up_after_s=10)
     try:
         await membership.create(link, RUN, run_settings)
     finally:
@@ -248,11 +250,11 @@ async def _create(url: str, run_settings: RunSettings) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _joined(url: str, name: str) -> AsyncIterator[tuple[Link, membership.Run, observe.Logger]]:
+async def _joined(url: str, name: str) -> AsyncIterator[tuple[NatsTransport, membership.Run, observe.Logger]]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     observe.configure(name, RUN, level="warning", fmt="console", file=None)
     log = observe.get_logger()
-    link = await Link.open(url, url, name, log, give_up_after_s=10)
+    link = await NatsTransport.open(url, url, name, log, give_up_after_s=10)
     try:
         yield link, await membership.find(link, RUN, log), log
     finally:
@@ -313,7 +315,8 @@ def learner_main(pipe: Connection, url: str, settings: Mapping[str, Any], parame
             while thread.is_alive():
                 await asyncio.sleep(0.2)
 
-    def serve(island: Island, member: Member, link: Link, began_s: float) -> None:
+    def serve(island: Island, member: Member, link: NatsTransport, began_s: float) -> None:
+        rota = Rota()
         follow(island, member, None)
         pipe.send(time.monotonic() - began_s)
         while True:
@@ -322,11 +325,11 @@ def learner_main(pipe: Connection, url: str, settings: Mapping[str, Any], parame
                 before_s = time.process_time()
                 island.step(rng)
                 stepped_s, began_s = time.process_time() - before_s, time.monotonic()
-                follow(island, member, StepDone(STEP_TOKENS, 1.0, 0.1, 0.0))
+                follow(island, member, StepDone(STEP_TOKENS, *rota.next(member.leased()), 1.0, 0.1, 0.0))
                 pipe.send((began_s, time.monotonic(), stepped_s))
             elif word == "step":
                 island.step(rng)
-                boundary = member.boundary(StepDone(STEP_TOKENS, 1.0, 0.1, 0.0))
+                boundary = member.boundary(StepDone(STEP_TOKENS, *rota.next(member.leased()), 1.0, 0.1, 0.0))
                 island.write(boundary)
                 for index in boundary.reads:
                     # the next step changes the parameters, so what may be asked for is copied now
@@ -373,9 +376,9 @@ def _trace_learner(tracer: Tracer) -> None:
 def _trace_syncer(tracer: Tracer) -> None:
     from diloco import log
     from diloco.core import codec, kernels, merge, merging, outer, quantise
-    from diloco_syncer import shard
+    from diloco_syncer import collector
 
-    tracer.wrap(shard, "open_body", "open offer")
+    tracer.wrap(collector, "open_body", "open offer")
     tracer.wrap(quantise, "validate", "validate offer")
     tracer.wrap(merging, "accumulate", "merge")
     tracer.wrap(merge.Accumulator, "result", "merge")  # int4 offers are added up here

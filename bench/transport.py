@@ -35,10 +35,11 @@ import script
 from diloco import observe
 from diloco.errors import BrokerError
 from diloco.nats import streams
-from diloco.nats.append import Fence, append
+from diloco.nats.append import append
 from diloco.nats.connection import Link, malloc_environment
 from diloco.nats.pull import Puller
 from diloco.nats.server import Server, find_binary
+from diloco.transport import Fence
 from diloco.wire.messages import PART_BYTES
 
 MB = 10**6
