@@ -13,6 +13,7 @@ from tests.services.conftest import Launch
 from diloco.errors import BrokerError
 
 STEPS = 400  # a toy takes 20 ms for one: eight seconds and more
+LONG_STEPS = 1200  # longer than three coordinators take to start, and twice to notice a silence
 
 
 def coordinator(cluster: Cluster, name: str) -> Service:
@@ -35,7 +36,7 @@ async def answers_within_s(cluster: Cluster, training: bool = True) -> float:
 
 
 async def test_a_standby_takes_over_and_one_that_comes_back_stands_by(launch: Launch) -> None:
-    cluster = launch(small(tokens=3 * STEPS * 16))
+    cluster = launch(small(tokens=3 * LONG_STEPS * 16))
     first = coordinator(cluster, "coordinator")
     await cluster.until(lambda: led(cluster, "coordinator") == 1, "the first leads")
     second = coordinator(cluster, "coordinator-1")

@@ -38,9 +38,9 @@ from diloco_coordinator.monitor import Monitor
 
 
 async def test_damaged_keyframes_are_passed_over_by_all_and_made_anew(launch: Launch) -> None:
-    # the table is large enough for keyframes in parts
+    # the table is large enough for keyframes in parts; who waits leaves something to be done when the syncer is back
     settings = small(
-        shards=1, fragments__count=3, task__context=60_000, tokens=3 * 120 * SAMPLES,
+        shards=1, fragments__count=3, task__context=60_000, tokens=3 * 120 * SAMPLES, round__learners_wait=True,
         log__keyframe_factor=0.01, log__keep_bytes=0, liveness__dead_s=2.0,
     )  # fmt: skip
     run = launch(settings)
@@ -65,6 +65,7 @@ async def test_damaged_keyframes_are_passed_over_by_all_and_made_anew(launch: La
     run.toys.pop(0)
     run.pulses.clear()
     late = run.toy_process(3)
+    await run.until(lambda: bool(run.events("joined", late.name)), "a newcomer has loaded the log")  # before it is mended
     run.syncer(0)
     await run.ended()
 
