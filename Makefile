@@ -13,7 +13,7 @@ setup: .venv/ready
 .venv/ready: requirements.txt $(DISTRIBUTIONS:%=%/pyproject.toml)
 	@if command -v uv >/dev/null; then uv venv -q --allow-existing --python $(PYTHON) .venv; \
 	else $(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check uv==$(UV_VERSION); fi
-	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --require-hashes -r requirements.txt
+	@PATH="$$PATH:$(BIN)" uv pip install -q --compile-bytecode --python $(BIN)/python --require-hashes -r requirements.txt
 	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-build-isolation --no-deps $(DISTRIBUTIONS:%=-e %)
 	@touch $@
 
