@@ -20,10 +20,8 @@ setup: .venv/ready
 up: setup
 	@$(BIN)/diloco up $(ARGS)
 
-# what starts whole clusters has the machine for itself
 test: setup lint
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow" --ignore tests/services --ignore tests/simulation tests
-	$(BIN)/pytest -m "not slow" tests/services tests/simulation
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: setup lint
 	$(BIN)/pytest

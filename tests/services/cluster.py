@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
+from tests.services.forking import Forked, Nursery
 from tests.services.toy import Toy
 
 from diloco import logs, membership
@@ -33,7 +33,6 @@ from diloco.wire.messages import Pulse, Record, ShardPulse
 from diloco.wire.subjects import Subjects
 
 Vector = NDArray[np.float32]
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0  # generous: only a failing test waits so long
 
 # A run of some two seconds: three learners of about 60 steps of 16 tokens, a round every 6. All that a test relies on is here.
@@ -81,7 +80,7 @@ class Service:
     """A process of the run."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Forked
     output: Path
     killed: bool = False
 
@@ -136,8 +135,8 @@ class Gate:
 class Cluster:
     """The services of one run on one server. A test starts them, waits for what it wants to see, and reads the log."""
 
-    def __init__(self, directory: Path, url: str, run: str, settings: RunSettings) -> None:
-        self.directory, self.url, self.name, self.settings = directory, url, run, settings
+    def __init__(self, nursery: Nursery, directory: Path, url: str, run: str, settings: RunSettings) -> None:
+        self.nursery, self.directory, self.url, self.name, self.settings = nursery, directory, url, run, settings
         self.subjects = Subjects(run)
         self.services: list[Service] = []
         self.toys: list[Toy] = []
@@ -156,18 +155,13 @@ class Cluster:
         config.write_text(to_toml({"name": name} | shared | values))
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
         environment |= {"DILOCO_NATS_URL": self.url, "DILOCO_RUN": self.name, "OPENBLAS_NUM_THREADS": "1"}
-        with output.open("ab") as stream:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, "--config", str(config)],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-            )
-        service = Service(name, process, output)
+        output.touch()
+        service = Service(name, self._fork(name, module, config, output, environment), output)
         self.services.append(service)
         return service
+
+    def _fork(self, name: str, module: str, config: Path, output: Path, environment: Mapping[str, str]) -> Forked:
+        return self.nursery.start(module, config, output, environment)
 
     def coordinator(self) -> Service:
         return self.start("coordinator", "diloco_coordinator", settings=self.settings.model_dump())
@@ -317,7 +311,7 @@ class Cluster:
             service.killed = True  # its code is the test's to look at
         await self.until(lambda: all(service.process.poll() is not None for service in services), "they end")
         assert [service.said.count("\n") for service in services] == [1] * len(services), [s.said for s in services]
-        return [(service.process.returncode, service.said) for service in services]
+        return [(service.process.wait(), service.said) for service in services]
 
     async def finished_pulses(self) -> dict[str, Pulse]:
         """Every learner's last word."""

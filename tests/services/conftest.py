@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.services.cluster import Cluster
+from tests.services.forking import Nursery
 
 from diloco import cli, observe
 from diloco.nats.server import Server
@@ -29,14 +30,21 @@ Launch = Callable[..., Cluster]
 Diloco = Callable[..., Ended]
 
 
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
 @pytest.fixture
-async def launch(nats_server: Server, tmp_path: Path) -> AsyncIterator[Launch]:
+async def launch(nursery: Nursery, nats_server: Server, tmp_path: Path) -> AsyncIterator[Launch]:
     """On the shared server unless another one's URL is given; on a server of its own, ask for ``make_server`` first."""
     made: list[Cluster] = []
 
     def make(settings: RunSettings, url: str | None = None, name: str | None = None, directory: Path | None = None) -> Cluster:
         name = name or f"run-{uuid.uuid4().hex[:8]}"
-        cluster = Cluster(directory or tmp_path / name, url or nats_server.url, name, settings)
+        cluster = Cluster(nursery, directory or tmp_path / name, url or nats_server.url, name, settings)
         made.append(cluster)
         return cluster
 

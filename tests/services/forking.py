@@ -1,4 +1,4 @@
-"""Services that are forked instead of started, in milliseconds, and that can be made to die at a chosen durable action.
+"""Services that are forked instead of started, which saves each its imports, and that can be made to die at a durable action.
 
 ``python -m tests.services.forking`` is the parent of all of them: it has everything imported, reads requests from its
 standard input as JSON lines, and ends with its children when that is closed. It never connects, never starts a thread.
@@ -19,10 +19,9 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
-from tests.services.cluster import ROOT, Cluster, Service, to_toml
-
+ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
 When = Literal["before", "after"]
 DURABLE = ("append", "purge", "ensure_stream")
@@ -112,7 +111,8 @@ def _child(request: Mapping[str, Any]) -> None:
         os.environ.clear()
         os.environ.update(request["environment"])
         sys.argv = [request["module"], "--config", request["config"]]
-        _count_actions(Actions(Path(request["notes"]), request["when"], request["number"]))
+        if request["notes"]:
+            _count_actions(Actions(Path(request["notes"]), request["when"], request["number"]))
         sys.modules.pop(request["module"], None)  # a module is not to be run twice, says runpy
         runpy.run_module(request["module"], run_name="__main__")
         code = 0
@@ -169,6 +169,28 @@ class Nursery:
         assert self._process.stdout is not None
         assert "ready" in json.loads(self._process.stdout.readline())
 
+    def start(
+        self,
+        module: str,
+        config: Path,
+        output: Path,
+        environment: Mapping[str, str],
+        notes: Path | None = None,
+        kill_at: tuple[When, int] = ("before", 0),
+    ) -> Forked:
+        """``python -m module --config config``; it may have to die at the n-th action that it ``notes``."""
+        when, number = kill_at
+        answer = self.ask(
+            module=module,
+            config=str(config),
+            output=str(output),
+            environment=dict(environment),
+            notes=str(notes or ""),
+            when=when,
+            number=number,
+        )
+        return Forked(self, answer["pid"])
+
     def ask(self, **request: Any) -> dict[str, Any]:
         """One request, and its answer."""
         with self._lock:
@@ -185,7 +207,7 @@ class Nursery:
 
 
 class Forked:
-    """A forked process: as much of ``subprocess.Popen`` as :class:`Service` wants."""
+    """A forked process: as much of ``subprocess.Popen`` as tests want."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self.nursery, self.pid = nursery, pid
@@ -209,49 +231,11 @@ class Forked:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
-
-
-class ForkedCluster(Cluster):
-    """A cluster whose processes are forked; ``crash`` is the one that is to die: (name, before or after, its n-th action)."""
-
-    def __init__(self, nursery: Nursery, crash: tuple[str, When, int] | None, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.nursery, self.crash = nursery, crash
-
-    def start(self, name: str, module: str, **values: Any) -> Service:
-        config, output = self.directory / f"{name}.toml", self.directory / f"{name}.out"
-        config.write_text(to_toml({"name": name, "state_dir": str(self.directory), "run": self.name} | values))
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
-        output.touch()
-        when, number = "before", 0
-        if self.crash is not None and self.crash[0] == name:
-            _, when, number = self.crash
-            self.crash = None  # once
-        answer = self.nursery.ask(
-            module=module,
-            config=str(config),
-            output=str(output),
-            notes=str(self.notes(name)),
-            when=when,
-            number=number,
-            environment=environment | {"DILOCO_NATS_URL": self.url},
-        )
-        process = cast("subprocess.Popen[bytes]", Forked(self.nursery, answer["pid"]))
-        service = Service(name, process, output)
-        self.services.append(service)
-        return service
-
-    def check_alive(self) -> None:
-        """One that was killed is nobody's failure: whoever runs this cluster starts it again."""
-        for service in self.services:
-            if service.process.poll() not in (None, 0, -signal.SIGKILL):
-                raise AssertionError(f"{service.name} ended with {service.process.returncode}: {service.said}")
-
-    def notes(self, name: str) -> Path:
-        """Where a service's durable actions are noted, a line each."""
-        return self.directory / f"{name}.actions"
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from tests.services.cluster import Service, small
-from tests.services.forking import ForkedCluster, Nursery, When
+from tests.services.cluster import Cluster, Service, small
+from tests.services.forking import Forked, Nursery, When
 from tests.services.toy import SAMPLES
 
 from diloco.nats.server import Server
@@ -20,11 +21,29 @@ AT_ONCE = 3  # runs; they sleep most of their time
 LEARNERS = 2
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
+class CrashCluster(Cluster):
+    """A cluster whose processes note their durable actions; ``crash`` says who dies: (name, before or after, its n-th one)."""
+
+    def __init__(self, nursery: Nursery, crash: tuple[str, When, int] | None, directory: Path, url: str) -> None:
+        super().__init__(nursery, directory, url, f"crash-{uuid.uuid4().hex[:8]}", short())
+        self.crash = crash
+
+    def _fork(self, name: str, module: str, config: Path, output: Path, environment: Mapping[str, str]) -> Forked:
+        kill_at: tuple[When, int] = ("before", 0)
+        if self.crash is not None and self.crash[0] == name:
+            kill_at = self.crash[1:]
+            self.crash = None  # once
+        return self.nursery.start(module, config, output, environment, self.notes(name), kill_at)
+
+    def check_alive(self) -> None:
+        """One that was killed is nobody's failure: whoever runs this cluster starts it again."""
+        for service in self.services:
+            if service.process.poll() not in (None, 0, -signal.SIGKILL):
+                raise AssertionError(f"{service.name} ended with {service.process.returncode}: {service.said}")
+
+    def notes(self, name: str) -> Path:
+        """Where a service's durable actions are noted, a line each."""
+        return self.directory / f"{name}.actions"
 
 
 def short() -> RunSettings:
@@ -41,7 +60,7 @@ def short() -> RunSettings:
     )
 
 
-async def run(cluster: ForkedCluster) -> int:
+async def run(cluster: CrashCluster) -> int:
     """Run to the end, starting again what dies; how many died, which is at most one."""
     await cluster.link()
     begin: dict[str, Callable[[], Service]] = {
@@ -69,7 +88,7 @@ async def run(cluster: ForkedCluster) -> int:
 
 async def crash(nursery: Nursery, url: str, folder: Path, name: str, when: When, number: int) -> list[str]:
     """One case: what is wrong, in words; the log is checked by the reference, whose asserts speak for themselves."""
-    cluster = ForkedCluster(nursery, (name, when, number), folder, url, f"crash-{uuid.uuid4().hex[:8]}", short())
+    cluster = CrashCluster(nursery, (name, when, number), folder, url)
     try:
         died = await run(cluster)
         pulses, folded = await cluster.finished_pulses(), await cluster.folded()
@@ -89,14 +108,14 @@ async def crash(nursery: Nursery, url: str, folder: Path, name: str, when: When,
     return []
 
 
-def check_lossless(cluster: ForkedCluster, processed: list[int], merged: list[int]) -> None:
+def check_lossless(cluster: CrashCluster, processed: list[int], merged: list[int]) -> None:
     assert merged == [sum(processed)] * len(merged), f"{cluster.name}: processed {processed}, merged {merged}"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", ["coordinator", "syncer-0", "toy-0"])
 async def test_every_action(nursery: Nursery, nats_server: Server, tmp_path: Path, name: str, when: When) -> None:
-    whole = ForkedCluster(nursery, None, tmp_path / "whole", nats_server.url, f"crash-{uuid.uuid4().hex[:8]}", short())
+    whole = CrashCluster(nursery, None, tmp_path / "whole", nats_server.url)
     try:
         assert await run(whole) == 0
         pulses, folded = await whole.finished_pulses(), await whole.folded()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tests.services.cluster import DEADLINE_S, Cluster
 from tests.services.conftest import Diloco, Ended
+from tests.services.forking import Nursery
 
 from diloco import rundir
 from diloco.nats.server import Server, free_port
@@ -246,11 +247,11 @@ def test_report_has_what_it_promises(story: Story) -> None:
     assert 'src="http' not in page
 
 
-async def test_validation_loss_is_that_of_the_model_folded_from_the_log(story: Story) -> None:
+async def test_validation_loss_is_that_of_the_model_folded_from_the_log(nursery: Nursery, story: Story) -> None:
     directory, report = rundir.load(story.directory), read_report(story)
     server = Server(story.directory / "nats")
     server.start()
-    cluster = Cluster(story.directory / "test", server.url, directory.name, directory.settings)
+    cluster = Cluster(nursery, story.directory / "test", server.url, directory.name, directory.settings)
     try:
         folded = await cluster.folded()
         tensors = await cluster.tensors(folded)

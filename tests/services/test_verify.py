@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tests.conftest import MakeServer
 from tests.services.cluster import Cluster, small
 from tests.services.conftest import Diloco
+from tests.services.forking import Nursery
 from tests.services.toy import SAMPLES, Regression
 
 from diloco import replay, rundir, tape, verify
@@ -45,19 +46,19 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def finished(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Made once: three toys, one of which is killed with kill -9 and begun again."""
     path = tmp_path_factory.mktemp("verify") / "run"
-    return asyncio.run(_finish(path))
+    return asyncio.run(_finish(nursery, path))
 
 
-async def _finish(path: Path) -> Finished:
+async def _finish(nursery: Nursery, path: Path) -> Finished:
     settings = small(
         log__keyframe_factor=0.2, log__keep_keyframes=1000, liveness__dead_s=1.0, carry__overlap=0.5, log__archive=True
     )
     server = Server(path / "nats")
     server.start()
-    cluster = Cluster(path, server.url, "verified", settings)
+    cluster = Cluster(nursery, path, server.url, "verified", settings)
     try:
         for share in range(2):
             cluster.toy(share)

@@ -292,8 +292,9 @@ def test_a_fragment_is_taken_when_nobody_alive_owns_it() -> None:
     assert not watch.own.may_take(2, watch.now_s)
     watch.table("1111", "1")
     watch.own.hear(watch.pulse("s2", fragments=[2], closed=[2]), watch.now_s)
-    watch.own.hear(watch.pulse("s2"), watch.now_s)
     assert not watch.own.may_take(2, watch.now_s)
+    watch.own.hear(watch.pulse("s2"), watch.now_s)
+    assert watch.own.may_take(2, watch.now_s)  # closed or not: whom the table gives it to has to see for itself
 
 
 def test_whose_log_is_closed_is_its_owners_to_say() -> None:
@@ -302,13 +303,18 @@ def test_whose_log_is_closed_is_its_owners_to_say() -> None:
 
     def closed_after(name: str, **pulse: list[int]) -> set[int]:
         watch.own.hear(watch.pulse(name, **pulse), watch.now_s)
-        return watch.own.closed
+        return watch.own.closed_elsewhere
 
-    assert closed_after("s2", closed=[0, 1]) == set()  # it may have heard so before the log went back
+    assert closed_after("s2", fragments=[0, 1], closed=[0, 1]) == set()  # it has yet to hand them over
     assert closed_after("s0", fragments=[0], closed=[0]) == {0}
     assert closed_after("s2", closed=[]) == {0}
     assert closed_after("s0", fragments=[0], closed=[]) == set()  # the entry was lost with a server's last writes
-    assert closed_after("s0", fragments=[], closed=[0]) == {0}  # given to it, and found closed: nothing to own
+    assert closed_after("s0", fragments=[0], closed=[0]) == {0}
+    watch.table("2111", "12", revision=6)
+    assert watch.own.closed_elsewhere == set()  # s0 looks after it no more
+    assert closed_after("s2", fragments=[0], closed=[0]) == {0}
+    watch.table("1111", "1", revision=7)
+    assert watch.own.closed_elsewhere == set()  # it is s1's own to see
 
 
 def test_repeated_and_late_pulses_say_nothing() -> None:

@@ -204,7 +204,8 @@ def _pass_on(done: asyncio.Future[Any], waiting: asyncio.Future[Any]) -> None:
 
 
 def _close(coroutine: Any) -> None:
-    # it may wait for something as it ends
-    while (coroutine.gi_frame if isinstance(coroutine, GeneratorType) else coroutine.cr_frame) is not None:
+    # it may wait for something as it ends; an asynchronous generator's next item has no frame to close
+    frame = "gi_frame" if isinstance(coroutine, GeneratorType) else "cr_frame"
+    while getattr(coroutine, frame, None) is not None:
         with contextlib.suppress(RuntimeError, BaseExceptionGroup):
             coroutine.close()

@@ -24,6 +24,8 @@ FOUND = {
     92: "version 0 of a founder that came late hid the keyframes of the run",
     105: "all had stopped, and a killed learner's tokens, counted no more, had brought the count below the budget",
     336: "an owner lost its fragment, was given it again, and did not notice: its announcements had too old an epoch",
+    790: "a mark that was said again when a server had lost what it names held versions back for ever",
+    985: "an owner gave a log away that it had seen closed, and that was closed no more; and it missed the offers stored again",
     10043: "the log went back before a newcomer had applied anything: what it was initialised with was in its first offer",
     10127: "two syncers each had found one fragment closed, and neither believed the other",
     10138: "a takeover that was lost, and its successor, had one epoch: what was answered to the first was not all there was",

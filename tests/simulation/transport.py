@@ -187,23 +187,24 @@ class SimulatedTransport:
 
         await self._ask(drop, READ_TIMEOUT_S, what, lossy=True)
 
-    async def pull(self, stream: str, subjects: Sequence[str], start_sequence: int) -> AsyncIterator[Stored]:
-        held, read = self._stream(stream), max(1, start_sequence) - 1
-        newest: Stored | None = None
-        rewinds = held.rewinds
+    async def pull(
+        self, stream: str, subjects: Sequence[str], start_sequence: int, read: Stored | None = None
+    ) -> AsyncIterator[Stored]:
+        held, newest, position = self._stream(stream), read, max(1, start_sequence) - 1
+        rewinds = held.rewinds if newest is None else -1
         while True:
             if held.rewinds != rewinds and self.process.reachable:
-                rewinds, read = held.rewinds, newest.sequence if newest else max(1, start_sequence) - 1
+                rewinds, position = held.rewinds, newest.sequence if newest else max(1, start_sequence) - 1
                 if newest is not None and not held.keeps(newest):
                     raise RewoundError(f"stream {stream}: it lost message {newest.sequence}, which had been stored")
-            new = held.after(read, subjects) if self.process.reachable else []
+            new = held.after(position, subjects) if self.process.reachable else []
             if not new:
-                read = max(read, len(held.messages)) if self.process.reachable else read
+                position = max(position, len(held.messages)) if self.process.reachable else position
                 await self.world.news(self.loop, held, subjects)
                 continue
             await asyncio.sleep(self.world.delay_s())
             for stored in new:
-                read, newest = stored.sequence, stored
+                position, newest = stored.sequence, stored
                 self.bytes_in += len(stored.data)
                 yield stored
 

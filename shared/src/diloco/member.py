@@ -188,6 +188,7 @@ class Member:
         self._warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
         self._mark: Mark | None = None  # not answered yet
         self._marked: Marked | None = None  # the newest mark's answer
+        self._loads = 1  # how often fragments were loaded
         self._held_back: list[int] | None = None  # by fragment: no later version is applied until the mark's state is copied
         self._fragments: list[_Fragment] = []
         self._lock = threading.Lock()
@@ -283,7 +284,7 @@ class Member:
     async def _look_at_server(self, genesis: Genesis, check: bytes) -> None:
         """Look regularly at what this learner has stored, which others may change, and a server's crash undo."""
         answered: dict[int, int] = {}  # by fragment: version of the round that was open and answered at the last look
-        everywhere = True  # fragments were loaded one after another; from then on all entries come to one reader
+        looked_at = 0
         while True:
             await asyncio.sleep(self.run.settings.liveness.lease_s / shares.LOOKS_A_LEASE)
             try:
@@ -291,14 +292,19 @@ class Member:
                     await self.shares.look(self._ends())
                     await self._look_at_admission()
                     answered = await self._look_at_offers(answered)
-                if not await self._look_at_log(everywhere):
+                loads = self._loads
+                if await self._look_at_log(everywhere=loads != looked_at):
+                    looked_at = loads
+                else:
                     await self._begin_again(genesis, check)
-                everywhere = False
             except BrokerError as error:  # the server is away: what is held is held on
                 self.log.debug("server_unknown", reason=str(error))
 
-    async def _look_at_log(self, everywhere: bool) -> bool:
-        """Whether the log still has the newest entry that was read, or (``everywhere``) that of each fragment."""
+    async def _look_at_log(self, *, everywhere: bool) -> bool:
+        """Whether the log still has the newest entry that was read, or (``everywhere``) that of each fragment.
+
+        Fragments are loaded one after another, and a server may go back meanwhile; all further entries come to one reader.
+        """
         chains = sorted((state.newest.chain for state in self._fragments), key=lambda chain: -chain.sequence)
         for chain in chains if everywhere else chains[:1]:
             if not await self.store.holds(chain):
@@ -318,7 +324,8 @@ class Member:
     async def _look_at_offers(self, before: dict[int, int]) -> dict[int, int]:
         """Answer rounds again whose answers are gone, and that are open for long because of it; the rounds answered by now."""
         with self._lock:
-            answered = {s.index: s.answered for s in self._fragments if s.answered == s.open_version and not s.sending}
+            open_ = [state for state in self._fragments if state.open_version and not state.sending]
+            answered = {state.index: state.answered for state in open_ if state.answered == state.open_version}
         for index, version in answered.items():
             state = self._fragments[index]
             if before.get(index) != version or state.sent is None:
@@ -396,6 +403,7 @@ class Member:
                 state.open_version = state.answered = state.epoch = 0
                 state.closing, state.opened_at_s = False, None
                 self._tell()
+        self._loads += 1
         return min(state.replica.chain.sequence for state in self._fragments) + 1
 
     def _refuse_entry(self, sequence: int, error: MessageError) -> None:
@@ -866,15 +874,24 @@ class Member:
 
     def _take_pending(self, state: _Fragment) -> list[_Pending]:
         pending = []
-        # versions beyond a mark wait until the state that it asks for has been copied, at most some steps
-        limit = self._held_back[state.index] if self._held_back is not None else math.inf
-        while state.pending and (state.pending[0].record is None or state.pending[0].chain.version <= limit):
+        while state.pending and self._may_apply(state.index, state.pending[0]):
             pending.append(state.pending.popleft())
         if state.spoilt:
             state.spoilt = False
             state.pending.clear()
             pending = [replace(state.newest, spoilt=True)]
         return pending
+
+    def _may_apply(self, index: int, pending: _Pending) -> bool:
+        """Versions beyond a mark wait until the state that it asks for has been copied, which the next boundaries do.
+
+        Entries are read in the log's order: when one beyond the mark comes, the whole of the mark has come. If it has not, the
+        mark names versions that a server has lost, which may never come again: nothing waits for them.
+        """
+        mark = self._held_back
+        if mark is None or pending.record is None or pending.chain.version <= mark[index]:
+            return True
+        return any(state.newest.chain.version < version for state, version in zip(self._fragments, mark, strict=True))
 
     def _apply(self, state: _Fragment, pending: _Pending) -> Apply:
         record, chain = pending.record, pending.chain

@@ -118,8 +118,16 @@ class Transport(Protocol):
     async def purge(self, stream: str, subject: str, below_sequence: int) -> None:
         """Drop a subject's messages (wildcards allowed) with a smaller sequence."""
 
-    def pull(self, stream: str, subjects: Sequence[str], start_sequence: int) -> AsyncIterator[Stored]:
-        """Every message on ``subjects`` from ``start_sequence`` on, once, in order, for ever."""
+    def pull(
+        self, stream: str, subjects: Sequence[str], start_sequence: int, read: Stored | None = None
+    ) -> AsyncIterator[Stored]:
+        """Every message on ``subjects`` from ``start_sequence`` on, once, in order, for ever.
+
+        ``read``: the last message that was read before, if any.
+
+        Raises (while iterating):
+            RewoundError: the stream lost what was read last.
+        """
 
     async def bucket(self, name: str, *, create: bool, replicas: int = 1) -> Bucket:
         """The bucket, made if ``create``."""

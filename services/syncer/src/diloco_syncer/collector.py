@@ -32,7 +32,7 @@ class _Reading:
     """A task that reads some fragments' offers."""
 
     fragments: frozenset[int]
-    next_sequence: int
+    read: Stored | None  # the last message; None: nothing yet
     task: asyncio.Task[None] | None = None
 
 
@@ -71,12 +71,13 @@ class Collector:
             return
         await self.stop()
         kept = [index for index in owned if self._owned.get(index) is owned[index]]
-        resume_at = min((r.next_sequence for r in self._readings if r.fragments.intersection(kept)), default=1)
+        before = [reading.read for reading in self._readings if reading.fragments.intersection(kept)]
+        read = None if None in before else min(filter(None, before), key=lambda stored: stored.sequence, default=None)
         self._readings = []
         self._owned = dict(owned)
         self._parts = {index: self._parts.get(index, Parts()) if index in kept else Parts() for index in owned}
-        self._start(kept, resume_at, group)
-        self._start(owned.keys() - set(kept), 1, group)
+        self._start(kept, read, group)
+        self._start(owned.keys() - set(kept), None, group)
 
     def replace(self, owned: Owned) -> None:
         """The fragment begins again without the offers that have been read."""
@@ -86,8 +87,8 @@ class Collector:
         """Read no more."""
         await end(*(reading.task for reading in self._readings))
 
-    def _start(self, fragments: Iterable[int], sequence: int, group: asyncio.TaskGroup) -> None:
-        reading = _Reading(frozenset(fragments), sequence)
+    def _start(self, fragments: Iterable[int], read: Stored | None, group: asyncio.TaskGroup) -> None:
+        reading = _Reading(frozenset(fragments), read)
         if reading.fragments:
             reading.task = group.create_task(self._read(reading))
             self._readings.append(reading)
@@ -95,15 +96,16 @@ class Collector:
     async def _read(self, reading: _Reading) -> None:
         filters = [self.subjects.offer_tree(index) for index in sorted(reading.fragments)]
         while True:
+            start = reading.read.sequence + 1 if reading.read else 1
             try:
-                async for message in self.transport.pull(self.subjects.offer_stream, filters, reading.next_sequence):
+                async for message in self.transport.pull(self.subjects.offer_stream, filters, start, reading.read):
                     index, learner = subjects.fragment_of(message.subject), subjects.learner_of(message.subject)
                     if index is not None and learner is not None and index in reading.fragments:
                         await self._take(index, learner, message)
-                    reading.next_sequence = message.sequence + 1
+                    reading.read = message
             except RewoundError as error:
                 self.log.error("offers_rewound", reason=str(error))
-                reading.next_sequence = 1
+                reading.read = None
 
     async def _take(self, index: int, learner: str, message: Stored) -> None:
         parts = self._parts[index]

@@ -76,26 +76,24 @@ class Copies:
             copy.keyframe_sequence, copy.keyframe_version = sequence, keyframe.version
             return copy
 
-    async def follow(self, ready: Callable[[], None], closed: Callable[[int, bool], None]) -> None:
-        """Load all fragments, say so, and fold what comes, for ever; of each fragment it is told whether its log is closed."""
+    async def follow(self, ready: Callable[[], None]) -> None:
+        """Load all fragments, say so, and fold what comes, for ever."""
         while True:
             try:
-                await self._follow(ready, closed)
+                await self._follow(ready)
             except RewoundError as error:
                 self.log.error("log_rewound", reason=str(error))
 
-    async def _follow(self, ready: Callable[[], None], closed: Callable[[int, bool], None]) -> None:
+    async def _follow(self, ready: Callable[[], None]) -> None:
         fragments = range(len(self.store.map.fragments))
         for index in fragments:
             self._copies[index] = await patiently(partial(self._load, index), self.log)
-            closed(index, self._copies[index].replica.chain.closed)
         ready()
         start = min(copy.replica.chain.sequence for copy in self._copies.values()) + 1
         async for entry in self.store.follow(fragments, start, self._refuse_entry):
             copy = self._copies[entry.record.fragment]
             if entry.sequence > copy.replica.chain.sequence:
                 self._copies[entry.record.fragment] = await unbroken(self._follow_up(copy, entry))
-                closed(entry.record.fragment, self._copies[entry.record.fragment].replica.chain.closed)
 
     async def _load(self, index: int) -> Copy:
         """From the newest whole keyframe to the log's end."""

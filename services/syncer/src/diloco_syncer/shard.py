@@ -112,20 +112,25 @@ class Shard:
         self._governed.set()
         self._news.set()
 
+    def _closed(self) -> set[int]:
+        """Fragments that are owned here, and whose log is closed."""
+        return {index for index, owned in self.owned.items() if owned.replica.chain.closed}
+
     def _over(self) -> bool:
-        if len(self.ownership.closed) == len(self.map.fragments):
+        if len(self._closed() | self.ownership.closed_elsewhere) == len(self.map.fragments):
             return True
         return self.ownership.leaving and not self.owned and not self._taking
 
     async def _stays_over(self) -> bool:
         """Whether the logs that are owned here are still closed, now that this process is about to end."""
+        stays = True
         for index, owned in list(self.owned.items()):
             if not await patiently(partial(self.store.holds, owned.replica.chain), self.log):
                 self.log.warning("log_rewound", fragment=index, version=owned.replica.chain.version)
-                self._note_closed(index, False)
-                if self.owned.get(index) is owned:
+                stays = False
+                if self.owned.get(index) is owned and not owned.busy:
                     self._let_go(owned)
-        return self._over()
+        return stays and self._over()
 
     # ---- ownership
 
@@ -210,7 +215,6 @@ class Shard:
                     event = "ownership_lost" if head > fence else "log_rewound"
                     self.log.warning(event, fragment=index, version=owned.replica.chain.version)
                     self.ownership.distrust()
-                    self._note_closed(index, False)
                     self._let_go(owned)
             await _wait(self._unsure, SLOW_ROUND_S / 2)
 
@@ -230,7 +234,7 @@ class Shard:
         elif not self._taking:
             idle = not mine and not self.owned and self.ownership.table is not None and not self.ownership.leaving
             if idle and self._following is None:
-                self._following = group.create_task(self._copies.follow(self._stands_by, self._note_closed))
+                self._following = group.create_task(self._copies.follow(self._stands_by))
             elif not idle and not missing and self._following is None:
                 self._copies.clear()
 
@@ -262,24 +266,20 @@ class Shard:
         self._governed.set()
 
     async def _take_over(self, index: int) -> Owned | None:
-        """Append the entry that makes this process a fragment's owner; None if the table names another one by then."""
+        """Append the entry that makes this process a fragment's owner; None if the table names another one by then.
+
+        To a log that is closed nothing is appended. It is owned all the same: somebody has to say that it is closed, and to
+        notice if a server loses that.
+        """
         while True:
             copy = await self._copies.take(index)
             chain = copy.replica.chain
-            if chain.closed:
-                self._note_closed(index)
-                return None
             if index not in self.ownership.mine(asyncio.get_running_loop().time()):
                 return None
-            residual = copy.residual
-            if residual is None:
-                # the residual is its owner's private state, and went with it
-                self.log.info("residual_reset", fragment=index, version=chain.version)
-                residual = np.zeros_like(copy.replica.theta)
             owned = Owned(
                 self.map.fragments[index],
                 copy.replica,
-                residual,
+                np.zeros_like(copy.replica.theta) if copy.residual is None else copy.residual,
                 Round(self.run.settings, self.roster, chain, len(self.map.fragments)),
                 copy.keyframe_sequence,
                 copy.keyframe_version,
@@ -287,6 +287,12 @@ class Shard:
                 copy.log_bytes,
                 copy.refused,
             )
+            if chain.closed:
+                owned.keyframe_version = chain.version  # nor is a keyframe stored
+                return owned
+            if copy.residual is None:
+                # it is its owner's private state, and went with it
+                self.log.info("residual_reset", fragment=index, version=chain.version)
             record = merging.make_marker(
                 owned.replica, "takeover", self.run.settings, syncer=self.settings.name, now_s=self.transport.wall_s()
             )
@@ -310,10 +316,6 @@ class Shard:
     def _let_go(self, owned: Owned) -> None:
         del self.owned[owned.fragment.index]
         self._governed.set()
-        self._news.set()
-
-    def _note_closed(self, index: int, closed: bool = True) -> None:
-        self.ownership.see(index, closed)
         self._news.set()
 
     # ---- what comes in
@@ -425,8 +427,6 @@ class Shard:
                 round_s=round(merge.round_s, 3),
                 closing=record.closing,
             )
-            if owned.replica.chain.closed:
-                self._note_closed(index)
             await self._keyframe(owned)
         finally:
             owned.busy = False
@@ -547,7 +547,7 @@ class Shard:
             state="leaving" if ownership.leaving else "owner" if ownership.holds or self.owned else "standby",
             revision=ownership.revision,
             fragments=sorted(self.owned.keys() | self._taking),
-            closed=sorted(ownership.closed),
+            closed=sorted(self._closed()),
             rounds=self.rounds,
             versions=self.versions,
             open=[

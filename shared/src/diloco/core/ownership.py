@@ -87,8 +87,6 @@ class Ownership:
         self.table: OwnersTable | None = None
         self.revision = 0  # of the table; 0: there is none
         self.leaving = False
-        self._seen_closed: set[int] = set()  # fragments whose log this syncer has seen closed
-        self._heard_closed: set[int] = set()  # and those that their owners say are
         self._peers: dict[str, _Peer] = {}
         self._rival = (0, 0, 0)  # incarnation, newest number, pulses of a younger process with this name
         self._echo_at_s = self._hearing_since_s = -math.inf
@@ -112,16 +110,13 @@ class Ownership:
         return self._rival[2] >= RIVAL_PULSES
 
     @property
-    def closed(self) -> set[int]:
-        """Fragments whose log is closed, as far as is known."""
-        return self._seen_closed | self._heard_closed
+    def closed_elsewhere(self) -> set[int]:
+        """Others' fragments whose log is closed: by the newest word of the one that the table gives each to.
 
-    def see(self, fragment: int, closed: bool) -> None:
-        """Take in what the log itself says: whether it is closed."""
-        self._seen_closed.discard(fragment)
-        self._heard_closed.discard(fragment)
-        if closed:
-            self._seen_closed.add(fragment)
+        It looks after the log's end, which a server's crash may undo; whoever had the fragment before does so no more.
+        """
+        said = {(index, name) for name, peer in self._peers.items() for index in peer.pulse.closed}
+        return {index for index, owner in said.intersection(enumerate(self.table.owners if self.table else []))}
 
     def hear(self, pulse: ShardPulse, now_s: float) -> bool:
         """Take in a pulse, the syncer's own included; whether there is something new to act on."""
@@ -138,15 +133,10 @@ class Ownership:
             if not started_again:
                 return False  # repeated or late
         self._peers[pulse.syncer] = _Peer(pulse, now_s)
-        # only the word of who has read the log's end: others may have it from before a server lost the last entries
-        given = [index for index, owner in enumerate(self.table.owners) if owner == pulse.syncer] if self.table else []
-        closed = set(pulse.closed).intersection([*pulse.fragments, *given])
-        heard = (self._heard_closed | closed) - set(pulse.fragments).difference(closed)
-        news = pulse.revision > self.revision or heard != self._heard_closed
-        self._heard_closed = heard
-        if known is None or gone or news:
+        if known is None or gone or pulse.revision > self.revision:
             return True
-        return (pulse.state, pulse.fragments) != (known.pulse.state, known.pulse.fragments)
+        before = known.pulse
+        return (pulse.state, pulse.fragments, pulse.closed) != (before.state, before.fragments, before.closed)
 
     def _hear_own(self, pulse: ShardPulse, now_s: float) -> bool:
         if pulse.incarnation > self.incarnation:
@@ -204,12 +194,12 @@ class Ownership:
         return {fragment for fragment, owner in enumerate(self.table.owners) if owner == self.name}
 
     def may_take(self, fragment: int, now_s: float) -> bool:
-        """Whether a fragment of the table's is free: nobody alive still owns it, and its log is not closed.
+        """Whether a fragment of the table's is free: nobody alive still owns it.
 
         Nothing is, until this syncer has heard the others for two pulses, nor before it has read a table that it found wrong.
         """
         heard_s = now_s - self._hearing_since_s if self._hears(now_s) else 0.0
-        if self.leaving or fragment in self.closed or self._read_at_s == -math.inf or heard_s < 2 * self.pulse_s:
+        if self.leaving or self._read_at_s == -math.inf or heard_s < 2 * self.pulse_s:
             return False
         return not any(fragment in peer.pulse.fragments and not self._gone(name, now_s) for name, peer in self._peers.items())
 

@@ -46,6 +46,7 @@ class Puller:
     """``async for message in Puller(...)``: every message on ``subjects`` from ``start_sequence`` on, once, in order, for ever.
 
     Messages that were purged before they could be read are simply not there; a reader that cares looks at the sequence.
+    ``read`` is what was read last through another one, which this one goes on behind.
 
     Raises (while iterating):
         BrokerError: the stream does not exist, the filters overlap, or the connection was closed for good.
@@ -53,11 +54,17 @@ class Puller:
     """
 
     def __init__(
-        self, link: Link, stream: str, subjects: Sequence[str], start_sequence: int, window_bytes: int = WINDOW_BYTES
+        self,
+        link: Link,
+        stream: str,
+        subjects: Sequence[str],
+        start_sequence: int,
+        window_bytes: int = WINDOW_BYTES,
+        read: Stored | None = None,
     ) -> None:
         self.link, self.stream, self.subjects = link, stream, list(subjects)
         self.next_sequence = max(1, start_sequence)
-        self._newest: Message | None = None  # of those that were read
+        self._newest = read  # of those that were read
         # a request that cannot hold the next message would be answered at once, for ever
         self.half_bytes = max(link.bulk.max_payload + OVERHEAD_BYTES, window_bytes // REQUESTS)
 

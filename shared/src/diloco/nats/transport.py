@@ -111,8 +111,10 @@ class NatsTransport(Link):
     async def purge(self, stream: str, subject: str, below_sequence: int) -> None:
         await streams.purge(self, stream, subject, below_sequence)
 
-    def pull(self, stream: str, subjects: Sequence[str], start_sequence: int) -> AsyncIterator[Stored]:
-        return aiter(Puller(self, stream, subjects, start_sequence))
+    def pull(
+        self, stream: str, subjects: Sequence[str], start_sequence: int, read: Stored | None = None
+    ) -> AsyncIterator[Stored]:
+        return aiter(Puller(self, stream, subjects, start_sequence, read=read))
 
     async def bucket(self, name: str, *, create: bool, replicas: int = 1) -> Registry:
         return await Registry.open(self, name, create=create, replicas=replicas)
