@@ -48,6 +48,7 @@ from diloco.peer import Borrower, Layout, Lender, Loan
 from diloco.settings import LearnerSettings
 from diloco.shares import Leaseholder
 from diloco.tape import Recorder, Unrecorded
+from diloco.tasks import end
 from diloco.transport import Heard, Transport
 from diloco.wire import messages, subjects
 from diloco.wire.messages import Announcement, Cursor, Genesis, Mark, Marked, Offer, Pulse, Range, Record
@@ -277,8 +278,8 @@ class Member:
         """How far the log has merged the data, by share: of the fragment that is furthest."""
         ends: dict[int, int] = {}
         for state in self._fragments:
-            for share, end in state.newest.chain.ends.items():
-                ends[share] = max(end, ends.get(share, 0))
+            for share, until in state.newest.chain.ends.items():
+                ends[share] = max(until, ends.get(share, 0))
         return ends
 
     async def _look_at_server(self, genesis: Genesis, check: bytes) -> None:
@@ -341,8 +342,7 @@ class Member:
     async def _begin_again(self, genesis: Genesis, check: bytes) -> None:
         """The log has lost what was read last, and whoever reads it has not met that."""
         self.log.error("log_rewound", reason="the newest entry that was read is gone")
-        self._following.cancel()
-        await asyncio.gather(self._following, return_exceptions=True)
+        await end(self._following)
         self._following = self._spawn(self._follow(await self._rewind(genesis, check), genesis, check))
 
     async def close(self) -> None:
@@ -352,9 +352,7 @@ class Member:
                 self.state = "left"
             await self._send_pulse()
             await self._free_shares()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
         self.tape.flush()
 
     async def _free_shares(self) -> None:

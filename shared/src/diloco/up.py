@@ -33,6 +33,7 @@ from diloco.report.units import count, decimal, duration, share, size
 from diloco.rundir import RunDirectory
 from diloco.settings import RunSettings, parse_assignments, run_settings
 from diloco.supervise import Supervisor
+from diloco.tasks import end
 from diloco.wire.subjects import Subjects
 
 TEND_S = 0.1
@@ -311,8 +312,7 @@ class Launcher:
                 await asyncio.sleep(TEND_S)
             return False
         finally:
-            showing.cancel()
-            await asyncio.wait({showing})
+            await end(showing)
 
     async def _restart_server(self, server: Server) -> None:
         server.kill()  # what is left of it

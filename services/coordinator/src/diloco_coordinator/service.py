@@ -20,6 +20,7 @@ from diloco.patience import patiently
 from diloco.rundir import write_json
 from diloco.settings import CoordinatorSettings
 from diloco.tape import Recorder, TapeFile, Unrecorded
+from diloco.tasks import end
 from diloco.transport import Heard, Transport
 from diloco.wire import messages
 from diloco.wire.messages import CoordinatorPulse, MemberName, Pulse, Record, ShardPulse
@@ -79,7 +80,7 @@ class Coordinator:
             watching = group.create_task(self._watch())
             while self._leadership.leads and not (watching.done() and self._leadership.sure(self._clock())):
                 await self._tick()
-            watching.cancel()
+            await end(watching)
         if self._leadership.leads:
             self.save()
             self._finished = True
@@ -139,9 +140,10 @@ class Coordinator:
         async with asyncio.TaskGroup() as group:
             work = (self._follow(monitor), self._save_regularly(), self._assign_shares(monitor))
             tasks = [group.create_task(task) for task in work]
-            await self._until_finished(monitor)
-            for task in tasks:
-                task.cancel()
+            try:
+                await self._until_finished(monitor)
+            finally:
+                await end(*tasks)
         self.log.info("run_finished", wall_s=round(self._now_s(), 1), versions=sum(monitor.versions))
 
     async def _until_finished(self, monitor: Monitor) -> None:

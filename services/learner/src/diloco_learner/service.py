@@ -26,6 +26,7 @@ from diloco.membership import Run
 from diloco.observe import Logger
 from diloco.settings import LearnerSettings
 from diloco.tape import TapeFile
+from diloco.tasks import end
 from diloco.transport import Transport
 from diloco_learner import checkpoint
 
@@ -57,10 +58,7 @@ class LoopThread:
         """Cancel what is left, and end the thread."""
 
         async def cancel() -> None:
-            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()))
 
         asyncio.run_coroutine_threadsafe(cancel(), self.loop).result(5)
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -16,13 +16,13 @@ from diloco.log import open_body
 from diloco.membership import Run
 from diloco.observe import Logger
 from diloco.patience import patiently
+from diloco.tasks import end
 from diloco.transport import Stored, Transport
 from diloco.wire import messages, subjects
 from diloco.wire.assemble import Parts, part_index
 from diloco.wire.messages import Offer
 from diloco.wire.subjects import Subjects
 from diloco_syncer.owned import Owned
-from diloco_syncer.tasks import end
 
 MAX_STEP_TOKENS = 1 << 27  # of one step of one learner, whatever its task and its devices
 

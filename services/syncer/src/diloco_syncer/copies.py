@@ -15,8 +15,8 @@ from diloco.errors import ChainError, HashError, MessageError, RewoundError
 from diloco.log import Entry, Log
 from diloco.observe import Logger
 from diloco.patience import patiently
+from diloco.tasks import unbroken
 from diloco.wire.messages import Genesis
-from diloco_syncer.tasks import unbroken
 
 Vector = NDArray[np.float32]
 

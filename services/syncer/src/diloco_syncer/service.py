@@ -10,6 +10,7 @@ from diloco import membership, observe, service
 from diloco.patience import patiently
 from diloco.settings import SyncerSettings
 from diloco.tape import TapeFile
+from diloco.tasks import end
 from diloco_syncer.shard import Shard
 
 LEAVE_S = 5.0
@@ -32,8 +33,7 @@ async def serve(settings: SyncerSettings) -> None:
                 await asyncio.wait([serving], timeout=LEAVE_S)
             raise
         finally:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+            await end(serving)
     finally:
         await transport.close()
 

@@ -37,13 +37,13 @@ from diloco.observe import Counted, Logger
 from diloco.patience import patiently
 from diloco.settings import SyncerSettings
 from diloco.tape import Recorder, Unrecorded
+from diloco.tasks import end
 from diloco.transport import Fence, Heard, Transport
 from diloco.wire import messages
 from diloco.wire.messages import Announcement, Mark, Pulse, Record, ShardPulse
 from diloco_syncer.collector import Collector
 from diloco_syncer.copies import Copies
 from diloco_syncer.owned import Owned
-from diloco_syncer.tasks import end
 
 ANNOUNCE_EVERY_S = 0.25
 STORAGE_RETRY_S = 1.0

@@ -28,6 +28,7 @@ from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger
 from diloco.report.units import share
 from diloco.rundir import RunDirectory
+from diloco.tasks import end
 from diloco.transport import Heard, Transport
 from diloco.wire import messages
 from diloco.wire.messages import Pulse, Record, ShardPulse
@@ -171,8 +172,7 @@ class Chaos:
                     watching = [group.create_task(work) for work in (self._follow(seen.log), self._ask(transport))]
                     await self._listen(transport, seen.run.identity)
                     result = await self._break_and_settle()
-                    for task in watching:
-                        task.cancel()
+                    await end(*watching)
         finally:
             await asyncio.to_thread(_release, guardian)
         return await self._judge(result)

@@ -1,4 +1,4 @@
-"""Ending tasks, not ending them too early, and doing work again while the server is silent."""
+"""Ending tasks, and not ending them too early."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 CANCEL_AGAIN_S = 0.1
-RETRY_S = 0.25
 
 T = TypeVar("T")
 
