@@ -214,7 +214,7 @@ async def test_learner_that_diverges_sends_nothing_of_it_and_goes_on_from_the_gl
             for tensor in toy.task.tensors.values():
                 tensor[...] = np.nan
 
-    cluster = launch(small(shards=1, carry__overlap=1.0))
+    cluster = launch(small(shards=1, carry__overlap=1.0, round__learners_wait=True))
     cluster.toy(0)
     cluster.toy(1, before_step=diverge)
     cluster.toy(2)

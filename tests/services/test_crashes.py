@@ -25,7 +25,7 @@ async def some_versions(cluster: Cluster, more: int = 2, of: Sequence[str] = ())
 
 
 async def test_killed_learner_comes_back_and_its_unmerged_work_is_lost(launch: Launch) -> None:
-    cluster = launch(small(shards=1, carry__overlap=1.0, liveness__dead_s=1.0, tokens=3 * 120 * SAMPLES))
+    cluster = launch(small(shards=1, carry__overlap=1.0, liveness__dead_s=1.0, tokens=3 * 400 * SAMPLES))
     for share in range(2):
         cluster.toy(share)
     cluster.coordinator()
