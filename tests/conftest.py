@@ -6,10 +6,15 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from diloco.nats.server import Server
 from diloco.nats.transport import NatsTransport
 from diloco.observe import get_logger
+
+# how fast a machine is, is no test's matter
+settings.register_profile("diloco", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("diloco")
 
 MakeServer = Callable[..., Server]
 

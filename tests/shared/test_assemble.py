@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.wire.assemble import Parts, part_index
@@ -103,7 +103,6 @@ def test_a_source_cannot_make_others_keep_more_than_a_body() -> None:
     assert [store.add(7, index, NEW + b"x", limit) for index in (0, 1, 2, 3, 10**8)] == [True, True, True, False, False]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([OLD, NEW]), st.integers(0, 3), st.booleans()), max_size=20))
 def test_what_is_taken_is_whole_and_of_one_attempt(events: list[tuple[bytes, int, bool]]) -> None:
     store = Parts()

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -373,13 +373,11 @@ def play(ann: Learner, schedule: list[Any], bits: Bits) -> None:
         assert ann.books.steps >= 0
 
 
-@settings(deadline=None)
 @given(SCHEDULES, st.sampled_from([0, 0.25, 0.3, 0.5, 1]), st.sampled_from([0, 0.5, 0.7, 1]), st.integers(1, 3))
 def test_every_token_is_merged_or_lost_or_in_the_books(schedule: list[Any], overlap: float, late: float, most: int) -> None:
     play(learner(overlap, late, most), schedule, 32)
 
 
-@settings(deadline=None)
 @given(SCHEDULES, st.sampled_from([0, 1]), st.sampled_from([0, 1]), st.integers(1, 3))
 def test_every_batch_is_merged_or_lost_or_in_the_books(schedule: list[Any], overlap: float, late: float, most: int) -> None:
     ann = learner(overlap, late, most)
@@ -404,7 +402,6 @@ def test_batches_stay_while_a_token_of_the_displacement_does() -> None:
     assert (ann.books.tokens, ann.books.data, ann.books.lost_tokens) == (0, [], 16)
 
 
-@settings(deadline=None)
 @given(SCHEDULES, st.booleans())
 def test_nothing_is_lost_where_all_is_carried_over(schedule: list[Any], feedback: bool) -> None:
     ann = learner(1, 1, 1024, feedback=feedback)
@@ -414,7 +411,6 @@ def test_nothing_is_lost_where_all_is_carried_over(schedule: list[Any], feedback
     np.testing.assert_array_equal(ann.moved, -ann.sent + (ann.value - ann.books.base))
 
 
-@settings(deadline=None)
 @given(SCHEDULES, st.sampled_from([4, 8, 16]))
 def test_with_error_feedback_quantisation_loses_nothing_either(schedule: list[Any], bits: Bits) -> None:
     ann = learner(1, 1, 1024)
@@ -423,7 +419,6 @@ def test_with_error_feedback_quantisation_loses_nothing_either(schedule: list[An
     np.testing.assert_allclose(ann.moved, -(ann.sent + error) + (ann.value - ann.books.base), atol=0.02)
 
 
-@settings(deadline=None)
 @given(SCHEDULES, SCHEDULES, st.sampled_from([0.5, 1]))
 def test_books_go_on_from_a_checkpoint(before: list[Any], after: list[Any], late: float) -> None:
     ann = learner(0.5, late, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, build_map, check_same_map, unpack_map
@@ -105,7 +105,6 @@ def test_layer_deals_whole_layers() -> None:
     ]
 
 
-@settings(deadline=None)
 @given(MODELS, st.integers(1, 8), st.sampled_from(["balanced", "strided", "layer"]))
 def test_every_parameter_is_in_exactly_one_piece(model: list[TensorSpec], count: int, strategy: str) -> None:
     made = map_or_skip(model, count, strategy)
@@ -125,7 +124,6 @@ def test_every_parameter_is_in_exactly_one_piece(model: list[TensorSpec], count:
     assert all((rows == 1).all() for rows in covered.values())
 
 
-@settings(deadline=None)
 @given(MODELS, st.integers(1, 8))
 def test_embeddings_never_share_a_fragment(model: list[TensorSpec], count: int) -> None:
     made = map_or_skip(model, count)
@@ -135,7 +133,6 @@ def test_embeddings_never_share_a_fragment(model: list[TensorSpec], count: int) 
         assert count == 1 or in_it == {fragment.embedding}
 
 
-@settings(deadline=None)
 @given(MODELS, st.integers(1, 8))
 def test_bins_differ_by_at_most_one_piece(model: list[TensorSpec], count: int) -> None:
     # what "largest first into the smallest bin" guarantees: before its last piece no bin was larger than any other
@@ -148,7 +145,6 @@ def test_bins_differ_by_at_most_one_piece(model: list[TensorSpec], count: int) -
                 assert fragment.size - min(piece.size for piece in fragment.pieces) <= smallest
 
 
-@settings(deadline=None)
 @given(MODELS, st.integers(1, 8), st.data())
 def test_the_map_does_not_depend_on_the_order_of_tensors(model: list[TensorSpec], count: int, data: st.DataObject) -> None:
     made = map_or_skip(model, count)
@@ -157,7 +153,6 @@ def test_the_map_does_not_depend_on_the_order_of_tensors(model: list[TensorSpec]
     assert again.digest == made.digest
 
 
-@settings(deadline=None)
 @given(MODELS, st.integers(1, 8), st.sampled_from(["balanced", "strided", "layer"]))
 def test_pack_and_unpack(model: list[TensorSpec], count: int, strategy: str) -> None:
     made = map_or_skip(model, count, strategy)
@@ -166,7 +161,6 @@ def test_pack_and_unpack(model: list[TensorSpec], count: int, strategy: str) -> 
     assert again.digest == made.digest
 
 
-@settings(deadline=None)
 @given(MODELS, st.integers(1, 8), st.integers(0, 2**32 - 1))
 def test_scatter_undoes_gather(model: list[TensorSpec], count: int, seed: int) -> None:
     made = map_or_skip(model, count)
@@ -271,7 +265,6 @@ def test_a_map_from_the_wire_out_of_bounds_is_refused(values: object) -> None:
         unpack_map(msgspec.msgpack.encode(values))
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_map_or_refused(data: bytes) -> None:
     try:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.core import ranges
@@ -116,7 +116,6 @@ PROCESSES = st.sampled_from([ANN, ANN_AGAIN, BOB])
 RANGES = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(1, 5)), max_size=3).map(ranges.normal)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(PROCESSES, RANGES)), st.lists(st.lists(st.tuples(PROCESSES, RANGES), max_size=3)))
 def test_every_batch_as_counted_one_by_one(
     trained: list[tuple[Process, list[Range]]], merged: list[list[tuple[Process, list[Range]]]]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.core.ranges import normal
@@ -230,7 +230,6 @@ def test_all_kinds_are_covered() -> None:
     assert len({cls.kind for cls in KINDS}) == len(KINDS)
 
 
-@settings(deadline=None)
 @given(ANY, st.binary(max_size=50))
 def test_there_and_back(message: Message, inline: bytes) -> None:
     frame = messages.pack(message, RUN, inline)
@@ -278,7 +277,6 @@ def test_damaged_fields_with_a_right_check_are_a_message_or_refused(cls: type[Me
         assert messages.unpack(messages.pack(message, RUN), cls, RUN)[0] == message
 
 
-@settings(deadline=None)
 @given(st.sampled_from(KINDS), st.binary(max_size=100))
 def test_any_bytes_are_refused(cls: type[Message], data: bytes) -> None:
     with pytest.raises(MessageError):

@@ -616,7 +616,6 @@ def test_an_open_round_that_nobody_can_answer_any_more_becomes_the_closing_one()
 
 
 @given(st.permutations(["ann", "bob", "cat", "dee"]))
-@settings(deadline=None)
 def test_the_order_of_merging_is_not_that_of_arrival(order: list[str]) -> None:
     round_ = round_of("ann", "bob", "cat", "dee", learners=4, **{"round.quorum": 4})
     open_at(round_, 0)
