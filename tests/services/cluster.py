@@ -44,6 +44,7 @@ SMALL: dict[str, Any] = {
     "fragments.count": 4,
     "fragments.strategy": "balanced",
     "round.steps": 6,
+    "carry.max_versions": 1000,  # on a slow machine a learner may be behind for long, and must not lose its work
     "log.keyframe_factor": 1000.0,  # none but genesis's, so that the whole log is there to be read
     "liveness.pulse_s": 0.1,
     "liveness.dead_s": 10.0,

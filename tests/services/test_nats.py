@@ -52,7 +52,7 @@ async def test_learners_train_on_while_the_server_is_not_there_and_all_catch_up(
     make_server: MakeServer, launch: Launch, trouble: Callable[[Server, float], None], seconds: float
 ) -> None:
     server = make_server()
-    run = launch(small(carry__overlap=1.0, carry__max_versions=1000, tokens=3 * int(50 * seconds + 80) * SAMPLES), server.url)
+    run = launch(small(carry__overlap=1.0, tokens=3 * int(50 * seconds + 80) * SAMPLES), server.url)
     await run.begin()
     await some_versions(run)
     store, fragments = await run.store()
