@@ -62,8 +62,8 @@ async def test_learners_train_on_while_the_server_is_not_there_and_all_catch_up(
 
     await asyncio.to_thread(trouble, server, seconds)
 
-    # a step takes 20 ms; half of that pace would already be a learner that does not wait
-    assert all(after - was >= 0.5 * seconds / 0.02 for was, after in zip(steps, own_steps(run), strict=True))
+    # one that waits for versions would have stopped within a round or two
+    assert all(after - was > 4 * run.settings.round.steps for was, after in zip(steps, own_steps(run), strict=True))
     await run.ended()
     pulses, folded = await run.finished_pulses(), await run.folded()
     check_accounts(pulses, folded)
