@@ -28,6 +28,7 @@ from diloco.membership import Run
 from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger, get_logger
 from diloco.settings import LearnerSettings, RunSettings, run_settings
+from diloco.transport import Stored
 from diloco.wire import messages
 from diloco.wire.messages import Pulse, Record, ShardPulse
 from diloco.wire.subjects import Subjects
@@ -450,6 +451,41 @@ def check_accounts(pulses: Mapping[str, Pulse], folded: Iterable[Folded]) -> Non
             lost, outstanding = pulse.lost_tokens[log.index], pulse.fragment_tokens[log.index]
             accounts = f"{pulse.tokens} processed, {merged} merged, {lost} lost, {outstanding} outstanding"
             assert pulse.tokens == merged + lost + outstanding, f"{name}, fragment {log.index}: {accounts}"
+
+
+async def some_versions(cluster: Cluster, more: int = 2, of: Sequence[str] = ()) -> None:
+    """Wait until every fragment has got so many more versions, as learners (all, or ``of``) apply them."""
+
+    def versions() -> list[int]:
+        heard = [pulses[-1].versions for name, pulses in cluster.pulses.items() if not of or name in of]
+        return np.min(heard, axis=0).tolist() if heard else [0]
+
+    before = versions()
+    await cluster.until(lambda: min(np.subtract(versions(), before)) >= more, f"{more} more versions of every fragment")
+
+
+async def newest_entries(cluster: Cluster) -> list[Stored | None]:
+    """What the server has acknowledged last, of every fragment's log."""
+    store, fragments = await cluster.store()
+    stream = cluster.subjects.log_stream
+    return [await store.transport.last(stream, cluster.subjects.record(f.index)) for f in fragments.fragments]
+
+
+async def check_kept(cluster: Cluster, before: Iterable[Stored | None]) -> None:
+    """Of a run that ended, with ``carry.overlap`` = 1: what was acknowledged before is there, and all work is merged, once."""
+    store, _ = await cluster.store()
+    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    check_accounts(pulses, folded)
+    for entry, log in zip(before, folded, strict=True):
+        assert entry is not None
+        kept = await store.transport.get(cluster.subjects.log_stream, entry.sequence)
+        assert kept is not None
+        assert kept.data == entry.data  # what was acknowledged before is where it was
+        assert log.passed_over == 0
+        # nothing is lost: the log holds all that was processed, once
+        assert log.entries[-1].tokens_merged == sum(pulse.tokens for pulse in pulses.values())
+        for toy in cluster.toys:
+            np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
 
 
 def to_toml(values: Mapping[str, Any], prefix: str = "") -> str:

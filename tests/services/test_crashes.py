@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 import numpy as np
 from blake3 import blake3
 from tests.conftest import MakeServer
-from tests.services.cluster import Cluster, check_accounts, small
+from tests.services.cluster import check_accounts, check_kept, newest_entries, small, some_versions
 from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES
-
-
-async def some_versions(cluster: Cluster, more: int = 2, of: Sequence[str] = ()) -> None:
-    """Wait until every fragment has got so many more versions, as learners (all, or ``of``) apply them."""
-
-    def versions() -> list[int]:
-        heard = [pulses[-1].versions for name, pulses in cluster.pulses.items() if not of or name in of]
-        return np.min(heard, axis=0).tolist() if heard else [0]
-
-    before = versions()
-    await cluster.until(lambda: min(np.subtract(versions(), before)) >= more, f"{more} more versions of every fragment")
 
 
 async def test_killed_learner_comes_back_and_its_unmerged_work_is_lost(launch: Launch) -> None:
@@ -112,23 +100,11 @@ async def test_killed_nats_server_loses_nothing(make_server: MakeServer, launch:
     cluster = launch(small(carry__overlap=1.0, tokens=3 * 150 * SAMPLES), server.url)
     await cluster.begin()
     await some_versions(cluster)
-    store, fragments = await cluster.store()
-    stream = cluster.subjects.log_stream
-    before = [await store.transport.last(stream, cluster.subjects.record(f.index)) for f in fragments.fragments]
+    before = await newest_entries(cluster)
     server.kill()
     server.start()
 
     await cluster.ended()
 
-    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
-    check_accounts(pulses, folded)
-    for entry, log in zip(before, folded, strict=True):
-        assert entry is not None
-        kept = await store.transport.get(stream, entry.sequence)
-        assert kept is not None
-        assert kept.data == entry.data  # what was acknowledged before is where it was
-        assert log.passed_over == 0
-        assert log.entries[-1].tokens_merged == sum(pulse.tokens for pulse in pulses.values())
-        for toy in cluster.toys:
-            np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
+    await check_kept(cluster, before)
     assert cluster.events("nats_reconnected", "syncer-0")

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.conftest import MakeServer
-from tests.services.cluster import Cluster, check_accounts, small
+from tests.services.cluster import Cluster, check_accounts, check_kept, newest_entries, small, some_versions
 from tests.services.conftest import Launch
-from tests.services.test_crashes import some_versions
 from tests.services.toy import SAMPLES
 
 from diloco.nats.server import Server, cluster
@@ -55,9 +54,7 @@ async def test_learners_train_on_while_the_server_is_not_there_and_all_catch_up(
     run = launch(small(carry__overlap=1.0, tokens=3 * int(50 * seconds + 80) * SAMPLES), server.url)
     await run.begin()
     await some_versions(run)
-    store, fragments = await run.store()
-    stream = run.subjects.log_stream
-    before = [await store.transport.last(stream, run.subjects.record(f.index)) for f in fragments.fragments]
+    before = await newest_entries(run)
     steps = own_steps(run)
 
     await asyncio.to_thread(trouble, server, seconds)
@@ -65,18 +62,7 @@ async def test_learners_train_on_while_the_server_is_not_there_and_all_catch_up(
     # one that waits for versions would have stopped within a round or two
     assert all(after - was > 4 * run.settings.round.steps for was, after in zip(steps, own_steps(run), strict=True))
     await run.ended()
-    pulses, folded = await run.finished_pulses(), await run.folded()
-    check_accounts(pulses, folded)
-    for entry, log in zip(before, folded, strict=True):
-        assert entry is not None
-        kept = await store.transport.get(stream, entry.sequence)
-        assert kept is not None
-        assert kept.data == entry.data  # what was acknowledged before is where it was
-        assert log.passed_over == 0
-        # with carry.overlap = 1 nothing is lost: the log holds all that was processed, once
-        assert log.entries[-1].tokens_merged == sum(pulse.tokens for pulse in pulses.values())
-        for toy in run.toys:
-            np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
+    await check_kept(run, before)
 
 
 def own_steps(run: Cluster) -> list[int]:

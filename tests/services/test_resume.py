@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import MakeServer
-from tests.services.cluster import Cluster, Folded, check_accounts, small
+from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
 from tests.services.conftest import Launch
-from tests.services.test_crashes import some_versions
 from tests.services.toy import SAMPLES
 
 from diloco import checkpoint, resume

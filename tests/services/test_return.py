@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
-from tests.services.cluster import DEADLINE_S, Cluster, Service, check_accounts, small
+from tests.services.cluster import DEADLINE_S, Cluster, Service, check_accounts, small, some_versions
 from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, Regression
 
@@ -18,17 +17,6 @@ from diloco.wire import messages
 from diloco.wire.messages import Mark, Marked, Record, ShardPulse
 
 JAX_S = 240.0  # generous, too: it is imported and compiled
-
-
-async def some_versions(cluster: Cluster, more: int = 2, of: Sequence[str] = ()) -> None:
-    """Wait until every fragment has got so many more versions, as learners (all, or ``of``) apply them."""
-
-    def versions() -> list[int]:
-        heard = [pulses[-1].versions for name, pulses in cluster.pulses.items() if not of or name in of]
-        return np.min(heard, axis=0).tolist() if heard else [0]
-
-    before = versions()
-    await cluster.until(lambda: min(np.subtract(versions(), before)) >= more, f"{more} more versions of every fragment")
 
 
 async def test_a_learner_that_leaves_has_its_last_work_merged(launch: Launch) -> None:

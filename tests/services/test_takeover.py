@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.services.cluster import Cluster, Folded, Service, small
+from tests.services.cluster import Cluster, Folded, Service, small, some_versions
 from tests.services.conftest import Launch
-from tests.services.test_crashes import some_versions
 from tests.services.toy import SAMPLES
 
 from diloco import membership
