@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from diloco.errors import DilocoError, RunError
 from diloco.nats.server import Server
 from diloco.rundir import RunDirectory
 from diloco.settings import changed_settings
+from diloco.wire import messages
+from diloco.wire.messages import Mark
 
 NAMES = ["toy-0", "toy-1", "toy-2"]
 
@@ -93,6 +96,24 @@ async def whole(run: Cluster) -> list[Folded]:
         entries = [entry.record async for entry in store.follow([log.index], 1, lambda sequence, error: None, stop)]
         folded.append(replace(log, entries=entries))
     return folded
+
+
+async def test_a_checkpoint_counts_on_from_marks_that_only_learners_know(launch: Launch) -> None:
+    run = launch(small(tokens=10**9))
+    await run.begin()
+    await some_versions(run)
+    store, _ = await run.store()
+    mark = messages.pack(Mark(50, [1] * run.settings.fragments.count), store.run)
+    folder = run.directory / "checkpoints" / "50"
+    while not folder.is_dir() or len(list(folder.glob("*.safetensors"))) < len(NAMES):
+        await store.transport.publish(run.subjects.mark, mark)
+        await asyncio.sleep(0.1)
+    shutil.rmtree(folder)  # as if it had come to nothing
+
+    taken, problems = await checkpoint.take(as_directory(run))
+
+    assert problems == []
+    assert sorted(taken.manifest.learners) == NAMES
 
 
 async def test_with_other_members_nothing_that_was_merged_is_lost(

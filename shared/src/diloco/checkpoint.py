@@ -226,6 +226,7 @@ class _Taker:
     number: int
     problems: list[str] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
+    _newest: int = 0  # of the marks that some learner has answered
     _pulses: dict[str, tuple[Pulse, float]] = field(default_factory=dict)
     _answers: dict[str, Marked] = field(default_factory=dict)
 
@@ -280,13 +281,19 @@ class _Taker:
         return Cut(record.version, stored.sequence, check.hex())
 
     async def _until_marked(self, versions: list[int]) -> None:
-        """Repeat the mark until every living learner has answered."""
-        frame = messages.pack(Mark(self.number, versions), self.run.run.identity)
+        """Repeat the mark until every living learner has answered.
+
+        Learners hear no mark that is older than one they have answered, and answers outlive the folders that numbers come from.
+        """
         began_s = time.monotonic()
         while missing := self._living() - self._answers.keys():
             if time.monotonic() - began_s > MARK_TIMEOUT_S:
                 self.problems.append(f"{', '.join(sorted(missing))}: no state within {MARK_TIMEOUT_S:g} s; begins from the log")
                 return
+            if self._newest > self.number:
+                self.number = self._newest + 1
+                self._answers.clear()
+            frame = messages.pack(Mark(self.number, versions), self.run.run.identity)
             await self.run.transport.publish(self._subjects.mark, frame)
             await asyncio.sleep(MARK_EVERY_S)
 
@@ -312,6 +319,7 @@ class _Taker:
             return
         if answer.number == self.number and len(answer.versions) == len(self.run.map.fragments):
             self._answers[answer.learner] = answer
+        self._newest = max(self._newest, answer.number)
 
     async def _kept(self) -> bool:
         """Whether the log still goes back to the cut: keyframes are written, and what is below them dropped, all the time."""

@@ -506,7 +506,7 @@ class Member:
             answered, newest = self._marked, self._mark or self._marked
             if newest is None or mark.number > newest.number:
                 self._mark, self._held_back = mark, mark.versions
-        if answered is not None and mark.number == answered.number:
+        if answered is not None and mark.number <= answered.number:  # a smaller one: who sent it learns that it must count on
             await self._send_marked(answered)
 
     async def _send_marked(self, answer: Marked) -> None:
