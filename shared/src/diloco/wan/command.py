@@ -54,8 +54,8 @@ async def _serve(config: Config) -> None:
     commands = Control(relay)
     try:
         await relay.start()
-        await commands.start(config.control)
-        log.info("wan_started", control=config.control, links=list(relay.lines))
+        at = await commands.start(config.control)
+        log.info("wan_started", control=at, links=list(relay.lines))
         await stop.wait()
         log.info("wan_stopped", links=relay.status(relay.lines.values())["links"])
     finally:

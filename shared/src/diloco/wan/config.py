@@ -27,15 +27,15 @@ DEFAULT_CONTROL = "127.0.0.1:4300"
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """``host:port`` in its parts; an IPv6 address stands in brackets.
+    """``host:port`` in its parts; an IPv6 address stands in brackets. Port 0, to listen at, is one that the kernel chooses.
 
     Raises:
         ValueError: it is none.
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
-    if not colon or not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError("expected HOST:PORT")
+    if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{text!r} is no HOST:PORT")
     return host, int(port)
 
 
@@ -155,6 +155,6 @@ def _check_routes(control: str, routes: tuple[RouteSettings, ...], source: str) 
         where = f"{source}, [[routes]] {number}"
         if route.from_ == route.to:
             raise SettingsError(f"{where}: from and to are both {route.to!r}; a route leads to another region")
-        if route.listen in taken:
+        if route.listen in taken and not route.listen.endswith(":0"):
             raise SettingsError(f"{where}: listen = {route.listen!r} is taken by {taken[route.listen]}")
         taken[route.listen] = f"[[routes]] {number}"

@@ -19,7 +19,7 @@ from diloco.core.impairments import Turn
 from diloco.errors import DilocoError, FormatError, SettingsError, WanError
 from diloco.tasks import end
 from diloco.wan.config import split_address
-from diloco.wan.relay import Relay, listening
+from diloco.wan.relay import Relay, address_of, listening
 
 MAX_REQUEST_BYTES = 4 << 20
 MAX_COMMANDERS = 32
@@ -79,14 +79,15 @@ class Control:
         self._server: asyncio.Server | None = None
         self._commanders: set[asyncio.Task[None]] = set()
 
-    async def start(self, address: str) -> None:
-        """Listen.
+    async def start(self, address: str) -> str:
+        """Listen; where that is.
 
         Raises:
             WanError: nobody can listen there.
         """
         sock = await listening(address)
         self._server = await asyncio.start_server(self._serve, sock=sock, limit=MAX_REQUEST_BYTES)
+        return address_of(self._server)
 
     async def close(self) -> None:
         """Close everything; a schedule that is played ends."""
@@ -183,7 +184,7 @@ def asked(address: str, request: Request) -> Iterator[dict[str, Any]]:
     try:
         host, port = split_address(address)
     except ValueError as error:
-        raise SettingsError(f"--at {address}: {error}") from None
+        raise SettingsError(f"--at: {error}") from None
     body = msgspec.json.encode(request) + b"\n"
     if len(body) > MAX_REQUEST_BYTES:
         raise WanError(f"a request of {len(body)} bytes; a relay takes at most {MAX_REQUEST_BYTES}")

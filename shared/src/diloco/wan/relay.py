@@ -15,6 +15,7 @@ import contextlib
 import math
 import random
 import socket
+import struct
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ PRELUDE_BYTES = 1 << 16
 WRITE_BUFFER_BYTES = 1 << 20
 HEADER_BYTES = 52  # IPv4 20, TCP 20, timestamps 12
 
+_RESET = struct.pack("ii", 1, 0)  # linger for no time at all
 _SCRATCH = memoryview(bytearray(UNLIMITED_PIECE_BYTES))  # every read ends here, and is copied at once
 
 
@@ -233,9 +235,11 @@ class Side(asyncio.BufferedProtocol):
                 self.transport.write_eof()
 
     def abort(self) -> None:
-        """Close it at once."""
+        """Close it at once, by a reset."""
         self._closed_by_us = True
         if self.transport is not None:
+            if not self.lost:
+                self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self.transport.abort()
         else:
             self.lost = True
@@ -344,6 +348,7 @@ class Relay:
         self._config, self._log = config, log
         self.lines = {name: Line(name, link.conditions(), config.seed, log) for name, link in config.links.items()}
         self._connections: set[Connection] = set()
+        self.addresses: list[str] = []  # where each route listens
         self._servers: list[asyncio.Server] = []
         self._playing = False
         self._refused = Counted(log, "connection_refused")
@@ -359,7 +364,9 @@ class Relay:
             sock = await listening(route.listen, self.lines[route.link].base)
             server = await asyncio.get_running_loop().create_server(self._factory(route), sock=sock)
             self._servers.append(server)
-            self._log.info("route_open", link=route.link, listen=route.listen, target=route.target, traffic=route.traffic)
+            self.addresses.append(address_of(server))
+            about = {"link": route.link, "target": route.target, "traffic": route.traffic}
+            self._log.info("route_open", listen=self.addresses[-1], **about)
 
     def _factory(self, route: RouteSettings) -> Callable[[], Side]:
         return lambda: Connection(self, route).near
@@ -505,6 +512,12 @@ async def listening(address: str, into: Conditions | None = None) -> socket.sock
     except OSError as error:
         raise WanError(f"{address}: cannot listen there: {error.strerror or error}") from None
     return sock
+
+
+def address_of(server: asyncio.Server) -> str:
+    """Where a server listens."""
+    host, port = server.sockets[0].getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def _connected(address: str, into: Conditions) -> socket.socket:
