@@ -12,16 +12,21 @@ import struct
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import nats
+import nats.errors
 import pytest
 import typer
+from nats.aio.msg import Msg
 
 from diloco import cli, observe
 from diloco.errors import SettingsError, WanError
+from diloco.nats.server import Server
 from diloco.wan import control, relay
 from diloco.wan.command import wan as wan_command
 from diloco.wan.config import checked
@@ -96,10 +101,10 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(**defaults: Any) -> AsyncIterator[World]:
+async def world(address: str | None = None, **defaults: Any) -> AsyncIterator[World]:
     target = Target()
     await target.start()
-    ends = {"listen": "127.0.0.1:0", "target": target.address}
+    ends = {"listen": "127.0.0.1:0", "target": address or target.address}
     routes = [{"from": "us", "to": "eu", "traffic": traffic} | ends for traffic in TRAFFIC]
     routes.append({"from": "us", "to": "ap", "traffic": "bulk"} | ends)
     made = Relay(checked({"defaults": defaults, "routes": routes}, "test"), observe.get_logger())
@@ -206,10 +211,10 @@ async def test_a_link_carries_no_more_than_its_rate() -> None:
 
 
 async def test_control_passes_a_queue_of_bulk() -> None:
-    async with world(rate_bits_per_s=1e6) as there:
+    async with world(rate_bits_per_s=2e5) as there:
         bulk, sink = await there.pair()
         pulses, heard = await there.pair("control")
-        send(bulk, bytes(300_000))  # 2.4 s
+        send(bulk, bytes(300_000))  # 12 s
         await read(sink, 1)
         send(pulses, b"pulse")
         await read(heard, 5)
@@ -317,6 +322,31 @@ async def test_a_target_never_hears_of_who_gave_up_in_a_cut() -> None:
         send(client, b"the first that is heard")
         assert await read(server, 23) == b"the first that is heard"
         assert there.target.connections.empty()
+
+
+async def test_a_nats_client_goes_on_after_a_cut(nats_server: Server) -> None:
+    async with world(nats_server.url.removeprefix("nats://")) as there:
+        heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def hear(message: Msg) -> None:
+            heard.put_nowait(message.data)
+
+        near, far = await nats.connect(f"nats://{there.relay.addresses[0]}"), await nats.connect(nats_server.url)
+        try:
+            await near.subscribe("across", cb=hear)
+            await near.flush()
+            await there.ask(control.Cut(["eu-us"]))
+            await far.publish("across", b"in the cut")
+            await far.flush()
+            with pytest.raises(nats.errors.TimeoutError):
+                await near.flush(timeout=1)
+            assert heard.empty()
+            await there.ask(control.Heal())
+            assert await asyncio.wait_for(heard.get(), DEADLINE_S) == b"in the cut"
+            await near.flush()
+        finally:
+            await near.close()
+            await far.close()
 
 
 # ---- commands
@@ -521,6 +551,18 @@ def test_a_wrong_file_is_refused_with_its_place(wan: Wan, before: str, after: st
     assert ended.code == 2
     assert says in ended.err
     assert ended.err.count("\n") == 1
+
+
+def test_the_file_that_the_docs_show_is_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "wan.md").read_text()
+    config = checked(tomllib.loads(page.partition("```toml\n")[2].partition("```")[0]), "docs/wan.md")
+    assert {name: link.delay_s for name, link in config.links.items()} == {
+        "us-eu": 0.03, "eu-us": 0.03, "us-ap": 0.05, "ap-us": 0.05, "eu-ap": 0.07, "ap-eu": 0.07,
+    }  # fmt: skip
+    # 2 Gbit/s is to 12B parameters at 5 s a step what this is to the default model at 110 ms
+    assert {link.rate_bits_per_s for link in config.links.values()} == {
+        pytest.approx(2e9 * 381_600 / 12e9 * 5 / 0.11, rel=0.01)
+    }
 
 
 def test_two_routes_cannot_listen_at_one_address(wan: Wan) -> None:
