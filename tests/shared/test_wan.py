@@ -364,6 +364,17 @@ async def test_a_link_is_set_and_slowed_while_it_carries() -> None:
         assert there.link("us-eu")["rate_bits_per_s"] is there.link("us-ap")["rate_bits_per_s"] is None
 
 
+async def test_the_kernel_holds_little_in_front_of_a_thin_link() -> None:
+    async with world() as there:
+        await there.pair()
+        sockets = there.relay.lines["us-eu"].sockets
+        assert len(sockets) == 3  # two routes listen, one connection is read
+        for rate, least, most in ((5e6, 65_536, 131_072), ("unlimited", 200_000, 1 << 30), (20e6, 200_000, 500_000)):
+            await there.ask(control.Set(["us-eu"], rate_bits_per_s=rate))  # type: ignore[arg-type]
+            for sock in sockets:
+                assert least <= sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) <= most
+
+
 @pytest.mark.parametrize(
     ("request_", "says"),
     [

@@ -16,6 +16,7 @@ import math
 import random
 import socket
 import struct
+from asyncio.trsock import TransportSocket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ MAX_CONNECTIONS = 4096
 CONNECT_TIMEOUT_S = 10.0
 PRELUDE_BYTES = 1 << 16
 WRITE_BUFFER_BYTES = 1 << 20
+UNLIMITED_BUFFER_BYTES = 4 << 20
 HEADER_BYTES = 52  # IPv4 20, TCP 20, timestamps 12
 
 _RESET = struct.pack("ii", 1, 0)  # linger for no time at all
@@ -50,15 +52,20 @@ class Line:
         self.lasting: list[Failure] = []  # of the tape that is played, in the order in which they began
         self.link: Link[Side] = Link(conditions, random.Random(f"{seed}/{name}"))
         self.waiting: set[Side] = set()  # sides that may not read now
+        self.sockets: set[socket.socket | TransportSocket] = set()  # that are read into it, or listen for such
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._fitted = False
         self._log = log
 
     def apply(self) -> None:
         """Bring about what holds now."""
         now_s = self._loop.time()
-        conditions = impairments.slowed(impairments.left(self.base, self.lasting), self.slow)
+        before, conditions = self.link.conditions, impairments.slowed(impairments.left(self.base, self.lasting), self.slow)
         self.link.change(now_s, conditions)
+        if before.rate_bits_per_s != conditions.rate_bits_per_s:
+            for sock in self.sockets:
+                self.fit_buffer(sock)
         if self.cut or impairments.is_cut(self.lasting):
             self.link.cut(now_s)
         else:
@@ -72,6 +79,17 @@ class Line:
             jitter_s=conditions.jitter_s,
         )
         self._pump()
+
+    def fit_buffer(self, sock: socket.socket | TransportSocket) -> None:
+        """Keep what the kernel has received and the link has not about as small as the queue: its delay is nowhere counted.
+
+        As long as the link was never limited, the kernel's own choice stays, which is the fastest.
+        """
+        conditions = self.link.conditions
+        self._fitted |= conditions.rate_bits_per_s is not None
+        if self._fitted:
+            size = UNLIMITED_BUFFER_BYTES if conditions.rate_bits_per_s is None else conditions.queue_limit_bytes
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
 
     def enter(self, flow: Flow[Side], data: bytes) -> None:
         """Payload of a flow sets out."""
@@ -153,6 +171,7 @@ class Side(asyncio.BufferedProtocol):
             transport.abort()
             return
         transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
+        self.line.sockets.add(transport.get_extra_info("socket"))
         self._connection.made(self)
 
     def get_buffer(self, sizehint: int) -> bytearray:
@@ -180,6 +199,8 @@ class Side(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = self.ended = True
         self.line.waiting.discard(self)
+        if self.transport is not None:
+            self.line.sockets.discard(self.transport.get_extra_info("socket"))
         if not self._closed_by_us:
             self._connection.broken(self)
         self._connection.settle()
@@ -301,7 +322,7 @@ class Connection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                sock = await _connected(self.route.target, self.far.line.base)
+                sock = await _connected(self.route.target, self.far.line)
             await loop.create_connection(lambda: self.far, sock=sock)
         except OSError as error:  # TimeoutError is one
             self._relay.unreachable(self.route, error)
@@ -361,7 +382,9 @@ class Relay:
             WanError: an address cannot be listened at.
         """
         for route in self._config.routes:
-            sock = await listening(route.listen, self.lines[route.link].base)
+            sock = await listening(route.listen)
+            self.lines[route.link].sockets.add(sock)
+            self.lines[route.link].fit_buffer(sock)  # what it accepts inherits that
             server = await asyncio.get_running_loop().create_server(self._factory(route), sock=sock)
             self._servers.append(server)
             self.addresses.append(address_of(server))
@@ -491,8 +514,8 @@ class Relay:
         return met
 
 
-async def listening(address: str, into: Conditions | None = None) -> socket.socket:
-    """A socket that listens, whose connections enter a link with these conditions.
+async def listening(address: str) -> socket.socket:
+    """A socket bound to an address.
 
     Raises:
         WanError: nobody can listen there.
@@ -504,7 +527,6 @@ async def listening(address: str, into: Conditions | None = None) -> socket.sock
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _limit_buffer(sock, into)
             sock.bind(where)
         except OSError:
             sock.close()
@@ -520,8 +542,8 @@ def address_of(server: asyncio.Server) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-async def _connected(address: str, into: Conditions) -> socket.socket:
-    """A socket connected to a target, whose answers enter a link with these conditions."""
+async def _connected(address: str, line: Line) -> socket.socket:
+    """A socket connected to a target, whose answers go into a line."""
     host, port = split_address(address)
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -529,15 +551,9 @@ async def _connected(address: str, into: Conditions) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setblocking(False)
-        _limit_buffer(sock, into)
+        line.fit_buffer(sock)
         await loop.sock_connect(sock, where)
     except BaseException:
         sock.close()
         raise
     return sock
-
-
-def _limit_buffer(sock: socket.socket, into: Conditions | None) -> None:
-    """Keep what the kernel has received and the link has not about as small as the link's queue: nobody counts its delay."""
-    if into is not None and into.rate_bits_per_s is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, into.queue_limit_bytes)
