@@ -25,6 +25,8 @@ wan = typer.Typer(
     no_args_is_help=True, help="The WAN between regions, emulated: a relay with slow, distant links that can be cut."
 )
 
+TOTALS = ("control_bytes", "bulk_bytes", "packets_estimated", "header_bytes_estimated")
+
 _RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SECOND_UNITS = {"s": 1.0, "ms": 1e-3}
 
@@ -57,7 +59,9 @@ async def _serve(config: Config) -> None:
         at = await commands.start(config.control)
         log.info("wan_started", control=at, links=list(relay.lines))
         await stop.wait()
-        log.info("wan_stopped", links=relay.status(relay.lines.values())["links"])
+        for name, link in relay.status(relay.lines.values())["links"].items():
+            log.info("link_carried", link=name, **{key: link[key] for key in TOTALS})
+        log.info("wan_stopped")
     finally:
         await commands.close()
         await relay.close()

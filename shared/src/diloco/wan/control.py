@@ -137,7 +137,7 @@ class Control:
     async def _play(self, request: Play, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         links = list(self._relay.lines)
         tape = failures.decode(
-            request.tape.splitlines(), request.source, impairments.KINDS, lambda failure: impairments.complaint(failure, links)
+            request.tape.split("\n"), request.source, impairments.KINDS, lambda failure: impairments.complaint(failure, links)
         )
 
         async def tell(turn: Turn, met: list[str]) -> None:
@@ -179,7 +179,7 @@ def asked(address: str, request: Request) -> Iterator[dict[str, Any]]:
     """Ask a relay: the lines that it answers.
 
     Raises:
-        SettingsError, FormatError, WanError: what the relay says, or that none answers.
+        SettingsError, FormatError, WanError: what the relay says, or that none answers, or not to the end.
     """
     try:
         host, port = split_address(address)
@@ -193,8 +193,12 @@ def asked(address: str, request: Request) -> Iterator[dict[str, Any]]:
             sock.sendall(body)
             sock.settimeout(None if isinstance(request, Play) else ANSWER_S)
             with sock.makefile("rb") as lines:
+                answer: dict[str, Any] = {}
                 while line := lines.readline(MAX_REQUEST_BYTES):
-                    yield _answered(line, address)
+                    answer = _answered(line, address)
+                    yield answer
+        if not answer or (isinstance(request, Play) and "played" not in answer):
+            raise WanError(f"{address}: the relay closed the connection before its answer was complete")
     except OSError as error:
         reason = error.strerror or str(error) or "no answer in time"
         raise WanError(f"{address}: no relay answers: {reason}; start one with: diloco wan serve CONFIG (or --at)") from None
