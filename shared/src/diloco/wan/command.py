@@ -158,28 +158,34 @@ def _told(line: dict[str, Any]) -> str:
 def table(status: dict[str, Any]) -> Table:
     """A relay's status for people."""
     shown = Table(
-        title=f"{len(status['links'])} links, up for {status['uptime_s']:.0f} s" + (", a schedule plays" * status["playing"]),
-        caption="bytes: payload carried; headers: TCP and IP, estimated; achieved: over the last 5 s",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        title=f"up for {units.duration(status['uptime_s'])}" + (", a schedule plays" if status["playing"] else ""),
+        caption="now: over 5 s; sizes: payload; headers: estimated; age: of the queue",
     )
-    shown.add_column("link")
-    shown.add_column("state")
-    for heading in ("rate", "delay", "achieved", "control", "bulk", "headers", "queued", "queue age", "connections"):
-        shown.add_column(heading, justify="right")
+    for heading in ("link", "state"):
+        shown.add_column(heading, no_wrap=True)
+    for heading in ("Mbit/s", "now", "ms", "control", "bulk", "headers", "queued", "age ms"):
+        shown.add_column(heading, justify="right", no_wrap=True)
     for name, link in status["links"].items():
-        disturbed = ", ".join(kind for kind in link["disturbed_by"] if kind != "link_cut")
-        jitter = f" ± {link['jitter_s'] * 1e3:g}" if link["jitter_s"] else ""
         shown.add_row(
             name,
-            ("[red]cut[/]" if link["state"] == "cut" else "[green]up[/]") + (f" [yellow]{disturbed}[/]" if disturbed else ""),
-            "unlimited" if link["rate_bits_per_s"] is None else _bits(link["rate_bits_per_s"]),
-            f"{link['delay_s'] * 1e3:g}{jitter} ms",
-            _bits(link["achieved_bits_per_s"]),
+            _state(link),
+            "unlimited" if link["rate_bits_per_s"] is None else _mbit(link["rate_bits_per_s"]),
+            _mbit(link["achieved_bits_per_s"]),
+            f"{link['delay_s'] * 1e3:g}" + (f" ± {link['jitter_s'] * 1e3:g}" if link["jitter_s"] else ""),
             *(units.size(link[key]) for key in ("control_bytes", "bulk_bytes", "header_bytes_estimated", "queued_bytes")),
-            f"{link['queue_age_s'] * 1e3:.0f} ms",
-            str(link["connections"]),
+            f"{link['queue_age_s'] * 1e3:.0f}",
         )
     return shown
 
 
-def _bits(bits_per_s: float) -> str:
-    return f"{units.count(bits_per_s)}bit/s"
+def _state(link: dict[str, Any]) -> str:
+    if link["state"] == "cut":
+        return "[red]cut[/]"
+    return "[yellow]disturbed[/]" if link["disturbed_by"] else "[green]up[/]"
+
+
+def _mbit(bits_per_s: float) -> str:
+    return f"{bits_per_s / 1e6:.3g}"
