@@ -1,6 +1,6 @@
 """How accurate emulated links are: rates, delays, jitter, the precedence of control, and how much a relay carries.
 
-    python bench/link.py                                     # three minutes
+    python bench/link.py                                     # two and a half minutes
     python bench/link.py --seconds 2 --rates 5 50 --json
 
 A relay (``diloco wan serve``) on loopback, as a process of its own; sender and receiver are this process, with one clock, and
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,48 +38,52 @@ WARM_UP_S = 1.0
 MB = 10**6
 SHARES = {"p10": 0.10, "p50": 0.50, "p90": 0.90, "p99": 0.99}
 
+Conditions = Mapping[str, float]  # of a link, as the relay's file has them
 STAMP = struct.Struct("d")
 
 
 class Relay:
-    """A relay process with a bulk and a control route over one link."""
+    """A relay process with a link for each of the conditions, and a bulk and a control route over each."""
 
-    def __init__(self, folder: Path, conditions: str) -> None:
+    def __init__(self, folder: Path, links: Sequence[Conditions]) -> None:
         self._target = socket.create_server(("127.0.0.1", 0))
-        port = self._target.getsockname()[1]
-        routes = "".join(
-            f'[[routes]]\nfrom = "us"\nto = "eu"\nlisten = "127.0.0.1:0"\ntarget = "127.0.0.1:{port}"\ntraffic = "{traffic}"\n'
-            for traffic in ("bulk", "control")
-        )
+        address = f"127.0.0.1:{self._target.getsockname()[1]}"
+        lines = ['control = "127.0.0.1:0"']
+        for i, conditions in enumerate(links):
+            lines += [f"[links.from{i}-to]", *(f"{name} = {value}" for name, value in conditions.items())]
+            for traffic in ("bulk", "control"):
+                lines += ["[[routes]]", f'from = "from{i}"', 'to = "to"', 'listen = "127.0.0.1:0"', f'target = "{address}"']
+                lines += [f'traffic = "{traffic}"']
         config = folder / "wan.toml"
-        config.write_text(f'control = "127.0.0.1:0"\n[links.us-eu]\n{conditions}\n{routes}')
+        config.write_text("\n".join(lines))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "diloco.cli", "wan", "serve", str(config)], stderr=subprocess.PIPE, text=True
         )
         assert self._process.stderr is not None
-        self._listen: dict[str, int] = {}
+        self._ports: dict[tuple[int, str], int] = {}
         for line in self._process.stderr:
             event = json.loads(line)
             if event["event"] == "wan_started":
                 break
-            self._listen[event["traffic"]] = int(event["listen"].rpartition(":")[2])
+            number = int(event["link"].removeprefix("from").removesuffix("-to"))
+            self._ports[number, event["traffic"]] = int(event["listen"].rpartition(":")[2])
 
     def cpu_s(self) -> float:
         """What the relay has used."""
         times = psutil.Process(self._process.pid).cpu_times()
         return float(times.user + times.system)
 
-    def port(self, traffic: str) -> int:
+    def port(self, link: int, traffic: str) -> int:
         """Where a route listens."""
-        return self._listen[traffic]
+        return self._ports[link, traffic]
 
     def accept(self) -> socket.socket:
         """The next connection at the target."""
         return self._target.accept()[0]
 
-    def pair(self, traffic: str) -> tuple[socket.socket, socket.socket]:
+    def pair(self, link: int, traffic: str) -> tuple[socket.socket, socket.socket]:
         """A connection: the client's end and the target's."""
-        near = socket.create_connection(("127.0.0.1", self.port(traffic)))
+        near = socket.create_connection(("127.0.0.1", self.port(link, traffic)))
         near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return near, self.accept()
 
@@ -91,10 +95,10 @@ class Relay:
 
 
 @contextlib.contextmanager
-def relay(**conditions: float) -> Iterator[Relay]:
-    """A relay whose link has these conditions."""
+def relay(links: Sequence[Conditions]) -> Iterator[Relay]:
+    """A relay with these links."""
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:
-        made = Relay(Path(folder), "\n".join(f"{name} = {value}" for name, value in conditions.items()))
+        made = Relay(Path(folder), links)
         try:
             yield made
         finally:
@@ -118,7 +122,7 @@ def flood_port(port: int) -> None:
 def received(sock: socket.socket, seconds: float) -> tuple[int, float]:
     """Bytes and the seconds they took, from one arrival to another about so much later, after a warm-up."""
     buffer, began_s, count = bytearray(1 << 20), time.perf_counter(), 0
-    while time.perf_counter() < began_s + WARM_UP_S:
+    while time.perf_counter() < began_s + min(WARM_UP_S, seconds):
         sock.recv_into(buffer)
     first_s = now_s = time.perf_counter()
     while now_s < first_s + seconds:
@@ -135,22 +139,20 @@ def drain(sock: socket.socket) -> None:
             pass
 
 
-def measure_rate(rate_mbit_s: float, seconds: float) -> dict[str, float]:
+def measure_rate(made: Relay, link: int, rate_mbit_s: float, seconds: float) -> dict[str, float]:
     """A saturated link."""
-    with relay(rate_bits_per_s=rate_mbit_s * 1e6) as made:
-        near, far = made.pair("bulk")
+    near, far = made.pair(link, "bulk")
+    with near, far:
         threading.Thread(target=flood, args=(near,), daemon=True).start()
-        before_s = made.cpu_s()
+        before_s, began_s = made.cpu_s(), time.perf_counter()
         count, took_s = received(far, seconds)
-        used_s = made.cpu_s() - before_s
-        near.close()
-        far.close()
+        relay_cpu = (made.cpu_s() - before_s) / (time.perf_counter() - began_s)
     achieved = count * 8 / took_s / 1e6
     return {
         "rate_mbit_s": rate_mbit_s,
         "achieved_mbit_s": achieved,
         "error": achieved / rate_mbit_s - 1,
-        "relay_cpu": used_s / (took_s + WARM_UP_S),
+        "relay_cpu": relay_cpu,
     }
 
 
@@ -192,53 +194,60 @@ def measure_direct(seconds: float) -> dict[str, float]:
             return spread(one_way(near, far, 64, seconds))
 
 
-def measure_delay(delay_s: float, jitter_s: float, seconds: float) -> dict[str, Any]:
+def measure_delay(made: Relay, link: int, delay_s: float, jitter_s: float, seconds: float) -> dict[str, Any]:
     """An idle link."""
-    with relay(delay_s=delay_s, jitter_s=jitter_s) as made:
-        near, far = made.pair("bulk")
-        with near, far:
-            off_s = [took_s - delay_s for took_s in one_way(near, far, 64, seconds)]
+    near, far = made.pair(link, "bulk")
+    with near, far:
+        off_s = [took_s - delay_s for took_s in one_way(near, far, 64, seconds)]
     return {"delay_s": delay_s, "jitter_s": jitter_s, "off_s": spread(off_s)}
 
 
-def measure_control(rate_mbit_s: float, traffic: str, seconds: float) -> dict[str, Any]:
-    """Messages beside bulk that saturates the link."""
-    with relay(rate_bits_per_s=rate_mbit_s * 1e6) as made:
-        bulk, sink = made.pair("bulk")
-        near, far = made.pair(traffic)
+def measure_control(made: Relay, link: int, rate_mbit_s: float, seconds: float) -> list[dict[str, Any]]:
+    """Messages of both classes beside bulk that saturates the link."""
+    rows = []
+    bulk, sink = made.pair(link, "bulk")
+    with bulk, sink:
         threading.Thread(target=flood, args=(bulk,), daemon=True).start()
         threading.Thread(target=drain, args=(sink,), daemon=True).start()
-        time.sleep(WARM_UP_S)
-        took_s = one_way(near, far, 200, seconds)
-        for sock in (bulk, sink, near, far):
-            sock.close()
-    return {"rate_mbit_s": rate_mbit_s, "sent_as": traffic, "took_s": spread(took_s)}
+        time.sleep(min(WARM_UP_S, seconds))
+        for traffic in ("control", "bulk"):
+            near, far = made.pair(link, traffic)
+            with near, far:
+                took_s = one_way(near, far, 200, seconds)
+            rows.append({"rate_mbit_s": rate_mbit_s, "sent_as": traffic, "took_s": spread(took_s)})
+    return rows
 
 
-def measure_unlimited(seconds: float) -> dict[str, float]:
+def measure_unlimited(made: Relay, link: int, seconds: float) -> dict[str, float]:
     """As much as goes."""
-    with relay() as made:
-        sender = multiprocessing.get_context("spawn").Process(target=flood_port, args=(made.port("bulk"),))
-        sender.start()
-        with made.accept() as far:
-            before_s, began_s = made.cpu_s(), time.perf_counter()
-            count, took_s = received(far, seconds)
-            used_share = (made.cpu_s() - before_s) / (time.perf_counter() - began_s)
-        sender.join()
-    return {"mb_s": count / MB / took_s, "relay_cpu_s_per_gb": used_share * took_s / (count / 1e9)}
+    port = made.port(link, "bulk")
+    sender = multiprocessing.get_context("spawn").Process(target=flood_port, args=(port,))
+    sender.start()
+    with made.accept() as far:
+        before_s, began_s = made.cpu_s(), time.perf_counter()
+        count, took_s = received(far, seconds)
+        relay_cpu = (made.cpu_s() - before_s) / (time.perf_counter() - began_s)
+    sender.join()
+    return {"mb_s": count / MB / took_s, "relay_cpu_s_per_gb": relay_cpu * took_s / (count / 1e9)}
 
 
 def measure(rates_mbit_s: list[float], seconds: float) -> dict[str, Any]:
     """Everything, one after the other."""
-    return {
-        "machine": script.machine() | {"load_before": os.getloadavg()[0]},
-        "seconds": seconds,
-        "rates": [measure_rate(rate, seconds) for rate in rates_mbit_s],
-        "direct_s": measure_direct(seconds),
-        "delays": [measure_delay(*conditions, seconds) for conditions in DELAYS],
-        "control": [measure_control(rate, traffic, seconds) for rate in SATURATED_MBIT_S for traffic in ("control", "bulk")],
-        "unlimited": measure_unlimited(seconds),
-    }
+    rates = [{"rate_bits_per_s": rate * 1e6} for rate in (*rates_mbit_s, *SATURATED_MBIT_S)]
+    delays = [{"delay_s": delay_s, "jitter_s": jitter_s} for delay_s, jitter_s in DELAYS]
+    links: list[Conditions] = [*rates, *delays, {}]
+    numbers = iter(range(len(links)))
+    load = os.getloadavg()[0]
+    with relay(links) as made:
+        return {
+            "machine": script.machine() | {"load_before": load},
+            "seconds": seconds,
+            "rates": [measure_rate(made, next(numbers), rate, seconds) for rate in rates_mbit_s],
+            "control": [row for rate in SATURATED_MBIT_S for row in measure_control(made, next(numbers), rate, seconds)],
+            "direct_s": measure_direct(seconds),
+            "delays": [measure_delay(made, next(numbers), *conditions, seconds) for conditions in DELAYS],
+            "unlimited": measure_unlimited(made, next(numbers), seconds),
+        }
 
 
 def show(result: dict[str, Any]) -> None:
