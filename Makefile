@@ -42,6 +42,7 @@ bench: setup
 	$(BIN)/python bench/transport.py
 	$(BIN)/python bench/whole_way.py
 	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/link.py
 
 # a live run is broken on purpose: a fault every 3 s for a minute; or every 10 s for half an hour (and then some)
 chaos: setup

@@ -1,4 +1,7 @@
-"""``diloco``: one command for people. Its subcommands are found by entry points, so that no distribution needs another."""
+"""``diloco``: one command for people. Its subcommands are found by entry points, so that no distribution needs another.
+
+An entry point is a function, or a ``typer.Typer`` of several commands.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,11 @@ def _main() -> int | None:
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_root)
     for point in sorted(entry_points(group="diloco.commands"), key=lambda point: point.name):
-        app.command(point.name)(point.load())
+        command = point.load()
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=point.name)
+        else:
+            app.command(point.name)(command)
     code: int | None = app(standalone_mode=False)
     return code
 

@@ -12,11 +12,12 @@ A message names the run, fragment, tensor or setting; says what was expected and
     │   └── RewoundError                 a stream lost messages that it had acknowledged
     ├── RunError                     5   the run directory or the run on the server is not what was asked for
     ├── AdmissionError               6   this learner's model, fragment map or settings differ from the run's
-    └── MessageError                 7   bytes from the wire that do not fit; never merged
-        ├── FormatError                  not this protocol, wrong version, wrong type, out of bounds
-        ├── HashError                    the content is not what its hash says
-        ├── ChainError                   a record that does not follow the one before it
-        └── NonFiniteError               NaN or infinity in a delta
+    ├── MessageError                 7   bytes from the wire that do not fit; never merged
+    │   ├── FormatError                  not this protocol, wrong version, wrong type, out of bounds
+    │   ├── HashError                    the content is not what its hash says
+    │   ├── ChainError                   a record that does not follow the one before it
+    │   └── NonFiniteError               NaN or infinity in a delta
+    └── WanError                     8   the relay of an emulated WAN does not answer, or cannot do what was asked for
 """
 
 from __future__ import annotations
@@ -96,3 +97,9 @@ class ChainError(MessageError):
 
 class NonFiniteError(MessageError):
     """NaN or infinity in a delta."""
+
+
+class WanError(DilocoError):
+    """The relay of an emulated WAN does not answer, cannot listen, or cannot do what was asked for."""
+
+    exit_code = 8

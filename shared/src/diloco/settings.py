@@ -258,7 +258,7 @@ def run_settings(
         SettingsError: unknown preset, unknown setting, or a value out of range.
     """
     if preset not in _PRESETS:
-        raise SettingsError(f"{source}: no preset {preset!r}{_nearest(preset, PRESETS)}; there are {', '.join(PRESETS)}")
+        raise SettingsError(f"{source}: no preset {preset!r}{nearest(preset, PRESETS)}; there are {', '.join(PRESETS)}")
     values: dict[str, Any] = json.loads(json.dumps(_PRESETS[preset])) | {"preset": preset}
     return _overridden(values, overrides or {}, source)
 
@@ -310,7 +310,7 @@ def _put(values: dict[str, Any], key: str, value: Any, source: str) -> None:
     for section in sections:
         inner = values.setdefault(section, {})
         if not isinstance(inner, dict):
-            raise SettingsError(f"{source}: no setting {key!r}{_nearest(key, all_names())}")
+            raise SettingsError(f"{source}: no setting {key!r}{nearest(key, all_names())}")
         values = inner
     if isinstance(value, Mapping):
         for name, item in value.items():
@@ -319,7 +319,8 @@ def _put(values: dict[str, Any], key: str, value: Any, source: str) -> None:
         values[last] = value
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Sequence[str]) -> str:
+    """What an error says of the known name that is nearest to an unknown one; empty if none is near."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if not close:
         leaf = {k.rsplit(".", 1)[-1]: k for k in known}
@@ -331,7 +332,7 @@ def _explain(cls: type[BaseModel], detail: Any) -> str:
     parts = [str(part) for part in detail["loc"] if not str(part).startswith(("literal[", "int", "constrained"))]
     name = ".".join(parts)
     if detail["type"] == "extra_forbidden":
-        return f"no setting {name!r}{_nearest(name, all_names(cls))}"
+        return f"no setting {name!r}{nearest(name, all_names(cls))}"
     message = str(detail["msg"]).removeprefix("Value error, ")
     return message if not name or detail["type"] == "value_error" else f"{name} = {detail['input']!r}: {message}"
 
@@ -410,7 +411,7 @@ def load_service(cls: type[V], config: Path | None) -> V:
     known = {f"DILOCO_{name.upper()}": name for name in cls.model_fields}
     for variable in os.environ:
         if variable.startswith("DILOCO_") and variable not in known:
-            raise SettingsError(f"environment: no setting {variable}{_nearest(variable, list(known))}")
+            raise SettingsError(f"environment: no setting {variable}{nearest(variable, list(known))}")
     try:
         return cls(**values)
     except ValidationError as error:

@@ -13,7 +13,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -79,17 +79,23 @@ def _plain(failure: Failure) -> dict[str, Any]:
     return {name: getattr(failure, name) for name in _OWN_KEYS} | dict(failure.values)
 
 
-def decode(lines: Iterable[str], source: str, known: Collection[str] | None = None) -> Tape:
+def decode(
+    lines: Iterable[str],
+    source: str,
+    known: Collection[str] | None = None,
+    complaint: Callable[[Failure], str | None] | None = None,
+) -> Tape:
     """Read a tape.
 
     Args:
         lines: of the file, one by one: no more of a long one than can be is held.
         source: named in errors.
         known: kinds that the reader can bring about; None: it sorts them out itself, with :func:`only`.
+        complaint: what else keeps the reader from bringing a failure about; None: nothing.
 
     Raises:
-        FormatError: naming source and line: not a tape, another version, a value out of bounds, failures out of order, or a
-            kind that is not ``known``.
+        FormatError: naming source and line: not a tape, another version, a value out of bounds, failures out of order, a kind
+            that is not ``known``, or a complaint.
     """
     numbered = _lines(lines, source)
     header = next(numbered, (0, {}))[1]
@@ -107,6 +113,8 @@ def decode(lines: Iterable[str], source: str, known: Collection[str] | None = No
             raise FormatError(f"{where}: at_s = {failure.at_s:g} comes after {failures[-1].at_s:g}; sort the lines by at_s")
         if known is not None and failure.kind not in known:
             raise FormatError(f"{where}: kind {failure.kind!r} is not known here; known are {', '.join(sorted(known))}")
+        if complaint is not None and (wrong := complaint(failure)) is not None:
+            raise FormatError(f"{where}: {wrong}")
         if len(failures) == MAX_FAILURES:
             raise FormatError(f"{where}: more than {MAX_FAILURES} failures")
         failures.append(failure)
