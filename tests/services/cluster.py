@@ -328,7 +328,7 @@ class Cluster:
         registry = await link.bucket(self.subjects.bucket, create=False)
         run = Run(self.name, self.settings, registry)
         fragments = await membership.find_map(run)
-        return Log(link, self.name, run.identity, fragments), fragments
+        return Log(link, self.name, run.identity, fragments, run.settings), fragments
 
     async def folded(self) -> list[Folded]:
         """The log from its keyframes on, folded by the reference."""

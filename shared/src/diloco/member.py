@@ -169,7 +169,7 @@ class Member:
         self.transport, self.run, self.map, self.settings, self.log = transport, run, fragment_map, settings, log
         self.tape = tape or Unrecorded()
         self.incarnation = int(transport.wall_s() * 1000)
-        self.store = Log(transport, run.name, run.identity, fragment_map)
+        self.store = Log(transport, run.name, run.identity, fragment_map, run.settings)
         self.subjects = Subjects(run.name)
         self.lender = Lender(transport, run.identity, self.subjects, settings.name, self._may_lend, log)
         self.refused = Counted(log)
@@ -186,6 +186,8 @@ class Member:
         self._schedule = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
         self._announced = (0, 0)  # tokens of all learners as last announced, own tokens then
         self._draining = self._stopped = self._leaving = self._silent = False
+        self._stepped_from = [0] * len(fragment_map.fragments)  # by fragment: version at which the newest step began
+        self._behind_since_s: float | None = None  # in lockstep: since when a version is awaited that others make
         self._warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
         self._mark: Mark | None = None  # not answered yet
         self._marked: Marked | None = None  # the newest mark's answer
@@ -238,8 +240,11 @@ class Member:
     async def borrow(self, layout: Layout) -> Loan | None:
         """The state of a peer's optimizer, for a learner that joined without a checkpoint; None: it begins with a fresh one.
 
-        Peers are asked in the order of what the log has merged of them, most first. In a run without versions nobody is asked.
+        Peers are asked in the order of what the log has merged of them, most first. In a run without versions nobody is asked,
+        nor by an optimizer without a state.
         """
+        if not layout.arrays:
+            return None
         merged: Counter[str] = Counter()
         for state in self._fragments:
             merged.update({name: cursor.tokens for name, cursor in state.newest.chain.cursors.items()})
@@ -671,10 +676,13 @@ class Member:
                     applies += [(state.index, self._apply(state, pending)) for pending in self._take_pending(state)]
                 state.snapshot = None
             stop = self._draining or self._leaving or self._used_up()
-            wait = not stop and self._must_wait()
+            behind = not stop and self._out_of_step(now_s, bool(applies))
+            wait = not stop and (behind or self._must_wait())
+            if not stop and not wait:
+                self._stepped_from = [state.books.base_version for state in self._fragments]
             self._stopped = stop
             finished = all(state.newest.chain.closed and not state.pending for state in self._fragments)
-            self.state = self._state(finished, stop, wait)
+            self.state = self._state(finished, stop, wait, behind)
             reads = [state.index for state in self._fragments if self._keep_readable(state, now_s)]
         self._loop.call_soon_threadsafe(self._pulse_soon)
         return Boundary(applies, reads, stop, wait, finished)
@@ -844,11 +852,13 @@ class Member:
         with self._lock:
             self._try_answer(state)
 
-    def _state(self, finished: bool, stop: bool, wait: bool) -> State:
+    def _state(self, finished: bool, stop: bool, wait: bool, behind: bool) -> State:
         if finished:
             return "finished"
         if self._leaving:
             return "leaving"
+        if behind:
+            return "recovering"
         return "closing" if stop else "waiting" if wait else "stepping"
 
     def _book(self, done: StepDone) -> None:
@@ -937,9 +947,30 @@ class Member:
         return first_due_steps(settings, state.index, len(self._fragments))
 
     def _must_wait(self) -> bool:
-        if not self.run.settings.round.learners_wait or self.settings.role == "evaluator":
+        settings = self.run.settings.round
+        if not settings.learners_wait or self.settings.role == "evaluator":
             return False
+        if settings.lockstep and any(state.books.steps for state in self._fragments):
+            return True  # a version that a log was loaded with is no answer to a step that is held on to
         return any(self.step - state.version_step >= self._steps_due(state) for state in self._fragments)
+
+    def _out_of_step(self, now_s: float, moved: bool) -> bool:
+        """Whether, in lockstep, others ended a step that this learner has no part in, and not all versions of it have come.
+
+        It joined, or came back, in between. Were it to step now, it would end every step when the others have ended theirs, and
+        they would wait for it as it does for them: everybody at half the pace. It waits for the other versions instead, and
+        nobody for it. If nothing comes for ``liveness.dead_s``, there is nobody who would make them (all began again, where a
+        checkpoint or a crash has cut the logs), and the next step begins from what there is.
+        """
+        if not self.run.settings.round.lockstep or self.settings.role == "evaluator":
+            return False
+        came = [state.books.base_version - begun for state, begun in zip(self._fragments, self._stepped_from, strict=True)]
+        if not any(less < max(came) and not state.books.steps for less, state in zip(came, self._fragments, strict=True)):
+            self._behind_since_s = None
+            return False
+        if moved or self._behind_since_s is None:
+            self._behind_since_s = now_s
+        return now_s - self._behind_since_s < self.run.settings.liveness.dead_s
 
     def _keep_readable(self, state: _Fragment, now_s: float) -> bool:
         if self.settings.role == "evaluator" or not state.books.steps or state.sending or state.pending:
