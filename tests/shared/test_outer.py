@@ -134,7 +134,7 @@ def test_adamw_of_many_versions_is_that_of_float64(bits: int, decays: tuple[tupl
     for until, value in reversed(decays):
         decay[:until] = value
     for version in range(1, 41):
-        body, rate = quantise.quantise(random(n, version) / 100, bits), 0.01 / version
+        body, rate = quantise.quantise(random(n, version) / np.float32(100), bits), 0.01 / version
         gradient = quantise.dequantise(body, n, bits).astype(np.float64)
         mean, square = beta1 * mean + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient**2
         update = mean / (1 - beta1**version) / (np.sqrt(square / (1 - beta2**version)) + 1e-8)

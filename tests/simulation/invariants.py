@@ -13,7 +13,7 @@ import numpy as np
 import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
-from tests.services.cluster import decode, fold
+from tests.services.cluster import adamw, decays, decode, fold, state_hash
 from tests.simulation.learner import FRAGMENTS, Step
 
 from diloco.core import leases
@@ -33,10 +33,6 @@ class Violation(AssertionError):
 def demand(fact: bool, what: str) -> None:
     if not fact:
         raise Violation(what)
-
-
-def state_hash(theta: Vector, momentum: Vector) -> bytes:
-    return blake3(blake3(theta.tobytes()).digest() + blake3(momentum.tobytes()).digest()).digest()
 
 
 @dataclass(frozen=True)
@@ -170,7 +166,8 @@ class Reference:
     def _see_keyframe(self, data: bytes, sequence: int) -> str:
         keyframe, _, inline = messages.unpack(data, Keyframe, self.run)
         values = self._body(keyframe.body, inline).view("<f4")
-        theta, momentum, _ = values.reshape(3, -1)
+        theta, *moments, _ = values.reshape(-1, FRAGMENTS.fragments[keyframe.fragment].size)
+        momentum = np.concatenate(moments)
         what = f"keyframe of fragment {keyframe.fragment}, version {keyframe.version}"
         demand(state_hash(theta, momentum) == keyframe.state_hash, f"{what}: another state than it states")
         if keyframe.entry_hash == bytes(32):
@@ -294,6 +291,7 @@ class Reference:
             demand(stated == offered, f"{named}: {stated} in the record, {offered} in the offer")
             self._demand_base(log, offer, named)
             demand(not self.archived or identity in self._archive, f"{named}: merged, and not in the archive")
+            demand(not self.settings.round.lockstep or member.steps == 1, f"{named}: {member.steps} steps in lockstep")
             if self.exact:
                 log.steps += values
                 most = int(np.argmax(log.steps))
@@ -312,7 +310,11 @@ class Reference:
             log.merged_tokens += member.tokens
         if self.settings.merge.method == "average" and self.exact and record.bits == 32:
             demand(bool(np.allclose(delta, expected, atol=1e-5)), f"{what}: its body is not the mean of its members' offers")
-        log.theta, log.momentum = fold(log.theta, log.momentum, delta, record.learning_rate, record.momentum)
+        if self.settings.outer.optimizer == "adamw":
+            decay = decays(FRAGMENTS.fragments[record.fragment], self.settings)
+            log.theta, log.momentum = adamw(log.theta, log.momentum, delta, record, self.settings.inner.beta2, decay)
+        else:
+            log.theta, log.momentum = fold(log.theta, log.momentum, delta, record.learning_rate, record.momentum)
 
     def rewind(self, sequence: int) -> None:
         """The server has lost all of the log after ``sequence``: it was never committed."""
