@@ -23,12 +23,13 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco import membership, shares
-from diloco.core import codec
+from diloco.core import codec, ranges
 from diloco.core import tape as events
 from diloco.core.books import Apply, Books, Outstanding
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap
+from diloco.core.lockstep import Lockstep
 from diloco.core.pace import Average, first_due_steps
 from diloco.errors import (
     AppendUncertainError,
@@ -186,8 +187,9 @@ class Member:
         self._schedule = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
         self._announced = (0, 0)  # tokens of all learners as last announced, own tokens then
         self._draining = self._stopped = self._leaving = self._silent = False
-        self._stepped_from = [0] * len(fragment_map.fragments)  # by fragment: version at which the newest step began
-        self._behind_since_s: float | None = None  # in lockstep: since when a version is awaited that others make
+        in_lockstep = run.settings.round.lockstep and settings.role == "learner"
+        nothing: list[Mapping[int, int]] = [{} for _ in fragment_map.fragments]
+        self._lockstep = Lockstep(nothing, run.settings.liveness.dead_s) if in_lockstep else None
         self._warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
         self._mark: Mark | None = None  # not answered yet
         self._marked: Marked | None = None  # the newest mark's answer
@@ -676,10 +678,8 @@ class Member:
                     applies += [(state.index, self._apply(state, pending)) for pending in self._take_pending(state)]
                 state.snapshot = None
             stop = self._draining or self._leaving or self._used_up()
-            behind = not stop and self._out_of_step(now_s, bool(applies))
+            behind = not stop and self._behind(now_s, moved=bool(applies))
             wait = not stop and (behind or self._must_wait())
-            if not stop and not wait:
-                self._stepped_from = [state.books.base_version for state in self._fragments]
             self._stopped = stop
             finished = all(state.newest.chain.closed and not state.pending for state in self._fragments)
             self.state = self._state(finished, stop, wait, behind)
@@ -843,6 +843,7 @@ class Member:
         if state.pending[0].record is None and stands == (books.base_version, books.base_hash, books.after):
             state.pending.popleft()
             state.version_step, state.applied = version_step, True
+            self._note_data(state, chain.ends)
 
     def _pulse_soon(self) -> None:
         self.tape.flush()
@@ -923,7 +924,13 @@ class Member:
             self._count_on(state, chain.cursors.get(self.settings.name, none))
         if stated > self._schedule[0]:
             self._schedule = (stated, self.tokens)
+        self._note_data(state, chain.ends if record is None else ranges.ends(held for m in record.members for held in m.data))
         return applied
+
+    def _note_data(self, state: _Fragment, ends: Mapping[int, int]) -> None:
+        """What data the newest version of a fragment that the learner holds was trained on."""
+        if self._lockstep is not None:
+            self._lockstep.newest[state.index] = ends
 
     def _count_on(self, state: _Fragment, cursor: Cursor) -> None:
         """Square the accounts after a merge of an offer made before a restart, which these books know nothing of."""
@@ -947,30 +954,15 @@ class Member:
         return first_due_steps(settings, state.index, len(self._fragments))
 
     def _must_wait(self) -> bool:
-        settings = self.run.settings.round
-        if not settings.learners_wait or self.settings.role == "evaluator":
+        if not self.run.settings.round.learners_wait or self.settings.role == "evaluator":
             return False
-        if settings.lockstep and any(state.books.steps for state in self._fragments):
+        if self._lockstep is not None and any(state.books.steps for state in self._fragments):
             return True  # a version that a log was loaded with is no answer to a step that is held on to
         return any(self.step - state.version_step >= self._steps_due(state) for state in self._fragments)
 
-    def _out_of_step(self, now_s: float, moved: bool) -> bool:
-        """Whether, in lockstep, others ended a step that this learner has no part in, and not all versions of it have come.
-
-        It joined, or came back, in between. Were it to step now, it would end every step when the others have ended theirs, and
-        they would wait for it as it does for them: everybody at half the pace. It waits for the other versions instead, and
-        nobody for it. If nothing comes for ``liveness.dead_s``, there is nobody who would make them (all began again, where a
-        checkpoint or a crash has cut the logs), and the next step begins from what there is.
-        """
-        if not self.run.settings.round.lockstep or self.settings.role == "evaluator":
-            return False
-        came = [state.books.base_version - begun for state, begun in zip(self._fragments, self._stepped_from, strict=True)]
-        if not any(less < max(came) and not state.books.steps for less, state in zip(came, self._fragments, strict=True)):
-            self._behind_since_s = None
-            return False
-        if moved or self._behind_since_s is None:
-            self._behind_since_s = now_s
-        return now_s - self._behind_since_s < self.run.settings.liveness.dead_s
+    def _behind(self, now_s: float, *, moved: bool) -> bool:
+        holds = any(state.books.steps for state in self._fragments)
+        return self._lockstep is not None and self._lockstep.behind(now_s, holds=holds, moved=moved)
 
     def _keep_readable(self, state: _Fragment, now_s: float) -> bool:
         if self.settings.role == "evaluator" or not state.books.steps or state.sending or state.pending:
