@@ -119,7 +119,7 @@ class Reference:
         self.versions_made = self.takeovers = self.keyframes = 0
         self.forgetful, self.archived = forgetful, archived
         self.rewound = False
-        self.lost: set[bytes] = set()  # entries, keyframes' states and versions that were stored, and lost
+        self.lost: set[tuple[int, bytes]] = set()  # by fragment: entries and states of versions that were stored, and lost
         self._archive: set[tuple[int, str, int, int]] = set()
         self._trained: dict[tuple[str, int], set[tuple[int, int]]] = {}  # by process: shares and batches
         self._parts: dict[bytes, dict[int, bytes]] = {}
@@ -175,7 +175,7 @@ class Reference:
             self._genesis[sequence] = (keyframe, theta.copy(), momentum.copy())
             return what
         log = self.logs[keyframe.fragment]
-        if keyframe.entry_hash in self.lost:
+        if (keyframe.fragment, keyframe.entry_hash) in self.lost:
             return f"{what}, of what was lost"
         self.keyframes += 1
         log.keyframes.append((sequence, keyframe.entry_sequence))
@@ -210,7 +210,7 @@ class Reference:
         return f"{what}, {offer.steps} steps"
 
     def _demand_base(self, log: FragmentLog, offer: Offer, what: str) -> None:
-        its = log.has(offer.base_version, offer.base_hash) or offer.base_hash in self.lost
+        its = log.has(offer.base_version, offer.base_hash) or (offer.fragment, offer.base_hash) in self.lost
         demand(its, f"{what}: its base is not the log's {offer.base_version}")
 
     def _see_archived(self, data: bytes) -> str:
@@ -246,8 +246,8 @@ class Reference:
             f"{record.entry} of fragment {record.fragment}, version {record.version}, epoch {record.epoch} by {record.syncer}"
         )
         makes, takes = record.entry == "version", record.entry == "takeover"
-        if record.previous in self.lost:  # by one who does not know yet; nobody takes it for an entry
-            self.lost.add(check)
+        if (record.fragment, record.previous) in self.lost:  # by one who does not know yet; nobody takes it for an entry
+            self.lost.add((record.fragment, check))
             return f"{what}, after what was lost"
         if self.forgetful:
             log.past.append((sequence, log.copied()))
@@ -265,7 +265,10 @@ class Reference:
         demand(record.state_hash == state_hash(log.theta, log.momentum), f"{what}: does not fold to its state hash")
         demand(record.tokens_merged == log.merged_tokens, f"{what}: {record.tokens_merged} tokens, members {log.merged_tokens}")
         demand(record.tokens_lost == sum(log.lost.values()), f"{what}: {record.tokens_lost} tokens lost")
-        self.lost -= {check, record.state_hash}  # it may be stored again, by who was not told that it was stored before
+        self.lost -= {
+            (record.fragment, check),
+            (record.fragment, record.state_hash),
+        }  # it may be stored again, by who was not told that it was stored before
         log.closed = log.closed or record.closing
         log.sequences.append(sequence)
         if makes:
@@ -322,7 +325,7 @@ class Reference:
         for index, log in enumerate(self.logs):
             kept = log
             while kept.past and kept.past[-1][0] > sequence:
-                self.lost |= {kept.head, kept.hashes[kept.version]}
+                self.lost |= {(index, kept.head), (index, kept.hashes[kept.version])}
                 kept = kept.past.pop()[1]
             del kept.hashes[kept.version + 1 :], kept.thetas[kept.version + 1 :], kept.accounts[kept.version + 1 :]
             kept.sequences = [own for own in kept.sequences if own <= sequence]
