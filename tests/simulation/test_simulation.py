@@ -52,6 +52,7 @@ def test_gradients_of_learners_in_lockstep_are_averaged_whatever_goes_wrong() ->
     failed = {outcome.seed: repr(outcome.error) for outcome in outcomes if outcome.error is not None}
     assert not failed
     assert sum(outcome.stats["version"] for outcome in outcomes) > 20 * LOCKSTEP_SCHEDULES
+    assert not any(outcome.stats["state borrowed"] for outcome in outcomes)  # there is none
 
 
 @pytest.mark.parametrize("seed", FOUND)

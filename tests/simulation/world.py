@@ -525,6 +525,10 @@ class World:
         demand(np.array_equal(arrays["optimizer"], self.lent[peer, step]), f"what {peer} lent after step {step} came otherwise")
         self.stats["state borrowed"] += 1
 
+    def check_stateless(self, learner: str, member: Member) -> None:
+        """A learner whose optimizer has no state has begun."""
+        demand(member.warming_steps() is None, f"{learner} warms up for a state that its optimizer has not")
+
     def key_written(
         self, process: Process, generation: int, key: str, before: bytes | None, value: bytes, revision: int
     ) -> None:
