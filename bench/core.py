@@ -124,19 +124,19 @@ def measure_bits(fragment: Fragment, bits: int, repeat: int) -> list[Row]:
         return accumulator.result()
 
     theta, momentum = vectors[0].copy(), np.zeros_like(vectors[0])
-    step = SETTINGS.outer.learning_rate, SETTINGS.outer.momentum
+    step = outer.NESTEROV.at(1, SETTINGS.outer.learning_rate, SETTINGS.outer.momentum)
     rows = [
         timed("encode", bits, n, repeat, encode, lambda: np.copyto(gradient, vectors[0])),
         timed("decode", bits, n, repeat, lambda: quantise.dequantise(open_body(*offers[0], n, bits), n, bits, out)),
         timed("merge of 4", bits, 4 * n, repeat, lambda: merge(4)),
         timed("merge of 8", bits, 8 * n, repeat, lambda: merge(8)),
-        timed("fold in place", bits, n, repeat, lambda: outer.fold(theta, momentum, bodies[0], bits, *step)),
+        timed("fold in place", bits, n, repeat, lambda: outer.fold(theta, momentum, bodies[0], bits, step)),
         timed(
             "fold",
             bits,
             n,
             repeat,
-            lambda: outer.fold(theta, momentum, bodies[0], bits, *step, theta_out=np.empty_like(theta)),
+            lambda: outer.fold(theta, momentum, bodies[0], bits, step, theta_out=np.empty_like(theta)),
         ),
     ]
     if bits == 4:

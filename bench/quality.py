@@ -30,10 +30,11 @@ from numpy.typing import NDArray
 from diloco.core import outer, quantise
 from diloco.core.fragments import Fragment, TensorSpec, build_map
 from diloco.core.merge import Accumulator
+from diloco.core.merging import outer_rates
 from diloco.core.weights import weight
 from diloco.errors import DilocoError
 from diloco.ngram import ngram_losses
-from diloco.settings import RunSettings, parse_assignments, run_settings
+from diloco.settings import OuterSettings, RunSettings, parse_assignments, run_settings
 from diloco_learner.inner import learning_rate
 from diloco_learner.island import Island
 from diloco_learner.task import GptTask, load_task
@@ -42,23 +43,25 @@ Vector = NDArray[np.float32]
 
 
 def data_parallel(settings: RunSettings, task: GptTask) -> Island:
-    """One model on the batches of all shares."""
+    """One model on the batches of all shares, which takes its optimizer's steps itself whatever the preset."""
+    settings = settings.model_copy(update={"outer": OuterSettings()})
     island = Island(task, settings)
     shares = [task.batches(share, settings.learners, settings.seed, 0) for share in range(settings.learners)]
     tokens = settings.learners * task.tokens_per_batch
     for step in range(steps_per_learner(settings, task)):
         batch = np.concatenate([next(share) for share in shares])
-        island.step(batch, learning_rate(settings.inner, step * tokens, settings.tokens)).wait()
+        island.step(batch, learning_rate(settings, step * tokens)).wait()
     return island
 
 
 def alone(settings: RunSettings, task: GptTask) -> Island:
     """One learner on its share, by the run's learning rate schedule."""
+    settings = settings.model_copy(update={"outer": OuterSettings()})
     island = Island(task, settings)
     batches = task.batches(0, settings.learners, settings.seed, 0)
     tokens = settings.learners * task.tokens_per_batch
     for step in range(steps_per_learner(settings, task)):
-        island.step(next(batches), learning_rate(settings.inner, step * tokens, settings.tokens)).wait()
+        island.step(next(batches), learning_rate(settings, step * tokens)).wait()
     return island
 
 
@@ -67,12 +70,16 @@ class GlobalFragment:
 
     def __init__(self, fragment: Fragment, theta: Vector, settings: RunSettings) -> None:
         self.fragment, self.theta, self.settings = fragment, theta, settings
-        self.momentum, self.residual = np.zeros_like(theta), np.zeros_like(theta)
+        self.optimizer = outer.optimizer(settings, fragment)
+        self.momentum, self.residual = np.zeros(self.optimizer.moments * theta.size, np.float32), np.zeros_like(theta)
         self.errors = [np.zeros_like(theta) for _ in range(settings.learners)]
-        self.steps = 0
+        self.version = 0
 
-    def merge(self, values: list[Vector], steps: int, tokens_per_step: int) -> None:
-        """Take the outer step from the learners' values after ``steps`` inner steps since the version they began from."""
+    def merge(self, values: list[Vector], steps: int, tokens_per_step: int, tokens_done: int) -> None:
+        """Take the outer step from the learners' values after ``steps`` inner steps since the version they began from.
+
+        All learners had done ``tokens_done`` by then.
+        """
         codec, choice = self.settings.codec, self.settings.merge
         method = "average" if self.fragment.embedding else choice.method
         accumulator = Accumulator(self.fragment.size, self.fragment.segments(choice.granularity), method)
@@ -81,14 +88,9 @@ class GlobalFragment:
             body = self._quantised(gradient, error, codec.offer_bits)
             accumulator.add(body, codec.offer_bits, weight(steps * tokens_per_step, steps, choice.weights))
         body = self._quantised(accumulator.result(), self.residual, codec.record_bits)
-        outer.fold(
-            self.theta,
-            self.momentum,
-            body,
-            codec.record_bits,
-            self.settings.outer.learning_rate,
-            self.settings.outer.momentum,
-        )
+        self.version += 1
+        step = self.optimizer.at(self.version, *outer_rates(self.settings, tokens_done))
+        outer.fold(self.theta, self.momentum, body, codec.record_bits, step)
 
     def _quantised(self, values: Vector, error: Vector, bits: int) -> NDArray[np.uint8]:
         if not self.settings.codec.error_feedback:
@@ -103,7 +105,8 @@ def lockstep(settings: RunSettings, task: GptTask) -> Island:
     specs = [TensorSpec(*tensor) for tensor in islands[0].tensors()]
     fragments = build_map(specs, settings.fragments.count, settings.fragments.strategy).fragments
     state = [GlobalFragment(fragment, islands[0].read(fragment).to_host(), settings) for fragment in fragments]
-    interval, overlap = settings.round.steps, round(settings.round.overlap_steps)
+    interval = settings.round.steps
+    overlap = 0 if settings.round.learners_wait else round(settings.round.overlap_steps)
     if overlap >= interval:
         raise SystemExit("lockstep: round.overlap_steps must be less than round.steps")
     shares = [task.batches(share, settings.learners, settings.seed, 0) for share in range(settings.learners)]
@@ -112,17 +115,17 @@ def lockstep(settings: RunSettings, task: GptTask) -> Island:
     read: dict[int, tuple[int, list[Vector]]] = {}  # what was offered, and after how many steps
     count = steps_per_learner(settings, task)
     for step in range(1, count + 1):
-        rate = learning_rate(settings.inner, (step - 1) * tokens, settings.tokens)
+        rate = learning_rate(settings, (step - 1) * tokens)
         outputs = [island.step(next(share), rate) for island, share in zip(islands, shares, strict=True)]
         for output in outputs:
             output.wait()
         for index, fragment in enumerate(fragments):
             since[index] += 1
             phase = (step - interval * index // len(fragments) - 1) % interval
-            if step == count or (phase == 0 and step > 1):
+            if step == count or (phase == 0 and (step > 1 or interval == 1)):
                 read[index] = since[index], [island.read(fragment).to_host() for island in islands]
             if index in read and (step == count or phase == overlap):
-                state[index].merge(read[index][1], read.pop(index)[0], task.tokens_per_batch)
+                state[index].merge(read[index][1], read.pop(index)[0], task.tokens_per_batch, (step - 1) * tokens)
                 since[index] = 0
                 for island in islands:
                     island.write(fragment, state[index].theta.copy())

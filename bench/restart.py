@@ -204,7 +204,7 @@ async def catch_up(watch: Watch, versions: int) -> dict[str, Any]:
     transport = await NatsTransport.open(run_directory.nats_url, run_directory.nats_url, "bench-reader", get_logger(), 60)
     run = await membership.find(transport, run_directory.name, get_logger())
     fragments = await membership.find_map(run)
-    store = Log(transport, run.name, run.identity, fragments)
+    store = Log(transport, run.name, run.identity, fragments, run.settings)
     keyframes = 0
     for fragment in fragments.fragments:
         stored = await transport.last(store.subjects.log_stream, store.subjects.keyframe(fragment.index))

@@ -236,3 +236,19 @@ def test_parameters_must_be_float32() -> None:
 
 def test_a_task_without_samples(island: Island) -> None:
     assert island.sample(0, 10) is None
+
+
+def test_for_an_outer_adamw_a_step_is_the_gradient_and_leaves_no_state(fragments: FragmentMap) -> None:
+    island = Island(Quadratic(), run_settings("data-parallel", {"inner.clip_norm": 1e3}))
+    island.prepare(fragments, np.float32(1))
+    before = values(island, fragments)
+    assert island.step(np.float32(0.5), 1.0).wait() > 0
+    # the gradient of half a squared distance is the distance: a step along it ends at the target
+    assert all((vector == 0.5).all() for vector in values(island, fragments))
+    assert not all((vector == 0.5).all() for vector in before)
+    assert island.optimizer_layout().arrays == ()
+    assert island.copy_optimizer() == {}
+    other = Island(Quadratic(), run_settings("data-parallel"))
+    other.load_state(island.state())
+    for own, its in zip(values(other, fragments), values(island, fragments), strict=True):
+        np.testing.assert_array_equal(own, its)

@@ -152,8 +152,37 @@ def fold(theta: Floats, momentum: Floats, delta: Floats, learning_rate: float, m
     return theta - step, buffer
 
 
-def state_hash(theta: Floats, momentum: Floats) -> bytes:
-    return digest(digest(theta.astype("<f4").tobytes()) + digest(momentum.astype("<f4").tobytes()))
+def fold_adamw(
+    vectors: tuple[Floats, Floats, Floats], gradient: Floats, version: int, learning_rate: float, beta1: float
+) -> tuple[Floats, Floats, Floats]:
+    """Parameters, mean and mean of squares; every operation rounds to float32 once."""
+    theta, *moments = vectors
+    new, unbiased = [], []
+    for old, beta, values in zip(moments, (beta1, ADAMW["beta2"]), (gradient, gradient * gradient), strict=True):
+        kept = np.float32(beta) * old
+        taken = np.float32(1.0 - beta) * values
+        new.append(kept + taken)
+        unbiased.append(new[-1] / np.float32(1.0 - power(beta, version)))
+    root = np.sqrt(unbiased[1])
+    update = unbiased[0] / (root + np.float32(ADAMW["epsilon"]))
+    decayed = np.array(ADAMW["decay"], np.float32) * theta
+    step = np.float32(learning_rate) * (update + decayed)
+    return theta - step, new[0], new[1]
+
+
+def power(base: float, exponent: int) -> float:
+    product = 1.0
+    while exponent:
+        if exponent % 2:
+            product = product * base
+        base = base * base
+        exponent = exponent // 2
+    return product
+
+
+def state_hash(*vectors: Floats) -> bytes:
+    """Of parameters and momentum, the momentum's vectors each by itself."""
+    return digest(b"".join(digest(vector.astype("<f4").tobytes()) for vector in vectors))
 
 
 # ---- the run
@@ -163,6 +192,8 @@ MAP = msgpack([TENSORS, 3, "balanced"])
 SIZES = [12, 96, 81]
 FRAGMENT = 2
 SIZE = SIZES[FRAGMENT]
+# fragment 1 as of a run whose outer optimizer is AdamW: `block/b` does not decay, `block/w` does
+ADAMW: dict[str, Any] = {"beta2": 0.95, "epsilon": 1e-8, "decay": [0.0] * 16 + [0.1] * 80}
 
 
 def pattern(n: int, factor: int, modulus: int, unit: float) -> Floats:
@@ -295,7 +326,31 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     close = [0, "close", 0, 1, "syncer-1", check, [], 4, 0.3, 0.9, 0, 0, hashes[0], True, 1700000009.0, 0.0, 0.0, None]
     golden.add("record_close", "record", close)
 
+    # a third one, whose outer optimizer is AdamW
+    vectors, none = (thetas[1], np.zeros(SIZES[1], np.float32), np.zeros(SIZES[1], np.float32)), np.zeros(SIZES[1], np.float32)
+    previous = genesis
+    for version, rate in enumerate((0.004, 0.008), 1):
+        raw = encode(pattern(SIZES[1], 41 + 2 * version, 89, 1 / 512), 16)
+        vectors = fold_adamw(vectors, decode(raw, SIZES[1], 16), version, rate, 0.9)
+        body, inline, _ = describe(raw, attempt(7 + version))
+        members = [["learner-0", 1700000000000, version, version, version - 1, 1, 1024, 0, 1024.0, [[0, version - 1, 1]]]]
+        state = state_hash(*vectors)
+        entry = [1, "version", version, 0, "syncer-1", previous, members, 16, rate, 0.9, 1024 * version, 0, state, False]
+        previous = golden.add(
+            f"record_adamw_{version}",
+            "record",
+            [*entry, 1700000002.0 + version, 0.25, 0.5, body],
+            inline,
+            raw=raw,
+            vectors_first=[[float(x) for x in vector[14:18]] for vector in vectors],
+        )
+    body, inline, _ = describe(np.concatenate([*vectors, none]).astype("<f4").tobytes(), attempt(5))
+    cursors = [["learner-0", 1700000000000, 2, 2, 2048, 0]]
+    fields = [1, 2, 0, previous, 14, 2048, 0, cursors, [[0, 2]], state, False, body]
+    golden.add("keyframe_adamw_2", "keyframe", fields, inline)
+
     expected = {
+        "adamw": ADAMW,
         "run_name": RUN_NAME,
         "settings": SETTINGS,
         "settings_digest": SETTINGS_DIGEST,

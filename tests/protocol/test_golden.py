@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.core import codec, fold, leases, quantise
+from diloco.core import codec, fold, leases, outer, quantise
 from diloco.core.chain import Chain
 from diloco.core.fragments import unpack_map
 from diloco.core.leases import Lease, Shares
@@ -93,16 +94,17 @@ def test_encoder_writes_the_same_bytes(name: str) -> None:
 def test_bodies(name: str) -> None:
     """Content, not zstd's bytes, is what has to be alike."""
     message, _, inline = read(name)
+    n = SIZES[message.fragment]
     raw = np.frombuffer(MESSAGES[name]["raw"], np.uint8)
-    body = open_body(message.body, inline, [], quantise.body_bytes(81, message.bits), name)
+    body = open_body(message.body, inline, [], quantise.body_bytes(n, message.bits), name)
     np.testing.assert_array_equal(body, raw)
-    quantise.validate(body, 81, message.bits)
+    quantise.validate(body, n, message.bits)
     packed = codec.pack(body, -1)
     description, _, parts = messages.describe_body(packed, codec.content_hash(body), message.body.attempt)
     assert (description.content_hash, parts) == (message.body.content_hash, [])
     np.testing.assert_array_equal(codec.unpack(packed, raw.size), raw)
-    np.testing.assert_array_equal(quantise.quantise(MAKER["decode"](raw.tobytes(), 81, message.bits), message.bits), raw)
-    np.testing.assert_array_equal(quantise.dequantise(body, 81, message.bits), MAKER["decode"](raw.tobytes(), 81, message.bits))
+    np.testing.assert_array_equal(quantise.quantise(MAKER["decode"](raw.tobytes(), n, message.bits), message.bits), raw)
+    np.testing.assert_array_equal(quantise.dequantise(body, n, message.bits), MAKER["decode"](raw.tobytes(), n, message.bits))
 
 
 def test_a_body_in_parts() -> None:
@@ -159,6 +161,25 @@ def test_folding_the_log_gives_the_golden_states() -> None:
     after, check, _ = read("record_takeover_after")
     replica.fold(after, check, 11, None)
     assert (chain.epoch, chain.version, chain.closed) == (2, 4, True)
+
+
+def test_folding_the_log_of_an_outer_adamw_gives_the_golden_states() -> None:
+    genesis, check, _ = read("genesis")
+    thetas = [MAKER["pattern"](n, 37, 101, 1 / 64) for n in (12, 96, 81)]
+    adamw = outer.AdamW(EXPECTED["adamw"]["beta2"], ((16, 0.0), (96, 0.1)))
+    chain = Chain.from_genesis(1, genesis, check)
+    replica = fold.Replica(chain, thetas[1], np.zeros(2 * 96, np.float32), adamw)
+    for sequence, name in ((13, "record_adamw_1"), (14, "record_adamw_2")):
+        record, check, _ = read(name)
+        replica.fold(record, check, sequence, np.frombuffer(MESSAGES[name]["raw"], np.uint8).copy())
+        vectors = [replica.theta, *np.split(replica.momentum, 2)]
+        assert [vector[14:18].tolist() for vector in vectors] == MESSAGES[name]["vectors_first"]
+        assert record.state_hash == MAKER["state_hash"](*vectors) == chain.state_hash
+    keyframe, _, inline = read("keyframe_adamw_2")
+    raw = open_body(keyframe.body, inline, [], 16 * 96, "keyframe_adamw_2")
+    loaded, residual = fold.load_keyframe(keyframe, Chain.from_keyframe(keyframe), raw, adamw)
+    assert loaded.chain == chain
+    np.testing.assert_array_equal(fold.keyframe_body(replica, residual), raw)
 
 
 def test_an_entry_out_of_order_is_refused() -> None:
@@ -220,7 +241,7 @@ def test_damaged_is_refused(name: str) -> None:
 def test_a_damaged_body_is_refused(name: str) -> None:
     """The check covers the fields; what covers the body is the content's hash in them."""
     message, _, inline = read(name)
-    raw_bytes = len(MESSAGES[name].get("raw", bytes(12 * 81)))
+    raw_bytes = zstandard.get_frame_parameters(inline).content_size
     flipped = inline[:-1] + bytes([inline[-1] ^ 1])
     assert plain(messages.unpack(reframed(name, body=flipped), type(message), RUN)[0]) == plain(message)
     with pytest.raises(HashError):

@@ -21,7 +21,7 @@ from tests.services.forking import Forked, Nursery
 from tests.services.toy import Toy
 
 from diloco import logs, membership
-from diloco.core.fragments import FragmentMap
+from diloco.core.fragments import Fragment, FragmentMap
 from diloco.errors import MessageError
 from diloco.log import Entry, Log
 from diloco.membership import Run
@@ -59,8 +59,8 @@ SMALL: dict[str, Any] = {
 def small(preset: str = "decoupled", **overrides: Any) -> RunSettings:
     """Settings of a small run; in a keyword ``__`` stands for the dot of a setting's name."""
     own = {key.replace("__", "."): value for key, value in overrides.items()}
-    fixed = {"shards", "fragments.count", "round.steps"} if preset == "diloco" else set()
-    base = {key: value for key, value in SMALL.items() if key not in fixed} | ({"round.steps": 6} if fixed else {})
+    fixed = {"diloco": {"shards", "fragments.count"}, "data-parallel": {"round.steps"}}.get(preset, set())
+    base = {key: value for key, value in SMALL.items() if key not in fixed}
     return run_settings(preset, base | own)
 
 
@@ -115,7 +115,7 @@ class Folded:
 
     @property
     def state_hash(self) -> bytes:
-        return _state_hash(self.theta, self.momentum)
+        return state_hash(self.theta, self.momentum)
 
 
 class Gate:
@@ -328,14 +328,14 @@ class Cluster:
         registry = await link.bucket(self.subjects.bucket, create=False)
         run = Run(self.name, self.settings, registry)
         fragments = await membership.find_map(run)
-        return Log(link, self.name, run.identity, fragments), fragments
+        return Log(link, self.name, run.identity, fragments, run.settings), fragments
 
     async def folded(self) -> list[Folded]:
         """The log from its keyframes on, folded by the reference."""
         store, fragments = await self.store()
         genesis = await store.genesis()
         assert genesis is not None
-        return [await _fold(store, fragment.index, fragment.size, genesis) for fragment in fragments.fragments]
+        return [await _fold(store, fragment, genesis, self.settings) for fragment in fragments.fragments]
 
     async def tensors(self, folded: Sequence[Folded]) -> dict[str, Vector]:
         """The global model."""
@@ -397,12 +397,40 @@ def fold(theta: Vector, momentum: Vector, delta: Vector, eta: float, mu: float) 
     return theta - eta32 * (delta + mu32 * buffer), buffer
 
 
-def _state_hash(theta: Vector, momentum: Vector) -> bytes:
-    return blake3(blake3(theta.tobytes()).digest() + blake3(momentum.tobytes()).digest()).digest()
+def adamw(
+    theta: Vector, momentum: Vector, gradient: Vector, record: Record, beta2: float, decay: Vector
+) -> tuple[Vector, Vector]:
+    """One version of ``outer.optimizer`` adamw, likewise; ``decay`` is by element."""
+    moments: list[Vector] = []
+    unbiased: list[Vector] = []
+    for old, beta, values in zip(np.split(momentum, 2), (record.momentum, beta2), (gradient, gradient * gradient), strict=True):
+        product, square = 1.0, beta
+        for bit in reversed(f"{record.version:b}"):
+            product, square = product * (square if bit == "1" else 1.0), square * square
+        moments.append(np.float32(beta) * old + np.float32(1 - beta) * values)
+        unbiased.append(moments[-1] / np.float32(1 - product))
+    update: Vector = unbiased[0] / (np.sqrt(unbiased[1]) + np.float32(1e-8)) + decay * theta
+    return theta - np.float32(record.learning_rate) * update, np.concatenate(moments)
 
 
-async def _fold(store: Log, index: int, size: int, genesis: tuple[messages.Genesis, bytes]) -> Folded:
+def decays(fragment: Fragment, settings: RunSettings) -> Vector:
+    """Weight decay by element: of tensors of two or more axes."""
+    decay = np.zeros(fragment.size, np.float32)
+    for piece in fragment.pieces:
+        if len(piece.shape) > 1:
+            decay[piece.offset : piece.offset + piece.size] = settings.inner.weight_decay
+    return decay
+
+
+def state_hash(theta: Vector, momentum: Vector) -> bytes:
+    """Of the parameters, and of each vector of the momentum (section 7)."""
+    vectors = [theta, *np.split(momentum, momentum.size // theta.size)]
+    return blake3(b"".join(blake3(vector.tobytes()).digest() for vector in vectors)).digest()
+
+
+async def _fold(store: Log, fragment: Fragment, genesis: tuple[messages.Genesis, bytes], settings: RunSettings) -> Folded:
     """Fold a fragment; every rule of section 9 that makes an entry follow is asserted of those whose ``previous`` fits."""
+    index, size = fragment.index, fragment.size
     start = (await store.load(index, *genesis)).replica
     chain, folded = start.chain, Folded(index, [], start.theta, start.momentum, 0)
     head, version, epoch, merged, closed = chain.head, chain.version, chain.epoch, chain.tokens_merged, chain.closed
@@ -416,7 +444,12 @@ async def _fold(store: Log, index: int, size: int, genesis: tuple[messages.Genes
             assert entry.body is not None
             assert not closed
             delta = decode(entry.body, size, record.bits)
-            folded.theta, folded.momentum = fold(folded.theta, folded.momentum, delta, record.learning_rate, record.momentum)
+            if settings.outer.optimizer == "adamw":
+                constants = record, settings.inner.beta2, decays(fragment, settings)
+                folded.theta, folded.momentum = adamw(folded.theta, folded.momentum, delta, *constants)
+            else:
+                rates = record.learning_rate, record.momentum
+                folded.theta, folded.momentum = fold(folded.theta, folded.momentum, delta, *rates)
             version += 1
         epoch += record.entry == "takeover"
         merged += sum(member.tokens for member in record.members)

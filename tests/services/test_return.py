@@ -185,7 +185,7 @@ async def test_learners_save_their_state_at_a_mark(launch: Launch) -> None:
 async def test_an_incarnation_grows_though_the_clock_jumps_back(launch: Launch) -> None:
     cluster = launch(small())
     run = await membership.create(await cluster.link(), cluster.name, cluster.settings)
-    fragments = build_map(Regression(cluster.settings.task, 0).specs, 4)
+    fragments = build_map(Regression(cluster.settings).specs, 4)
 
     async def join(name: str, incarnation: int) -> int:
         return await membership.join(run, name, incarnation, fragments, cluster.settings.digest())

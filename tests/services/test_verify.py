@@ -316,7 +316,7 @@ class ToyModel:
     tokens_per_batch = SAMPLES
 
     def __init__(self, settings: RunSettings, data: str | None, life: Life) -> None:
-        self.task = Regression(settings.task, settings.seed)
+        self.task = Regression(settings)
         self.map = build_map(self.task.specs, settings.fragments.count, settings.fragments.strategy)
 
     def step(self, share: int, batch: int, schedule_tokens: int, warming_steps: int | None) -> None:

@@ -29,7 +29,7 @@ from diloco.core.tape import Copied, End, Restored, state_digest
 from diloco.member import Boundary, Dump, Member, StepDone
 from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger
-from diloco.settings import LearnerSettings, RunSettings, TaskSettings
+from diloco.settings import LearnerSettings, RunSettings
 from diloco.tape import TapeFile
 from diloco.wire.messages import Marked
 
@@ -51,8 +51,9 @@ class Regression:
     ``task.context`` is the number of the table's rows, and may be large.
     """
 
-    def __init__(self, settings: TaskSettings, seed: int) -> None:
-        width = settings.width
+    def __init__(self, run: RunSettings) -> None:
+        settings, seed = run.task, run.seed
+        width, self.rate = settings.width, 1.0 if run.outer.optimizer == "adamw" else LEARNING_RATE
         truth, self.seed = np.random.default_rng(seed), seed
         self.true_weight, self.true_bias = truth.normal(size=(width, width)), truth.normal(size=width)
         self.true_table = truth.normal(size=(settings.context, TABLE_WIDTH)).astype(np.float32)
@@ -69,6 +70,14 @@ class Regression:
 
     def step(self, share: int, batch: int) -> float:
         """One step of gradient descent on a batch of a share; the loss of its samples."""
+        loss, gradients = self.gradients(share, batch)
+        if np.isfinite(loss):  # as a learner's guarded step does: what is spoilt stays, and spoils nothing else
+            for path, gradient in gradients.items():
+                self.tensors[path] -= (self.rate * gradient).astype(np.float32)
+        return loss
+
+    def gradients(self, share: int, batch: int) -> tuple[float, dict[str, NDArray[Any]]]:
+        """Loss and gradients of a batch of a share."""
         width, rng = len(self.true_bias), np.random.default_rng((self.seed, share, batch))
         x = rng.normal(size=(SAMPLES, width))
         error = x @ self.tensors["linear/weight"].T + self.tensors["linear/bias"]
@@ -76,12 +85,7 @@ class Regression:
         table_error = self.tensors["table"] - self.true_table
         table_error += np.float32(NOISE * rng.normal())
         loss = float((error**2).mean() + (table_error**2).mean())
-        if not np.isfinite(loss):
-            return loss  # as a learner's guarded step does: what is spoilt stays, and spoils nothing else
-        self.tensors["linear/weight"] -= (LEARNING_RATE / SAMPLES * error.T @ x).astype(np.float32)
-        self.tensors["linear/bias"] -= (LEARNING_RATE * error.mean(0)).astype(np.float32)
-        self.tensors["table"] -= np.float32(LEARNING_RATE) * table_error
-        return loss
+        return loss, {"linear/weight": error.T @ x / SAMPLES, "linear/bias": error.mean(0), "table": table_error}
 
     def digest(self, fragments: FragmentMap) -> bytes:
         """Of the parameters, as a tape ends with it."""
@@ -162,7 +166,7 @@ class Toy:
 
     async def _take_part(self, link: NatsTransport) -> None:
         run = await membership.find(link, self.settings.run, self.log)
-        task = self.task = Regression(run.settings.task, run.settings.seed)
+        task = self.task = Regression(run.settings)
         self.initialise(task)
         fragments = build_map(self.specs(task), run.settings.fragments.count, run.settings.fragments.strategy)
         tape = TapeFile(self.settings.state_dir, self.settings.name, run.identity, self.log)

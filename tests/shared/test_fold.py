@@ -10,9 +10,10 @@ from blake3 import blake3
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from diloco.core import quantise
+from diloco.core import outer, quantise
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica, keyframe_body, keyframe_bytes, load_keyframe
+from diloco.core.outer import AdamW
 from diloco.errors import ChainError, HashError, NonFiniteError
 from diloco.wire.messages import Bits, Body, Keyframe, Member, Record
 
@@ -182,7 +183,7 @@ def test_a_log_goes_on_from_a_keyframe_as_from_its_beginning() -> None:
         replica.fold(*entry)
     residual = np.linspace(-1, 1, 130, dtype=np.float32)
     raw = keyframe_body(replica, residual)
-    assert raw.size == keyframe_bytes(130) == 12 * 130
+    assert raw.size == keyframe_bytes(130, 1) == 12 * 130
     keyframe = keyframe_of(replica)
     loaded, loaded_residual = load_keyframe(keyframe, Chain.from_keyframe(keyframe), raw)
     np.testing.assert_array_equal(loaded_residual, residual)
@@ -191,6 +192,37 @@ def test_a_log_goes_on_from_a_keyframe_as_from_its_beginning() -> None:
         loaded.fold(*entry)
     np.testing.assert_array_equal(loaded.theta, value)
     assert loaded.chain.version == 4
+
+
+def test_a_keyframe_keeps_all_bits_of_adamw() -> None:
+    n, adamw = 130, AdamW(0.95, ((70, 0.1), (130, 0.0)))
+    replica = fresh(np.random.default_rng(5).standard_normal(n).astype(np.float32))
+    replica.momentum, replica.optimizer = np.zeros(2 * n, np.float32), adamw
+    for version in (1, 2):
+        step = adamw.at(version, 0.01, 0.9)
+        replica.chain.state_hash = outer.fold(replica.theta, replica.momentum, random_body(n, version), 16, step)
+    replica.chain.version = 2
+    residual = np.linspace(-1, 1, n, dtype=np.float32)
+    raw = keyframe_body(replica, residual)
+    assert raw.tobytes() == replica.theta.tobytes() + replica.momentum.tobytes() + residual.tobytes()
+    assert raw.size == keyframe_bytes(n, 2) == 16 * n
+    keyframe = keyframe_of(replica)
+    loaded, loaded_residual = load_keyframe(keyframe, Chain.from_keyframe(keyframe), raw, adamw)
+    assert loaded.theta.tobytes() == replica.theta.tobytes()
+    assert loaded.momentum.tobytes() == replica.momentum.tobytes()
+    np.testing.assert_array_equal(loaded_residual, residual)
+    # and the third version is that of the replica which saw the first two: the corrections count the versions of the log
+    state_hash = outer.fold(replica.theta, replica.momentum, random_body(n, 3), 16, adamw.at(3, 0.01, 0.9))
+    record = replace(version_entry(loaded.chain, 3, state_hash, 16), momentum=0.9, learning_rate=0.01)
+    loaded.fold(record, b"n" * 32, 10, random_body(n, 3))
+    assert loaded.chain.state_hash == state_hash
+    raw.view("<f4")[2 * n] += 1
+    with pytest.raises(HashError, match="keyframe of version 2"):
+        load_keyframe(keyframe, Chain.from_keyframe(keyframe), raw, adamw)
+
+
+def random_body(n: int, seed: int) -> NDArray[np.uint8]:
+    return quantise.quantise(np.random.default_rng(seed).standard_normal(n).astype(np.float32), 16)
 
 
 def test_a_keyframe_without_a_residual_has_zeros() -> None:

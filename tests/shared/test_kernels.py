@@ -281,6 +281,8 @@ def everything() -> str:
     n = 20_001
     segments = np.append(np.arange(0, n, 333), n)
     theta, momentum = values_of(n, seed=1), np.zeros(n, np.float32)
+    weights, moments = values_of(n, seed=1), np.zeros(2 * n, np.float32)
+    adamw = outer.AdamW(0.95, ((n // 3, 0.1), (n, 0.0)))
     ordinary = values_of(n, seed=2).clip(-10, 10)
     for bits in (4, 8, 16, 32):
         for method in ("rda", "average"):
@@ -293,7 +295,8 @@ def everything() -> str:
             digest.update(accumulator.result().tobytes())
         body = quantise.quantise(ordinary, bits)
         digest.update(quantise.dequantise(body, n, bits).tobytes())
-        digest.update(outer.fold(theta, momentum, body, bits, 0.3, 0.9))
+        digest.update(outer.fold(theta, momentum, body, bits, outer.NESTEROV.at(1, 0.3, 0.9)))
+        digest.update(outer.fold(weights, moments, body, bits, adamw.at(bits, 8e-3, 0.9)))
     return digest.hexdigest()
 
 

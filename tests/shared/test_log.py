@@ -73,7 +73,7 @@ async def written(link: NatsTransport) -> Written:
     """Version 0, and three entries with a keyframe each."""
     fragments = build_map([TensorSpec("w", (SIZE,))], 1)
     name = f"run-{uuid.uuid4().hex[:8]}"
-    log = Log(link, name, messages.run_id(name, SETTINGS.digest()), fragments)
+    log = Log(link, name, messages.run_id(name, SETTINGS.digest()), fragments, SETTINGS)
     await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
     await log.found("ann", SETTINGS.digest(), [np.random.default_rng(1).normal(size=SIZE).astype(np.float32)])
     genesis = await log.genesis()

@@ -277,3 +277,37 @@ def test_markers_follow_the_head_and_change_nothing(entry: Any, epoch: int, clos
     replica.fold(record, b"n" * 32, 10, None)
     assert replica.theta.tolist() == [1, 2]
     assert (replica.chain.epoch, replica.chain.closed) == (epoch, closing)
+
+
+def adamw_replica(settings: RunSettings, fragment: Fragment, tokens_merged: int) -> Replica:
+    theta, momentum = np.ones(fragment.size, np.float32), np.zeros(2 * fragment.size, np.float32)
+    chain = Chain(0, 3, 2, b"h" * 32, 9, outer.state_hash(theta, momentum), tokens_merged=tokens_merged)
+    return Replica(chain, theta, momentum, outer.optimizer(settings, fragment))
+
+
+def test_adamw_versions_state_the_rate_of_the_schedule_and_every_reader_folds_them_alike() -> None:
+    changes = {"fragments.count": 1, "shards": 1, "tokens": 10_000, "inner.learning_rate": 0.01, "inner.warmup_fraction": 0.05}
+    settings = run_settings("data-parallel", changes)
+    fragment = fragment_of(4, 50)
+    for tokens, rate in {0: 0.0, 250: 0.005, 500: 0.01, 5250: 0.0055, 20_000: 0.001}.items():
+        syncer, reader = (adamw_replica(settings, fragment, tokens) for _ in range(2))
+        gradients = np.random.default_rng(tokens).standard_normal((2, 200)).astype(np.float32)
+        offers = [
+            held(name, values, tokens=share) for name, values, share in zip(("ann", "bob"), gradients, (10, 30), strict=True)
+        ]
+        record, inline, parts = version(syncer, np.zeros(200, np.float32), settings, *offers)
+        assert record.learning_rate == pytest.approx(rate)
+        assert (record.momentum, record.bits) == (0.9, 16)
+        body = body_of(record, inline, parts, 200)
+        mean = (10 * gradients[0] + 30 * gradients[1]) / 40
+        np.testing.assert_allclose(quantise.dequantise(body, 200, 16), mean, rtol=2**-8, atol=1e-6)
+        reader.fold(record, b"n" * 32, 10, body)
+        assert reader.theta.tobytes() == syncer.theta.tobytes()
+        assert reader.momentum.tobytes() == syncer.momentum.tobytes()
+
+
+def test_a_square_that_overflows_makes_no_version() -> None:
+    settings = run_settings("data-parallel", {"fragments.count": 1, "shards": 1})
+    replica = adamw_replica(settings, fragment_of(2), 500)
+    with pytest.raises(NonFiniteError, match="fragment 0, version 4"):
+        version(replica, vector(0, 0), settings, held("ann", vector(1e30, 0), tokens=1))

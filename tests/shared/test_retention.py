@@ -9,7 +9,7 @@ from diloco.settings import LogSettings
 def test_two_stay_of_a_large_model_and_more_while_there_is_room() -> None:
     # 1000 parameters: a keyframe of 12 000 bytes, and with a factor of 1 as many of records until the next
     def kept(keep_bytes: int, **values: float) -> int:
-        return keyframes_kept(LogSettings.model_validate({"keep_bytes": keep_bytes} | values), 1000)
+        return keyframes_kept(LogSettings.model_validate({"keep_bytes": keep_bytes} | values), 1000, 1)
 
     assert kept(0) == 2
     assert kept(71_999) == 2
@@ -17,5 +17,6 @@ def test_two_stay_of_a_large_model_and_more_while_there_is_room() -> None:
     assert kept(0, keep_keyframes=5) == 5
     assert kept(240_000, keep_keyframes=5) == 10
     assert kept(72_000, keyframe_factor=0.5) == 4
-    assert keyframes_kept(LogSettings(), 10**9) == 2
-    assert keyframes_kept(LogSettings(), 400_000) == 111  # of the default model: all of a default run
+    assert keyframes_kept(LogSettings(), 10**9, 1) == 2
+    assert keyframes_kept(LogSettings(), 400_000, 1) == 111  # of the default model: all of a default run
+    assert keyframes_kept(LogSettings(keep_bytes=96_000), 1000, 2) == 3  # AdamW's: 16 000 bytes

@@ -323,6 +323,37 @@ def test_a_round_is_due_for_learners_that_wait_whatever_an_owner_has_heard_of_th
     assert round_.due(2)
 
 
+def test_in_lockstep_a_round_is_open_before_the_step_that_it_is_for() -> None:
+    lockstep = {"round.steps": 1, "round.learners_wait": True, "round.quorum": "all", "round.grace_factor": 0}
+    round_ = round_of(**lockstep)
+    assert not round_.due(0)  # nobody lives
+    for learner in ("ann", "bob"):
+        round_.roster.hear(pulse(learner, 0), 0)
+    open_at(round_, 0)
+    assert hold(round_, offer("ann", steps=1)) is None
+    assert round_.poll(1) is None
+    assert hold(round_, offer("bob", steps=1)) is None
+    merge = round_.poll(2)
+    assert names(merge) == [("ann", 1), ("bob", 1)]
+    assert merge is not None
+    commit(round_, merge, 2)
+    # bob does not come to the next step, and is left out when it has been silent for long
+    open_at(round_, 2)
+    assert hold(round_, offer("ann", 2, 2, steps=1, after=(1, 1))) is None
+    round_.roster.hear(pulse("ann", 2, version=1), 4.9)
+    assert round_.poll(4.9) is None
+    assert names(round_.poll(5)) == [("ann", 2)]
+
+
+def test_a_learner_that_is_out_of_step_is_not_waited_for() -> None:
+    lockstep = {"round.steps": 1, "round.learners_wait": True, "round.quorum": "all", "round.grace_factor": 0}
+    round_ = round_of("ann", **lockstep)
+    round_.roster.hear(pulse("bob", 5, state="recovering"), 0)
+    open_at(round_, 0)
+    assert hold(round_, offer("ann", steps=1)) is None
+    assert names(round_.poll(1)) == [("ann", 1)]
+
+
 @pytest.mark.parametrize(("quorum", "closes_with"), [(1, 1), (2, 2), (3, 3), ("all", 3)])
 def test_without_a_grace_window_a_round_closes_at_its_quorum(quorum: object, closes_with: int) -> None:
     round_ = round_of("ann", "bob", "cat", **{"round.quorum": quorum, "round.grace_factor": 0})

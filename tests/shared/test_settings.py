@@ -118,6 +118,33 @@ def test_settings_that_contradict_each_other(overrides: dict[str, Any], expected
         run_settings("decoupled", overrides)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [
+        ("round.steps", 2, 1),
+        ("round.learners_wait", False, True),
+        ("carry.late", 1.0, 0.0),
+        ("carry.overlap", 0.5, 0.0),
+        ("apply.alpha", 0.5, 0.0),
+        ("outer.learning_rate", 0.7, 1.0),
+        ("outer.momentum", 0.5, 0.0),
+    ],
+)
+def test_an_outer_adamw_takes_gradients_only(name: str, value: object, needed: object) -> None:
+    expected = f"outer.optimizer = adamw is for gradients \\(preset data-parallel\\): {name} = {value} must be {needed}"
+    with pytest.raises(SettingsError, match=f"^settings: {expected}$"):
+        run_settings("data-parallel", {name: value})
+
+
+def test_all_that_an_outer_adamw_lacks_is_named() -> None:
+    with pytest.raises(
+        SettingsError, match=r"round.steps = 24 .*round.learners_wait = .*carry.late = .*outer.learning_rate = 0.7"
+    ):
+        run_settings("decoupled", {"outer.optimizer": "adamw"})
+    assert not run_settings("diloco").round.lockstep
+    assert run_settings("data-parallel").round.lockstep
+
+
 @pytest.mark.parametrize("name", all_names())
 def test_every_setting_can_be_set_by_its_dotted_name(name: str) -> None:
     if name == "preset":

@@ -13,7 +13,7 @@ import numpy as np
 import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
-from tests.services.cluster import decode, fold
+from tests.services.cluster import adamw, decays, decode, fold, state_hash
 from tests.simulation.learner import FRAGMENTS, Step
 
 from diloco.core import leases
@@ -33,10 +33,6 @@ class Violation(AssertionError):
 def demand(fact: bool, what: str) -> None:
     if not fact:
         raise Violation(what)
-
-
-def state_hash(theta: Vector, momentum: Vector) -> bytes:
-    return blake3(blake3(theta.tobytes()).digest() + blake3(momentum.tobytes()).digest()).digest()
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,7 @@ class Reference:
         self.versions_made = self.takeovers = self.keyframes = 0
         self.forgetful, self.archived = forgetful, archived
         self.rewound = False
-        self.lost: set[bytes] = set()  # entries, keyframes' states and versions that were stored, and lost
+        self.lost: set[tuple[int, bytes]] = set()  # by fragment: entries and states of versions that were stored, and lost
         self._archive: set[tuple[int, str, int, int]] = set()
         self._trained: dict[tuple[str, int], set[tuple[int, int]]] = {}  # by process: shares and batches
         self._parts: dict[bytes, dict[int, bytes]] = {}
@@ -170,7 +166,8 @@ class Reference:
     def _see_keyframe(self, data: bytes, sequence: int) -> str:
         keyframe, _, inline = messages.unpack(data, Keyframe, self.run)
         values = self._body(keyframe.body, inline).view("<f4")
-        theta, momentum, _ = values.reshape(3, -1)
+        theta, *moments, _ = values.reshape(-1, FRAGMENTS.fragments[keyframe.fragment].size)
+        momentum = np.concatenate(moments)
         what = f"keyframe of fragment {keyframe.fragment}, version {keyframe.version}"
         demand(state_hash(theta, momentum) == keyframe.state_hash, f"{what}: another state than it states")
         if keyframe.entry_hash == bytes(32):
@@ -178,7 +175,7 @@ class Reference:
             self._genesis[sequence] = (keyframe, theta.copy(), momentum.copy())
             return what
         log = self.logs[keyframe.fragment]
-        if keyframe.entry_hash in self.lost:
+        if (keyframe.fragment, keyframe.entry_hash) in self.lost:
             return f"{what}, of what was lost"
         self.keyframes += 1
         log.keyframes.append((sequence, keyframe.entry_sequence))
@@ -213,7 +210,7 @@ class Reference:
         return f"{what}, {offer.steps} steps"
 
     def _demand_base(self, log: FragmentLog, offer: Offer, what: str) -> None:
-        its = log.has(offer.base_version, offer.base_hash) or offer.base_hash in self.lost
+        its = log.has(offer.base_version, offer.base_hash) or (offer.fragment, offer.base_hash) in self.lost
         demand(its, f"{what}: its base is not the log's {offer.base_version}")
 
     def _see_archived(self, data: bytes) -> str:
@@ -249,8 +246,8 @@ class Reference:
             f"{record.entry} of fragment {record.fragment}, version {record.version}, epoch {record.epoch} by {record.syncer}"
         )
         makes, takes = record.entry == "version", record.entry == "takeover"
-        if record.previous in self.lost:  # by one who does not know yet; nobody takes it for an entry
-            self.lost.add(check)
+        if (record.fragment, record.previous) in self.lost:  # by one who does not know yet; nobody takes it for an entry
+            self.lost.add((record.fragment, check))
             return f"{what}, after what was lost"
         if self.forgetful:
             log.past.append((sequence, log.copied()))
@@ -268,7 +265,10 @@ class Reference:
         demand(record.state_hash == state_hash(log.theta, log.momentum), f"{what}: does not fold to its state hash")
         demand(record.tokens_merged == log.merged_tokens, f"{what}: {record.tokens_merged} tokens, members {log.merged_tokens}")
         demand(record.tokens_lost == sum(log.lost.values()), f"{what}: {record.tokens_lost} tokens lost")
-        self.lost -= {check, record.state_hash}  # it may be stored again, by who was not told that it was stored before
+        self.lost -= {
+            (record.fragment, check),
+            (record.fragment, record.state_hash),
+        }  # it may be stored again, by who was not told that it was stored before
         log.closed = log.closed or record.closing
         log.sequences.append(sequence)
         if makes:
@@ -294,6 +294,7 @@ class Reference:
             demand(stated == offered, f"{named}: {stated} in the record, {offered} in the offer")
             self._demand_base(log, offer, named)
             demand(not self.archived or identity in self._archive, f"{named}: merged, and not in the archive")
+            demand(not self.settings.round.lockstep or member.steps == 1, f"{named}: {member.steps} steps in lockstep")
             if self.exact:
                 log.steps += values
                 most = int(np.argmax(log.steps))
@@ -312,7 +313,11 @@ class Reference:
             log.merged_tokens += member.tokens
         if self.settings.merge.method == "average" and self.exact and record.bits == 32:
             demand(bool(np.allclose(delta, expected, atol=1e-5)), f"{what}: its body is not the mean of its members' offers")
-        log.theta, log.momentum = fold(log.theta, log.momentum, delta, record.learning_rate, record.momentum)
+        if self.settings.outer.optimizer == "adamw":
+            decay = decays(FRAGMENTS.fragments[record.fragment], self.settings)
+            log.theta, log.momentum = adamw(log.theta, log.momentum, delta, record, self.settings.inner.beta2, decay)
+        else:
+            log.theta, log.momentum = fold(log.theta, log.momentum, delta, record.learning_rate, record.momentum)
 
     def rewind(self, sequence: int) -> None:
         """The server has lost all of the log after ``sequence``: it was never committed."""
@@ -320,7 +325,7 @@ class Reference:
         for index, log in enumerate(self.logs):
             kept = log
             while kept.past and kept.past[-1][0] > sequence:
-                self.lost |= {kept.head, kept.hashes[kept.version]}
+                self.lost |= {(index, kept.head), (index, kept.hashes[kept.version])}
                 kept = kept.past.pop()[1]
             del kept.hashes[kept.version + 1 :], kept.thetas[kept.version + 1 :], kept.accounts[kept.version + 1 :]
             kept.sequences = [own for own in kept.sequences if own <= sequence]

@@ -77,7 +77,10 @@ class Learner:
         try:
             await member.join(lambda: [np.zeros(fragment.size, np.float32) for fragment in FRAGMENTS.fragments])
             if not self._restore(member):
-                loan = await member.borrow(LAYOUT)
+                stateless = run.settings.outer.optimizer == "adamw"  # its optimizer's state is the log's
+                loan = await member.borrow(Layout(()) if stateless else LAYOUT)
+                if stateless:
+                    world.check_stateless(self.name, member)
                 if loan is not None:
                     world.check_loan(loan.peer, loan.step, loan.arrays)
             await self._train(member)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from tests.simulation.play import play, play_all
-from tests.simulation.world import FAULTS, World
+from tests.simulation.world import FAULTS, LOCKSTEP, World
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = 1500
+LOCKSTEP_SCHEDULES = 50  # each as dear as several others: a version of every fragment for every step
 
 # What schedules have found; each was drawn with these seeds when it was. A seed means the same only while services and
 # simulation draw alike, so what can be tested by itself is, too.
@@ -44,6 +45,14 @@ def test_no_schedule_breaks_an_invariant_or_hangs() -> None:
     happens = ("state restored", "state borrowed", "state marked", "keyframe", "takeover", "purge")
     for kind in (*(f"fault {kind}" for kind in FAULTS), *happens):
         assert total[kind] > SCHEDULES / 20, f"{kind} hardly ever happens: {total}"
+
+
+def test_gradients_of_learners_in_lockstep_are_averaged_whatever_goes_wrong() -> None:
+    outcomes = [World(seed, number=LOCKSTEP).run() for seed in range(LOCKSTEP_SCHEDULES)]
+    failed = {outcome.seed: repr(outcome.error) for outcome in outcomes if outcome.error is not None}
+    assert not failed
+    assert sum(outcome.stats["version"] for outcome in outcomes) > 20 * LOCKSTEP_SCHEDULES
+    assert not any(outcome.stats["state borrowed"] for outcome in outcomes)  # there is none
 
 
 @pytest.mark.parametrize("seed", FOUND)

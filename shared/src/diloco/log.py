@@ -21,6 +21,7 @@ from diloco.core.chain import NO_ENTRY, Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap
 from diloco.errors import AppendUncertainError, FenceError, FormatError, HashError, MessageError, RewoundError, RunError
+from diloco.settings import RunSettings
 from diloco.transport import Fence, Stored, Transport
 from diloco.wire import messages, subjects
 from diloco.wire.assemble import Parts, part_index
@@ -55,8 +56,11 @@ class Loaded:
 class Log:
     """One run's log stream, seen through one service's transport."""
 
-    def __init__(self, transport: Transport, run_name: str, run: bytes, fragment_map: FragmentMap) -> None:
+    def __init__(
+        self, transport: Transport, run_name: str, run: bytes, fragment_map: FragmentMap, settings: RunSettings
+    ) -> None:
         self.transport, self.run, self.map = transport, run, fragment_map
+        self._optimizers = [outer.optimizer(settings, fragment) for fragment in fragment_map.fragments]
         self.subjects = Subjects(run_name)
         self._named: set[int] = set()  # sequences of keyframes whose damage was logged
 
@@ -80,9 +84,10 @@ class Log:
         fence = Fence(self.subjects.genesis, 0)
         try:
             for fragment, theta in zip(self.map.fragments, thetas, strict=True):
-                momentum = np.zeros_like(theta)
+                optimizer = self._optimizers[fragment.index]
+                momentum = np.zeros(optimizer.moments * theta.size, np.float32)
                 chain = Chain(fragment.index, 0, 0, NO_ENTRY, 0, outer.state_hash(theta, momentum))
-                sequence = await self.append_keyframe(Replica(chain, theta, momentum), None, fence)
+                sequence = await self.append_keyframe(Replica(chain, theta, momentum, optimizer), None, fence)
                 heads.append((sequence, chain.state_hash))
             genesis = Genesis(founder, settings_digest, self.map.digest, heads, self.transport.wall_s())
             await self._append(self.subjects.genesis, messages.pack(genesis, self.run), [], b"", fence)
@@ -249,7 +254,7 @@ class Log:
             if not subjects.is_head(message.subject):
                 index = part_index(message.subject)
                 if index is not None:
-                    parts.add(fragment, index, message.data, self._limit(fragment, 32))
+                    parts.add(fragment, index, message.data, self._limit(fragment))
                 continue
             size_bytes = stored_bytes.pop(fragment)
             try:
@@ -413,13 +418,14 @@ class Log:
 
     async def _load(self, keyframe: Keyframe, chain: Chain, inline: bytes, sequence: int) -> Loaded:
         fragment, body = keyframe.fragment, keyframe.body
+        optimizer = self._optimizers[fragment]
+        raw_bytes = fold.keyframe_bytes(self.map.fragments[fragment].size, optimizer.moments)
         what = f"fragment {fragment}, keyframe of version {keyframe.version}"
-        messages.check_body_size(body, self._limit(fragment, 96), what)
+        messages.check_body_size(body, codec.packed_limit(raw_bytes), what)
         head = self.subjects.keyframe(fragment)
         pieces = await self._parts(self.subjects.log_stream, head, body, what)
-        raw_bytes = fold.keyframe_bytes(self.map.fragments[fragment].size)
         raw = await asyncio.to_thread(open_body, body, inline, pieces, raw_bytes, what)
-        replica, residual = await asyncio.to_thread(fold.load_keyframe, keyframe, chain, raw)
+        replica, residual = await asyncio.to_thread(fold.load_keyframe, keyframe, chain, raw, optimizer)
         return Loaded(replica, residual, sequence)
 
     async def _parts(self, stream: str, head: str, body: Body, what: str) -> list[bytes]:
@@ -430,9 +436,9 @@ class Log:
             raise FormatError(f"{what}: {body.parts - len(pieces)} of {body.parts} parts are missing")
         return pieces
 
-    def _limit(self, fragment: int, bits: int) -> int:
-        """Most bytes that a zstd frame of so many bits a parameter may have."""
-        return codec.packed_limit(self.map.fragments[fragment].size * bits // 8 + quantise.BLOCK * 8)
+    def _limit(self, fragment: int) -> int:
+        """Most bytes that the zstd frame of an entry may have."""
+        return codec.packed_limit(4 * self.map.fragments[fragment].size + quantise.BLOCK * 8)
 
     async def _append(
         self, head: str, frame: bytes, parts: Sequence[bytes], attempt: bytes, fence: Fence | None, stream: str | None = None

@@ -23,12 +23,13 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco import membership, shares
-from diloco.core import codec
+from diloco.core import codec, ranges
 from diloco.core import tape as events
 from diloco.core.books import Apply, Books, Outstanding
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap
+from diloco.core.lockstep import Lockstep
 from diloco.core.pace import Average, first_due_steps
 from diloco.errors import (
     AppendUncertainError,
@@ -169,7 +170,7 @@ class Member:
         self.transport, self.run, self.map, self.settings, self.log = transport, run, fragment_map, settings, log
         self.tape = tape or Unrecorded()
         self.incarnation = int(transport.wall_s() * 1000)
-        self.store = Log(transport, run.name, run.identity, fragment_map)
+        self.store = Log(transport, run.name, run.identity, fragment_map, run.settings)
         self.subjects = Subjects(run.name)
         self.lender = Lender(transport, run.identity, self.subjects, settings.name, self._may_lend, log)
         self.refused = Counted(log)
@@ -186,6 +187,9 @@ class Member:
         self._schedule = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
         self._announced = (0, 0)  # tokens of all learners as last announced, own tokens then
         self._draining = self._stopped = self._leaving = self._silent = False
+        in_lockstep = run.settings.round.lockstep and settings.role == "learner"
+        nothing: list[Mapping[int, int]] = [{} for _ in fragment_map.fragments]
+        self._lockstep = Lockstep(nothing, run.settings.liveness.dead_s) if in_lockstep else None
         self._warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
         self._mark: Mark | None = None  # not answered yet
         self._marked: Marked | None = None  # the newest mark's answer
@@ -238,8 +242,11 @@ class Member:
     async def borrow(self, layout: Layout) -> Loan | None:
         """The state of a peer's optimizer, for a learner that joined without a checkpoint; None: it begins with a fresh one.
 
-        Peers are asked in the order of what the log has merged of them, most first. In a run without versions nobody is asked.
+        Peers are asked in the order of what the log has merged of them, most first. In a run without versions nobody is asked,
+        nor by an optimizer without a state.
         """
+        if not layout.arrays:
+            return None
         merged: Counter[str] = Counter()
         for state in self._fragments:
             merged.update({name: cursor.tokens for name, cursor in state.newest.chain.cursors.items()})
@@ -671,10 +678,11 @@ class Member:
                     applies += [(state.index, self._apply(state, pending)) for pending in self._take_pending(state)]
                 state.snapshot = None
             stop = self._draining or self._leaving or self._used_up()
-            wait = not stop and self._must_wait()
+            behind = not stop and self._behind(now_s, moved=bool(applies))
+            wait = not stop and (behind or self._must_wait())
             self._stopped = stop
             finished = all(state.newest.chain.closed and not state.pending for state in self._fragments)
-            self.state = self._state(finished, stop, wait)
+            self.state = self._state(finished, stop, wait, behind)
             reads = [state.index for state in self._fragments if self._keep_readable(state, now_s)]
         self._loop.call_soon_threadsafe(self._pulse_soon)
         return Boundary(applies, reads, stop, wait, finished)
@@ -835,6 +843,7 @@ class Member:
         if state.pending[0].record is None and stands == (books.base_version, books.base_hash, books.after):
             state.pending.popleft()
             state.version_step, state.applied = version_step, True
+            self._note_data(state, chain.ends)
 
     def _pulse_soon(self) -> None:
         self.tape.flush()
@@ -844,11 +853,13 @@ class Member:
         with self._lock:
             self._try_answer(state)
 
-    def _state(self, finished: bool, stop: bool, wait: bool) -> State:
+    def _state(self, finished: bool, stop: bool, wait: bool, behind: bool) -> State:
         if finished:
             return "finished"
         if self._leaving:
             return "leaving"
+        if behind:
+            return "recovering"
         return "closing" if stop else "waiting" if wait else "stepping"
 
     def _book(self, done: StepDone) -> None:
@@ -913,7 +924,13 @@ class Member:
             self._count_on(state, chain.cursors.get(self.settings.name, none))
         if stated > self._schedule[0]:
             self._schedule = (stated, self.tokens)
+        self._note_data(state, chain.ends if record is None else ranges.ends(held for m in record.members for held in m.data))
         return applied
+
+    def _note_data(self, state: _Fragment, ends: Mapping[int, int]) -> None:
+        """What data the newest version of a fragment that the learner holds was trained on."""
+        if self._lockstep is not None:
+            self._lockstep.newest[state.index] = ends
 
     def _count_on(self, state: _Fragment, cursor: Cursor) -> None:
         """Square the accounts after a merge of an offer made before a restart, which these books know nothing of."""
@@ -939,7 +956,13 @@ class Member:
     def _must_wait(self) -> bool:
         if not self.run.settings.round.learners_wait or self.settings.role == "evaluator":
             return False
+        if self._lockstep is not None and any(state.books.steps for state in self._fragments):
+            return True  # a version that a log was loaded with is no answer to a step that is held on to
         return any(self.step - state.version_step >= self._steps_due(state) for state in self._fragments)
+
+    def _behind(self, now_s: float, *, moved: bool) -> bool:
+        holds = any(state.books.steps for state in self._fragments)
+        return self._lockstep is not None and self._lockstep.behind(now_s, holds=holds, moved=moved)
 
     def _keep_readable(self, state: _Fragment, now_s: float) -> bool:
         if self.settings.role == "evaluator" or not state.books.steps or state.sending or state.pending:

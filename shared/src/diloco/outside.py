@@ -60,7 +60,7 @@ async def opened(path: Path) -> AsyncIterator[Outside]:
         if stored_map is None:
             raise RunError(f"{path}: run {run.name!r} has no fragment map yet: none of its learners has joined")
         fragment_map = unpack_map(stored_map[0])
-        log = Log(transport, run.name, run.identity, fragment_map)
+        log = Log(transport, run.name, run.identity, fragment_map, run.settings)
         genesis = await log.genesis()
         if genesis is None:
             raise RunError(f"{path}: run {run.name!r} has no genesis record yet: none of its learners has founded it")

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Protocol, cast
@@ -109,8 +109,7 @@ class History:
 
     def walk(self) -> Walk:
         """A fold of it from the beginning."""
-        first = replace(self.first.chain, cursors=dict(self.first.chain.cursors), ends=dict(self.first.chain.ends))
-        return Walk(self, Replica(first, self.first.theta, self.first.momentum.copy()))
+        return Walk(self, self.first.copy())
 
 
 @dataclass

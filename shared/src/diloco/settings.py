@@ -51,6 +51,11 @@ class RoundSettings(_Section):
     )
     learners_wait: bool = Field(False, description="learners pause from their answer until the version arrives (DiLoCo)")
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether every learner's every step is answered by a version of every fragment before the next one."""
+        return self.learners_wait and self.steps == 1
+
 
 class MergeSettings(_Section):
     """How outer gradients of several learners become one."""
@@ -66,14 +71,17 @@ class MergeSettings(_Section):
 
 
 class OuterSettings(_Section):
-    """SGD with Nesterov momentum; both values unpublished, the defaults are measured (docs/quality.md)."""
+    """SGD with Nesterov momentum; both values unpublished, the defaults are measured (docs/quality.md). Or AdamW."""
 
-    learning_rate: float = Field(0.7, gt=0, le=10)
-    momentum: float = Field(0.5, ge=0, lt=1)
+    optimizer: Literal["nesterov", "adamw"] = Field(
+        "nesterov", description="adamw: learners send gradients, and the step that inner describes is taken from their average"
+    )
+    learning_rate: float = Field(0.7, gt=0, le=10, description="1 for adamw, whose rate is the inner one")
+    momentum: float = Field(0.5, ge=0, lt=1, description="0 for adamw, which has its own")
 
 
 class InnerSettings(_Section):
-    """AdamW over a cosine schedule in tokens; all values unpublished."""
+    """AdamW over a cosine schedule in tokens; all values unpublished. It is the learners', unless the outer one is AdamW."""
 
     learning_rate: float = Field(8e-3, gt=0, le=10)
     final_fraction: float = Field(0.1, ge=0, le=1, description="learning rate at the end of the budget, relative to the peak")
@@ -180,7 +188,24 @@ class RunSettings(_Section):
             raise ValueError(f"round.quorum = {quorum} must be between 1 and learners = {self.learners}")
         if self.shards > self.fragments.count:
             raise ValueError(f"shards = {self.shards} is more than fragments.count = {self.fragments.count}")
+        if self.outer.optimizer == "adamw":
+            self._gradients_alone()
         return self
+
+    def _gradients_alone(self) -> None:
+        """An outer AdamW is for gradients: a displacement is one only if it holds one step, taken from the newest version."""
+        needed: dict[str, tuple[Any, Any]] = {
+            "round.steps": (self.round.steps, 1),
+            "round.learners_wait": (self.round.learners_wait, True),
+            "carry.overlap": (self.carry.overlap, 0.0),
+            "carry.late": (self.carry.late, 0.0),
+            "apply.alpha": (self.apply.alpha, 0.0),
+            "outer.learning_rate": (self.outer.learning_rate, 1.0),
+            "outer.momentum": (self.outer.momentum, 0.0),
+        }
+        wrong = [f"{name} = {value} must be {right}" for name, (value, right) in needed.items() if value != right]
+        if wrong:
+            raise ValueError(f"outer.optimizer = adamw is for gradients (preset data-parallel): {', '.join(wrong)}")
 
     def quorum(self, live_learners: int) -> int:
         """Learners that must answer before a round may close, given how many are alive."""
@@ -226,6 +251,22 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "outer": {"learning_rate": 0.7, "momentum": 0.9},
         "carry": {"overlap": 0.0, "late": 0.0},
         "codec": {"offer_bits": 32, "record_bits": 32, "error_feedback": False},
+    },
+    # the usual way: gradients are averaged at every step, over the same transport, as a reduce-scatter to the fragments' owners
+    # and an all-gather from them. So many fragments share the model evenly between the owners of two regions or three.
+    "data-parallel": {
+        "fragments": {"count": 12},
+        "round": {
+            "steps": 1,
+            "quorum": "all",
+            "grace_factor": 0.0,
+            "max_staleness_versions": 0,
+            "learners_wait": True,
+        },
+        "merge": {"method": "average", "weights": "tokens"},
+        "outer": {"optimizer": "adamw", "learning_rate": 1.0, "momentum": 0.0},
+        "carry": {"overlap": 0.0, "late": 0.0},
+        "codec": {"offer_bits": 16, "record_bits": 16, "error_feedback": False},
     },
 }
 PRESETS = tuple(_PRESETS)

@@ -368,7 +368,7 @@ class Launcher:
         registry = await link.bucket(Subjects(directory.name).bucket, create=False)
         run = Run(directory.name, directory.settings, registry)
         fragment_map = await membership.find_map(run)
-        chains = await build.read_chains(Log(link, run.name, run.identity, fragment_map))
+        chains = await build.read_chains(Log(link, run.name, run.identity, fragment_map, run.settings))
         status = build.load_json(directory.path / "status.json")
         series = build.load_json(directory.path / "series.json")
         evaluation = build.load_json(directory.path / "evaluation.json")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -178,8 +178,7 @@ async def _beginning(outside: Outside, first: Entry, keyframe: Loaded | None) ->
     if keyframe is None:
         version = first.record.version
         raise RunError(f"the log begins with version {version}, and no keyframe that would say what was before is whole")
-    read = keyframe.replica  # a copy: the keyframe's own is to be compared with
-    return Replica(replace(read.chain, cursors=dict(read.chain.cursors), ends=dict(read.chain.ends)), read.theta, read.momentum)
+    return keyframe.replica.copy()  # the keyframe's own is to be compared with
 
 
 def _fold(found: FragmentLog, replica: Replica, entry: Entry, folded: Callable[[Entry], None]) -> None:

@@ -72,7 +72,7 @@ class Island:
         self._leaves = [_parameter(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
         if not self._leaves:
             raise SettingsError(f"task {settings.task.name!r}: the model has no parameters")
-        self._optimizer = optimizer(settings.inner)
+        self._optimizer = optimizer(settings)
         self._optimizer_state: Any = None
         self._step = jax.jit(self._take_step, donate_argnums=(0, 1))
         self._loss = jax.jit(lambda leaves, batch: task.loss(self._tree(leaves), batch))

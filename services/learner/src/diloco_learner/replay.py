@@ -61,7 +61,7 @@ class Redo:
         return self.task.tokens_per_batch
 
     def step(self, share: int, batch: int, schedule_tokens: int, warming_steps: int | None) -> None:
-        rate = learning_rate(self.settings.inner, schedule_tokens, self.settings.tokens, warming_steps)
+        rate = learning_rate(self.settings, schedule_tokens, warming_steps)
         self.island.step(self._batch(share, batch), rate).wait()
 
     def write(self, fragment: int, applied: Apply) -> None:

@@ -106,7 +106,7 @@ class Trainer:
                     self._ended_s = None  # what comes after the budget is nobody's blocked time
                 continue
             done, warming = self.member.schedule_tokens(), self.member.warming_steps()
-            rate = learning_rate(self.settings.inner, done, self.settings.tokens, warming)
+            rate = learning_rate(self.settings, done, warming)
             output = self.island.step(batch.data, rate)
             began_s = time.perf_counter()
             self._boundary.add(began_s - opened_s)

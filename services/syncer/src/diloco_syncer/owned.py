@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.core import fold
 from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment
 from diloco.core.round import Round
@@ -33,3 +34,8 @@ class Owned:
     busy: bool = False  # a version is being made, or the fragment handed over
     keyframes: list[int] = field(default_factory=list)  # sequences of all that stay, the oldest first; empty: not known yet
     older: dict[int, Vector] = field(default_factory=dict)  # parameters by version, where merges need them
+
+    @property
+    def keyframe_bytes(self) -> int:
+        """Size of a keyframe's content."""
+        return fold.keyframe_bytes(self.fragment.size, self.replica.optimizer.moments)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from diloco import membership
-from diloco.core import fold, merging
+from diloco.core import merging
 from diloco.core import tape as events
 from diloco.core.fragments import FragmentMap
 from diloco.core.ownership import Ownership, OwnersTable
@@ -66,7 +66,7 @@ class Shard:
     ) -> None:
         self.tape = tape or Unrecorded()
         self.transport, self.run, self.map, self.settings, self.log = transport, run, fragment_map, settings, log
-        self.store = Log(transport, run.name, run.identity, fragment_map)
+        self.store = Log(transport, run.name, run.identity, fragment_map, run.settings)
         self.subjects = self.store.subjects
         self.refused = Counted(log)
         self.roster = Roster(run.settings)
@@ -502,11 +502,12 @@ class Shard:
 
     async def _keyframe(self, owned: Owned) -> None:
         spoilt = any(sequence > owned.keyframe_sequence for sequence in owned.refused)
-        if not spoilt and owned.log_bytes < self.run.settings.log.keyframe_factor * fold.keyframe_bytes(owned.fragment.size):
+        if not spoilt and owned.log_bytes < self.run.settings.log.keyframe_factor * owned.keyframe_bytes:
             return
         if not await self._store_keyframe(owned):
             return
-        index, kept = owned.fragment.index, keyframes_kept(self.run.settings.log, self.map.parameters)
+        index, moments = owned.fragment.index, owned.replica.optimizer.moments
+        kept = keyframes_kept(self.run.settings.log, self.map.parameters, moments)
         if owned.keyframes:
             owned.keyframes.append(owned.keyframe_sequence)
         else:
@@ -525,7 +526,7 @@ class Shard:
             self.log.warning("keyframe_not_stored", fragment=index, version=chain.version, reason=str(error))
             return False
         owned.keyframe_sequence, owned.keyframe_version, owned.log_bytes = sequence, chain.version, 0
-        self.log.info("keyframe_stored", fragment=index, version=chain.version, bytes=fold.keyframe_bytes(owned.fragment.size))
+        self.log.info("keyframe_stored", fragment=index, version=chain.version, bytes=owned.keyframe_bytes)
         return True
 
     # ---- signs of life

@@ -1,4 +1,4 @@
-"""A fragment's parameters and momentum as a fold of its log.
+"""A fragment's parameters and outer momentum as a fold of its log.
 
 Everybody (syncers, learners, standbys, verifiers) folds the same entries with the same kernels and arrives at the same
 bits, which the hash in each entry proves. A body must have passed :func:`diloco.core.quantise.validate`.
@@ -6,24 +6,31 @@ bits, which the hash in each entry proves. A body must have passed :func:`diloco
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core import outer, quantise
 from diloco.core.chain import Chain
+from diloco.core.outer import NESTEROV, Optimizer
 from diloco.errors import HashError
 from diloco.wire.messages import Keyframe, Record
 
 
 @dataclass
 class Replica:
-    """One fragment as of its log's checked head: float32 vectors of the fragment's size."""
+    """One fragment as of its log's checked head: float32 vectors of the fragment's size, the optimizer's moments in one."""
 
     chain: Chain
     theta: NDArray[np.float32]
     momentum: NDArray[np.float32]
+    optimizer: Optimizer = NESTEROV
+
+    def copy(self) -> Replica:
+        """A replica that is folded further by itself; the parameters are shared as long as nobody folds in place."""
+        chain = replace(self.chain, cursors=dict(self.chain.cursors), ends=dict(self.chain.ends))
+        return replace(self, chain=chain, momentum=self.momentum.copy())
 
     def fold(
         self, record: Record, check: bytes, sequence: int, body: NDArray[np.uint8] | None, *, in_place: bool = True
@@ -39,15 +46,9 @@ class Replica:
         self.chain.check(record)
         if body is not None:
             theta = self.theta if in_place else np.empty_like(self.theta)
-            state_hash = outer.fold(
-                self.theta,
-                self.momentum,
-                body,
-                record.bits,
-                record.learning_rate,
-                record.momentum,
-                theta_out=None if in_place else theta,
-            )
+            step = self.optimizer.at(record.version, record.learning_rate, record.momentum)
+            out = None if in_place else theta
+            state_hash = outer.fold(self.theta, self.momentum, body, record.bits, step, theta_out=out)
             self.theta = theta
         else:
             state_hash = self.chain.state_hash
@@ -61,20 +62,20 @@ class Replica:
 
 def keyframe_body(replica: Replica, residual: NDArray[np.float32] | None) -> NDArray[np.uint8]:
     """Theta, momentum and residual (zeros if None) as the raw bytes of a keyframe's body."""
-    n = replica.theta.size
-    body = np.zeros(3 * n, np.dtype("<f4"))
-    body[:n], body[n : 2 * n] = replica.theta, replica.momentum
-    if residual is not None:
-        body[2 * n :] = residual
+    if residual is None:
+        residual = np.zeros_like(replica.theta)
+    body = np.concatenate([replica.theta, replica.momentum, residual], dtype=np.dtype("<f4"))
     return body.view(np.uint8)
 
 
-def keyframe_bytes(size: int) -> int:
-    """Raw bytes of a keyframe's body for a fragment of ``size`` parameters."""
-    return 12 * size
+def keyframe_bytes(size: int, moments: int) -> int:
+    """Raw bytes of a keyframe's body for a fragment of ``size`` parameters, and so many moments of each."""
+    return 4 * (2 + moments) * size
 
 
-def load_keyframe(keyframe: Keyframe, chain: Chain, raw: NDArray[np.uint8]) -> tuple[Replica, NDArray[np.float32]]:
+def load_keyframe(
+    keyframe: Keyframe, chain: Chain, raw: NDArray[np.uint8], optimizer: Optimizer = NESTEROV
+) -> tuple[Replica, NDArray[np.float32]]:
     """The replica that a keyframe describes, and the residual.
 
     Raises:
@@ -82,8 +83,8 @@ def load_keyframe(keyframe: Keyframe, chain: Chain, raw: NDArray[np.uint8]) -> t
         NonFiniteError: the residual holds NaN or infinity.
     """
     values = raw.view(np.dtype("<f4")).astype(np.float32, copy=False)
-    n = values.size // 3
-    theta, momentum, residual = values[:n].copy(), values[n : 2 * n].copy(), values[2 * n :].copy()
+    n = values.size // (2 + optimizer.moments)
+    theta, momentum, residual = values[:n].copy(), values[n:-n].copy(), values[-n:].copy()
     state_hash = outer.state_hash(theta, momentum)
     if state_hash != keyframe.state_hash:
         raise HashError(
@@ -91,4 +92,4 @@ def load_keyframe(keyframe: Keyframe, chain: Chain, raw: NDArray[np.uint8]) -> t
             f"{state_hash.hex()[:16]}, it states {keyframe.state_hash.hex()[:16]}"
         )
     quantise.validate(residual.view(np.uint8), n, 32)
-    return Replica(chain, theta, momentum), residual
+    return Replica(chain, theta, momentum, optimizer), residual

@@ -304,3 +304,23 @@ def nesterov(theta, momentum, delta, learning_rate, mu):
         buffer = mu * momentum[i] + delta[i]
         momentum[i] = buffer
         theta[i] = theta[i] - learning_rate * (delta[i] + mu * buffer)
+
+
+@njit(
+    "void(float32[::1], float32[::1], float32[::1], float32[::1], float32, float32[::1], float32[::1], float32[::1], float32, "
+    "float32)",
+    **_OPTIONS,
+)
+def adamw(theta, mean, square, gradient, learning_rate, kept, taken, unbiased, epsilon, decay):
+    """In place: a step of AdamW. Pairs of constants are for the mean of gradients and for that of their squares.
+
+    ``mean = kept[0] * mean + taken[0] * gradient``, ``square = kept[1] * square + taken[1] * gradient * gradient``, and then
+    ``theta -= learning_rate * (mean / unbiased[0] / (sqrt(square / unbiased[1]) + epsilon) + decay * theta)``.
+    """
+    for i in range(U(theta.size)):
+        first = kept[0] * mean[i] + taken[0] * gradient[i]
+        second = kept[1] * square[i] + taken[1] * (gradient[i] * gradient[i])
+        mean[i] = first
+        square[i] = second
+        update = (first / unbiased[0]) / (np.sqrt(second / unbiased[1]) + epsilon)
+        theta[i] = theta[i] - learning_rate * (update + decay * theta[i])

@@ -13,6 +13,7 @@ from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment
 from diloco.core.merge import Accumulator
 from diloco.core.round import Held, Merge
+from diloco.core.schedule import scheduled_rate
 from diloco.core.weights import weight
 from diloco.errors import NonFiniteError
 from diloco.settings import RunSettings
@@ -53,6 +54,17 @@ def encode(delta: Vector, residual: Vector, settings: RunSettings) -> NDArray[np
     return quantise.quantise(residual, bits, error=residual)
 
 
+def outer_rates(settings: RunSettings, tokens_done: int) -> tuple[float, float]:
+    """Learning rate and momentum of the outer step after ``tokens_done`` of all learners, merged or lost.
+
+    AdamW's are the inner settings'; its momentum is beta1. Readers take both from the record: a cosine may have other bits
+    elsewhere.
+    """
+    if settings.outer.optimizer == "adamw":
+        return scheduled_rate(settings.inner, tokens_done, settings.tokens), settings.inner.beta1
+    return settings.outer.learning_rate, settings.outer.momentum
+
+
 def make_version(
     replica: Replica,
     residual: Vector,
@@ -75,10 +87,13 @@ def make_version(
     chain = replica.chain
     bits = settings.codec.record_bits
     body = encode(accumulator.result(), residual, settings)
-    learning_rate, momentum = settings.outer.learning_rate, settings.outer.momentum
-    state_hash = outer.fold(replica.theta, replica.momentum, body, bits, learning_rate, momentum)
-    if not np.isfinite(kernels.absmax(replica.theta)):
-        raise NonFiniteError(f"fragment {chain.fragment}, version {chain.version + 1}: a parameter is not finite")
+    learning_rate, momentum = outer_rates(settings, chain.tokens_merged + chain.tokens_lost)
+    step = replica.optimizer.at(chain.version + 1, learning_rate, momentum)
+    state_hash = outer.fold(replica.theta, replica.momentum, body, bits, step)
+    if not (np.isfinite(kernels.absmax(replica.theta)) and np.isfinite(kernels.absmax(replica.momentum))):
+        raise NonFiniteError(
+            f"fragment {chain.fragment}, version {chain.version + 1}: a parameter or its momentum is not finite"
+        )
     packed = codec.pack(body, settings.codec.zstd_level)
     description, inline, parts = describe_body(packed, codec.content_hash(body), attempt)
     offers = [item.offer for item in merge.held]
@@ -126,6 +141,7 @@ def make_marker(
 ) -> Record:
     """An entry that makes no version: ``takeover`` (the epoch rises) or ``close``."""
     chain = replica.chain
+    learning_rate, momentum = outer_rates(settings, chain.tokens_merged + chain.tokens_lost)
     return Record(
         fragment=chain.fragment,
         entry=entry,
@@ -135,8 +151,8 @@ def make_marker(
         previous=chain.head,
         members=[],
         bits=settings.codec.record_bits,
-        learning_rate=settings.outer.learning_rate,
-        momentum=settings.outer.momentum,
+        learning_rate=learning_rate,
+        momentum=momentum,
         tokens_merged=chain.tokens_merged,
         tokens_lost=chain.tokens_lost,
         state_hash=chain.state_hash,

@@ -1,54 +1,150 @@
-"""The outer step, SGD with Nesterov momentum, and the hash of its state.
+"""The outer step, and the hash of its state: SGD with Nesterov momentum, or AdamW.
 
-``momentum = mu * momentum + delta``; ``theta -= learning_rate * (delta + mu * momentum)`` (algorithm.md section 3).
+Nesterov: ``momentum = mu * momentum + delta``; ``theta -= learning_rate * (delta + mu * momentum)`` (algorithm.md section 3).
+AdamW (arXiv 1711.05101): ``delta`` is a gradient, and the momentum two vectors, one after the other: the running means of
+gradients and of their squares.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.core import kernels, quantise
+from diloco.core.fragments import Fragment
+from diloco.settings import RunSettings
 
 Vector = NDArray[np.float32]
 CHUNK = 1 << 16  # values folded and hashed at a time, so that they are still in the cache when they are hashed
+EPSILON = 1e-8  # of AdamW, outer and inner alike
 
 
-def nesterov(theta: Vector, momentum: Vector, delta: Vector, learning_rate: float, mu: float) -> None:
-    """One outer step, in place."""
-    kernels.nesterov(theta, momentum, delta, np.float32(learning_rate), np.float32(mu))
+class Step(Protocol):
+    """One version's outer step, in place, on a slice of a fragment that begins at ``start``."""
+
+    def __call__(self, start: int, theta: Vector, moments: list[Vector], delta: Vector) -> None: ...
+
+
+class Optimizer(Protocol):
+    """What a fragment's versions are folded by; the momentum is ``moments`` vectors of the fragment's size, in one array."""
+
+    @property
+    def moments(self) -> int: ...
+
+    def at(self, version: int, learning_rate: float, momentum: float) -> Step:
+        """The step that makes a version, with the numbers that its record states."""
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """SGD with Nesterov momentum."""
+
+    moments = 1
+
+    def at(self, version: int, learning_rate: float, momentum: float) -> Step:
+        rate, mu = np.float32(learning_rate), np.float32(momentum)
+
+        def step(start: int, theta: Vector, moments: list[Vector], delta: Vector) -> None:
+            kernels.nesterov(theta, moments[0], delta, rate, mu)
+
+        return step
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW. A record states the learning rate and, as momentum, beta1; what is here is the same for all versions."""
+
+    beta2: float
+    decays: tuple[tuple[int, float], ...]  # weight decay by element: to which element (excluded), how much
+
+    moments = 2
+
+    @classmethod
+    def of(cls, settings: RunSettings, fragment: Fragment) -> AdamW:
+        """As ``inner`` has it; tensors of two or more axes decay, norms and biases do not."""
+        decays: list[tuple[int, float]] = []
+        for piece in fragment.pieces:
+            decay = settings.inner.weight_decay if len(piece.shape) > 1 else 0.0
+            if decays and decays[-1][1] == decay:
+                decays.pop()
+            decays.append((piece.offset + piece.size, decay))
+        return cls(settings.inner.beta2, tuple(decays))
+
+    def at(self, version: int, learning_rate: float, momentum: float) -> Step:
+        betas = momentum, self.beta2
+        kept = np.array(betas, np.float32)
+        taken = np.array([1 - beta for beta in betas], np.float32)
+        unbiased = np.array([1 - power(beta, version) for beta in betas], np.float32)
+        rate, epsilon = np.float32(learning_rate), np.float32(EPSILON)
+
+        def step(start: int, theta: Vector, moments: list[Vector], delta: Vector) -> None:
+            mean, square = moments
+            begin = 0
+            for until, decay in self.decays:
+                end = min(until - start, theta.size)
+                if end > begin:
+                    part = slice(begin, end)
+                    constants = rate, kept, taken, unbiased, epsilon, np.float32(decay)
+                    kernels.adamw(theta[part], mean[part], square[part], delta[part], *constants)
+                    begin = end
+
+        return step
+
+
+NESTEROV = Nesterov()
+
+
+def optimizer(settings: RunSettings, fragment: Fragment) -> Optimizer:
+    """What the versions of a fragment are folded by."""
+    return AdamW.of(settings, fragment) if settings.outer.optimizer == "adamw" else NESTEROV
+
+
+def power(base: float, exponent: int) -> float:
+    """``base ** exponent`` by squaring: of products alone, which have the same bits on every machine, as ``pow`` has not."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
 
 
 def fold(
-    theta: Vector,
-    momentum: Vector,
-    body: NDArray[np.uint8],
-    bits: int,
-    learning_rate: float,
-    mu: float,
-    *,
-    theta_out: Vector | None = None,
+    theta: Vector, momentum: Vector, body: NDArray[np.uint8], bits: int, step: Step, *, theta_out: Vector | None = None
 ) -> bytes:
     """Decode a valid body, take the outer step, and hash the result; returns the state hash (32 bytes).
 
     ``momentum`` changes in place, ``theta`` too unless ``theta_out`` is given.
     """
     out = theta if theta_out is None else theta_out
-    theta_hash, momentum_hash = blake3(), blake3()
+    vectors = [out, *_moments(theta, momentum)]
+    hashes = [blake3() for _ in vectors]
     delta = np.empty(min(CHUNK, theta.size), np.float32)
-    rate, mu32 = np.float32(learning_rate), np.float32(mu)
     for start in range(0, theta.size, CHUNK):
         stop = min(start + CHUNK, theta.size)
         part = quantise.dequantise(body, theta.size, bits, delta[: stop - start], start=start)
         if theta_out is not None:
             out[start:stop] = theta[start:stop]
-        kernels.nesterov(out[start:stop], momentum[start:stop], part, rate, mu32)
-        theta_hash.update(out[start:stop].view(np.uint8).data)
-        momentum_hash.update(momentum[start:stop].view(np.uint8).data)
-    return blake3(theta_hash.digest() + momentum_hash.digest()).digest()
+        slices = [vector[start:stop] for vector in vectors]
+        step(start, slices[0], slices[1:], part)
+        for hashed, values in zip(hashes, slices, strict=True):
+            hashed.update(values.view(np.uint8).data)
+    return _hash_of([hashed.digest() for hashed in hashes])
 
 
 def state_hash(theta: Vector, momentum: Vector) -> bytes:
-    """``BLAKE3(BLAKE3(theta) || BLAKE3(momentum))`` over little-endian float32 bytes."""
-    return blake3(blake3(theta.view(np.uint8).data).digest() + blake3(momentum.view(np.uint8).data).digest()).digest()
+    """``BLAKE3(BLAKE3(theta) || BLAKE3(momentum))`` over little-endian float32 bytes; of two moments, the hash of each."""
+    return _hash_of([blake3(vector.view(np.uint8).data).digest() for vector in (theta, *_moments(theta, momentum))])
+
+
+def _moments(theta: Vector, momentum: Vector) -> list[Vector]:
+    return [momentum[at : at + theta.size] for at in range(0, momentum.size, theta.size)]
+
+
+def _hash_of(digests: list[bytes]) -> bytes:
+    return blake3(b"".join(digests)).digest()

@@ -180,6 +180,8 @@ class Round:
             return False
         if self.roster.used_up(now_s) or self._leavers(now_s):
             return True
+        if self.settings.round.lockstep:  # no step is taken without it: whoever ends one is to find the round open
+            return bool(self._present(now_s))
         steps, fragment = self.settings.round.steps, self.chain.fragment
         needed = steps if self.chain.version else first_due_steps(self.settings.round, fragment, self.fragments)
         ready = 0
