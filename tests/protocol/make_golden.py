@@ -233,7 +233,7 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     golden.add("pulse", "pulse", [*pulse, [[0, 0, 200], [4, 8, 100]], 1024, 37.5, 0.0625, 70000, 2**32, 0])
     evaluator = ["evaluator", 1, "evaluator", "starting", False, 0, 0, 0.0, None, *([[0, 0, 0]] * 4), [], 0, 0.0, 0.0, 0, 0, 0]
     golden.add("pulse_evaluator", "pulse", evaluator)
-    shard = ["syncer-1", 1700000000000, 1200, "owner", 7, [0, 2], [1], 9, 8, [[2, 1, 2, 0.75]], 0, 65536, 255]
+    shard = ["syncer-1", "us", 1700000000000, 1200, "owner", 7, [0, 2], [1], 9, 8, [[2, 1, 2, 0.75]], 0, 65536, 255]
     golden.add("shard", "shard", shard)
     golden.add("coordinator", "coordinator", ["coordinator-1", 3, False])
     golden.add("round", "round", [FRAGMENT, 1, 1, "syncer-1", 0.5, False, 98304])
@@ -256,8 +256,8 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     keyframe_raw = np.concatenate([theta, momentum, np.zeros_like(theta)]).astype("<f4").tobytes()
     body, inline, _ = describe(keyframe_raw, attempt(0))
     golden.add("keyframe_0", "keyframe", [FRAGMENT, 0, 0, zeros, 0, 0, 0, [], [], hashes[FRAGMENT], False, body], inline)
-    heads = [[i + 1, h] for i, h in enumerate(hashes)]
-    genesis = golden.add("genesis", "genesis", ["learner-0", SETTINGS_DIGEST, digest(MAP), heads, 1700000001.5])
+    genesis = golden.add("genesis", "genesis", ["learner-0", SETTINGS_DIGEST, digest(MAP), hashes, 1700000001.5])
+    golden.add("claim", "claim", [FRAGMENT, 1, "syncer-1", 0, 0, False, genesis, 0])
 
     offer_raw = encode(pattern(SIZE, 53, 97, 1 / 256), 4)
     body, inline, _ = describe(offer_raw, attempt(1))
@@ -303,6 +303,9 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
         merged, lost = merged + sum(member[6] for member in members), 24 if version >= 2 else 0
         entry = [FRAGMENT, "version", version, 1, "syncer-1", previous, members, bits, 0.3, 0.9, merged, lost, state]
         closing = version == 4
+        if version == 3:
+            golden.add("claim_after", "claim", [FRAGMENT, 2**40, "syncer-2", 1, 2, False, previous, 70000])
+            golden.add("notice", "notice", [FRAGMENT, 2, 1, previous, 70000])
         previous = golden.add(
             f"record_{version}",
             "record",

@@ -23,7 +23,7 @@ def member(
 
 
 def genesis_chain() -> Chain:
-    genesis = Genesis("founder", b"s" * 32, b"m" * 32, [(11, b"0" * 32), (12, b"1" * 32)], 0.0)
+    genesis = Genesis("founder", b"s" * 32, b"m" * 32, [b"0" * 32, b"1" * 32], 0.0)
     return Chain.from_genesis(1, genesis, GENESIS_CHECK)
 
 

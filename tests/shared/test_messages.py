@@ -22,6 +22,7 @@ from diloco.wire.messages import (
     PART_BYTES,
     Announcement,
     Body,
+    Claim,
     CoordinatorPulse,
     Cursor,
     Genesis,
@@ -30,6 +31,7 @@ from diloco.wire.messages import (
     Marked,
     Member,
     Message,
+    Notice,
     Offer,
     Pulse,
     Record,
@@ -80,6 +82,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
     ShardPulse: st.builds(
         ShardPulse,
         NAME,
+        st.sampled_from(["", "us", "ap_2"]),
         COUNT,
         COUNT,
         st.sampled_from(["owner", "standby", "leaving"]),
@@ -148,7 +151,9 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         st.booleans(),
         BODY,
     ),
-    Genesis: st.builds(Genesis, NAME, HASH, HASH, st.lists(st.tuples(COUNT, HASH), min_size=1, max_size=3), SECONDS),
+    Genesis: st.builds(Genesis, NAME, HASH, HASH, st.lists(HASH, min_size=1, max_size=3), SECONDS),
+    Claim: st.builds(Claim, FRAGMENT, st.integers(1, 2**62), NAME, COUNT, COUNT, st.booleans(), HASH, COUNT),
+    Notice: st.builds(Notice, FRAGMENT, COUNT, COUNT, HASH, COUNT),
     Mark: st.builds(Mark, COUNT, COUNTS),
     Marked: st.builds(Marked, NAME, COUNT, COUNT, COUNTS, COUNT, HASH),
     StateRequest: st.builds(StateRequest, NAME, st.binary(max_size=8), COUNT),
@@ -163,7 +168,7 @@ EXAMPLES: dict[type[Message], Message] = {
     Pulse: Pulse(
         "ann", 1, "learner", "stepping", False, 2, 3, 0.5, 1.25, [1], [2], [3], [4], [(0, 8, 2)], 3, 5.0, 6.0, 7, 8, 9
     ),
-    ShardPulse: ShardPulse("syncer-0", 12, 34, "owner", 5, [0, 2], [1], 3, 4, [(2, 1, 2, 0.5)], 5, 6, 7),
+    ShardPulse: ShardPulse("syncer-0", "us", 12, 34, "owner", 5, [0, 2], [1], 3, 4, [(2, 1, 2, 0.5)], 5, 6, 7),
     CoordinatorPulse: CoordinatorPulse("coordinator", 1, False),
     Announcement: Announcement(3, 7, 1, "syncer-0", 0.25, False, 9),
     Offer: Offer(3, "ann", 1, 2, (1, 1), 4, 3, b"b" * 32, 4, 5, 6, 7, [(2, 9, 5)], Body(8, b"c" * 32, 0, b"attempt.")),
@@ -201,7 +206,9 @@ EXAMPLES: dict[type[Message], Message] = {
         False,
         Body(8, b"c" * 32, 0, b"attempt."),
     ),
-    Genesis: Genesis("ann", b"s" * 32, b"m" * 32, [(1, b"0" * 32)], 2.0),
+    Genesis: Genesis("ann", b"s" * 32, b"m" * 32, [b"0" * 32], 2.0),
+    Claim: Claim(3, 2, "syncer-1", 1, 4, False, b"e" * 32, 9),
+    Notice: Notice(3, 4, 1, b"e" * 32, 9),
     Mark: Mark(7, [1, 2]),
     Marked: Marked("ann", 7, 8, [1, 2], 9, b"f" * 32),
     StateRequest: StateRequest("ann", b"copy....", 10),
@@ -302,7 +309,7 @@ def test_lengths_that_are_only_claimed_are_refused(claim: bytes) -> None:
     with pytest.raises(FormatError):
         messages.unpack(framed(claim, "genesis"), Genesis, RUN)
     fields = fields_of(EXAMPLES[Genesis])
-    at = fields.index(b"\x91\x92\x01")  # its list of one fragment
+    at = fields.index(b"\x91\xc4\x200")  # its list of one fragment
     with pytest.raises(FormatError):
         messages.unpack(framed(fields[:at] + claim + fields[at + 1 :], "genesis"), Genesis, RUN)
     frame = messages.pack(EXAMPLES[Genesis], RUN)
@@ -374,6 +381,8 @@ def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
         (Pulse, {"trained": [[0, 0]]}),
         (ShardPulse, {"state": "asleep"}),
         (ShardPulse, {"revision": -1}),
+        (ShardPulse, {"region": "Us"}),
+        (ShardPulse, {"region": "u" * 17}),
         (ShardPulse, {"fragments": [0] * 4097}),
         (ShardPulse, {"closed": [-1]}),
         (ShardPulse, {"open": [[4096, 1, 1, 0.5]]}),
@@ -416,7 +425,13 @@ def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
         (Keyframe, {"ends": [[2**14, 1]]}),
         (Keyframe, {"ends": [[1, -1]]}),
         (Genesis, {"fragments": []}),
-        (Genesis, {"fragments": [[1, b"0" * 32]] * 4097}),
+        (Genesis, {"fragments": [b"0" * 32] * 4097}),
+        (Genesis, {"fragments": [b"0" * 31]}),
+        (Claim, {"fragment": 4096}),
+        (Claim, {"epoch": 0}),
+        (Claim, {"entry_check": b"short"}),
+        (Notice, {"sequence": -1}),
+        (Notice, {"check": b""}),
         (Genesis, {"founder": "ann\0"}),
     ],
 )

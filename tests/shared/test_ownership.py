@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from diloco.core.ownership import FIRST_TABLE_S, UNEVEN, Ownership, OwnersTable,
 from diloco.wire.messages import ShardPulse
 
 TAKEOVER_S = 1.5
+AWAY_S = 6.0
 NAMES = [f"s{i}" for i in range(6)]
 SIZES = [4, 4, 2, 2]
 
@@ -76,6 +77,34 @@ def test_nobody_alive_no_plan() -> None:
     assert plan(OwnersTable(["a"], ["a"] * 4), set(), SIZES, 1) is None
 
 
+REGIONS = {"ap0": "ap", "ap1": "ap", "eu0": "eu", "eu1": "eu", "us0": "us"}
+
+
+def test_each_region_has_a_holder_before_one_has_two() -> None:
+    table = plan(None, REGIONS, SIZES, 3, REGIONS)
+    assert table is not None
+    assert table.holders == ["ap0", "eu0", "us0"]
+    table = plan(None, REGIONS, SIZES, 4, REGIONS)
+    assert table is not None
+    assert table.holders == ["ap0", "eu0", "us0", "ap1"]
+
+
+def test_a_standby_of_the_same_region_takes_a_dead_holders_place() -> None:
+    table = OwnersTable(["ap0", "eu0", "us0"], ["ap0", "eu0", "us0", "us0"])
+    planned = plan(table, {"ap0", "ap1", "eu1", "us0"}, SIZES, 3, REGIONS)
+    assert planned == OwnersTable(["ap0", "us0", "eu1"], ["ap0", "eu1", "us0", "us0"])
+
+
+def test_a_region_that_returns_gets_its_share_back_from_one_that_has_two() -> None:
+    away = plan(OwnersTable(["ap0", "eu0", "us0"], ["ap0", "eu0", "us0", "us0"]), {"ap0", "ap1", "us0"}, SIZES, 3, REGIONS)
+    assert away is not None
+    assert away.holders == ["ap0", "us0", "ap1"]
+    back = plan(away, set(REGIONS), SIZES, 3, REGIONS)
+    assert back is not None
+    assert back.holders == ["ap0", "us0", "eu0"]
+    assert plan(back, set(REGIONS), SIZES, 3, REGIONS) is None
+
+
 @given(
     st.lists(st.integers(1, 100), min_size=1, max_size=30),
     st.sets(st.sampled_from(NAMES), min_size=1),
@@ -128,8 +157,11 @@ def test_a_death_moves_only_what_the_dead_had_if_a_standby_is_there(sizes: list[
 class Watch:
     """One syncer's view, driven by hand: it pulses to itself as often as it should unless it is frozen or cut off."""
 
-    def __init__(self, name: str = "s0", shards: int = 2, sizes: Sequence[int] = SIZES) -> None:
-        self.own = Ownership(name, 1, sizes, shards, TAKEOVER_S)
+    def __init__(
+        self, name: str = "s0", shards: int = 2, sizes: Sequence[int] = SIZES, regions: Mapping[str, str] | None = None
+    ) -> None:
+        self.regions = dict(regions or {})
+        self.own = Ownership(name, 1, sizes, shards, TAKEOVER_S, self.regions.get(name, ""), AWAY_S)
         self.now_s = 100.0
         self.numbers: dict[str, int] = {}
         self.talking: set[str] = {name}
@@ -141,6 +173,7 @@ class Watch:
         self.numbers[name] = self.numbers.get(name, 0) + 1
         values: dict[str, Any] = {
             "syncer": name,
+            "region": self.regions.get(name, ""),
             "incarnation": 1,
             "number": self.numbers[name],
             "state": "owner",
@@ -186,6 +219,41 @@ def test_who_is_silent_for_takeover_s_is_gone_and_its_fragments_go_to_a_standby(
     watch.run(0.25)
     assert watch.own.live(watch.now_s) == {"s1", "s2"}
     assert watch.own.propose(watch.now_s) == OwnersTable(["s1", "s2"], ["s2", "s1", "s2", "s1"])
+
+
+def test_a_region_of_which_nobody_is_heard_has_longer_than_one_of_its_syncers() -> None:
+    watch = Watch("us0", regions={"us0": "us", "eu0": "eu", "eu1": "eu"})
+    watch.talking |= {"eu0", "eu1"}
+    watch.run(10)
+    watch.talking.remove("eu0")  # eu1 is heard: it is the process
+    watch.run(TAKEOVER_S)
+    assert watch.own.live(watch.now_s) == {"us0", "eu1"}
+    watch.talking.remove("eu1")
+    watch.run(AWAY_S - 0.25)
+    assert watch.own.live(watch.now_s) == {"us0", "eu1"}
+    watch.run(0.25)
+    assert watch.own.live(watch.now_s) == {"us0"}
+
+
+def test_who_is_silent_in_the_own_region_is_gone_at_once() -> None:
+    watch = Watch("us0", regions={"us0": "us", "us1": "us"})
+    watch.talking |= {"us1"}
+    watch.run(10)
+    watch.talking.remove("us1")
+    watch.run(TAKEOVER_S)
+    assert watch.own.live(watch.now_s) == {"us0"}
+
+
+def test_keyframes_are_one_syncers_of_each_region_and_the_owners_in_its_own() -> None:
+    regions = {"eu0": "eu", "eu1": "eu", "us0": "us"}
+    watches = {name: Watch(name, regions=regions) for name in regions}
+    kept: dict[str, list[int]] = {}
+    for name, watch in watches.items():
+        watch.talking |= set(regions)
+        watch.own.read(OwnersTable(["eu1", "us0"], ["eu1", "us0", "us0", "eu1"]), 1, watch.now_s)
+        watch.run(1)
+        kept[name] = [fragment for fragment in range(4) if watch.own.keeps(fragment, watch.now_s)]
+    assert kept == {"eu0": [1, 2], "eu1": [], "us0": [0, 3]}
 
 
 def test_a_frozen_syncer_that_goes_on_hears_the_others_anew_before_it_thinks_them_gone() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -20,12 +20,13 @@ from diloco.core import codec, fold, outer, quantise
 from diloco.core.chain import NO_ENTRY, Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap
+from diloco.core.quorum import Tip, Undecided
 from diloco.errors import AppendUncertainError, FenceError, FormatError, HashError, MessageError, RewoundError, RunError
 from diloco.settings import RunSettings
 from diloco.transport import Fence, Stored, Transport
 from diloco.wire import messages, subjects
 from diloco.wire.assemble import Parts, part_index
-from diloco.wire.messages import Body, Genesis, Keyframe, Offer, Record
+from diloco.wire.messages import Body, Claim, Genesis, Keyframe, Notice, Offer, Record
 from diloco.wire.subjects import Subjects
 
 APPEND_TIMEOUT_S = 10.0
@@ -33,14 +34,35 @@ LOOK_S = 2.0  # that a message which does not come is still there
 
 
 @dataclass(frozen=True)
+class Packed:
+    """One log entry as it travels, its body not looked into."""
+
+    record: Record
+    check: bytes
+    sequence: int
+    inline: bytes
+    parts: Sequence[bytes]  # of the body, without their attempt; None of them where it is in the head
+
+    @property
+    def previous(self) -> bytes:
+        return self.record.previous
+
+    @property
+    def size_bytes(self) -> int:
+        """Of head and parts as stored, nearly."""
+        return self.record.body.size_bytes if self.record.body else 0
+
+
+@dataclass(frozen=True)
 class Entry:
-    """One log entry as stored: checked by itself, not yet against its chain."""
+    """One log entry that is committed: checked by itself, not yet against its chain."""
 
     record: Record
     check: bytes
     sequence: int
     body: NDArray[np.uint8] | None
-    size_bytes: int  # of head and parts as stored
+    size_bytes: int  # of the body as stored
+    known_sequence: int  # of the message that says that it is committed: the entry itself, or in a run with regions a notice
 
 
 @dataclass(frozen=True)
@@ -54,12 +76,15 @@ class Loaded:
 
 
 class Log:
-    """One run's log stream, seen through one service's transport."""
+    """One run's log stream, seen through one service's transport.
+
+    In a run with regions it is one of several, each in a region of its own (:mod:`diloco.core.quorum`).
+    """
 
     def __init__(
         self, transport: Transport, run_name: str, run: bytes, fragment_map: FragmentMap, settings: RunSettings
     ) -> None:
-        self.transport, self.run, self.map = transport, run, fragment_map
+        self.transport, self.run, self.map, self.regions = transport, run, fragment_map, bool(settings.regions.names)
         self._optimizers = [outer.optimizer(settings, fragment) for fragment in fragment_map.fragments]
         self.subjects = Subjects(run_name)
         self._named: set[int] = set()  # sequences of keyframes whose damage was logged
@@ -74,25 +99,41 @@ class Log:
             raise RunError(f"run {self.subjects.run!r}: its genesis record belongs to another fragment map")
         return genesis, check
 
-    async def found(self, founder: str, settings_digest: bytes, thetas: Sequence[NDArray[np.float32]]) -> None:
+    async def found(
+        self,
+        founder: str,
+        settings_digest: bytes,
+        thetas: Sequence[NDArray[np.float32]],
+        decide: Callable[[bytes], Awaitable[bool]] | None = None,
+    ) -> None:
         """Publish version 0 of every fragment and then genesis; somebody else having done so is success too.
 
         Version 0 is fenced by genesis too: a founder that comes late would put it behind the keyframes of a run under way, and
-        hide them.
+        hide them. ``decide`` is asked whether the genesis record that it is given is the run's, where there are several logs.
         """
-        heads: list[tuple[int, bytes]] = []
+        hashes: list[bytes] = []
         fence = Fence(self.subjects.genesis, 0)
         try:
             for fragment, theta in zip(self.map.fragments, thetas, strict=True):
                 optimizer = self._optimizers[fragment.index]
                 momentum = np.zeros(optimizer.moments * theta.size, np.float32)
                 chain = Chain(fragment.index, 0, 0, NO_ENTRY, 0, outer.state_hash(theta, momentum))
-                sequence = await self.append_keyframe(Replica(chain, theta, momentum, optimizer), None, fence)
-                heads.append((sequence, chain.state_hash))
-            genesis = Genesis(founder, settings_digest, self.map.digest, heads, self.transport.wall_s())
-            await self._append(self.subjects.genesis, messages.pack(genesis, self.run), [], b"", fence)
+                await self.append_keyframe(Replica(chain, theta, momentum, optimizer), None, fence)
+                hashes.append(chain.state_hash)
+            genesis = Genesis(founder, settings_digest, self.map.digest, hashes, self.transport.wall_s())
+            frame = messages.pack(genesis, self.run)
+            if decide is None or await decide(frame):
+                await self.append_genesis(frame)
         except FenceError:
             return
+
+    async def append_genesis(self, frame: bytes) -> None:
+        """Store the genesis record, all keyframes of version 0 being there.
+
+        Raises:
+            FenceError: there is another one.
+        """
+        await self._append(self.subjects.genesis, frame, [], b"", Fence(self.subjects.genesis, 0))
 
     async def load(self, fragment: int, genesis: Genesis, genesis_check: bytes) -> Loaded:
         """The fragment from its newest whole keyframe after genesis, or from version 0.
@@ -148,7 +189,7 @@ class Log:
                 raise FormatError(f"fragment {fragment}, keyframe of version 0: what follows it was purged")
             return first, faults
         except (MessageError, RunError) as error:
-            return None, faults | {genesis.fragments[fragment][0]: str(error)}
+            return None, faults | {0: str(error)}
 
     async def load_first(self, fragment: int, genesis: Genesis, genesis_check: bytes) -> Loaded:
         """Version 0 of the fragment.
@@ -157,12 +198,21 @@ class Log:
             MessageError: its keyframe is damaged.
             RunError: its keyframe is gone.
         """
-        stored = await self.transport.get(self.subjects.log_stream, genesis.fragments[fragment][0])
-        if stored is None:
-            raise RunError(f"run {self.subjects.run!r}: fragment {fragment} has no keyframe; the log is damaged")
-        keyframe, _, inline = messages.unpack(stored.data, Keyframe, self.run)
-        chain = Chain.from_genesis(fragment, genesis, genesis_check)
-        return await self._load(keyframe, chain, inline, stored.sequence)
+        chain, fault = Chain.from_genesis(fragment, genesis, genesis_check), None
+        for sequence in await self.keyframe_sequences(fragment):
+            stored = await self.transport.get(self.subjects.log_stream, sequence)
+            if stored is None:
+                continue
+            try:
+                keyframe, _, inline = messages.unpack(stored.data, Keyframe, self.run)
+            except MessageError as error:
+                fault = fault or error
+                continue
+            if keyframe.entry_hash != NO_ENTRY:
+                break  # whoever founds stores nothing after genesis, and so after an entry
+            if keyframe.state_hash == chain.state_hash:
+                return await self._load(keyframe, chain, inline, stored.sequence)
+        raise fault or RunError(f"run {self.subjects.run!r}: fragment {fragment} has no keyframe; the log is damaged")
 
     async def keyframes(self, fragment: int, refused: Callable[[int, MessageError], None]) -> AsyncIterator[Loaded]:
         """All of the fragment's keyframes after genesis that are stored by now, the oldest first.
@@ -233,39 +283,111 @@ class Log:
         refused: Callable[[int, MessageError], None],
         stop_sequence: int | None = None,
     ) -> AsyncIterator[Entry]:
-        """Entries of ``fragments`` from ``start_sequence`` on, in stream order: for ever, or up to and with a message.
+        """Committed entries of ``fragments`` from ``start_sequence`` on, in order: for ever, or up to and with a message.
 
         What cannot be an entry is told to ``refused`` (with its stream sequence) and passed over.
 
         Raises (while iterating):
             RewoundError: the stream lost what was read, or the message to stop at.
         """
+        undecided: dict[int, Undecided[Packed]] = {fragment: Undecided() for fragment in fragments}
+        async for sequence, message in self._read(fragments, start_sequence, refused, stop_sequence):
+            if isinstance(message, Packed) and self.regions:
+                undecided[message.record.fragment].add(message)
+                continue
+            known = undecided[message.fragment].commit(message.check) if isinstance(message, Notice) else [message]
+            for packed in known:
+                try:
+                    body = await self.open_record(packed)
+                except MessageError as error:
+                    refused(packed.sequence, error)
+                else:
+                    yield Entry(packed.record, packed.check, packed.sequence, body, packed.size_bytes, sequence)
+
+    async def stored(self, fragment: int, start_sequence: int, stop_sequence: int) -> AsyncIterator[Packed]:
+        """A fragment's entries as they are stored, committed or not, between two messages of the stream.
+
+        Raises (while iterating):
+            MessageError: one of them is damaged.
+            RewoundError: the stream lost the message to stop at.
+        """
+
+        def refused(sequence: int, error: MessageError) -> None:
+            raise error
+
+        async for _, message in self._read([fragment], start_sequence, refused, stop_sequence):
+            if isinstance(message, Packed):
+                yield message
+
+    async def _read(
+        self,
+        fragments: Sequence[int],
+        start_sequence: int,
+        refused: Callable[[int, MessageError], None],
+        stop_sequence: int | None,
+    ) -> AsyncIterator[tuple[int, Packed | Notice]]:
+        """Entries with all their parts, and notices, with their own stream sequences."""
         wanted = set(fragments)
         everything = len(wanted) == len(self.map.fragments)
         filters = [self.subjects.record_tree("*")] if everything else [self.subjects.record_tree(f) for f in sorted(wanted)]
         parts = Parts()
-        stored_bytes: dict[int, int] = {}
         pulled = self.transport.pull(self.subjects.log_stream, filters, start_sequence)
         async for message in pulled if stop_sequence is None else self._until(pulled, stop_sequence):
             fragment = subjects.fragment_of(message.subject)
             if fragment is None or fragment not in wanted:
                 continue
-            stored_bytes[fragment] = stored_bytes.get(fragment, 0) + len(message.data)
-            if not subjects.is_head(message.subject):
+            if subjects.is_head(message.subject) or (self.regions and subjects.is_notice(message.subject)):
+                try:
+                    read = self._take(fragment, message, parts)
+                except MessageError as error:
+                    refused(message.sequence, error)
+                else:
+                    if read is not None:
+                        yield message.sequence, read
+            else:
                 index = part_index(message.subject)
                 if index is not None:
                     parts.add(fragment, index, message.data, self._limit(fragment))
-                continue
-            size_bytes = stored_bytes.pop(fragment)
-            try:
-                record, check, inline = messages.unpack(message.data, Record, self.run)
-                body = await self._record_body(record, fragment, inline, parts)
-            except MessageError as error:
-                refused(message.sequence, error)
-            else:
-                yield Entry(record, check, message.sequence, body, size_bytes)
             if stop_sequence is not None and message.sequence >= stop_sequence:
                 return
+
+    def _take(self, fragment: int, message: Stored, parts: Parts) -> Packed | Notice | None:
+        """What a message beside the parts says; None of a claim, which says nothing to readers."""
+        if subjects.is_notice(message.subject):
+            notice, _, _ = messages.unpack(message.data, Notice, self.run)
+            self._check_fragment(fragment, notice)
+            return notice
+        if self.regions and messages.kind_of(message.data) == Claim.kind:
+            return None
+        record, check, inline = messages.unpack(message.data, Record, self.run)
+        self._check_fragment(fragment, record)
+        pieces: list[bytes] | None = []
+        if record.body is not None:
+            pieces = parts.take(fragment, record.body)
+        if pieces is None:
+            raise FormatError(f"fragment {fragment}, version {record.version}: parts of the body are missing")
+        return Packed(record, check, message.sequence, inline, pieces)
+
+    @staticmethod
+    def _check_fragment(fragment: int, message: Record | Notice | Claim) -> None:
+        if message.fragment != fragment:
+            raise FormatError(f"{message.kind} of fragment {message.fragment} came as one of fragment {fragment}")
+
+    async def open_record(self, packed: Packed) -> NDArray[np.uint8] | None:
+        """An entry's uncompressed body, checked; None if it has none.
+
+        Raises:
+            FormatError, HashError, NonFiniteError: it is not what the entry says.
+        """
+        record = packed.record
+        if record.body is None:
+            return None
+        what = f"fragment {record.fragment}, version {record.version}"
+        size = self.map.fragments[record.fragment].size
+        raw_bytes = quantise.body_bytes(size, record.bits)
+        body = await asyncio.to_thread(open_body, record.body, packed.inline, packed.parts, raw_bytes, what)
+        await asyncio.to_thread(quantise.validate, body, size, record.bits)
+        return body
 
     async def _until(self, pulled: AsyncIterator[Stored], stop_sequence: int) -> AsyncIterator[Stored]:
         """What is pulled, as long as the message to stop at is there: if it is lost meanwhile, it never comes."""
@@ -281,21 +403,6 @@ class Log:
                 yield coming.result()
             finally:
                 coming.cancel()
-
-    async def _record_body(self, record: Record, fragment: int, inline: bytes, parts: Parts) -> NDArray[np.uint8] | None:
-        if record.fragment != fragment:
-            raise FormatError(f"record of fragment {record.fragment} came as one of fragment {fragment}")
-        if record.body is None:
-            return None
-        what = f"fragment {fragment}, version {record.version}"
-        pieces = parts.take(fragment, record.body)
-        if pieces is None:
-            raise FormatError(f"{what}: parts of the body are missing")
-        size = self.map.fragments[fragment].size
-        raw_bytes = quantise.body_bytes(size, record.bits)
-        body = await asyncio.to_thread(open_body, record.body, inline, pieces, raw_bytes, what)
-        await asyncio.to_thread(quantise.validate, body, size, record.bits)
-        return body
 
     async def append_record(self, record: Record, inline: bytes, parts: Sequence[bytes], expected_sequence: int) -> int:
         """Append an entry behind the head whose stream sequence is ``expected_sequence``; returns the new head's.
@@ -412,9 +519,141 @@ class Log:
         return offer, raw
 
     async def head_sequence(self, fragment: int) -> int:
-        """Stream sequence of the last message on the fragment's head subject; 0 if there is none."""
+        """Stream sequence of the last message on the fragment's head subject, which a fence names; 0 if there is none."""
         stored = await self.transport.last(self.subjects.log_stream, self.subjects.record(fragment))
         return stored.sequence if stored else 0
+
+    async def end_sequence(self, fragment: int) -> int:
+        """Stream sequence up to which the fragment's entries are to be read; 0 if there is nothing."""
+        subject = self.subjects.notice(fragment) if self.regions else self.subjects.record(fragment)
+        stored = await self.transport.last(self.subjects.log_stream, subject)
+        return stored.sequence if stored else 0
+
+    # ---- one of several regions' logs
+
+    async def tip(self, fragment: int, genesis_check: bytes) -> tuple[Tip, int, int]:
+        """The last entry, committed or not; the highest epoch that wrote or claimed; sequence of the last head message."""
+        stored = await self.transport.last(self.subjects.log_stream, self.subjects.record(fragment))
+        if stored is None:
+            return Tip(0, 0, False, genesis_check, 0), 0, 0
+        try:
+            return *self._tip(fragment, stored), stored.sequence
+        except MessageError as error:
+            observe.log.warning("entry_refused", fragment=fragment, sequence=stored.sequence, reason=str(error))
+        tip, epoch = Tip(0, 0, False, genesis_check, 0), 0
+        async for older in self.transport.pull(self.subjects.log_stream, [self.subjects.record(fragment)], 1):
+            with contextlib.suppress(MessageError):
+                tip, epoch = self._tip(fragment, older)
+            if older.sequence >= stored.sequence:
+                break
+        return tip, epoch, stored.sequence
+
+    def _tip(self, fragment: int, stored: Stored) -> tuple[Tip, int]:
+        if messages.kind_of(stored.data) == Claim.kind:
+            claim, _, _ = messages.unpack(stored.data, Claim, self.run)
+            self._check_fragment(fragment, claim)
+            entry = claim.entry_epoch, claim.entry_version, claim.entry_closing, claim.entry_check, claim.entry_sequence
+            return Tip(*entry), claim.epoch
+        record, check, _ = messages.unpack(stored.data, Record, self.run)
+        self._check_fragment(fragment, record)
+        return Tip(record.epoch, record.version, record.closing, check, stored.sequence), record.epoch
+
+    async def claim(self, fragment: int, epoch: int, syncer: str, tip: Tip, head_sequence: int) -> int:
+        """Claim the fragment in this region, behind ``head_sequence``; the claim's own sequence, the fence from now on.
+
+        Raises:
+            FenceError: somebody else has appended.
+            StorageFullError: nothing was stored.
+        """
+        head = self.subjects.record(fragment)
+        claim = Claim(fragment, epoch, syncer, tip.epoch, tip.version, tip.closing, tip.check, tip.sequence)
+        return await self._append(head, messages.pack(claim, self.run), [], b"", Fence(head, head_sequence))
+
+    async def notice(self, fragment: int, version: int, epoch: int, check: bytes, sequence: int) -> None:
+        """Say that an entry, stored here with that sequence, is committed. Said twice it is said once.
+
+        Raises:
+            StorageFullError: nothing was stored.
+        """
+        frame = messages.pack(Notice(fragment, version, epoch, check, sequence), self.run)
+        await self._append(self.subjects.notice(fragment), frame, [], b"", None)
+
+    async def last_notice(self, fragment: int) -> Notice | None:
+        """The newest notice, if there is any."""
+        stored = await self.transport.last(self.subjects.log_stream, self.subjects.notice(fragment))
+        return messages.unpack(stored.data, Notice, self.run)[0] if stored else None
+
+    async def before(self, fragment: int, version: int) -> int:
+        """A stream sequence after which all entries of a committed version, and of later ones, are stored here.
+
+        Raises:
+            MessageError: a notice is damaged.
+        """
+        subject, sequence = self.subjects.notice(fragment), 0
+        newest = await self.transport.last(self.subjects.log_stream, subject)
+        if newest is None:
+            return 0
+        async for stored in self.transport.pull(self.subjects.log_stream, [subject], 1):
+            notice, _, _ = messages.unpack(stored.data, Notice, self.run)
+            if notice.version >= version:
+                break
+            sequence = notice.sequence
+            if stored.sequence >= newest.sequence:
+                break
+        return sequence
+
+    async def append_packed(self, packed: Packed, expected_sequence: int) -> int:
+        """Append another region's entry here; as :meth:`append_record`."""
+        body = packed.record.body
+        parts = [body.attempt + part for part in packed.parts] if body else []
+        return await self.append_record(packed.record, packed.inline, parts, expected_sequence)
+
+    async def jump(self, fragment: int, to: Log, expected_sequence: int) -> Keyframe | None:
+        """Give another region, whose log is too far behind to be gone on with, the newest keyframe; None if there is none.
+
+        Before it stands the head of its entry, behind ``expected_sequence``; and a notice of that. Returns it as it is there.
+
+        Raises:
+            FenceError: somebody else has appended there.
+            StorageFullError: nothing was stored.
+        """
+        newest = await self.newest_keyframe(fragment)
+        entry = await self.transport.get(self.subjects.log_stream, newest[0].entry_sequence) if newest else None
+        stored = await self.transport.get(self.subjects.log_stream, newest[1]) if newest else None
+        if entry is None or stored is None:
+            return None
+        keyframe, _, inline = messages.unpack(stored.data, Keyframe, self.run)
+        what = f"fragment {fragment}, keyframe of version {keyframe.version}"
+        head = self.subjects.keyframe(fragment)
+        pieces = await self._parts(self.subjects.log_stream, head, keyframe.body, what)
+        record = self.subjects.record(fragment)
+        sequence = await to._append(record, entry.data, [], b"", Fence(record, expected_sequence))
+        there, attempt = msgspec.structs.replace(keyframe, entry_sequence=sequence), keyframe.body.attempt
+        frame = messages.pack(there, self.run, inline)
+        await to._append(head, frame, [attempt + piece for piece in pieces], attempt, Fence(record, sequence))
+        await to.notice(fragment, there.version, there.epoch, there.entry_hash, sequence)
+        return there
+
+    async def begin_as(self, source: Log, genesis_frame: bytes) -> bool:
+        """Store the keyframes of version 0 that ``source`` has, unless they are here, and the genesis record that names them.
+
+        Returns whether it is stored now.
+
+        Raises:
+            MessageError, RunError: ``source`` does not have them all.
+        """
+        genesis, check, _ = messages.unpack(genesis_frame, Genesis, self.run)
+        try:
+            for fragment in self.map.fragments:
+                first = await source.load_first(fragment.index, genesis, check)
+                if source is not self:
+                    replica = first.replica
+                    chain = Chain(fragment.index, 0, 0, NO_ENTRY, 0, replica.chain.state_hash)
+                    await self.append_keyframe(replace(replica, chain=chain), None, Fence(self.subjects.genesis, 0))
+            await self.append_genesis(genesis_frame)
+        except FenceError:
+            pass  # somebody else did
+        return True
 
     async def _load(self, keyframe: Keyframe, chain: Chain, inline: bytes, sequence: int) -> Loaded:
         fragment, body = keyframe.fragment, keyframe.body

@@ -1,8 +1,9 @@
 """One fragment's log as far as a reader has checked it: which entry may follow, and what the log says of each learner.
 
-Entries are hash-chained (each names the check of the one before) and carry an epoch that a new owner raises by one with a
+Entries are hash-chained (each names the check of the one before) and carry an epoch that a new owner raises with a
 takeover entry. The invariants: versions follow one another without a gap; an epoch never falls; no offer is merged twice,
 because a learner's (incarnation, number) only grows; token totals add up; nothing but a takeover follows a closing version.
+A takeover may pass over epochs: those of owners who claimed the fragment (:mod:`diloco.core.quorum`) and never wrote.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Chain:
     @classmethod
     def from_genesis(cls, fragment: int, genesis: Genesis, check: bytes) -> Chain:
         """The head that the first entry follows; sequence 0, since no entry of this fragment exists yet."""
-        return cls(fragment, 0, 0, check, 0, genesis.fragments[fragment][1])
+        return cls(fragment, 0, 0, check, 0, genesis.fragments[fragment])
 
     @classmethod
     def from_keyframe(cls, keyframe: Keyframe) -> Chain:
@@ -68,14 +69,14 @@ class Chain:
         """
         makes_version = record.entry == "version"
         version = self.version + makes_version
-        epoch = self.epoch + (record.entry == "takeover")
+        takes = record.entry == "takeover"
         names = [member.learner for member in record.members]
         merged = self.tokens_merged + sum(member.tokens for member in record.members)
         rules: list[tuple[str, object, object]] = [
             ("fragment", self.fragment, record.fragment),
             ("hash of the entry before", self.head.hex()[:16], record.previous.hex()[:16]),
             ("version", version, record.version),
-            ("epoch", epoch, record.epoch),
+            ("epoch", max(record.epoch, self.epoch + 1) if takes else self.epoch, record.epoch),
             ("members in order, each once", sorted(set(names)), names),
             ("merged tokens", merged, record.tokens_merged),
             ("lost tokens", self._lost_after(record), record.tokens_lost),

@@ -137,16 +137,24 @@ def make_version(
 
 
 def make_marker(
-    replica: Replica, entry: Literal["takeover", "close"], settings: RunSettings, *, syncer: str, now_s: float
+    replica: Replica,
+    entry: Literal["takeover", "close"],
+    settings: RunSettings,
+    *,
+    syncer: str,
+    now_s: float,
+    epoch: int | None = None,
 ) -> Record:
-    """An entry that makes no version: ``takeover`` (the epoch rises) or ``close``."""
+    """An entry that makes no version: ``takeover``, to ``epoch`` or (None) the next one, or ``close``."""
     chain = replica.chain
+    if epoch is None:
+        epoch = chain.epoch + (entry == "takeover")
     learning_rate, momentum = outer_rates(settings, chain.tokens_merged + chain.tokens_lost)
     return Record(
         fragment=chain.fragment,
         entry=entry,
         version=chain.version,
-        epoch=chain.epoch + (entry == "takeover"),
+        epoch=epoch,
         syncer=syncer,
         previous=chain.head,
         members=[],

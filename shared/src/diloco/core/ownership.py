@@ -9,7 +9,8 @@ if one of them is wrong about another, the log's fence still lets only one owner
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -32,16 +33,24 @@ class OwnersTable(Struct, array_like=True, forbid_unknown_fields=True, frozen=Tr
     owners: Annotated[list[MemberName], Meta(min_length=1, max_length=MAX_FRAGMENTS)]
 
 
-def plan(table: OwnersTable | None, live: Collection[str], sizes: Sequence[int], shards: int) -> OwnersTable | None:
+def plan(
+    table: OwnersTable | None,
+    live: Collection[str],
+    sizes: Sequence[int],
+    shards: int,
+    regions: Mapping[str, str] | None = None,
+) -> OwnersTable | None:
     """The table that should be, if it is another one than ``table``; None too if nobody is ``live``.
 
-    Living holders stay, others fill up free places by name. A fragment without a living owner goes to the holder with the
+    Living holders stay, others fill up free places by name. With ``regions`` (of the living, by name) those of the region with
+    the fewest holders come first, and a region without any gets the place of one of a region with several, since what crosses
+    between regions is least where each owns its share. A fragment without a living owner goes to the holder with the
     fewest parameters, largest first. Then fragments move from the fullest holder to the emptiest while their loads differ by
     more than ``UNEVEN`` of an even share and a move makes them clearly more even. It is a function of its arguments alone,
     and a table that it returned needs no change.
     """
     holders = [name for name in table.holders if name in live][:shards] if table else []
-    holders += sorted(set(live) - set(holders))[: shards - len(holders)]
+    holders = _seat(holders, set(live), shards, regions or {})
     if not holders:
         return None
     loads = dict.fromkeys(holders, 0)
@@ -68,6 +77,23 @@ def plan(table: OwnersTable | None, live: Collection[str], sizes: Sequence[int],
     return None if planned == table else planned
 
 
+def _seat(holders: list[str], live: set[str], shards: int, regions: Mapping[str, str]) -> list[str]:
+    """Holders, with free places filled, and as many regions among them as can be."""
+    seated = list(holders)
+    waiting = sorted(live - set(seated))
+    while waiting:
+        counts = Counter(regions.get(name, "") for name in seated)
+        name = min(waiting, key=lambda candidate: (counts[regions.get(candidate, "")], candidate))
+        if len(seated) >= shards:
+            region, most = counts.most_common(1)[0]
+            if counts[regions.get(name, "")] or most < 2:
+                break
+            seated.remove(max(holder for holder in seated if regions.get(holder, "") == region))
+        waiting.remove(name)
+        seated.append(name)
+    return seated
+
+
 @dataclass
 class _Peer:
     pulse: ShardPulse
@@ -81,8 +107,18 @@ class Ownership:
     nobody counts as gone; when they come again, the others get as long as ever to be heard.
     """
 
-    def __init__(self, name: str, incarnation: int, sizes: Sequence[int], shards: int, takeover_s: float) -> None:
-        self.name, self.incarnation = name, incarnation
+    def __init__(
+        self,
+        name: str,
+        incarnation: int,
+        sizes: Sequence[int],
+        shards: int,
+        takeover_s: float,
+        region: str = "",
+        away_s: float = math.inf,
+    ) -> None:
+        """``region``: empty in a run without; one of which nobody is heard counts as gone after ``away_s``."""
+        self.name, self.incarnation, self.region, self.away_s = name, incarnation, region, away_s
         self.sizes, self.shards, self.takeover_s = sizes, shards, takeover_s
         self.table: OwnersTable | None = None
         self.revision = 0  # of the table; 0: there is none
@@ -183,9 +219,23 @@ class Ownership:
             waited_s = now_s - self._hearing_since_s if self._hears(now_s) else 0.0
             if len(live) < self.shards and waited_s < FIRST_TABLE_S:
                 return None
+        elif not self._hears(now_s):
+            return None  # cut off, or its region's server is away: who is there is for others to say
         elif self._named() <= live and now_s - self._still_since_s < 2 * self.takeover_s:
             return None
-        return plan(self.table, live, self.sizes, self.shards)
+        return plan(self.table, live, self.sizes, self.shards, self._regions())
+
+    def keeps(self, fragment: int, now_s: float) -> bool:
+        """Whether it is this syncer that stores a fragment's keyframes in its region: the first of those who live there.
+
+        Where the fragment's owner lives, it is the owner.
+        """
+        if self.table is None:
+            return False
+        regions = self._regions()
+        if regions.get(self.table.owners[fragment]) == self.region:
+            return False
+        return self.name == min(name for name in self.live(now_s) | {self.name} if regions.get(name) == self.region)
 
     def mine(self, now_s: float) -> set[int]:
         """The fragments to own: those of the table, unless this syncer leaves and nobody else lives to be given them."""
@@ -215,7 +265,22 @@ class Ownership:
     def _gone(self, name: str, now_s: float) -> bool:
         peer = self._peers.get(name)
         heard_at_s = peer.at_s if peer else -math.inf
-        return self._hears(now_s) and now_s - max(heard_at_s, self._hearing_since_s) >= self.takeover_s
+        silence_s = self.takeover_s if self._near(peer, now_s) else self.away_s
+        return self._hears(now_s) and now_s - max(heard_at_s, self._hearing_since_s) >= silence_s
+
+    def _near(self, peer: _Peer | None, now_s: float) -> bool:
+        """Whether a silence is the peer's own: others of its region are heard, or it is this one's region."""
+        if not self.region:
+            return True
+        if peer is None:
+            return False
+        region = peer.pulse.region
+        fresh_s = self.takeover_s / 2
+        others = [p for p in self._peers.values() if p is not peer and p.pulse.region == region]
+        return region == self.region or any(now_s - other.at_s < fresh_s for other in others)
+
+    def _regions(self) -> dict[str, str]:
+        return {self.name: self.region} | {name: peer.pulse.region for name, peer in self._peers.items()}
 
 
 def _age(pulse: ShardPulse) -> tuple[int, int]:

@@ -37,6 +37,7 @@ MAX_MEMBERS_BYTES = MAX_FRAME_BYTES - PART_BYTES - 1024  # of a record, beside a
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 FragmentIndex = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
 MemberName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}\Z")]  # "$" would let a line break pass
+Region = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9_]{0,15})?\Z")]  # empty: the run has no regions
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Attempt = Annotated[bytes, Meta(min_length=ATTEMPT_BYTES, max_length=ATTEMPT_BYTES)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
@@ -100,6 +101,7 @@ class ShardPulse(Message, frozen=True):
     kind = "shard"
 
     syncer: MemberName
+    region: Region
     incarnation: Count
     number: Count  # of this incarnation's pulses
     state: Literal["owner", "standby", "leaving"]
@@ -243,16 +245,45 @@ class Keyframe(Message, frozen=True):
 
 
 class Genesis(Message, frozen=True):
-    """The run begins: which keyframes are version 0. Stored once, fenced."""
+    """The run begins: which keyframes are version 0. Stored once in each region's log, fenced."""
 
     kind = "genesis"
 
     founder: MemberName
     settings_digest: Hash
     map_digest: Hash
-    fragments: Annotated[list[tuple[Count, Hash]], Meta(min_length=1, max_length=MAX_FRAGMENTS)]
-    # by fragment: sequence of the keyframe's head, state hash
+    fragments: Annotated[list[Hash], Meta(min_length=1, max_length=MAX_FRAGMENTS)]  # by fragment: state hash
     created_at_s: Seconds
+
+
+class Claim(Message, frozen=True):
+    """In a run with regions: from here on the fragment's log in this region is another owner's to write.
+
+    It stands among the heads of the fragment's entries, so that it moves their fence, and says which entry is the last one.
+    """
+
+    kind = "claim"
+
+    fragment: FragmentIndex
+    epoch: Annotated[int, Meta(ge=1, le=2**62)]
+    syncer: MemberName
+    entry_epoch: Count
+    entry_version: Count
+    entry_closing: bool
+    entry_check: Hash  # of the genesis record where there is no entry
+    entry_sequence: Count  # in this stream; 0 where there is no entry
+
+
+class Notice(Message, frozen=True):
+    """In a run with regions: an entry, and with it all that leads up to it, is committed: a majority of them holds it."""
+
+    kind = "notice"
+
+    fragment: FragmentIndex
+    version: Count
+    epoch: Count
+    check: Hash  # of the entry
+    sequence: Count  # of the entry in this stream
 
 
 class Mark(Message, frozen=True):
@@ -332,6 +363,8 @@ KINDS: tuple[type[Message], ...] = (
     Record,
     Keyframe,
     Genesis,
+    Claim,
+    Notice,
     Mark,
     Marked,
     StateRequest,
@@ -383,6 +416,14 @@ def unpack(data: bytes, cls: type[M], run: bytes) -> tuple[M, bytes, bytes]:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise FormatError(f"{cls.kind}: {error}") from None
     return message, check, inline
+
+
+def kind_of(data: bytes) -> str | None:
+    """What a frame says that it is, without any check; None if it is no frame."""
+    try:
+        return _FRAME.decode(data)[2] if len(data) <= MAX_FRAME_BYTES else None
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
 
 
 def member_bytes(offer: Offer) -> int:

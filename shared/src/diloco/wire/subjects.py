@@ -42,8 +42,12 @@ class Subjects:
         """Heads of one fragment's log entries."""
         return f"diloco.{self.run}.fragment.{fragment}.head"
 
+    def notice(self, fragment: int | str) -> str:
+        """Which of one fragment's log entries are committed, in a run with regions."""
+        return f"diloco.{self.run}.fragment.{fragment}.notice"
+
     def record_tree(self, fragment: int | str) -> str:
-        """Heads and parts of one fragment's log entries."""
+        """Heads and parts of one fragment's log entries, and notices of them."""
         return f"diloco.{self.run}.fragment.{fragment}.>"
 
     def keyframe(self, fragment: int | str) -> str:
@@ -128,6 +132,12 @@ def is_head(subject: str) -> bool:
     """
     tokens = subject.split(".")
     return tokens[-1] == "head" and len(tokens) == (6 if tokens[2] == "delta" else 5)
+
+
+def is_notice(subject: str) -> bool:
+    """Whether a message of the log says which entry is committed."""
+    tokens = subject.split(".")
+    return tokens[-1] == "notice" and len(tokens) == 5
 
 
 def fragment_of(subject: str) -> int | None:
