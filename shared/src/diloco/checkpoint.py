@@ -191,6 +191,8 @@ async def take(path: Path, out: Path | None = None) -> tuple[Checkpoint, list[st
     async with outside.opened(path) as run:
         if run.directory.finished:
             raise RunError(f"{path}: this run is finished; there is nothing to go on with")
+        if run.run.regions:
+            raise RunError(f"{path}: this run has regions, and checkpoints know one server only; its logs are in each region")
         number = max([0, *numbered(run.directory.path), *_numbers(run.directory.path / "checkpoints")]) + 1
         folder = out or run.directory.path / FOLDER / str(number)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

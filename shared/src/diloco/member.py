@@ -427,7 +427,7 @@ class Member:
                 return
             # entries are missing (purged below a keyframe), or the replica is spoilt
             self.log.warning("log_reloaded", fragment=record.fragment, version=record.version, reason=str(error))
-            replica = await patiently(partial(self._replica, record.fragment, genesis, check, entry.sequence), self.log)
+            replica = await patiently(partial(self._replica, record.fragment, genesis, check, entry.known_sequence), self.log)
             with self._lock:
                 state.replica = replica
                 self._queue(state, None)
@@ -455,7 +455,7 @@ class Member:
         """The fragment from its newest keyframe and the entries after it, to the one at ``stop_sequence`` or (None) the end."""
         replica = (await self.store.load(index, genesis, check)).replica
         if stop_sequence is None:
-            stop_sequence = await self.store.head_sequence(index)
+            stop_sequence = await self.store.end_sequence(index)
         if replica.chain.sequence < stop_sequence:
             start = replica.chain.sequence + 1
             async for missed in self.store.follow([index], start, self._refuse_entry, stop_sequence):

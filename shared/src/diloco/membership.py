@@ -1,8 +1,9 @@
 """Creating, finding and joining a run: settings, fragment map, admission and genesis, through a small key-value bucket.
 
 Keys: ``run`` (settings as JSON), ``map`` (the fragment map), ``member.<learner>`` (admission), ``founder`` (who publishes
-version 0), ``owners`` (which syncer owns which fragments), ``shares`` (which learner holds which share of the data). All are
-written by compare-and-set or are idempotent, so that any member may do it, and a dead one is replaced.
+version 0), ``genesis`` (the genesis record, where there are several logs), ``owners`` (which syncer owns which fragments),
+``shares`` (which learner holds which share of the data). All are written by compare-and-set or are idempotent, so that any
+member may do it, and a dead one is replaced.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from diloco.core import leases
 from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
 from diloco.core.leases import Shares
 from diloco.core.ownership import OwnersTable
-from diloco.errors import AdmissionError, BrokerError, FenceError, FormatError, RunError, SettingsError
+from diloco.errors import AdmissionError, AppendUncertainError, BrokerError, FenceError, FormatError, RunError, SettingsError
 from diloco.log import Log
 from diloco.nats.registry import MAX_VALUE_BYTES
 from diloco.observe import Logger
@@ -51,6 +52,11 @@ class Run:
     settings: RunSettings
     registry: Bucket
 
+    @property
+    def regions(self) -> bool:
+        """Whether there are several regions' logs."""
+        return bool(self.settings.regions.names)
+
     @cached_property
     def identity(self) -> bytes:
         """What every frame carries."""
@@ -63,16 +69,9 @@ async def create(transport: Transport, name: str, settings: RunSettings, offer_b
     Raises:
         RunError: a run of that name exists with other settings; the first that differs is named.
     """
-    names, replicas = Subjects(name), settings.log.replicas
-    await transport.ensure_stream(names.log_stream, names.log_filters(), replicas=replicas)
-    await transport.ensure_stream(
-        names.offer_stream, names.offer_filters(), max_msgs_per_subject=1, max_bytes=offer_bytes, replicas=replicas
-    )
-    if settings.log.archive:
-        await transport.ensure_stream(
-            names.archive_stream, names.archive_filters(), max_bytes=settings.log.archive_bytes, replicas=replicas
-        )
-    registry = await transport.bucket(names.bucket, create=True, replicas=replicas)
+    await make_streams(transport, name, settings, offer_bytes)
+    replicas = settings.regions.control_replicas if settings.regions.names else settings.log.replicas
+    registry = await transport.bucket(Subjects(name).bucket, create=True, replicas=replicas)
     try:
         await registry.create("run", settings.canonical())
     except FenceError:
@@ -84,6 +83,19 @@ async def create(transport: Transport, name: str, settings: RunSettings, offer_b
                 "choose another run name"
             ) from None
     return Run(name, settings, registry)
+
+
+async def make_streams(transport: Transport, name: str, settings: RunSettings, offer_bytes: int = -1) -> None:
+    """Make the streams of a run that a region's server holds; those that exist as they should are as good."""
+    names, replicas = Subjects(name), settings.log.replicas
+    await transport.ensure_stream(names.log_stream, names.log_filters(), replicas=replicas)
+    await transport.ensure_stream(
+        names.offer_stream, names.offer_filters(), max_msgs_per_subject=1, max_bytes=offer_bytes, replicas=replicas
+    )
+    if settings.log.archive:
+        await transport.ensure_stream(
+            names.archive_stream, names.archive_filters(), max_bytes=settings.log.archive_bytes, replicas=replicas
+        )
 
 
 async def find(transport: Transport, name: str, log: Logger) -> Run:
@@ -258,7 +270,13 @@ async def genesis(
     watched: tuple[int, float] | None = None
     clock = asyncio.get_running_loop().time
     while True:
-        found = await log.genesis()
+        try:
+            found = await log.genesis()
+        except BrokerError as error:
+            if not run.regions or isinstance(error, AppendUncertainError):
+                raise
+            await asyncio.sleep(POLL_S)  # the region's syncer has not made its streams yet
+            continue
         if found is not None:
             return found
         if learner is not None:
@@ -275,9 +293,24 @@ async def genesis(
                 except FenceError:
                     continue
                 logger.info("founding")
-                await log.found(learner, run.settings.digest(), initial())
+                await log.found(learner, run.settings.digest(), initial(), partial(decide, run) if run.regions else None)
                 continue
         await asyncio.sleep(POLL_S)
+
+
+async def decide(run: Run, genesis_frame: bytes) -> bool:
+    """Whether a genesis record is the run's: the first one that somebody asks for is."""
+    try:
+        await run.registry.create("genesis", genesis_frame)
+    except FenceError:
+        return await decided(run) == genesis_frame
+    return True
+
+
+async def decided(run: Run) -> bytes | None:
+    """The frame of the run's genesis record, which each region's log is to have; None before there is one."""
+    stored = await run.registry.get("genesis")
+    return stored[0] if stored else None
 
 
 def first_difference(ours: dict[str, object], theirs: dict[str, object], prefix: str = "") -> str | None:

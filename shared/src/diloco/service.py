@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from diloco import observe
+from diloco import membership, observe
+from diloco.membership import Run
 from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger
-from diloco.settings import ServiceSettings, load_service
+from diloco.settings import ServiceSettings, check_region, load_service
 
 S = TypeVar("S", bound=ServiceSettings)
 
@@ -37,6 +38,18 @@ async def connect(settings: ServiceSettings, log: Logger) -> NatsTransport:
     transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, settings.name, log, give_up_after_s=None)
     transport.clock_file = settings.clock_file
     return transport
+
+
+async def find_run(transport: NatsTransport, settings: ServiceSettings, log: Logger) -> Run:
+    """Wait until the service's run exists.
+
+    Raises:
+        RunError: what is stored are no settings of this version.
+        SettingsError: the service is in none of the run's regions.
+    """
+    run = await membership.find(transport, settings.run, log)
+    check_region(settings.region, run.settings.regions.names, run.name)
+    return run
 
 
 async def until_stopped(work: Callable[[], Awaitable[None]], log: Logger) -> None:

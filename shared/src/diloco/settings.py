@@ -140,6 +140,30 @@ class LivenessSettings(_Section):
     takeover_s: float = Field(1.5, gt=0, le=3600, description="a syncer not heard for so long loses its fragments to others")
 
 
+RegionName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]{0,15}$", description="lower-case letters, digits and _")]
+
+
+class RegionSettings(_Section):
+    """Regions, each with a NATS server of its own, and the store that spans them."""
+
+    names: list[RegionName] = Field([], max_length=64, description="all regions; empty: one server for all")
+    away_s: float = Field(
+        6.0, gt=0, le=3600, description="a region none of whose syncers is heard for so long loses its fragments to others"
+    )
+    control_replicas: Literal[1, 3, 5] = Field(1, description="servers that hold the control store, which spans the regions")
+
+    @model_validator(mode="after")
+    def _distinct(self) -> RegionSettings:
+        twice = sorted({name for name in self.names if self.names.count(name) > 1})
+        if twice:
+            raise ValueError(f"regions.names: two regions are named {twice[0]!r}; give each a name of its own")
+        if "control" in self.names:
+            raise ValueError("regions.names: 'control' is what links name the control store; give the region another name")
+        if len(self.names) == 1:
+            raise ValueError(f"regions.names: one ({self.names[0]!r}) is none: name all regions, or leave the list empty")
+        return self
+
+
 class TaskSettings(_Section):
     """What is trained: a built-in task or the user's own `package.module:attribute`."""
 
@@ -158,7 +182,7 @@ class TaskSettings(_Section):
 
 
 # how the run is spread over machines, how its log is kept, and when somebody counts as gone
-DEPLOYMENT = ("shards", "log", "liveness")
+DEPLOYMENT = ("shards", "log", "liveness", "regions")
 
 
 class RunSettings(_Section):
@@ -179,6 +203,7 @@ class RunSettings(_Section):
     codec: CodecSettings = CodecSettings()
     log: LogSettings = LogSettings()
     liveness: LivenessSettings = LivenessSettings()
+    regions: RegionSettings = RegionSettings()
     task: TaskSettings = TaskSettings()
 
     @model_validator(mode="after")
@@ -387,6 +412,7 @@ class ServiceSettings(BaseSettings):
     run: Name = "run"
     nats_url: str = Field("nats://127.0.0.1:4222", description="control traffic; bulk too unless nats_bulk_url is set")
     nats_bulk_url: str | None = None
+    region: RegionName | None = Field(None, description="where this service is, in a run with regions")
     state_dir: Path = Field(Path("."), description="where this process may keep files of its own")
     clock_file: Path | None = Field(None, description="seconds that this process's wall clock is to be wrong by, for chaos")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -423,13 +449,29 @@ class LearnerSettings(ServiceSettings):
 
 
 class SyncerSettings(ServiceSettings):
-    """A syncer's own settings: all syncers of a run are alike."""
+    """A syncer's own settings: all syncers of a region are alike."""
+
+    region_urls: dict[RegionName, str] = Field({}, description="bulk servers of the other regions")
 
 
 class CoordinatorSettings(ServiceSettings):
     """The coordinator's own settings; ``settings`` is the run it creates where the server does not have it yet."""
 
     settings: RunSettings = RunSettings()
+
+
+def check_region(region: str | None, regions: Sequence[str], run: str) -> None:
+    """Refuse a service that is in none of a run's regions, or in one where there are none.
+
+    Raises:
+        SettingsError: the run's regions are named.
+    """
+    if (region is None) == (not regions) and (region is None or region in regions):
+        return
+    if region is None:
+        raise SettingsError(f"region: run {run!r} has the regions {', '.join(regions)}; set the one that this service is in")
+    known = f"there are {', '.join(regions)}{nearest(region, regions)}" if regions else "it has no regions"
+    raise SettingsError(f"region = {region!r}: not a region of run {run!r}: {known}")
 
 
 V = TypeVar("V", bound=ServiceSettings)

@@ -130,7 +130,7 @@ async def read(
 ) -> FragmentLog:
     """Fold a fragment's log from the oldest state there is; ``folded`` is told every entry that follows, ``merges`` before."""
     found, replica = FragmentLog(index), None
-    stop = await outside.log.head_sequence(index)
+    stop = await outside.log.end_sequence(index)
     keyframes = outside.log.keyframes(
         index, lambda sequence, error: found.wrong_keyframes.append(f"message {sequence}: {error}")
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from diloco import membership, observe, service
+from diloco import observe, service
 from diloco.core import tape as events
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.member import Member
@@ -68,7 +68,7 @@ class LoopThread:
 
 async def _find(settings: LearnerSettings, log: Logger) -> tuple[Transport, Run]:
     transport = await service.connect(settings, log)
-    return transport, await membership.find(transport, settings.run, log)
+    return transport, await service.find_run(transport, settings, log)
 
 
 async def _member(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,7 +31,7 @@ class Copy:
     keyframe_version: int
     refused: tuple[int, ...] = ()  # sequences of newer keyframes, which are not whole
     log_bytes: int = 0  # of entries since the keyframe
-    fence: int = 0  # sequence of the last message on the head subject when this was last the log's end
+    fence: int = 0  # sequence of the last message of its entries when this was last the log's end
 
 
 class Copies:
@@ -76,16 +76,19 @@ class Copies:
             copy.keyframe_sequence, copy.keyframe_version = sequence, keyframe.version
             return copy
 
-    async def follow(self, ready: Callable[[], None]) -> None:
-        """Load all fragments, say so, and fold what comes, for ever."""
+    async def follow(
+        self, fragments: Sequence[int], ready: Callable[[], None], folded: Callable[[Copy], Awaitable[None]]
+    ) -> None:
+        """Load fragments, say so, and fold what comes, for ever; ``folded`` is told of each entry."""
         while True:
             try:
-                await self._follow(ready)
+                await self._follow(fragments, ready, folded)
             except RewoundError as error:
                 self.log.error("log_rewound", reason=str(error))
 
-    async def _follow(self, ready: Callable[[], None]) -> None:
-        fragments = range(len(self.store.map.fragments))
+    async def _follow(
+        self, fragments: Sequence[int], ready: Callable[[], None], folded: Callable[[Copy], Awaitable[None]]
+    ) -> None:
         for index in fragments:
             self._copies[index] = await patiently(partial(self._load, index), self.log)
         ready()
@@ -93,7 +96,8 @@ class Copies:
         async for entry in self.store.follow(fragments, start, self._refuse_entry):
             copy = self._copies[entry.record.fragment]
             if entry.sequence > copy.replica.chain.sequence:
-                self._copies[entry.record.fragment] = await unbroken(self._follow_up(copy, entry))
+                copy = self._copies[entry.record.fragment] = await unbroken(self._follow_up(copy, entry))
+                await folded(copy)
 
     async def _load(self, index: int) -> Copy:
         """From the newest whole keyframe to the log's end."""
@@ -103,14 +107,14 @@ class Copies:
 
     async def _to_end(self, copy: Copy) -> Copy:
         index, start = copy.replica.chain.fragment, copy.replica.chain.sequence + 1
-        fence = await self.store.head_sequence(index)
-        if fence >= start:
-            async for entry in self.store.follow([index], start, self._refuse_entry, fence):
+        end = await self.store.end_sequence(index)
+        if end >= start:
+            async for entry in self.store.follow([index], start, self._refuse_entry, end):
                 try:
                     await unbroken(self._fold(copy, entry))
                 except ChainError as error:
                     self.refuse(entry.record.syncer, error, entry.sequence)
-        copy.fence = fence
+        copy.fence = end
         return copy
 
     async def _follow_up(self, copy: Copy, entry: Entry) -> Copy:

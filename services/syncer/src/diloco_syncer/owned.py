@@ -12,6 +12,7 @@ from diloco.core import fold
 from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment
 from diloco.core.round import Round
+from diloco_syncer.replication import Replication
 
 Vector = NDArray[np.float32]
 
@@ -29,6 +30,7 @@ class Owned:
     fence: int  # sequence of the last message on the head subject
     log_bytes: int  # of records since the keyframe
     refused: tuple[int, ...] = ()  # sequences of newer keyframes, which are not whole: another one is due
+    replication: Replication | None = None  # in a run with regions
     checked_at_s: float = -math.inf  # when the fence was last known to be right
     announced_at_s: float = -math.inf
     busy: bool = False  # a version is being made, or the fragment handed over

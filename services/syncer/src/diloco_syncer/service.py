@@ -7,10 +7,15 @@ import sys
 from functools import partial
 
 from diloco import membership, observe, service
+from diloco.errors import SettingsError
+from diloco.membership import Run
+from diloco.nats.transport import NatsTransport
+from diloco.observe import Logger
 from diloco.patience import patiently
 from diloco.settings import SyncerSettings
 from diloco.tape import TapeFile
 from diloco.tasks import end
+from diloco_syncer.regions import Connect
 from diloco_syncer.shard import Shard
 
 LEAVE_S = 5.0
@@ -21,9 +26,11 @@ async def serve(settings: SyncerSettings) -> None:
     log = observe.get_logger()
     transport = await service.connect(settings, log)
     try:
-        run = await membership.find(transport, settings.run, log)
+        run = await service.find_run(transport, settings, log)
+        connect = _ways(settings, run, log)
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
-        shard = Shard(transport, run, await patiently(partial(membership.find_map, run), log), settings, log, tape)
+        fragment_map = await patiently(partial(membership.find_map, run), log)
+        shard = Shard(transport, run, fragment_map, settings, log, tape, connect)
         serving = asyncio.ensure_future(shard.serve())
         try:
             await asyncio.shield(serving)
@@ -36,6 +43,29 @@ async def serve(settings: SyncerSettings) -> None:
             await end(serving)
     finally:
         await transport.close()
+
+
+def _ways(settings: SyncerSettings, run: Run, log: Logger) -> dict[str, Connect]:
+    """How to reach the other regions.
+
+    Raises:
+        SettingsError: one of the others' servers is not known, or of a region that the run does not have.
+    """
+    names = run.settings.regions.names
+    others = [name for name in names if name != settings.region]
+    unknown = sorted(settings.region_urls.keys() - set(names))
+    missing = [name for name in others if name not in settings.region_urls]
+    if unknown or missing:
+        raise SettingsError(
+            f"region_urls: expected the servers of {', '.join(others) or 'no region'}; "
+            f"{'missing: ' + ', '.join(missing) if missing else 'no such region: ' + ', '.join(unknown)}"
+        )
+
+    def way(region: str) -> Connect:
+        url = settings.region_urls[region]
+        return lambda: NatsTransport.open_bulk(url, f"{settings.name}-{region}", log)
+
+    return {name: way(name) for name in others}
 
 
 def _main() -> int:

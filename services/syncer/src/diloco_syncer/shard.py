@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from diloco import membership
-from diloco.core import merging
+from diloco.core import fold, merging
 from diloco.core import tape as events
 from diloco.core.fragments import FragmentMap
 from diloco.core.ownership import Ownership, OwnersTable
@@ -24,6 +25,7 @@ from diloco.core.retention import keyframes_kept
 from diloco.core.round import Merge, Roster, Round
 from diloco.errors import (
     AppendUncertainError,
+    BrokerError,
     FenceError,
     FormatError,
     MessageError,
@@ -42,13 +44,17 @@ from diloco.transport import Fence, Heard, Transport
 from diloco.wire import messages
 from diloco.wire.messages import Announcement, Mark, Pulse, Record, ShardPulse
 from diloco_syncer.collector import Collector
-from diloco_syncer.copies import Copies
+from diloco_syncer.copies import Copies, Copy
 from diloco_syncer.owned import Owned
+from diloco_syncer.regions import Connect, Regions
+from diloco_syncer.replication import OutbidError, Replication
 
 ANNOUNCE_EVERY_S = 0.25
 STORAGE_RETRY_S = 1.0
 SLOW_ROUND_S = 2.0  # a round that is open for so long is checked as often
 TAKEOVERS_AT_ONCE = 8
+SETTLE_S = 10.0  # for what is not known in all regions yet, before a syncer ends
+CLAIM_RETRY_S = 0.2
 CHECK_EVERY_S = 10.0  # that nobody else has appended to a fragment which makes no versions
 
 
@@ -63,7 +69,9 @@ class Shard:
         settings: SyncerSettings,
         log: Logger,
         tape: Recorder | None = None,
+        connect: Mapping[str, Connect] | None = None,
     ) -> None:
+        """``connect``: the ways to the other regions, in a run with regions."""
         self.tape = tape or Unrecorded()
         self.transport, self.run, self.map, self.settings, self.log = transport, run, fragment_map, settings, log
         self.store = Log(transport, run.name, run.identity, fragment_map, run.settings)
@@ -72,14 +80,19 @@ class Shard:
         self.roster = Roster(run.settings)
         sizes = [fragment.size for fragment in fragment_map.fragments]
         incarnation, takeover_s = int(transport.wall_s() * 1000), run.settings.liveness.takeover_s
-        self.ownership = Ownership(settings.name, incarnation, sizes, run.settings.shards, takeover_s)
+        region, away_s = settings.region or "", run.settings.regions.away_s
+        self.ownership = Ownership(settings.name, incarnation, sizes, run.settings.shards, takeover_s, region, away_s)
+        self.regions: Regions | None = None
+        if run.regions:
+            self.regions = Regions(region, self.store, run, fragment_map, connect or {})
         self.owned: dict[int, Owned] = {}
         self.rounds = self.versions = self.pulses = 0
         self._taking: set[int] = set()
         self._news, self._governed, self._unsure = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._collector = Collector(transport, run, fragment_map.digest, self._refuse, self._news.set, log)
+        self._collectors = [Collector(transport, run, fragment_map.digest, self._refuse, self._news.set, log)]
         self._copies: Copies
         self._following: asyncio.Task[None] | None = None
+        self._reaching: asyncio.Task[None] | None = None
         self._table_unknown = self._archive_full = False
 
     async def serve(self) -> None:
@@ -93,6 +106,8 @@ class Shard:
         await self.transport.subscribe(self.subjects.mark, self._hear_mark)
         async with asyncio.TaskGroup() as group:
             pulsing = group.create_task(self._pulse_regularly())
+            if self.regions is not None:
+                await self._begin_regions(self.regions, group)
             genesis = await patiently(partial(membership.genesis, self.run, self.store, None, list, self.log), self.log)
             self._copies = Copies(self.store, genesis, self._refuse_entry, self.log)
             governing, checking = group.create_task(self._govern(group)), group.create_task(self._check_heads())
@@ -100,10 +115,40 @@ class Shard:
             while not await self._stays_over():
                 await self._run_rounds(group)
             await end(governing, checking)
-            await end(pulsing, self._following)
-            await self._collector.stop()
+            await self._settle_regions()
+            await end(pulsing, self._following, self._reaching)
+            for collector in self._collectors:
+                await collector.stop()
+            if self.regions is not None:
+                await self.regions.close()
         await self._pulse()
         self.log.info("left" if self.ownership.leaving else "closed", rounds=self.rounds, versions=self.versions)
+
+    async def _begin_regions(self, regions: Regions, group: asyncio.TaskGroup) -> None:
+        await patiently(partial(membership.make_streams, self.transport, self.run.name, self.run.settings), self.log)
+        regions.begin(group)
+        self._reaching = group.create_task(self._reach(regions))
+        await patiently(partial(regions.bring_genesis, self.log), self.log)
+
+    async def _reach(self, regions: Regions) -> None:
+        """Take offers from the other regions too, as soon as there is a way to each."""
+
+        async def reach(region: str) -> None:
+            transport = (await regions.log(region)).transport
+            self._collectors.append(Collector(transport, self.run, self.map.digest, self._refuse, self._news.set, self.log))
+            self._governed.set()
+
+        async with asyncio.TaskGroup() as group:
+            for region in regions.names:
+                if region != regions.own:
+                    group.create_task(reach(region))
+
+    async def _settle_regions(self) -> None:
+        """Before this process ends: what it has written is known in all regions that can be reached."""
+        replications = [owned.replication for owned in self.owned.values() if owned.replication is not None]
+        await asyncio.gather(*(replication.settled(SETTLE_S) for replication in replications))
+        for replication in replications:
+            await replication.stop()
 
     async def leave(self) -> None:
         """Give all fragments to others, where there are others, and let :meth:`serve` end."""
@@ -129,7 +174,7 @@ class Shard:
                 self.log.warning("log_rewound", fragment=index, version=owned.replica.chain.version)
                 stays = False
                 if self.owned.get(index) is owned and not owned.busy:
-                    self._let_go(owned)
+                    await self._let_go(owned)
         return stays and self._over()
 
     # ---- ownership
@@ -145,7 +190,8 @@ class Shard:
             await self._settle_table()
             self._reconcile(group)
             if not self._taking:  # it begins to read again when fragments come or go: not for each of many
-                await self._collector.serve(self.owned, group)
+                for collector in list(self._collectors):
+                    await collector.serve(self.owned, group)
             await _wait(self._governed, self.ownership.pulse_s / 2)
 
     async def _settle_table(self) -> None:
@@ -215,7 +261,7 @@ class Shard:
                     event = "ownership_lost" if head > fence else "log_rewound"
                     self.log.warning(event, fragment=index, version=owned.replica.chain.version)
                     self.ownership.distrust()
-                    self._let_go(owned)
+                    await self._let_go(owned)
             await _wait(self._unsure, SLOW_ROUND_S / 2)
 
     def _reconcile(self, group: asyncio.TaskGroup) -> None:
@@ -230,18 +276,41 @@ class Shard:
         free = sorted(index for index in missing if self.ownership.may_take(index, now_s))
         if free:
             self._taking.update(free)
-            group.create_task(self._take_over_all(free))
+            group.create_task(self._take_over_all(free, group))
         elif not self._taking:
             idle = not mine and not self.owned and self.ownership.table is not None and not self.ownership.leaving
-            if idle and self._following is None:
-                self._following = group.create_task(self._copies.follow(self._stands_by))
+            keeps = self.regions is not None and len(self.owned) < len(self.map.fragments) and not missing
+            if (idle or keeps) and self._following is None:
+                others = [index for index in range(len(self.map.fragments)) if index not in self.owned]
+                self._following = group.create_task(self._copies.follow(others, self._stands_by, self._keep))
             elif not idle and not missing and self._following is None:
                 self._copies.clear()
 
     def _stands_by(self) -> None:
-        self.log.info("standing_by", fragments=len(self.map.fragments))
+        self.log.info("standing_by", fragments=len(self.map.fragments) - len(self.owned))
 
-    async def _take_over_all(self, indices: list[int]) -> None:
+    async def _keep(self, copy: Copy) -> None:
+        """A followed fragment has a new entry: in a region that does not own it, somebody has to store its keyframes."""
+        index, chain = copy.replica.chain.fragment, copy.replica.chain
+        if self.regions is None or not self.ownership.keeps(index, asyncio.get_running_loop().time()):
+            return
+        size = fold.keyframe_bytes(copy.replica.theta.size, copy.replica.optimizer.moments)
+        if copy.log_bytes < self.run.settings.log.keyframe_factor * size:
+            return
+        try:
+            fence = Fence(self.subjects.record(index), chain.sequence)
+            copy.keyframe_sequence = await self.store.append_keyframe(copy.replica, copy.residual, fence)
+        except (FenceError, StorageFullError) as error:
+            self.log.debug("keyframe_not_stored", fragment=index, version=chain.version, reason=str(error))
+            return
+        copy.keyframe_version, copy.log_bytes = chain.version, 0
+        self.log.info("keyframe_stored", fragment=index, version=chain.version)
+        kept = keyframes_kept(self.run.settings.log, self.map.parameters, copy.replica.optimizer.moments)
+        sequences = await patiently(partial(self.store.keyframe_sequences, index), self.log)
+        if len(sequences) > kept:
+            await patiently(partial(self.store.purge_below, index, sequences[-kept]), self.log)
+
+    async def _take_over_all(self, indices: list[int], group: asyncio.TaskGroup) -> None:
         """Take several fragments over: what was followed of them is brought up to date, the rest is loaded."""
         await end(self._following)
         self._following = None
@@ -250,7 +319,7 @@ class Shard:
         async def take_over(index: int) -> None:
             async with limit:
                 try:
-                    owned = await self._take_over(index)
+                    owned = await self._take_over(index, group)
                 finally:
                     self._taking.discard(index)
             if owned is not None:
@@ -258,19 +327,20 @@ class Shard:
                 self._governed.set()
                 self._news.set()
 
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as taking:
             for index in indices:
-                group.create_task(take_over(index))
+                taking.create_task(take_over(index))
         parameters = sum(owned.fragment.size for owned in self.owned.values())
         self.log.info("serving", fragments=len(self.owned), parameters=parameters, taken=len(indices))
         self._governed.set()
 
-    async def _take_over(self, index: int) -> Owned | None:
+    async def _take_over(self, index: int, group: asyncio.TaskGroup) -> Owned | None:
         """Append the entry that makes this process a fragment's owner; None if the table names another one by then.
 
         To a log that is closed nothing is appended. It is owned all the same: somebody has to say that it is closed, and to
         notice if a server loses that.
         """
+        claimed = 0  # the highest epoch that somebody else was found to have claimed
         while True:
             copy = await self._copies.take(index)
             chain = copy.replica.chain
@@ -287,34 +357,75 @@ class Shard:
                 copy.log_bytes,
                 copy.refused,
             )
-            if chain.closed:
+            if self.regions is not None:
+                try:
+                    if not await self._claim(owned, self.regions, max(claimed, chain.epoch) + 1, group):
+                        return None
+                except (BrokerError, MessageError) as error:
+                    claimed = error.epoch if isinstance(error, OutbidError) else claimed
+                    self.log.info("takeover_retried", fragment=index, reason=str(error))
+                    await asyncio.sleep(CLAIM_RETRY_S)
+                    continue
+            if chain.closed and self.regions is None:
                 owned.keyframe_version = chain.version  # nor is a keyframe stored
                 return owned
             if copy.residual is None:
                 # it is its owner's private state, and went with it
                 self.log.info("residual_reset", fragment=index, version=chain.version)
             record = merging.make_marker(
-                owned.replica, "takeover", self.run.settings, syncer=self.settings.name, now_s=self.transport.wall_s()
+                owned.replica,
+                "takeover",
+                self.run.settings,
+                syncer=self.settings.name,
+                epoch=owned.replication.epoch if owned.replication else None,
+                now_s=self.transport.wall_s(),
             )
             try:
                 await self._append(owned, record, b"", [])
             except FenceError as error:
+                await self._stop_writing(owned)
                 self.log.info("takeover_retried", fragment=index, reason=str(error))
             else:
                 self.log.info("taken_over", fragment=index, version=chain.version, epoch=chain.epoch)
                 return owned
+
+    async def _claim(self, owned: Owned, regions: Regions, epoch: int, group: asyncio.TaskGroup) -> bool:
+        """Shut the owner before out of a majority of regions, and fold what it left there; False: it is no longer wanted."""
+        index, replica = owned.fragment.index, owned.replica
+
+        def wanted() -> bool:
+            return index in self.ownership.mine(asyncio.get_running_loop().time())
+
+        replication = Replication(regions, index, self.settings.name, self._copies.genesis[1], self.log, epoch)
+        path = await replication.claim(replica.chain, wanted)
+        if path is None:
+            return False
+        for packed in path:
+            body = await self.store.open_record(packed)
+            await asyncio.to_thread(replica.fold, packed.record, packed.check, packed.sequence, body)
+        replication.begin(group)
+        owned.replication = replication
+        return True
 
     async def _hand_over(self, owned: Owned) -> None:
         """Let go of a fragment; what nobody else knows of it, the residual, stays in a keyframe."""
         chain = owned.replica.chain
         if chain.version != owned.keyframe_version and not chain.closed:
             await self._store_keyframe(owned)
-        self._let_go(owned)
+        await self._let_go(owned)
         self.log.info("handed_over", fragment=chain.fragment, version=chain.version)
         await self._pulse()
 
-    def _let_go(self, owned: Owned) -> None:
+    async def _stop_writing(self, owned: Owned) -> None:
+        if owned.replication is not None:
+            await owned.replication.stop()
+
+    async def _let_go(self, owned: Owned) -> None:
         del self.owned[owned.fragment.index]
+        await self._stop_writing(owned)
+        if self.regions is not None:  # this one is followed from now on, too
+            await end(self._following)
+            self._following = None
         self._governed.set()
         self._news.set()
 
@@ -366,7 +477,7 @@ class Shard:
                 merge = round_.poll(now_s)
                 if merge is not None:
                     owned.busy = True
-                    group.create_task(self._commit(owned, merge))
+                    group.create_task(self._commit(owned, merge, group))
                     continue
                 if now_s - owned.announced_at_s >= ANNOUNCE_EVERY_S:
                     owned.announced_at_s = now_s
@@ -389,7 +500,7 @@ class Shard:
         subject = self.subjects.round(owned.fragment.index)
         await self.transport.publish(subject, messages.pack(announcement, self.run.identity))
 
-    async def _commit(self, owned: Owned, merge: Merge) -> None:
+    async def _commit(self, owned: Owned, merge: Merge, group: asyncio.TaskGroup) -> None:
         index = owned.fragment.index
         try:
             if merge.held:
@@ -397,24 +508,30 @@ class Shard:
                 record, inline, parts = await asyncio.to_thread(self._merge, owned, merge)
             else:
                 record = merging.make_marker(
-                    owned.replica, "close", self.run.settings, syncer=self.settings.name, now_s=self.transport.wall_s()
+                    owned.replica,
+                    "close",
+                    self.run.settings,
+                    syncer=self.settings.name,
+                    now_s=self.transport.wall_s(),
                 )
                 inline, parts = b"", []
             await self._append(owned, record, inline, parts)
         except NonFiniteError as error:
             # offers are checked one by one; what they add up to overflowed: begin again without them
             self.log.error("merge_not_finite", fragment=index, version=merge.version, reason=str(error))
-            again = await self._take_over(index)
+            await self._stop_writing(owned)
+            again = await self._take_over(index, group)
             if again is None:
-                self._let_go(owned)
+                await self._let_go(owned)
             else:
                 self.owned[index] = again
-                self._collector.replace(again)
+                for collector in self._collectors:
+                    collector.replace(again)
         except FenceError as error:
             # another process has appended: what was folded here is not the log's
             self.log.warning("version_fenced", fragment=index, version=merge.version, reason=str(error))
             self.ownership.distrust()
-            self._let_go(owned)
+            await self._let_go(owned)
         else:
             owned.round.committed(asyncio.get_running_loop().time())
             self.versions += record.entry == "version"
@@ -457,7 +574,10 @@ class Shard:
         complained = False
         while True:
             try:
-                sequence = await self.store.append_record(record, inline, parts, owned.fence)
+                if owned.replication is None:
+                    sequence = await self.store.append_record(record, inline, parts, owned.fence)
+                else:
+                    sequence = await owned.replication.append(record, inline, parts)
                 break
             except StorageFullError as error:
                 if not complained:
@@ -543,6 +663,7 @@ class Shard:
         self.pulses += 1
         pulse = ShardPulse(
             syncer=self.settings.name,
+            region=self.settings.region or "",
             incarnation=ownership.incarnation,
             number=self.pulses,
             state="leaving" if ownership.leaving else "owner" if ownership.holds or self.owned else "standby",

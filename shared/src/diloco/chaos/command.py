@@ -350,7 +350,7 @@ async def _read_again(path: Path) -> dict[tuple[int, int], set[bytes]]:
     """What the log holds now: by fragment and version, the checks of the entries that say they make it."""
     stored: dict[tuple[int, int], set[bytes]] = {}
     async with outside.opened(path) as seen:
-        stop = max([await seen.log.head_sequence(fragment.index) for fragment in seen.map.fragments])
+        stop = max([await seen.log.end_sequence(fragment.index) for fragment in seen.map.fragments])
         names = seen.log.subjects
         if stop:
             async for message in seen.log.transport.pull(names.log_stream, [names.record("*")], 1):

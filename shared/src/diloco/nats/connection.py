@@ -72,20 +72,39 @@ class Link:
             opened.pop_all()
         return cls(control, bulk)
 
+    @classmethod
+    async def open_bulk(cls, url: str, name: str, log: Logger) -> Self:
+        """Connect to another region's server, whose streams alone are of interest: one connection, which serves for both.
+
+        Raises:
+            SettingsError: a URL is none of NATS.
+            BrokerError: a server without JetStream; the URL is named.
+        """
+        urls = checked(url)
+        async with contextlib.AsyncExitStack() as opened:
+            bulk = await _connect(urls, f"{name}-bulk", log, None)
+            opened.push_async_callback(_close, bulk)
+            await _check_jetstream(bulk, urls, log, None)
+            opened.pop_all()
+        return cls(bulk, bulk)
+
     @property
     def bytes_in(self) -> int:
-        """Payload bytes received on both connections."""
-        return int(self.control.stats["in_bytes"] + self.bulk.stats["in_bytes"])
+        """Payload bytes received on all connections."""
+        return sum(int(client.stats["in_bytes"]) for client in self._clients())
 
     @property
     def bytes_out(self) -> int:
-        """Payload bytes sent on both connections."""
-        return int(self.control.stats["out_bytes"] + self.bulk.stats["out_bytes"])
+        """Payload bytes sent on all connections."""
+        return sum(int(client.stats["out_bytes"]) for client in self._clients())
 
     async def close(self) -> None:
         """Send what is buffered, and close."""
-        for client in (self.control, self.bulk):
+        for client in self._clients():
             await _close(client)
+
+    def _clients(self) -> list[Client]:
+        return [self.control] if self.control is self.bulk else [self.control, self.bulk]
 
 
 def checked(urls: str) -> list[str]:

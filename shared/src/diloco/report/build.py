@@ -30,7 +30,7 @@ async def read_chains(log: Log) -> list[Chain]:
     chains = []
     for fragment in log.map.fragments:
         chain = (await log.load(fragment.index, *genesis)).replica.chain
-        stop = await log.head_sequence(fragment.index)
+        stop = await log.end_sequence(fragment.index)
         if stop > chain.sequence:
             async for entry in log.follow([fragment.index], chain.sequence + 1, lambda sequence, error: None, stop):
                 try:

@@ -1,0 +1,96 @@
+"""The other regions, as one region's syncer reaches them: a client of each one's server, and of each one's log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from diloco import membership
+from diloco.core.fragments import FragmentMap
+from diloco.core.quorum import majority
+from diloco.errors import BrokerError, MessageError, RunError
+from diloco.log import Log
+from diloco.membership import Run
+from diloco.observe import Logger
+from diloco.tasks import end
+from diloco.transport import Transport
+
+RETRY_S = 0.5
+
+Connect = Callable[[], Awaitable[Transport]]
+
+
+class Regions:
+    """All regions' logs. One that cannot be reached yet is waited for by whoever asks for it, and by nobody else.
+
+    ``connect`` makes the way to each other region, however long that takes.
+    """
+
+    def __init__(self, own: str, log: Log, run: Run, fragment_map: FragmentMap, connect: Mapping[str, Connect]) -> None:
+        self.own, self.run, self.map = own, run, fragment_map
+        self.names = list(run.settings.regions.names)
+        self.majority = majority(len(self.names))
+        self._logs = {own: log}
+        self._connect = connect
+        self._connected = {name: asyncio.Event() for name in self.names if name != own}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def begin(self, group: asyncio.TaskGroup) -> None:
+        """Connect to all others."""
+        self._tasks = [group.create_task(self._open(region)) for region in self._connected]
+
+    async def close(self) -> None:
+        """Give all connections up."""
+        await end(*self._tasks)
+        for region, log in self._logs.items():
+            if region != self.own:
+                await log.transport.close()
+
+    async def _open(self, region: str) -> None:
+        transport = await self._connect[region]()
+        log = self._logs[region] = Log(transport, self.run.name, self.run.identity, self.map, self.run.settings)
+        while not await self._has_begun(log):
+            await asyncio.sleep(RETRY_S)
+        self._connected[region].set()
+
+    async def _has_begun(self, log: Log) -> bool:
+        try:
+            return await log.genesis() is not None
+        except BrokerError:  # the server is away, or its own syncer has not made the streams yet
+            return False
+
+    @property
+    def home(self) -> Log:
+        """The own region's log."""
+        return self._logs[self.own]
+
+    @property
+    def bytes_in(self) -> int:
+        """Payload bytes received from the other regions."""
+        return sum(log.transport.bytes_in for region, log in self._logs.items() if region != self.own)
+
+    @property
+    def bytes_out(self) -> int:
+        """Payload bytes sent to the other regions."""
+        return sum(log.transport.bytes_out for region, log in self._logs.items() if region != self.own)
+
+    async def log(self, region: str) -> Log:
+        """A region's log, once there is a way to it, and the run has begun there."""
+        if region != self.own:
+            await self._connected[region].wait()
+        return self._logs[region]
+
+    async def bring_genesis(self, log: Logger) -> None:
+        """See to it that the own region's log begins as the run does: with what its founder stored, in whichever region."""
+        home = self.home
+        while await home.genesis() is None:
+            frame = await membership.decided(self.run)
+            if frame is not None:
+                sources = [home, *(self._logs[region] for region in self.names if region in self._logs and region != self.own)]
+                for source in sources:
+                    try:
+                        if await home.begin_as(source, frame):
+                            break
+                    except (BrokerError, MessageError, RunError) as error:
+                        log.debug("genesis_not_brought", reason=str(error))
+            await asyncio.sleep(RETRY_S)
