@@ -42,7 +42,7 @@ class Forger:
         store, fragments = await cluster.store()
         genesis = await store.genesis()
         assert genesis is not None
-        base_hash = genesis[0].fragments[0][1]
+        base_hash = genesis[0].fragments[0]
         return cls(cluster, store, fragments.fragments[0].size, base_hash, time.time_ns() // 1_000_000)
 
     async def admit(self, fragments: FragmentMap) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco import membership, observe, service, state
+from diloco import observe, service, state
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.core.leases import Rota
 from diloco.core.tape import Copied, End, Restored, state_digest
@@ -165,7 +165,7 @@ class Toy:
             await link.close()
 
     async def _take_part(self, link: NatsTransport) -> None:
-        run = await membership.find(link, self.settings.run, self.log)
+        run = await service.find_run(link, self.settings, self.log)
         task = self.task = Regression(run.settings)
         self.initialise(task)
         fragments = build_map(self.specs(task), run.settings.fragments.count, run.settings.fragments.strategy)

@@ -123,7 +123,7 @@ class Reference:
         self._archive: set[tuple[int, str, int, int]] = set()
         self._trained: dict[tuple[str, int], set[tuple[int, int]]] = {}  # by process: shares and batches
         self._parts: dict[bytes, dict[int, bytes]] = {}
-        self._genesis: dict[int, tuple[Keyframe, Vector, Vector]] = {}
+        self._genesis: dict[tuple[int, bytes], tuple[Vector, Vector]] = {}
         whole = settings.carry.late in (0, 1) and settings.carry.overlap in (0, 1)
         self.exact = settings.codec.offer_bits == 32
         self.countable = self.exact and whole
@@ -155,9 +155,9 @@ class Reference:
     def _see_genesis(self, data: bytes) -> str:
         genesis, check, _ = messages.unpack(data, Genesis, self.run)
         demand(not self.logs, "the run began twice")
-        for index, (sequence, digest) in enumerate(genesis.fragments):
-            keyframe, theta, momentum = self._genesis[sequence]
-            demand((keyframe.fragment, keyframe.state_hash) == (index, digest), "genesis names another keyframe")
+        for index, digest in enumerate(genesis.fragments):
+            demand((index, digest) in self._genesis, "genesis names another keyframe")
+            theta, momentum = self._genesis[index, digest]
             log = FragmentLog(0, 0, check, theta, momentum, steps=np.zeros(theta.size, np.float32))
             log.remember()
             self.logs.append(log)
@@ -172,7 +172,7 @@ class Reference:
         demand(state_hash(theta, momentum) == keyframe.state_hash, f"{what}: another state than it states")
         if keyframe.entry_hash == bytes(32):
             demand(not self.logs, f"{what}: stored after genesis")
-            self._genesis[sequence] = (keyframe, theta.copy(), momentum.copy())
+            self._genesis[keyframe.fragment, keyframe.state_hash] = theta.copy(), momentum.copy()
             return what
         log = self.logs[keyframe.fragment]
         if (keyframe.fragment, keyframe.entry_hash) in self.lost:
@@ -252,7 +252,9 @@ class Reference:
         if self.forgetful:
             log.past.append((sequence, log.copied()))
         demand(record.previous == log.head, f"{what}: does not follow version {log.version}, epoch {log.epoch}")
-        expected = (log.version + makes, log.epoch + takes)
+        # where there are regions, owners may have claimed the fragment that never wrote
+        epoch = max(record.epoch, log.epoch + 1) if takes and self.settings.regions.names else log.epoch + takes
+        expected = (log.version + makes, epoch)
         demand((record.version, record.epoch) == expected, f"{what}: expected version and epoch {expected}")
         if takes:
             log.owner = writer.process

@@ -73,7 +73,7 @@ class Learner:
         member = self.member = Member(process.transport, run, FRAGMENTS, world.learner_settings(self.name), world.logger)
         # its own, and nothing of it may come into the run unless it founds it
         self.values = [process.noise(fragment.size) for fragment in FRAGMENTS.fragments]
-        self.must_apply, self.must_pass = world.reference.versions(), world.reference.ends()
+        self.must_apply, self.must_pass = world.known(process), world.reference.ends() if world.regional is None else {}
         try:
             await member.join(lambda: [np.zeros(fragment.size, np.float32) for fragment in FRAGMENTS.fragments])
             if not self._restore(member):
@@ -152,7 +152,8 @@ class Learner:
         if mark is not None and not self.marking and member.dump() is not None:
             member.note_copied(mark)
             self.marking = True
-            exact = self.mark == (mark.number, True)
+            # versions of several fragments come to a region in another order than they were made
+            exact = self.mark == (mark.number, True) and self.world.regional is None
             self.world.check_marked(self.name, member, mark.versions, exact)
             answer = Marked(self.name, mark.number, member.step, member.versions(), 1, bytes(32))
             self.process.loop.call_later(SAVE_S * self.process.rng.random(), self._answer, member, answer)

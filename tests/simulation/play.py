@@ -7,26 +7,28 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from tests.simulation.world import Outcome, World
 
 COLLECT_EVERY = 50  # schedules: each leaves cycles behind, and looking for them all the time takes a tenth of it
 
 
-def play(seed: int) -> Outcome:
-    """One schedule, without its trace."""
+def play(seed: int, regions: bool = False) -> Outcome:
+    """One schedule, without its trace; with ``regions``, of a cluster in three of them."""
     if seed % COLLECT_EVERY == 0:
         gc.collect()
     began_s = time.process_time()
-    outcome = World(seed).run()
+    outcome = World(seed, regions=regions).run()
     return replace(outcome, trace=[], cpu_s=time.process_time() - began_s)
 
 
 class Playing:
     """Outcomes as they come, in no order, and how long it took: by the clock, and on the cores."""
 
-    def __init__(self, seeds: Sequence[int], jobs: int) -> None:
+    def __init__(self, seeds: Sequence[int], jobs: int, regions: bool) -> None:
         self.seeds, self.jobs, self.seconds, self.cpu_s = seeds, jobs, 0.0, 0.0
+        self._one = partial(play, regions=regions)
 
     @property
     def outcomes(self) -> Iterator[Outcome]:
@@ -49,13 +51,13 @@ class Playing:
 
     def _play(self) -> Iterator[Outcome]:
         if self.jobs == 1:
-            yield from map(play, self.seeds)
+            yield from map(self._one, self.seeds)
         else:
             # not forked: the process that runs all tests has JAX and its threads in it
             with multiprocessing.get_context("spawn").Pool(self.jobs) as pool:
-                yield from pool.imap_unordered(play, self.seeds, chunksize=10)
+                yield from pool.imap_unordered(self._one, self.seeds, chunksize=10)
 
 
-def play_all(seeds: Sequence[int], jobs: int = 1) -> Playing:
+def play_all(seeds: Sequence[int], jobs: int = 1, *, regions: bool = False) -> Playing:
     """Play the schedules of ``seeds`` in so many processes."""
-    return Playing(seeds, jobs)
+    return Playing(seeds, jobs, regions)

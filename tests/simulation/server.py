@@ -38,6 +38,7 @@ class Stream:
     name: str
     subjects: list[str]
     max_msgs_per_subject: int
+    region: str = ""
     messages: list[Stored | None] = field(default_factory=list)
     by_subject: dict[str, list[int]] = field(default_factory=dict)
     identifiers: dict[str, tuple[float, int, bytes]] = field(default_factory=dict)  # when, where and what was stored

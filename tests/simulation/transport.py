@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 READ_TIMEOUT_S = 2.0
 BUCKET_TIMEOUT_S = 1.0
 BUCKET_ATTEMPTS = 6
+CONTROL = ""  # where the control store is; in a run without regions the only server
 
 
 @dataclass
@@ -43,15 +44,20 @@ class Subscription:
 
 
 class SimulatedTransport:
-    """One process's way to the others."""
+    """One process's way to the others, and to one region's streams."""
 
-    def __init__(self, process: Process) -> None:
-        self.process, self.world, self.loop = process, process.world, process.loop
+    def __init__(self, process: Process, region: str) -> None:
+        self.process, self.world, self.loop, self.region = process, process.world, process.loop, region
         self.bytes_in = self.bytes_out = 0
 
     @property
     def connected(self) -> bool:
-        return self.process.reachable
+        return self.process.reaches(CONTROL) and self.reaches
+
+    @property
+    def reaches(self) -> bool:
+        """Whether it and the server that has its streams can talk."""
+        return self.process.reaches(self.region)
 
     def wall_s(self) -> float:
         return self.process.wall_s()
@@ -75,7 +81,7 @@ class SimulatedTransport:
         future = self.loop.create_future()
 
         def reply(answer: bytes) -> None:
-            if self.process.reachable:
+            if self.process.hears:
                 self.world.later(self.world.delay_s(), self._settle, future, answer, None)
 
         self._send(subject, data, reply)
@@ -84,8 +90,8 @@ class SimulatedTransport:
         return answer
 
     def _send(self, subject: str, data: bytes, reply: Callable[[bytes], None]) -> None:
-        if self.process.reachable:
-            self.world.publish(Message(subject, data, reply))
+        if self.process.hears:
+            self.world.publish(Message(subject, data, reply), self.process.region)
 
     def _settle(self, future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
         if not future.done():
@@ -96,17 +102,20 @@ class SimulatedTransport:
 
     # ---- the server
 
-    async def _ask(self, action: Callable[[], Any], timeout_s: float, what: str, *, lossy: bool = False) -> Any:
+    async def _ask(
+        self, action: Callable[[], Any], timeout_s: float, what: str, *, lossy: bool = False, where: str | None = None
+    ) -> Any:
         """Have the server do something; AppendUncertainError if no answer comes in time, whether or not it was done."""
         world, process, loop = self.world, self.process, self.loop
         future, session = loop.create_future(), world.rewinds
         fate = world.fate(process, what) if lossy else "plain"
+        where = self.region if where is None else where
         if fate == "crash_before":
             process.crash(what)
         if fate == "late":  # the caller gives up, and then it is done all the same
             world.later(timeout_s * (1 + world.rng.random()), self._try, action, session)
         elif fate != "lost":
-            world.later(world.delay_s(), self._arrive, action, future, fate, what, session)
+            world.later(world.delay_s(), self._arrive, action, future, fate, what, session, where)
         timer = loop.call_later(timeout_s, self._settle, future, None, AppendUncertainError(f"{what}: no answer"))
         try:
             return await future
@@ -118,8 +127,10 @@ class SimulatedTransport:
             with contextlib.suppress(BrokerError):
                 action()
 
-    def _arrive(self, action: Callable[[], Any], future: asyncio.Future[Any], fate: str, what: str, session: int) -> None:
-        if not self.process.reachable or session != self.world.rewinds:
+    def _arrive(
+        self, action: Callable[[], Any], future: asyncio.Future[Any], fate: str, what: str, session: int, where: str
+    ) -> None:
+        if not self.process.reaches(where) or session != self.world.rewinds:
             return  # lost with the connection
         result, error = None, None
         try:
@@ -134,7 +145,8 @@ class SimulatedTransport:
     async def ensure_stream(
         self, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1
     ) -> None:
-        self.world.server.streams.setdefault(stream, Stream(stream, subjects, max_msgs_per_subject))
+        streams = self.world.servers[self.region].streams
+        streams.setdefault(stream, Stream(stream, subjects, max_msgs_per_subject, self.region))
 
     async def append(
         self,
@@ -147,7 +159,7 @@ class SimulatedTransport:
         fence: Fence | None,
         timeout_s: float,
     ) -> int:
-        world, process = self.world, self.process
+        world, process, server = self.world, self.process, self.world.servers[self.region]
         named: list[tuple[str, bytes]] = []
         if parts:
             assert part_subject is not None
@@ -159,8 +171,8 @@ class SimulatedTransport:
         def store() -> int:
             world.writer = writer
             if broken is None:
-                return world.server.append(request, world.now_s)
-            world.server.append(request, world.now_s, int(broken * len(parts)))
+                return server.append(request, world.now_s)
+            server.append(request, world.now_s, int(broken * len(parts)))
             raise AppendUncertainError(f"{subject}: the batch was broken off")
 
         self.bytes_out += len(data) + sum(len(part) for part in parts)
@@ -193,13 +205,13 @@ class SimulatedTransport:
         held, newest, position = self._stream(stream), read, max(1, start_sequence) - 1
         rewinds = held.rewinds if newest is None else -1
         while True:
-            if held.rewinds != rewinds and self.process.reachable:
+            if held.rewinds != rewinds and self.reaches:
                 rewinds, position = held.rewinds, newest.sequence if newest else max(1, start_sequence) - 1
                 if newest is not None and not held.keeps(newest):
                     raise RewoundError(f"stream {stream}: it lost message {newest.sequence}, which had been stored")
-            new = held.after(position, subjects) if self.process.reachable else []
+            new = held.after(position, subjects) if self.reaches else []
             if not new:
-                position = max(position, len(held.messages)) if self.process.reachable else position
+                position = max(position, len(held.messages)) if self.reaches else position
                 await self.world.news(self.loop, held, subjects)
                 continue
             await asyncio.sleep(self.world.delay_s())
@@ -209,12 +221,13 @@ class SimulatedTransport:
                 yield stored
 
     def _stream(self, name: str) -> Stream:
-        if name not in self.world.server.streams:
+        streams = self.world.servers[self.region].streams
+        if name not in streams:
             raise BrokerError(f"stream {name}: does not exist on the server")
-        return self.world.server.streams[name]
+        return streams[name]
 
     async def bucket(self, name: str, *, create: bool, replicas: int = 1) -> SimulatedBucket:
-        buckets = self.world.server.buckets
+        buckets = self.world.control.buckets
 
         def find() -> None:
             if create:
@@ -222,7 +235,7 @@ class SimulatedTransport:
             if name not in buckets:
                 raise BrokerError(f"bucket {name}: does not exist on the server")
 
-        await self._ask(find, READ_TIMEOUT_S, f"bucket {name}")
+        await self._ask(find, READ_TIMEOUT_S, f"bucket {name}", where=CONTROL)
         return SimulatedBucket(self, name)
 
 
@@ -234,7 +247,7 @@ class SimulatedBucket:
     name: str
 
     async def get(self, key: str) -> tuple[bytes, int] | None:
-        bucket = self.transport.world.server.buckets[self.name]
+        bucket = self.transport.world.control.buckets[self.name]
         found: tuple[bytes, int] | None = await self._patiently(lambda: bucket.get(key), f"get {key}", lossy=False)
         return found
 
@@ -249,7 +262,7 @@ class SimulatedBucket:
 
     async def _write(self, key: str, value: bytes, revision: int | None) -> int:
         world, process = self.transport.world, self.transport.process
-        bucket, identifier = world.server.buckets[self.name], process.rng.getrandbits(64)
+        bucket, identifier = world.control.buckets[self.name], process.rng.getrandbits(64)
         generation = process.generation
 
         def write() -> int:
@@ -266,7 +279,7 @@ class SimulatedBucket:
     async def _patiently(self, action: Callable[[], Any], what: str, *, lossy: bool) -> Any:
         for attempt in range(BUCKET_ATTEMPTS):
             try:
-                return await self.transport._ask(action, BUCKET_TIMEOUT_S, what, lossy=lossy)
+                return await self.transport._ask(action, BUCKET_TIMEOUT_S, what, lossy=lossy, where=CONTROL)
             except AppendUncertainError:
                 if attempt == BUCKET_ATTEMPTS - 1:
                     raise

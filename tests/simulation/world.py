@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from tests.simulation.invariants import Reference, Violation, Writer, demand
 from tests.simulation.learner import STEPS, Learner, Step
 from tests.simulation.loop import ProcessLoop, Scheduler
+from tests.simulation.regional import Regional
 from tests.simulation.server import Server, Stream, matches
-from tests.simulation.transport import Message, SimulatedTransport, Subscription, deliver
+from tests.simulation.transport import CONTROL, Message, SimulatedTransport, Subscription, deliver
 
 import diloco.log
 import diloco.member
@@ -94,9 +95,13 @@ VARIANTS.append(
 )
 
 
+REGIONS = ("ap", "eu", "us")
+APART: dict[str, Any] = {"regions.names": list(REGIONS), "regions.away_s": 2.0}
+
+
 @cache
-def variant(number: int) -> RunSettings:
-    return run_settings("decoupled", SMALL | VARIANTS[number])
+def variant(number: int, apart: bool) -> RunSettings:
+    return run_settings("decoupled", SMALL | VARIANTS[number] | (APART if apart else {}))
 
 
 @cache
@@ -105,13 +110,13 @@ def _learner(name: str, share: int) -> LearnerSettings:
 
 
 @cache
-def _syncer(name: str) -> SyncerSettings:
-    return SyncerSettings(name=name, run=RUN)
+def _syncer(name: str, region: str) -> SyncerSettings:
+    return SyncerSettings(name=name, run=RUN, region=region or None)
 
 
 @cache
-def _coordinator(name: str, number: int) -> CoordinatorSettings:
-    return CoordinatorSettings(name=name, run=RUN, settings=variant(number), state_dir=Path("/nonexistent"))
+def _coordinator(name: str, number: int, apart: bool) -> CoordinatorSettings:
+    return CoordinatorSettings(name=name, run=RUN, settings=variant(number, apart), state_dir=Path("/nonexistent"))
 
 
 @contextlib.contextmanager
@@ -171,7 +176,7 @@ class Chaos:
     faults: list[tuple[float, str, int, float]]  # time, kind, which process, how long
 
     @classmethod
-    def draw(cls, rng: random.Random) -> Chaos:
+    def draw(cls, rng: random.Random, possible: Sequence[str]) -> Chaos:
         """Every kind of fault is off in many schedules, so that others are seen alone (as swarm testing has it)."""
         until_s = rng.uniform(1.0, 7.0)
 
@@ -185,7 +190,7 @@ class Chaos:
             "crash_before": some(0.04),
             "crash_after": some(0.06),
         }
-        kinds = [kind for kind in FAULTS if rng.random() < 0.5] or ["kill"]
+        kinds = [kind for kind in possible if rng.random() < 0.5] or ["kill"]
         if "rewind" in kinds and "clock" in kinds:  # a lost admission and a clock that jumps back make an incarnation twice
             kinds.remove("clock")
         faults = [
@@ -196,13 +201,15 @@ class Chaos:
 
 
 FAULTS = ("kill", "freeze", "stop", "server", "cut", "full", "clock", "rewind")
+# a region that loses what it has acknowledged is not provided for: a majority holds nothing then
+FAULTS_APART = (*FAULTS[:-1], "region")
 
 
 class Process:
     """One service: its process, which comes and goes, and its disk, which stays."""
 
-    def __init__(self, world: World, name: str, serve: Callable[[Process], Coroutine[Any, Any, None]]) -> None:
-        self.world, self.name, self._serve = world, name, serve
+    def __init__(self, world: World, name: str, region: str, serve: Callable[[Process], Coroutine[Any, Any, None]]) -> None:
+        self.world, self.name, self.region, self._serve = world, name, region, serve
         self.saved: list[bytes] = []  # on its disk, newest first
         self.generation = 0
         self.clock_s = 1.7e9 + world.rng.uniform(-100, 100)
@@ -220,7 +227,7 @@ class Process:
         self.rng = random.Random(self.world.rng.getrandbits(64))
         self.step_s = self.rng.choice((0.05, 0.1, 0.2))
         self.loop = self.world.new_loop(self.rng)
-        self.transport = SimulatedTransport(self)
+        self.transport = SimulatedTransport(self, self.region)
         self.worker: Any = None  # a Learner
         self.world.note(self.name, f"starts as {self.generation}")
         self.loop.call_soon(self._begin)
@@ -244,10 +251,15 @@ class Process:
             self.world.note(self.name, "ends")
             self.world.look_for_end()
 
+    def reaches(self, server: str) -> bool:
+        """Whether it and a server can talk: its region's, another one's, or the control store's, which most regions make up."""
+        near = server == self.region or not self.world.apart.intersection((server, self.region))
+        return near and not self.cut and server not in self.world.away
+
     @property
-    def reachable(self) -> bool:
-        """Whether it and the server can talk."""
-        return not self.cut and not self.world.server_away
+    def hears(self) -> bool:
+        """Whether it can talk to others, at least to those in its region."""
+        return not self.cut and CONTROL not in self.world.away
 
     def _forget(self) -> None:
         self.alive = False
@@ -320,7 +332,7 @@ class Outcome:
 class World:
     """One schedule, of the variant with that number or (None) of the one that the seed draws."""
 
-    def __init__(self, seed: int, *, number: int | None = None, verbose: bool = False) -> None:
+    def __init__(self, seed: int, *, number: int | None = None, verbose: bool = False, regions: bool = False) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         self.scheduler = Scheduler()
         self.run_name = RUN
@@ -330,8 +342,8 @@ class World:
         self.logger = cast(Logger, Silent(self.note if verbose else None))
         drawn = self.rng.randrange(DRAWN)
         number = drawn if number is None else number
-        self.settings = variant(number)
-        self.chaos = Chaos.draw(self.rng)
+        self.settings = variant(number, regions)
+        self.chaos = Chaos.draw(self.rng, FAULTS_APART if regions else FAULTS)
         # small parts, so that bodies come in several
         self.part_bytes = self.rng.choice((WHOLE_PART_BYTES, WHOLE_PART_BYTES, 700))
         self.steps: list[Step] = []
@@ -339,8 +351,12 @@ class World:
         kinds = {kind for _, kind, _, _ in self.chaos.faults}
         archived = self.settings.log.archive and not kinds & {"full", "rewind"}
         self.reference = Reference(RUN, identity, self.settings, self.steps, forgetful="rewind" in kinds, archived=archived)
-        self.server = Server(self._stored)
-        self.server_away = False
+        homes = REGIONS if regions else (CONTROL,)
+        self.servers = {name: Server(partial(self._stored, name)) for name in dict.fromkeys((CONTROL, *homes))}
+        self.control = self.servers[CONTROL]
+        self.regional = Regional(self.reference, REGIONS) if regions else None
+        self.away: set[str] = set()  # servers
+        self.apart: set[str] = set()  # regions that are cut off from the others
         self.rewinds = self.marks = 0
         self.leaders: dict[tuple[int, int], str] = {}  # by rewinds and revision of the key
         self.subscriptions: list[Subscription] = []
@@ -351,12 +367,14 @@ class World:
         self.loop = self.new_loop(self.rng)
         self.subjects = Subjects(RUN)
         self.note("world", f"variant {number} {VARIANTS[number]}, {self.chaos}, parts of {self.part_bytes}")
-        self.learners = [Process(self, f"learner-{i}", self._learn) for i in range(self.settings.learners)]
+
+        def processes(kind: str, count: int, serve: Callable[[Process], Coroutine[Any, Any, None]]) -> list[Process]:
+            return [Process(self, f"{kind}-{i}", homes[i % len(homes)], serve) for i in range(count)]
+
+        self.learners = processes("learner", self.settings.learners, self._learn)
         standbys = self.rng.randrange(2)
-        syncers = [Process(self, f"syncer-{i}", self._sync) for i in range(self.settings.shards + standbys)]
-        coordinators = [
-            Process(self, f"coordinator-{i}", lambda p: self._coordinate(p, number)) for i in range(self.rng.randint(1, 2))
-        ]
+        syncers = processes("syncer", (len(homes) if regions else self.settings.shards) + standbys, self._sync)
+        coordinators = processes("coordinator", self.rng.randint(1, 2), lambda p: self._coordinate(p, number, regions))
         self.processes = [*self.learners, *syncers, *coordinators]
         for at_s, kind, which, for_s in self.chaos.faults:
             self.later(at_s, self._fault, kind, self.processes[which % len(self.processes)], for_s)
@@ -386,7 +404,9 @@ class World:
     async def _sync(self, process: Process) -> None:
         transport, log = process.transport, self.logger
         run = await membership.find(transport, RUN, log)
-        shard = Shard(transport, run, await membership.find_map(run), _syncer(process.name), log)
+        connect = {name: partial(_way, process, name) for name in run.settings.regions.names if name != process.region}
+        settings = _syncer(process.name, process.region)
+        shard = Shard(transport, run, await membership.find_map(run), settings, log, connect=connect)
         serving = asyncio.ensure_future(shard.serve())
         try:
             await asyncio.shield(serving)
@@ -399,8 +419,8 @@ class World:
             await asyncio.gather(serving, return_exceptions=True)
             await transport.close()
 
-    async def _coordinate(self, process: Process, number: int) -> None:
-        settings = _coordinator(process.name, number)
+    async def _coordinate(self, process: Process, number: int, regions: bool) -> None:
+        settings = _coordinator(process.name, number, regions)
         run = await patiently(partial(membership.create, process.transport, RUN, settings.settings), self.logger)
         coordinator = _Coordinator(process.transport, run, settings, self.logger)
         await coordinator.serve()
@@ -466,19 +486,24 @@ class World:
     def answer(self, loop: ProcessLoop, settle: Callable[..., None], *args: Any) -> None:
         loop.call_later(self.delay_s(), settle, *args)
 
-    def publish(self, message: Message) -> None:
-        """Bring a message to all who hear it."""
+    def publish(self, message: Message, region: str) -> None:
+        """Bring a message to all who hear it where it comes from."""
         for subscription in self.subscriptions:
-            if matches(subscription.pattern, message.subject):
+            there = subscription.transport.process.region
+            near = there == region or not self.apart.intersection((there, region))
+            if near and matches(subscription.pattern, message.subject):
                 for delay_s in self.deliveries_s():
                     subscription.transport.loop.call_later(delay_s, deliver, subscription, message)
 
     # ---- the server
 
-    def _stored(self, stream: str, subject: str, data: bytes, sequence: int) -> None:
+    def _stored(self, region: str, stream: str, subject: str, data: bytes, sequence: int) -> None:
         assert self.writer is not None
         try:
-            seen = self.reference.observe(subject, data, sequence, self.writer)
+            if self.regional is None:
+                seen = self.reference.observe(subject, data, sequence, self.writer)
+            else:
+                seen = f"{region}: {self.regional.observe(region, subject, data, sequence, self.writer)}"
         except Violation as violation:
             self.failed(violation)
             seen = f"VIOLATION: {violation}"
@@ -486,7 +511,7 @@ class World:
         waiting, self._waiting = self._waiting, []
         for entry in waiting:
             loop, future, held, patterns = entry
-            if held.name == stream and any(matches(pattern, subject) for pattern in patterns):
+            if held.name == stream and held.region == region and any(matches(pattern, subject) for pattern in patterns):
                 loop.call_later(self.delay_s(), _wake, future)
             else:
                 self._waiting.append(entry)
@@ -502,7 +527,11 @@ class World:
         fragment = subjects.fragment_of(pattern)
         assert fragment is not None
         names = self.subjects.record(fragment), self.subjects.keyframe(fragment)
-        self.reference.purged(fragment, {sequence for name in names for sequence in stream.by_subject.get(name, ())})
+        heads = {sequence for name in names for sequence in stream.by_subject.get(name, ())}
+        if self.regional is None:
+            self.reference.purged(fragment, heads)
+        else:
+            self.regional.purged(stream.region, fragment, heads)
         self.stats["purge"] += 1
 
     def check_marked(self, learner: str, member: Member, marked: list[int], exact: bool) -> None:
@@ -556,8 +585,14 @@ class World:
             if process.alive and process.loop.held is None and not process.stopping:
                 process.loop.call_soon(process.stop)
         elif kind == "server":
-            self.server_away = True
-            self.later(for_s, self._back)
+            server = CONTROL if self.regional is None else self.rng.choice((CONTROL, *REGIONS))
+            self.away.add(server)
+            self.later(for_s, self._back, server)
+        elif kind == "region":
+            region = self.rng.choice(REGIONS)
+            if not self.apart:  # of two that are apart from each other neither would have a majority
+                self.apart.add(region)
+                self.later(2 * for_s, self._together)
         elif kind == "cut":
             process.cut = True
             self.later(for_s, self._uncut, process)
@@ -566,8 +601,8 @@ class World:
             self.later(for_s, self._fill, False)
         elif kind == "rewind":
             self._rewind()
-            self.server_away = True
-            self.later(for_s, self._back)
+            self.away.add(CONTROL)
+            self.later(for_s, self._back, CONTROL)
         else:
             process.clock_s += self.rng.choice((-1, 1)) * self.rng.choice((1.0, 5000.0))
 
@@ -577,10 +612,11 @@ class World:
             return
         self.marks += 1
         mark = Mark(self.marks, list(self.reference.versions().values()))
+        region = self.rng.choice(REGIONS) if self.regional else CONTROL
         self.note("world", f"mark {mark.versions}")
         data = messages.pack(mark, self.reference.run)
         for repeat in range(MARKS):
-            self.later(MARK_EVERY_S * repeat, self.publish, Message(self.subjects.mark, data, lambda answer: None))
+            self.later(MARK_EVERY_S * repeat, self.publish, Message(self.subjects.mark, data, lambda answer: None), region)
 
     def _is_ending(self) -> bool:
         """Whether the run has not begun, or somebody may already have left for good, since all logs are closed."""
@@ -589,7 +625,7 @@ class World:
     def _rewind(self) -> None:
         """The server's machine crashes, and the last of what it stored was not on its disk: in no stream the same number."""
         self.rewinds += 1
-        for stream in self.server.streams.values():
+        for stream in self.control.streams.values():
             first = stream.synced
             if stream.name == self.subjects.log_stream:
                 genesis = stream.last(self.subjects.genesis)
@@ -598,17 +634,25 @@ class World:
             lost = int(self.rng.choice((0, 3, 10, 30)) * self.rng.random())
             stream.rewind(max(len(stream.messages) - lost, min(first, len(stream.messages))))
             self.note("world", f"{stream.name} ends at {len(stream.messages)}")
-        self.reference.rewind(len(self.server.streams[self.subjects.log_stream].messages))
-        for bucket in self.server.buckets.values():
+        self.reference.rewind(len(self.control.streams[self.subjects.log_stream].messages))
+        for bucket in self.control.buckets.values():
             bucket.rewind(self.rng.choice((0, 1, 4)))
         for process in self.learners:
             if process.worker is not None:
                 must_apply, versions = process.worker.must_apply, self.reference.versions()
                 must_apply |= {index: min(version, versions[index]) for index, version in must_apply.items()}
 
-    def _back(self) -> None:
-        self.server_away = False
+    def _back(self, server: str) -> None:
+        self.away.discard(server)
         self._wake_all()
+
+    def _together(self) -> None:
+        self.apart.clear()
+        self._wake_all()
+
+    def known(self, process: Process) -> dict[int, int]:
+        """The newest version by fragment, as far as it is known where a process is."""
+        return self.reference.versions() if self.regional is None else self.regional.versions(process.region)
 
     def _uncut(self, process: Process) -> None:
         process.cut = False
@@ -620,13 +664,15 @@ class World:
         self._waiting = []
 
     def _fill(self, full: bool) -> None:
-        for stream in self.server.streams.values():
-            stream.full = full
+        for server in self.servers.values():
+            for stream in server.streams.values():
+                stream.full = full
 
     def _calm(self) -> None:
         self.note("world", "calm")
         self._fill(False)
-        self.server_away = False
+        self.away.clear()
+        self.apart.clear()
         for process in self.processes:
             process.cut = False
             process.loop.thaw()
@@ -676,6 +722,10 @@ class _Coordinator(Coordinator):
 
     def save(self) -> None:
         return
+
+
+async def _way(process: Process, region: str) -> SimulatedTransport:
+    return SimulatedTransport(process, region)
 
 
 def _wake(future: asyncio.Future[Any]) -> None:

@@ -1,0 +1,120 @@
+"""The reference of a run with regions: what the regions' logs, each of which may hold what the others do not, say together.
+
+An entry counts from the first notice of it on. The notice must be true: a majority of regions holds the entry, and it and what
+leads up to it follow what was committed before. So no log ever forks, whatever a region has stored for itself meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.simulation.invariants import Reference, Writer, demand
+
+from diloco.wire import messages
+from diloco.wire.messages import Claim, Keyframe, Notice, Record
+
+
+@dataclass
+class _Kept:
+    """A fragment's log in one region."""
+
+    epoch: int = 0  # the highest that wrote or claimed
+    version: int = 0  # the newest that a notice named
+    entries: dict[bytes, int] = field(default_factory=dict)  # name and sequence, as stored last
+    keyframes: list[tuple[int, int]] = field(default_factory=list)  # sequences of head and entry
+
+
+class Regional:
+    """Fed with what each region's server stores."""
+
+    def __init__(self, reference: Reference, regions: Sequence[str]) -> None:
+        self.reference, self.regions = reference, regions
+        self.claims = 0
+        self._entries: dict[bytes, tuple[Record, bytes, Writer]] = {}  # stored anywhere: the frame, and who stored it first
+        self._committed: dict[bytes, tuple[int, bytes]] = {}  # by name: version and state hash
+        self._kept: dict[tuple[str, int], _Kept] = defaultdict(_Kept)
+        self._genesis = b""
+
+    def versions(self, region: str) -> dict[int, int]:
+        """The newest version of each fragment that is known in a region."""
+        return {index: self._kept[region, index].version for index in range(len(self.reference.logs))}
+
+    def observe(self, region: str, subject: str, data: bytes, sequence: int, writer: Writer) -> str:
+        """Look at a message as it is stored; what it is, in a few words."""
+        reference, token = self.reference, subject.rsplit(".", 1)[-1]
+        if subject == reference.subjects.genesis:
+            if self._genesis:
+                demand(data == self._genesis, f"region {region} begins otherwise than the others")
+                return "genesis again"
+            self._genesis = data
+        elif subject.split(".")[2] == "fragment" and token == "head":
+            if messages.kind_of(data) == Claim.kind:
+                return self._see_claim(region, data)
+            return self._see_entry(region, data, sequence, writer)
+        elif token == "notice":
+            return self._see_notice(region, data)
+        elif subject.split(".")[2] == "keyframe" and token == "head" and reference.logs:
+            return self._see_keyframe(region, data, sequence)
+        return reference.observe(subject, data, sequence, writer)
+
+    def _see_claim(self, region: str, data: bytes) -> str:
+        claim, _, _ = messages.unpack(data, Claim, self.reference.run)
+        kept, what = self._kept[region, claim.fragment], f"claim of fragment {claim.fragment} by {claim.syncer}"
+        demand(claim.epoch > kept.epoch, f"{what}: epoch {claim.epoch}, {region} is at {kept.epoch}")
+        kept.epoch = claim.epoch
+        self.claims += 1
+        return f"{what}, epoch {claim.epoch}"
+
+    def _see_entry(self, region: str, data: bytes, sequence: int, writer: Writer) -> str:
+        record, check, _ = messages.unpack(data, Record, self.reference.run)
+        kept = self._kept[region, record.fragment]
+        kept.epoch = max(kept.epoch, record.epoch)
+        kept.entries[check] = sequence
+        self._entries.setdefault(check, (record, data, writer))
+        return f"{record.entry} of fragment {record.fragment}, version {record.version}, epoch {record.epoch}"
+
+    def _see_notice(self, region: str, data: bytes) -> str:
+        notice, _, _ = messages.unpack(data, Notice, self.reference.run)
+        index, what = notice.fragment, f"notice of fragment {notice.fragment}, version {notice.version}, epoch {notice.epoch}"
+        kept = self._kept[region, index]
+        demand(kept.entries.get(notice.check) is not None, f"{what}: {region} does not hold the entry")
+        holders = [name for name in self.regions if notice.check in self._kept[name, index].entries]
+        demand(len(holders) > len(self.regions) // 2, f"{what}: only {holders} hold the entry")
+        kept.version = max(kept.version, notice.version)
+        path, check, log = [], notice.check, self.reference.logs[index]
+        while check not in self._committed and check != log.head:
+            demand(check in self._entries, f"{what}: does not follow what was committed")
+            path.append(check)
+            check = self._entries[check][0].previous
+        if path:
+            demand(check == log.head, f"{what}: a fork: it follows what others have followed")
+        for name in reversed(path):
+            record, frame, writer = self._entries[name]
+            self.reference._see_record(frame, 0, writer)
+            self._committed[name] = record.version, record.state_hash
+        return what
+
+    def _see_keyframe(self, region: str, data: bytes, sequence: int) -> str:
+        keyframe, _, _ = messages.unpack(data, Keyframe, self.reference.run)
+        what = f"keyframe of fragment {keyframe.fragment}, version {keyframe.version} in {region}"
+        if keyframe.entry_hash == bytes(32):
+            return f"{what}, brought"
+        version, state_hash = self._committed.get(keyframe.entry_hash, (-1, b""))
+        demand((keyframe.version, keyframe.state_hash) == (version, state_hash), f"{what}: is not of what was committed")
+        kept = self._kept[region, keyframe.fragment]
+        demand(kept.entries.get(keyframe.entry_hash) == keyframe.entry_sequence, f"{what}: its entry does not stand there")
+        kept.keyframes.append((sequence, keyframe.entry_sequence))
+        self.reference.keyframes += 1
+        return what
+
+    def purged(self, region: str, fragment: int, heads: set[int]) -> None:
+        """Some of a fragment's log was dropped; ``heads`` are the sequences of the heads that are left."""
+        kept, wanted = self._kept[region, fragment], self.reference.settings.log.keep_keyframes
+        left = [entry for head, entry in kept.keyframes if head in heads][-wanted:]
+        demand(len(left) >= min(wanted, len(kept.keyframes)), f"fragment {fragment}, {region}: keyframes left: {left}")
+        if left:
+            committed = [sequence for check, sequence in kept.entries.items() if check in self._committed]
+            missing = [sequence for sequence in committed if sequence > min(left) and sequence not in heads]
+            demand(not missing, f"fragment {fragment}, {region}: entries {missing} after a keyframe were dropped")
