@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from diloco import membership, observe, rundir
 from diloco.core.fragments import FragmentMap, unpack_map
+from diloco.embedded import CONTROL, server_name
 from diloco.errors import BrokerError, RunError
 from diloco.log import Log
 from diloco.membership import Run
@@ -24,7 +25,6 @@ from diloco.wire.messages import Genesis
 from diloco.wire.subjects import Subjects
 
 ANSWER_TIMEOUT_S = 5.0
-EMBEDDED = "nats"  # folder of the embedded server's files
 
 
 @dataclass(frozen=True)
@@ -76,23 +76,22 @@ async def _transport(directory: RunDirectory) -> AsyncIterator[tuple[NatsTranspo
         finally:
             await transport.close()
         return
-    stored = directory.path / EMBEDDED
-    if not (stored / "jetstream").is_dir():
+    names = [CONTROL, *map(server_name, directory.settings.regions.names[:1])]
+    if not all((directory.path / name / "jetstream").is_dir() for name in names):
         raise BrokerError(f"{directory.path}: no server at {directory.nats_url or '(none yet)'} has this run; start it again")
-    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        copy = Path(folder) / EMBEDDED
-        shutil.copytree(stored, copy)
-        server = Server(copy)
-        server.start()
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder, contextlib.ExitStack() as started:
+        servers = []
+        for name in names:
+            shutil.copytree(directory.path / name, Path(folder) / name)
+            servers.append(Server(Path(folder) / name))
+            servers[-1].start()
+            started.callback(servers[-1].stop)
+        transport = await _connect(servers[0].url, servers[-1].url)
         try:
-            transport = await _connect(server.url)
-            try:
-                await _check_settings(transport, directory)
-                yield transport, False
-            finally:
-                await transport.close()
+            await _check_settings(transport, directory)
+            yield transport, False
         finally:
-            server.stop()
+            await transport.close()
 
 
 async def _live(directory: RunDirectory) -> NatsTransport | None:
@@ -100,14 +99,14 @@ async def _live(directory: RunDirectory) -> NatsTransport | None:
     if not await _anybody_listens(directory.nats_url):
         return None
     try:
-        transport = await _connect(directory.nats_url)
+        transport = await _connect(directory.nats_url, directory.nats_bulk_url or directory.nats_url)
     except BrokerError:
         return None
     try:
         await _check_settings(transport, directory)
     except (BrokerError, RunError):
         await transport.close()
-        if (directory.path / EMBEDDED).is_dir():
+        if (directory.path / CONTROL).is_dir():
             return None
         raise
     return transport
@@ -123,8 +122,8 @@ async def _anybody_listens(urls: str) -> bool:
     return False
 
 
-async def _connect(url: str) -> NatsTransport:
-    return await NatsTransport.open(url, url, "outside", observe.get_logger(), give_up_after_s=ANSWER_TIMEOUT_S)
+async def _connect(url: str, bulk_url: str) -> NatsTransport:
+    return await NatsTransport.open(url, bulk_url, "outside", observe.get_logger(), give_up_after_s=ANSWER_TIMEOUT_S)
 
 
 async def _check_settings(transport: NatsTransport, directory: RunDirectory) -> None:

@@ -24,6 +24,8 @@ class RunDirectory:
     data: str | None
     settings: RunSettings
     learners: int | None = None  # that are started here; None: as many as the data has shares
+    nats_bulk_url: str | None = None  # of the region from which the log is read, in a run with regions
+    wan_control: str | None = None  # where the links between them are commanded, if they are emulated here
 
     @property
     def learner_names(self) -> list[str]:
@@ -58,11 +60,13 @@ def load(path: Path) -> RunDirectory:
                 f"{path}: made by version {values.get('version')} of diloco (format {values['format']}), this is {FORMAT}"
             )
         settings = parse(RunSettings, values["settings"], str(file))
-        values.setdefault("learners", None)
-        for key, kind in (("name", str), ("nats_url", str), ("data", str | None), ("learners", int | None)):
-            if not isinstance(values[key], kind):
-                raise TypeError(f"{key} = {values[key]!r}")
-        return RunDirectory(path, values["name"], values["nats_url"], values["data"], settings, values["learners"])
+        kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "learners": int | None}
+        kinds |= {"nats_bulk_url": str | None, "wan_control": str | None}
+        for key, kind in kinds.items():
+            if not isinstance(values.get(key), kind):
+                raise TypeError(f"{key} = {values.get(key)!r}")
+        own: dict[str, Any] = {key: values.get(key) for key in kinds}
+        return RunDirectory(path, settings=settings, **own)
     except FileNotFoundError:
         raise RunError(f"{path}: not a run's directory (it has no run.json)") from None
     except (OSError, ValueError, KeyError, TypeError, SettingsError) as error:

@@ -71,6 +71,7 @@ class Service:
     cores: Collection[int] | None  # that it is kept to, where the system can
     process: subprocess.Popen[bytes]
     began_s: float
+    endless: bool = False  # it serves the others, and ends when it is told to
     restarts: int = 0
     quick_deaths: int = 0
     due_s: float | None = None  # when it is begun again; None while it runs or has ended by itself
@@ -97,15 +98,22 @@ class Supervisor:
         self._guard = Guard()
 
     def start(
-        self, name: str, module: str, config: Path, environment: Mapping[str, str], cores: Collection[int] | None = None
+        self,
+        name: str,
+        module: str,
+        config: Path,
+        environment: Mapping[str, str],
+        cores: Collection[int] | None = None,
+        *,
+        endless: bool = False,
     ) -> None:
         """Begin ``python -m module --config FILE``; its pid is in the file of the same name with the ending ``.pid``."""
         process = _begin(module, config, environment, cores)
-        self.services.append(Service(name, module, config, environment, cores, process, time.monotonic()))
+        self.services.append(Service(name, module, config, environment, cores, process, time.monotonic(), endless))
         self._watch()
 
     def tend(self) -> bool:
-        """Begin again what was killed; whether every service has ended by itself.
+        """Begin again what was killed; whether every service has ended by itself, but for those that never do.
 
         Raises:
             ServiceFailed: a service ended with an error, what it said is the message; or was killed again and again.
@@ -121,7 +129,7 @@ class Supervisor:
                 self._note_death(service, -code, now_s)
             elif now_s >= service.due_s:
                 self._begin_again(service, now_s)
-        return all(service.process.poll() == 0 for service in self.services)
+        return all(service.endless or service.process.poll() == 0 for service in self.services)
 
     def _note_death(self, service: Service, number: int, now_s: float) -> None:
         service.quick_deaths = service.quick_deaths + 1 if now_s - service.began_s < STEADY_S else 0

@@ -22,11 +22,11 @@ from rich.console import Console
 
 from diloco import live, membership, observe, resume, rundir
 from diloco.checkpoint import Checkpoint
-from diloco.errors import BrokerError, DataError, RunError, SettingsError
+from diloco.embedded import Embedded
+from diloco.errors import DataError, RunError, SettingsError
 from diloco.log import Log
 from diloco.membership import Run
 from diloco.nats.connection import checked, malloc_environment
-from diloco.nats.server import Server
 from diloco.nats.transport import NatsTransport
 from diloco.report import build, page
 from diloco.report.units import count, decimal, duration, share, size
@@ -40,7 +40,6 @@ TEND_S = 0.1
 POLL_S = 0.5
 PLAIN_EVERY_S = 5.0
 NATS_TIMEOUT_S = 20.0
-SERVER_ATTEMPTS = 5
 MAX_LEARNERS = 4096
 
 
@@ -200,8 +199,9 @@ class Launcher:
     ) -> None:
         self.directory, self.slow, self.quiet = directory, slow, quiet
         self.standbys, self.coordinators = standbys, coordinators
-        self.server = Server(directory.path / "nats") if embedded else None
-        self.url = self.server.url if self.server else directory.nats_url
+        self.embedded = Embedded(directory.path, directory.settings.regions.names) if embedded else None
+        self.url = self.embedded.url if self.embedded else directory.nats_url
+        self.bulk_url = self.embedded.bulk_url if self.embedded else None
         self.console = Console()
         self.live = not quiet and not plain and self.console.is_terminal
         self.stopping = False
@@ -225,22 +225,23 @@ class Launcher:
             loop.add_signal_handler(number, self._stop)
         link: NatsTransport | None = None
         try:
-            if self.server:
-                self._start_server(self.server)
-            link = await NatsTransport.open(self.url, self.url, "up", self.log, NATS_TIMEOUT_S)
-            replace(directory, nats_url=self.url).save()
-            self._start_services()
+            if self.embedded:
+                for name in self.embedded.servers:
+                    self.embedded.start(name)
+            link = await NatsTransport.open(self.url, self.bulk_url or self.url, "up", self.log, NATS_TIMEOUT_S)
+            wan_control = self.embedded.wan_control if self.embedded else None
+            replace(directory, nats_url=self.url, nats_bulk_url=self.bulk_url, wan_control=wan_control).save()
+            self._start_services(self.embedded)
             if not await self._tend(link):
                 return None
             report = await self._report(link)
         finally:
             # learners first, whose last words want what the others know; then the rest
-            self.services.end(["diloco_learner"], ["diloco_syncer", "diloco_coordinator"])
+            self.services.end(["diloco_learner"], ["diloco_syncer", "diloco_coordinator"], ["diloco.wan"])
             if link is not None:
                 await link.close()
-            if self.server:
-                self.server.stop()
-                self._nats_pid.unlink(missing_ok=True)
+            if self.embedded:
+                self.embedded.stop()
         return report
 
     def _stop(self) -> None:
@@ -252,29 +253,40 @@ class Launcher:
 
     # ---- processes
 
-    def _start_services(self) -> None:
+    def _start_services(self, embedded: Embedded | None) -> None:
         from diloco.core import kernels  # compiles them once, so that not every service does so at the same time
 
         settings = self.directory.settings
         self.log.info("starting", kernels=kernels.__name__, nats_url=self.url, learners=len(self.directory.learner_names))
+        if embedded and embedded.regions:
+            self._start("wan", "diloco.wan", dict(embedded.links()), endless=True)
+
+        def place(number: int, *, syncer: bool = False) -> dict[str, Any]:
+            values = embedded.place(number, syncer=syncer) if embedded else {"nats_url": self.url}
+            return values | {"run": self.directory.name, "state_dir": str(self.directory.path)}
+
         for index in range(self.coordinators):
             name = f"coordinator-{index}" if index else "coordinator"
-            self._start(name, "diloco_coordinator", {"settings": settings.model_dump()})
-        for index in range(settings.shards + self.standbys):
-            self._start(f"syncer-{index}", "diloco_syncer", {})
+            self._start_service(name, "diloco_coordinator", place(index) | {"settings": settings.model_dump()})
+        for index in range(max(settings.shards, len(settings.regions.names)) + self.standbys):
+            self._start_service(f"syncer-{index}", "diloco_syncer", place(index, syncer=True))
         data = {"data": self.directory.data} if self.directory.data else {}
         names = self.directory.learner_names
         for share_, name in enumerate(names):
-            values = {"share": share_, "slow": self.slow.get(name, 1.0)} | data
-            self._start(name, "diloco_learner", values, _core(share_, len(names)))
-        self._start("evaluator", "diloco_learner", {"role": "evaluator"} | data)
+            values = place(share_) | {"share": share_, "slow": self.slow.get(name, 1.0)} | data
+            self._start_service(name, "diloco_learner", values, _core(share_, len(names)))
+        self._start_service("evaluator", "diloco_learner", place(0) | {"role": "evaluator"} | data)
 
-    def _start(self, name: str, module: str, values: dict[str, Any], cores: set[int] | None = None) -> None:
-        path = self.directory.path
-        config = path / "services" / f"{name}.toml"
-        shared = {"name": name, "run": self.directory.name, "nats_url": self.url, "state_dir": str(path)}
+    def _start_service(self, name: str, module: str, values: dict[str, Any], cores: set[int] | None = None) -> None:
+        clock_file = self.directory.path / "services" / f"{name}.clock"
+        self._start(name, module, {"name": name, "clock_file": str(clock_file)} | values, cores)
+
+    def _start(
+        self, name: str, module: str, values: dict[str, Any], cores: set[int] | None = None, *, endless: bool = False
+    ) -> None:
+        config = self.directory.path / "services" / f"{name}.toml"
         config.parent.mkdir(exist_ok=True)
-        config.write_text(_toml(shared | {"clock_file": str(config.with_suffix(".clock"))} | values))
+        config.write_text(_toml(values))
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
         # the services share this machine's cores: one thread of computation each
         environment |= malloc_environment() | {
@@ -282,16 +294,7 @@ class Launcher:
             "OPENBLAS_NUM_THREADS": "1",
             "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
         }
-        self.services.start(name, module, config, environment, cores)
-
-    @property
-    def _nats_pid(self) -> Path:
-        return self.directory.path / "services" / "nats.pid"
-
-    def _start_server(self, server: Server) -> None:
-        server.start()
-        self._nats_pid.parent.mkdir(exist_ok=True)
-        self._nats_pid.write_text(f"{server.pid}\n")
+        self.services.start(name, module, config, environment, cores, endless=endless)
 
     async def _tend(self, link: NatsTransport) -> bool:
         """Keep the run going until it is finished (True) or interrupted (False).
@@ -305,8 +308,8 @@ class Launcher:
             while not self.stopping:
                 if self.services.tend():
                     return True
-                if self.server and not self.server.running:
-                    await self._restart_server(self.server)
+                if self.embedded:
+                    await self._restart_servers(self.embedded)
                 if showing.done():
                     showing.result()
                 await asyncio.sleep(TEND_S)
@@ -314,17 +317,11 @@ class Launcher:
         finally:
             await end(showing)
 
-    async def _restart_server(self, server: Server) -> None:
-        server.kill()  # what is left of it
-        for attempt in range(SERVER_ATTEMPTS):
-            try:
-                await asyncio.to_thread(self._start_server, server)
-                break
-            except BrokerError:  # it may have been killed once more
-                if attempt == SERVER_ATTEMPTS - 1:
-                    raise
-        self.server_restarts += 1
-        self.log.warning("service_restarted", restarted="nats", restarts=self.server_restarts, pid=server.pid)
+    async def _restart_servers(self, embedded: Embedded) -> None:
+        for name in await asyncio.to_thread(embedded.restart_dead):
+            self.server_restarts += 1
+            pid = embedded.servers[name].pid
+            self.log.warning("service_restarted", restarted=name, restarts=self.server_restarts, pid=pid)
 
     # ---- what people see
 
@@ -426,10 +423,14 @@ def printable(text: str) -> str:
 
 
 def _toml(values: dict[str, Any], prefix: str = "") -> str:
-    """A nested mapping of plain values as TOML."""
-    plain = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    """A nested mapping of plain values, and of lists of mappings of them, as TOML."""
+    tables = {key for key, value in values.items() if isinstance(value, list) and value and isinstance(value[0], dict)}
+    plain = {key: value for key, value in values.items() if not isinstance(value, dict) and key not in tables}
     lines = [f"{key} = {json.dumps(value)}" for key, value in plain.items() if value is not None]
     for key, value in values.items():
         if isinstance(value, dict):
             lines += [f"\n[{prefix}{key}]", _toml(value, f"{prefix}{key}.")]
+        elif key in tables:
+            for item in value:
+                lines += [f"\n[[{prefix}{key}]]", _toml(item)]
     return "\n".join(lines) + "\n"
