@@ -6,7 +6,7 @@ import re
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -55,7 +55,8 @@ def _value(settings: RunSettings, name: str) -> Any:
 
 
 def _allowed(field: Any) -> str:
-    choices = [choice for choice in get_args(field.annotation) if choice is not None and not isinstance(choice, type)]
+    arguments = () if get_origin(field.annotation) is list else get_args(field.annotation)
+    choices = [choice for choice in arguments if choice is not None and not isinstance(choice, type)]
     choices = [get_args(choice)[0] if get_args(choice) else choice for choice in choices]
     bounds = []
     for item in field.metadata:

@@ -111,7 +111,7 @@ def int4(values: Vector) -> tuple[NDArray[np.uint16], Raw, Vector]:
 def test_every_kernel_is_tested_here() -> None:
     text = Path(__file__).read_text()
     public = [name for name in KERNELS if not name.startswith("_")]
-    assert len(public) == 14
+    assert len(public) == 15
     assert [name for name in public if f"kernels.{name}(" not in text] == []
 
 
@@ -270,6 +270,22 @@ def test_nesterov(n: int) -> None:
     kernels.nesterov(theta, momentum, delta, rate, mu)
     assert theta.tobytes() == expected_theta.tobytes()
     assert momentum.tobytes() == expected_momentum.tobytes()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_adamw(n: int) -> None:
+    theta, mean, gradient = (values_of(n, seed=seed).clip(-1e3, 1e3) for seed in range(3))
+    square = np.square(values_of(n, seed=3).clip(-1e3, 1e3))
+    rate, epsilon, decay = np.float32(0.01), np.float32(1e-8), np.float32(0.1)
+    kept, taken, unbiased = (np.array(pair, np.float32) for pair in ((0.9, 0.95), (0.1, 0.05), (0.19, 0.0975)))
+    expected_mean = kept[0] * mean + taken[0] * gradient
+    expected_square = kept[1] * square + taken[1] * (gradient * gradient)
+    update = expected_mean / unbiased[0] / (np.sqrt(expected_square / unbiased[1]) + epsilon)
+    expected_theta = theta - rate * (update + decay * theta)
+    kernels.adamw(theta, mean, square, gradient, rate, kept, taken, unbiased, epsilon, decay)
+    assert theta.tobytes() == expected_theta.tobytes()
+    assert mean.tobytes() == expected_mean.tobytes()
+    assert square.tobytes() == expected_square.tobytes()
 
 
 # ---- machine code, processors, threads

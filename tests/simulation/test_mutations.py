@@ -173,7 +173,7 @@ def positions_forgotten(patch: Patch) -> None:
 
 def purged_too_far(patch: Patch) -> None:
     """Nothing but the newest keyframe stays."""
-    patch.setattr(shard, "keyframes_kept", lambda settings, parameters: 1)
+    patch.setattr(shard, "keyframes_kept", lambda settings, parameters, moments: 1)
 
 
 def newcomer_carries_over(patch: Patch) -> None:
@@ -213,7 +213,7 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (cursors_unchecked, "merged before|made without knowing|merged twice"),
     (epoch_not_raised, "expected version and epoch"),
     (restored_displacement_kept, "merged twice|states .* holds|tokens processed|for the mark"),
-    (merged_displacement_kept, "merged twice|states .* holds|tokens processed"),
+    (merged_displacement_kept, "merged twice|states .* holds|tokens processed|for the mark"),
     (identifiers_without_incarnation, "names two messages"),
     (takeover_without_record, "never taken the fragment over"),
     (own_parameters_trusted, "holds"),
