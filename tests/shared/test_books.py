@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -411,7 +411,15 @@ def test_nothing_is_lost_where_all_is_carried_over(schedule: list[Any], feedback
     np.testing.assert_array_equal(ann.moved, -ann.sent + (ann.value - ann.books.base))
 
 
+# an offer of nothing but the error that was left over, which misses a version before it is merged
+ERROR_ALONE = [
+    *[("step", 1, 1, -12), ("offer",), ("version", "regular", 0)],
+    *[("offer",), ("version", "late", 0), ("version", "late", 0)],
+]
+
+
 @given(SCHEDULES, st.sampled_from([4, 8, 16]))
+@example(ERROR_ALONE, 4)
 def test_with_error_feedback_quantisation_loses_nothing_either(schedule: list[Any], bits: Bits) -> None:
     ann = learner(1, 1, 1024)
     play(ann, schedule, bits)

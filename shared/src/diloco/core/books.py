@@ -238,12 +238,13 @@ class Books:
             self.carried_since = self.base_version
         late = version - self.carried_since > self.carry.max_versions
         # without tokens there is nothing to carry over: what differs from the base may be what a newcomer began with
-        factor = 0.0 if late or not self.tokens else self.carry.late
+        holds = self.tokens > 0
+        factor = 0.0 if late or not holds else self.carry.late
         applied = self._keep(theta, self.base, factor)
         for offer in self.outstanding:
             offer.held_steps, offer.held_tokens = int(factor * offer.held_steps), int(factor * offer.held_tokens)
             offer.kept *= factor
-            if offer.kept <= _NOTHING:
+            if holds and offer.kept <= _NOTHING:  # without tokens it holds an earlier error alone, which is never dropped
                 offer.rest = None
         return applied
 
