@@ -101,7 +101,12 @@ async def test_a_learner_that_dies_is_left_out_and_comes_back_into_step(launch: 
     for share in range(2):
         cluster.toy(share)
     mortal = cluster.toy_process(2)
-    await cluster.begin()
+    cluster.coordinator()
+    cluster.syncers()
+    await cluster.link()
+    await cluster.all_ready()
+    await cluster.until(lambda: any(p.state == "stepping" for p in cluster.pulses.get("toy-2", ())), "the third is ready, too")
+    cluster.gate.open()
     await cluster.until(lambda: min(cluster.pulses["toy-2"][-1].versions) >= 3, "all three are in step")
 
     mortal.kill()

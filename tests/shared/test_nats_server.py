@@ -19,7 +19,7 @@ from diloco.errors import BrokerError
 from diloco.nats import streams
 from diloco.nats.append import append
 from diloco.nats.connection import Link
-from diloco.nats.server import Server, find_binary, free_port
+from diloco.nats.server import Server, find_binary, free_ports
 from diloco.observe import get_logger
 
 OWNER = """
@@ -101,7 +101,8 @@ def test_a_missing_binary_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatc
 
 
 def test_free_ports_are_free() -> None:
-    ports = {free_port() for _ in range(5)}
+    ports = set(free_ports(50))
+    assert len(ports) == 50
     for port in ports:
         with socket.create_server(("127.0.0.1", port)):
             pass

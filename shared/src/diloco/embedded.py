@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import BrokerError
-from diloco.nats.server import Server, free_port
+from diloco.nats.server import Server, free_ports
 
 CONTROL = "nats"  # the only server, or the control store; also its folder's name
 CONTROL_REGION = "control"  # as links name the place of the control store
@@ -38,11 +38,13 @@ class Embedded:
     def __init__(self, path: Path, regions: Sequence[str]) -> None:
         names = [CONTROL, *map(server_name, regions)]
         self.path, self.regions = path, list(regions)
-        self.servers = {name: Server(path / name) for name in names}
+        pairs = list(permutations([*regions, CONTROL_REGION], 2)) if regions else []
+        ports = iter(free_ports(len(names) + len(pairs) + 1))
+        self.servers = {name: Server(path / name, next(ports)) for name in names}
         self.url = self.servers[CONTROL].url
         self.bulk_url = self.servers[server_name(regions[0])].url if regions else None
-        self.wan_control = f"127.0.0.1:{free_port()}" if regions else None
-        self._ports = {pair: free_port() for pair in permutations([*regions, CONTROL_REGION], 2)}
+        self.wan_control = f"127.0.0.1:{next(ports)}" if regions else None
+        self._ports = {pair: next(ports) for pair in pairs}
 
     def start(self, name: str) -> None:
         """Start a server; its pid is in a file beside the services'.

@@ -36,10 +36,16 @@ def find_binary() -> Path:
 
 def free_port() -> int:
     """A TCP port of the loopback device that nobody listens on."""
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """So many of them, all different: one that was given out alone may be given out again before it is used."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(contextlib.closing(socket.socket())) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 class Server:
@@ -167,5 +173,5 @@ class Server:
 
 def cluster(directory: Path, count: int = 3) -> list[Server]:
     """Servers that are to form one cluster, not started yet; JetStream answers once most of them are there."""
-    ports = [free_port() for _ in range(count)]
+    ports = free_ports(count)
     return [Server(directory / f"nats-{i}", routes=[*ports[i:], *ports[:i]]) for i in range(count)]
