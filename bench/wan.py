@@ -33,14 +33,14 @@ import numpy as np
 import script
 
 from diloco import membership, observe, rundir
-from diloco.core.quorum import Undecided
 from diloco.errors import MessageError
-from diloco.log import Packed
+from diloco.log import heads
+from diloco.membership import Run
 from diloco.nats.transport import NatsTransport
 from diloco.rundir import RunDirectory
 from diloco.wire import messages
-from diloco.wire.messages import Claim, Notice, Pulse, Record, ShardPulse
-from diloco.wire.subjects import Subjects, is_notice
+from diloco.wire.messages import Pulse, Record, ShardPulse
+from diloco.wire.subjects import Subjects
 
 REGIONS = ("us", "eu", "ap")
 CUT = "eu"
@@ -62,19 +62,12 @@ class Watch:
         self.versions: list[tuple[float, Record]] = []
 
     async def follow(self) -> None:
-        """Read the log's heads from its end on, for ever."""
-        subjects = [self.subjects.record("*"), self.subjects.notice("*")]
-        undecided: list[Undecided[Packed]] = [Undecided() for _ in range(self.fragments)]
-        async for stored in self.link.pull(self.subjects.log_stream, subjects, 1):
-            with contextlib.suppress(MessageError):
-                if is_notice(stored.subject):
-                    notice, _, _ = messages.unpack(stored.data, Notice, self.identity)
-                    for packed in undecided[notice.fragment].commit(notice.check):
-                        if packed.record.entry == "version":
-                            self.versions.append((time.monotonic(), packed.record))
-                elif messages.kind_of(stored.data) != Claim.kind:
-                    record, check, _ = messages.unpack(stored.data, Record, self.identity)
-                    undecided[record.fragment].add(Packed(record, check, stored.sequence, b"", []))
+        """Read the log's heads, for ever."""
+        registry = await self.link.bucket(self.subjects.bucket, create=False)
+        run = Run(self.run.name, self.run.settings, registry)
+        async for record in heads(self.link, run, self.fragments, lambda subject, error: None):
+            if record.entry == "version":
+                self.versions.append((time.monotonic(), record))
 
     async def hear(self, message: Any) -> None:
         with contextlib.suppress(MessageError):
@@ -185,11 +178,11 @@ async def phases(watch: Watch, arguments: Any) -> dict[str, Any]:
     everybody = [f"learner-{index}" for index in range(len(REGIONS))]
     others = [name for index, name in enumerate(everybody) if REGIONS[index] != CUT]
     lost = everybody[REGIONS.index(CUT)]
+    links = watch.wan("status")["links"]
     watch.wan("set", "*", "--rate", "unlimited", "--delay", "0ms", "--jitter", "0ms")
     await asyncio.sleep(SETTLE_S)
     found: dict[str, Any] = {"parameters": watch.parameters, "unlimited": await watch.measure(arguments.seconds, everybody)}
-    watch.wan("heal")
-    restore(watch)
+    restore(watch, links)
     await asyncio.sleep(SETTLE_S)
     found["thin"] = await watch.measure(arguments.seconds, everybody)
 
@@ -216,17 +209,11 @@ async def phases(watch: Watch, arguments: Any) -> dict[str, Any]:
     return found
 
 
-def restore(watch: Watch) -> None:
-    """Give the links back what the run began with."""
-    from diloco import embedded
-
-    for name in watch.wan("status")["links"]:
-        source, target = name.split("-")
-        near = embedded.CONTROL_REGION in (source, target)
-        pair = min(source, target), max(source, target)
-        delay_s = embedded.CONTROL_ONE_WAY_S if near else embedded.ONE_WAY_S.get(pair, embedded.OTHER_ONE_WAY_S)
-        rate, delay, jitter = embedded.RATE_BITS_PER_S, 1000 * delay_s, 1000 * embedded.JITTER_S
-        watch.wan("set", name, "--rate", f"{rate / 1e6:g}mbit", "--delay", f"{delay:g}ms", "--jitter", f"{jitter:g}ms")
+def restore(watch: Watch, links: dict[str, Any]) -> None:
+    """Give the links back what they had."""
+    for name, link in links.items():
+        rate, delay, jitter = link["rate_bits_per_s"] / 1e6, 1000 * link["delay_s"], 1000 * link["jitter_s"]
+        watch.wan("set", name, "--rate", f"{rate:g}mbit", "--delay", f"{delay:g}ms", "--jitter", f"{jitter:g}ms")
 
 
 def lose(path: Path, *names: str) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -28,6 +29,9 @@ from diloco.wire import messages, subjects
 from diloco.wire.assemble import Parts, part_index
 from diloco.wire.messages import Body, Claim, Genesis, Keyframe, Notice, Offer, Record
 from diloco.wire.subjects import Subjects
+
+if TYPE_CHECKING:
+    from diloco.membership import Run
 
 APPEND_TIMEOUT_S = 10.0
 LOOK_S = 2.0  # that a message which does not come is still there
@@ -634,10 +638,10 @@ class Log:
         await to.notice(fragment, there.version, there.epoch, there.entry_hash, sequence)
         return there
 
-    async def begin_as(self, source: Log, genesis_frame: bytes) -> bool:
+    async def begin_as(self, source: Log, genesis_frame: bytes) -> None:
         """Store the keyframes of version 0 that ``source`` has, unless they are here, and the genesis record that names them.
 
-        Returns whether it is stored now.
+        Somebody else having done so is success too.
 
         Raises:
             MessageError, RunError: ``source`` does not have them all.
@@ -652,8 +656,7 @@ class Log:
                     await self.append_keyframe(replace(replica, chain=chain), None, Fence(self.subjects.genesis, 0))
             await self.append_genesis(genesis_frame)
         except FenceError:
-            pass  # somebody else did
-        return True
+            return
 
     async def _load(self, keyframe: Keyframe, chain: Chain, inline: bytes, sequence: int) -> Loaded:
         fragment, body = keyframe.fragment, keyframe.body
@@ -710,6 +713,37 @@ class Log:
                 return await self.transport.last(stream, head)
             except AppendUncertainError:
                 await asyncio.sleep(0.2)
+
+
+async def heads(
+    transport: Transport, run: Run, fragments: int, refused: Callable[[str, MessageError], None]
+) -> AsyncIterator[Record]:
+    """Committed entries of so many fragments, from the log's beginning on, for ever; their bodies are left alone.
+
+    What cannot be an entry is told to ``refused`` with its subject.
+
+    Raises (while iterating):
+        RewoundError: the stream lost what was read.
+    """
+    names, undecided = Subjects(run.name), [Undecided[Packed]() for _ in range(fragments)]
+    wanted = [names.record("*"), names.notice("*")] if run.regions else [names.record("*")]
+    async for message in transport.pull(names.log_stream, wanted, 1):
+        try:
+            if subjects.is_notice(message.subject):
+                notice, _, _ = messages.unpack(message.data, Notice, run.identity)
+                known = undecided[notice.fragment].commit(notice.check) if notice.fragment < fragments else []
+            elif run.regions and messages.kind_of(message.data) == Claim.kind:
+                continue
+            else:
+                record, check, _ = messages.unpack(message.data, Record, run.identity)
+                known = [Packed(record, check, message.sequence, b"", [])] if record.fragment < fragments else []
+                if run.regions and known:
+                    undecided[record.fragment].add(known.pop())
+        except MessageError as error:
+            refused(message.subject, error)
+            continue
+        for packed in known:
+            yield packed.record
 
 
 def open_body(body: Body, inline: bytes, pieces: Sequence[bytes], raw_bytes: int, what: str) -> NDArray[np.uint8]:

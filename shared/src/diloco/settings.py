@@ -477,20 +477,27 @@ def check_region(region: str | None, regions: Sequence[str], run: str) -> None:
 V = TypeVar("V", bound=ServiceSettings)
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file says.
+
+    Raises:
+        SettingsError: it cannot be read, or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not TOML: {error}") from None
+
+
 def load_service(cls: type[V], config: Path | None) -> V:
     """Read a service's settings from a TOML file and the environment.
 
     Raises:
         SettingsError: file missing or not TOML, unknown or wrong settings, unknown ``DILOCO_*`` variable.
     """
-    values: dict[str, Any] = {}
-    if config is not None:
-        try:
-            values = tomllib.loads(config.read_text())
-        except OSError as error:
-            raise SettingsError(f"{config}: cannot be read: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{config}: not TOML: {error}") from None
+    values = {} if config is None else read_toml(config)
     known = {f"DILOCO_{name.upper()}": name for name in cls.model_fields}
     for variable in os.environ:
         if variable.startswith("DILOCO_") and variable not in known:

@@ -13,9 +13,8 @@ import msgspec
 from diloco import membership, observe, service
 from diloco.core import tape as events
 from diloco.core.leadership import Leadership
-from diloco.core.quorum import Undecided
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RewoundError
-from diloco.log import Packed
+from diloco.log import heads
 from diloco.membership import Run
 from diloco.observe import Counted, Logger
 from diloco.patience import patiently
@@ -23,10 +22,10 @@ from diloco.rundir import write_json
 from diloco.settings import CoordinatorSettings, check_region
 from diloco.tape import Recorder, TapeFile, Unrecorded
 from diloco.tasks import end
-from diloco.transport import Heard, Stored, Transport
+from diloco.transport import Heard, Transport
 from diloco.wire import messages
-from diloco.wire.messages import Claim, CoordinatorPulse, MemberName, Notice, Pulse, Record, ShardPulse
-from diloco.wire.subjects import Subjects, is_notice
+from diloco.wire.messages import CoordinatorPulse, MemberName, Pulse, ShardPulse
+from diloco.wire.subjects import Subjects
 from diloco_coordinator.monitor import Monitor
 
 SAVE_EVERY_S = 5.0
@@ -202,34 +201,11 @@ class Coordinator:
                 monitor.closed.clear()  # the entries that closed them may be among what is lost
 
     async def _read_log(self, monitor: Monitor) -> None:
-        heads, regions = [self.subjects.record("*")], self.run.regions
-        undecided = [Undecided[Packed]() for _ in monitor.versions]
-        async for message in self.transport.pull(
-            self.subjects.log_stream, [*heads, self.subjects.notice("*")] if regions else heads, 1
-        ):
-            try:
-                known = self._take(message, undecided) if regions else [self._record(message)]
-            except MessageError as error:
-                self.refused.note(message.subject, type(error).__name__, reason=str(error))
-                continue
-            for packed in known:
-                if packed.record.fragment < len(monitor.versions):
-                    monitor.entry(packed.record, self._now_s())
+        async for record in heads(self.transport, self.run, len(monitor.versions), self._refuse_head):
+            monitor.entry(record, self._now_s())
 
-    def _record(self, message: Stored) -> Packed:
-        record, check, _ = messages.unpack(message.data, Record, self.run.identity)
-        return Packed(record, check, message.sequence, b"", [])
-
-    def _take(self, message: Stored, undecided: list[Undecided[Packed]]) -> list[Packed]:
-        """The entries that are committed by what a region's log says next."""
-        if is_notice(message.subject):
-            notice, _, _ = messages.unpack(message.data, Notice, self.run.identity)
-            return undecided[notice.fragment].commit(notice.check) if notice.fragment < len(undecided) else []
-        if messages.kind_of(message.data) != Claim.kind:
-            packed = self._record(message)
-            if packed.record.fragment < len(undecided):
-                undecided[packed.record.fragment].add(packed)
-        return []
+    def _refuse_head(self, subject: str, error: MessageError) -> None:
+        self.refused.note(subject, type(error).__name__, reason=str(error))
 
     async def _assign_shares(self, monitor: Monitor) -> None:
         while True:

@@ -64,16 +64,6 @@ class Regions:
         """The own region's log."""
         return self._logs[self.own]
 
-    @property
-    def bytes_in(self) -> int:
-        """Payload bytes received from the other regions."""
-        return sum(log.transport.bytes_in for region, log in self._logs.items() if region != self.own)
-
-    @property
-    def bytes_out(self) -> int:
-        """Payload bytes sent to the other regions."""
-        return sum(log.transport.bytes_out for region, log in self._logs.items() if region != self.own)
-
     async def log(self, region: str) -> Log:
         """A region's log, once there is a way to it, and the run has begun there."""
         if region != self.own:
@@ -89,8 +79,8 @@ class Regions:
                 sources = [home, *(self._logs[region] for region in self.names if region in self._logs and region != self.own)]
                 for source in sources:
                     try:
-                        if await home.begin_as(source, frame):
-                            break
+                        await home.begin_as(source, frame)
+                        break
                     except (BrokerError, MessageError, RunError) as error:
                         log.debug("genesis_not_brought", reason=str(error))
             await asyncio.sleep(RETRY_S)

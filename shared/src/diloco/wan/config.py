@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from diloco.core.link import (
     Traffic,
 )
 from diloco.errors import SettingsError
-from diloco.settings import nearest, parse
+from diloco.settings import nearest, parse, read_toml
 
 DEFAULT_CONTROL = "127.0.0.1:4300"
 
@@ -120,13 +119,7 @@ def load(path: Path) -> Config:
     Raises:
         SettingsError: it cannot be read, is not TOML, or says what cannot be; file, section and nearest name are named.
     """
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: not TOML: {error}") from None
-    return checked(values, str(path))
+    return checked(read_toml(path), str(path))
 
 
 def checked(values: Mapping[str, Any], source: str) -> Config:
