@@ -26,7 +26,8 @@ from diloco.embedded import Embedded
 from diloco.errors import DataError, RunError, SettingsError
 from diloco.log import Log
 from diloco.membership import Run
-from diloco.nats.connection import checked, malloc_environment
+from diloco.nats import streams
+from diloco.nats.connection import checked, malloc_environment, shown
 from diloco.nats.transport import NatsTransport
 from diloco.report import build, page
 from diloco.report.units import count, decimal, duration, share, size
@@ -87,20 +88,23 @@ def up(
         directory, resumed = _directory(path, settings, bool(overrides) or preset != "decoupled", data, nats_url)
     factors = _slow_factors(slow or [], directory.learner_names)
     # nothing is written before all that was asked for is known to be right
+    if nats_url is not None and not resumed:
+        asyncio.run(_check_new(directory))
     if source is not None:
         _prepare(source, directory, resume_at)
-    elif not resumed:
-        directory.save()
-    launcher = Launcher(
-        directory,
-        factors,
-        standbys=standbys,
-        coordinators=coordinators,
-        embedded=nats_url is None,
-        quiet=json_,
-        plain=plain,
-    )
-    report = asyncio.run(launcher.run(resumed))
+    with rundir.locked(directory.path):
+        if not resumed:
+            directory.save()
+        launcher = Launcher(
+            directory,
+            factors,
+            standbys=standbys,
+            coordinators=coordinators,
+            embedded=nats_url is None,
+            quiet=json_,
+            plain=plain,
+        )
+        report = asyncio.run(launcher.run(resumed))
     if report is None:
         if not json_:
             print(f"stopped; go on with: diloco up --run-dir {directory.path}")
@@ -148,6 +152,25 @@ def _directory(
     if data is not None and data != directory.data:
         raise RunError(f"{path}: this run was begun with data {directory.data}; resume it without --data")
     return directory, True
+
+
+async def _check_new(directory: RunDirectory) -> None:
+    """Find out that the server does not have a run of this name: its services would take the places of that one's.
+
+    Raises:
+        RunError: it has.
+        BrokerError: it does not answer, or cannot be used.
+    """
+    name, url = directory.name, directory.nats_url
+    link = await NatsTransport.open(url, url, "up", observe.get_logger(), NATS_TIMEOUT_S)
+    try:
+        if await streams.exists(link, f"KV_{Subjects(name).bucket}"):
+            raise RunError(
+                f"run {name!r} exists at {shown(checked(url))}: go on with it by the --run-dir that it was begun with, or "
+                "choose another --run-dir, after whose last part a run is named"
+            )
+    finally:
+        await link.close()
 
 
 def _resumed(

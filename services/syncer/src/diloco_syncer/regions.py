@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from diloco import membership
 from diloco.core.fragments import FragmentMap
 from diloco.core.quorum import majority
-from diloco.errors import BrokerError, MessageError, RunError
+from diloco.errors import BrokerError, MessageError, RunError, StorageFullError
 from diloco.log import Log
 from diloco.membership import Run
 from diloco.observe import Logger
@@ -72,7 +72,7 @@ class Regions:
 
     async def bring_genesis(self, log: Logger) -> None:
         """See to it that the own region's log begins as the run does: with what its founder stored, in whichever region."""
-        home = self.home
+        home, complained = self.home, False
         while await home.genesis() is None:
             frame = await membership.decided(self.run)
             if frame is not None:
@@ -81,6 +81,10 @@ class Regions:
                     try:
                         await home.begin_as(source, frame)
                         break
+                    except StorageFullError as error:
+                        if not complained:
+                            log.error("storage_full", region=self.own, reason=str(error))
+                        complained = True
                     except (BrokerError, MessageError, RunError) as error:
                         log.debug("genesis_not_brought", reason=str(error))
             await asyncio.sleep(RETRY_S)

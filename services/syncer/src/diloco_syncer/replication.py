@@ -103,7 +103,7 @@ class Replication:
         return path
 
     async def _claim(self, place: _Place, tips: dict[str, Tip]) -> None:
-        log = await self.regions.log(place.region)
+        log, complained = await self.regions.log(place.region), False
         while True:
             try:
                 tip, epoch, head = await log.tip(self.fragment, self.genesis_check)
@@ -115,6 +115,7 @@ class Replication:
             except OutbidError:
                 raise
             except BrokerError as error:
+                complained = self._complain(place, error, complained)
                 self.log.debug("claim_retried", fragment=self.fragment, region=place.region, reason=str(error))
                 await asyncio.sleep(RETRY_S)
 
@@ -205,10 +206,15 @@ class Replication:
                 place.at = None
                 await asyncio.sleep(DAMAGED_RETRY_S)
             except BrokerError as error:
-                if not complained and isinstance(error, StorageFullError):
-                    self.log.error("storage_full", fragment=self.fragment, region=place.region, reason=str(error))
-                complained = True
+                complained = self._complain(place, error, complained)
                 await asyncio.sleep(RETRY_S)
+
+    def _complain(self, place: _Place, error: BrokerError, complained: bool) -> bool:
+        """Say once that a region has no room; whether that is said."""
+        if complained or not isinstance(error, StorageFullError):
+            return complained
+        self.log.error("storage_full", fragment=self.fragment, region=place.region, reason=str(error))
+        return True
 
     def _is_unnoticed(self, place: _Place) -> bool:
         return place.noticed < place.stored <= self.committed
