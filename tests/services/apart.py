@@ -27,7 +27,8 @@ REGIONS = ("ap", "eu", "us")
 
 def apart(**overrides: Any) -> RunSettings:
     """Settings of a small run in three regions."""
-    return small(shards=3, regions__names=list(REGIONS), regions__away_s=3.0, **overrides)
+    values: dict[str, Any] = {"shards": 3, "regions__names": list(REGIONS), "regions__away_s": 3.0}
+    return small(**(values | overrides))
 
 
 class Region(Cluster):

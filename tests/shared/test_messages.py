@@ -85,7 +85,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         st.sampled_from(["", "us", "ap_2"]),
         COUNT,
         COUNT,
-        st.sampled_from(["owner", "standby", "leaving"]),
+        st.sampled_from(["owner", "standby", "leaving", "unable"]),
         COUNT,
         COUNTS,
         COUNTS,

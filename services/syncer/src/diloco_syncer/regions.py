@@ -30,6 +30,7 @@ class Regions:
         self.own, self.run, self.map = own, run, fragment_map
         self.names = list(run.settings.regions.names)
         self.majority = majority(len(self.names))
+        self.full = False  # the own region's server has no room
         self._logs = {own: log}
         self._connect = connect
         self._connected = {name: asyncio.Event() for name in self.names if name != own}
@@ -63,6 +64,17 @@ class Regions:
     def home(self) -> Log:
         """The own region's log."""
         return self._logs[self.own]
+
+    @property
+    def commits(self) -> bool:
+        """Whether a version could be committed from here: the own region has room, and with it a majority can be reached."""
+        reached = {region for region, log in self._logs.items() if log.transport.connected}
+        return self.own in reached and len(reached) >= self.majority and not self.full
+
+    def had(self, region: str, *, room: bool) -> None:
+        """A region has got an entry, or had no room for it. What counts is the own one: without it nothing is committed."""
+        if region == self.own:
+            self.full = not room
 
     async def log(self, region: str) -> Log:
         """A region's log, once there is a way to it, and the run has begun there."""

@@ -143,8 +143,10 @@ class Replication:
         self._writers = [group.create_task(self._write(place)) for place in self._places.values()]
 
     async def stop(self) -> None:
-        """Write no more."""
+        """Write no more; who waits for an append is told so."""
         await end(*self._writers)
+        if self._lost is None:
+            await self._lose(FenceError(f"fragment {self.fragment}: {self.syncer} writes it no more"))
 
     async def append(self, record: Record, inline: bytes, parts: Sequence[bytes]) -> int:
         """Append an entry and wait until it is committed; its sequence in the own region's stream.
@@ -211,8 +213,11 @@ class Replication:
 
     def _complain(self, place: _Place, error: BrokerError, complained: bool) -> bool:
         """Say once that a region has no room; whether that is said."""
-        if complained or not isinstance(error, StorageFullError):
+        if not isinstance(error, StorageFullError):
             return complained
+        self.regions.had(place.region, room=False)
+        if complained:
+            return True
         self.log.error("storage_full", fragment=self.fragment, region=place.region, reason=str(error))
         return True
 
@@ -267,6 +272,7 @@ class Replication:
             place.older.extend(await self._older(place, log))
             return
         place.fence = await log.append_packed(packed, place.fence)
+        self.regions.had(place.region, room=True)
         await self._reached(place, packed.check, packed.record.version, place.fence)
 
     async def _store_older(self, place: _Place, log: Log) -> None:

@@ -129,6 +129,7 @@ class Ownership:
         self._read_at_s = -math.inf  # when the table was last read, and the newest revision that others knew then
         self._read_for = 0
         self._still_since_s = -math.inf  # when its revision last changed
+        self._unable_since_s = math.inf  # nothing can be committed from here
 
     @property
     def pulse_s(self) -> float:
@@ -200,12 +201,23 @@ class Ownership:
         """Somebody else has written as an owner: read the table before anything is taken over again."""
         self._read_at_s = -math.inf
 
+    def reach(self, commits: bool, now_s: float) -> None:
+        """Take in whether a version could be committed from here: whether there is room, in a majority that can be reached."""
+        self._unable_since_s = math.inf if commits else min(self._unable_since_s, now_s)
+
+    def unable(self, now_s: float) -> bool:
+        """Whether nothing could be committed from here for so long that others are to do it.
+
+        Such a syncer is heard, since the control store may be reached by another way than the regions' servers.
+        """
+        return now_s - self._unable_since_s >= self.away_s
+
     def live(self, now_s: float) -> set[str]:
         """The syncers that fragments may go to."""
-        names = {name for name, peer in self._peers.items() if peer.pulse.state != "leaving"}
+        names = {name for name, peer in self._peers.items() if peer.pulse.state not in ("leaving", "unable")}
         names |= {name for name in self._named() if name not in self._peers}  # not heard yet: perhaps only not yet
         names = {name for name in names - {self.name} if not self._gone(name, now_s)}
-        return names if self.leaving else names | {self.name}
+        return names if self.leaving or self.unable(now_s) else names | {self.name}
 
     def propose(self, now_s: float) -> OwnersTable | None:
         """The table to put in the place of the known one, or None.
@@ -244,14 +256,17 @@ class Ownership:
         return {fragment for fragment, owner in enumerate(self.table.owners) if owner == self.name}
 
     def may_take(self, fragment: int, now_s: float) -> bool:
-        """Whether a fragment of the table's is free: nobody alive still owns it.
+        """Whether a fragment of the table's is free: nobody alive still owns it, who could commit anything.
 
         Nothing is, until this syncer has heard the others for two pulses, nor before it has read a table that it found wrong.
         """
         heard_s = now_s - self._hearing_since_s if self._hears(now_s) else 0.0
         if self.leaving or self._read_at_s == -math.inf or heard_s < 2 * self.pulse_s:
             return False
-        return not any(fragment in peer.pulse.fragments and not self._gone(name, now_s) for name, peer in self._peers.items())
+        return not any(
+            fragment in peer.pulse.fragments and peer.pulse.state != "unable" and not self._gone(name, now_s)
+            for name, peer in self._peers.items()
+        )
 
     def _named(self) -> set[str]:
         return {*self.table.holders, *self.table.owners} if self.table else set()

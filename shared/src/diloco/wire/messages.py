@@ -104,7 +104,7 @@ class ShardPulse(Message, frozen=True):
     region: Region
     incarnation: Count
     number: Count  # of this incarnation's pulses
-    state: Literal["owner", "standby", "leaving"]
+    state: Literal["owner", "standby", "leaving", "unable"]
     revision: Count  # of the owners table that it goes by; 0 for none
     fragments: Counts  # that it owns, or is about to
     closed: Counts  # fragments whose log it knows to be closed
