@@ -128,6 +128,11 @@ async def test_a_region_that_is_cut_off_trains_on_and_what_it_stored_for_itself_
     await some_versions(run, of=others)  # those that eu owned are taken over
     cut = await run.read("us", closed=False)
     assert all(log.entries[-1].syncer != "syncer-1" for log in cut)
+    await run.until(lambda: bool(run.events("region_away", "coordinator")), "the coordinator notices")
+    told = (await run.status())["regions"]
+    assert told["eu"]["fragments"] == 0
+    assert [name for name, region in told.items() if region["away_s"] is not None] == ["eu"]
+    assert all(region["bytes_in"] > 0 and region["bytes_out"] > 0 for region in told.values())
     await run.until(lambda: toy.member is not None and toy.member.step > before + 10, "eu's learner trains on")
 
     run.relay.heal(run.lines("eu"))
@@ -136,6 +141,8 @@ async def test_a_region_that_is_cut_off_trains_on_and_what_it_stored_for_itself_
     demand_one_log(*read.values())
     since = [record for old, log in zip(cut, read["us"], strict=True) for record in log.entries if record not in old.entries]
     assert "toy-1" in {member.learner for record in since for member in record.members}  # it is back
+    await run.until(lambda: bool(run.events("region_back", "coordinator")), "the coordinator hears it again")
+    assert (await run.status())["regions"]["eu"]["away_s"] is None
 
 
 # nats-py lets go of connections, unclosed, on which no greeting came in time

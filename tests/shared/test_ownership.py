@@ -186,6 +186,7 @@ class Watch:
             "refused": 0,
             "bytes_up": 0,
             "bytes_down": 0,
+            "crossing": [],
         }
         return ShardPulse(**(values | changes))
 

@@ -86,6 +86,11 @@ class Regions:
             await self._connected[region].wait()
         return self._logs[region]
 
+    def crossing(self) -> list[tuple[str, int, int]]:
+        """By other region: payload bytes sent to its server, and received from it."""
+        others = [(region, log.transport) for region, log in self._logs.items() if region != self.own]
+        return [(region, transport.bytes_out, transport.bytes_in) for region, transport in others]
+
     async def bring_genesis(self, log: Logger) -> None:
         """See to it that the own region's log begins as the run does: with what its founder stored, in whichever region."""
         home, complained = self.home, False

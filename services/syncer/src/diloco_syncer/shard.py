@@ -683,6 +683,7 @@ class Shard:
     async def _pulse(self) -> None:
         now_s, ownership = asyncio.get_running_loop().time(), self.ownership
         rounds = [(index, owned.round) for index, owned in sorted(self.owned.items())]
+        crossing = self.regions.crossing() if self.regions is not None else []
         self.pulses += 1
         pulse = ShardPulse(
             syncer=self.settings.name,
@@ -701,8 +702,9 @@ class Shard:
                 if round_.opened_at_s is not None
             ],
             refused=self.refused.total,
-            bytes_up=self.transport.bytes_out,
-            bytes_down=self.transport.bytes_in,
+            bytes_up=self.transport.bytes_out + sum(sent for _, sent, _ in crossing),
+            bytes_down=self.transport.bytes_in + sum(received for _, _, received in crossing),
+            crossing=crossing,
         )
         await self.transport.publish(self.subjects.shard(self.settings.name), messages.pack(pulse, self.run.identity))
 
