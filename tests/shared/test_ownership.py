@@ -236,6 +236,26 @@ def test_a_region_of_which_nobody_is_heard_has_longer_than_one_of_its_syncers() 
     assert watch.own.live(watch.now_s) == {"us0"}
 
 
+def test_a_region_that_returns_is_given_nothing_before_it_has_had_time_to_catch_up() -> None:
+    watch = Watch("us0", regions={"us0": "us", "eu0": "eu", "ap0": "ap"}, shards=3)
+    watch.talking |= {"ap0"}
+    watch.own.read(OwnersTable(["ap0", "us0"], ["ap0", "us0", "us0", "ap0"]), 1, watch.now_s)
+    watch.run(10 * AWAY_S)
+    assert watch.own.propose(watch.now_s) is None
+    watch.talking.add("eu0")
+    watch.run(2 * AWAY_S)  # the first pulse comes one interval later
+    assert watch.own.propose(watch.now_s) is None
+    watch.run(watch.own.pulse_s)
+    table = watch.own.propose(watch.now_s)
+    assert table is not None
+    assert table.holders == ["ap0", "us0", "eu0"]
+    watch.talking.remove("ap0")  # but what nobody has is given to whoever is there
+    watch.run(AWAY_S)
+    table = watch.own.propose(watch.now_s)
+    assert table is not None
+    assert set(table.owners) == {"us0", "eu0"}
+
+
 def test_who_is_silent_in_the_own_region_is_gone_at_once() -> None:
     watch = Watch("us0", regions={"us0": "us", "us1": "us"})
     watch.talking |= {"us1"}

@@ -18,7 +18,7 @@ from diloco.transport import Transport
 RETRY_S = 0.5
 # fragments that are brought up to date in a region at the same time: enough to keep a long link busy, and few enough that the
 # first of them is there, and merged with again, long before the last
-CATCHING_UP = 3
+CATCHING_UP = 2
 
 Connect = Callable[[], Awaitable[Transport]]
 

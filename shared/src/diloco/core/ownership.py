@@ -24,6 +24,7 @@ PULSES = 6  # in the time after which a silent syncer is gone
 RIVAL_PULSES = 4
 # of an even share: a fragment moves only between syncers whose loads differ by more than this
 UNEVEN = 0.1
+RETURN = 2.0  # so many times away_s a region has to be there again before it is given anything
 
 
 class OwnersTable(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -98,6 +99,7 @@ def _seat(holders: list[str], live: set[str], shards: int, regions: Mapping[str,
 class _Peer:
     pulse: ShardPulse
     at_s: float
+    since_s: float  # when it was first heard, or again after it had been gone
 
 
 class Ownership:
@@ -169,7 +171,8 @@ class Ownership:
             started_again = gone and pulse.incarnation != known.pulse.incarnation  # with its clock set back
             if not started_again:
                 return False  # repeated or late
-        self._peers[pulse.syncer] = _Peer(pulse, now_s)
+        returns = known is None or gone or (known.pulse.state == "unable" and pulse.state != "unable")
+        self._peers[pulse.syncer] = _Peer(pulse, now_s, now_s if known is None or returns else known.since_s)
         if known is None or gone or pulse.revision > self.revision:
             return True
         before = known.pulse
@@ -224,7 +227,8 @@ class Ownership:
 
         The first table waits for ``shards`` syncers, but no longer than ``FIRST_TABLE_S``, so that a start does not deal
         twice. What only makes loads more even, or fills a place that nobody waits for, waits until the table has been still
-        for a while: two syncers that do not hear the same ones would otherwise change it in turn, and fast.
+        for a while: two syncers that do not hear the same ones would otherwise change it in turn, and fast. Who has just come
+        to a run with regions gets nothing yet: its region may have been cut off, and has to catch up over the same links.
         """
         live = self.live(now_s)
         if self.table is None:
@@ -233,8 +237,10 @@ class Ownership:
                 return None
         elif not self._hears(now_s):
             return None  # cut off, or its region's server is away: who is there is for others to say
-        elif self._named() <= live and now_s - self._still_since_s < 2 * self.takeover_s:
-            return None
+        elif self._named() <= live:
+            if now_s - self._still_since_s < 2 * self.takeover_s:
+                return None
+            live -= {name for name in live - self._named() if self._is_fresh(name, now_s)}
         return plan(self.table, live, self.sizes, self.shards, self._regions())
 
     def keeps(self, fragment: int, now_s: float) -> bool:
@@ -282,6 +288,10 @@ class Ownership:
         heard_at_s = peer.at_s if peer else -math.inf
         silence_s = self.takeover_s if self._near(peer, now_s) else self.away_s
         return self._hears(now_s) and now_s - max(heard_at_s, self._hearing_since_s) >= silence_s
+
+    def _is_fresh(self, name: str, now_s: float) -> bool:
+        since_s = self._hearing_since_s if name == self.name else self._peers[name].since_s
+        return bool(self.region) and now_s - since_s < RETURN * self.away_s
 
     def _near(self, peer: _Peer | None, now_s: float) -> bool:
         """Whether a silence is the peer's own: others of its region are heard, or it is this one's region."""

@@ -28,6 +28,9 @@ FLUSH_TIMEOUT_S = 5
 RETRY_S = 0.5
 PING_S = 2.0  # a frozen server is noticed at the third ping
 POLL_S = 0.05
+# parts of an append between two of the server's acknowledgements; to another region fewer, so that something comes back in time
+FLOW_MESSAGES = 16
+FAR_FLOW_MESSAGES = 2
 COMPLAIN_EVERY_S = 10.0
 
 
@@ -45,11 +48,24 @@ def malloc_environment() -> dict[str, str]:
     }
 
 
+class _Client(Client):
+    """A client to which a message shows that the server is there, as a pong does.
+
+    Over a thin link a pong waits behind all that the server had to send before, for longer than a silent server is waited for; and
+    who connects anew has it sent again, without end.
+    """
+
+    async def _process_msg(self, *message: Any) -> None:
+        self._pings_outstanding = 0
+        await super()._process_msg(*message)
+
+
 class Link:
     """Two connections that are remade for ever. Made by :meth:`open`."""
 
-    def __init__(self, control: Client, bulk: Client) -> None:
-        self.control, self.bulk = control, bulk
+    def __init__(self, control: Client, bulk: Client, flow_messages: int = FLOW_MESSAGES) -> None:
+        """``flow_messages``: parts of an append between two of the server's acknowledgements."""
+        self.control, self.bulk, self.flow_messages = control, bulk, flow_messages
         self.fences_heads_only = False  # found out by :func:`diloco.nats.append.append`
         self.replicas: dict[str, int] = {}  # by stream, found out by :mod:`diloco.nats.streams`
 
@@ -90,7 +106,7 @@ class Link:
             opened.push_async_callback(_close, bulk)
             await _check_server(bulk, urls, log, None, wait_for_another=True)
             opened.pop_all()
-        return cls(bulk, bulk)
+        return cls(bulk, bulk, FAR_FLOW_MESSAGES)
 
     @property
     def bytes_in(self) -> int:
@@ -189,7 +205,7 @@ def _version(client: Client) -> tuple[int, ...] | None:
 
 async def _connect(urls: list[str], name: str, log: Logger, give_up_after_s: float | None) -> Client:
     nats.aio.client.DEFAULT_BUFFER_SIZE = READ_BUFFER_BYTES
-    client = Client()
+    client = _Client()
     clock = asyncio.get_running_loop().time
     began_s = complained_s = clock()
     reason = "no answer"
