@@ -48,11 +48,11 @@ def malloc_environment() -> dict[str, str]:
     }
 
 
-class _Client(Client):
+class _Client(Client):  # type: ignore[misc]  # nats-py is not typed
     """A client to which a message shows that the server is there, as a pong does.
 
-    Over a thin link a pong waits behind all that the server had to send before, for longer than a silent server is waited for; and
-    who connects anew has it sent again, without end.
+    Over a thin link a pong waits behind all that the server had to send before, for longer than a silent server is waited
+    for; and who connects anew has it sent again, without end.
     """
 
     async def _process_msg(self, *message: Any) -> None:
