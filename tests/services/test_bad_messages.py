@@ -155,7 +155,7 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
     await control.publish(cluster.subjects.pulse(MALLORY), b"hello")
     await control.publish(cluster.subjects.pulse(MALLORY), pack(_pulse_of_two_fragments(forger), store.run))
     await control.publish(cluster.subjects.round(0), b"hello")
-    await control.publish(cluster.subjects.round(0), pack(Announcement(99, 1, 1, MALLORY, 0.0, False, 0), store.run))
+    await control.publish(cluster.subjects.round(0), pack(Announcement(99, 1, 1, MALLORY, 0.0, False, 0, 6, []), store.run))
     await cluster.until(lambda: refused() == len(bad) + 2, "pulses refused")
     await cluster.until(lambda: all(toy.member and toy.member.refused.total == 2 for toy in toys), "announcements refused")
     cluster.gate.open()

@@ -157,7 +157,10 @@ def version(
     fragment = fragment_of(replica.theta.size)
     merge = Merge(4, offers, closing, quorum_s=0.5, round_s=1.5)
     accumulator = accumulate(fragment, settings, offers, lambda _: None, replica.theta)
-    return make_version(replica, residual, accumulator, merge, settings, syncer="syncer-0", attempt=ATTEMPT, now_s=17.0)
+    bits = settings.codec.record_bits
+    return make_version(
+        replica, residual, accumulator, merge, settings, bits=bits, syncer="syncer-0", attempt=ATTEMPT, now_s=17.0
+    )
 
 
 def body_of(record: Record, inline: bytes, parts: list[bytes], n: int) -> NDArray[np.uint8]:

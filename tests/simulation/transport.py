@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.server import Append, Keys, Stream
 
+from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, RewoundError
 from diloco.transport import Fence, Stored
 
@@ -58,6 +60,14 @@ class SimulatedTransport:
     def reaches(self) -> bool:
         """Whether it and the server that has its streams can talk."""
         return self.process.reaches(self.region)
+
+    @property
+    def incoming(self) -> Moved:
+        return Moved()
+
+    @property
+    def silent_s(self) -> float:
+        return 0.0 if self.reaches else math.inf
 
     def wall_s(self) -> float:
         return self.process.wall_s()

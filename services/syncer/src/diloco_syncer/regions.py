@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from diloco import membership
+from diloco.core.bandwidth import Appends
 from diloco.core.fragments import FragmentMap
 from diloco.core.quorum import majority
 from diloco.errors import BrokerError, MessageError, RunError
@@ -30,6 +31,7 @@ class Regions:
         self.own, self.run, self.map = own, run, fragment_map
         self.names = list(run.settings.regions.names)
         self.majority = majority(len(self.names))
+        self.appends = {name: Appends() for name in self.names}
         self._logs = {own: log}
         self._connect = connect
         self._connected = {name: asyncio.Event() for name in self.names if name != own}

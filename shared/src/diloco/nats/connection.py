@@ -15,6 +15,7 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 
+from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, SettingsError
 from diloco.observe import Logger
 
@@ -27,6 +28,7 @@ RETRY_S = 0.5
 PING_S = 2.0  # a frozen server is noticed at the third ping
 POLL_S = 0.05
 COMPLAIN_EVERY_S = 10.0
+STALL_S = 1.0  # a longer pause in the middle of a message is a cut: a slow link goes on, packet by packet
 
 
 def malloc_environment() -> dict[str, str]:
@@ -43,11 +45,34 @@ def malloc_environment() -> dict[str, str]:
     }
 
 
+class Meter:
+    """Sees how fast messages come in on a connection.
+
+    What comes while a message is there in part was on its way since the part before it: the server sends whole messages. Between
+    two messages nobody knows whether there was anything to send.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self.incoming = Moved()
+        self.heard_s = asyncio.get_running_loop().time()
+        # all that is read passes through the client's parser, which holds what a message still lacks something of
+        self._parser, self._parse = client._ps, client._ps.parse
+        self._parser.parse = self._see
+
+    async def _see(self, data: bytes = b"") -> None:
+        now_s = asyncio.get_running_loop().time()
+        pause_s, self.heard_s = now_s - self.heard_s, now_s
+        if self._parser.buf and pause_s < STALL_S:
+            self.incoming = Moved(self.incoming.bytes + len(data), self.incoming.busy_s + pause_s)
+        await self._parse(data)
+
+
 class Link:
     """Two connections that are remade for ever. Made by :meth:`open`."""
 
     def __init__(self, control: Client, bulk: Client) -> None:
         self.control, self.bulk = control, bulk
+        self._meter = Meter(bulk)
         self.fences_heads_only = False  # found out by :func:`diloco.nats.append.append`
         self.replicas: dict[str, int] = {}  # by stream, found out by :mod:`diloco.nats.streams`
 
@@ -97,6 +122,16 @@ class Link:
     def bytes_out(self) -> int:
         """Payload bytes sent on all connections."""
         return sum(int(client.stats["out_bytes"]) for client in self._clients())
+
+    @property
+    def incoming(self) -> Moved:
+        """What came in on the bulk connection in the middle of messages, and the time that it took."""
+        return self._meter.incoming
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing at all has come in on the bulk connection."""
+        return asyncio.get_running_loop().time() - self._meter.heard_s
 
     async def close(self) -> None:
         """Send what is buffered, and close."""
