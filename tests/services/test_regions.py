@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,11 +11,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from tests.services.cluster import Cluster, Events, Folded, Service, check_accounts, fold_log, small, some_versions
+from tests.services.cluster import DEADLINE_S, Cluster, Events, Folded, Service, check_accounts, fold_log, small, some_versions
 from tests.services.forking import Nursery
+from tests.services.test_verify import redo
 from tests.services.toy import SAMPLES, Toy
 
-from diloco import checkpoint, membership
+from diloco import checkpoint, membership, verify
 from diloco.embedded import Embedded, server_name
 from diloco.errors import RunError, SettingsError
 from diloco.log import Log
@@ -198,6 +200,62 @@ async def test_a_region_that_is_cut_off_trains_on_and_what_it_stored_for_itself_
     demand_one_log(*read.values())
     since = [record for old, log in zip(cut, read["us"], strict=True) for record in log.entries if record not in old.entries]
     assert "toy-1" in {member.learner for record in since for member in record.members}  # it is back
+
+
+async def test_precision_follows_a_link_that_becomes_slow_and_recovers(regions: Regions) -> None:
+    """Fragments of 50 kB at 16 bits: seconds at the slow link's rate, however slow the machine is with a cycle's 24 steps."""
+    settings = apart(
+        tokens=3 * 100_000 * SAMPLES,
+        fragments__count=6,
+        round__steps=24,
+        task__context=37_500,
+        codec__offer_bits=16,
+        codec__record_bits=16,
+        regions__min_bits=8,
+        regions__max_pace=1.0,
+        log__archive=True,
+        carry__max_versions=1000,
+    )
+    run = await regions(settings)
+    await run.begin()
+    await some_versions(run)
+    slow = [run.relay.lines[name] for name in ("eu-us", "us-eu", "eu-ap", "ap-eu")]
+    run.relay.set(slow, {"rate_bits_per_s": 240e3}, None)
+
+    def went(bits: int, reasons: set[str], way: str) -> set[str]:
+        """The syncers whose way to or from eu went by so many bits for such a reason."""
+        found = [(name, run.events("bandwidth_changed", name)) for name in ("syncer-0", "syncer-2")]
+        changed = {"region": "eu", "bits": bits, "way": way}
+        return {name for name, events in found for e in events if e["reason"] in reasons and changed.items() <= e.items()}
+
+    for way in ("records", "offers"):
+        await run.until(lambda way=way: bool(went(8, {"load", "queue"}, way)), f"{way} have fewer bits")  # type: ignore[misc]
+    fallen = went(8, {"load", "queue"}, "records")
+    await run.until(lambda: any(run.shard_pulses[name].record_bits == 8 for name in fallen), "pulses say so")
+
+    async def made(bits: int) -> None:
+        """Wait until the newest version of a fragment whose owner had fewer bits is one of so many."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                newest = [log.versions[-1] for log in await run.read("us", closed=False)]
+                if any(record.bits == bits for record in newest if record.syncer in fallen):
+                    return
+                run.check_alive()
+                await asyncio.sleep(0.2)
+
+    await made(8)
+    run.relay.set(slow, {"rate_bits_per_s": None}, None)
+    await run.until(lambda: went(16, {"spare"}, "records") >= fallen, "entries have all their bits again")
+    await made(16)
+
+    RunDirectory(run.directory, run.name, run.url, None, run.settings, nats_bulk_url=run.server("us").url).save()
+    for toy in run.toys:
+        await asyncio.to_thread(toy.stop)
+    verdict = await verify.check(run.directory)
+    assert verdict.holds, verdict
+    redone = await redo(run.directory)
+    assert [life.wrong for life in redone] == ["", "", ""]
+    assert min(life.offers for life in redone) > 6  # of either precision
 
 
 @pytest.mark.parametrize(

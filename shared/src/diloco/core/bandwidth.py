@@ -15,8 +15,9 @@ and the way goes by a level:
   step up that had to be undone soon is tried again after twice as long each time; sooner only when the load has halved since.
 
 ``SPARE`` is half of ``FULL``, so that what fits is not left again for a rate that varies by less; and since a direction also
-carries what the owner at its other end reads and writes, about as much again, which nobody sees before the link is busy. A queue
-that comes over is no reason to be worse: it was made at the level before, and drains where the load is below ``FULL``.
+carries what the owner at its other end reads and writes, about as much again, which nobody sees before the link is busy. That
+there is a queue, of which something comes over, is no reason to go worse: it was made at the level before, and drains where the
+load is below ``FULL``.
 
 Rejected: going by the time between a round's opening and its answers, of which most is the learners' own steps; by time stamps
 of servers, whose clocks may be minutes apart and jump; and by trying a level out, as TCP does: a link that recovers is told by
@@ -119,7 +120,8 @@ class Appends:
     """What rate a region's server takes entries at, found out from when each append was begun and when it was acknowledged.
 
     An acknowledgement takes a round trip, which costs no bandwidth: the least time that any of the last appends took. The link
-    was busy with an append from when it could have been acknowledged had it been empty, or the one before it was, to when it was.
+    was busy with an append from when it could have been acknowledged had it been empty, or when the one before it was, until it
+    was.
     """
 
     def __init__(self) -> None:

@@ -48,8 +48,8 @@ def malloc_environment() -> dict[str, str]:
 class Meter:
     """Sees how fast messages come in on a connection.
 
-    What comes while a message is there in part was on its way since the part before it: the server sends whole messages. Between
-    two messages nobody knows whether there was anything to send.
+    What comes while a message is there in part was on its way since the part before it: the server sends whole messages.
+    Between two messages nobody knows whether there was anything to send.
     """
 
     def __init__(self, client: Client) -> None:
