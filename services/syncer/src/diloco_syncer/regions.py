@@ -17,6 +17,9 @@ from diloco.tasks import end
 from diloco.transport import Transport
 
 RETRY_S = 0.5
+# fragments that are brought up to date in a region at the same time: enough to keep a long link busy, and few enough that the
+# first of them is there, and merged with again, long before the last
+CATCHING_UP = 3
 
 Connect = Callable[[], Awaitable[Transport]]
 
@@ -32,6 +35,7 @@ class Regions:
         self.names = list(run.settings.regions.names)
         self.majority = majority(len(self.names))
         self.appends = {name: Appends() for name in self.names}
+        self.turns = {name: asyncio.Semaphore(CATCHING_UP) for name in self.names}  # to catch up in each region
         self._logs = {own: log}
         self._connect = connect
         self._connected = {name: asyncio.Event() for name in self.names if name != own}
