@@ -228,6 +228,9 @@ def test_h_counts_from_the_step_at_which_the_version_was_applied() -> None:
     assert not round_.due(0, STEPS)
     round_.roster.hear(pulse("ann", 14, 1), 0)
     assert round_.due(0, STEPS)
+    assert not round_.due(0, 2 * STEPS)  # where a link is slow more steps lie between two rounds
+    round_.roster.hear(pulse("ann", 18, 1), 0)
+    assert round_.due(0, 2 * STEPS)
 
 
 @pytest.mark.parametrize(("fragment", "due_at"), [(0, 1), (1, 2), (2, 3), (3, 4)])

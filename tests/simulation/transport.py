@@ -78,10 +78,6 @@ class SimulatedTransport:
         """Whether it and the server that has its streams can talk."""
         return self.process.reaches(self.region)
 
-    @property
-    def silent_s(self) -> float:
-        return 0.0 if self.reaches else math.inf
-
     def wall_s(self) -> float:
         return self.process.wall_s()
 

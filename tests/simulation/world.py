@@ -99,7 +99,7 @@ VARIANTS.append(
 THIN = len(VARIANTS)
 VARIANTS.append(
     {
-        "tokens": 3 * 16 * 35,
+        "tokens": 3 * 16 * 25,
         "codec.offer_bits": 16,
         "codec.record_bits": 32,
         "merge.method": "rda",
@@ -379,7 +379,7 @@ class World:
         self.control = self.servers[CONTROL]
         self.regional = Regional(self.reference, REGIONS) if regions else None
         self.wires = Wires()
-        self.haste = 0.25 if number == THIN else 1.0  # of learners: links are looked at now and then
+        self.haste = 0.5 if number == THIN else 1.0  # of learners: links are looked at now and then
         self.away: set[str] = set()  # servers
         self.apart: set[str] = set()  # regions that are cut off from the others
         self.rewinds = self.marks = 0

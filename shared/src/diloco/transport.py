@@ -82,10 +82,6 @@ class Transport(Protocol):
     def incoming(self) -> Moved:
         """What came in, as far as it could be seen how fast, where streams are read."""
 
-    @property
-    def silent_s(self) -> float:
-        """For how long nothing has come in from where streams are read; whoever reads one hears something twice a second."""
-
     def wall_s(self) -> float:
         """Unix time; it may jump, so nothing but a label follows from it."""
 

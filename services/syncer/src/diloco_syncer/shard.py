@@ -57,7 +57,6 @@ TAKEOVERS_AT_ONCE = 8
 SETTLE_S = 10.0  # for what is not known in all regions yet, before a syncer ends
 CLAIM_RETRY_S = 0.2
 LOOK_AT_LINKS_S = 1.0
-SILENT_S = 1.5  # a link over which nothing came for so long is cut, or about to be found out to be
 CHECK_EVERY_S = 10.0  # that nobody else has appended to a fragment which makes no versions
 
 
@@ -163,15 +162,14 @@ class Shard:
                 continue
             seen: dict[str, tuple[Seen, Seen]] = {}
             for region, collector in self._collectors.items():
-                transport = collector.transport
                 if region == regions.own:
                     continue
-                if transport.silent_s < SILENT_S and transport.connected:
+                if collector.transport.connected:
                     seen[region] = self._see_link(regions, region, collector, live, now_s)
                     continue
                 regions.appends[region].broken(now_s)
                 for owned in self.owned.values():
-                    if owned.replication is not None and not transport.connected:
+                    if owned.replication is not None:
                         owned.replication.away(region)
             cycle_s = self.run.settings.round.steps * self.roster.step_s(now_s)
             for change in self.bandwidth.look(now_s, cycle_s, seen):

@@ -9,8 +9,8 @@ what share of a cycle its bytes keep the link busy, the **load**, at every level
 and the way goes by a level:
 
 * worse, at once to the first that fits, when the load is above ``FULL`` at ``BAD_LOOKS`` looks in a row; or by one, when the
-  oldest entry that waits is older than a window (a cycle at this level), and none has come over for one: there the rate says
-  nothing;
+  oldest entry that waits is older than a window (a cycle at this level; ``LATE_S`` at least), and none has come over for as
+  long: there the rate says nothing;
 * better, by one, when the load would be below ``SPARE`` there, and nothing has waited for long, for ``HOLD_WINDOWS`` windows. A
   step up that had to be undone soon is tried again after twice as long each time; sooner only when the load has halved since.
 
@@ -44,6 +44,7 @@ HOLD_WINDOWS = 2.0
 REGRET_WINDOWS = 8.0  # a step up that was right for so long was not wrong
 MAX_DOUBLINGS = 16
 MIN_WINDOW_S = 2.0  # what is shorter says more about the machine than about a link
+LATE_S = 8.0  # a queue that stands still for less may wait for a link that is cut, which is found out by then
 # of appends: a smaller one is over in little more than a round trip, whatever the rate
 MIN_BYTES = 4096
 ROUND_TRIPS = 64  # appends of which the least time is that of a round trip
@@ -140,7 +141,7 @@ class Appends:
             self.moved = Moved(self.moved.bytes + size_bytes, self.moved.busy_s + max(0.0, busy_s))
 
     def broken(self, now_s: float) -> None:
-        """The link has been silent: how long what is under way takes says nothing about its rate."""
+        """The link is cut: how long what is under way takes says nothing about its rate."""
         self._broken_s = now_s
 
 
@@ -166,7 +167,7 @@ class _Way:
         return self._bytes / self._busy_s if self._busy_s else math.inf
 
     def pause(self, now_s: float) -> None:
-        """The link is cut, or silent: nothing follows from it until it is there again, and what waited has had time to go."""
+        """The link is cut: nothing follows from it until it is there again, and what waited has had time to go."""
         self._bad_looks, self._fits_since_s, self._waited_s = 0, None, now_s
 
     def look(self, now_s: float, cycle_s: float, seen: Seen) -> Reason | None:
@@ -174,7 +175,8 @@ class _Way:
         window_s = max(MIN_WINDOW_S, cycle_s * self.level.pace)
         self._count(now_s, seen.moved, window_s)
         self.load = self._load(self.at, cycle_s, seen.values)
-        late = seen.age_s > window_s and now_s - max(self._counted_s, self._waited_s) >= window_s
+        late_s = max(window_s, LATE_S)
+        late = seen.age_s > late_s and now_s - max(self._counted_s, self._waited_s) >= late_s
         self._bad_looks = self._bad_looks + 1 if self.load > FULL else 0
         if late or self._bad_looks >= BAD_LOOKS:
             if self.at == len(self.levels) - 1:
@@ -275,7 +277,7 @@ class Bandwidth:
     def look(self, now_s: float, cycle_s: float, seen: Mapping[str, tuple[Seen, Seen]]) -> list[Change]:
         """Look at the links, about once a second: what has changed. ``seen``: the offers' way and the records', by region.
 
-        A region that is not in ``seen`` is away, or its link silent: it keeps its levels and holds nobody up.
+        A region that is not in ``seen`` is cut off: it keeps its levels and holds nobody up.
         """
         changes: list[Change] = []
         for region, link in self._links.items():

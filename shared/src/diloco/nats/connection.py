@@ -54,14 +54,14 @@ class Meter:
 
     def __init__(self, client: Client) -> None:
         self.incoming = Moved()
-        self.heard_s = asyncio.get_running_loop().time()
+        self._heard_s = asyncio.get_running_loop().time()
         # all that is read passes through the client's parser, which holds what a message still lacks something of
         self._parser, self._parse = client._ps, client._ps.parse
         self._parser.parse = self._see
 
     async def _see(self, data: bytes = b"") -> None:
         now_s = asyncio.get_running_loop().time()
-        pause_s, self.heard_s = now_s - self.heard_s, now_s
+        pause_s, self._heard_s = now_s - self._heard_s, now_s
         if self._parser.buf and pause_s < STALL_S:
             self.incoming = Moved(self.incoming.bytes + len(data), self.incoming.busy_s + pause_s)
         await self._parse(data)
@@ -127,11 +127,6 @@ class Link:
     def incoming(self) -> Moved:
         """What came in on the bulk connection in the middle of messages, and the time that it took."""
         return self._meter.incoming
-
-    @property
-    def silent_s(self) -> float:
-        """For how long nothing at all has come in on the bulk connection."""
-        return asyncio.get_running_loop().time() - self._meter.heard_s
 
     async def close(self) -> None:
         """Send what is buffered, and close."""
