@@ -266,20 +266,21 @@ def test_one_slow_region_slows_the_entries_of_all_and_its_own_offers_alone() -> 
 def test_a_region_that_is_away_holds_nobody_up() -> None:
     own, values = Bandwidth(adapting(), ["eu"]), FRAGMENTS * VALUES
 
-    def see(second: int, present: bool, age_s: float) -> None:
+    def see(second: int, *, present: bool = True) -> list[tuple[Level, str]]:
         moved = Moved(10_000 * second, 10_000 * second / bytes_per_s(12))
-        seen = {"eu": (Seen(Moved(), values, 0.0), Seen(moved, values, age_s))} if present else {}
-        own.look(second, CYCLE_S, seen)
+        seen = {"eu": (Seen(Moved(), values, 0.0), Seen(moved, values, 0.0))} if present else {}
+        return [(change.level, change.reason) for change in own.look(second, CYCLE_S, seen)]
 
-    for second in range(10):
-        see(second, True, 0.0)
+    changes = [change for second in range(10) for change in see(second)]
+    assert changes == [(Level(4, 4), "load")]
     assert (own.record_bits, own.pace, own.steps) == (4, 4.0, 96)
 
-    see(10, False, 0.0)
+    assert see(10, present=False) == [(Level(16, 1), "cut")]
     assert (own.record_bits, own.pace, own.steps) == (16, 1.0, 24)
+    assert see(11, present=False) == []
 
     # back, it is as slow as it was
-    see(11, True, 0.0)
+    assert see(12) == [(Level(4, 4), "back")]
     assert (own.record_bits, own.pace) == (4, 4.0)
 
 

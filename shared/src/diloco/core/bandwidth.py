@@ -51,7 +51,7 @@ ROUND_TRIPS = 64  # appends of which the least time is that of a round trip
 BITS: tuple[Bits, ...] = (32, 16, 8, 4)
 PACES = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 
-Reason = Literal["load", "queue", "spare"]
+Reason = Literal["load", "queue", "spare", "cut", "back"]
 WayName = Literal["offers", "records"]
 
 
@@ -82,7 +82,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Change:
-    """A way goes by another level from now on."""
+    """A way goes by another level from now on; one that is cut counts as if it went by the best."""
 
     region: str
     way: WayName
@@ -281,15 +281,18 @@ class Bandwidth:
         """
         changes: list[Change] = []
         for region, link in self._links.items():
-            link.counts = region in seen
-            if not link.counts:
-                link.offers.pause(now_s)
-                link.records.pause(now_s)
-                continue
-            offers, records = seen[region]
-            ways: list[tuple[WayName, _Way, Seen]] = [("offers", link.offers, offers), ("records", link.records, records)]
-            for name, way, one in ways:
-                reason = way.look(now_s, cycle_s, one)
+            present, counted = seen.get(region), link.counts
+            link.counts = present is not None
+            ways: list[tuple[WayName, _Way]] = [("offers", link.offers), ("records", link.records)]
+            for number, (name, way) in enumerate(ways):
+                reason: Reason | None = None
+                if link.counts != counted and way.at:
+                    reason = "back" if present else "cut"
+                if present is None:
+                    way.pause(now_s)
+                else:
+                    reason = way.look(now_s, cycle_s, present[number]) or reason
                 if reason is not None:
-                    changes.append(Change(region, name, way.level, way.load, way.bytes_per_s, one.age_s, reason))
+                    level, age_s = (way.level, present[number].age_s) if present else (way.levels[0], 0.0)
+                    changes.append(Change(region, name, level, way.load, way.bytes_per_s, age_s, reason))
         return changes
