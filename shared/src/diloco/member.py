@@ -635,6 +635,7 @@ class Member:
             states = self._fragments
             return Pulse(
                 learner=self.settings.name,
+                region=self.settings.region or "",
                 incarnation=self.incarnation,
                 role=self.settings.role,
                 state=self.state,
