@@ -17,6 +17,7 @@ from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.protocol.parser import Parser
 
+from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, SettingsError
 from diloco.observe import Logger
 
@@ -30,6 +31,7 @@ RETRY_S = 0.5
 PING_S = 2.0  # a frozen server is noticed at the third ping
 POLL_S = 0.05
 COMPLAIN_EVERY_S = 10.0
+STALL_S = 1.0  # a longer pause in the middle of a message is a cut: a slow link goes on, packet by packet
 
 
 def malloc_environment() -> dict[str, str]:
@@ -47,9 +49,22 @@ def malloc_environment() -> dict[str, str]:
 
 
 class _Parser(Parser):  # type: ignore[misc]  # nats-py is not typed
-    """Notes that something came, be it a part of a message."""
+    """Sees all that comes in on a connection, be it a part of a message, and how fast messages do.
+
+    What comes while a message is there in part was on its way since the part before it: the server sends whole messages.
+    Between two messages nobody knows whether there was anything to send.
+    """
+
+    def __init__(self, client: _Client) -> None:
+        super().__init__(client)
+        self.incoming = Moved()
+        self._heard_s = -math.inf
 
     async def parse(self, data: bytes = b"") -> None:
+        now_s = asyncio.get_running_loop().time()
+        pause_s, self._heard_s = now_s - self._heard_s, now_s
+        if self.buf and pause_s < STALL_S:
+            self.incoming = Moved(self.incoming.bytes + len(data), self.incoming.busy_s + pause_s)
         self.nc.heard()
         await super().parse(data)
 
@@ -64,6 +79,11 @@ class _Client(Client):  # type: ignore[misc]  # nats-py is not typed
     def __init__(self) -> None:
         super().__init__()
         self._ps = _Parser(self)
+
+    @property
+    def incoming(self) -> Moved:
+        """What came in in the middle of messages, and the time that it took."""
+        return self._ps.incoming
 
     def heard(self) -> None:
         """Something came."""
@@ -127,6 +147,12 @@ class Link:
     def bytes_out(self) -> int:
         """Payload bytes sent on all connections."""
         return sum(int(client.stats["out_bytes"]) for client in self._clients())
+
+    @property
+    def incoming(self) -> Moved:
+        """What came in on the bulk connection in the middle of messages, and the time that it took."""
+        incoming: Moved = self.bulk.incoming
+        return incoming
 
     async def close(self) -> None:
         """Send what is buffered, and close."""
