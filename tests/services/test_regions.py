@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ from tests.services.cluster import Cluster, Events, Folded, Service, check_accou
 from tests.services.forking import Nursery
 from tests.services.toy import SAMPLES, Toy
 
-from diloco import checkpoint, membership
+from diloco import checkpoint, membership, verify
 from diloco.embedded import Embedded, server_name
 from diloco.errors import RunError, SettingsError
 from diloco.log import Log
@@ -174,6 +175,71 @@ async def test_a_region_whose_server_was_away_gets_what_it_missed(regions: Regio
     there = await run.read("eu", closed=False)
     for entry, log in zip(missed, there, strict=True):
         assert entry in log.entries
+
+
+async def test_where_offers_are_merged_in_their_region_one_of_each_region_crosses_a_round(regions: Regions) -> None:
+    # with the quorum `all` everybody is waited for, in each region and by the owner: what crosses does not depend on the pace
+    settings = apart(learners=6, tokens=6 * 40 * SAMPLES, regions__merge=True, round__quorum="all", log__archive=True)
+    run = await regions(settings)
+    await run.begin()
+    await run.ended()
+    pulses = await run.finished_pulses()
+    read = {region: await run.read(region) for region in REGIONS}
+    demand_one_log(*read.values())
+    check_accounts(pulses, read["us"])
+
+    home = {f"toy-{share}": REGIONS[share % 3] for share in range(6)}
+    owners = {f"syncer-{index}": REGIONS[index] for index in range(3)}
+    for log in read["us"]:
+        for record in log.versions:
+            own = owners[record.syncer]
+            elsewhere = sorted(member.learner for member in record.members if home[member.learner] != own)
+            together = [[record.members[place].learner for place in one.members] for one in record.combined]
+            assert sorted(name for names in together for name in names) == elsewhere
+            assert all(len({home[name] for name in names}) == 1 for names in together)
+            assert all(owners[one.syncer] == home[names[0]] for one, names in zip(record.combined, together, strict=True))
+            if not record.closing and len(record.members) == 6:
+                assert [len(names) for names in together] == [2, 2]
+
+    sent = run.events("offers_combined")
+    # closing rounds are answered again by who had answered them before they were closing
+    last = {log.index: log.versions[-1].version for log in read["us"]}
+    rounds = Counter((values["fragment"], values["version"]) for values in sent if values["version"] < last[values["fragment"]])
+    assert rounds
+    assert set(rounds.values()) == {2}  # of each of the regions where the owner is not
+    stored, combined, alone = await pulled(run)
+    assert combined <= len(sent)
+    # learners' own offers were read once, by their region's syncer: none of them crossed
+    assert alone <= stored - len(sent)
+
+    RunDirectory(run.directory, run.name, run.url, None, run.settings, nats_bulk_url=run.server("us").url).save()
+    verdict = await verify.check(run.directory)
+    assert verdict.holds, verdict
+    found = {check.name: check.found for check in verdict.checks}
+    assert re.match(
+        r"[1-9]\d* versions are, to the bit, the merges of their offers", found["merges"]
+    )  # us's; others have theirs
+
+
+async def pulled(run: Region) -> tuple[int, int, int]:
+    """Offers that all regions have stored, and those that readers got: combined ones, and learners' own."""
+    stored = combined = alone = 0
+    for region in REGIONS:
+        link = await NatsTransport.open(run.url, run.server(region).url, "reader", get_logger(), give_up_after_s=20)
+        try:
+            stream = await link.bulk.jetstream().stream_info(run.subjects.offer_stream)
+            readers = await link.bulk.jetstream().consumers_info(run.subjects.offer_stream)
+        finally:
+            await link.close()
+        stored += stream.state.last_seq
+        for reader in readers:
+            assert reader.delivered is not None
+            subjects = reader.config.filter_subjects or [reader.config.filter_subject]
+            if ".combined." in str(subjects[0]):
+                combined += reader.delivered.consumer_seq
+            else:
+                alone += reader.delivered.consumer_seq
+    return stored, combined, alone
 
 
 # nats-py lets go of connections, unclosed, on which no greeting came in time

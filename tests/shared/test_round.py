@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from diloco.core.chain import Chain
 from diloco.core.round import Held, Merge, Roster, Round
 from diloco.settings import RunSettings, run_settings
-from diloco.wire.messages import MAX_FRAME_BYTES, PART_BYTES, Answer, Body, Cursor, Member, Offer, Pulse, Record, pack
+from diloco.wire.messages import MAX_FRAME_BYTES, PART_BYTES, Answer, Body, Combined, Cursor, Member, Offer, Pulse, Record, pack
 
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 RAW = np.zeros(0, np.uint8)
@@ -650,6 +650,60 @@ def test_an_open_round_that_nobody_can_answer_any_more_becomes_the_closing_one()
     assert names(merge) == []
     assert merge is not None
     assert merge.closing
+
+
+def combine(*offers: Offer, number: int = 1) -> Combined:
+    return Combined(0, "syncer-1", 1, number, 4, [Answer.of(offer) for offer in offers], BODY)
+
+
+def hold_combined(round_: Round, *offers: Offer) -> str | None:
+    return round_.hold(Held(combine(*offers), RAW))
+
+
+def test_every_member_of_a_combined_offer_is_an_answer() -> None:
+    round_ = round_of("ann", "bob", "cat", **{"round.quorum": 3, "round.grace_factor": 0})
+    open_at(round_, 0)
+    assert hold_combined(round_, offer("ann"), offer("bob")) is None
+    assert len(round_.answers()) == 2
+    assert round_.poll(1) is None  # three are wanted
+    assert hold(round_, offer("cat")) is None
+    merge = round_.poll(2)
+    assert names(merge) == [("ann", 1), ("bob", 1), ("cat", 1)]
+    assert merge is not None
+    assert len(merge.held) == 2
+
+
+def test_a_combined_offer_with_anything_merged_already_is_refused_whole() -> None:
+    round_ = round_of("ann", "bob")
+    open_at(round_, 0)
+    hold(round_, offer("ann"))
+    merge = round_.poll(10)
+    assert merge is not None
+    commit(round_, merge, 10)
+    assert "merged already" in str(hold_combined(round_, offer("ann"), offer("bob")))
+    assert "without knowing" in str(hold_combined(round_, offer("ann", 2), offer("bob")))
+    assert hold_combined(round_, offer("bob")) is None  # a late one by itself
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "held"),
+    [
+        (["ann1", "bob1"], ["ann1", "bob1"], ["ann1", "bob1"]),  # two syncers at once, or an owner that reads it twice
+        (["ann1"], ["ann1", "bob1"], ["ann1", "bob1"]),  # bob was late
+        (["ann1", "bob1"], ["ann1"], ["ann1", "bob1"]),
+        (["ann1", "bob1"], ["ann2", "bob1"], ["ann2", "bob1"]),
+        (["ann2", "bob1"], ["ann1", "bob2"], ["ann2", "bob1"]),  # neither is newer
+        (["ann1", "bob1"], ["ann2"], ["ann2"]),  # what is newer goes first: bob's is a part of what it replaces
+        (["ann1", "bob1"], ["ann1", "cat1"], ["ann1", "bob1"]),
+        (["ann1", "bob1"], ["cat1"], ["ann1", "bob1", "cat1"]),
+    ],
+)
+def test_nothing_is_in_two_offers_that_are_held(first: list[str], then: list[str], held: list[str]) -> None:
+    round_ = round_of("ann", "bob", "cat")
+    for group in (first, then):
+        hold_combined(round_, *(offer(name[:3], int(name[3])) for name in group))
+    members = [f"{member.learner}{member.number}" for item in set(round_.held.values()) for member in item.offer.members]
+    assert sorted(members) == held
 
 
 @given(st.permutations(["ann", "bob", "cat", "dee"]))

@@ -116,7 +116,7 @@ class Reference:
         self.subjects = Subjects(name)
         self.logs: list[FragmentLog] = []  # empty before genesis
         self.offers: dict[tuple[int, str, int, int], tuple[Offer, Vector]] = {}
-        self.versions_made = self.takeovers = self.keyframes = 0
+        self.versions_made = self.takeovers = self.keyframes = self.members_combined = self.late_combined = 0
         self.forgetful, self.archived = forgetful, archived
         self.rewound = False
         self.lost: set[tuple[int, bytes]] = set()  # by fragment: entries and states of versions that were stored, and lost
@@ -366,6 +366,8 @@ class Reference:
             made = [(m.learner, m.incarnation, m.number) for m in self.combined[identity][0].members]
             demand(merged == made, f"{named}: merged as {merged}, made of {made}")
             together |= {member.learner for member in members}
+            self.members_combined += len(members) * (len(members) > 1)
+            self.late_combined += sum(member.round < record.version for member in members)
         return together
 
     def rewind(self, sequence: int) -> None:

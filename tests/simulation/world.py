@@ -714,6 +714,9 @@ class World:
         self.stats["version"] += self.reference.versions_made
         self.stats["takeover"] += self.reference.takeovers
         self.stats["keyframe"] += self.reference.keyframes
+        if self.settings.regions.merge:
+            self.stats["merged in its region"] += self.reference.members_combined
+            self.stats["merged as a late answer"] += self.reference.late_combined
 
 
 class _Coordinator(Coordinator):

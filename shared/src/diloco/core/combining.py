@@ -65,10 +65,11 @@ class Combining:
 
     def hear(self, announced: Announcement, now_s: float) -> None:
         """A round is open."""
-        if self.chain is not None and announced.epoch < self.chain.epoch:
-            return  # its owner has been replaced
+        if self.chain is not None and (announced.epoch < self.chain.epoch or announced.version <= self.chain.version):
+            return  # from an owner that has been replaced, or late
         if announced.version != self.round:
-            self.round, self.heard_at_s, self.closing, self.since_s = announced.version, now_s, False, None
+            self.round, self.heard_at_s, self.closing = announced.version, now_s, False
+            self.since_s, self.answered = None, frozenset()
         self.closing = self.closing or announced.closing
 
     def follow(self, chain: Chain, record: Record | None, now_s: float, mine: tuple[str, int]) -> None:
@@ -116,7 +117,8 @@ class Combining:
             return ()
         if self.since_s is None:
             self.since_s = now_s
-            self.quorum_average.add(now_s - self.heard_at_s)
+            if not self.answered:
+                self.quorum_average.add(now_s - self.heard_at_s)
         if self._waits(answers, now_s) and (self.settings.round.quorum == "all" or now_s < self.since_s + self._grace_s(now_s)):
             return ()
         self.since_s, self.answered = None, answered
