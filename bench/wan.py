@@ -136,8 +136,9 @@ async def training(folder: Path, arguments: Any) -> AsyncIterator[Watch]:
     """A run that trains, with versions of every fragment."""
     directory = folder / "run"
     command = ["up", "--plain", "--run-dir", str(directory), "--tokens", str(10**9), "--preset", arguments.preset]
-    command += ["--learners", str(len(REGIONS)), "--shards", str(len(REGIONS)), "--set", f"regions.names={json.dumps(REGIONS)}"]
-    command += [f"--slow=learner-{index}={arguments.slow}" for index in range(len(REGIONS))]
+    learners = arguments.each * len(REGIONS)
+    command += ["--learners", str(learners), "--shards", str(len(REGIONS)), "--set", f"regions.names={json.dumps(REGIONS)}"]
+    command += [f"--slow=learner-{index}={arguments.slow}" for index in range(learners)]
     command += [f"--set={item}" for item in arguments.set]
     with (folder / "up.txt").open("wb") as output:
         up = await asyncio.create_subprocess_exec(
@@ -238,8 +239,8 @@ def show(result: dict[str, Any]) -> None:
         for region, sizes in found["border"].items():
             ratios = found["of_ring"][region]
             print(
-                f"  {region}: out {sizes['out_bytes'] / 1e6:6.2f} MB ({_ratio(ratios['out_bytes'])} of the ring), "
-                f"in {sizes['in_bytes'] / 1e6:6.2f} MB ({_ratio(ratios['in_bytes'])})"
+                f"  {region}: out {sizes['out_bytes'] / 1e6:6.2f} MB ({ratio(ratios['out_bytes'])} of the ring), "
+                f"in {sizes['in_bytes'] / 1e6:6.2f} MB ({ratio(ratios['in_bytes'])})"
             )
     pace = _share(result["thin"], result["unlimited"])
     print(f"learners on thin links: {pace:.1f} % of their pace without (target {100 * STEPS_TARGET:.0f} %)")
@@ -255,7 +256,7 @@ def _share(phase: dict[str, Any], whole: dict[str, Any]) -> float:
     return 100 * float(np.mean([pace / whole["steps_per_s"][name] for name, pace in phase["steps_per_s"].items()]))
 
 
-def _ratio(value: float | None) -> str:
+def ratio(value: float | None) -> str:
     return "no cycle" if value is None else f"{value:.2f}"
 
 
@@ -268,6 +269,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--keep", type=Path, help="folder to keep the run in")
     arguments = parser.parse_args()
+    arguments.each = 1  # learners a region
     with contextlib.ExitStack() as stack:
         folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-bench-")))
         folder.mkdir(parents=True, exist_ok=True)

@@ -113,8 +113,8 @@ def test_a_wrong_setting_is_refused_by_name(overrides: dict[str, Any], expected:
         ({"regions.merge": True}, r"regions.merge: there are no regions \(regions.names\); name them, or leave it out"),
         (
             {"regions": {"merge": True, "names": ["us", "eu"]}, "merge.against": "current"},
-            "regions.merge with merge.against = current: the owner takes each offer against its own newest version, and of offers "
-            "that are merged already it could not; set merge.against = base",
+            "regions.merge with merge.against = current: the owner takes each offer against its own newest version, and of "
+            "offers that are merged already it could not; set merge.against = base",
         ),
         ({"task.width": 12}, "width 12 must be an even multiple of heads 4"),  # three a head: not even
     ],

@@ -1,0 +1,136 @@
+"""What the regional merge saves on thin links, and how far what it gives is from merging each learner's offer by itself.
+
+    python bench/region_merge.py                # about four minutes
+
+It begins a run of the default model in three regions with ``diloco up``, several learners in each, first without and then with
+``regions.merge``, and measures the bytes that cross each region's border a fragment cycle. The first run keeps its offers; they are
+merged again as they were, and with each region's (or another grouping) merged and quantised first: the cosine between both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import script
+import wan
+from numpy.typing import NDArray
+
+from diloco import membership
+from diloco.core import merging, quantise
+from diloco.core.fragments import Fragment
+from diloco.core.round import Held
+from diloco.log import Log
+from diloco.membership import Run
+from diloco.settings import RunSettings
+from diloco.wire.messages import Answer, Combined, Offer, Record
+
+Grouping = Callable[[int], int]  # the group of a learner, by its index
+
+
+async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {"machine": script.machine(), "learners_a_region": arguments.each}
+    for merge in (False, True):
+        own = [f"regions.merge={str(merge).lower()}", "log.archive=true", f"round.steps={arguments.steps}"]
+        settings = argparse.Namespace(preset="decoupled", slow=1.0, set=own, each=arguments.each)
+        where = folder / ("merged" if merge else "alone")
+        where.mkdir()
+        async with wan.training(where, settings) as watch:
+            await asyncio.sleep(wan.SETTLE_S)
+            learners = [f"learner-{index}" for index in range(arguments.each * len(wan.REGIONS))]
+            found["merged" if merge else "alone"] = await watch.measure(arguments.seconds, learners)
+            if not merge:
+                found["cosines"] = await cosines(watch, arguments.each)
+    return found
+
+
+async def cosines(watch: wan.Watch, each: int) -> dict[str, Any]:
+    """Of versions of which all offers are kept in the first region: how alike merges in one step and in two are."""
+    registry = await watch.link.bucket(watch.subjects.bucket, create=False)
+    run = Run(watch.run.name, watch.run.settings, registry)
+    log = Log(watch.link, run.name, run.identity, await membership.find_map(run), run.settings)
+    regions, count = len(wan.REGIONS), each * len(wan.REGIONS)
+    groupings: dict[str, Grouping] = {
+        f"{regions} regions of {each}": lambda learner: learner % regions,
+        f"{count - 2}, 1 and 1": lambda learner: max(0, learner - (count - 3)),
+        "each by itself, quantised again": lambda learner: learner,
+    }
+    found: dict[str, list[float]] = {name: [] for name in groupings}
+    for _, record in watch.versions:
+        offers = await kept(log, record)
+        if len(offers) < count:
+            continue
+        fragment = log.map.fragments[record.fragment]
+        flat = merged(fragment, run.settings, offers)
+        for name, group in groupings.items():
+            found[name].append(cosine(flat, merged(fragment, run.settings, combined(fragment, run.settings, offers, group))))
+    return {
+        name: {"versions": len(values), "mean": float(np.mean(values)), "least": min(values)}
+        for name, values in found.items()
+        if values
+    }
+
+
+async def kept(log: Log, record: Record) -> list[Held]:
+    """A version's offers, as far as they are in this region's archive."""
+    found = [
+        await log.archived(record.fragment, member.learner, member.incarnation, member.number) for member in record.members
+    ]
+    return [Held(*stored) for stored in found if stored is not None]
+
+
+def merged(fragment: Fragment, settings: RunSettings, held: Sequence[Held]) -> NDArray[np.float32]:
+    return merging.accumulate(fragment, settings, held, lambda version: None, np.empty(0, np.float32)).result()
+
+
+def combined(fragment: Fragment, settings: RunSettings, offers: Sequence[Held], group: Grouping) -> list[Held]:
+    """The offers with those of one group merged and quantised."""
+    groups: dict[int, list[Held]] = {}
+    for held in offers:
+        groups.setdefault(group(int(held.offer.members[0].learner.rsplit("-", 1)[-1])), []).append(held)
+    made = []
+    for members in groups.values():
+        own = [held.offer for held in members if isinstance(held.offer, Offer)]
+        bits = settings.codec.offer_bits
+        offer = Combined(fragment.index, "bench", 0, 1, bits, [Answer.of(offer) for offer in own], own[0].body)
+        made.append(Held(offer, quantise.quantise(merged(fragment, settings, members), bits)))
+    return made
+
+
+def cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    return float(x @ y / np.sqrt((x @ x) * (y @ y)))
+
+
+def show(result: dict[str, Any]) -> None:
+    machine = result["machine"]
+    print(f"{machine['cpu']}, {machine['cores']} cores; {len(wan.REGIONS)} regions of {result['learners_a_region']} learners")
+    for phase in ("alone", "merged"):
+        found = result[phase]
+        print(f"{phase}: {found['cycles']:.1f} cycles in {found['seconds']:.0f} s")
+        for region, ratios in found["of_ring"].items():
+            print(f"  {region}: out {wan.ratio(ratios['out_bytes'])} of the ring, in {wan.ratio(ratios['in_bytes'])}")
+    for name, found in result["cosines"].items():
+        print(f"{name}: cosine {found['mean']:.4f}, at least {found['least']:.4f}, of {found['versions']} versions")
+
+
+def main() -> None:
+    parser = script.parser(__doc__)
+    parser.add_argument("--each", type=int, default=2, help="learners a region")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement")
+    parser.add_argument("--steps", type=int, default=12, help="round.steps")
+    arguments = parser.parse_args()
+    os.environ.pop("DILOCO_RUN", None)
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:
+        result = asyncio.run(measure(Path(folder), arguments))
+    script.print_result(result, arguments, show)
+
+
+if __name__ == "__main__":
+    main()
