@@ -3,8 +3,9 @@
     python bench/region_merge.py                # about four minutes
 
 It begins a run of the default model in three regions with ``diloco up``, several learners in each, first without and then with
-``regions.merge``, and measures the bytes that cross each region's border a fragment cycle. The first run keeps its offers; they are
-merged again as they were, and with each region's (or another grouping) merged and quantised first: the cosine between both.
+``regions.merge``, and measures the bytes that cross each region's border a fragment cycle, and how many learners are in a
+version. The first run keeps its offers; they are merged again as they were, and with each region's (or another grouping) merged
+and quantised first: the cosine between both.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
         async with wan.training(where, settings) as watch:
             await asyncio.sleep(wan.SETTLE_S)
             learners = [f"learner-{index}" for index in range(arguments.each * len(wan.REGIONS))]
-            found["merged" if merge else "alone"] = await watch.measure(arguments.seconds, learners)
+            before = len(watch.versions)
+            phase = found["merged" if merge else "alone"] = await watch.measure(arguments.seconds, learners)
+            phase["members"] = float(np.mean([len(record.members) for _, record in watch.versions[before:]]))
             if not merge:
                 found["cosines"] = await cosines(watch, arguments.each)
     return found
@@ -113,7 +116,9 @@ def show(result: dict[str, Any]) -> None:
     print(f"{machine['cpu']}, {machine['cores']} cores; {len(wan.REGIONS)} regions of {result['learners_a_region']} learners")
     for phase in ("alone", "merged"):
         found = result[phase]
-        print(f"{phase}: {found['cycles']:.1f} cycles in {found['seconds']:.0f} s")
+        pace = float(np.mean(list(found["steps_per_s"].values())))
+        print(f"{phase}: {found['cycles']:.1f} cycles in {found['seconds']:.0f} s, {pace:.2f} steps/s a learner")
+        print(f"  {found['members']:.2f} members a version")
         for region, ratios in found["of_ring"].items():
             print(f"  {region}: out {wan.ratio(ratios['out_bytes'])} of the ring, in {wan.ratio(ratios['in_bytes'])}")
     for name, found in result["cosines"].items():

@@ -97,6 +97,17 @@ def test_who_is_late_is_waited_for_no_longer_than_the_grace_window_and_comes_wit
     assert names(combining.poll(2.2)) == [("ann", 2), ("bob", 1)]
 
 
+def test_where_the_version_comes_without_the_region_nothing_is_waited_for_any_more() -> None:
+    combining = combining_of("ann", "bob")
+    combining.hear(announced(), 0.0)
+    hold(combining, offer("ann"))
+    assert combining.poll(0.1) == ()
+    assert combining.remaining_s(0.1) is not None
+    combining.follow(chain_of(1), version_of(1), 0.2, ME)
+    assert combining.poll(9.0) == ()
+    assert combining.remaining_s(9.0) is None
+
+
 def test_one_that_answers_after_the_others_were_sent_is_combined_with_them_again() -> None:
     combining = combining_of("ann", "bob", **{"round.grace_factor": 0.0})
     combining.hear(announced(), 0.0)

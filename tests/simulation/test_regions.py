@@ -48,9 +48,10 @@ def test_where_offers_are_merged_in_their_regions_nothing_is_lost_nor_merged_twi
         if outcome.error is not None:
             failed[outcome.seed] = repr(outcome.error)
     assert not failed, f"replay with `python -m tests.simulation --merged --replay SEED`: {failed}"
-    happens = ("state restored", "keyframe", "takeover", "merged in its region", "merged as a late answer")
+    happens = ("state restored", "keyframe", "takeover", "merged in its region")
     for kind in (*(f"fault {kind}" for kind in FAULTS_APART), *happens):
         assert total[kind] > SCHEDULES_MERGED / 20, f"{kind} hardly ever happens: {total}"
+    assert total["merged as a late answer"]
     # learners' own offers cross where their region has no syncer for a while
     assert 0 < total["delta crossed"] < total["combined crossed"] / 2
 

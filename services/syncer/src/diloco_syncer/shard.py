@@ -90,7 +90,7 @@ class Shard:
         self.rounds = self.versions = self.pulses = 0
         self._taking: set[int] = set()
         self._news, self._governed, self._unsure = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._collectors = {region: Collector(transport, run, fragment_map.digest, self._refuse, self._news.set, log)}
+        self._collectors = {region: Collector(transport, run, fragment_map.digest, self._refuse, self._held, log)}
         self.combiner: Combiner | None = None
         if run.settings.regions.merge:
             self.combiner = Combiner(transport, run, fragment_map, settings.name, incarnation, region, log)
@@ -142,7 +142,7 @@ class Shard:
 
         async def reach(region: str) -> None:
             transport = (await regions.log(region)).transport
-            collector = Collector(transport, self.run, self.map.digest, self._refuse, self._news.set, self.log)
+            collector = Collector(transport, self.run, self.map.digest, self._refuse, self._held, self.log)
             self._collectors[region] = collector
             self._governed.set()
 
@@ -216,6 +216,12 @@ class Shard:
                 await collector.serve(takers, group)
             else:
                 await collector.serve(self.owned, group, combined=region in inhabited)
+
+    def _held(self) -> None:
+        """An offer came in that is held."""
+        self._news.set()
+        if self.combiner is not None:
+            self.combiner.news.set()
 
     async def _settle_table(self) -> None:
         """Read the owners table where it may have changed, and change it where that is needed."""

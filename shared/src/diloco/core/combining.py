@@ -108,12 +108,11 @@ class Combining:
 
     def poll(self, now_s: float) -> tuple[Own, ...]:
         """The offers to combine now, in order of merging; none: there is nothing new, or it is to be waited."""
-        if self.chain is None or self.chain.closed or self.round != self.chain.version + 1:
-            return ()
-        fit = [own for own in self.held.values() if own.offer.base_version <= self.chain.version and own.offer.steps]
+        fit = self._fit()
         answers = {own.offer.learner: own.offer for own in fit if own.offer.round == self.round}
         answered = frozenset((name, identity(offer)) for name, offer in answers.items())
         if answered <= self.answered:
+            self.since_s = None
             return ()
         if self.since_s is None:
             self.since_s = now_s
@@ -154,6 +153,13 @@ class Combining:
         gone = {own.offer.learner for own in held}
         self.held = {name: own for name, own in self.held.items() if name not in gone}
         self.residual = None
+
+    def _fit(self) -> list[Own]:
+        """What the open round's version could have; nothing if the log as known here is not where that round is."""
+        chain = self.chain
+        if chain is None or chain.closed or self.round != chain.version + 1:
+            return []
+        return [own for own in self.held.values() if own.offer.base_version <= chain.version and own.offer.steps]
 
     def _waits(self, answers: dict[str, Offer], now_s: float) -> bool:
         """Whether a live learner of the region is to answer yet."""
