@@ -1,11 +1,14 @@
 """What the regional merge saves on thin links, and how far what it gives is from merging each learner's offer by itself.
 
-    python bench/region_merge.py                # about four minutes
+    python bench/region_merge.py traffic        # two minutes and a half
+    python bench/region_merge.py cosines        # two minutes
 
-It begins a run of the default model in three regions with ``diloco up``, several learners in each, first without and then with
-``regions.merge``, and measures the bytes that cross each region's border a fragment cycle, and how many learners are in a
-version. The first run keeps its offers; they are merged again as they were, and with each region's (or another grouping) merged
-and quantised first: the cosine between both.
+Both begin runs in three regions with ``diloco up``, several learners in each (bench/wan.py has how).
+
+* ``traffic``: without ``regions.merge`` and with it, on thin links: the bytes that cross each region's border a fragment cycle,
+  of what a ring all-reduce between the regions would send, and how many learners are in a version.
+* ``cosines``: the built-in model is trained without, and its offers are kept. They are merged again as they were, and with those
+  of each region (or of another grouping) merged and quantised first: the cosine between both.
 """
 
 from __future__ import annotations
@@ -36,21 +39,30 @@ Grouping = Callable[[int], int]  # the group of a learner, by its index
 
 
 async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {"machine": script.machine(), "learners_a_region": arguments.each}
-    for merge in (False, True):
-        own = [f"regions.merge={str(merge).lower()}", "log.archive=true", f"round.steps={arguments.steps}"]
-        settings = argparse.Namespace(preset="decoupled", slow=1.0, set=own, each=arguments.each)
-        where = folder / ("merged" if merge else "alone")
-        where.mkdir()
-        async with wan.training(where, settings) as watch:
-            await asyncio.sleep(wan.SETTLE_S)
-            learners = [f"learner-{index}" for index in range(arguments.each * len(wan.REGIONS))]
-            before = len(watch.versions)
-            phase = found["merged" if merge else "alone"] = await watch.measure(arguments.seconds, learners)
-            phase["members"] = float(np.mean([len(record.members) for _, record in watch.versions[before:]]))
-            if not merge:
-                found["cosines"] = await cosines(watch, arguments.each)
-    return found
+    result: dict[str, Any] = {"machine": script.machine(), "learners_a_region": arguments.each, "step_s": arguments.step}
+    if "traffic" in arguments.parts:
+        result["traffic"] = [await traffic(folder, arguments, merge=merge) for merge in (False, True)]
+    if "cosines" in arguments.parts:
+        own = argparse.Namespace(gpt=True, step=arguments.step, set=["log.archive=true", "round.steps=12"])
+        async with wan.training(wan.made(folder / "cosines"), own, {}, "decoupled", arguments.each) as watch:
+            await watch.fast()
+            await watch.begun(2)
+            await asyncio.sleep(arguments.seconds)
+            result["cosines"] = await cosines(watch, arguments.each)
+    return result
+
+
+async def traffic(folder: Path, arguments: argparse.Namespace, *, merge: bool) -> dict[str, Any]:
+    everybody = [f"learner-{index}" for index in range(arguments.each * len(wan.REGIONS))]
+    own = argparse.Namespace(gpt=False, step=arguments.step, set=[f"regions.merge={str(merge).lower()}"])
+    async with wan.training(wan.made(folder / f"merge-{merge}"), own, wan.MODEL, "decoupled", arguments.each) as watch:
+        rate_bits_per_s = await watch.thin(arguments.step)
+        await watch.begun(2)
+        await asyncio.sleep(wan.SETTLE_S)
+        before = len(watch.versions)
+        found = await watch.measure(arguments.seconds, everybody)
+        members = [len(record.members) for _, record in watch.versions[before:]]
+        return {"merge": merge, "rate_bits_per_s": rate_bits_per_s, "members": float(np.mean(members))} | found
 
 
 async def cosines(watch: wan.Watch, each: int) -> dict[str, Any]:
@@ -114,22 +126,24 @@ def cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
 def show(result: dict[str, Any]) -> None:
     machine = result["machine"]
     print(f"{machine['cpu']}, {machine['cores']} cores; {len(wan.REGIONS)} regions of {result['learners_a_region']} learners")
-    for phase in ("alone", "merged"):
-        found = result[phase]
+    for found in result.get("traffic", []):
         pace = float(np.mean(list(found["steps_per_s"].values())))
-        print(f"{phase}: {found['cycles']:.1f} cycles in {found['seconds']:.0f} s, {pace:.2f} steps/s a learner")
-        print(f"  {found['members']:.2f} members a version")
-        for region, ratios in found["of_ring"].items():
-            print(f"  {region}: out {wan.ratio(ratios['out_bytes'])} of the ring, in {wan.ratio(ratios['in_bytes'])}")
-    for name, found in result["cosines"].items():
+        print(
+            f"regions.merge={found['merge']}, links of {found['rate_bits_per_s'] / 1e6:.2f} Mbit/s: {found['cycles']:.1f} cycles in "
+            f"{found['seconds']:.0f} s, {pace:.2f} steps/s a learner, {found['members']:.2f} learners in a version"
+        )
+        for region, ways in found["border"].items():
+            print(f"  {region}: " + ", ".join(f"{way} {sizes['of_ring']:.2f} of the ring" for way, sizes in ways.items()))
+    for name, found in result.get("cosines", {}).items():
         print(f"{name}: cosine {found['mean']:.4f}, at least {found['least']:.4f}, of {found['versions']} versions")
 
 
 def main() -> None:
     parser = script.parser(__doc__)
+    parser.add_argument("parts", nargs="+", choices=("traffic", "cosines"))
     parser.add_argument("--each", type=int, default=2, help="learners a region")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement")
-    parser.add_argument("--steps", type=int, default=12, help="round.steps")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of each measurement")
+    parser.add_argument("--step", type=float, default=0.25, help="seconds that a step takes, but of the built-in model")
     arguments = parser.parse_args()
     os.environ.pop("DILOCO_RUN", None)
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:

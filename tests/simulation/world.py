@@ -147,17 +147,23 @@ def _constants(part_bytes: int, logger: Logger) -> Iterator[None]:
             setattr(module, name, value)
 
 
-class Silent:
-    """A logger that says nothing, or hands everything to the trace."""
+class Listener:
+    """A logger that hands everything to the trace, if there is one, and does not let a spoilt replica pass.
 
-    def __init__(self, note: Callable[..., None] | None) -> None:
-        self.note = note
+    A process that finds its replica to be another than the log says loads it anew and goes on: nothing else tells of it.
+    """
+
+    def __init__(self, note: Callable[..., None] | None, failed: Callable[[str], None]) -> None:
+        self.note, self.failed = note, failed
 
     def __getattr__(self, level: str) -> Callable[..., None]:
-        if self.note is None:
-            return lambda event, **values: None
-        note = self.note
-        return lambda event, **values: note("log", f"{level} {event} {values}")
+        def hear(event: str, **values: Any) -> None:
+            if event == "log_reloaded" and "folding gives state" in values["reason"]:
+                self.failed(f"a replica was spoilt: {values['reason']}")
+            if self.note is not None:
+                self.note("log", f"{level} {event} {values}")
+
+        return hear
 
 
 @dataclass
@@ -338,7 +344,7 @@ class World:
         self.trace: list[tuple[float, str, str]] = []
         self.stats: Counter[str] = Counter()
         self.error: BaseException | None = None
-        self.logger = cast(Logger, Silent(self.note if verbose else None))
+        self.logger = cast(Logger, Listener(self.note if verbose else None, self.failed))
         drawn = self.rng.randrange(DRAWN)
         number = drawn if number is None else number
         self.settings = variant(number, regions, merged)

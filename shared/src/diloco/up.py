@@ -39,6 +39,7 @@ from diloco.wire.subjects import Subjects
 TEND_S = 0.1
 POLL_S = 0.5
 PLAIN_EVERY_S = 5.0
+NEAR_END_S = 15.0
 NATS_TIMEOUT_S = 20.0
 MAX_LEARNERS = 4096
 
@@ -326,21 +327,27 @@ class Launcher:
     # ---- what people see
 
     async def _show(self, link: NatsTransport) -> None:
-        """Show the run, and keep the status it gave last."""
+        """Show the run, and keep the status it gave last.
+
+        Lines are written from time to time, so the run is asked no more often, over links that may be thin; but for its
+        beginning and its end, whose last word is kept.
+        """
         subject = Subjects(self.directory.name).status
-        said_s = -PLAIN_EVERY_S
+        said_s, next_s = -PLAIN_EVERY_S, POLL_S
         with self._view() as view:
             while True:
                 with suppress(nats.errors.Error, TimeoutError, asyncio.TimeoutError, ValueError):
                     status = json.loads((await link.control.request(subject, b"", timeout=1)).data)
                     if "learners" in status:
                         self._keep_status(status)
+                        quiet = view is None and (status["eta_s"] or 0.0) > NEAR_END_S
+                        next_s = PLAIN_EVERY_S if quiet else POLL_S
                         if view is not None:
                             view.update(status)
                         elif time.monotonic() - said_s >= PLAIN_EVERY_S:
                             said_s = time.monotonic()
                             self._say(live.plain_line(status))
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(next_s)
 
     def _keep_status(self, status: dict[str, Any]) -> None:
         try:

@@ -19,7 +19,7 @@ from diloco.wire.messages import Pulse, Record, ShardPulse
 
 GONE_S = 10.0
 MAX_POINTS = 2000
-STATUS_POINTS = 240
+STATUS_POINTS = 120
 RATE_WINDOW_S = 5.0
 
 
@@ -169,9 +169,9 @@ class Monitor:
                 {"fragment": i, "version": self.versions[i], "tokens_merged": self.tokens[i], "owner": self.owners[i]}
                 for i in range(len(self.versions))
             ],
-            "validation": [list(point) for point in _thin(self.validation, STATUS_POINTS)],
+            "validation": [_rounded(*point) for point in _thin(self.validation, STATUS_POINTS)],
             "loss": {
-                name: [[at, tokens, loss] for at, tokens, _, loss in _thin(learner.points, STATUS_POINTS)]
+                name: [_rounded(at, tokens, loss) for at, tokens, _, loss in _thin(learner.points, STATUS_POINTS)]
                 for name, learner in sorted(self.learners.items())
             },
         }
@@ -275,6 +275,11 @@ def _shard(pulse: ShardPulse, ago_s: float) -> dict[str, Any]:
         "bytes_out": pulse.bytes_up,
         "seen_s_ago": ago_s,
     }
+
+
+def _rounded(at_s: float, tokens: int, loss: float) -> list[float]:
+    """A point as the status has it, which is asked for often and over thin links."""
+    return [round(at_s, 2), tokens, round(loss, 5)]
 
 
 def _thin(points: list[Any], limit: int) -> list[Any]:

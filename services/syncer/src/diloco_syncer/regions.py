@@ -16,6 +16,9 @@ from diloco.tasks import end
 from diloco.transport import Transport
 
 RETRY_S = 0.5
+# fragments that are brought up to date in a region at the same time: enough to keep a long link busy, and few enough that the
+# first of them is there, and merged with again, long before the last
+CATCHING_UP = 3
 
 Connect = Callable[[], Awaitable[Transport]]
 
@@ -30,6 +33,7 @@ class Regions:
         self.own, self.run, self.map = own, run, fragment_map
         self.names = list(run.settings.regions.names)
         self.majority = majority(len(self.names))
+        self.turns = {name: asyncio.Semaphore(CATCHING_UP) for name in self.names}  # to catch up in each region
         self._logs = {own: log}
         self._connect = connect
         self._connected = {name: asyncio.Event() for name in self.names if name != own}

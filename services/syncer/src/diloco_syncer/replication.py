@@ -186,8 +186,9 @@ class Replication:
             try:
                 if place.at is None:
                     await self._settle(place, log)
-                elif place.older:
-                    await self._store_older(place, log)
+                elif self._is_behind(place):
+                    async with self.regions.turns[place.region]:
+                        await self._catch_up(place, log)
                 elif place.at != self._newest:
                     await self._store_next(place, log)
                 elif self._is_unnoticed(place):
@@ -209,6 +210,15 @@ class Replication:
                     self.log.error("storage_full", fragment=self.fragment, region=place.region, reason=str(error))
                 complained = True
                 await asyncio.sleep(RETRY_S)
+
+    def _is_behind(self, place: _Place) -> bool:
+        """Whether a region misses more than the newest entry."""
+        last = self._entries[-1].previous if self._entries else self._newest
+        return bool(place.older) or place.at not in (self._newest, last)
+
+    async def _catch_up(self, place: _Place, log: Log) -> None:
+        while self._lost is None and self._is_behind(place):
+            await (self._store_older(place, log) if place.older else self._store_next(place, log))
 
     def _is_unnoticed(self, place: _Place) -> bool:
         return place.noticed < place.stored <= self.committed

@@ -346,8 +346,7 @@ class Shard:
 
     async def _take_over_all(self, indices: list[int], group: asyncio.TaskGroup) -> None:
         """Take several fragments over: what was followed of them is brought up to date, the rest is loaded."""
-        await end(self._following)
-        self._following = None
+        await self._stop_following()
         limit = asyncio.Semaphore(TAKEOVERS_AT_ONCE)
 
         async def take_over(index: int) -> None:
@@ -458,10 +457,16 @@ class Shard:
         del self.owned[owned.fragment.index]
         await self._stop_writing(owned)
         if self.regions is not None:  # this one is followed from now on, too
-            await end(self._following)
-            self._following = None
+            await self._stop_following()
         self._governed.set()
         self._news.set()
+
+    async def _stop_following(self) -> None:
+        """End the task that follows; several may wait for that, and the first that hears of it may have begun another one."""
+        following = self._following
+        await end(following)
+        if self._following is following:
+            self._following = None
 
     # ---- what comes in
 
