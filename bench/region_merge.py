@@ -7,8 +7,8 @@ Both begin runs in three regions with ``diloco up``, several learners in each (b
 
 * ``traffic``: without ``regions.merge`` and with it, on thin links: the bytes that cross each region's border a fragment cycle,
   of what a ring all-reduce between the regions would send, and how many learners are in a version.
-* ``cosines``: the built-in model is trained without, and its offers are kept. They are merged again as they were, and with those
-  of each region (or of another grouping) merged and quantised first: the cosine between both.
+* ``cosines``: the built-in model is trained without, and its offers are kept. They are merged again as they were, and with
+  those of each region (or of another grouping) merged and quantised first: the cosine between both.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def show(result: dict[str, Any]) -> None:
     for found in result.get("traffic", []):
         pace = float(np.mean(list(found["steps_per_s"].values())))
         print(
-            f"regions.merge={found['merge']}, links of {found['rate_bits_per_s'] / 1e6:.2f} Mbit/s: {found['cycles']:.1f} cycles in "
-            f"{found['seconds']:.0f} s, {pace:.2f} steps/s a learner, {found['members']:.2f} learners in a version"
+            f"regions.merge={found['merge']}, links of {found['rate_bits_per_s'] / 1e6:.2f} Mbit/s: {found['cycles']:.1f} "
+            f"cycles in {found['seconds']:.0f} s, {pace:.2f} steps/s a learner, {found['members']:.2f} learners in a version"
         )
         for region, ways in found["border"].items():
             print(f"  {region}: " + ", ".join(f"{way} {sizes['of_ring']:.2f} of the ring" for way, sizes in ways.items()))
