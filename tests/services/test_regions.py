@@ -27,7 +27,8 @@ from diloco.rundir import RunDirectory
 from diloco.settings import LearnerSettings, RunSettings
 from diloco.wan.config import checked
 from diloco.wan.relay import Line, Relay
-from diloco.wire.messages import Record
+from diloco.wire import messages
+from diloco.wire.messages import Answer, Body, Combined, Record
 
 REGIONS = ("ap", "eu", "us")
 Regions = Callable[..., Awaitable["Region"]]
@@ -218,6 +219,57 @@ async def test_where_offers_are_merged_in_their_region_one_of_each_region_crosse
     found = {check.name: check.found for check in verdict.checks}
     # those made in this region, whose archive this is
     assert re.match(r"[1-9]\d* versions are, to the bit, the merges of their offers", found["merges"])
+
+
+async def test_combined_offers_that_cannot_be_are_refused_and_never_merged(regions: Regions) -> None:
+    run = await regions(apart(tokens=3 * 60 * SAMPLES, regions__merge=True, round__learners_wait=True))
+    run.coordinator()
+    run.syncers()
+    run.learners()
+    await run.link()
+    await run.all_ready()
+    identity = messages.run_id(run.name, run.settings.digest())
+    bad: dict[str, dict[str, Any]] = {
+        "of-another": {"syncer": "syncer-0"},
+        "in-eight-bits": {"bits": 8},
+        "of-nobody": {"members": [forged("eve")]},
+        "of-too-many-steps": {"members": [forged("toy-0", steps=SAMPLES + 1)]},
+        "of-another-fragment": {"fragment": 1},
+    }
+    frames = {name: messages.pack(combined_of(name, **changes), identity) for name, changes in bad.items()}
+    frames["garbage"] = b"hello"
+    for region in REGIONS:
+        link = await NatsTransport.open(run.url, run.server(region).url, "forger", get_logger(), give_up_after_s=20)
+        for name, frame in frames.items():
+            await link.bulk.jetstream().publish(run.subjects.combined(0, name), frame)
+        await link.close()
+    await run.until(
+        lambda: {values["sender"] for values in run.events("message_refused")} >= frames.keys(), "all are refused, and named"
+    )
+    run.gate.open()
+    await run.ended()
+    pulses, read = await run.finished_pulses(), await run.read("us")
+    check_accounts(pulses, read)
+    assert {m.learner for log in read for r in log.versions for m in r.members} == {"toy-0", "toy-1", "toy-2"}
+
+
+def forged(learner: str, **changes: Any) -> Answer:
+    values: dict[str, Any] = {
+        "incarnation": 1,
+        "number": 1,
+        "after": (0, 0),
+        "round": 1,
+        "base_version": 0,
+        "base_hash": bytes(32),
+    }
+    values |= {"steps": 1, "tokens": SAMPLES, "lost_tokens": 0, "data": [(0, 0, 1)]}
+    return Answer(learner, **values | changes)
+
+
+def combined_of(syncer: str, **changes: Any) -> Combined:
+    body = Body(0, bytes(32), 0, bytes(8))
+    values: dict[str, Any] = {"fragment": 0, "syncer": syncer, "incarnation": 1, "number": 1, "bits": 4, "body": body}
+    return Combined(**values | {"members": [forged("toy-0")]} | changes)
 
 
 async def pulled(run: Region) -> tuple[int, int, int]:
