@@ -39,7 +39,7 @@ def combining_of(*learners: str, **changes: Any) -> Combining:
     for learner in learners:
         roster.hear(pulse(learner, 4), 0.0)
     combining = Combining(settings, roster, FRAGMENT)
-    combining.follow(chain_of(), None, 0.0, ME)
+    combining.follow(chain_of(), None, ME)
     return combining
 
 
@@ -88,7 +88,7 @@ def test_who_is_late_is_waited_for_no_longer_than_the_grace_window_and_comes_wit
     assert names(combining.poll(1.13)) == [("ann", 1)]
     merged = chain_of(1)
     merged.cursors["ann"] = Cursor("ann", 1, 1, 1, 40, 0)
-    combining.follow(merged, version_of(1), 2.0, ME)
+    combining.follow(merged, version_of(1), ME)
     combining.hear(announced(2), 2.0)
     hold(combining, offer("bob"))
     assert combining.poll(2.1) == ()  # nothing that answers this round
@@ -103,18 +103,32 @@ def test_where_the_version_comes_without_the_region_nothing_is_waited_for_any_mo
     hold(combining, offer("ann"))
     assert combining.poll(0.1) == ()
     assert combining.remaining_s(0.1) is not None
-    combining.follow(chain_of(1), version_of(1), 0.2, ME)
+    combining.follow(chain_of(1), version_of(1), ME)
     assert combining.poll(9.0) == ()
     assert combining.remaining_s(9.0) is None
 
 
-def test_one_that_answers_after_the_others_were_sent_is_combined_with_them_again() -> None:
+def test_one_that_answers_after_the_others_were_sent_is_sent_with_them_if_the_round_stays_open() -> None:
     combining = combining_of("ann", "bob", **{"round.grace_factor": 0.0})
     combining.hear(announced(), 0.0)
     hold(combining, offer("ann"))
     assert names(combining.poll(0.1)) == [("ann", 1)]
     hold(combining, offer("bob"))
-    assert names(combining.poll(0.2)) == [("ann", 1), ("bob", 1)]
+    combining.hear(announced(), 2.0)
+    assert combining.poll(5.0) == ()  # when it was last heard of, 2 steps had not passed: it may be over
+    combining.hear(announced(), 2.2)
+    assert names(combining.poll(5.0)) == [("ann", 1), ("bob", 1)]
+
+
+def test_a_new_owner_has_its_answers_at_once() -> None:
+    combining = combining_of("ann")
+    combining.hear(announced(), 0.0)
+    hold(combining, offer("ann"))
+    assert names(combining.poll(0.1)) == [("ann", 1)]
+    combining.hear(announced(epoch=1), 0.2)
+    assert combining.poll(0.2) == ()  # this it can read
+    hold(combining, offer("ann", 2))
+    assert names(combining.poll(0.3)) == [("ann", 2)]
 
 
 def test_where_the_owner_waits_for_all_so_does_the_region_and_not_for_the_dead() -> None:
@@ -155,7 +169,7 @@ def test_an_offer_ahead_of_the_log_as_known_here_waits_for_it() -> None:
     combining.hear(announced(2), 0.0)
     assert combining.poll(0.0) == ()
     chain = chain_of(1)
-    combining.follow(chain, version_of(1), 1.0, ME)
+    combining.follow(chain, version_of(1), ME)
     assert combining.poll(1.0) == ()  # by this log, nothing of ann was merged
     assert combining.held == {}
 
@@ -164,7 +178,7 @@ def test_a_round_of_an_owner_that_was_replaced_and_one_that_is_over_are_none() -
     combining = combining_of("ann")
     chain = chain_of(1)
     chain.epoch = 3
-    combining.follow(chain, None, 0.0, ME)
+    combining.follow(chain, None, ME)
     combining.hear(announced(2, epoch=2), 0.0)
     combining.hear(announced(1, epoch=3), 0.0)
     hold(combining, offer("ann", version=2))
@@ -175,7 +189,7 @@ def test_a_round_of_an_owner_that_was_replaced_and_one_that_is_over_are_none() -
 
 def test_offers_that_no_version_can_have_are_refused() -> None:
     combining = combining_of("ann", **{"round.max_staleness_versions": 1})
-    combining.follow(chain_of(3), None, 0.0, ME)
+    combining.follow(chain_of(3), None, ME)
     assert "too old" in str(hold(combining, offer("ann", version=2)))
     assert "another state hash" in str(hold(combining, offer("ann", version=4, base_hash=b"?" * 32)))
     assert hold(combining, offer("ann", 2, version=4)) is None
@@ -204,30 +218,29 @@ def test_what_quantisation_leaves_over_of_a_merged_one_is_added_to_the_next_once
     assert quantise.dequantise(raw, 64, 4)[:2].tolist() == [7, 0]
     assert rest is not None
     assert rest[:2].tolist() == [0, 0.5]
-    combining.send(1, rest, 0.0)
-    combining.follow(chain_of(1), version_of(1), 1.0, ME)
+    combining.send(1, rest)
+    combining.follow(chain_of(1), version_of(1), ME)
     assert left_over(combining) is None  # a version without it
-    combining.send(2, np.ones(64, np.float32), 1.0)
-    combining.follow(chain_of(2), version_of(2, 1), 3.0, ME)
+    combining.send(2, np.ones(64, np.float32))
+    combining.follow(chain_of(2), version_of(2, 1), ME)
     assert left_over(combining) is rest
-    assert combining.sync_average.get() == 3.0  # seconds from sending it
     # 0.5 and 0.5 make 1
     raw, rest = combining.combine(held, combining.residual)
     assert quantise.dequantise(raw, 64, 4)[:2].tolist() == [7, 1]
     assert rest is not None
     assert rest[:2].tolist() == [0, 0]
     # what was sent before the merge cannot be merged any more: were it named, nothing would be known of it
-    combining.follow(chain_of(3), version_of(3, 2), 4.0, ME)
+    combining.follow(chain_of(3), version_of(3, 2), ME)
     assert left_over(combining) is None
 
 
 def test_what_is_left_over_is_forgotten_where_versions_were_not_seen() -> None:
     combining = combining_of("ann")
     combining.residual = np.ones(64, np.float32)
-    combining.send(1, np.ones(64, np.float32), 0.0)
-    combining.follow(chain_of(5), None, 1.0, ME)
+    combining.send(1, np.ones(64, np.float32))
+    combining.follow(chain_of(5), None, ME)
     assert left_over(combining) is None
-    combining.follow(chain_of(6), version_of(6, 1), 1.0, ME)
+    combining.follow(chain_of(6), version_of(6, 1), ME)
     assert left_over(combining) is None
 
 
@@ -299,7 +312,7 @@ def interleave(seed: int, quorum: object, grace: float) -> list[Merge]:
         elif action == "apply" and learner.version < round_.chain.version:
             learner.apply(log[learner.version][0])
         elif action == "follow" and combining.chain is not None and combining.chain.version < round_.chain.version:
-            combining.follow(log[combining.chain.version][1], version_of(combining.chain.version + 1), now_s, ME)
+            combining.follow(log[combining.chain.version][1], version_of(combining.chain.version + 1), ME)
         elif action == "tick":
             now_s += draw.choice([0.0, 0.3, 1.0])
             if round_.due(now_s):

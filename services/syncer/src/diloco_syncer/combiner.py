@@ -87,8 +87,7 @@ class Combiner:
             self.news.set()
 
     def _follow(self, gathered: Gathered, chain: Chain, record: Record | None) -> None:
-        now_s = asyncio.get_running_loop().time()
-        gathered.round.follow(chain, record, now_s, (self.syncer, self.incarnation))
+        gathered.round.follow(chain, record, (self.syncer, self.incarnation))
 
     async def work(self) -> None:
         """Combine what is to be combined, until cancelled."""
@@ -120,7 +119,7 @@ class Combiner:
             round_.drop(held)
         else:
             self._numbers[index] += 1
-            round_.send(self._numbers[index], rest, asyncio.get_running_loop().time())
+            round_.send(self._numbers[index], rest)
             attempt = self.transport.random_bytes(messages.ATTEMPT_BYTES)
             body, inline, parts = messages.describe_body(packed, codec.content_hash(raw), attempt)
             bits, members = self.run.settings.codec.offer_bits, [Answer.of(own.offer) for own in held]

@@ -5,13 +5,15 @@ offer of each of the region's learners, by the same rules, and when a round's an
 answers of earlier rounds too, as an owner would. The combined offer is cumulative: a later one of the same region holds
 whatever is not merged yet, so it replaces the one before, and one that is lost loses nothing.
 
-Its waiting is the owner's, seen from a region: for all of the region's live learners, but after the first answer no longer
-than the grace window, whose commit time here is the time from sending to the version, so that the crossing is in it. With the
-quorum ``all`` the owner waits for everybody, and so does this.
+It waits for all of the region's live learners, but after the first answer no longer than what is then left of the overlap
+budget: a grace window without commit time, since to be late by a version costs less than to cross twice. With the quorum
+``all`` the owner waits for everybody, and so does this. Who answers after that comes with the next round, unless the round
+stays open for so long that its owner must be waiting for more.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,12 +39,6 @@ class Own(Held):
     offer: Offer
 
 
-@dataclass(frozen=True)
-class _Sent:
-    at_s: float
-    rest: Vector | None  # what quantisation left over; None where errors are not fed back
-
-
 @dataclass
 class Combining:
     """One fragment's answers in a region. ``roster`` has the region's learners alone."""
@@ -54,25 +50,29 @@ class Combining:
     hashes: dict[int, bytes] = field(default_factory=dict)  # its state hash by version, as far back as offers may go
     held: dict[str, Own] = field(default_factory=dict)  # the newest offer of each learner, also of a version not known yet
     round: int = 0  # version that the round last announced will make
+    epoch: int = 0  # of its owner
     closing: bool = False
     answered: frozenset[tuple[str, tuple[int, int]]] = frozenset()  # answers to it that a combined offer holds
-    heard_at_s: float = 0.0  # when the round was first heard of
+    heard_s: tuple[float, float] = (0.0, 0.0)  # when the round was first heard of, and last
     since_s: float | None = None  # when there was first an answer that no combined offer holds
+    combined_s: float = -math.inf  # when answers to it were last combined
     quorum_average: Average = field(default_factory=Average)
-    sync_average: Average = field(default_factory=Average)
     residual: Vector | None = None  # what quantisation left over of the last combined offer that was merged; None: nothing
-    _sent: dict[int, _Sent] = field(default_factory=dict)  # by number: what may be merged yet
+    _sent: dict[int, Vector | None] = field(default_factory=dict)  # the same of those that may be merged yet, by number
 
     def hear(self, announced: Announcement, now_s: float) -> None:
         """A round is open."""
         if self.chain is not None and (announced.epoch < self.chain.epoch or announced.version <= self.chain.version):
             return  # from an owner that has been replaced, or late
         if announced.version != self.round:
-            self.round, self.heard_at_s, self.closing = announced.version, now_s, False
-            self.since_s, self.answered = None, frozenset()
-        self.closing = self.closing or announced.closing
+            self.round, self.heard_s, self.closing = announced.version, (now_s, now_s), False
+            self.since_s, self.answered, self.combined_s = None, frozenset(), -math.inf
+        elif announced.epoch > self.epoch or (announced.closing and not self.closing):
+            self.combined_s = -math.inf  # everybody answers again
+        self.epoch, self.closing = announced.epoch, self.closing or announced.closing
+        self.heard_s = self.heard_s[0], now_s
 
-    def follow(self, chain: Chain, record: Record | None, now_s: float, mine: tuple[str, int]) -> None:
+    def follow(self, chain: Chain, record: Record | None, mine: tuple[str, int]) -> None:
         """Take in the log's head, after ``record`` or (None) after it was loaded.
 
         ``mine``: name and incarnation of the syncer whose combined offers this one's are.
@@ -87,10 +87,7 @@ class Combining:
             return
         for combination in record.combined:
             if (combination.syncer, combination.incarnation) == mine:
-                sent = self._sent.get(combination.number)
-                if sent is not None:
-                    self.sync_average.add(now_s - sent.at_s)
-                self.residual, self._sent = sent.rest if sent else None, {}
+                self.residual, self._sent = self._sent.get(combination.number), {}
 
     def refuse(self, offer: Offer) -> str | None:
         """Why an offer is of no use, or None."""
@@ -114,13 +111,15 @@ class Combining:
         if answered <= self.answered:
             self.since_s = None
             return ()
+        if self.heard_s[1] < self.combined_s + self.settings.round.overlap_steps * self.roster.step_s(now_s):
+            return ()  # a late answer to a round that may be over
         if self.since_s is None:
             self.since_s = now_s
             if not self.answered:
-                self.quorum_average.add(now_s - self.heard_at_s)
+                self.quorum_average.add(now_s - self.heard_s[0])
         if self._waits(answers, now_s) and (self.settings.round.quorum == "all" or now_s < self.since_s + self._grace_s(now_s)):
             return ()
-        self.since_s, self.answered = None, answered
+        self.since_s, self.answered, self.combined_s = None, answered, now_s
         return fitting(fit, lambda own: answer_bytes(own.offer))
 
     def remaining_s(self, now_s: float) -> float | None:
@@ -143,10 +142,10 @@ class Combining:
             merged += residual
         return quantise.quantise(merged, bits, error=merged), merged
 
-    def send(self, number: int, rest: Vector | None, now_s: float) -> None:
+    def send(self, number: int, rest: Vector | None) -> None:
         """The combined offer ``number`` is about to be stored."""
         kept = sorted(self._sent)[-(OUTSTANDING - 1) :]
-        self._sent = {known: self._sent[known] for known in kept} | {number: _Sent(now_s, rest)}
+        self._sent = {known: self._sent[known] for known in kept} | {number: rest}
 
     def drop(self, held: Sequence[Own]) -> None:
         """Begin again without these offers, which together are not finite."""
@@ -179,4 +178,4 @@ class Combining:
         return unfit(offer, self.chain, self.hashes, self.settings.round.max_staleness_versions)
 
     def _grace_s(self, now_s: float) -> float:
-        return grace_s(self.settings.round, self.roster.step_s(now_s), self.quorum_average.get(), self.sync_average.get())
+        return grace_s(self.settings.round, self.roster.step_s(now_s), self.quorum_average.get(), 0.0)
