@@ -18,6 +18,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from diloco.settings import RunSettings
 from diloco.wire.messages import Answer, Combined, Offer, Record
 
 Grouping = Callable[[int], int]  # the group of a learner, by its index
+BETWEEN = "between two learners' offers"
 
 
 async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -74,15 +76,16 @@ async def cosines(watch: wan.Watch, each: int) -> dict[str, Any]:
     groupings: dict[str, Grouping] = {
         f"{regions} regions of {each}": lambda learner: learner % regions,
         f"{count - 2}, 1 and 1": lambda learner: max(0, learner - (count - 3)),
-        "each by itself, quantised again": lambda learner: learner,
     }
-    found: dict[str, list[float]] = {name: [] for name in groupings}
+    found: dict[str, list[float]] = {name: [] for name in (*groupings, BETWEEN)}
     for _, record in watch.versions:
         offers = await kept(log, record)
         if len(offers) < count:
             continue
         fragment = log.map.fragments[record.fragment]
         flat = merged(fragment, run.settings, offers)
+        alone = [merged(fragment, run.settings, [held]) for held in offers]
+        found[BETWEEN].append(float(np.mean([cosine(a, b) for a, b in combinations(alone, 2)])))
         for name, group in groupings.items():
             found[name].append(cosine(flat, merged(fragment, run.settings, combined(fragment, run.settings, offers, group))))
     return {
