@@ -179,8 +179,15 @@ async def test_a_region_whose_server_was_away_gets_what_it_missed(regions: Regio
 
 
 async def test_where_offers_are_merged_in_their_region_one_of_each_region_crosses_a_round(regions: Regions) -> None:
-    # with the quorum `all` everybody is waited for, in each region and by the owner: what crosses does not depend on the pace
-    settings = apart(learners=6, tokens=6 * 40 * SAMPLES, regions__merge=True, round__quorum="all", log__archive=True)
+    # everybody is waited for, in each region and by the owner, and waits for the version: what crosses does not depend on the pace
+    settings = apart(
+        learners=6,
+        tokens=6 * 40 * SAMPLES,
+        regions__merge=True,
+        round__quorum="all",
+        round__learners_wait=True,
+        log__archive=True,
+    )
     run = await regions(settings)
     await run.begin()
     await run.ended()
