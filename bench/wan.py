@@ -15,7 +15,9 @@ instead).
 * ``bytes``: fragments of 265 kB in four bits and fast links, with 1, 2 and 4 learners a region.
 
 Thin links carry as much of the model in a step's time as 2 Gbit/s carry of 12B parameters in 5 s: parameters / (1.2 x
-step time) bit/s (docs/wan.md). The bytes at a region's border are all that the relay carries over it, signs of life,
+step time) bit/s. That is what a region has towards all others together, evenly shared between its links, as in the
+published formula for the bandwidth that a step needs (algorithm: 2 (D-1)/D x bits / rate). ``parallel`` is measured with
+links that have as much each, too. The bytes at a region's border are all that the relay carries over it, signs of life,
 acknowledgements and estimated TCP/IP headers included, a cycle (one version of each fragment); beside them stands what
 a ring all-reduce of the model would send in each direction, ``2 (D-1)/D`` of it in the run's bits.
 """
@@ -60,6 +62,7 @@ PARAMETERS_A_BIT = 1.2  # 12B parameters / (2 Gbit/s x 5 s)
 FASTER_TARGET, RING_TARGET, STEPS_TARGET, LOST_TARGET, BACK_TARGET_S, MOVED_TARGET_S = 20.0, 1.15, 0.95, 0.01, 5.0, 15.0
 DEADLINE_S = 240.0
 SETTLE_S = 10.0
+PARALLEL_STEPS = 320  # so many steps' time: data-parallel takes a dozen on thin links
 DILOCO = (sys.executable, "-c", "from diloco.cli import main; main()")
 
 
@@ -149,9 +152,9 @@ class Watch:
         """Let the links be as fast as the relay is."""
         await self.wan(control.Set(["*"], rate_bits_per_s="unlimited", delay_s=0.0, jitter_s=0.0))
 
-    async def thin(self, step_s: float) -> float:
-        """Give the links the rate that is thin for this model and this step time, and their delays; the rate in bit/s."""
-        rate_bits_per_s = self.parameters / (PARAMETERS_A_BIT * step_s)
+    async def thin(self, step_s: float, times: float = 1.0) -> float:
+        """Give the links their delays and ``times`` the rate that is thin for this model and step time; the rate in bit/s."""
+        rate_bits_per_s = times * self.parameters / (PARAMETERS_A_BIT * step_s) / (len(REGIONS) - 1)
         for name, link in self.links.items():
             delays = {"delay_s": link["delay_s"], "jitter_s": link["jitter_s"]}
             await self.wan(control.Set([name], rate_bits_per_s=rate_bits_per_s, **delays))
@@ -259,10 +262,13 @@ async def parallel(folder: Path, arguments: argparse.Namespace) -> dict[str, Any
     async with training(folder, arguments, MODEL | PARALLEL, "data-parallel") as watch:
         await watch.fast()
         await watch.begun(2)
-        rate_bits_per_s = await watch.thin(arguments.step)
-        await asyncio.sleep(SETTLE_S)
-        thin = await watch.measure(max(arguments.seconds, 400 * arguments.step), everybody)
-        return {"parameters": watch.parameters, "rate_bits_per_s": rate_bits_per_s, "thin": thin}
+        found: dict[str, Any] = {"parameters": watch.parameters, "phases": []}
+        for times in (1.0, len(REGIONS) - 1.0):
+            rate_bits_per_s = await watch.thin(arguments.step, times)
+            await asyncio.sleep(SETTLE_S)
+            measured = await watch.measure(PARALLEL_STEPS * arguments.step, everybody)
+            found["phases"].append({"rate_bits_per_s": rate_bits_per_s} | measured)
+        return found
 
 
 async def volume(folder: Path, arguments: argparse.Namespace, learners: int) -> dict[str, Any]:
@@ -326,12 +332,12 @@ def show(result: dict[str, Any]) -> None:
         moved = f"its {faults_['moved_fragments']} fragments had versions after {faults_['moved_s']:.1f} s"
         print(f"{CUT} lost: {moved} (target {MOVED_TARGET_S:g} s)\nverify: {faults_['verify']}")
     if parallel_:
-        rate = parallel_["rate_bits_per_s"] / 1e6
-        print(f"\ndata-parallel, {parallel_['parameters']:,} parameters, thin links of {rate:.2f} Mbit/s")
-        _show_phase("thin", parallel_["thin"])
-    if faults_ and parallel_:
-        faster = _pace(faults_["thin"]) / _pace(parallel_["thin"])
-        print(f"decoupled: {faster:.1f} times the steps a second (target {FASTER_TARGET:g})")
+        print(f"\ndata-parallel, {parallel_['parameters']:,} parameters")
+        for found in parallel_["phases"]:
+            _show_phase(f"{found['rate_bits_per_s'] / 1e6:.2f} Mbit/s", found)
+            if faults_:
+                faster = _pace(faults_["thin"]) / _pace(found)
+                print(f"decoupled on its thin links: {faster:.1f} times the steps a second (target {FASTER_TARGET:g})")
     for found in result.get("bytes", []):
         print(f"\ndecoupled, {found['parameters']:,} parameters, {found['learners_a_region']} learners a region, fast links")
         _show_phase("fast", found["fast"])
@@ -342,7 +348,7 @@ def show(result: dict[str, Any]) -> None:
 
 def _show_phase(name: str, found: dict[str, Any]) -> None:
     steps = ", ".join(f"{learner} {pace:.2f}" for learner, pace in found["steps_per_s"].items())
-    print(f"{name:10} {found['cycles']:5.1f} cycles in {found['seconds']:.0f} s; steps/s: {steps}")
+    print(f"{name:11} {found['cycles']:5.1f} cycles in {found['seconds']:.0f} s; steps/s: {steps}")
     for region, ways in found["border"].items():
         print(f"  {region}: " + "; ".join(f"{way} {_bytes(sizes, found['cycles'])}" for way, sizes in ways.items()))
 
