@@ -206,7 +206,7 @@ def _pulse_of_two_fragments(forger: Forger) -> Pulse:
 def _foreign_record() -> Record:
     """An entry by somebody who does not know what stands before it."""
     return Record(
-        0, "takeover", 0, 1, MALLORY, bytes(32), [], 4, 0.3, 0.9, 0, 0, bytes(32), False, 0.0, 0.0, 0.0, None
+        0, "takeover", 0, 1, MALLORY, bytes(32), [], [], 4, 0.3, 0.9, 0, 0, bytes(32), False, 0.0, 0.0, 0.0, None
     )  # fmt: skip
 
 

@@ -41,6 +41,7 @@ def version_record(version: int, *members: Member) -> Record:
         syncer="syncer-0",
         previous=bytes(32),
         members=list(members),
+        combined=[],
         bits=32,
         learning_rate=0.5,
         momentum=0.0,

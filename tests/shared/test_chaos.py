@@ -49,7 +49,7 @@ class Story:
 
     def add(self, entry: str, version: int, members: list[Member], body: Body | None, at_s: float) -> None:
         record = Record(
-            0, entry, version, self.epoch, "syncer-0", self.head, members, 4, 0.7, 0.5, self.tokens, 0, bytes(32), False,  # type: ignore[arg-type]
+            0, entry, version, self.epoch, "syncer-0", self.head, members, [], 4, 0.7, 0.5, self.tokens, 0, bytes(32), False,  # type: ignore[arg-type]
             0.0, 0.0, 0.0, body,
         )  # fmt: skip
         self.records.append(record)
@@ -66,7 +66,14 @@ class Story:
 
 def pulse(step: int = 1, *, learner: str = "ann", versions: tuple[int, int] = (0, 0), **values: Any) -> Pulse:
     """Of a learner that holds all that it processed, 10 tokens a step, unless it says otherwise."""
-    usual: dict[str, Any] = {"incarnation": 1, "role": "learner", "state": "stepping", "sending": False, "loss": 1.0}
+    usual: dict[str, Any] = {
+        "region": "",
+        "incarnation": 1,
+        "role": "learner",
+        "state": "stepping",
+        "sending": False,
+        "loss": 1.0,
+    }
     usual |= {"tokens": 10 * step, "steps": [step] * 2, "fragment_tokens": [10 * step] * 2, "lost_tokens": [0, 0]}
     usual |= {"region": "", "trained": [], "batch_tokens": 10}
     usual |= dict.fromkeys(("step_s", "busy_s", "blocked_s"), 0.0)

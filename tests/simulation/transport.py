@@ -250,6 +250,8 @@ class SimulatedTransport:
                     self.incoming = Moved(self.incoming.bytes + len(stored.data), self.incoming.busy_s + crossing_s)
                 position, newest = stored.sequence, stored
                 self.bytes_in += len(stored.data)
+                if self.region != self.process.region and stored.subject.endswith(".head"):
+                    self.world.stats[f"{stored.subject.split('.')[2]} crossed"] += 1
                 yield stored
 
     def _stream(self, name: str) -> Stream:

@@ -112,26 +112,23 @@ VARIANTS.append(
 REGIONS = ("ap", "eu", "us")
 AWAY_S = 2.0
 APART: dict[str, Any] = {"regions.names": list(REGIONS), "regions.away_s": AWAY_S, "regions.adaptive": False}
+# several learners in a region, whose offers are merged there
+MERGED: dict[str, Any] = {"regions.merge": True, "learners": 5, "merge.against": "base"}
 
 
 @cache
-def variant(number: int, apart: bool) -> RunSettings:
-    return run_settings("decoupled", SMALL | (APART if apart else {}) | VARIANTS[number])
+def variant(number: int, apart: bool, merged: bool) -> RunSettings:
+    return run_settings("decoupled", SMALL | (APART if apart else {}) | VARIANTS[number] | (MERGED if merged else {}))
 
 
 @cache
-def _learner(name: str, share: int) -> LearnerSettings:
-    return LearnerSettings(name=name, run=RUN, share=share)
+def _learner(name: str, share: int, region: str) -> LearnerSettings:
+    return LearnerSettings(name=name, run=RUN, share=share, region=region or None)
 
 
 @cache
 def _syncer(name: str, region: str) -> SyncerSettings:
     return SyncerSettings(name=name, run=RUN, region=region or None)
-
-
-@cache
-def _coordinator(name: str, number: int, apart: bool) -> CoordinatorSettings:
-    return CoordinatorSettings(name=name, run=RUN, settings=variant(number, apart), state_dir=Path("/nonexistent"))
 
 
 @contextlib.contextmanager
@@ -355,9 +352,11 @@ class Outcome:
 
 
 class World:
-    """One schedule, of the variant with that number or (None) of the one that the seed draws."""
+    """One schedule, of the variant with that number or (None) of the one that the seed draws; ``merged`` is for ``regions``."""
 
-    def __init__(self, seed: int, *, number: int | None = None, verbose: bool = False, regions: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, number: int | None = None, verbose: bool = False, regions: bool = False, merged: bool = False
+    ) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         self.scheduler = Scheduler()
         self.run_name = RUN
@@ -367,7 +366,7 @@ class World:
         self.logger = cast(Logger, Listener(self.note if verbose else None, self.failed))
         drawn = self.rng.randrange(DRAWN)
         number = drawn if number is None else number
-        self.settings = variant(number, regions)
+        self.settings = variant(number, regions, merged)
         self.chaos = Chaos.draw(self.rng, FAULTS_APART if regions else FAULTS)
         # small parts, so that bodies come in several
         self.part_bytes = self.rng.choice((WHOLE_PART_BYTES, WHOLE_PART_BYTES, 700))
@@ -402,7 +401,7 @@ class World:
         self.learners = processes("learner", self.settings.learners, self._learn)
         standbys = self.rng.randrange(2)
         syncers = processes("syncer", (len(homes) if regions else self.settings.shards) + standbys, self._sync)
-        coordinators = processes("coordinator", self.rng.randint(1, 2), lambda p: self._coordinate(p, number, regions))
+        coordinators = processes("coordinator", self.rng.randint(1, 2), self._coordinate)
         self.processes = [*self.learners, *syncers, *coordinators]
         for at_s, kind, which, for_s in self.chaos.faults:
             self.later(at_s, self._fault, kind, self.processes[which % len(self.processes)], for_s)
@@ -449,15 +448,15 @@ class World:
             await asyncio.gather(serving, return_exceptions=True)
             await transport.close()
 
-    async def _coordinate(self, process: Process, number: int, regions: bool) -> None:
-        settings = _coordinator(process.name, number, regions)
+    async def _coordinate(self, process: Process) -> None:
+        settings = CoordinatorSettings(name=process.name, run=RUN, settings=self.settings, state_dir=Path("/nonexistent"))
         run = await patiently(partial(membership.create, process.transport, RUN, settings.settings), self.logger)
         coordinator = _Coordinator(process.transport, run, settings, self.logger)
         await coordinator.serve()
         await process.transport.close()
 
-    def learner_settings(self, name: str) -> LearnerSettings:
-        return _learner(name, int(name[-1]))
+    def learner_settings(self, process: Process) -> LearnerSettings:
+        return _learner(process.name, int(process.name[-1]), process.region)
 
     # ---- time and chance
 
@@ -762,6 +761,9 @@ class World:
         self.stats.update({f"version of {bits} bits": count for bits, count in self.reference.bits.items()})
         self.stats["takeover"] += self.reference.takeovers
         self.stats["keyframe"] += self.reference.keyframes
+        if self.settings.regions.merge:
+            self.stats["merged in its region"] += self.reference.members_combined
+            self.stats["merged as a late answer"] += self.reference.late_combined
 
 
 class _Coordinator(Coordinator):

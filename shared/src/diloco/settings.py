@@ -159,6 +159,7 @@ class RegionSettings(_Section):
     max_pace: float = Field(
         4.0, ge=1, le=16, description="most times that the sync interval grows because of a slow link (not with learners_wait)"
     )
+    merge: bool = Field(False, description="a region's offers are merged there, so that one crosses to a fragment's owner")
 
     @model_validator(mode="after")
     def _distinct(self) -> RegionSettings:
@@ -169,6 +170,8 @@ class RegionSettings(_Section):
             raise ValueError("regions.names: 'control' is what links name the control store; give the region another name")
         if len(self.names) == 1:
             raise ValueError(f"regions.names: one ({self.names[0]!r}) is none: name all regions, or leave the list empty")
+        if self.merge and not self.names:
+            raise ValueError("regions.merge: there are no regions (regions.names); name them, or leave it out")
         return self
 
 
@@ -221,6 +224,11 @@ class RunSettings(_Section):
             raise ValueError(f"round.quorum = {quorum} must be between 1 and learners = {self.learners}")
         if self.shards > self.fragments.count:
             raise ValueError(f"shards = {self.shards} is more than fragments.count = {self.fragments.count}")
+        if self.regions.merge and self.merge.against == "current":
+            raise ValueError(
+                "regions.merge with merge.against = current: the owner takes each offer against its own newest version, and of "
+                "offers that are merged already it could not; set merge.against = base"
+            )
         if self.outer.optimizer == "adamw":
             self._gradients_alone()
         return self

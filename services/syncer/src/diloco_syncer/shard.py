@@ -44,7 +44,8 @@ from diloco.tasks import end
 from diloco.transport import Fence, Heard, Transport
 from diloco.wire import messages
 from diloco.wire.messages import Announcement, Mark, Pulse, Record, ShardPulse
-from diloco_syncer.collector import Collector
+from diloco_syncer.collector import Collector, Taker
+from diloco_syncer.combiner import Combiner
 from diloco_syncer.copies import Copies, Copy
 from diloco_syncer.owned import Owned
 from diloco_syncer.regions import Connect, Regions
@@ -93,7 +94,10 @@ class Shard:
         self.rounds = self.versions = self.pulses = 0
         self._taking: set[int] = set()
         self._news, self._governed, self._unsure = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._collectors = {region: Collector(transport, run, fragment_map.digest, self._refuse, self._news.set, log)}
+        self._collectors = {region: Collector(transport, run, fragment_map.digest, self._refuse, self._held, log)}
+        self.combiner: Combiner | None = None
+        if run.settings.regions.merge:
+            self.combiner = Combiner(transport, run, fragment_map, settings.name, incarnation, region, log)
         self._copies: Copies
         self._following: asyncio.Task[None] | None = None
         self._reaching: asyncio.Task[None] | None = None
@@ -109,6 +113,8 @@ class Shard:
         await self.transport.subscribe(self.subjects.shard(), self._hear_shard)
         await self.transport.subscribe(self.subjects.pulse(), self._hear_pulse)
         await self.transport.subscribe(self.subjects.mark, self._hear_mark)
+        if self.combiner is not None:
+            await self.transport.subscribe(self.subjects.round(), self._hear_round)
         async with asyncio.TaskGroup() as group:
             pulsing = group.create_task(self._pulse_regularly())
             if self.regions is not None:
@@ -116,10 +122,11 @@ class Shard:
             genesis = await patiently(partial(membership.genesis, self.run, self.store, None, list, self.log), self.log)
             self._copies = Copies(self.store, genesis, self._refuse_entry, self.log)
             governing, checking = group.create_task(self._govern(group)), group.create_task(self._check_heads())
+            combining = group.create_task(self.combiner.work()) if self.combiner is not None else None
             await self._run_rounds(group)
             while not await self._stays_over():
                 await self._run_rounds(group)
-            await end(governing, checking)
+            await end(governing, checking, combining)
             await self._settle_regions()
             await end(pulsing, self._following, self._reaching, self._fitting)
             for collector in self._collectors.values():
@@ -142,7 +149,7 @@ class Shard:
 
         async def reach(region: str) -> None:
             transport = (await regions.log(region)).transport
-            collector = Collector(transport, self.run, self.map.digest, self._refuse, self._news.set, self.log)
+            collector = Collector(transport, self.run, self.map.digest, self._refuse, self._held, self.log)
             self._collectors[region] = collector
             self._governed.set()
 
@@ -190,8 +197,11 @@ class Shard:
         values = sum(owned.fragment.size for owned in self.owned.values())
         replications = [owned.replication for owned in self.owned.values() if owned.replication is not None]
         age_s = max((replication.waits_s(region, now_s) for replication in replications), default=0.0)
+        crossing = len(collector.learners & live)
+        if collector.combined:
+            crossing = min(1, crossing)
         # a learner's newer offer replaces its older one: what waits to be read does not grow, and its age says little
-        offers = Seen(collector.transport.incoming, len(collector.learners & live) * values, 0.0)
+        offers = Seen(collector.transport.incoming, crossing * values, 0.0)
         return offers, Seen(regions.appends[region].moved, values, age_s)
 
     async def _settle_regions(self) -> None:
@@ -241,9 +251,30 @@ class Shard:
             await self._settle_table()
             self._reconcile(group)
             if not self._taking:  # it begins to read again when fragments come or go: not for each of many
-                for collector in list(self._collectors.values()):
-                    await collector.serve(self.owned, group)
+                await self._read_offers(group)
             await _wait(self._governed, self.ownership.pulse_s / 2)
+
+    async def _read_offers(self, group: asyncio.TaskGroup) -> None:
+        """Read those of the fragments that are owned, from all regions, and of the own region those that are combined here."""
+        now_s, home = asyncio.get_running_loop().time(), self.settings.region or ""
+        takers: dict[int, Taker] = {**self.owned}
+        if self.combiner is not None:
+            others = set(range(len(self.map.fragments))) - self.owned.keys()
+            self.combiner.serve([index for index in sorted(others) if self.ownership.keeps(index, now_s)])
+            takers |= self.combiner.gathered
+        # where no syncer lives, nobody combines: its learners' offers are read themselves
+        inhabited = self.ownership.inhabited(now_s) if self.combiner is not None else set()
+        for region, collector in list(self._collectors.items()):
+            if region == home:
+                await collector.serve(takers, group)
+            else:
+                await collector.serve(self.owned, group, combined=region in inhabited)
+
+    def _held(self) -> None:
+        """An offer came in that is held."""
+        self._news.set()
+        if self.combiner is not None:
+            self.combiner.news.set()
 
     async def _settle_table(self) -> None:
         """Read the owners table where it may have changed, and change it where that is needed."""
@@ -338,11 +369,16 @@ class Shard:
                 self._copies.clear()
 
     def _stands_by(self) -> None:
+        if self.combiner is not None:
+            for copy in self._copies.known():
+                self.combiner.follow(copy.replica.chain, None)
         self.log.info("standing_by", fragments=len(self.map.fragments) - len(self.owned))
 
-    async def _keep(self, copy: Copy) -> None:
+    async def _keep(self, copy: Copy, record: Record | None) -> None:
         """A followed fragment has a new entry: in a region that does not own it, somebody has to store its keyframes."""
         index, chain = copy.replica.chain.fragment, copy.replica.chain
+        if self.combiner is not None:
+            self.combiner.follow(chain, record)
         if self.regions is None:
             return
         self.regions.had(self.regions.own, room=True)
@@ -515,6 +551,17 @@ class Shard:
             return
         self.roster.hear(pulse, asyncio.get_running_loop().time())
         self._news.set()
+        if self.combiner is not None:
+            self.combiner.hear_learner(pulse)
+
+    async def _hear_round(self, message: Heard) -> None:
+        try:
+            announced, _, _ = messages.unpack(message.data, Announcement, self.run.identity)
+        except MessageError as error:
+            self._refuse(message.subject, error)
+            return
+        if self.combiner is not None:
+            self.combiner.hear_round(announced)
 
     # ---- rounds
 
