@@ -11,11 +11,11 @@ from typing import Any
 from diloco import membership
 from diloco.core import codec, quantise
 from diloco.core.round import Held
-from diloco.errors import FormatError, MessageError, RewoundError
+from diloco.errors import BrokerError, FormatError, MessageError, RewoundError
 from diloco.log import open_body
 from diloco.membership import Run
 from diloco.observe import Logger
-from diloco.patience import patiently
+from diloco.patience import RETRY_S, patiently
 from diloco.tasks import end
 from diloco.transport import Stored, Transport
 from diloco.wire import messages, subjects
@@ -47,7 +47,10 @@ class Collector:
         refuse: Callable[..., None],
         held: Callable[[], None],
         log: Logger,
+        elsewhere: str | None = None,
     ) -> None:
+        """``elsewhere``: the other region whose offers are read; that it has no such stream is then waited out."""
+        self.elsewhere = elsewhere
         self.transport, self.run, self.map_digest, self.refuse, self.held, self.log = (
             transport,
             run,
@@ -94,7 +97,7 @@ class Collector:
             self._readings.append(reading)
 
     async def _read(self, reading: _Reading) -> None:
-        filters = [self.subjects.offer_tree(index) for index in sorted(reading.fragments)]
+        filters, complaint = [self.subjects.offer_tree(index) for index in sorted(reading.fragments)], ""
         while True:
             start = reading.read.sequence + 1 if reading.read else 1
             try:
@@ -106,6 +109,13 @@ class Collector:
             except RewoundError as error:
                 self.log.error("offers_rewound", reason=str(error))
                 reading.read = None
+            except BrokerError as error:
+                if self.elsewhere is None:
+                    raise
+                if str(error) != complaint:
+                    self.log.warning("waiting_for_offers", region=self.elsewhere, reason=str(error))
+                complaint, reading.read = str(error), None
+                await asyncio.sleep(RETRY_S)
 
     async def _take(self, index: int, learner: str, message: Stored) -> None:
         parts = self._parts[index]

@@ -135,7 +135,8 @@ class Shard:
 
         async def reach(region: str) -> None:
             transport = (await regions.log(region)).transport
-            self._collectors.append(Collector(transport, self.run, self.map.digest, self._refuse, self._news.set, self.log))
+            news = self._news.set
+            self._collectors.append(Collector(transport, self.run, self.map.digest, self._refuse, news, self.log, region))
             self._governed.set()
 
         async with asyncio.TaskGroup() as group:
@@ -294,7 +295,7 @@ class Shard:
         index, chain = copy.replica.chain.fragment, copy.replica.chain
         if self.regions is None:
             return
-        self.regions.had(self.regions.own, room=True)
+        self.regions.tried(self.regions.own, stored=True)  # somebody's was
         if not self.ownership.keeps(index, asyncio.get_running_loop().time()):
             return
         size = fold.keyframe_bytes(copy.replica.theta.size, copy.replica.optimizer.moments)
@@ -673,7 +674,7 @@ class Shard:
         self.ownership.reach(regions.commits, now_s)
         self._unable = self.ownership.unable(now_s)
         if self._unable and not before:
-            reason = "no room in the own region" if regions.full else "no majority of regions can be reached"
+            reason = "no majority of regions can be reached" if regions.stores else "the own region's server stores nothing"
             self.log.warning("commits_nothing", reason=reason)
         elif before and not self._unable:
             self.log.info("commits_again")
