@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from diloco import membership
-from diloco.core import codec, quantise
+from diloco.core import bandwidth, codec, quantise
 from diloco.core.round import Held
 from diloco.errors import BrokerError, FormatError, MessageError, RewoundError
 from diloco.log import open_body
@@ -60,6 +60,8 @@ class Collector:
             log,
         )
         self.subjects = Subjects(run.name)
+        self.learners: set[str] = set()  # whose offers come from here
+        self._precisions = bandwidth.precisions(run.settings.codec.offer_bits, run.settings)
         self._owned: dict[int, Owned] = {}
         self._parts: dict[int, Parts] = {}  # by fragment; of bodies whose heads have not come yet
         self._readings: list[_Reading] = []
@@ -138,16 +140,17 @@ class Collector:
         # a learner stops when what it last heard of the others and its own make up the budget; what it heard, and when, may be
         # late, so it may have done the budget twice, and the step that it was in
         most = 2 * self.run.settings.tokens + MAX_STEP_TOKENS
-        if offer.bits != self.run.settings.codec.offer_bits or offer.tokens > most or offer.steps > offer.tokens:
+        if offer.bits not in self._precisions or offer.tokens > most or offer.steps > offer.tokens:
             raise FormatError(
                 f"{what}: {offer.bits} bits, {offer.steps} steps, {offer.tokens} tokens; the run has "
-                f"{self.run.settings.codec.offer_bits} bits and {self.run.settings.tokens} tokens in all"
+                f"{' or '.join(map(str, self._precisions))} bits and {self.run.settings.tokens} tokens in all"
             )
         pieces = parts.take(learner, offer.body)
         if pieces is None:
             return  # a newer attempt is on its way: it has replaced parts of this one
         if await self._admitted_incarnation(learner, offer.incarnation) < offer.incarnation:
             raise FormatError(f"{what}: incarnation {offer.incarnation} is not admitted to run {self.run.name!r}")
+        self.learners.add(learner)
         reason = owned.round.refuse(offer)
         if reason is not None:
             # nobody's fault: offers cross with versions, and after a restart the stream still holds merged ones
