@@ -16,11 +16,11 @@ from diloco.core import bandwidth, codec, quantise
 from diloco.core.combining import Own
 from diloco.core.fragments import Fragment
 from diloco.core.round import Held, Round
-from diloco.errors import FormatError, MessageError, RewoundError
+from diloco.errors import BrokerError, FormatError, MessageError, RewoundError
 from diloco.log import open_body
 from diloco.membership import Run
 from diloco.observe import Logger
-from diloco.patience import patiently
+from diloco.patience import RETRY_S, patiently
 from diloco.tasks import end
 from diloco.transport import Stored, Transport
 from diloco.wire import messages, subjects
@@ -70,7 +70,10 @@ class Collector:
         refuse: Callable[..., None],
         held: Callable[[], None],
         log: Logger,
+        elsewhere: str | None = None,
     ) -> None:
+        """``elsewhere``: the other region whose offers are read; that it has no such stream is then waited out."""
+        self.elsewhere = elsewhere
         self.transport, self.run, self.map_digest, self.refuse, self.held, self.log = (
             transport,
             run,
@@ -122,7 +125,7 @@ class Collector:
 
     async def _read(self, reading: _Reading) -> None:
         tree = self.subjects.combined_tree if self.combined else self.subjects.offer_tree
-        filters = [tree(index) for index in sorted(reading.fragments)]
+        filters, complaint = [tree(index) for index in sorted(reading.fragments)], ""
         while True:
             start = reading.read.sequence + 1 if reading.read else 1
             try:
@@ -134,6 +137,13 @@ class Collector:
             except RewoundError as error:
                 self.log.error("offers_rewound", reason=str(error))
                 reading.read = None
+            except BrokerError as error:
+                if self.elsewhere is None:
+                    raise
+                if str(error) != complaint:
+                    self.log.warning("waiting_for_offers", region=self.elsewhere, reason=str(error))
+                complaint, reading.read = str(error), None
+                await asyncio.sleep(RETRY_S)
 
     async def _take(self, index: int, sender: str, message: Stored) -> None:
         parts = self._parts[index]

@@ -35,7 +35,7 @@ class Regions:
         self.names = list(run.settings.regions.names)
         self.majority = majority(len(self.names))
         self.appends = {name: Appends() for name in self.names}
-        self.full = False  # the own region's server has no room
+        self.stores = True  # what was last to be stored in the own region, was
         self.turns = {name: asyncio.Semaphore(CATCHING_UP) for name in self.names}  # to catch up in each region
         self._logs = {own: log}
         self._connect = connect
@@ -73,14 +73,14 @@ class Regions:
 
     @property
     def commits(self) -> bool:
-        """Whether a version could be committed from here: the own region has room, and with it a majority can be reached."""
+        """Whether a version could be committed from here: the own region stores it, and with it a majority can be reached."""
         reached = {region for region, log in self._logs.items() if log.transport.connected}
-        return self.own in reached and len(reached) >= self.majority and not self.full
+        return self.own in reached and len(reached) >= self.majority and self.stores
 
-    def had(self, region: str, *, room: bool) -> None:
-        """A region has got an entry, or had no room for it. What counts is the own one: without it nothing is committed."""
+    def tried(self, region: str, *, stored: bool) -> None:
+        """An entry was to be stored in a region. What counts is the own one: without it nothing is committed from here."""
         if region == self.own:
-            self.full = not room
+            self.stores = stored
 
     async def log(self, region: str) -> Log:
         """A region's log, once there is a way to it, and the run has begun there."""

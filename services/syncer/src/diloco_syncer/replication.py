@@ -226,12 +226,10 @@ class Replication:
                 await asyncio.sleep(RETRY_S)
 
     def _complain(self, place: _Place, error: BrokerError, complained: bool) -> bool:
-        """Say once that a region has no room; whether that is said."""
-        if not isinstance(error, StorageFullError):
+        """A region stored nothing: say once if it has no room; whether that is said."""
+        self.regions.tried(place.region, stored=False)
+        if complained or not isinstance(error, StorageFullError):
             return complained
-        self.regions.had(place.region, room=False)
-        if complained:
-            return True
         self.log.error("storage_full", fragment=self.fragment, region=place.region, reason=str(error))
         return True
 
@@ -296,7 +294,7 @@ class Replication:
             place.older.extend(await self._older(place, log))
             return
         await self._append(place, log, packed)
-        self.regions.had(place.region, room=True)
+        self.regions.tried(place.region, stored=True)
         await self._reached(place, packed.check, packed.record.version, place.fence)
 
     async def _append(self, place: _Place, log: Log, packed: Packed) -> None:

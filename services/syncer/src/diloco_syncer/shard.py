@@ -149,7 +149,7 @@ class Shard:
 
         async def reach(region: str) -> None:
             transport = (await regions.log(region)).transport
-            collector = Collector(transport, self.run, self.map.digest, self._refuse, self._held, self.log)
+            collector = Collector(transport, self.run, self.map.digest, self._refuse, self._held, self.log, region)
             self._collectors[region] = collector
             self._governed.set()
 
@@ -381,7 +381,7 @@ class Shard:
             self.combiner.follow(chain, record)
         if self.regions is None:
             return
-        self.regions.had(self.regions.own, room=True)
+        self.regions.tried(self.regions.own, stored=True)  # somebody's was
         if not self.ownership.keeps(index, asyncio.get_running_loop().time()):
             return
         size = fold.keyframe_bytes(copy.replica.theta.size, copy.replica.optimizer.moments)
@@ -775,7 +775,7 @@ class Shard:
         self.ownership.reach(regions.commits, now_s)
         self._unable = self.ownership.unable(now_s)
         if self._unable and not before:
-            reason = "no room in the own region" if regions.full else "no majority of regions can be reached"
+            reason = "no majority of regions can be reached" if regions.stores else "the own region's server stores nothing"
             self.log.warning("commits_nothing", reason=reason)
         elif before and not self._unable:
             self.log.info("commits_again")

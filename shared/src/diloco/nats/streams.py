@@ -183,7 +183,9 @@ async def _answer(call: Awaitable[T], stream: str) -> T:
     except nats.js.errors.APIError as error:
         if error.err_code == _OTHER_CONFIGURATION:
             raise _Exists from None
-        text = f"stream {stream}: {error.description} (code {error.err_code})"
-        raise (AppendUncertainError if error.code == 503 else BrokerError)(text) from None
+        # a direct get that nobody answers, as without JetStream, has no code at all
+        unanswered = error.code in (None, 503)
+        text = f"stream {stream}: {error.description or 'JetStream does not answer'} (code {error.err_code})"
+        raise (AppendUncertainError if unanswered else BrokerError)(text) from None
     except (nats.errors.Error, TimeoutError) as error:
         raise AppendUncertainError(f"stream {stream}: no answer: {error!r}") from None
