@@ -229,12 +229,13 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     golden.values["admission"] = msgpack(["learner-0", 1700000000000, SETTINGS_DIGEST, digest(MAP)])
 
     counts = [[3, 3, 0], [24, 12, 0], [24576, 12288, 0], [0, 0, 1024]]
-    pulse: list[Any] = ["learner-0", 1700000000000, "learner", "stepping", True, 300, 307200, 0.125, 2.5, *counts]
+    pulse: list[Any] = ["learner-0", "ap_2", 1700000000000, "learner", "stepping", True, 300, 307200, 0.125, 2.5, *counts]
     golden.add("pulse", "pulse", [*pulse, [[0, 0, 200], [4, 8, 100]], 1024, 37.5, 0.0625, 70000, 2**32, 0])
-    evaluator = ["evaluator", 1, "evaluator", "starting", False, 0, 0, 0.0, None, *([[0, 0, 0]] * 4), [], 0, 0.0, 0.0, 0, 0, 0]
+    idle = [[0, 0, 0]] * 4
+    evaluator = ["evaluator", "", 1, "evaluator", "starting", False, 0, 0, 0.0, None, *idle, [], 0, 0.0, 0.0, 0, 0, 0]
     golden.add("pulse_evaluator", "pulse", evaluator)
     shard = ["syncer-1", "us", 1700000000000, 1200, "owner", 7, [0, 2], [1], 9, 8, [[2, 1, 2, 0.75]], 0, 65536, 255]
-    golden.add("shard", "shard", shard)
+    golden.add("shard", "shard", [*shard, [["eu", 4096, 200], ["ap", 0, 70000]]])
     golden.add("coordinator", "coordinator", ["coordinator-1", 3, False])
     golden.add("round", "round", [FRAGMENT, 1, 1, "syncer-1", 0.5, False, 98304])
 

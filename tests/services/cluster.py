@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import nats.js.errors
 import numpy as np
 from blake3 import blake3
+from nats.js import JetStreamContext
 from numpy.typing import NDArray
 from tests.services.forking import Forked, Nursery
 from tests.services.toy import Toy
@@ -529,6 +532,15 @@ async def check_kept(cluster: Cluster, before: Iterable[Stored | None]) -> None:
         assert log.entries[-1].tokens_merged == sum(pulse.tokens for pulse in pulses.values())
         for toy in cluster.toys:
             np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
+
+
+async def fill(api: JetStreamContext, room_bytes: int) -> None:
+    """Store messages, which are somebody else's, until a server with so much room in all has none for the smallest."""
+    await api.add_stream(name="somebody-else", subjects=["somebody-else"])
+    for size in (1 << 19, 1 << 14, 1 << 8):
+        with contextlib.suppress(nats.js.errors.APIError):
+            for _ in range(room_bytes // size):
+                await api.publish("somebody-else", bytes(size))
 
 
 def to_toml(values: Mapping[str, Any], prefix: str = "") -> str:

@@ -1,20 +1,27 @@
-"""``launch(settings)``: a run of a test's own; ``diloco(...)``: the command, as its user sees it."""
+"""``launch(settings)``: a run of a test's own, ``regions(settings)``: one in three regions; ``diloco(...)``: the command."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.services.apart import REGIONS, Region
 from tests.services.cluster import Cluster
 from tests.services.forking import Nursery
 
 from diloco import cli, observe
+from diloco.embedded import Embedded
 from diloco.nats.server import Server
+from diloco.observe import get_logger
 from diloco.settings import RunSettings
+from diloco.wan.config import checked
+from diloco.wan.relay import Relay
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,38 @@ async def launch(nursery: Nursery, nats_server: Server, tmp_path: Path) -> Async
     yield make
     for cluster in made:
         await cluster.close()
+
+
+Regions = Callable[..., Awaitable[Region]]
+
+
+@pytest.fixture
+async def regions(nursery: Nursery, tmp_path: Path) -> AsyncIterator[Regions]:
+    """``regions(settings)``: a run in three regions; ``beside`` another one, it is on that one's servers."""
+    async with contextlib.AsyncExitStack() as made:
+
+        async def start() -> tuple[Embedded, Relay]:
+            embedded = Embedded(tmp_path / "run", REGIONS)
+            made.callback(embedded.stop)
+            for name in embedded.servers:
+                embedded.start(name)
+            links: dict[str, Any] = dict(embedded.links())
+            # as fast as can be: that links are thin and long is the benches' matter
+            links["links"] = {name: {"delay_s": 0.005} for name in links["links"]}
+            relay = Relay(checked(links, "links"), get_logger())
+            await relay.start()
+            made.push_async_callback(relay.close)
+            return embedded, relay
+
+        async def make(
+            settings: RunSettings, name: str = "run", clocks: Mapping[str, float] | None = None, beside: Region | None = None
+        ) -> Region:
+            embedded, relay = (beside.embedded, beside.relay) if beside else await start()
+            run = Region(nursery, tmp_path / name, name, settings, embedded, relay, clocks or {})
+            made.push_async_callback(run.close)
+            return run
+
+        yield make
 
 
 @pytest.fixture

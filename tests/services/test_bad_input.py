@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -10,15 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import nats.js.errors
 import numpy as np
 import pytest
-from nats.js import JetStreamContext
 from tests.conftest import MakeServer
-from tests.services.cluster import check_accounts, small
+from tests.services.cluster import check_accounts, fill, small
 from tests.services.conftest import Diloco, Launch
 from tests.services.toy import SAMPLES, Regression
 
+from diloco import rundir
 from diloco.core.fragments import TensorSpec
 from diloco.errors import AdmissionError
 from diloco.nats.registry import Registry
@@ -27,13 +26,6 @@ from diloco.rundir import RunDirectory
 from diloco.settings import run_settings
 
 STORAGE_BYTES = 8 << 20
-
-
-async def fill(api: JetStreamContext, size: int) -> None:
-    """Store messages of this size until the server has no room for another one."""
-    with contextlib.suppress(nats.js.errors.APIError):
-        for _ in range(STORAGE_BYTES // size):
-            await api.publish("somebody-else", bytes(size))
 
 
 @pytest.mark.parametrize(
@@ -135,6 +127,27 @@ async def test_run_that_exists_with_other_settings_or_of_another_version_is_refu
         assert (code, says in said) == (expected_code, True), said
 
 
+async def test_a_run_whose_name_is_taken_is_not_begun(launch: Launch, diloco: Diloco, tmp_path: Path) -> None:
+    cluster = launch(small(), name="taken")
+    await cluster.create()
+    arguments = ["up", "--plain", "--nats", cluster.url, "--run-dir", "elsewhere/taken"]
+    ended = await asyncio.to_thread(diloco, *arguments)
+    assert (ended.code, ended.err.count("\n")) == (5, 1)
+    assert f"run 'taken' exists at {cluster.url}" in ended.err
+    assert "choose another --run-dir" in ended.err
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_run_is_at_work_once(diloco: Diloco, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "mine", "mine", "", None, small())
+    directory.save()
+    with rundir.locked(directory.path):
+        ended = diloco("up", "--plain", "--run-dir", "mine")
+    assert (ended.code, ended.err.count("\n")) == (5, 1)
+    assert "another `diloco up` is at work on this run" in ended.err
+    assert "diloco status" in ended.err
+
+
 async def test_learner_with_another_model_is_told_the_first_tensor_that_differs(launch: Launch) -> None:
     def taller(task: Regression) -> list[TensorSpec]:
         return [replace(spec, shape=(9, 8)) if spec.path == "linear/weight" else spec for spec in task.specs]
@@ -208,9 +221,7 @@ async def test_full_storage_delays_versions_and_loses_nothing(make_server: MakeS
     await cluster.begin(coordinator=False)
     await cluster.until(lambda: min(cluster.pulses["toy-0"][-1].versions) >= 2, "some versions")
     api = (await cluster.link()).bulk.jetstream()
-    await api.add_stream(name="somebody-else", subjects=["somebody-else"])
-    for size in (1 << 19, 1 << 14, 1 << 8):
-        await fill(api, size)
+    await fill(api, STORAGE_BYTES)
 
     def met() -> list[Mapping[str, Any]]:
         return [*cluster.events("storage_full"), *cluster.events("offer_not_stored")]

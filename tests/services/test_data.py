@@ -38,7 +38,7 @@ async def reported(cluster: Cluster) -> dict[str, Any]:
     directory = RunDirectory(cluster.directory, cluster.name, cluster.url, None, cluster.settings)
     series = json.loads((cluster.directory / "series.json").read_text())
     ledger = build.read_ledger(directory, store.run, series, len(chains))
-    return build.build(directory, fragments, chains, [""] * len(chains), series, ledger, {})
+    return build.build(directory, fragments, chains, [""] * len(chains), series, ledger, {}, {})
 
 
 def whole(batches: Counter[Batch], share: int) -> bool:

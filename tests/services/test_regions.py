@@ -2,126 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
-from typing import Any, cast
+import subprocess
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
-from tests.services.cluster import Cluster, Events, Folded, Service, check_accounts, fold_log, small, some_versions
-from tests.services.forking import Nursery
-from tests.services.toy import SAMPLES, Toy
+from tests.services.apart import REGIONS, apart, demand_one_log
+from tests.services.cluster import check_accounts, fill, small, some_versions
+from tests.services.conftest import Regions
+from tests.services.toy import SAMPLES
 
-from diloco import checkpoint, membership
-from diloco.embedded import Embedded, server_name
+from diloco import checkpoint, verify
 from diloco.errors import RunError, SettingsError
-from diloco.log import Log
-from diloco.membership import Run
-from diloco.nats.server import Server
-from diloco.nats.transport import NatsTransport
-from diloco.observe import Logger, get_logger
-from diloco.rundir import RunDirectory
-from diloco.settings import LearnerSettings, RunSettings
-from diloco.wan.config import checked
-from diloco.wan.relay import Line, Relay
-from diloco.wire.messages import Record
+from diloco.nats.connection import Link
+from diloco.nats.server import find_binary
+from diloco.observe import get_logger
 
-REGIONS = ("ap", "eu", "us")
-Regions = Callable[..., Awaitable["Region"]]
+STORAGE_BYTES = 8 << 20
+# fragments change no hands however slow the machine is, so that no keyframe is stored and the whole log is there to be read
+HELD = {"regions__away_s": 600.0}
 
 
-def apart(**overrides: Any) -> RunSettings:
-    """Settings of a small run in three regions."""
-    return small(shards=3, regions__names=list(REGIONS), regions__away_s=3.0, **overrides)
-
-
-class Region(Cluster):
-    """A cluster with a server a region, and a control store; service ``n`` is in region ``n % 3``, links lead to others."""
-
-    embedded: Embedded
-    relay: Relay
-
-    def server(self, region: str) -> Server:
-        return self.embedded.servers[server_name(region)]
-
-    def lines(self, region: str) -> list[Line]:
-        """All links from and to a region."""
-        return [line for name, line in self.relay.lines.items() if region in name.split("-")]
-
-    def place(self, number: int, *, syncer: bool = False) -> dict[str, Any]:
-        """Settings of a service in a region."""
-        return self.embedded.place(number, syncer=syncer)
-
-    def coordinator(self) -> Service:
-        return self.start("coordinator", "diloco_coordinator", settings=self.settings.model_dump(), **self.place(2))
-
-    def syncer(self, index: int) -> Service:
-        return self.start(f"syncer-{index}", "diloco_syncer", **self.place(index, syncer=True))
-
-    def toy(self, share: int, **behaviour: Any) -> Toy:
-        settings = LearnerSettings(
-            name=f"toy-{share}",
-            run=self.name,
-            state_dir=self.directory,
-            share=share,
-            checkpoint_s=0.0,
-            **self.place(share),
-        )
-        toy = Toy(settings, cast(Logger, Events()), **{"before_step": self.gate} | behaviour)
-        self.toys.append(toy)
-        toy.start()
-        return toy
-
-    async def read(self, region: str, *, closed: bool = True) -> list[Folded]:
-        """One region's log, folded by the reference."""
-        link = await NatsTransport.open(self.url, self.server(region).url, "reader", get_logger(), give_up_after_s=20)
-        try:
-            run = Run(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
-            log = Log(link, self.name, run.identity, await membership.find_map(run), self.settings)
-            genesis = await log.genesis()
-            assert genesis is not None
-            fragments = log.map.fragments
-            return [await fold_log(log, fragment, genesis, self.settings, closed_by_now=closed) for fragment in fragments]
-        finally:
-            await link.close()
-
-
-@pytest.fixture
-async def regions(nursery: Nursery, tmp_path: Path) -> AsyncIterator[Regions]:
-    async with contextlib.AsyncExitStack() as made:
-
-        async def make(settings: RunSettings) -> Region:
-            embedded = Embedded(tmp_path / "run", REGIONS)
-            for name in embedded.servers:
-                embedded.start(name)
-            made.callback(embedded.stop)
-            links: dict[str, Any] = dict(embedded.links())
-            # as fast as can be: that links are thin and long is the benches' matter
-            links["links"] = {name: {"delay_s": 0.005} for name in links["links"]}
-            relay = Relay(checked(links, "links"), get_logger())
-            await relay.start()
-            made.push_async_callback(relay.close)
-            cluster = Region(nursery, tmp_path / "run", embedded.url, "run", settings)
-            cluster.embedded, cluster.relay = embedded, relay
-            made.push_async_callback(cluster.close)
-            return cluster
-
-        yield make
-
-
-def demand_one_log(*read: list[Folded]) -> None:
-    """What several regions hold does not differ; each may begin at another keyframe, and end before the others."""
-    for fragments in zip(*read, strict=True):
-        entries: dict[tuple[int, int, str], Record] = {}
-        for log in fragments:
-            for record in log.entries:
-                assert entries.setdefault((record.epoch, record.version, record.entry), record) == record
-
-
-async def test_all_regions_have_one_log_and_nothing_is_lost(regions: Regions) -> None:
-    run = await regions(apart(tokens=3 * 60 * SAMPLES, round__learners_wait=True))
+@pytest.mark.parametrize("clocks", [{}, {"ap": -420.0, "eu": 300.0}], ids=["", "clocks minutes apart"])
+async def test_all_regions_have_one_log_and_nothing_is_lost(regions: Regions, clocks: Mapping[str, float]) -> None:
+    run = await regions(apart(tokens=3 * 60 * SAMPLES, round__learners_wait=True, **HELD), clocks=clocks)
     await run.begin()
     await run.ended()
     pulses = await run.finished_pulses()
@@ -133,13 +42,42 @@ async def test_all_regions_have_one_log_and_nothing_is_lost(regions: Regions) ->
     owners = {record.syncer for log in read["us"] for record in log.entries}
     assert owners == {"syncer-0", "syncer-1", "syncer-2"}  # each region owns its share
     assert {m.learner for log in read["us"] for r in log.versions for m in r.members} == {"toy-0", "toy-1", "toy-2"}
+    run.save()
+    verdict = await verify.check(run.directory)
+    held = {check.name: check.state for check in verdict.checks}
+    assert held == dict.fromkeys(("log", "keyframes", "tapes", "offers", "data"), "holds") | dict.fromkeys(
+        ("merges", "report"),
+        "unchecked",  # there is no archive, nor a report
+    )
+
+
+async def test_fragments_change_hands_between_regions_whose_clocks_are_minutes_apart(regions: Regions) -> None:
+    run = await regions(apart(tokens=3 * 100_000 * SAMPLES), clocks={"ap": -420.0, "eu": 300.0})
+    await run.begin()
+    await some_versions(run)
+    [lost] = [service for service in run.services if service.name == "syncer-1"]
+    lost.kill()
+    await some_versions(run)  # those that eu owned are another region's now
+    taken = await run.read("us", closed=False)
+    assert "syncer-1" not in {log.entries[-1].syncer for log in taken}
+
+    run.clocks["eu"] = -900.0  # it comes back before it went
+    run.services.remove(lost)
+    run.syncer(1)
+    await run.until(lambda: bool(run.shard_pulses["syncer-1"].fragments), "eu owns its share again")
+    await some_versions(run)
+
+    read = {region: await run.read(region, closed=False) for region in REGIONS}
+    demand_one_log(*read.values())
+    for before, log in zip(taken, read["us"], strict=True):
+        assert before.entries[-1] in log.entries
 
 
 async def test_a_region_lost_for_good_takes_nothing_that_was_committed_with_it(regions: Regions) -> None:
     run = await regions(apart(tokens=3 * 100_000 * SAMPLES))
     await run.begin()
     await some_versions(run)
-    RunDirectory(run.directory, run.name, run.url, None, run.settings, nats_bulk_url=run.server("us").url).save()
+    run.save()
     with pytest.raises(RunError, match="checkpoints know one server only"):
         await checkpoint.take(run.directory)
     [lost] = [service for service in run.services if service.name == "syncer-1"]
@@ -190,6 +128,11 @@ async def test_a_region_that_is_cut_off_trains_on_and_what_it_stored_for_itself_
     await some_versions(run, of=others)  # those that eu owned are taken over
     cut = await run.read("us", closed=False)
     assert all(log.entries[-1].syncer != "syncer-1" for log in cut)
+    await run.until(lambda: bool(run.events("region_away", "coordinator")), "the coordinator notices")
+    told = (await run.status())["regions"]
+    assert told["eu"]["fragments"] == 0
+    assert [name for name, region in told.items() if region["away_s"] is not None] == ["eu"]
+    assert all(region["bytes_in"] > 0 and region["bytes_out"] > 0 for region in told.values())
     await run.until(lambda: toy.member is not None and toy.member.step > before + 10, "eu's learner trains on")
 
     run.relay.heal(run.lines("eu"))
@@ -198,6 +141,166 @@ async def test_a_region_that_is_cut_off_trains_on_and_what_it_stored_for_itself_
     demand_one_log(*read.values())
     since = [record for old, log in zip(cut, read["us"], strict=True) for record in log.entries if record not in old.entries]
     assert "toy-1" in {member.learner for record in since for member in record.members}  # it is back
+    await run.until(lambda: bool(run.events("region_back", "coordinator")), "the coordinator hears it again")
+    assert (await run.status())["regions"]["eu"]["away_s"] is None
+
+
+# nats-py lets go of connections, unclosed, on which no greeting came in time
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*StreamWriter:pytest.PytestUnraisableExceptionWarning")
+async def test_an_owner_that_is_heard_but_reaches_no_other_regions_server_is_replaced(regions: Regions) -> None:
+    run = await regions(apart(tokens=3 * 100_000 * SAMPLES, carry__max_versions=1000))
+    await run.begin()
+    await some_versions(run)
+    assert run.shard_pulses["syncer-2"].fragments
+    ways = [line for name, line in run.relay.lines.items() if name in ("us-ap", "ap-us", "us-eu", "eu-us")]
+    run.relay.cut(ways)  # the control store is reached
+
+    await some_versions(run, of=["toy-0", "toy-1"])  # also of what us owned
+    assert run.shard_pulses["syncer-2"].state == "unable"
+    taken = await run.read("eu", closed=False)
+    assert all(log.entries[-1].syncer != "syncer-2" for log in taken)
+
+    run.relay.heal(ways)
+    await some_versions(run, of=["toy-2"])
+    await run.until(lambda: run.shard_pulses["syncer-2"].state == "owner", "us owns its share again")
+    await some_versions(run)
+    read = {region: await run.read(region, closed=False) for region in REGIONS}
+    demand_one_log(*read.values())
+    for before, log in zip(taken, read["us"], strict=True):
+        assert before.entries[-1] in log.entries
+
+
+@asynccontextmanager
+async def without_jetstream(port: int) -> AsyncIterator[None]:
+    command = [str(find_binary()), "-a", "127.0.0.1", "-p", str(port)]
+    server = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        server.kill()
+        await server.wait()
+
+
+@asynccontextmanager
+async def too_old(port: int) -> AsyncIterator[None]:
+    """Something that greets as an old server does: what comes after is never asked for."""
+
+    greeted: list[asyncio.StreamWriter] = []
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        greeted.append(writer)
+        writer.write(b'INFO {"server_id":"old","version":"2.10.22","max_payload":1048576,"headers":true,"jetstream":true}\r\n')
+        with contextlib.suppress(OSError):
+            while line := await reader.readline():
+                if line.startswith(b"PING"):
+                    writer.write(b"PONG\r\n")
+
+    server = await asyncio.start_server(greet, "127.0.0.1", port)
+    try:
+        yield
+    finally:
+        server.close()
+        for writer in greeted:
+            writer.close()
+
+
+Unfit = Callable[[int], AbstractAsyncContextManager[None]]
+
+
+@pytest.mark.parametrize(
+    ("unfit", "reason"),
+    [
+        (without_jetstream, "JetStream is not enabled; start nats-server with -js"),
+        (too_old, "nats-server 2.10.22 is too old: at least 2.14 is needed"),
+    ],
+    ids=["without JetStream", "too old"],
+)
+async def test_a_region_whose_server_cannot_be_used_keeps_only_itself_waiting(
+    regions: Regions, unfit: Unfit, reason: str
+) -> None:
+    run = await regions(apart(tokens=3 * 100_000 * SAMPLES))
+    server = run.server("eu")
+    server.stop()
+    async with unfit(server.port):
+        run.coordinator()
+        for index in (0, 2):
+            run.syncer(index)
+            run.toy(index)
+        ended = await run.refused(run.syncer(1), run.toy_process(1, **run.place(1)))
+        assert [code for code, _ in ended] == [4, 4]
+        assert all(f"NATS at {server.url}: {reason}" in said for _, said in ended)
+        await run.link()
+        await run.all_ready()
+        run.gate.open()
+        await some_versions(run)
+        for name in ("syncer-0", "syncer-2"):
+            waited = run.events("waiting_for_nats", name)
+            assert {values["region"] for values in waited} == {"eu"}
+            assert reason in str(waited[-1]["reason"])
+
+    server.start()
+    run.services = [service for service in run.services if not service.killed]
+    run.syncer(1)
+    run.toy(1)
+    await run.until(lambda: "toy-1" in run.pulses, "eu takes part")
+    await some_versions(run, of=["toy-1"])
+    demand_one_log(*[await run.read(region, closed=False) for region in REGIONS])
+
+
+async def test_a_region_whose_storage_is_full_keeps_only_itself_waiting(regions: Regions) -> None:
+    run = await regions(apart(tokens=3 * 100_000 * SAMPLES, carry__max_versions=1000))
+    server = run.server("eu")
+    server.max_file_bytes = STORAGE_BYTES
+    server.restart()
+    await run.begin()
+    await some_versions(run)
+    link = await Link.open(server.url, server.url, "somebody-else", get_logger(), 20)
+    await fill(link.bulk.jetstream(), STORAGE_BYTES)
+
+    def heard(event: str, service: str, **values: str) -> bool:
+        met = [found for found in run.events(event, service) if "storage is full" in str(found["reason"])]
+        return any(values.items() <= found.items() for found in met)
+
+    await run.until(lambda: heard("offer_not_stored", "toy-1"), "eu's learner says why its work has to wait")
+    await run.until(
+        lambda: all(heard("storage_full", f"syncer-{i}", region="eu") for i in range(3)), "all syncers say it of eu"
+    )
+    toy = run.toys[1].member
+    assert toy is not None
+    before = toy.step
+    await run.until(lambda: toy.step > before + 30, "eu's learner trains on")
+    await some_versions(run, of=["toy-0", "toy-2"])  # also of what eu owned: others have taken it over
+    assert "no room" in str(run.events("commits_nothing", "syncer-1")[0]["reason"])
+
+    await link.bulk.jetstream().delete_stream("somebody-else")
+    await link.close()
+    full = await run.read("us", closed=False)
+    await some_versions(run)
+    read = {region: await run.read(region, closed=False) for region in REGIONS}
+    demand_one_log(*read.values())
+    since = [record for old, log in zip(full, read["us"], strict=True) for record in log.entries if record not in old.entries]
+    assert "toy-1" in {member.learner for record in since for member in record.members}
+
+
+async def test_two_runs_share_their_servers_and_know_nothing_of_each_other(regions: Regions) -> None:
+    settings = apart(tokens=3 * 60 * SAMPLES, **HELD)
+    one = await regions(settings, name="one")
+    two = await regions(settings, name="two", beside=one)
+    runs = (one, two)
+    for run in runs:
+        await run.begin()
+    other = apart(tokens=1, **HELD).model_dump()
+    [(code, said)] = await one.refused(one.start("another", "diloco_coordinator", settings=other, **one.place(0)))
+    assert code == 5
+    assert "run 'one' exists on the server with another setting: tokens is 2880 there, 1 here" in said
+    assert "resume it with its own settings, or choose another run name" in said
+
+    for run in runs:
+        await run.ended()
+
+    for run in runs:
+        check_accounts(await run.finished_pulses(), await run.read("us"))
+        assert not run.events("message_refused")
 
 
 @pytest.mark.parametrize(

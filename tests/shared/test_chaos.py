@@ -68,7 +68,7 @@ def pulse(step: int = 1, *, learner: str = "ann", versions: tuple[int, int] = (0
     """Of a learner that holds all that it processed, 10 tokens a step, unless it says otherwise."""
     usual: dict[str, Any] = {"incarnation": 1, "role": "learner", "state": "stepping", "sending": False, "loss": 1.0}
     usual |= {"tokens": 10 * step, "steps": [step] * 2, "fragment_tokens": [10 * step] * 2, "lost_tokens": [0, 0]}
-    usual |= {"trained": [], "batch_tokens": 10}
+    usual |= {"region": "", "trained": [], "batch_tokens": 10}
     usual |= dict.fromkeys(("step_s", "busy_s", "blocked_s"), 0.0)
     usual |= dict.fromkeys(("bytes_up", "bytes_down", "refused"), 0)
     return Pulse(learner=learner, step=step, versions=list(versions), **usual | values)
@@ -127,7 +127,7 @@ def test_recoveries_end_when_what_broke_does_its_work_again() -> None:
     story.version()
     nothing: dict[str, Any] = dict.fromkeys(("rounds", "versions", "refused", "bytes_up", "bytes_down"), 0)
     place: dict[str, Any] = {"region": "", "incarnation": 1, "number": 1, "state": "owner", "revision": 1}
-    witness.shard(ShardPulse(syncer="syncer-0", fragments=[0], closed=[], open=[], **place | nothing))
+    witness.shard(ShardPulse(syncer="syncer-0", fragments=[0], closed=[], open=[], crossing=[], **place | nothing))
     assert witness.owned("syncer-0") == {0}
     assert witness.owned("syncer-7") == set()
     witness.expect(Recovery("kill", "learner-1", 10.0, learner="ann"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -101,8 +102,9 @@ EMPTY = {"run": "run", "state": "waiting", "wall_s": 0.0, "tokens_budget": 3_000
         fake_status(learners=16, shards=8),
         fake_status(learners=1, shards=1, progress=0.02),
         fake_status(state="finished", progress=1.0, eta_s=None),
+        fake_status(regions={f"region_{n}": {"away_s": None} for n in range(64)}),
     ],
-    ids=["empty", "usual", "many", "first", "finished"],
+    ids=["empty", "usual", "many", "first", "finished", "regions"],
 )
 def test_fits_the_terminal(status: dict[str, Any], width: int, height: int) -> None:
     lines = drawn(status, width, height)
@@ -122,6 +124,30 @@ def test_usual_run_in_80_by_24() -> None:
     assert "f9 ○ 0.0s" in text
     assert "loss, nats per byte" in text
     assert "22.1× less than data-parallel" in text
+
+
+def in_regions(**changed: Any) -> dict[str, Any]:
+    """Three regions, of which eu has been away for half a minute."""
+    status = fake_status(learners=3, shards=3)
+    for kind in ("learners", "shards"):
+        for member, region in zip(status[kind].values(), ("us", "eu", "ap"), strict=True):
+            member["region"] = region
+    here = {"members": 2, "heard": 2, "away_s": None, "fragments": 12, "bytes_in": 1_230_000, "bytes_out": 4_560_000}
+    away = here | {"heard": 0, "away_s": 34.2, "fragments": 0}
+    return status | {"regions": {"us": here, "eu": away, "ap": here}} | changed
+
+
+def test_regions_and_who_is_away() -> None:
+    lines = drawn(in_regions(), 140, 40)
+    said = "us 2/2 12 fragments ↑ 4.56 MB ↓ 1.23 MB   eu away 0:34 0 fragments ↑ 4.56 MB ↓ 1.23 MB   ap 2/2 12 fragments"
+    assert any(said in line for line in lines)
+    assert any(re.search(r"● learner-1 +stepping +eu ", line) for line in lines)
+    assert any(re.search(r"● syncer-2 +ap ", line) for line in lines)
+    assert " | eu away 0:34 | " in plain_line(in_regions())
+    narrow = drawn(in_regions(), 80, 24)
+    assert any("us 2/2 12 fragments   eu away 0:34 0 fragments   ap 2/2 12 fragments" in line for line in narrow)
+    assert any("us 2/2   eu away 0:34   ap 2/2" in line for line in drawn(in_regions(), 50, 24))
+    assert not any("region" in line for line in drawn(fake_status(), 140, 40))
 
 
 def test_no_learners_yet() -> None:

@@ -44,6 +44,7 @@ from diloco.wire.messages import (
 RUN = b"run-id.."
 COUNT = st.integers(0, 2**62)
 COUNTS = st.lists(COUNT, max_size=4)
+REGION = st.sampled_from(["", "us", "ap_2"])
 FRAGMENT = st.integers(0, 4095)
 NAME = st.from_regex(r"\A[a-z0-9][a-z0-9_-]{0,47}\Z")
 HASH = st.binary(min_size=32, max_size=32)
@@ -59,6 +60,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
     Pulse: st.builds(
         Pulse,
         NAME,
+        REGION,
         COUNT,
         st.sampled_from(["learner", "evaluator"]),
         st.sampled_from(["starting", "stepping", "waiting", "recovering", "closing", "leaving", "left", "finished"]),
@@ -82,10 +84,10 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
     ShardPulse: st.builds(
         ShardPulse,
         NAME,
-        st.sampled_from(["", "us", "ap_2"]),
+        REGION,
         COUNT,
         COUNT,
-        st.sampled_from(["owner", "standby", "leaving"]),
+        st.sampled_from(["owner", "standby", "leaving", "unable"]),
         COUNT,
         COUNTS,
         COUNTS,
@@ -95,6 +97,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         COUNT,
         COUNT,
         COUNT,
+        st.lists(st.tuples(REGION, COUNT, COUNT), max_size=3),
     ),
     CoordinatorPulse: st.builds(CoordinatorPulse, NAME, COUNT, st.booleans()),
     Announcement: st.builds(Announcement, FRAGMENT, COUNT, COUNT, NAME, SECONDS, st.booleans(), COUNT),
@@ -166,9 +169,9 @@ ANY = st.sampled_from(KINDS).flatmap(lambda cls: MESSAGES[cls])
 # an example of each kind that has a value in every field
 EXAMPLES: dict[type[Message], Message] = {
     Pulse: Pulse(
-        "ann", 1, "learner", "stepping", False, 2, 3, 0.5, 1.25, [1], [2], [3], [4], [(0, 8, 2)], 3, 5.0, 6.0, 7, 8, 9
+        "ann", "eu", 1, "learner", "stepping", False, 2, 3, 0.5, 1.25, [1], [2], [3], [4], [(0, 8, 2)], 3, 5.0, 6.0, 7, 8, 9
     ),
-    ShardPulse: ShardPulse("syncer-0", "us", 12, 34, "owner", 5, [0, 2], [1], 3, 4, [(2, 1, 2, 0.5)], 5, 6, 7),
+    ShardPulse: ShardPulse("syncer-0", "us", 12, 34, "owner", 5, [0, 2], [1], 3, 4, [(2, 1, 2, 0.5)], 5, 6, 7, [("eu", 4, 5)]),
     CoordinatorPulse: CoordinatorPulse("coordinator", 1, False),
     Announcement: Announcement(3, 7, 1, "syncer-0", 0.25, False, 9),
     Offer: Offer(3, "ann", 1, 2, (1, 1), 4, 3, b"b" * 32, 4, 5, 6, 7, [(2, 9, 5)], Body(8, b"c" * 32, 0, b"attempt.")),

@@ -213,9 +213,9 @@ async def test_errors_in_the_background_are_logged(link: Link, events: Events) -
     await opened_anew.close()
 
 
-def plain_server(tmp_path: Path, text: str) -> tuple[subprocess.Popen[bytes], str]:
+def plain_server(tmp_path: Path, text: str, port: int | None = None) -> tuple[subprocess.Popen[bytes], str]:
     """A nats-server with a configuration that is not ours."""
-    port, config = free_port(), tmp_path / "plain.conf"
+    port, config = port or free_port(), tmp_path / "plain.conf"
     config.write_text(f'listen: "127.0.0.1:{port}"\n{text}\n')
     process = subprocess.Popen([find_binary(), "-c", config], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return process, f"nats://127.0.0.1:{port}"
@@ -229,6 +229,43 @@ async def test_a_server_without_jetstream_is_an_error(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+async def test_another_regions_server_without_jetstream_is_waited_for(tmp_path: Path, events: Events) -> None:
+    process, url = plain_server(tmp_path, "")
+    try:
+        opening = asyncio.create_task(Link.open_bulk(url, "test", get_logger()))
+        await until(lambda: any("JetStream is not enabled" in event["reason"] for event in named(events, "waiting_for_nats")))
+        process.kill()
+        process.wait()
+        process, _ = plain_server(tmp_path, f'jetstream {{ store_dir: "{tmp_path}" }}', int(url.rsplit(":", 1)[1]))
+        link = await asyncio.wait_for(opening, 20)
+        await link.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("version", "is_said"),
+    [("2.12.8", True), ("1.99.0", True), ("2.14.0", False), ("3.0.0-RC.1", False), ("of my own", False)],
+)
+async def test_a_server_is_too_old_or_not(version: str, is_said: bool) -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"x","version":"%s","max_payload":1048576,"headers":true}\r\n' % version.encode())
+        while line := await reader.readline():
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    expected = f"{url}: nats-server {version} is too old: at least 2.14 is needed" if is_said else "JetStream does not answer"
+    try:
+        with pytest.raises(BrokerError, match=expected):
+            await opened(url, 1)
+    finally:
+        server.close()
 
 
 async def test_wrong_credentials_end_the_waiting(tmp_path: Path) -> None:

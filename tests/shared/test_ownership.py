@@ -186,6 +186,7 @@ class Watch:
             "refused": 0,
             "bytes_up": 0,
             "bytes_down": 0,
+            "crossing": [],
         }
         return ShardPulse(**(values | changes))
 
@@ -233,6 +234,26 @@ def test_a_region_of_which_nobody_is_heard_has_longer_than_one_of_its_syncers() 
     assert watch.own.live(watch.now_s) == {"us0", "eu1"}
     watch.run(0.25)
     assert watch.own.live(watch.now_s) == {"us0"}
+
+
+def test_a_region_that_returns_is_given_nothing_before_it_has_had_time_to_catch_up() -> None:
+    watch = Watch("us0", regions={"us0": "us", "eu0": "eu", "ap0": "ap"}, shards=3)
+    watch.talking |= {"ap0"}
+    watch.own.read(OwnersTable(["ap0", "us0"], ["ap0", "us0", "us0", "ap0"]), 1, watch.now_s)
+    watch.run(10 * AWAY_S)
+    assert watch.own.propose(watch.now_s) is None
+    watch.talking.add("eu0")
+    watch.run(2 * AWAY_S)  # the first pulse comes one interval later
+    assert watch.own.propose(watch.now_s) is None
+    watch.run(watch.own.pulse_s)
+    table = watch.own.propose(watch.now_s)
+    assert table is not None
+    assert table.holders == ["ap0", "us0", "eu0"]
+    watch.talking.remove("ap0")  # but what nobody has is given to whoever is there
+    watch.run(AWAY_S)
+    table = watch.own.propose(watch.now_s)
+    assert table is not None
+    assert set(table.owners) == {"us0", "eu0"}
 
 
 def test_who_is_silent_in_the_own_region_is_gone_at_once() -> None:
@@ -334,6 +355,51 @@ def test_one_that_leaves_is_planned_without_at_once_and_keeps_what_nobody_else_c
     watch.own.hear(watch.pulse("s1", state="leaving"), watch.now_s)
     assert watch.own.propose(watch.now_s) is None
     assert watch.own.mine(watch.now_s) == set()  # so that they are handed over to nobody, with a keyframe
+
+
+def test_one_from_which_nothing_can_be_committed_is_heard_and_loses_its_fragments_to_others() -> None:
+    regions = {"s0": "us", "s1": "eu", "s2": "ap"}
+    stuck, other = Watch("s0", regions=regions), Watch("s1", regions=regions)
+    for watch in (stuck, other):
+        watch.talking |= set(regions)
+        watch.lists["s0"] = [0, 2]
+        watch.table("0101")
+        watch.run(5)
+    stuck.own.reach(commits=False, now_s=stuck.now_s)
+    stuck.run(AWAY_S - 0.25)
+    stuck.own.reach(commits=False, now_s=stuck.now_s)
+    assert not stuck.own.unable(stuck.now_s)
+    stuck.run(0.25)
+    assert stuck.own.unable(stuck.now_s)
+    assert stuck.own.live(stuck.now_s) == {"s1", "s2"}
+
+    assert not other.own.may_take(0, other.now_s)
+    other.own.hear(other.pulse("s0", state="unable"), other.now_s)
+    assert other.own.live(other.now_s) == {"s1", "s2"}
+    planned = other.own.propose(other.now_s)
+    assert planned is not None
+    assert set(planned.owners) == {"s1", "s2"}
+    assert planned == stuck.own.propose(stuck.now_s)  # it sees to it itself, if it is the first
+    assert other.own.may_take(0, other.now_s)  # though s0 still says that it owns it
+
+    stuck.own.reach(commits=True, now_s=stuck.now_s)
+    assert not stuck.own.unable(stuck.now_s)
+    assert stuck.own.live(stuck.now_s) == {"s0", "s1", "s2"}
+
+
+def test_where_nobody_can_commit_anything_all_stays_as_it_is() -> None:
+    watch = Watch("s0")
+    watch.table("0101")
+    watch.talking |= {"s1"}
+    watch.run(5)
+    watch.own.reach(commits=False, now_s=watch.now_s)
+    watch.talking.remove("s1")
+    watch.own.hear(watch.pulse("s1", state="unable"), watch.now_s)
+    watch.now_s += AWAY_S
+    watch.talking = {"s0"}
+    watch.run(1)
+    assert watch.own.propose(watch.now_s) is None
+    assert watch.own.mine(watch.now_s) == {0, 2}
 
 
 def test_a_fragment_is_taken_when_nobody_alive_owns_it() -> None:

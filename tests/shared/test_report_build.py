@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,19 @@ from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.ledger import Ledger
 from diloco.report import build
 from diloco.rundir import RunDirectory
-from diloco.settings import RunSettings
+from diloco.settings import run_settings
 from diloco.wire.messages import Cursor
 
-HEARD = {
-    "step": 20, "lost_tokens": 0, "busy_fraction": 1.0, "blocked_fraction": 0.0, "bytes_up": 1, "bytes_down": 1, "step_s": 0.1,
+HEARD: dict[str, Any] = {
+    "region": None, "step": 20, "lost_tokens": 0,
+    "busy_fraction": 1.0, "blocked_fraction": 0.0, "bytes_up": 1, "bytes_down": 1, "step_s": 0.1,
     "points": [], "activity": [],
 }  # fmt: skip
 
 
-def report(tmp_path: Path, ledger: Ledger, heard: dict[str, int], *merged: dict[str, tuple[int, int]]) -> dict[str, Any]:
+def report(
+    tmp_path: Path, ledger: Ledger, heard: dict[str, int], *merged: dict[str, tuple[int, int]], **places: Any
+) -> dict[str, Any]:
     """Of a run of 1000 tokens; ``heard``: tokens by learner; ``merged``: of each fragment, merged and lost by learner."""
     fragments = build_map([TensorSpec("a", (4,)), TensorSpec("b", (4,))], 2, "balanced")
     chains = []
@@ -32,10 +37,15 @@ def report(tmp_path: Path, ledger: Ledger, heard: dict[str, int], *merged: dict[
         "rounds": 2,
         "validation": [],
         "merges": [],
+        "places": {},
+        "absences": [],
+        "crossing": [],
         "learners": {name: HEARD | {"tokens": tokens} for name, tokens in heard.items()},
     }
-    directory = RunDirectory(tmp_path, "run", "nats://127.0.0.1:4222", None, RunSettings(tokens=1000, learners=2))
-    return build.build(directory, fragments, chains, ["s", "s"], series, ledger, {})
+    settings = run_settings("decoupled", {"tokens": 1000, "learners": 2, "regions.names": places.pop("names", [])})
+    links = places.pop("links", {})
+    directory = RunDirectory(tmp_path, "run", "nats://127.0.0.1:4222", None, settings)
+    return build.build(directory, fragments, chains, ["s", "s"], series | places, ledger, {}, links)
 
 
 def sums(made: dict[str, Any]) -> list[int]:
@@ -69,3 +79,44 @@ def test_what_was_done_before_a_run_was_resumed_is_in_the_learners_accounts(tmp_
     ledger.train(("ann", 2), [(0, 10, 3)], 50)
     made = report(tmp_path, ledger, {"ann": 650}, {"ann": (650, 0), "bob": (300, 50)}, {"ann": (600, 0), "bob": (350, 20)})
     assert sums(made) == [650 + 370, 20, 0, 950, 70, 950, 70]
+
+
+BY_NAME = {"learners", "regions", "activity", "baselines"}  # whose keys are names
+
+
+def keys(value: Any, of: str = "") -> Iterator[str]:
+    """All keys of a report, but for names and the settings."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if of not in BY_NAME:
+                yield key
+            if key != "settings":
+                yield from keys(inner, "" if of in BY_NAME else key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from keys(inner)
+
+
+def test_every_key_of_a_run_with_regions_is_described(tmp_path: Path) -> None:
+    ledger = Ledger(2)
+    ledger.train(("ann", 1), [(0, 0, 12)], 50)
+    link = {"control_bytes": 1, "bulk_bytes": 2, "header_bytes_estimated": 3}
+    made = report(
+        tmp_path,
+        ledger,
+        {"ann": 600, "bob": 400},
+        {"ann": (600, 0), "bob": (400, 0)},
+        {"ann": (600, 0), "bob": (400, 0)},
+        names=["us", "eu"],
+        places={"ann": "us", "bob": "eu", "s": "us"},
+        absences=[["eu", 0.25, 0.5]],
+        crossing=[["s", 1, "eu", 10, 20]],
+        merges=[{"wall_s": 0.3, "fragment": 0, "version": 1, "members": [["ann", 1.0, 0, 24]]}],
+        links={"us-eu": link},
+    )
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    described = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", page))))
+    assert set(keys(made)) - described == set()
+    assert made["regions"]["us"] == {"learners": ["ann"], "syncers": ["s"], "fragments": 2, "absences": []}
+    assert [period["versions"] for period in made["together"]] == [0, 1, 0]
+    assert made["traffic"]["borders"][0] == {"from": "us", "to": "eu", "payload_bytes": 10, "link": link}

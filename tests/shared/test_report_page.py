@@ -59,7 +59,7 @@ def fake_report(learners: int = 4, fragments: int = 24, wall_s: float = 118.0, *
                     "fragment": fragment,
                     "version": version,
                     "members": [
-                        [name, weight / sum(weights), 4 if name == names[-1] else 0]
+                        [name, weight / sum(weights), 4 if name == names[-1] else 0, 24]
                         for name, weight in zip(there, weights, strict=True)
                     ],
                     "quorum_s": 0.06,
@@ -130,6 +130,35 @@ def fake_report(learners: int = 4, fragments: int = 24, wall_s: float = 118.0, *
             "merges": merges,
         },
     } | changed
+
+
+def with_regions(**changed: Any) -> dict[str, Any]:
+    """A report of a run in three regions: eu, with two learners, was away for 20 s, and brought its work along."""
+    report = fake_report(learners=4, fragments=2)
+    for merged in report["series"]["merges"]:
+        away = 40 < merged["wall_s"] < 60
+        merged["syncer"] = "syncer-us" if away or merged["fragment"] == 0 else "syncer-eu"
+        late = 60 <= merged["wall_s"] < 64
+        merged["members"] = [
+            [f"learner-{m}", 0.25, 0, 100 if late and m in (1, 2) else 24] for m in range(4) if m not in (1, 2) or not away
+        ]
+    link = {"control_bytes": 1_500, "bulk_bytes": 2_500_000, "header_bytes_estimated": 90_000}
+    regions: dict[str, Any] = {
+        "us": {"learners": ["learner-0"], "syncers": ["syncer-us"], "fragments": 1, "absences": []},
+        "eu": {"learners": ["learner-1", "learner-2"], "syncers": ["syncer-eu"], "fragments": 1, "absences": [[40.0, 60.0]]},
+        "ap": {"learners": ["learner-3"], "syncers": ["syncer-ap"], "fragments": 0, "absences": [[110.0, None]]},
+    }
+    learners = [name for region in regions.values() for name in region["learners"]]
+    periods = [
+        {"from_s": 0.0, "to_s": 40.0, "away": [], "versions": 24, "learners": learners, "together": [[24] * 4] * 4},
+        {"from_s": 40.0, "to_s": 60.0, "away": ["eu"], "versions": 5, "learners": learners, "together": [[5, 0, 0, 5]] * 4},
+    ]
+    borders = [
+        {"from": "us", "to": "eu", "payload_bytes": 2_400_000, "link": link},
+        {"from": "us", "to": "control", "payload_bytes": None, "link": link | {"bulk_bytes": 0}},
+    ]
+    traffic = report["traffic"] | {"borders": borders}
+    return report | {"regions": regions, "together": periods, "traffic": traffic} | changed
 
 
 class _Page(HTMLParser):
@@ -214,9 +243,10 @@ def test_what_comes_from_a_run_stays_text() -> None:
         fake_report(learners=1, fragments=1),
         fake_report(learners=16, fragments=80),
         fake_report(baselines={}, sample=None, val_loss=None, val_loss_initial=None, traffic={"ratio": None}),
+        with_regions(series={}, together=[], learners={}),
         fake_report(tokens_processed=0, wall_s=0.0, series={"learners": {"learner-0": []}, "activity": {}, "merges": []}),
     ],
-    ids=["nothing", "empty", "one", "many", "unknown", "zero"],
+    ids=["nothing", "empty", "one", "many", "unknown", "regions", "zero"],
 )
 def test_odd_reports_still_make_a_page(report: dict[str, Any]) -> None:
     page = _Page(render_html(report))
@@ -258,7 +288,7 @@ def test_long_runs_make_pages_of_bounded_size() -> None:
 def test_a_merge_tells_members_weights_and_staleness() -> None:
     merged = {
         "wall_s": 61.25, "fragment": 3, "version": 7, "quorum_s": 0.061, "duration_s": 0.2,
-        "members": [["learner-0", 0.75, 0], ["learner-1", 0.25, 2]],
+        "members": [["learner-0", 0.75, 0, 24], ["learner-1", 0.25, 2, 24]],
     }  # fmt: skip
     svg, drawn = charts.merges([merged], {"learner-0": "red", "learner-1": "blue", "learner-2": "green"}, 100.0)
     assert drawn == 1
@@ -270,6 +300,65 @@ def test_a_merge_tells_members_weights_and_staleness() -> None:
     assert "fill:red" in svg
     assert "fill:blue;opacity:.45" in svg
     assert "green" not in svg
+
+
+def test_a_run_with_regions_shows_who_was_merged_with_whom_through_a_cut() -> None:
+    page = _Page(render_html(with_regions()))
+    assert page.stack == []
+    text = " ".join(page.text)
+    assert "Who was merged with whom" in page.text
+    assert "0:40 to 1:00: eu away, 5 versions" in page.text
+    assert "0:00 to 0:40: all here, 24 versions" in page.text
+    assert "not heard, 0:40 to 1:00" in page.text
+    assert not any("1:50 to" in part for part in page.text)  # too short a time for a text
+    for part in ("Bytes between regions", "2.40 MB", "2.50 MB", "1.50 kB", "90.0 kB", "control"):
+        assert part in text
+    labels = [attributes.get("aria-label") or "" for tag, attributes in page.tags if tag == "svg"]
+    said = (
+        "Merged offers over time, by learner, in 3 regions; eu was not heard from 0:40 to 1:00; ap was not heard from 1:50 to "
+    )
+    assert any(label.startswith(said) for label in labels)
+    assert "Who was merged with whom" not in _Page(render_html(fake_report())).text
+
+
+def test_names_of_regions_stay_text_too() -> None:
+    report = with_regions()
+    evil = {HOSTILE + name: region for name, region in report["regions"].items()}
+    page = _Page(render_html(report | {"regions": evil}))
+    assert page.stack == []
+    assert [tag for tag, _ in page.tags if tag in ("script", "img")] == ["script"]
+
+
+def _marks(svg: str, css: str) -> list[tuple[float, float]]:
+    """Where the marks of one colour begin, but for what was carried over."""
+    [path] = re.findall(rf'<path d="([^"]*)" style="fill:{css}"/>', svg)
+    return [(float(x), float(y)) for x, y in re.findall(r"M([\d.]+) ([\d.]+)h", path)]
+
+
+def test_marks_stand_in_their_learners_lane_and_have_the_colour_of_the_owners_region() -> None:
+    def merged(at_s: float, fragment: int, syncer: str, **steps: int) -> dict[str, Any]:
+        members = [[name, 0.5, 0, held] for name, held in steps.items()]
+        return {"wall_s": at_s, "fragment": fragment, "version": 1, "syncer": syncer, "members": members}
+
+    # bob took 10 steps a second, but it was not heard while its region was away
+    points = [(10.0, 100.0), (20.0, 200.0), (80.0, 800.0), (100.0, 1000.0)]
+    groups = [charts.Group("us", "blue", {"ann": points}, []), charts.Group("eu", "red", {"bob": points}, [(20.0, 80.0)])]
+    rounds = [
+        merged(10, 0, "s-us", ann=24, bob=24),
+        merged(10, 1, "s-eu", ann=24, bob=24),
+        merged(50, 1, "s-us", ann=24),
+        merged(90, 1, "s-us", ann=24, bob=400),
+    ]
+    svg = charts.regions(rounds, groups, {"s-us": "us", "s-eu": "eu"}, 100.0)
+    # 1120 wide, 110 at the left, 16 at the right: 9.94 a second. Lanes of 72 below a title of 22; a row is 36
+    ann, bob = 22.0, 22 + 77 + 22.0
+    assert _marks(svg, "blue") == [
+        (209.4, ann), (209.4, bob), (607.0, ann + 36), (1004.6, ann + 36), (1004.6, bob + 36)
+    ]  # fmt: skip
+    assert _marks(svg, "red") == [(209.4, ann + 36), (209.4, bob + 36)]
+    # bob's last offer held 400 of 900 steps: those since 50 s
+    assert re.findall(r'<path class="carried" d="M([\d.]+) ([\d.]+)h([\d.]+)', svg) == [("607.0", "157.0", "397.6")]
+    assert '<rect class="away" x="308.8" y="99.0" width="596.4" height="99.0" data-tip="eu: not heard, 0:20 to 1:20"/>' in svg
 
 
 def test_timeline_joins_neighbours_and_keeps_gaps() -> None:

@@ -34,6 +34,7 @@ def settings_of(**changes: Any) -> RunSettings:
 def pulse(learner: str, step: int = 0, version: int = 0, **changes: Any) -> Pulse:
     values: dict[str, Any] = {
         "learner": learner,
+        "region": "",
         "incarnation": 1,
         "role": "learner",
         "state": "stepping",

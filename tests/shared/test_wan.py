@@ -25,6 +25,8 @@ from nats.aio.msg import Msg
 
 from diloco import cli, observe
 from diloco.errors import SettingsError, WanError
+from diloco.nats import connection
+from diloco.nats.connection import Link
 from diloco.nats.server import Server
 from diloco.wan import control, relay
 from diloco.wan.command import wan as wan_command
@@ -342,6 +344,33 @@ async def test_a_nats_client_goes_on_after_a_cut(nats_server: Server) -> None:
             await there.ask(control.Heal())
             assert await asyncio.wait_for(heard.get(), DEADLINE_S) == b"in the cut"
             await near.flush()
+        finally:
+            await near.close()
+            await far.close()
+
+
+async def test_a_link_is_not_given_up_while_what_it_was_asked_for_is_still_coming(
+    nats_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "PING_S", 0.2)  # silence is noticed after 0.6 s, and 1 MB takes 4 s
+    pieces = [bytes([number]) * 50_000 for number in range(20)]
+    async with world(nats_server.url.removeprefix("nats://"), rate_bits_per_s=2e6) as there:
+        arrived: list[bytes] = []
+
+        async def hear(message: Msg) -> None:
+            arrived.append(message.data)
+
+        url = f"nats://{there.relay.addresses[0]}"
+        near, far = await Link.open_bulk(url, "test", observe.get_logger()), await nats.connect(nats_server.url)
+        try:
+            await connection.subscribe(near.bulk, "across", hear)
+            for piece in pieces:
+                await far.publish("across", piece)
+            await far.flush()
+            async with asyncio.timeout(DEADLINE_S):
+                while len(arrived) < len(pieces):
+                    await asyncio.sleep(0.01)
+            assert (arrived, near.bulk.stats["reconnects"]) == (pieces, 0)
         finally:
             await near.close()
             await far.close()

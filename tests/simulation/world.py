@@ -96,7 +96,8 @@ VARIANTS.append(
 
 
 REGIONS = ("ap", "eu", "us")
-APART: dict[str, Any] = {"regions.names": list(REGIONS), "regions.away_s": 2.0}
+AWAY_S = 2.0
+APART: dict[str, Any] = {"regions.names": list(REGIONS), "regions.away_s": AWAY_S}
 
 
 @cache
@@ -208,7 +209,7 @@ class Chaos:
 
 FAULTS = ("kill", "freeze", "stop", "server", "cut", "full", "clock", "rewind")
 # a region that loses what it has acknowledged is not provided for: a majority holds nothing then
-FAULTS_APART = (*FAULTS[:-1], "region")
+FAULTS_APART = (*FAULTS[:-1], "region", "links")
 
 
 class Process:
@@ -259,7 +260,8 @@ class Process:
 
     def reaches(self, server: str) -> bool:
         """Whether it and a server can talk: its region's, another one's, or the control store's, which most regions make up."""
-        near = server == self.region or not self.world.apart.intersection((server, self.region))
+        ways = self.world.apart if server == CONTROL else self.world.apart | self.world.parted
+        near = server == self.region or not ways.intersection((server, self.region))
         return near and not self.cut and server not in self.world.away
 
     @property
@@ -363,6 +365,7 @@ class World:
         self.regional = Regional(self.reference, REGIONS) if regions else None
         self.away: set[str] = set()  # servers
         self.apart: set[str] = set()  # regions that are cut off from the others
+        self.parted: set[str] = set()  # those whose servers are, though all hear each other
         self.rewinds = self.marks = 0
         self.leaders: dict[tuple[int, int], str] = {}  # by rewinds and revision of the key
         self.subscriptions: list[Subscription] = []
@@ -595,10 +598,9 @@ class World:
             self.away.add(server)
             self.later(for_s, self._back, server)
         elif kind == "region":
-            region = self.rng.choice(REGIONS)
-            if not self.apart:  # of two that are apart from each other neither would have a majority
-                self.apart.add(region)
-                self.later(2 * for_s, self._together)
+            self._part(self.apart, 2 * for_s)
+        elif kind == "links":
+            self._part(self.parted, AWAY_S + 2 * for_s)
         elif kind == "cut":
             process.cut = True
             self.later(for_s, self._uncut, process)
@@ -652,8 +654,14 @@ class World:
         self.away.discard(server)
         self._wake_all()
 
-    def _together(self) -> None:
-        self.apart.clear()
+    def _part(self, ways: set[str], for_s: float) -> None:
+        region = self.rng.choice(REGIONS)
+        if not self.apart | self.parted:  # of two that are apart from each other neither would have a majority
+            ways.add(region)
+            self.later(for_s, self._together, ways)
+
+    def _together(self, ways: set[str]) -> None:
+        ways.clear()
         self._wake_all()
 
     def known(self, process: Process) -> dict[int, int]:
@@ -679,6 +687,7 @@ class World:
         self._fill(False)
         self.away.clear()
         self.apart.clear()
+        self.parted.clear()
         for process in self.processes:
             process.cut = False
             process.loop.thaw()

@@ -8,10 +8,11 @@ The status (all keys but the first may be missing) is what the coordinator answe
 
     run, preset, state ("waiting", "training", "closing", "finished"), wall_s, eta_s (None: unknown), tokens_budget,
     tokens_processed, tokens_merged, versions, rounds, nats_url, parameters (of the model)
-    learners    {name: state, step, tokens, tokens_per_s, loss, step_s, busy_fraction, blocked_fraction, bytes_up, bytes_down,
-                 rounds_merged, rounds_missed, seen_s_ago}
-    shards      {name: fragments, rounds, versions, refused, bytes_in, bytes_out, seen_s_ago,
+    learners    {name: state, region, step, tokens, tokens_per_s, loss, step_s, busy_fraction, blocked_fraction, bytes_up,
+                 bytes_down, rounds_merged, rounds_missed, seen_s_ago}
+    shards      {name: region, fragments, rounds, versions, refused, bytes_in, bytes_out, seen_s_ago,
                  open: [{fragment, answers, quorum, waited_s}]}
+    regions     {name: members, heard (of them), away_s (None: it is here), fragments, bytes_in, bytes_out}
     validation  [[wall_s, tokens, nats_per_byte], ...]            of the global model
     loss        {learner: [[wall_s, tokens, loss], ...]}
 """
@@ -101,6 +102,10 @@ def plain_line(status: Status) -> str:
     parts.append(f"{status.get('versions', 0)} versions")
     parts.append(f"up {size(_sum(learners, 'bytes_up'))}, down {size(_sum(learners, 'bytes_down'))}")
     parts.append(_states_text(learners) or "no learner yet")
+    regions: Mapping[str, Any] = status.get("regions") or {}
+    parts.extend(
+        f"{name} away {duration(region['away_s'])}" for name, region in regions.items() if region.get("away_s") is not None
+    )
     if status.get("eta_s") is not None and status.get("state") != "finished":
         parts.append(f"{duration(status['eta_s'])} left")
     return printable(" | ".join(parts))
@@ -162,8 +167,10 @@ def _header(status: Status, width: int, *, roomy: bool) -> list[RenderableType]:
         figures.append(f"  {tokens} ", "not bold")
     bar = _bar(_progress(status), max(4, width - figures.cell_len - 1), _ACCENT)
     lines: list[RenderableType] = [_ends(title, right, width), Text(" ").append_text(bar).append_text(figures)]
-    facts = _facts(status, width)
-    return [Text(""), lines[0], lines[1], facts, Text("")] if roomy else [*lines, facts]
+    facts = [_facts(status, width)]
+    if regions := status.get("regions"):
+        facts.append(_regions(regions, width))
+    return [Text(""), *lines, *facts, Text("")] if roomy else [*lines, *facts]
 
 
 def _facts(status: Status, width: int) -> Text:
@@ -185,6 +192,31 @@ def _facts(status: Status, width: int) -> Text:
         part = Text("   " if number else "").append(value, "bold").append(unit, "dim")
         if line.cell_len + part.cell_len < width:
             line.append_text(part)
+    return line
+
+
+def _regions(regions: Mapping[str, Any], width: int) -> Text:
+    """All regions in one line, with as much of each as fits beside the others."""
+    for more in (2, 1, 0):
+        line = Text(" ", no_wrap=True, overflow="ellipsis")
+        for number, (name, region) in enumerate(regions.items()):
+            line.append("   " if number else "").append_text(_region(name, region, more))
+        if line.cell_len <= width:
+            break
+    return line
+
+
+def _region(name: str, region: Mapping[str, Any], more: int) -> Text:
+    away_s = region.get("away_s")
+    line = Text().append(_clean(name), "bold")
+    if away_s is not None:
+        line.append(f" away {duration(away_s)}", _STATES["gone"])
+    else:
+        line.append(f" {region.get('heard', 0)}/{region.get('members', 0)}", _STATES["stepping"])
+    if more:
+        line.append(f" {region.get('fragments', 0)} fragments", "dim")
+    if more > 1:
+        line.append(f" ↑ {size(region.get('bytes_out'))} ↓ {size(region.get('bytes_in'))}", "dim")
     return line
 
 
@@ -263,9 +295,11 @@ class _Column:
     right: bool = True
 
 
+_REGION = _Column("region", "region", 6, 3, right=False)  # in a run with regions
 _LEARNER_COLUMNS = (
     _Column("name", "learner", 11, 0, right=False),
     _Column("state", "doing", 10, 0, right=False),
+    _REGION,
     _Column("step", "step", 6, 1),
     _Column("speed", "tok/s", 6, 2),
     _Column("loss", "loss", 6, 0),
@@ -276,6 +310,7 @@ _LEARNER_COLUMNS = (
 )
 _SHARD_COLUMNS = (
     _Column("name", "shard", 11, 0, right=False),
+    _REGION,
     _Column("fragments", "frag.", 5, 5),
     _Column("rounds", "rounds", 6, 1),
     _Column("in", "in", 7, 3),
@@ -284,9 +319,11 @@ _SHARD_COLUMNS = (
 )
 
 
-def _fit(columns: Sequence[_Column], width: int, *, flexible: str, name_width: int) -> list[_Column]:
+def _fit(columns: Sequence[_Column], members: Mapping[str, Any], width: int, *, flexible: str) -> list[_Column]:
     """The columns that fit, the name as wide as it needs to be where there is room, ``flexible`` taking what is left."""
-    chosen = list(columns)
+    name_width = _name_width(members)
+    placed = any(member.get("region") for member in members.values())
+    chosen = [column for column in columns if placed or column is not _REGION]
     while sum(column.width + 1 for column in chosen) - 1 > width and any(column.rank for column in chosen):
         chosen.remove(max(chosen, key=lambda column: column.rank))
     spare = width - (sum(column.width + 1 for column in chosen) - 1)
@@ -326,7 +363,7 @@ def _heading(columns: Sequence[_Column]) -> Text:
 def _learners(learners: Mapping[str, Any], width: int, rows: int) -> list[Text]:
     if not learners:
         return [Text("waiting for the first learner …", "dim")]
-    columns = _fit(_LEARNER_COLUMNS, width, flexible="busy", name_width=_name_width(learners))
+    columns = _fit(_LEARNER_COLUMNS, learners, width, flexible="busy")
     shown, hidden = _cut(learners, rows)
     busy_width = next((column.width for column in columns if column.key == "busy"), 0)
     lines = [_heading(columns)]
@@ -336,6 +373,7 @@ def _learners(learners: Mapping[str, Any], width: int, rows: int) -> list[Text]:
         cells = {
             "name": _name(name),
             "state": Text(_clean(state), _STATES.get(state, "")),
+            "region": Text(_clean(learner.get("region") or "")),
             "step": Text(str(learner.get("step", 0)), quiet),
             "speed": Text(count(learner.get("tokens_per_s")), quiet),
             "loss": Text(decimal(learner.get("loss")), quiet or "bold"),
@@ -371,13 +409,14 @@ def _shard_activity(shard: Mapping[str, Any], width: int) -> Text:
 def _shards(shards: Mapping[str, Any], width: int, rows: int) -> list[Text]:
     if not shards:
         return [Text("waiting for the first syncer …", "dim")]
-    columns = _fit(_SHARD_COLUMNS, width, flexible="open", name_width=_name_width(shards))
+    columns = _fit(_SHARD_COLUMNS, shards, width, flexible="open")
     shown, hidden = _cut(shards, rows)
     open_width = next(column.width for column in columns if column.key == "open")
     lines = [_heading(columns)]
     for name, shard in shown.items():
         cells = {
             "name": _name(name),
+            "region": Text(_clean(shard.get("region") or "")),
             "fragments": Text(str(shard.get("fragments", 0))),
             "rounds": Text(str(shard.get("rounds", 0))),
             "in": Text(size(shard.get("bytes_in"))),

@@ -615,6 +615,7 @@ class Member:
             states = self._fragments
             return Pulse(
                 learner=self.settings.name,
+                region=self.settings.region or "",
                 incarnation=self.incarnation,
                 role=self.settings.role,
                 state=self.state,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +74,25 @@ def load(path: Path) -> RunDirectory:
         raise RunError(f"{path}: not a run's directory (it has no run.json)") from None
     except (OSError, ValueError, KeyError, TypeError, SettingsError) as error:
         raise RunError(f"{file}: damaged: {error}") from None
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a run's directory, made if need be, so that no two commands start its services and servers; not past one's end.
+
+    Raises:
+        RunError: another process holds it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"{path}: another `diloco up` is at work on this run: look at it with `diloco status {path}`, stop it, or "
+                "choose another --run-dir"
+            ) from None
+        yield
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -150,7 +150,10 @@ class RegionSettings(_Section):
 
     names: list[RegionName] = Field([], max_length=64, description="all regions; empty: one server for all")
     away_s: float = Field(
-        6.0, gt=0, le=3600, description="a region none of whose syncers is heard for so long loses its fragments to others"
+        6.0,
+        gt=0,
+        le=3600,
+        description="a region none of whose syncers is heard, or can commit, so long loses its fragments",
     )
     control_replicas: Literal[1, 3, 5] = Field(1, description="servers that hold the control store, which spans the regions")
 

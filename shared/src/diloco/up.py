@@ -23,10 +23,11 @@ from rich.console import Console
 from diloco import live, membership, observe, resume, rundir
 from diloco.checkpoint import Checkpoint
 from diloco.embedded import Embedded
-from diloco.errors import DataError, RunError, SettingsError
+from diloco.errors import DataError, RunError, SettingsError, WanError
 from diloco.log import Log
 from diloco.membership import Run
-from diloco.nats.connection import checked, malloc_environment
+from diloco.nats import streams
+from diloco.nats.connection import checked, malloc_environment, shown
 from diloco.nats.transport import NatsTransport
 from diloco.report import build, page
 from diloco.report.units import count, decimal, duration, share, size
@@ -34,11 +35,13 @@ from diloco.rundir import RunDirectory
 from diloco.settings import RunSettings, parse_assignments, run_settings
 from diloco.supervise import Supervisor
 from diloco.tasks import end
+from diloco.wan import control as wan
 from diloco.wire.subjects import Subjects
 
 TEND_S = 0.1
 POLL_S = 0.5
 PLAIN_EVERY_S = 5.0
+NEAR_END_S = 15.0
 NATS_TIMEOUT_S = 20.0
 MAX_LEARNERS = 4096
 
@@ -87,20 +90,23 @@ def up(
         directory, resumed = _directory(path, settings, bool(overrides) or preset != "decoupled", data, nats_url)
     factors = _slow_factors(slow or [], directory.learner_names)
     # nothing is written before all that was asked for is known to be right
+    if nats_url is not None and not resumed:
+        asyncio.run(_check_new(directory))
     if source is not None:
         _prepare(source, directory, resume_at)
-    elif not resumed:
-        directory.save()
-    launcher = Launcher(
-        directory,
-        factors,
-        standbys=standbys,
-        coordinators=coordinators,
-        embedded=nats_url is None,
-        quiet=json_,
-        plain=plain,
-    )
-    report = asyncio.run(launcher.run(resumed))
+    with rundir.locked(directory.path):
+        if not resumed:
+            directory.save()
+        launcher = Launcher(
+            directory,
+            factors,
+            standbys=standbys,
+            coordinators=coordinators,
+            embedded=nats_url is None,
+            quiet=json_,
+            plain=plain,
+        )
+        report = asyncio.run(launcher.run(resumed))
     if report is None:
         if not json_:
             print(f"stopped; go on with: diloco up --run-dir {directory.path}")
@@ -148,6 +154,25 @@ def _directory(
     if data is not None and data != directory.data:
         raise RunError(f"{path}: this run was begun with data {directory.data}; resume it without --data")
     return directory, True
+
+
+async def _check_new(directory: RunDirectory) -> None:
+    """Find out that the server does not have a run of this name: its services would take the places of that one's.
+
+    Raises:
+        RunError: it has.
+        BrokerError: it does not answer, or cannot be used.
+    """
+    name, url = directory.name, directory.nats_url
+    link = await NatsTransport.open(url, url, "up", observe.get_logger(), NATS_TIMEOUT_S)
+    try:
+        if await streams.exists(link, f"KV_{Subjects(name).bucket}"):
+            raise RunError(
+                f"run {name!r} exists at {shown(checked(url))}: go on with it by the --run-dir that it was begun with, or "
+                "choose another --run-dir, after whose last part a run is named"
+            )
+    finally:
+        await link.close()
 
 
 def _resumed(
@@ -202,6 +227,7 @@ class Launcher:
         self.embedded = Embedded(directory.path, directory.settings.regions.names) if embedded else None
         self.url = self.embedded.url if self.embedded else directory.nats_url
         self.bulk_url = self.embedded.bulk_url if self.embedded else None
+        self.wan_control = self.embedded.wan_control if self.embedded else None
         self.console = Console()
         self.live = not quiet and not plain and self.console.is_terminal
         self.stopping = False
@@ -229,8 +255,7 @@ class Launcher:
                 for name in self.embedded.servers:
                     self.embedded.start(name)
             link = await NatsTransport.open(self.url, self.bulk_url or self.url, "up", self.log, NATS_TIMEOUT_S)
-            wan_control = self.embedded.wan_control if self.embedded else None
-            replace(directory, nats_url=self.url, nats_bulk_url=self.bulk_url, wan_control=wan_control).save()
+            replace(directory, nats_url=self.url, nats_bulk_url=self.bulk_url, wan_control=self.wan_control).save()
             self._start_services(self.embedded)
             if not await self._tend(link):
                 return None
@@ -259,7 +284,8 @@ class Launcher:
         settings = self.directory.settings
         self.log.info("starting", kernels=kernels.__name__, nats_url=self.url, learners=len(self.directory.learner_names))
         if embedded and embedded.regions:
-            self._start("wan", "diloco.wan", dict(embedded.links()), endless=True)
+            log_file = self.directory.path / "logs" / "wan.jsonl"
+            self._start("wan", "diloco.wan", {"log_file": str(log_file)} | dict(embedded.links()), endless=True)
 
         def place(number: int, *, syncer: bool = False) -> dict[str, Any]:
             values = embedded.place(number, syncer=syncer) if embedded else {"nats_url": self.url}
@@ -326,21 +352,27 @@ class Launcher:
     # ---- what people see
 
     async def _show(self, link: NatsTransport) -> None:
-        """Show the run, and keep the status it gave last."""
+        """Show the run, and keep the status it gave last.
+
+        Lines are written from time to time, so the run is asked no more often, over links that may be thin; but for its
+        beginning and its end, whose last word is kept.
+        """
         subject = Subjects(self.directory.name).status
-        said_s = -PLAIN_EVERY_S
+        said_s, next_s = -PLAIN_EVERY_S, POLL_S
         with self._view() as view:
             while True:
                 with suppress(nats.errors.Error, TimeoutError, asyncio.TimeoutError, ValueError):
                     status = json.loads((await link.control.request(subject, b"", timeout=1)).data)
                     if "learners" in status:
                         self._keep_status(status)
+                        quiet = view is None and (status["eta_s"] or 0.0) > NEAR_END_S
+                        next_s = PLAIN_EVERY_S if quiet else POLL_S
                         if view is not None:
                             view.update(status)
                         elif time.monotonic() - said_s >= PLAIN_EVERY_S:
                             said_s = time.monotonic()
                             self._say(live.plain_line(status))
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(next_s)
 
     def _keep_status(self, status: dict[str, Any]) -> None:
         try:
@@ -351,6 +383,18 @@ class Launcher:
             self._complained = True
         else:
             self._complained = False
+
+    def _links(self) -> dict[str, Any]:
+        """What the emulated links between regions have carried; nothing where there are none, or the relay does not answer."""
+        if self.wan_control is None:
+            return {}
+        try:
+            [answer] = wan.asked(self.wan_control, wan.Status())
+        except WanError as error:
+            self.log.warning("links_unknown", reason=str(error))
+            return {}
+        links: dict[str, Any] = answer["links"]
+        return links
 
     @contextmanager
     def _view(self) -> Iterator[live.LiveView | None]:
@@ -369,10 +413,11 @@ class Launcher:
         status = build.load_json(directory.path / "status.json")
         series = build.load_json(directory.path / "series.json")
         evaluation = build.load_json(directory.path / "evaluation.json")
+        links = await asyncio.to_thread(self._links)
         try:
             owners = [fragment["owner"] for fragment in status["fragments"]]
             ledger = build.read_ledger(directory, run.identity, series, len(chains))
-            report = build.build(directory, fragment_map, chains, owners, series, ledger, evaluation)
+            report = build.build(directory, fragment_map, chains, owners, series, ledger, evaluation, links)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(
                 f"{directory.path}: the run is over, but there is no report: series.json, status.json or evaluation.json is "

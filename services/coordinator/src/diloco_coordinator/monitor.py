@@ -16,10 +16,11 @@ from diloco.core.ledger import Ledger
 from diloco.core.pace import Average
 from diloco.settings import RunSettings
 from diloco.wire.messages import Pulse, Record, ShardPulse
+from diloco_coordinator.presence import Absence, Presence
 
 GONE_S = 10.0
 MAX_POINTS = 2000
-STATUS_POINTS = 240
+STATUS_POINTS = 120
 RATE_WINDOW_S = 5.0
 
 
@@ -42,6 +43,10 @@ class Monitor:
         self.past: dict[str, dict[str, Any]] = {}  # what an earlier process of this run knew of its learners
         self.merged: dict[str, dict[int, tuple[int, int]]] = {}  # by learner and fragment: versions and tokens
         self.shards: dict[str, tuple[ShardPulse, float]] = {}
+        self.presence = Presence(settings.regions.names, settings.regions.away_s)
+        self.places: dict[str, str] = {}  # by learner and syncer: its region, in a run with regions
+        # by a syncer's process, for it counts from nothing: by other region, bytes sent there and received from there
+        self.crossing: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
         self.validation: list[tuple[float, int, float]] = []
         self.merges: list[dict[str, Any]] = []
         self.versions = [0] * len(fragment_map.fragments)
@@ -57,12 +62,14 @@ class Monitor:
 
     def hear(self, pulse: Pulse, now_s: float) -> None:
         """Take in a learner's or an evaluator's pulse."""
+        self.presence.hear(pulse.region, now_s)
         if pulse.role == "evaluator":
             if pulse.loss is not None and (not self.validation or self.validation[-1][2] != pulse.loss):
                 self.validation.append((now_s, self.tokens_merged(), pulse.loss))
             return
         self.ledger.train((pulse.learner, pulse.incarnation), pulse.trained, pulse.batch_tokens)
         self.steward.hear(pulse, now_s)
+        self._place(pulse.learner, pulse.region)
         known = self.learners.get(pulse.learner)
         if known is None:
             known = self.learners[pulse.learner] = _Learner(pulse, now_s, rate_mark=(now_s, pulse.tokens))
@@ -86,6 +93,15 @@ class Monitor:
     def hear_shard(self, pulse: ShardPulse, now_s: float) -> None:
         """Take in a syncer's pulse."""
         self.shards[pulse.syncer] = (pulse, now_s)
+        self.presence.hear(pulse.region, now_s)
+        self._place(pulse.syncer, pulse.region)
+        if pulse.crossing and pulse.syncer in self.places:
+            others = {to: (sent, received) for to, sent, received in pulse.crossing if to in self.presence.regions}
+            self.crossing[pulse.syncer, pulse.incarnation] = others
+
+    def _place(self, member: str, region: str) -> None:
+        if region in self.presence.regions:
+            self.places[member] = region
 
     def entry(self, record: Record, now_s: float) -> None:
         """Take in a log entry."""
@@ -109,8 +125,10 @@ class Monitor:
                 "wall_s": round(now_s, 3),
                 "fragment": index,
                 "version": record.version,
+                "syncer": record.syncer,
                 "members": [
-                    [m.learner, m.weight / total if total else 0.0, record.version - 1 - m.base_version] for m in record.members
+                    [m.learner, m.weight / total if total else 0.0, record.version - 1 - m.base_version, m.steps]
+                    for m in record.members
                 ],
                 "quorum_s": round(record.quorum_s, 4),
                 "duration_s": round(record.round_s, 4),
@@ -136,6 +154,16 @@ class Monitor:
     def tokens_merged(self) -> int:
         """Mean over fragments, weighted by parameters."""
         return self._mean(dict(enumerate(self.tokens)))
+
+    def borders(self) -> dict[tuple[str, str], int]:
+        """Payload bytes by border (from one region to another), as the syncers on both sides of it count theirs."""
+        sizes: dict[tuple[str, str], int] = {}
+        for (syncer, _), others in self.crossing.items():
+            home = self.places[syncer]
+            for other, (sent, received) in others.items():
+                sizes[home, other] = sizes.get((home, other), 0) + sent
+                sizes[other, home] = sizes.get((other, home), 0) + received
+        return sizes
 
     @property
     def state(self) -> str:
@@ -169,9 +197,10 @@ class Monitor:
                 {"fragment": i, "version": self.versions[i], "tokens_merged": self.tokens[i], "owner": self.owners[i]}
                 for i in range(len(self.versions))
             ],
-            "validation": [list(point) for point in _thin(self.validation, STATUS_POINTS)],
+            "regions": self._regions(now_s),
+            "validation": [_rounded(*point) for point in _thin(self.validation, STATUS_POINTS)],
             "loss": {
-                name: [[at, tokens, loss] for at, tokens, _, loss in _thin(learner.points, STATUS_POINTS)]
+                name: [_rounded(at, tokens, loss) for at, tokens, _, loss in _thin(learner.points, STATUS_POINTS)]
                 for name, learner in sorted(self.learners.items())
             },
         }
@@ -194,6 +223,13 @@ class Monitor:
             "shards": {name: _shard(pulse, now_s - seen_s) for name, (pulse, seen_s) in sorted(self.shards.items())},
             "validation": [list(point) for point in self.validation],
             "merges": self.merges,
+            "places": self.places,
+            "absences": [[absence.region, absence.from_s, absence.to_s] for absence in self.presence.absences()],
+            "crossing": [
+                [syncer, incarnation, to, sent, received]
+                for (syncer, incarnation), regions in self.crossing.items()
+                for to, (sent, received) in regions.items()
+            ],
             "ledger": self.ledger.dump(),
         }
 
@@ -210,7 +246,15 @@ class Monitor:
             int(learner["tokens"])
             _points(learner)
             _activity_of(learner)
+        places = {str(member): str(region) for member, region in series["places"].items()}
+        absences = [Absence(str(region), float(a), None if b is None else float(b)) for region, a, b in series["absences"]]
+        crossing: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
+        for syncer, incarnation, to, sent, received in series["crossing"]:
+            crossing.setdefault((str(syncer), int(incarnation)), {})[str(to)] = (int(sent), int(received))
+            places[str(syncer)]  # where it is, or the series are damaged
         self._drawn = {(merge["fragment"], merge["version"]) for merge in merges}
+        self.presence.resume(absences, float(series["wall_s"]))
+        self.places, self.crossing = places, crossing
         self.ledger, self.validation, self.past, self.merges = ledger, validation, past, merges
 
     def _learner(self, learner: _Learner, now_s: float) -> dict[str, Any]:
@@ -220,6 +264,7 @@ class Monitor:
         gone = now_s - learner.seen_s > GONE_S and pulse.state != "finished"
         return {
             "state": "gone" if gone else _activity(pulse),
+            "region": pulse.region or None,
             "step": pulse.step,
             "tokens": pulse.tokens,
             "tokens_merged": self._mean({index: tokens for index, (_, tokens) in merged.items()}),
@@ -234,6 +279,21 @@ class Monitor:
             "rounds_missed": sum(self.versions) - rounds_merged,
             "seen_s_ago": now_s - learner.seen_s,
         }
+
+    def _regions(self, now_s: float) -> dict[str, Any]:
+        heard, away, borders = self.heard(now_s), self.presence.away(), self.borders()
+        regions = {}
+        for name in self.presence.regions:
+            members = {member for member, region in self.places.items() if region == name}
+            regions[name] = {
+                "members": len(members),
+                "heard": len(members & heard),
+                "away_s": now_s - away[name] if name in away else None,
+                "fragments": sum(self.places.get(owner) == name for owner in self.owners),
+                "bytes_in": sum(size for (_, to), size in borders.items() if to == name),
+                "bytes_out": sum(size for (source, _), size in borders.items() if source == name),
+            }
+        return regions
 
     def _mean(self, tokens: Mapping[int, int]) -> int:
         weighted = sum(tokens.get(f.index, 0) * f.size for f in self.map.fragments)
@@ -263,6 +323,7 @@ def _extend(spans: list[tuple[float, float, str]], now_s: float, state: str, see
 def _shard(pulse: ShardPulse, ago_s: float) -> dict[str, Any]:
     return {
         "state": pulse.state,
+        "region": pulse.region or None,
         "fragments": len(pulse.fragments),
         "rounds": pulse.rounds,
         "versions": pulse.versions,
@@ -275,6 +336,11 @@ def _shard(pulse: ShardPulse, ago_s: float) -> dict[str, Any]:
         "bytes_out": pulse.bytes_up,
         "seen_s_ago": ago_s,
     }
+
+
+def _rounded(at_s: float, tokens: int, loss: float) -> list[float]:
+    """A point as the status has it, which is asked for often and over thin links."""
+    return [round(at_s, 2), tokens, round(loss, 5)]
 
 
 def _thin(points: list[Any], limit: int) -> list[Any]:

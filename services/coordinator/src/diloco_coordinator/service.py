@@ -61,6 +61,7 @@ class Coordinator:
         self._finished = False
         self._monitor: Monitor | None = None  # while this process leads
         self._heard: frozenset[str] = frozenset()  # members, as the tape has it
+        self._away: dict[str, float] = {}  # regions, as the log has it, and since when
         self._complained = False
 
     async def serve(self) -> None:
@@ -211,6 +212,7 @@ class Coordinator:
         while True:
             await asyncio.sleep(ASSIGN_EVERY_S)
             self._note_members(monitor)
+            self._note_regions(monitor)
             try:
                 table, revision = await membership.shares(self.run)
                 changed = monitor.assign(table, self._now_s())
@@ -232,6 +234,14 @@ class Coordinator:
         if heard != self._heard:
             self.tape.flush()
         self._heard = heard
+
+    def _note_regions(self, monitor: Monitor) -> None:
+        away = monitor.presence.away()
+        for region in sorted(away.keys() - self._away.keys()):
+            self.log.warning("region_away", region=region, silent_s=round(self._now_s() - away[region], 1))
+        for region in sorted(self._away.keys() - away.keys()):
+            self.log.info("region_back", region=region, away_s=round(self._now_s() - self._away[region], 1))
+        self._away = away
 
     def _at_ms(self) -> int:
         return int(self.transport.wall_s() * 1000)

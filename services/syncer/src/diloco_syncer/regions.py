@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from diloco import membership
 from diloco.core.fragments import FragmentMap
 from diloco.core.quorum import majority
-from diloco.errors import BrokerError, MessageError, RunError
+from diloco.errors import BrokerError, MessageError, RunError, StorageFullError
 from diloco.log import Log
 from diloco.membership import Run
 from diloco.observe import Logger
@@ -16,6 +16,9 @@ from diloco.tasks import end
 from diloco.transport import Transport
 
 RETRY_S = 0.5
+# fragments that are brought up to date in a region at the same time: enough to keep a long link busy, and few enough that the
+# first of them is there, and merged with again, long before the last
+CATCHING_UP = 2
 
 Connect = Callable[[], Awaitable[Transport]]
 
@@ -30,6 +33,8 @@ class Regions:
         self.own, self.run, self.map = own, run, fragment_map
         self.names = list(run.settings.regions.names)
         self.majority = majority(len(self.names))
+        self.full = False  # the own region's server has no room
+        self.turns = {name: asyncio.Semaphore(CATCHING_UP) for name in self.names}  # to catch up in each region
         self._logs = {own: log}
         self._connect = connect
         self._connected = {name: asyncio.Event() for name in self.names if name != own}
@@ -64,15 +69,31 @@ class Regions:
         """The own region's log."""
         return self._logs[self.own]
 
+    @property
+    def commits(self) -> bool:
+        """Whether a version could be committed from here: the own region has room, and with it a majority can be reached."""
+        reached = {region for region, log in self._logs.items() if log.transport.connected}
+        return self.own in reached and len(reached) >= self.majority and not self.full
+
+    def had(self, region: str, *, room: bool) -> None:
+        """A region has got an entry, or had no room for it. What counts is the own one: without it nothing is committed."""
+        if region == self.own:
+            self.full = not room
+
     async def log(self, region: str) -> Log:
         """A region's log, once there is a way to it, and the run has begun there."""
         if region != self.own:
             await self._connected[region].wait()
         return self._logs[region]
 
+    def crossing(self) -> list[tuple[str, int, int]]:
+        """By other region: payload bytes sent to its server, and received from it."""
+        others = [(region, log.transport) for region, log in self._logs.items() if region != self.own]
+        return [(region, transport.bytes_out, transport.bytes_in) for region, transport in others]
+
     async def bring_genesis(self, log: Logger) -> None:
         """See to it that the own region's log begins as the run does: with what its founder stored, in whichever region."""
-        home = self.home
+        home, complained = self.home, False
         while await home.genesis() is None:
             frame = await membership.decided(self.run)
             if frame is not None:
@@ -81,6 +102,10 @@ class Regions:
                     try:
                         await home.begin_as(source, frame)
                         break
+                    except StorageFullError as error:
+                        if not complained:
+                            log.error("storage_full", region=self.own, reason=str(error))
+                        complained = True
                     except (BrokerError, MessageError, RunError) as error:
                         log.debug("genesis_not_brought", reason=str(error))
             await asyncio.sleep(RETRY_S)

@@ -103,7 +103,7 @@ class Replication:
         return path
 
     async def _claim(self, place: _Place, tips: dict[str, Tip]) -> None:
-        log = await self.regions.log(place.region)
+        log, complained = await self.regions.log(place.region), False
         while True:
             try:
                 tip, epoch, head = await log.tip(self.fragment, self.genesis_check)
@@ -115,6 +115,7 @@ class Replication:
             except OutbidError:
                 raise
             except BrokerError as error:
+                complained = self._complain(place, error, complained)
                 self.log.debug("claim_retried", fragment=self.fragment, region=place.region, reason=str(error))
                 await asyncio.sleep(RETRY_S)
 
@@ -142,8 +143,10 @@ class Replication:
         self._writers = [group.create_task(self._write(place)) for place in self._places.values()]
 
     async def stop(self) -> None:
-        """Write no more."""
+        """Write no more; who waits for an append is told so."""
         await end(*self._writers)
+        if self._lost is None:
+            await self._lose(FenceError(f"fragment {self.fragment}: {self.syncer} writes it no more"))
 
     async def append(self, record: Record, inline: bytes, parts: Sequence[bytes]) -> int:
         """Append an entry and wait until it is committed; its sequence in the own region's stream.
@@ -186,8 +189,9 @@ class Replication:
             try:
                 if place.at is None:
                     await self._settle(place, log)
-                elif place.older:
-                    await self._store_older(place, log)
+                elif self._is_behind(place):
+                    async with self.regions.turns[place.region]:
+                        await self._catch_up(place, log)
                 elif place.at != self._newest:
                     await self._store_next(place, log)
                 elif self._is_unnoticed(place):
@@ -205,10 +209,27 @@ class Replication:
                 place.at = None
                 await asyncio.sleep(DAMAGED_RETRY_S)
             except BrokerError as error:
-                if not complained and isinstance(error, StorageFullError):
-                    self.log.error("storage_full", fragment=self.fragment, region=place.region, reason=str(error))
-                complained = True
+                complained = self._complain(place, error, complained)
                 await asyncio.sleep(RETRY_S)
+
+    def _complain(self, place: _Place, error: BrokerError, complained: bool) -> bool:
+        """Say once that a region has no room; whether that is said."""
+        if not isinstance(error, StorageFullError):
+            return complained
+        self.regions.had(place.region, room=False)
+        if complained:
+            return True
+        self.log.error("storage_full", fragment=self.fragment, region=place.region, reason=str(error))
+        return True
+
+    def _is_behind(self, place: _Place) -> bool:
+        """Whether a region misses more than the newest entry."""
+        last = self._entries[-1].previous if self._entries else self._newest
+        return bool(place.older) or place.at not in (self._newest, last)
+
+    async def _catch_up(self, place: _Place, log: Log) -> None:
+        while self._lost is None and self._is_behind(place):
+            await (self._store_older(place, log) if place.older else self._store_next(place, log))
 
     def _is_unnoticed(self, place: _Place) -> bool:
         return place.noticed < place.stored <= self.committed
@@ -261,6 +282,7 @@ class Replication:
             place.older.extend(await self._older(place, log))
             return
         place.fence = await log.append_packed(packed, place.fence)
+        self.regions.had(place.region, room=True)
         await self._reached(place, packed.check, packed.record.version, place.fence)
 
     async def _store_older(self, place: _Place, log: Log) -> None:

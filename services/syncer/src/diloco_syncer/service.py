@@ -63,7 +63,7 @@ def _ways(settings: SyncerSettings, run: Run, log: Logger) -> dict[str, Connect]
 
     def way(region: str) -> Connect:
         url = settings.region_urls[region]
-        return lambda: NatsTransport.open_bulk(url, f"{settings.name}-{region}", log)
+        return lambda: NatsTransport.open_bulk(url, f"{settings.name}-{region}", log.bind(region=region))
 
     return {name: way(name) for name in others}
 

@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -93,7 +93,7 @@ class Shard:
         self._copies: Copies
         self._following: asyncio.Task[None] | None = None
         self._reaching: asyncio.Task[None] | None = None
-        self._table_unknown = self._archive_full = False
+        self._table_unknown = self._archive_full = self._unable = False
 
     async def serve(self) -> None:
         """Own what the table says, or stand by, to the end of the run.
@@ -292,7 +292,10 @@ class Shard:
     async def _keep(self, copy: Copy) -> None:
         """A followed fragment has a new entry: in a region that does not own it, somebody has to store its keyframes."""
         index, chain = copy.replica.chain.fragment, copy.replica.chain
-        if self.regions is None or not self.ownership.keeps(index, asyncio.get_running_loop().time()):
+        if self.regions is None:
+            return
+        self.regions.had(self.regions.own, room=True)
+        if not self.ownership.keeps(index, asyncio.get_running_loop().time()):
             return
         size = fold.keyframe_bytes(copy.replica.theta.size, copy.replica.optimizer.moments)
         if copy.log_bytes < self.run.settings.log.keyframe_factor * size:
@@ -658,20 +661,36 @@ class Shard:
 
     async def _pulse_regularly(self) -> None:
         while True:
+            if self.regions is not None:
+                self._look_around(self.regions)
             if self.transport.connected:  # what would be sent later says nothing about now
                 await self._pulse()
             await asyncio.sleep(self.ownership.pulse_s)
 
+    def _look_around(self, regions: Regions) -> None:
+        """Find out whether anything can be committed from here, and say when that changes."""
+        now_s, before = asyncio.get_running_loop().time(), self._unable
+        self.ownership.reach(regions.commits, now_s)
+        self._unable = self.ownership.unable(now_s)
+        if self._unable and not before:
+            reason = "no room in the own region" if regions.full else "no majority of regions can be reached"
+            self.log.warning("commits_nothing", reason=reason)
+        elif before and not self._unable:
+            self.log.info("commits_again")
+        if before != self._unable:
+            self._governed.set()
+
     async def _pulse(self) -> None:
         now_s, ownership = asyncio.get_running_loop().time(), self.ownership
         rounds = [(index, owned.round) for index, owned in sorted(self.owned.items())]
+        crossing = self.regions.crossing() if self.regions is not None else []
         self.pulses += 1
         pulse = ShardPulse(
             syncer=self.settings.name,
             region=self.settings.region or "",
             incarnation=ownership.incarnation,
             number=self.pulses,
-            state="leaving" if ownership.leaving else "owner" if ownership.holds or self.owned else "standby",
+            state=self._state(),
             revision=ownership.revision,
             fragments=sorted(self.owned.keys() | self._taking),
             closed=sorted(self._closed()),
@@ -683,10 +702,18 @@ class Shard:
                 if round_.opened_at_s is not None
             ],
             refused=self.refused.total,
-            bytes_up=self.transport.bytes_out,
-            bytes_down=self.transport.bytes_in,
+            bytes_up=self.transport.bytes_out + sum(sent for _, sent, _ in crossing),
+            bytes_down=self.transport.bytes_in + sum(received for _, _, received in crossing),
+            crossing=crossing,
         )
         await self.transport.publish(self.subjects.shard(self.settings.name), messages.pack(pulse, self.run.identity))
+
+    def _state(self) -> Literal["owner", "standby", "leaving", "unable"]:
+        if self._unable:
+            return "unable"
+        if self.ownership.leaving:
+            return "leaving"
+        return "owner" if self.ownership.holds or self.owned else "standby"
 
     def _refuse(self, sender: str, error: MessageError, **values: Any) -> None:
         self.refused.note(sender, type(error).__name__, reason=str(error), **values)

@@ -24,6 +24,7 @@ PULSES = 6  # in the time after which a silent syncer is gone
 RIVAL_PULSES = 4
 # of an even share: a fragment moves only between syncers whose loads differ by more than this
 UNEVEN = 0.1
+RETURN = 2.0  # so many times away_s a region has to be there again before it is given anything
 
 
 class OwnersTable(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -98,6 +99,7 @@ def _seat(holders: list[str], live: set[str], shards: int, regions: Mapping[str,
 class _Peer:
     pulse: ShardPulse
     at_s: float
+    since_s: float  # when it was first heard, or again after it had been gone
 
 
 class Ownership:
@@ -129,6 +131,7 @@ class Ownership:
         self._read_at_s = -math.inf  # when the table was last read, and the newest revision that others knew then
         self._read_for = 0
         self._still_since_s = -math.inf  # when its revision last changed
+        self._unable_since_s = math.inf  # nothing can be committed from here
 
     @property
     def pulse_s(self) -> float:
@@ -168,7 +171,8 @@ class Ownership:
             started_again = gone and pulse.incarnation != known.pulse.incarnation  # with its clock set back
             if not started_again:
                 return False  # repeated or late
-        self._peers[pulse.syncer] = _Peer(pulse, now_s)
+        returns = known is None or gone or (known.pulse.state == "unable" and pulse.state != "unable")
+        self._peers[pulse.syncer] = _Peer(pulse, now_s, now_s if known is None or returns else known.since_s)
         if known is None or gone or pulse.revision > self.revision:
             return True
         before = known.pulse
@@ -200,19 +204,31 @@ class Ownership:
         """Somebody else has written as an owner: read the table before anything is taken over again."""
         self._read_at_s = -math.inf
 
+    def reach(self, commits: bool, now_s: float) -> None:
+        """Take in whether a version could be committed from here: whether there is room, in a majority that can be reached."""
+        self._unable_since_s = math.inf if commits else min(self._unable_since_s, now_s)
+
+    def unable(self, now_s: float) -> bool:
+        """Whether nothing could be committed from here for so long that others are to do it.
+
+        Such a syncer is heard, since the control store may be reached by another way than the regions' servers.
+        """
+        return now_s - self._unable_since_s >= self.away_s
+
     def live(self, now_s: float) -> set[str]:
         """The syncers that fragments may go to."""
-        names = {name for name, peer in self._peers.items() if peer.pulse.state != "leaving"}
+        names = {name for name, peer in self._peers.items() if peer.pulse.state not in ("leaving", "unable")}
         names |= {name for name in self._named() if name not in self._peers}  # not heard yet: perhaps only not yet
         names = {name for name in names - {self.name} if not self._gone(name, now_s)}
-        return names if self.leaving else names | {self.name}
+        return names if self.leaving or self.unable(now_s) else names | {self.name}
 
     def propose(self, now_s: float) -> OwnersTable | None:
         """The table to put in the place of the known one, or None.
 
         The first table waits for ``shards`` syncers, but no longer than ``FIRST_TABLE_S``, so that a start does not deal
         twice. What only makes loads more even, or fills a place that nobody waits for, waits until the table has been still
-        for a while: two syncers that do not hear the same ones would otherwise change it in turn, and fast.
+        for a while: two syncers that do not hear the same ones would otherwise change it in turn, and fast. Who has just come
+        to a run with regions gets nothing yet: its region may have been cut off, and has to catch up over the same links.
         """
         live = self.live(now_s)
         if self.table is None:
@@ -221,8 +237,10 @@ class Ownership:
                 return None
         elif not self._hears(now_s):
             return None  # cut off, or its region's server is away: who is there is for others to say
-        elif self._named() <= live and now_s - self._still_since_s < 2 * self.takeover_s:
-            return None
+        elif self._named() <= live:
+            if now_s - self._still_since_s < 2 * self.takeover_s:
+                return None
+            live -= {name for name in live - self._named() if self._is_fresh(name, now_s)}
         return plan(self.table, live, self.sizes, self.shards, self._regions())
 
     def keeps(self, fragment: int, now_s: float) -> bool:
@@ -244,14 +262,17 @@ class Ownership:
         return {fragment for fragment, owner in enumerate(self.table.owners) if owner == self.name}
 
     def may_take(self, fragment: int, now_s: float) -> bool:
-        """Whether a fragment of the table's is free: nobody alive still owns it.
+        """Whether a fragment of the table's is free: nobody alive still owns it, who could commit anything.
 
         Nothing is, until this syncer has heard the others for two pulses, nor before it has read a table that it found wrong.
         """
         heard_s = now_s - self._hearing_since_s if self._hears(now_s) else 0.0
         if self.leaving or self._read_at_s == -math.inf or heard_s < 2 * self.pulse_s:
             return False
-        return not any(fragment in peer.pulse.fragments and not self._gone(name, now_s) for name, peer in self._peers.items())
+        return not any(
+            fragment in peer.pulse.fragments and peer.pulse.state != "unable" and not self._gone(name, now_s)
+            for name, peer in self._peers.items()
+        )
 
     def _named(self) -> set[str]:
         return {*self.table.holders, *self.table.owners} if self.table else set()
@@ -267,6 +288,10 @@ class Ownership:
         heard_at_s = peer.at_s if peer else -math.inf
         silence_s = self.takeover_s if self._near(peer, now_s) else self.away_s
         return self._hears(now_s) and now_s - max(heard_at_s, self._hearing_since_s) >= silence_s
+
+    def _is_fresh(self, name: str, now_s: float) -> bool:
+        since_s = self._hearing_since_s if name == self.name else self._peers[name].since_s
+        return bool(self.region) and now_s - since_s < RETURN * self.away_s
 
     def _near(self, peer: _Peer | None, now_s: float) -> bool:
         """Whether a silence is the peer's own: others of its region are heard, or it is this one's region."""

@@ -27,11 +27,10 @@ from diloco.nats import streams
 from diloco.nats.connection import Link, wait_connected
 from diloco.transport import Fence
 
-FLOW_MESSAGES = 16  # parts between two of the server's acknowledgements
 ID_HEADER = "Nats-Msg-Id"
 HEADER_BYTES = 1 << 10  # the server counts headers as payload
 FENCE_RETRY_S = 0.02
-FLOWS_AHEAD = 2  # so at most 16 MiB of parts of 512 KiB are in flight
+FLOWS_AHEAD = 2  # so at most 16 MiB of parts of 512 KiB are in flight, 2 MiB between regions
 
 # error codes of the JetStream API
 _WRONG_LAST_SEQUENCE = (10071, 10164)
@@ -97,7 +96,7 @@ async def _append_batch(
     fence: Fence | None,
     timeout_s: float,
 ) -> int:
-    batch = _Batch(link.bulk, subject, timeout_s)
+    batch = _Batch(link.bulk, subject, timeout_s, link.flow_messages)
     part_fence = None if link.fences_heads_only else fence
     try:
         await batch.start()
@@ -143,10 +142,9 @@ async def append_one(
 class _Batch:
     """One fast-ingest batch."""
 
-    def __init__(self, client: Client, head: str, timeout_s: float) -> None:
-        self.client, self.head, self.timeout_s = client, head, timeout_s
+    def __init__(self, client: Client, head: str, timeout_s: float, flow: int) -> None:
+        self.client, self.head, self.timeout_s, self.flow = client, head, timeout_s, flow
         self.sent = self.acknowledged = 0
-        self.flow = FLOW_MESSAGES
         self.started = False
         self.prefix, self.identifier = client.new_inbox(), uuid.uuid4().hex
         self.news = asyncio.Event()

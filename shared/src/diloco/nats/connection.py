@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
@@ -22,10 +23,14 @@ from diloco.observe import Logger
 READ_BUFFER_BYTES = 1 << 20
 CONNECT_TIMEOUT_S = 2.0
 JETSTREAM_TIMEOUT_S = 2.0  # a cluster that has no leader yet does not answer
+OLDEST_SERVER = (2, 14)  # the first one that takes batches which are acknowledged on their way (ADR-50, fast ingest)
 FLUSH_TIMEOUT_S = 5
 RETRY_S = 0.5
 PING_S = 2.0  # a frozen server is noticed at the third ping
 POLL_S = 0.05
+# parts of an append between two of the server's acknowledgements; to another region fewer, so that something comes back in time
+FLOW_MESSAGES = 16
+FAR_FLOW_MESSAGES = 2
 COMPLAIN_EVERY_S = 10.0
 
 
@@ -43,11 +48,24 @@ def malloc_environment() -> dict[str, str]:
     }
 
 
+class _Client(Client):  # type: ignore[misc]  # nats-py is not typed
+    """A client to which a message shows that the server is there, as a pong does.
+
+    Over a thin link a pong waits behind all that the server had to send before, for longer than a silent server is waited
+    for; and who connects anew has it sent again, without end.
+    """
+
+    async def _process_msg(self, *message: Any) -> None:
+        self._pings_outstanding = 0
+        await super()._process_msg(*message)
+
+
 class Link:
     """Two connections that are remade for ever. Made by :meth:`open`."""
 
-    def __init__(self, control: Client, bulk: Client) -> None:
-        self.control, self.bulk = control, bulk
+    def __init__(self, control: Client, bulk: Client, flow_messages: int = FLOW_MESSAGES) -> None:
+        """``flow_messages``: parts of an append between two of the server's acknowledgements."""
+        self.control, self.bulk, self.flow_messages = control, bulk, flow_messages
         self.fences_heads_only = False  # found out by :func:`diloco.nats.append.append`
         self.replicas: dict[str, int] = {}  # by stream, found out by :mod:`diloco.nats.streams`
 
@@ -59,7 +77,7 @@ class Link:
 
         Raises:
             SettingsError: a URL is none of NATS.
-            BrokerError: no server in time, or one without JetStream; the URL is named.
+            BrokerError: no server in time, or one that is too old or without JetStream; the URL is named.
         """
         control_urls, bulk_urls = checked(control_url), checked(bulk_url)
         async with contextlib.AsyncExitStack() as opened:
@@ -68,7 +86,7 @@ class Link:
             bulk = await _connect(bulk_urls, f"{name}-bulk", log, give_up_after_s)
             opened.push_async_callback(_close, bulk)
             for client, urls in ((control, control_urls), (bulk, bulk_urls)):
-                await _check_jetstream(client, urls, log, give_up_after_s)
+                await _check_server(client, urls, log, give_up_after_s)
             opened.pop_all()
         return cls(control, bulk)
 
@@ -76,17 +94,19 @@ class Link:
     async def open_bulk(cls, url: str, name: str, log: Logger) -> Self:
         """Connect to another region's server, whose streams alone are of interest: one connection, which serves for both.
 
+        A server that cannot be used, too, is that region's own trouble: it is waited for until it is another one.
+
         Raises:
             SettingsError: a URL is none of NATS.
-            BrokerError: a server without JetStream; the URL is named.
+            BrokerError: the server turns us away; the URL is named.
         """
         urls = checked(url)
         async with contextlib.AsyncExitStack() as opened:
             bulk = await _connect(urls, f"{name}-bulk", log, None)
             opened.push_async_callback(_close, bulk)
-            await _check_jetstream(bulk, urls, log, None)
+            await _check_server(bulk, urls, log, None, wait_for_another=True)
             opened.pop_all()
-        return cls(bulk, bulk)
+        return cls(bulk, bulk, FAR_FLOW_MESSAGES)
 
     @property
     def bytes_in(self) -> int:
@@ -132,28 +152,60 @@ def _checked_one(url: str) -> str:
     return full
 
 
-async def _check_jetstream(client: Client, urls: list[str], log: Logger, give_up_after_s: float | None) -> None:
+async def _check_server(
+    client: Client, urls: list[str], log: Logger, give_up_after_s: float | None, *, wait_for_another: bool = False
+) -> None:
+    """Find out whether a server can hold a run's streams; one that only does not answer yet is waited for.
+
+    ``wait_for_another``: one that cannot is waited for too, as it may be started again with what it lacks.
+
+    Raises:
+        BrokerError: it cannot, or does not answer in time.
+    """
     clock = asyncio.get_running_loop().time
-    began_s = clock()
+    began_s, complained_s, before = clock(), -math.inf, ""
     while True:
-        try:
-            await client.jetstream(timeout=JETSTREAM_TIMEOUT_S).account_info()
+        unfit = await _unfit(client)
+        if unfit is None:
             return
-        except (nats.js.errors.ServiceUnavailableError, nats.errors.NoRespondersError, nats.js.errors.NotFoundError):
-            raise BrokerError(
-                f"NATS at {_shown(urls)}: JetStream is not enabled; start nats-server with -js, or put "
-                "`jetstream {}` into its configuration"
-            ) from None
-        except (nats.errors.Error, TimeoutError) as error:
-            reason = f"JetStream does not answer: {str(error) or type(error).__name__}"
-            if client.is_closed or (give_up_after_s is not None and clock() - began_s >= give_up_after_s):
-                raise BrokerError(f"NATS at {_shown(urls)}: {reason}") from None
-            log.warning("waiting_for_nats", url=_shown(urls), reason=reason)
+        reason, silent = unfit
+        late = give_up_after_s is not None and clock() - began_s >= give_up_after_s
+        if client.is_closed or late or not (silent or wait_for_another):
+            raise BrokerError(f"NATS at {shown(urls)}: {reason}")
+        if reason != before or clock() - complained_s >= COMPLAIN_EVERY_S:
+            complained_s, before = clock(), reason
+            log.warning("waiting_for_nats", url=shown(urls), waited_s=round(clock() - began_s, 1), reason=reason)
+        await asyncio.sleep(RETRY_S)
+
+
+async def _unfit(client: Client) -> tuple[str, bool] | None:
+    """Why the server cannot hold a run's streams, and whether that is only that it does not answer yet; None: it can."""
+    version = _version(client)
+    if version is not None and version < OLDEST_SERVER:
+        found, oldest = (".".join(map(str, numbers)) for numbers in (version, OLDEST_SERVER))
+        return f"nats-server {found} is too old: at least {oldest} is needed", False
+    try:
+        await client.jetstream(timeout=JETSTREAM_TIMEOUT_S).account_info()
+    except (nats.js.errors.ServiceUnavailableError, nats.errors.NoRespondersError, nats.js.errors.NotFoundError):
+        return "JetStream is not enabled; start nats-server with -js, or put `jetstream {}` into its configuration", False
+    except (nats.errors.Error, TimeoutError) as error:
+        return f"JetStream does not answer: {str(error) or type(error).__name__}", True
+    return None
+
+
+def _version(client: Client) -> tuple[int, ...] | None:
+    """The server's version, if it has said one that can be read."""
+    version = client.connected_server_version
+    try:
+        numbers = version.major, version.minor, version.patch
+    except ValueError:
+        return None
+    return numbers if any(numbers) else None
 
 
 async def _connect(urls: list[str], name: str, log: Logger, give_up_after_s: float | None) -> Client:
     nats.aio.client.DEFAULT_BUFFER_SIZE = READ_BUFFER_BYTES
-    client = Client()
+    client = _Client()
     clock = asyncio.get_running_loop().time
     began_s = complained_s = clock()
     reason = "no answer"
@@ -172,14 +224,14 @@ async def _connect(urls: list[str], name: str, log: Logger, give_up_after_s: flo
             raise error  # waiting would not help
         if clock() - complained_s >= COMPLAIN_EVERY_S or complained_s == began_s:
             complained_s = clock()
-            log.warning("waiting_for_nats", url=_shown(urls), waited_s=round(clock() - began_s, 1), reason=reason)
+            log.warning("waiting_for_nats", url=shown(urls), waited_s=round(clock() - began_s, 1), reason=reason)
 
     async def on_disconnect() -> None:
         if not client.is_closed:  # else it was us
-            log.warning("nats_disconnected", connection=name, url=_shown(urls))
+            log.warning("nats_disconnected", connection=name, url=shown(urls))
 
     async def on_reconnect() -> None:
-        log.info("nats_reconnected", connection=name, url=_shown(urls))
+        log.info("nats_reconnected", connection=name, url=shown(urls))
 
     # without a limit of attempts the client also waits by itself for a server that is not there yet
     connecting = asyncio.ensure_future(
@@ -210,7 +262,7 @@ async def _connect(urls: list[str], name: str, log: Logger, give_up_after_s: flo
             await asyncio.wait({connecting})
             await client.close()
     raise BrokerError(
-        f"NATS: no connection to {_shown(urls)} (tried for {clock() - began_s:.0f} s): {reason}; "
+        f"NATS: no connection to {shown(urls)} (tried for {clock() - began_s:.0f} s): {reason}; "
         "start a server there, or give another URL"
     )
 
@@ -261,7 +313,7 @@ async def wait_connected(client: Client, timeout_s: float, what: str) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def _shown(urls: list[str]) -> str:
+def shown(urls: list[str]) -> str:
     """URLs without their credentials."""
     shown = []
     for url in urls:

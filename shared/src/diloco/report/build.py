@@ -11,6 +11,7 @@ from diloco.core.fragments import FragmentMap
 from diloco.core.ledger import Ledger
 from diloco.errors import ChainError, RunError
 from diloco.log import Log
+from diloco.report import regions
 from diloco.rundir import RunDirectory
 from diloco.tape import load_all
 
@@ -68,8 +69,13 @@ def build(
     series: Mapping[str, Any],
     ledger: Ledger,
     evaluation: Mapping[str, Any],
+    links: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The report as ``docs/report.md`` describes it."""
+    """The report as ``docs/report.md`` describes it. ``links``: of an emulated WAN, by name; empty without one.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: the series or the evaluation are damaged.
+    """
     settings = directory.settings
     sizes = [fragment.size for fragment in fragment_map.fragments]
     validation = [list(point) for point in series["validation"]]
@@ -84,6 +90,7 @@ def build(
     # a ring all-reduce of bfloat16 gradients at every step sends, and receives, 2 (M - 1) / M of the model a learner
     ring = 2 * max(0, len(learners) - 1) / max(1, len(learners))
     data_parallel = round(2 * steps * ring * fragment_map.parameters * BFLOAT16_BYTES)
+    places = regions.describe(settings.regions.names, series, owners)
     final_loss = evaluation.get("val_loss", validation[-1][2] if validation else None)
     return {
         "format": FORMAT,
@@ -136,7 +143,10 @@ def build(
             "bytes_down": bytes_down,
             "bytes_data_parallel": data_parallel,
             "ratio": data_parallel / (bytes_up + bytes_down) if bytes_up + bytes_down else None,
+            "borders": regions.borders(settings.regions.names, series, links),
         },
+        "regions": places,
+        "together": regions.together(places, series["merges"], series["wall_s"]) if places else [],
         "settings": settings.model_dump(),
         "sample": evaluation.get("sample"),
         "series": {
@@ -176,6 +186,7 @@ def _learner(
     merged = sum(cursor.versions for cursor in cursors if cursor)
     tokens_merged = _mean([cursor.tokens if cursor else 0 for cursor in cursors], sizes)
     return {
+        "region": heard["region"],
         "steps": heard["step"],
         "tokens_processed": processed,
         "tokens_merged": tokens_merged,

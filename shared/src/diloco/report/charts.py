@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -22,6 +23,8 @@ MAX_DOTS = 40  # of a strong line that are marked one by one
 MAX_SPANS = 600  # of one learner's timeline
 MAX_MERGES = 2500
 MAX_FRAGMENTS = 64
+LABEL_WIDTH = 130  # of an absence, from which on it is written into it
+CARRIED = 2.0  # times the usual number of steps: an offer that holds more brings work along that was carried over
 
 STATES = ("starting", "stepping", "sending", "waiting", "recovering", "closing", "leaving", "finished", "left", "gone")
 _TIME_STEPS_S = (1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
@@ -202,7 +205,7 @@ def merges(rounds: Sequence[Mapping[str, Any]], colours: Mapping[str, str], end_
     hits = []
     for merged in drawn:
         x, y = left + float(merged["wall_s"]) * scale, places[int(merged["fragment"])] + 3
-        members = {str(name): (weight, staleness) for name, weight, staleness in merged["members"]}
+        members = {str(name): (weight, staleness) for name, weight, staleness, _ in merged["members"]}
         for name, number in lanes.items():
             rect = f"M{x:.1f} {y + number * lane:.1f}h{mark:g}v{lane - 0.6:g}h-{mark:g}z"
             if name in members:
@@ -235,6 +238,110 @@ def _merge_tip(merged: Mapping[str, Any], members: Mapping[str, tuple[float, int
         late = f", {staleness} version{'s' if staleness != 1 else ''} behind" if staleness else ""
         lines.append(f"{name}  {share(weight, 1)}{late}")
     return "\n".join(lines)
+
+
+def _began_s(points: Sequence[Point], at_s: float, steps: int) -> float:
+    """When a learner began the last ``steps`` of the steps that it had taken by ``at_s``; between two times it went evenly."""
+    reached = 0.0
+    path: list[Point] = []
+    for time_s, step in points:  # a process that begins again may have to take some steps once more
+        if step > reached:
+            path.append((time_s, step))
+            reached = step
+    if not path:
+        return at_s
+    began = max(0.0, _between(path, at_s) - steps)
+    return min(at_s, _between([(step, time_s) for time_s, step in path], began))
+
+
+def _between(points: Sequence[Point], x: float) -> float:
+    """The value at ``x``, not below 0, on the way from the origin through points that grow both ways; beyond them the last."""
+    after = bisect_right(points, x, key=lambda point: point[0])
+    if after == len(points):
+        return points[-1][1]
+    (x0, y0), (x1, y1) = points[after - 1] if after else (0.0, 0.0), points[after]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A region of a run, as it is drawn: its learners, each with times (s) and its step then, and when it was away."""
+
+    name: str
+    css: str
+    learners: Mapping[str, Sequence[Point]]
+    absences: Sequence[tuple[float, float]]
+
+
+def regions(rounds: Sequence[Mapping[str, Any]], groups: Sequence[Group], homes: Mapping[str, str], end_s: float) -> str:
+    """Who was merged when: a lane a learner, in it a row a fragment, and a mark for each of its offers that was merged.
+
+    A mark has the colour of the region that owned the fragment then; ``homes`` gives each syncer's. From a mark whose offer
+    held much more work than usual a pale line goes back over the time that the work took. Shaded: the region was away.
+    """
+    fragments = sorted({int(merged["fragment"]) for merged in rounds})[:MAX_FRAGMENTS]
+    lanes = [name for group in groups for name in group.learners]
+    if not fragments or not lanes or not end_s > 0:
+        return '<p class="empty">Nothing was merged.</p>'
+    rounds = [merged for merged in rounds if int(merged["fragment"]) in set(fragments)]
+    drawn = rounds[:: -(-len(rounds) // MAX_MERGES)]
+    wide, left, right, mark, title, gap = 1120, 110, 12, 4.0, 22, 5
+    lane = min(72.0, max(14.0, 480 / len(lanes)))
+    row = lane / len(fragments)
+    scale = (wide - left - right - mark) / end_s
+    rows = {fragment: number * row for number, fragment in enumerate(fragments)}
+    colours = {group.name: group.css for group in groups}
+    steps = sorted(int(member[3]) for merged in rounds for member in merged["members"])
+    usual = steps[len(steps) // 2] if steps else 0
+
+    tops: dict[str, float] = {}
+    parts, y = [], 0.0
+    for group in groups:
+        height = title + len(group.learners) * (lane + gap)
+        parts.append(_across("grid", left, wide - right, y))
+        parts.append(f'<rect x="{left - 108}" y="{y + 7:.1f}" width="10" height="10" rx="3" style="fill:{group.css}"/>')
+        parts.append(_text("region", left - 92, y + 16, "start", group.name))
+        for from_s, to_s in group.absences:
+            x, length = left + from_s * scale, max(1.0, (to_s - from_s) * scale)
+            said = f"not heard, {duration(from_s)} to {duration(to_s)}"
+            parts.append(
+                f'<rect class="away" x="{x:.1f}" y="{y:.1f}" width="{length:.1f}" height="{height:.1f}" '
+                f'data-tip="{escape(group.name)}: {said}"/>'
+            )
+            if length >= LABEL_WIDTH:
+                parts.append(_text("away", x + length / 2, y + 16, "middle", said))
+        for number, name in enumerate(group.learners):
+            tops[name] = y + title + number * (lane + gap)
+            parts.append(_row_name(name, left, tops[name] + lane / 2))
+        y += height
+
+    marks: dict[str, list[str]] = {}
+    carried: dict[str, list[str]] = {}
+    paces = {name: points for group in groups for name, points in group.learners.items()}
+    for merged in drawn:
+        css = colours.get(homes.get(str(merged.get("syncer")), ""), "var(--soft)")
+        at_s = float(merged["wall_s"])
+        x = left + at_s * scale
+        for name, _, _, held in merged["members"]:
+            if str(name) not in tops:
+                continue
+            top = tops[str(name)] + rows[int(merged["fragment"])]
+            marks.setdefault(css, []).append(f"M{x:.1f} {top:.1f}h{mark:g}v{max(0.8, row - 0.5):.1f}h-{mark:g}z")
+            if held > CARRIED * usual:
+                back = (at_s - _began_s(paces[str(name)], at_s, held)) * scale
+                carried.setdefault(css, []).append(
+                    f"M{x - back:.1f} {top:.1f}h{back:.1f}v{max(0.8, row - 0.5):.1f}h-{back:.1f}z"
+                )
+    parts.insert(0, _time_axis(end_s, left, scale, y))
+    parts.extend(f'<path class="carried" d="{"".join(rects)}" style="fill:{css}"/>' for css, rects in carried.items())
+    parts.extend(f'<path d="{"".join(rects)}" style="fill:{css}"/>' for css, rects in marks.items())
+    away = [
+        f"{group.name} was not heard from {duration(from_s)} to {duration(to_s)}"
+        for group in groups
+        for from_s, to_s in group.absences
+    ]
+    label = "; ".join([f"Merged offers over time, by learner, in {len(groups)} regions", *away])
+    return f'<svg class="rows" viewBox="0 0 {wide} {y + 24:.0f}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
 def _joined(spans: Sequence[tuple[float, float, str]], end_s: float) -> list[tuple[float, float, str]]:

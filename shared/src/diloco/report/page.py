@@ -22,6 +22,7 @@ from diloco.report.units import MISSING, count, decimal, duration, share, size
 
 Report = Mapping[str, Any]
 
+MAX_PERIODS = 9
 _COLOURS = 8  # --s0 to --s7 of the style sheet
 _ACCENT, _PLAIN = "var(--accent)", "var(--parallel)"
 
@@ -49,6 +50,7 @@ def render_html(report: Report) -> str:
             _baselines_and_traffic(report),
             _activity(report),
             _merges(report),
+            _regions(report),
             _learners(report),
             _fragments(report),
             _data(report),
@@ -217,6 +219,83 @@ def _merges(report: Report) -> str:
         f"was made from an older version. Point at one for weights and times.{some}",
         _toggles(colours.items()) + _wide(picture),
     )
+
+
+def _regions(report: Report) -> str:
+    """Who was merged with whom, in a run with regions, and what crossed between them."""
+    regions: Mapping[str, Mapping[str, Any]] = report.get("regions") or {}
+    if not regions:
+        return ""
+    points, end_s = (report.get("series") or {}).get("learners") or {}, _end_s(report)
+    groups = [
+        charts.Group(
+            str(name),
+            f"var(--s{place % _COLOURS})",
+            {
+                str(member): [(float(at_s), float(step)) for at_s, _, step, _ in points.get(member, ())]
+                for member in sorted(region["learners"], key=_natural)
+            },
+            [(float(from_s), end_s if to_s is None else float(to_s)) for from_s, to_s in region["absences"]],
+        )
+        for place, (name, region) in enumerate(regions.items())
+    ]
+    homes = {str(syncer): str(name) for name, region in regions.items() for syncer in region["syncers"]}
+    rounds: Sequence[Mapping[str, Any]] = (report.get("series") or {}).get("merges") or []
+    legend = "".join(f'<span><i style="background:{group.css}"></i>{escape(group.name)}</span>' for group in groups)
+    return _section(
+        "Who was merged with whom",
+        "A lane for each learner, and in it a row for each fragment: a mark is an offer that was merged, in the colour of the "
+        "region that owned the fragment then. A pale line goes back from an offer that brought more work than usual, over the "
+        "time in which it was done. Shaded: nobody of the region was heard.",
+        f'<div class="legend">{legend}</div>'
+        + _wide(charts.regions(rounds, groups, homes, end_s))
+        + _periods(report)
+        + _borders(report),
+    )
+
+
+def _periods(report: Report) -> str:
+    periods: Sequence[Mapping[str, Any]] = report.get("together") or []
+    tables = "".join(_period(period) for period in periods[:MAX_PERIODS])
+    left_out = f" The first {MAX_PERIODS} of {len(periods)} periods are here." if len(periods) > MAX_PERIODS else ""
+    said = "In how many versions two learners were merged together; with itself: in how many a learner was merged." + left_out
+    return f'<h3>Merged together</h3>{_note(said)}<div class="periods">{tables}</div>' if tables else ""
+
+
+def _period(period: Mapping[str, Any]) -> str:
+    learners = [str(name) for name in period["learners"]]
+    away = f"{', '.join(str(name) for name in period['away'])} away" if period["away"] else "all here"
+    when = f"{duration(period['from_s'])} to {duration(period['to_s'])}: {away}, {count(period['versions'])} versions"
+    rows = []
+    for name, row in zip(learners, period["together"], strict=True):
+        cells = [f'<td style="{_shade(_ratio(times, period["versions"]))}">{count(times)}</td>' for times in row]
+        rows.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>')
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in learners)
+    return (
+        f"<table><caption>{escape(when)}</caption><thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def _shade(part: float | None) -> str:
+    return f"background:color-mix(in srgb, var(--accent) {round(45 * min(1.0, part or 0.0))}%, transparent)"
+
+
+def _borders(report: Report) -> str:
+    borders: Sequence[Mapping[str, Any]] = (report.get("traffic") or {}).get("borders") or []
+    if not borders:
+        return ""
+    emulated = any(border.get("link") for border in borders)
+    head = ("from and to", "syncers' payload", *(("link: bulk", "control", "headers") if emulated else ()))
+    rows = []
+    for border in borders:
+        link: Mapping[str, Any] = border.get("link") or {}
+        sizes = [link.get(key) for key in ("bulk_bytes", "control_bytes", "header_bytes_estimated")] if emulated else []
+        ends = escape(f"{border.get('from', '')} → {border.get('to', '')}")
+        rows.append([ends, *(size(value) for value in [border.get("payload_bytes"), *sizes])])
+    said = "Messages as the syncers on both sides count them" + (
+        "; and all that the emulated links carried, with TCP's and IP's headers as estimated." if emulated else "."
+    )
+    return f"<h3>Bytes between regions</h3>{_note(said)}{_wide(_table(head, rows))}"
 
 
 def _learners(report: Report) -> str:

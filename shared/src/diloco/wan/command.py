@@ -43,7 +43,7 @@ AnyLinks = Annotated[
 def serve(path: Annotated[Path, typer.Argument(metavar="CONFIG", help="The relay's TOML file.")]) -> None:
     """Run the relay until it is ended."""
     config = load(path)
-    observe.configure("wan", "", level=config.log_level, fmt=config.log_format)
+    observe.configure("wan", "", level=config.log_level, fmt=config.log_format, file=config.log_file)
     asyncio.run(_serve(config))
 
 

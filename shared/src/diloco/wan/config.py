@@ -96,6 +96,7 @@ class _File(_Section):
     seed: int = Field(0, description="of the jitter")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
+    log_file: Path | None = Field(None, description="gets the log as JSON lines, instead of stderr")
     defaults: dict[str, Any] = {}
     links: dict[str, dict[str, Any]] = {}
     routes: list[dict[str, Any]] = Field(min_length=1)
@@ -109,6 +110,7 @@ class Config:
     seed: int
     log_level: Literal["debug", "info", "warning", "error"]
     log_format: Literal["json", "console"]
+    log_file: Path | None
     links: Mapping[str, LinkSettings]
     routes: tuple[RouteSettings, ...]
 
@@ -139,7 +141,7 @@ def checked(values: Mapping[str, Any], source: str) -> Config:
                 f"{source}, [links.{name}]: no route passes this link{nearest(name, names)}; there are {', '.join(names)}"
             )
     links = {name: parse(LinkSettings, file.defaults | file.links.get(name, {}), f"{source}, [links.{name}]") for name in names}
-    return Config(file.control, file.seed, file.log_level, file.log_format, links, routes)
+    return Config(file.control, file.seed, file.log_level, file.log_format, file.log_file, links, routes)
 
 
 def _check_routes(control: str, routes: tuple[RouteSettings, ...], source: str) -> None:

@@ -29,6 +29,7 @@ ATTEMPT_BYTES = 8
 MAX_MEMBERS = 4096
 MAX_FRAGMENTS = 4096
 MAX_SYNCERS = 1024
+MAX_REGIONS = 64
 MAX_SHARES = 1 << 14
 MAX_RANGES = 64
 MAX_FRAME_BYTES = 1 << 20
@@ -74,6 +75,7 @@ class Pulse(Message, frozen=True):
     kind = "pulse"
 
     learner: MemberName
+    region: Region
     incarnation: Count
     role: Literal["learner", "evaluator"]
     state: Literal["starting", "stepping", "waiting", "recovering", "closing", "leaving", "left", "finished"]
@@ -104,7 +106,7 @@ class ShardPulse(Message, frozen=True):
     region: Region
     incarnation: Count
     number: Count  # of this incarnation's pulses
-    state: Literal["owner", "standby", "leaving"]
+    state: Literal["owner", "standby", "leaving", "unable"]
     revision: Count  # of the owners table that it goes by; 0 for none
     fragments: Counts  # that it owns, or is about to
     closed: Counts  # fragments whose log it knows to be closed
@@ -115,6 +117,8 @@ class ShardPulse(Message, frozen=True):
     refused: Count
     bytes_up: Count
     bytes_down: Count
+    crossing: Annotated[list[tuple[Region, Count, Count]], Meta(max_length=MAX_REGIONS)]
+    # of these bytes: sent to and received from the servers of other regions
 
 
 class CoordinatorPulse(Message, frozen=True):

@@ -1,0 +1,64 @@
+"""A task whose step takes a set time and hardly any processor, as it does for a service whose accelerators do the work.
+
+    BENCH_STEP_S=0.25 PYTHONPATH=bench diloco up --set task.name=island:make --set task.layers=24 --set task.width=256
+
+It has ``task.layers`` tensors of ``task.width`` squared, which learn to turn noise into other noise. A benchmark of
+links asks what the services send and when; the time that two cores need for three models at once would hide it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.settings import TaskSettings
+
+TOKENS = 1024
+
+
+class Island:
+    """Square tensors, by ``task.layers`` and ``task.width``; ``step_s``: what a step takes at least."""
+
+    tokens_per_batch = TOKENS
+
+    def __init__(self, settings: TaskSettings, step_s: float) -> None:
+        self.settings, self.step_s = settings, step_s
+
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        width = self.settings.width
+        keys = jax.random.split(key, self.settings.layers)
+        return {f"layer_{i:03}": 0.02 * jax.random.normal(k, (width, width)) for i, k in enumerate(keys)}
+
+    def loss(self, params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+        def sleep(_: Any) -> NDArray[np.float32]:
+            time.sleep(self.step_s)
+            return np.zeros((), np.float32)
+
+        slept = jax.pure_callback(sleep, np.zeros((), np.float32), batch)
+        inputs, wanted = batch
+        errors = [jnp.mean((tensor @ inputs - wanted) ** 2) for tensor in params.values()]
+        return sum(errors, start=slept) / len(errors)
+
+    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[NDArray[np.float32]]:
+        number = start
+        while True:
+            yield np.random.default_rng((seed, share, number)).standard_normal((2, self.settings.width)).astype(np.float32)
+            number += 1
+
+    def validation(self) -> list[NDArray[np.float32]]:
+        return [next(self.batches(0, 1, 2**31, 0))]
+
+    def is_embedding(self, path: str) -> bool:
+        return False
+
+
+def make(settings: TaskSettings, data: str | None) -> Island:
+    """What ``task.name`` names."""
+    return Island(settings, float(os.environ["BENCH_STEP_S"]))

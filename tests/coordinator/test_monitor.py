@@ -1,0 +1,101 @@
+"""The coordinator's picture of a run with regions, from signs of life and log entries."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from diloco.core.fragments import TensorSpec, build_map
+from diloco.settings import RunSettings, run_settings
+from diloco.wire.messages import Member, Pulse, Record, ShardPulse
+from diloco_coordinator.monitor import Monitor
+
+
+def settings(*regions: str) -> RunSettings:
+    return run_settings("decoupled", {"learners": 2, "regions.names": list(regions), "regions.away_s": 6.0})
+
+
+def monitor(*regions: str) -> Monitor:
+    return Monitor("run", settings(*regions), build_map([TensorSpec("a", (8,)), TensorSpec("b", (8,))], 2, "balanced"), "")
+
+
+def pulse(learner: str, region: str, step: int) -> Pulse:
+    values: dict[str, Any] = dict.fromkeys(Pulse.__struct_fields__, 0)
+    values |= {name: [] for name in ("versions", "steps", "fragment_tokens", "lost_tokens", "trained")}
+    values |= {"learner": learner, "region": region, "role": "learner", "state": "stepping", "sending": False, "loss": None}
+    return Pulse(**values | {"step": step, "incarnation": 1})
+
+
+def shard(syncer: str, region: str, *crossing: tuple[str, int, int], incarnation: int = 1) -> ShardPulse:
+    values: dict[str, Any] = dict.fromkeys(ShardPulse.__struct_fields__, 0)
+    values |= {"fragments": [], "closed": [], "open": [], "state": "owner", "syncer": syncer, "region": region}
+    return ShardPulse(**values | {"incarnation": incarnation, "crossing": list(crossing)})
+
+
+def record(fragment: int, version: int, syncer: str, *learners: str) -> Record:
+    members = [Member(name, 1, version, version, version - 1, 24, 240, 0, 1.0, []) for name in learners]
+    return Record(
+        fragment, "version", version, 1, syncer, bytes(32), members, 4, 0.3, 0.9, 0, 0, bytes(32), False, 0.0, 0.5, 1.0, None
+    )  # fmt: skip
+
+
+def story() -> Monitor:
+    """Two regions; eu is silent from 2 s on, to 62 s, and us takes its fragment over. A syncer began again in between."""
+    made = monitor("us", "eu")
+    made.hear(pulse("ann", "us", 1), 1.0)
+    made.hear(pulse("bob", "eu", 1), 1.0)
+    made.hear_shard(shard("s-us", "us", ("eu", 1000, 50)), 2.0)
+    made.hear_shard(shard("s-eu", "eu", ("us", 300, 7)), 2.0)
+    made.entry(record(0, 1, "s-us", "ann", "bob"), 2.0)
+    made.entry(record(1, 1, "s-eu", "ann", "bob"), 2.0)
+    for at_s in range(3, 32):
+        made.hear_shard(shard("s-us", "us", ("eu", 1500, 60)), float(at_s))
+    made.hear_shard(shard("s-us", "us", ("eu", 20, 1), incarnation=2), 32.0)
+    made.entry(record(1, 2, "s-us", "ann"), 32.0)
+    return made
+
+
+def test_the_status_says_where_each_is_and_how_its_region_does() -> None:
+    made = story()
+    status = json.loads(json.dumps(made.status(33.0)))
+    assert {name: learner["region"] for name, learner in status["learners"].items()} == {"ann": "us", "bob": "eu"}
+    assert {name: syncer["region"] for name, syncer in status["shards"].items()} == {"s-eu": "eu", "s-us": "us"}
+    # us to eu: 1500 and 20 that s-us sent in two lives, and 7 that s-eu read there; back: 300, 60 and 1
+    assert status["regions"] == {
+        "us": {"members": 2, "heard": 1, "away_s": None, "fragments": 2, "bytes_in": 361, "bytes_out": 1527},
+        "eu": {"members": 2, "heard": 0, "away_s": 31.0, "fragments": 0, "bytes_in": 1527, "bytes_out": 361},
+    }
+    made.hear(pulse("bob", "eu", 2), 62.0)
+    made.hear_shard(shard("s-eu", "eu", ("us", 400, 7)), 63.0)
+    assert made.status(63.0)["regions"]["eu"] | {"members": 2, "heard": 2, "away_s": None} == made.status(63.0)["regions"]["eu"]
+
+
+def test_another_coordinator_goes_on_with_what_the_first_knew_of_regions() -> None:
+    first, second = story(), monitor("us", "eu")
+    series = json.loads(json.dumps(first.series(33.0)))
+    second.resume(series)
+    assert second.borders() == first.borders() == {("us", "eu"): 1527, ("eu", "us"): 361}
+    assert second.series(33.0)["absences"] == series["absences"] == [["eu", 2.0, None]]
+    assert second.places == {"ann": "us", "bob": "eu", "s-us": "us", "s-eu": "eu"}
+    assert [merge["syncer"] for merge in series["merges"]] == ["s-us", "s-eu", "s-us"]
+    assert series["merges"][0]["members"] == [["ann", 0.5, 0, 24], ["bob", 0.5, 0, 24]]
+
+
+def test_a_run_without_regions_has_none() -> None:
+    made = monitor()
+    made.hear(pulse("ann", "", 1), 1.0)
+    made.hear_shard(shard("s", ""), 1.0)
+    status = made.status(100.0)
+    assert (status["regions"], status["learners"]["ann"]["region"], status["shards"]["s"]["region"]) == ({}, None, None)
+    assert (made.series(100.0)["places"], made.series(100.0)["absences"]) == ({}, [])
+
+
+def test_every_key_of_the_status_is_described() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    described = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", page))))
+    status = story().status(33.0)
+    by_name = [entry for kind in ("learners", "shards", "regions") for entry in status[kind].values()]
+    found = {key for entry in [status, *by_name, *status["fragments"]] for key in entry}
+    assert found - described == set()

@@ -1,0 +1,114 @@
+"""A run in three regions, each with a server of its own that is linked to no other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from tests.services.cluster import Cluster, Events, Folded, Service, fold_log, small
+from tests.services.forking import Nursery
+from tests.services.toy import Toy
+
+from diloco import membership
+from diloco.embedded import Embedded, server_name
+from diloco.log import Log
+from diloco.membership import Run
+from diloco.nats.server import Server
+from diloco.nats.transport import NatsTransport
+from diloco.observe import Logger, get_logger
+from diloco.rundir import RunDirectory
+from diloco.settings import LearnerSettings, RunSettings
+from diloco.wan.relay import Line, Relay
+from diloco.wire.messages import Record
+
+REGIONS = ("ap", "eu", "us")
+
+
+def apart(**overrides: Any) -> RunSettings:
+    """Settings of a small run in three regions."""
+    values: dict[str, Any] = {"shards": 3, "regions__names": list(REGIONS), "regions__away_s": 3.0}
+    return small(**(values | overrides))
+
+
+class Region(Cluster):
+    """A cluster with a server a region, and a control store; service ``n`` is in region ``n % 3``, links lead to others.
+
+    ``clocks``: by region, the seconds that its services' clocks are wrong by.
+    """
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        directory: Path,
+        name: str,
+        settings: RunSettings,
+        embedded: Embedded,
+        relay: Relay,
+        clocks: Mapping[str, float],
+    ) -> None:
+        super().__init__(nursery, directory, embedded.url, name, settings)
+        self.embedded, self.relay, self.clocks = embedded, relay, dict(clocks)
+
+    def save(self) -> None:
+        """Write what a command wants to know of the run, whose log it is to read in region us."""
+        RunDirectory(self.directory, self.name, self.url, None, self.settings, nats_bulk_url=self.server("us").url).save()
+
+    def server(self, region: str) -> Server:
+        return self.embedded.servers[server_name(region)]
+
+    def lines(self, region: str) -> list[Line]:
+        """All links from and to a region."""
+        return [line for name, line in self.relay.lines.items() if region in name.split("-")]
+
+    def place(self, number: int, *, syncer: bool = False) -> dict[str, Any]:
+        """Settings of a service in a region."""
+        values = self.embedded.place(number, syncer=syncer)
+        region = values["region"]
+        if region in self.clocks:
+            clock_file = self.directory / f"{region}.clock"
+            clock_file.write_text(str(self.clocks[region]))
+            values["clock_file"] = str(clock_file)
+        return values
+
+    def coordinator(self) -> Service:
+        return self.start("coordinator", "diloco_coordinator", settings=self.settings.model_dump(), **self.place(2))
+
+    def syncer(self, index: int) -> Service:
+        return self.start(f"syncer-{index}", "diloco_syncer", **self.place(index, syncer=True))
+
+    def toy(self, share: int, **behaviour: Any) -> Toy:
+        settings = LearnerSettings(
+            name=f"toy-{share}",
+            run=self.name,
+            state_dir=self.directory,
+            share=share,
+            checkpoint_s=0.0,
+            **self.place(share),
+        )
+        toy = Toy(settings, cast(Logger, Events()), **{"before_step": self.gate} | behaviour)
+        self.toys.append(toy)
+        toy.start()
+        return toy
+
+    async def read(self, region: str, *, closed: bool = True) -> list[Folded]:
+        """One region's log, folded by the reference."""
+        link = await NatsTransport.open(self.url, self.server(region).url, "reader", get_logger(), give_up_after_s=20)
+        try:
+            run = Run(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
+            log = Log(link, self.name, run.identity, await membership.find_map(run), self.settings)
+            genesis = await log.genesis()
+            assert genesis is not None
+            fragments = log.map.fragments
+            return [await fold_log(log, fragment, genesis, self.settings, closed_by_now=closed) for fragment in fragments]
+        finally:
+            await link.close()
+
+
+def demand_one_log(*read: list[Folded]) -> None:
+    """What several regions hold does not differ; each may begin at another keyframe, and end before the others."""
+    for fragments in zip(*read, strict=True):
+        entries: dict[tuple[int, int, str], Record] = {}
+        for log in fragments:
+            for record in log.entries:
+                assert entries.setdefault((record.epoch, record.version, record.entry), record) == record
