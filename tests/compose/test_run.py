@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 BASES = ("python:3.11-slim-bookworm", "nats:2-alpine")
 REGIONS = ("us", "eu", "ap")
 LEARNERS = [f"learner-{region}-0" for region in REGIONS]
-DEADLINE_S = 300.0
+DEADLINE_S = 600.0
 POLL_S = 1.0
 
 CONNECT = """
