@@ -211,8 +211,8 @@ def test_three_regions_train_through_cuts_kills_and_a_restart(project: Project) 
     found = {check["name"]: (check["state"], check["found"]) for check in verdict["checks"]}
     assert verdict["holds"], found
     assert verdict["live"]
-    assert found["log"][0] == found["tapes"][0] == "holds", found
-    assert f"{len(LEARNERS)} shares" in found["data"][1]
+    for name in ("log", "tapes", "offers", "data"):
+        assert found[name][0] == "holds", found
 
 
 def check_isolated(project: Project) -> None:
