@@ -235,9 +235,10 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     evaluator = ["evaluator", "", 1, "evaluator", "starting", False, 0, 0, 0.0, None, *idle, [], 0, 0.0, 0.0, 0, 0, 0]
     golden.add("pulse_evaluator", "pulse", evaluator)
     shard = ["syncer-1", "us", 1700000000000, 1200, "owner", 7, [0, 2], [1], 9, 8, [[2, 1, 2, 0.75]], 0, 65536, 255]
-    golden.add("shard", "shard", [*shard, [["eu", 4096, 200], ["ap", 0, 70000]]])
+    crossing = [["eu", 4096, 200], ["ap", 0, 70000]]
+    golden.add("shard", "shard", [*shard, crossing, 8, 1.5, [["ap", 4], ["eu", 8]]])
     golden.add("coordinator", "coordinator", ["coordinator-1", 3, False])
-    golden.add("round", "round", [FRAGMENT, 1, 1, "syncer-1", 0.5, False, 98304])
+    golden.add("round", "round", [FRAGMENT, 1, 1, "syncer-1", 0.5, False, 98304, 36, [["eu", 8]]])
 
     golden.add("mark", "mark", [7, [3, 3, 0]])
     golden.add("state_request", "state_request", ["learner-1", b"", 0])
@@ -285,9 +286,17 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     ]
     golden.add("offer_in_parts", "offer", offer, inline, raw_hash=digest(large_raw), part_hashes=[digest(p) for p in parts])
 
+    answers: list[Any] = [
+        ["learner-0", 1700000000000, 2, [1700000000000, 1], 2, 1, digest(b"a base"), 4, 4096, 0, [[0, 4, 4]]],
+        ["learner-1", 7, 1, [0, 0], 1, 0, digest(b"another"), 3, 1000, 24, [[1, 1, 2], [5, 0, 1]]],
+    ]
+    body, inline, _ = describe(offer_raw, attempt(12))
+    combined = [FRAGMENT, "syncer-3", 1700000000000, 5, 4, answers, body]
+    golden.add("combined", "combined", combined, inline, raw=offer_raw)
+
     # the fragment's log: a takeover, a version in each codec (the last one closes), and a takeover after closing
     previous, merged, lost = genesis, 0, 0
-    takeover = [FRAGMENT, "takeover", 0, 1, "syncer-1", previous, [], 4, 0.3, 0.9, 0, 0, hashes[FRAGMENT], False]
+    takeover = [FRAGMENT, "takeover", 0, 1, "syncer-1", previous, [], [], 4, 0.3, 0.9, 0, 0, hashes[FRAGMENT], False]
     previous = golden.add("record_takeover", "record", [*takeover, 1700000002.0, 0.0, 0.0, None])
     state = hashes[FRAGMENT]
     for version, bits in enumerate((4, 16, 8, 32), 1):
@@ -301,8 +310,9 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
         ]
         if version == 2:
             members.append(["learner-1", 7, 1, 2, 0, 3, 1000, 24, 1000 * 1000 / 3, [[1, 1, 2], [5, 0, 1]]])
+        together: list[Any] = [["syncer-3", 1700000000000, 5, [0, 1]]] if version == 2 else []
         merged, lost = merged + sum(member[6] for member in members), 24 if version >= 2 else 0
-        entry = [FRAGMENT, "version", version, 1, "syncer-1", previous, members, bits, 0.3, 0.9, merged, lost, state]
+        entry = [FRAGMENT, "version", version, 1, "syncer-1", previous, members, together, bits, 0.3, 0.9, merged, lost, state]
         closing = version == 4
         if version == 3:
             golden.add("claim_after", "claim", [FRAGMENT, 2**40, "syncer-2", 1, 2, False, previous, 70000])
@@ -321,13 +331,33 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     residual = pattern(SIZE, 3, 11, 1 / 4096)
     body, inline, _ = describe(np.concatenate([theta, momentum, residual]).astype("<f4").tobytes(), attempt(7))
     golden.add("keyframe_4", "keyframe", [FRAGMENT, 4, 1, previous, 9, merged, lost, cursors, ends, state, True, body], inline)
-    after = [FRAGMENT, "takeover", 4, 2, "syncer-2", previous, [], 4, 0.3, 0.9, merged, lost, state, False]
+    after = [FRAGMENT, "takeover", 4, 2, "syncer-2", previous, [], [], 4, 0.3, 0.9, merged, lost, state, False]
     golden.add("record_takeover_after", "record", [*after, 1700000010.0, 0.0, 0.0, None])
 
     # another fragment, to which nobody contributed
-    opened = [0, "takeover", 0, 1, "syncer-1", genesis, [], 4, 0.3, 0.9, 0, 0, hashes[0], False, 1700000002.0, 0.0, 0.0, None]
+    opened = [
+        0,
+        "takeover",
+        0,
+        1,
+        "syncer-1",
+        genesis,
+        [],
+        [],
+        4,
+        0.3,
+        0.9,
+        0,
+        0,
+        hashes[0],
+        False,
+        1700000002.0,
+        0.0,
+        0.0,
+        None,
+    ]
     check = check_of("record", msgpack(opened))
-    close = [0, "close", 0, 1, "syncer-1", check, [], 4, 0.3, 0.9, 0, 0, hashes[0], True, 1700000009.0, 0.0, 0.0, None]
+    close = [0, "close", 0, 1, "syncer-1", check, [], [], 4, 0.3, 0.9, 0, 0, hashes[0], True, 1700000009.0, 0.0, 0.0, None]
     golden.add("record_close", "record", close)
 
     # a third one, whose outer optimizer is AdamW
@@ -339,7 +369,7 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
         body, inline, _ = describe(raw, attempt(7 + version))
         members = [["learner-0", 1700000000000, version, version, version - 1, 1, 1024, 0, 1024.0, [[0, version - 1, 1]]]]
         state = state_hash(*vectors)
-        entry = [1, "version", version, 0, "syncer-1", previous, members, 16, rate, 0.9, 1024 * version, 0, state, False]
+        entry = [1, "version", version, 0, "syncer-1", previous, members, [], 16, rate, 0.9, 1024 * version, 0, state, False]
         previous = golden.add(
             f"record_adamw_{version}",
             "record",

@@ -303,7 +303,9 @@ def test_the_text_lists_every_field_in_order(kind: str) -> None:
     assert re.findall(r"^\| \d+ \| `(\w+)` \|", section.group(), re.M) == list(CLASSES[kind].__struct_fields__)
 
 
-@pytest.mark.parametrize("struct", [messages.Body, messages.Member, messages.Cursor, Admission])
+@pytest.mark.parametrize(
+    "struct", [messages.Body, messages.Answer, messages.Member, messages.Combination, messages.Cursor, Admission]
+)
 def test_the_text_lists_every_nested_field_in_order(struct: type[msgspec.Struct]) -> None:
     section = re.search(rf"^### Array `{struct.__name__.lower()}`.*?(?=^##)", PROTOCOL.read_text(encoding="utf-8"), re.M | re.S)
     assert section is not None
@@ -312,7 +314,7 @@ def test_the_text_lists_every_nested_field_in_order(struct: type[msgspec.Struct]
 
 def test_only_the_exact_subjects_are_heads() -> None:
     names = subjects.Subjects("golden")
-    for head in (names.record(2), names.keyframe(10), names.offer(0, "learner-0")):
+    for head in (names.record(2), names.keyframe(10), names.offer(0, "learner-0"), names.combined(0, "syncer-0")):
         assert subjects.is_head(head)
         assert subjects.fragment_of(head) in (2, 10, 0)
     for beside in ("fragment.2.x.head", "fragment.2.part.a2.head", "keyframe.2.x.head", "delta.2.head", "delta.2.l.x.head"):

@@ -49,7 +49,7 @@ class Story:
 
     def add(self, entry: str, version: int, members: list[Member], body: Body | None, at_s: float) -> None:
         record = Record(
-            0, entry, version, self.epoch, "syncer-0", self.head, members, 4, 0.7, 0.5, self.tokens, 0, bytes(32), False,  # type: ignore[arg-type]
+            0, entry, version, self.epoch, "syncer-0", self.head, members, [], 4, 0.7, 0.5, self.tokens, 0, bytes(32), False,  # type: ignore[arg-type]
             0.0, 0.0, 0.0, body,
         )  # fmt: skip
         self.records.append(record)
@@ -66,7 +66,14 @@ class Story:
 
 def pulse(step: int = 1, *, learner: str = "ann", versions: tuple[int, int] = (0, 0), **values: Any) -> Pulse:
     """Of a learner that holds all that it processed, 10 tokens a step, unless it says otherwise."""
-    usual: dict[str, Any] = {"incarnation": 1, "role": "learner", "state": "stepping", "sending": False, "loss": 1.0}
+    usual: dict[str, Any] = {
+        "region": "",
+        "incarnation": 1,
+        "role": "learner",
+        "state": "stepping",
+        "sending": False,
+        "loss": 1.0,
+    }
     usual |= {"tokens": 10 * step, "steps": [step] * 2, "fragment_tokens": [10 * step] * 2, "lost_tokens": [0, 0]}
     usual |= {"region": "", "trained": [], "batch_tokens": 10}
     usual |= dict.fromkeys(("step_s", "busy_s", "blocked_s"), 0.0)
@@ -127,7 +134,19 @@ def test_recoveries_end_when_what_broke_does_its_work_again() -> None:
     story.version()
     nothing: dict[str, Any] = dict.fromkeys(("rounds", "versions", "refused", "bytes_up", "bytes_down"), 0)
     place: dict[str, Any] = {"region": "", "incarnation": 1, "number": 1, "state": "owner", "revision": 1}
-    witness.shard(ShardPulse(syncer="syncer-0", fragments=[0], closed=[], open=[], crossing=[], **place | nothing))
+    witness.shard(
+        ShardPulse(
+            syncer="syncer-0",
+            fragments=[0],
+            closed=[],
+            open=[],
+            crossing=[],
+            record_bits=4,
+            pace=1.0,
+            offer_bits=[],
+            **place | nothing,
+        )
+    )
     assert witness.owned("syncer-0") == {0}
     assert witness.owned("syncer-7") == set()
     witness.expect(Recovery("kill", "learner-1", 10.0, learner="ann"))

@@ -16,7 +16,7 @@ from diloco.core.merging import accumulate, make_marker, make_version
 from diloco.core.round import Held, Merge
 from diloco.errors import NonFiniteError
 from diloco.settings import RunSettings, run_settings
-from diloco.wire.messages import Bits, Body, Member, Offer, Record, join_parts
+from diloco.wire.messages import Answer, Bits, Body, Combination, Combined, Member, Offer, Record, join_parts
 
 Vector = NDArray[np.float32]
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
@@ -143,6 +143,38 @@ def test_against_the_current_value_an_old_base_counts_as_moved() -> None:
     assert merge.result().tolist() == [1, 1]
 
 
+def combined(*items: Held, values: Vector) -> Held:
+    """What a syncer has made of some learners' offers."""
+    answers = [Answer.of(item.offer) for item in items if isinstance(item.offer, Offer)]
+    return Held(Combined(0, "syncer-2", 5, 6, 32, answers, BODY), quantise.quantise(values.copy(), 32))
+
+
+def test_offers_averaged_in_their_region_first_weigh_as_much_as_each_by_itself() -> None:
+    settings = settings_of(**{"merge.method": "average"})
+    ann, bob = two()
+    cat = held("cat", vector(8, 0, 0, 8), tokens=40)
+    together = combined(ann, bob, values=vector(0.75, 4.75, 1.5, 0.5))  # 10 and 30 tokens
+    expected = pytest.approx([4.375, 2.375, 0.75, 4.25])  # and 40 tokens each
+    assert merged(fragment_of(2, 2), settings, ann, bob, cat) == expected
+    assert merged(fragment_of(2, 2), settings, together, cat) == expected
+
+
+def test_directions_that_a_region_has_merged_count_fully_however_much_its_learners_differed() -> None:
+    # all three at right angles, of norm 2. Of ann and bob their region makes sqrt(2) each way, of norm 2 again
+    settings = settings_of(**{"merge.method": "rda", "merge.granularity": "tensor", "merge.weights": "equal"})
+    ann, bob, cat = (held(name, vector(*values), tokens=1) for name, values in AT_RIGHT_ANGLES.items())
+    flat = merged(fragment_of(3), settings, ann, bob, cat)
+    assert flat == pytest.approx([2 / 3**0.5] * 3)  # each direction a third
+    together = combined(ann, bob, values=vector(2**0.5, 2**0.5, 0))
+    first = merged(fragment_of(3), settings, together, cat)
+    # two of the weight in a direction of length 1, where by themselves they add up to one of length sqrt(2)
+    assert first == pytest.approx([2 * 2**0.5 / 5**0.5, 2 * 2**0.5 / 5**0.5, 2 / 5**0.5])
+    assert np.linalg.norm(first) == pytest.approx(np.linalg.norm(flat))
+
+
+AT_RIGHT_ANGLES = {"ann": (2, 0, 0), "bob": (0, 2, 0), "cat": (0, 0, 2)}
+
+
 @pytest.mark.parametrize("bits", [4, 8, 16, 32])
 def test_offers_of_any_width_merge_alike(bits: Bits) -> None:
     # 7, 0, -7 and 127, 0, -127 are exact in every width but the other's
@@ -152,12 +184,15 @@ def test_offers_of_any_width_merge_alike(bits: Bits) -> None:
 
 
 def version(
-    replica: Replica, residual: Vector, settings: RunSettings, *offers: Held, closing: bool = False
+    replica: Replica, residual: Vector, settings: RunSettings, *offers: Held, closing: bool = False, bits: Bits | None = None
 ) -> tuple[Record, bytes, list[bytes]]:
     fragment = fragment_of(replica.theta.size)
     merge = Merge(4, offers, closing, quorum_s=0.5, round_s=1.5)
     accumulator = accumulate(fragment, settings, offers, lambda _: None, replica.theta)
-    return make_version(replica, residual, accumulator, merge, settings, syncer="syncer-0", attempt=ATTEMPT, now_s=17.0)
+    bits = settings.codec.record_bits if bits is None else bits
+    return make_version(
+        replica, residual, accumulator, merge, settings, bits=bits, syncer="syncer-0", attempt=ATTEMPT, now_s=17.0
+    )
 
 
 def body_of(record: Record, inline: bytes, parts: list[bytes], n: int) -> NDArray[np.uint8]:
@@ -193,6 +228,18 @@ def test_what_a_version_states() -> None:
     # the chain has not advanced, and takes the record
     assert replica.chain.version == 3
     replica.chain.check(record)
+    assert record.combined == []
+
+
+def test_a_version_names_all_members_of_a_combined_offer_and_how_they_came() -> None:
+    replica = replica_of(vector(10, 20))
+    items = [held(name, vector(2, 4), tokens=10) for name in ("ann", "bob", "cat")]
+    together = combined(items[0], items[2], values=vector(2, 4))
+    record, _, _ = version(replica, vector(0, 0), settings_of(), together, items[1])
+    assert [(member.learner, member.weight) for member in record.members] == [("ann", 10), ("bob", 10), ("cat", 10)]
+    assert record.combined == [Combination("syncer-2", 5, 6, [0, 2])]
+    assert record.tokens_merged == 1030
+    replica.chain.check(record)
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16, 32])
@@ -220,16 +267,17 @@ def test_what_quantisation_leaves_over_goes_into_the_next_version() -> None:
     assert residual.tolist() == [0, -0.25]
 
 
-def test_sums_of_versions_and_residual_are_those_of_offers() -> None:
+@pytest.mark.parametrize("precisions", [(4,), (16, 4, 8, 32)])  # as a link that changes has them
+def test_sums_of_versions_and_residual_are_those_of_offers(precisions: tuple[Bits, ...]) -> None:
     settings = settings_of(**{"codec.record_bits": 4, "merge.method": "average"})
     generator = np.random.default_rng(3)
     replica, residual = replica_of(np.zeros(100, np.float32)), np.zeros(100, np.float32)
     wanted, sent = np.zeros(100), np.zeros(100)
-    for _ in range(20):
+    for bits in precisions * (20 // len(precisions)):
         values = generator.standard_normal(100).astype(np.float32)
-        record, inline, parts = version(replica, residual, settings, held("ann", values, tokens=1))
+        record, inline, parts = version(replica, residual, settings, held("ann", values, tokens=1), bits=bits)
         wanted += values
-        sent += quantise.dequantise(body_of(record, inline, parts, 100), 100, 4)
+        sent += quantise.dequantise(body_of(record, inline, parts, 100), 100, record.bits)
     np.testing.assert_allclose(sent + residual, wanted, atol=1e-4)
     assert np.abs(residual).max() < 0.5  # it does not grow: half a step of a block's largest value
 

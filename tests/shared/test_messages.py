@@ -21,8 +21,11 @@ from diloco.wire.messages import (
     MAX_FRAME_BYTES,
     PART_BYTES,
     Announcement,
+    Answer,
     Body,
     Claim,
+    Combination,
+    Combined,
     CoordinatorPulse,
     Cursor,
     Genesis,
@@ -34,6 +37,7 @@ from diloco.wire.messages import (
     Notice,
     Offer,
     Pulse,
+    Range,
     Record,
     ShardPulse,
     StateLoan,
@@ -50,11 +54,29 @@ NAME = st.from_regex(r"\A[a-z0-9][a-z0-9_-]{0,47}\Z")
 HASH = st.binary(min_size=32, max_size=32)
 SECONDS = st.floats(0, 1e12)
 BITS = st.sampled_from([4, 8, 16, 32])
+REGION_BITS = st.lists(st.tuples(st.sampled_from(["us", "ap_2"]), BITS), max_size=3)
 BODY = st.builds(Body, st.integers(0, 2**40), HASH, st.integers(0, 2**22), st.binary(min_size=8, max_size=8))
 SHARE = st.integers(0, 2**14 - 1)
 RANGES = st.lists(st.tuples(SHARE, st.integers(0, 2**40), st.integers(1, 2**40)), max_size=4).map(normal)
 MEMBER = st.builds(Member, NAME, *[COUNT] * 7, st.floats(0, 1e300), RANGES)
 CURSOR = st.builds(Cursor, NAME, *[COUNT] * 5)
+REGION = st.sampled_from(["", "us", "ap_2"])
+NUMBER = st.integers(1, 2**62)
+ANSWER = st.builds(Answer, NAME, COUNT, NUMBER, st.tuples(COUNT, COUNT), NUMBER, COUNT, HASH, COUNT, COUNT, COUNT, RANGES)
+ANSWERS = st.lists(ANSWER, min_size=1, max_size=3, unique_by=lambda answer: answer.learner).map(
+    lambda answers: sorted(answers, key=lambda answer: answer.learner)
+)
+
+
+def some_combined(record: Record) -> st.SearchStrategy[Record]:
+    """The record, or one of which some members came as one combined offer."""
+    count = len(record.members)
+    if not count:
+        return st.just(record)
+    places = st.tuples(st.permutations(range(count)), st.integers(1, count)).map(lambda drawn: drawn[0][: drawn[1]])
+    combination = st.builds(Combination, NAME, COUNT, COUNT, places)
+    return st.lists(combination, max_size=1).map(lambda combined: msgspec.structs.replace(record, combined=combined))
+
 
 MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
     Pulse: st.builds(
@@ -98,9 +120,14 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         COUNT,
         COUNT,
         st.lists(st.tuples(REGION, COUNT, COUNT), max_size=3),
+        BITS,
+        st.floats(1, 16),
+        REGION_BITS,
     ),
     CoordinatorPulse: st.builds(CoordinatorPulse, NAME, COUNT, st.booleans()),
-    Announcement: st.builds(Announcement, FRAGMENT, COUNT, COUNT, NAME, SECONDS, st.booleans(), COUNT),
+    Announcement: st.builds(
+        Announcement, FRAGMENT, COUNT, COUNT, NAME, SECONDS, st.booleans(), COUNT, st.integers(1, 2**62), REGION_BITS
+    ),
     Offer: st.builds(
         Offer,
         FRAGMENT,
@@ -118,6 +145,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         RANGES,
         BODY,
     ),
+    Combined: st.builds(Combined, FRAGMENT, NAME, COUNT, NUMBER, BITS, ANSWERS, BODY),
     Record: st.builds(
         Record,
         FRAGMENT,
@@ -127,6 +155,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         NAME,
         HASH,
         st.lists(MEMBER, max_size=3),
+        st.just([]),
         BITS,
         st.floats(0, 1e6),
         st.floats(0, 1),
@@ -138,7 +167,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         SECONDS,
         SECONDS,
         st.none() | BODY,
-    ),
+    ).flatmap(some_combined),
     Keyframe: st.builds(
         Keyframe,
         FRAGMENT,
@@ -171,10 +200,24 @@ EXAMPLES: dict[type[Message], Message] = {
     Pulse: Pulse(
         "ann", "eu", 1, "learner", "stepping", False, 2, 3, 0.5, 1.25, [1], [2], [3], [4], [(0, 8, 2)], 3, 5.0, 6.0, 7, 8, 9
     ),
-    ShardPulse: ShardPulse("syncer-0", "us", 12, 34, "owner", 5, [0, 2], [1], 3, 4, [(2, 1, 2, 0.5)], 5, 6, 7, [("eu", 4, 5)]),
+    ShardPulse: ShardPulse(
+        "syncer-0", "us", 12, 34, "owner", 5, [0, 2], [1], 3, 4, [(2, 1, 2, 0.5)], 5, 6, 7, [("eu", 4, 5)], 8, 1.5, [("eu", 4)]
+    ),
     CoordinatorPulse: CoordinatorPulse("coordinator", 1, False),
-    Announcement: Announcement(3, 7, 1, "syncer-0", 0.25, False, 9),
+    Announcement: Announcement(3, 7, 1, "syncer-0", 0.25, False, 9, 24, [("eu", 8)]),
     Offer: Offer(3, "ann", 1, 2, (1, 1), 4, 3, b"b" * 32, 4, 5, 6, 7, [(2, 9, 5)], Body(8, b"c" * 32, 0, b"attempt.")),
+    Combined: Combined(
+        3,
+        "syncer-0",
+        1,
+        2,
+        4,
+        [
+            Answer("ann", 3, 4, (3, 3), 5, 4, b"b" * 32, 6, 7, 8, [(2, 9, 5)]),
+            Answer("bob", 3, 4, (3, 3), 5, 4, b"b" * 32, 6, 7, 8, [(3, 9, 5)]),
+        ],
+        Body(8, b"c" * 32, 0, b"attempt."),
+    ),
     Record: Record(
         fragment=3,
         entry="version",
@@ -183,6 +226,7 @@ EXAMPLES: dict[type[Message], Message] = {
         syncer="syncer-0",
         previous=b"p" * 32,
         members=[Member("ann", 1, 2, 4, 3, 5, 6, 7, 8.5, [(2, 9, 5)])],
+        combined=[Combination("syncer-1", 5, 6, [0])],
         bits=4,
         learning_rate=0.5,
         momentum=0.9,
@@ -375,6 +419,10 @@ def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
         (Announcement, {"remaining_s": math.nan}),
         (Announcement, {"remaining_s": math.inf}),
         (Announcement, {"closing": 1}),
+        (Announcement, {"steps": 0}),
+        (Announcement, {"offer_bits": [["us", 5]]}),
+        (Announcement, {"offer_bits": [["Us", 4]]}),
+        (Announcement, {"offer_bits": [["us", 4]] * 65}),
         (Pulse, {"loss": math.nan}),
         (Pulse, {"loss": -math.inf}),
         (Pulse, {"step_s": math.nan}),
@@ -392,6 +440,10 @@ def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
         (ShardPulse, {"open": [[1, 1, 1]]}),
         (ShardPulse, {"open": [[1, 1, 1, math.nan]]}),
         (ShardPulse, {"open": [[1, 1, 1, math.inf]]}),
+        (ShardPulse, {"record_bits": 2}),
+        (ShardPulse, {"pace": 0.5}),
+        (ShardPulse, {"pace": 17.0}),
+        (ShardPulse, {"offer_bits": [["us", 4, 4]]}),
         (CoordinatorPulse, {"coordinator": "A"}),
         (CoordinatorPulse, {"revision": -1}),
         (CoordinatorPulse, {"finished": 1}),
@@ -531,23 +583,56 @@ def test_an_inline_body_of_another_size_is_refused() -> None:
         messages.join_parts(Body(3, b"h" * 32, 0, b"attempt."), b"ab", [], "test")
 
 
+def test_members_of_a_combined_offer_are_named_in_order_and_once() -> None:
+    combined = EXAMPLES[Combined]
+    assert isinstance(combined, Combined)
+    ann, bob = combined.members
+    for members in ([bob, ann], [ann, ann], []):
+        with pytest.raises(FormatError, match=r"members|length >= 1"):
+            messages.unpack(framed(fields_of(combined, members=members), "combined"), Combined, RUN)
+
+
+@pytest.mark.parametrize("places", [[1], [0, 0], []])
+def test_a_record_says_once_at_most_of_each_of_its_members_how_it_came(places: list[int]) -> None:
+    combination = ("syncer-1", 5, 6, places)
+    with pytest.raises(FormatError, match=r"combined|length >= 1"):
+        messages.unpack(framed(fields_of(EXAMPLES[Record], combined=[combination]), "record"), Record, RUN)
+
+
+def large_offer(learner: str, data: list[Range]) -> Offer:
+    body = Body(0, bytes(32), 0, bytes(8))
+    return Offer(0, learner, 2**62, 2**62, (0, 0), 1, 0, bytes(32), 4, 2**62, 2**62, 2**62, data, body)
+
+
+def test_what_fits_a_combined_offer_fits_a_record() -> None:
+    # so that no combined offer is too large to be merged
+    data = [(share, 2**62 - 2**32, 2**32) for share in range(2**14 - 64, 2**14)]
+    for count in (1, 3, 300):
+        for ranges in ([], data):
+            offers = [large_offer(f"{i:048}", ranges) for i in range(count)]
+            combined = Combined(0, "s" * 48, 2**62, 2**62, 4, [Answer.of(offer) for offer in offers], offers[0].body)
+            assert messages.members_bytes(combined) <= sum(map(messages.answer_bytes, offers)) + 128
+
+
 def test_subjects_say_what_they_name() -> None:
     run = subjects.Subjects("r")
-    for head in (run.record(12), run.keyframe(12), run.offer(12, "ann")):
+    for head in (run.record(12), run.keyframe(12), run.offer(12, "ann"), run.combined(12, "syncer-0")):
         assert subjects.is_head(head)
         assert subjects.fragment_of(head) == 12
-    assert subjects.learner_of(run.offer(12, "ann")) == "ann"
-    assert subjects.learner_of(run.record(12)) is None
+    assert subjects.sender_of(run.offer(12, "ann")) == "ann"
+    assert subjects.sender_of(run.combined(12, "syncer-0")) == "syncer-0"
+    assert subjects.sender_of(run.record(12)) is None
     parts = [
         subjects.log_part(run.record(12), b"attempt.", 3),
         subjects.log_part(run.keyframe(12), b"attempt.", 3),
         subjects.offer_part(run.offer(12, "ann"), 3),
+        subjects.offer_part(run.combined(12, "ann"), 3),
     ]
     for part in parts:
         assert not subjects.is_head(part)
         assert subjects.fragment_of(part) == 12
         assert part.endswith(".3")
-    assert len(set(parts)) == 3
+    assert len(set(parts)) == 4
 
 
 @pytest.mark.parametrize("index", ["", "x", "-1", "01", "1e3", "1234567890", "٣"])

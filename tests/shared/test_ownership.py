@@ -186,6 +186,9 @@ class Watch:
             "refused": 0,
             "bytes_up": 0,
             "bytes_down": 0,
+            "record_bits": 4,
+            "pace": 1.0,
+            "offer_bits": [],
             "crossing": [],
         }
         return ShardPulse(**(values | changes))
@@ -232,8 +235,10 @@ def test_a_region_of_which_nobody_is_heard_has_longer_than_one_of_its_syncers() 
     watch.talking.remove("eu1")
     watch.run(AWAY_S - 0.25)
     assert watch.own.live(watch.now_s) == {"us0", "eu1"}
+    assert watch.own.inhabited(watch.now_s) == {"us", "eu"}
     watch.run(0.25)
     assert watch.own.live(watch.now_s) == {"us0"}
+    assert watch.own.inhabited(watch.now_s) == {"us"}
 
 
 def test_a_region_that_returns_is_given_nothing_before_it_has_had_time_to_catch_up() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from diloco.core.chain import Chain
 from diloco.core.round import Held, Merge, Roster, Round
 from diloco.settings import RunSettings, run_settings
-from diloco.wire.messages import MAX_FRAME_BYTES, PART_BYTES, Body, Cursor, Member, Offer, Pulse, Record, pack
+from diloco.wire.messages import MAX_FRAME_BYTES, PART_BYTES, Answer, Body, Combined, Cursor, Member, Offer, Pulse, Record, pack
 
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 RAW = np.zeros(0, np.uint8)
@@ -94,13 +94,17 @@ def hold(round_: Round, sent: Offer) -> str | None:
 
 
 def names(merge: Merge | None) -> list[tuple[str, int]] | None:
-    return None if merge is None else [(held.offer.learner, held.offer.number) for held in merge.held]
+    return None if merge is None else [(member.learner, member.number) for member in members_of(merge)]
+
+
+def members_of(merge: Merge) -> list[Offer | Answer]:
+    return sorted((member for held in merge.held for member in held.offer.members), key=lambda member: member.learner)
 
 
 def commit(round_: Round, merge: Merge, now_s: float) -> None:
     """Let the merge become a version, through the log's own rules."""
     chain = round_.chain
-    offers = [held.offer for held in merge.held]
+    offers = members_of(merge)
     members = [
         Member(o.learner, o.incarnation, o.number, o.round, o.base_version, o.steps, o.tokens, o.lost_tokens, 1.0, o.data)
         for o in offers
@@ -115,6 +119,7 @@ def commit(round_: Round, merge: Merge, now_s: float) -> None:
         syncer="syncer-0",
         previous=chain.head,
         members=members,
+        combined=[],
         bits=4,
         learning_rate=0.5,
         momentum=0.0,
@@ -133,33 +138,33 @@ def commit(round_: Round, merge: Merge, now_s: float) -> None:
 
 
 def open_at(round_: Round, now_s: float) -> None:
-    assert round_.due(now_s)
+    assert round_.due(now_s, STEPS)
     round_.open(now_s)
 
 
 def test_a_round_is_due_when_the_quorum_took_h_steps() -> None:
     round_ = round_of("ann", "bob", "cat", step=STEPS - 1, **{"round.quorum": 2})
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(pulse("ann", STEPS), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(pulse("bob", STEPS), 0)
-    assert round_.due(0)
+    assert round_.due(0, STEPS)
     round_.open(0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
 
 
 def test_all_means_all_that_are_alive() -> None:
     round_ = round_of("ann", "bob", "cat", step=STEPS - 1, **{"round.quorum": "all"})
     round_.roster.hear(pulse("ann", STEPS), 4)
     round_.roster.hear(pulse("bob", STEPS), 4)
-    assert not round_.due(4)
-    assert round_.due(5)  # cat has not been heard for 5 s
+    assert not round_.due(4, STEPS)
+    assert round_.due(5, STEPS)  # cat has not been heard for 5 s
 
 
 def test_nobody_alive_no_round() -> None:
     round_ = round_of("ann", **{"round.quorum": "all"})
-    assert round_.due(4.9)
-    assert not round_.due(5)
+    assert round_.due(4.9, STEPS)
+    assert not round_.due(5, STEPS)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +173,7 @@ def test_nobody_alive_no_round() -> None:
 def test_who_takes_no_part_makes_no_round_due(changes: dict[str, Any]) -> None:
     round_ = round_of()
     round_.roster.hear(pulse("ann", STEPS, **changes), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     assert round_.roster.live(0) == []
 
 
@@ -178,12 +183,12 @@ def leaving(learner: str, unmerged: int, version: int = 0) -> Pulse:
 
 def test_a_learner_that_leaves_makes_a_round_due_while_it_holds_something() -> None:
     round_ = round_of("ann", "bob", step=1)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(leaving("bob", 0), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(leaving("cat", 2), 0)
-    assert round_.due(0)
-    assert not round_.due(5)  # it has died meanwhile
+    assert round_.due(0, STEPS)
+    assert not round_.due(5, STEPS)  # it has died meanwhile
 
 
 def test_what_a_leaving_learner_holds_of_an_older_version_waits_until_it_knows_the_newest() -> None:
@@ -194,9 +199,9 @@ def test_what_a_leaving_learner_holds_of_an_older_version_waits_until_it_knows_t
     assert merge is not None
     commit(round_, merge, 0)
     round_.roster.hear(leaving("bob", 2, version=0), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(leaving("bob", 2, version=1), 0)
-    assert round_.due(0)
+    assert round_.due(0, STEPS)
 
 
 def test_a_leaving_learner_is_waited_for_while_it_holds_something_and_counts_for_a_quorum_that_it_makes_smaller() -> None:
@@ -223,12 +228,15 @@ def test_h_counts_from_the_step_at_which_the_version_was_applied() -> None:
     assert merge is not None
     commit(round_, merge, 0)
     round_.roster.hear(pulse("ann", 9, 0), 0)  # 9 steps, but none of them since version 1
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(pulse("ann", 10, 1), 0)
     round_.roster.hear(pulse("ann", 13, 1), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(pulse("ann", 14, 1), 0)
-    assert round_.due(0)
+    assert round_.due(0, STEPS)
+    assert not round_.due(0, 2 * STEPS)  # where a link is slow more steps lie between two rounds
+    round_.roster.hear(pulse("ann", 18, 1), 0)
+    assert round_.due(0, 2 * STEPS)
 
 
 @pytest.mark.parametrize(("fragment", "due_at"), [(0, 1), (1, 2), (2, 3), (3, 4)])
@@ -236,9 +244,9 @@ def test_first_rounds_are_staggered(fragment: int, due_at: int) -> None:
     roster = Roster(settings_of(**{"fragments.count": 4}))
     round_ = Round(roster.settings, roster, Chain(fragment, 0, 0, bytes(32), 0, hash_of(0)), 4)
     roster.hear(pulse("ann", due_at - 1, versions=[0] * 4), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     roster.hear(pulse("ann", due_at, versions=[0] * 4), 0)
-    assert round_.due(0)
+    assert round_.due(0, STEPS)
 
 
 def test_a_newcomer_alone_cannot_make_a_version_before_it_has_applied() -> None:
@@ -251,11 +259,11 @@ def test_a_newcomer_alone_cannot_make_a_version_before_it_has_applied() -> None:
     # ann is gone; zoe has stepped for long, on version 0
     now_s = 100.0
     round_.roster.hear(pulse("zoe", 50, 0), now_s)
-    assert not round_.due(now_s)
+    assert not round_.due(now_s, STEPS)
     round_.roster.hear(pulse("zoe", 60, 1), now_s)  # applied: its H steps begin now
-    assert not round_.due(now_s)
+    assert not round_.due(now_s, STEPS)
     round_.roster.hear(pulse("zoe", 60 + STEPS, 1), now_s)
-    assert round_.due(now_s)
+    assert round_.due(now_s, STEPS)
 
 
 def test_pulses_out_of_order_are_ignored() -> None:
@@ -274,9 +282,9 @@ def test_a_restart_counts_its_steps_anew() -> None:
     round_.chain.version = 1
     round_.roster.hear(pulse("ann", 10, 1), 0)
     round_.roster.hear(pulse("ann", 14, 1, incarnation=2), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(pulse("ann", 18, 1, incarnation=2), 0)
-    assert round_.due(0)
+    assert round_.due(0, STEPS)
 
 
 def test_the_step_time_is_the_median_of_the_living() -> None:
@@ -315,19 +323,19 @@ def test_a_round_is_due_for_learners_that_wait_whatever_an_owner_has_heard_of_th
     round_ = Round(settings, Roster(settings), Chain(0, 3, 0, bytes(32), 9, hash_of(3)), 1)
     for learner in ("ann", "bob"):
         round_.roster.hear(pulse(learner, 20, version=3, steps=[STEPS], state="stepping"), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     for learner in ("ann", "bob"):
         round_.roster.hear(pulse(learner, 20, version=3, steps=[STEPS - 1], state="waiting"), 1)
-    assert not round_.due(1)  # it is another fragment that they wait for
+    assert not round_.due(1, STEPS)  # it is another fragment that they wait for
     for learner in ("ann", "bob"):
         round_.roster.hear(pulse(learner, 20, version=3, steps=[STEPS], state="waiting"), 2)
-    assert round_.due(2)
+    assert round_.due(2, STEPS)
 
 
 def test_in_lockstep_a_round_is_open_before_the_step_that_it_is_for() -> None:
     lockstep = {"round.steps": 1, "round.learners_wait": True, "round.quorum": "all", "round.grace_factor": 0}
     round_ = round_of(**lockstep)
-    assert not round_.due(0)  # nobody lives
+    assert not round_.due(0, STEPS)  # nobody lives
     for learner in ("ann", "bob"):
         round_.roster.hear(pulse(learner, 0), 0)
     open_at(round_, 0)
@@ -469,7 +477,7 @@ def test_an_older_offer_comes_never_after_a_newer_one() -> None:
         assert hold(round_, again) == "superseded by a newer offer, or a duplicate"
     assert hold(round_, offer("ann", 3, tokens=99)) is None
     assert hold(round_, offer("ann", 1, incarnation=2)) is None
-    assert round_.held["ann"].offer.incarnation == 2
+    assert [held.offer.members[0].incarnation for held in round_.held.values()] == [2]
 
 
 def round_at(version: int, *, staleness: int = 2) -> Round:
@@ -534,9 +542,9 @@ def test_a_commit_drops_what_it_made_unfit() -> None:
 def test_a_closed_run_takes_no_offers_and_opens_no_round() -> None:
     round_ = round_of("ann", tokens=1)
     round_.roster.hear(pulse("ann", 5, tokens=1), 0)
-    assert round_.due(0)
+    assert round_.due(0, STEPS)
     round_.chain.closed = True
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     assert hold(round_, offer("ann")) == "the run is closed"
 
 
@@ -567,7 +575,7 @@ def test_a_closing_round_waits_for_all_that_the_living_hold() -> None:
     assert merge.closing
     commit(round_, merge, 5)
     assert round_.chain.closed
-    assert not round_.due(5)
+    assert not round_.due(5, STEPS)
 
 
 def test_a_closing_round_needs_no_answer_of_who_holds_nothing() -> None:
@@ -647,6 +655,60 @@ def test_an_open_round_that_nobody_can_answer_any_more_becomes_the_closing_one()
     assert merge.closing
 
 
+def combine(*offers: Offer, number: int = 1) -> Combined:
+    return Combined(0, "syncer-1", 1, number, 4, [Answer.of(offer) for offer in offers], BODY)
+
+
+def hold_combined(round_: Round, *offers: Offer) -> str | None:
+    return round_.hold(Held(combine(*offers), RAW))
+
+
+def test_every_member_of_a_combined_offer_is_an_answer() -> None:
+    round_ = round_of("ann", "bob", "cat", **{"round.quorum": 3, "round.grace_factor": 0})
+    open_at(round_, 0)
+    assert hold_combined(round_, offer("ann"), offer("bob")) is None
+    assert len(round_.answers()) == 2
+    assert round_.poll(1) is None  # three are wanted
+    assert hold(round_, offer("cat")) is None
+    merge = round_.poll(2)
+    assert names(merge) == [("ann", 1), ("bob", 1), ("cat", 1)]
+    assert merge is not None
+    assert len(merge.held) == 2
+
+
+def test_a_combined_offer_with_anything_merged_already_is_refused_whole() -> None:
+    round_ = round_of("ann", "bob")
+    open_at(round_, 0)
+    hold(round_, offer("ann"))
+    merge = round_.poll(10)
+    assert merge is not None
+    commit(round_, merge, 10)
+    assert "merged already" in str(hold_combined(round_, offer("ann"), offer("bob")))
+    assert "without knowing" in str(hold_combined(round_, offer("ann", 2), offer("bob")))
+    assert hold_combined(round_, offer("bob")) is None  # a late one by itself
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "held"),
+    [
+        (["ann1", "bob1"], ["ann1", "bob1"], ["ann1", "bob1"]),  # two syncers at once, or an owner that reads it twice
+        (["ann1"], ["ann1", "bob1"], ["ann1", "bob1"]),  # bob was late
+        (["ann1", "bob1"], ["ann1"], ["ann1", "bob1"]),
+        (["ann1", "bob1"], ["ann2", "bob1"], ["ann2", "bob1"]),
+        (["ann2", "bob1"], ["ann1", "bob2"], ["ann2", "bob1"]),  # neither is newer
+        (["ann1", "bob1"], ["ann2"], ["ann2"]),  # what is newer goes first: bob's is a part of what it replaces
+        (["ann1", "bob1"], ["ann1", "cat1"], ["ann1", "bob1"]),
+        (["ann1", "bob1"], ["cat1"], ["ann1", "bob1", "cat1"]),
+    ],
+)
+def test_nothing_is_in_two_offers_that_are_held(first: list[str], then: list[str], held: list[str]) -> None:
+    round_ = round_of("ann", "bob", "cat")
+    for group in (first, then):
+        hold_combined(round_, *(offer(name[:3], int(name[3])) for name in group))
+    members = [f"{member.learner}{member.number}" for item in set(round_.held.values()) for member in item.offer.members]
+    assert sorted(members) == held
+
+
 @given(st.permutations(["ann", "bob", "cat", "dee"]))
 def test_the_order_of_merging_is_not_that_of_arrival(order: list[str]) -> None:
     round_ = round_of("ann", "bob", "cat", "dee", learners=4, **{"round.quorum": 4})
@@ -690,12 +752,12 @@ class Learner:
 
     def apply(self, merge: Merge) -> None:
         self.version = merge.version
-        for held in merge.held:
-            if held.offer.learner == self.name:
-                self.after = (held.offer.incarnation, held.offer.number)
-                if held.offer.incarnation == self.incarnation:
-                    self.steps -= held.offer.steps
-                    self.tokens -= held.offer.tokens
+        for merged in members_of(merge):
+            if merged.learner == self.name:
+                self.after = (merged.incarnation, merged.number)
+                if merged.incarnation == self.incarnation:
+                    self.steps -= merged.steps
+                    self.tokens -= merged.tokens
 
     def restart(self, round_: Round) -> None:
         self.incarnation += 1
@@ -731,7 +793,7 @@ def interleave(seed: int, quorum: object, grace: float, staleness: int) -> list[
             learner.restart(round_)
         elif action == "tick":
             now_s += draw.choice([0.0, 0.3, 1.0])
-            if round_.due(now_s):
+            if round_.due(now_s, STEPS):
                 round_.open(now_s)
             merge = round_.poll(now_s)
             if merge is not None:
@@ -741,7 +803,7 @@ def interleave(seed: int, quorum: object, grace: float, staleness: int) -> list[
                 round_.abandoned()
                 pending = None
             elif pending is not None:
-                offers = [held.offer for held in pending.held]
+                offers = members_of(pending)
                 assert offers
                 assert [o.learner for o in offers] == sorted({o.learner for o in offers})
                 for o in offers:
@@ -768,7 +830,7 @@ def test_no_interleaving_merges_anything_twice(seed: int, quorum: object, grace:
 def test_such_interleavings_do_make_versions() -> None:
     # a guard of the property above, which would hold if nothing were ever merged
     logs = [interleave(seed, 1, 0.9, 3) for seed in range(20)]
-    merged = [(merge.version, held.offer) for log in logs for merge in log for held in merge.held]
+    merged = [(merge.version, offer) for log in logs for merge in log for offer in members_of(merge)]
     assert sum(len(log) for log in logs) > 100
     assert sum(offer.round < version for version, offer in merged) > 10  # late answers
     assert sum(offer.incarnation > 1 for _, offer in merged) > 10  # restarted learners
@@ -792,7 +854,7 @@ def test_a_round_merges_what_one_record_has_room_for_and_the_next_ones_the_rest(
     round_.open(0.0)
     merge = round_.poll(0.0)
     assert merge is not None
-    chosen = [held.offer for held in merge.held]
+    chosen = members_of(merge)
     assert 300 < len(chosen) < 400  # some 1,500 bytes each, nearly all in 64 ranges of 22
     assert [o.learner for o in chosen] == learners[: len(chosen)]
     members = [
@@ -800,7 +862,7 @@ def test_a_round_merges_what_one_record_has_room_for_and_the_next_ones_the_rest(
         for o in chosen
     ]
     record = Record(
-        0, "version", LARGE, LARGE, "s" * 48, bytes(32), members, 32, 1e6, 1.0, LARGE, LARGE, bytes(32), False,
+        0, "version", LARGE, LARGE, "s" * 48, bytes(32), members, [], 32, 1e6, 1.0, LARGE, LARGE, bytes(32), False,
         1e12, 1e12, 1e12, Body(size_bytes=2**40, content_hash=bytes(32), parts=2**22, attempt=bytes(8)),
     )  # fmt: skip
     frame = pack(record, bytes(8), bytes(PART_BYTES))  # with as large a body in it as any head has
@@ -818,7 +880,7 @@ def test_what_had_no_room_comes_first_in_the_next_round_and_closing_waits_for_al
     merge = round_.poll(0.0)
     assert merge is not None
     assert not merge.closing
-    first = [held.offer.learner for held in merge.held]
+    first = [member.learner for member in members_of(merge)]
     assert 0 < len(first) < 400
     commit(round_, merge, 0.0)
     for learner in learners:  # all answer again: those whose offer was merged with nothing
@@ -830,7 +892,7 @@ def test_what_had_no_room_comes_first_in_the_next_round_and_closing_waits_for_al
     merge = round_.poll(1.0)
     assert merge is not None
     assert merge.closing
-    assert [held.offer.learner for held in merge.held] == learners[len(first) :]
+    assert [member.learner for member in members_of(merge)] == learners[len(first) :]
 
 
 def small_but_many(learner: str, version: int = 1, number: int = 1) -> Offer:

@@ -110,6 +110,12 @@ def test_a_wrong_setting_is_refused_by_name(overrides: dict[str, Any], expected:
         ({"round.quorum": 3, "learners": 2}, "round.quorum = 3 must be between 1 and learners = 2"),
         ({"shards": 25}, "shards = 25 is more than fragments.count = 24"),
         ({"task.width": 97}, "width 97 must be an even multiple of heads 4"),
+        ({"regions.merge": True}, r"regions.merge: there are no regions \(regions.names\); name them, or leave it out"),
+        (
+            {"regions": {"merge": True, "names": ["us", "eu"]}, "merge.against": "current"},
+            "regions.merge with merge.against = current: the owner takes each offer against its own newest version, and of "
+            "offers that are merged already it could not; set merge.against = base",
+        ),
         ({"task.width": 12}, "width 12 must be an even multiple of heads 4"),  # three a head: not even
     ],
 )

@@ -6,6 +6,7 @@ takes offers apart. It knows the run's steps (:mod:`tests.simulation.learner`), 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -20,7 +21,7 @@ from diloco.core import leases
 from diloco.core.ownership import OwnersTable
 from diloco.settings import RunSettings
 from diloco.wire import messages
-from diloco.wire.messages import Body, Genesis, Keyframe, Offer, Record
+from diloco.wire.messages import Answer, Body, Combined, Genesis, Keyframe, Member, Offer, Record
 from diloco.wire.subjects import Subjects
 
 Vector = NDArray[np.float32]
@@ -116,16 +117,19 @@ class Reference:
         self.subjects = Subjects(name)
         self.logs: list[FragmentLog] = []  # empty before genesis
         self.offers: dict[tuple[int, str, int, int], tuple[Offer, Vector]] = {}
-        self.versions_made = self.takeovers = self.keyframes = 0
+        self.versions_made = self.takeovers = self.keyframes = self.members_combined = self.late_combined = 0
+        self.bits: Counter[int] = Counter()  # versions by those that their bodies have
         self.forgetful, self.archived = forgetful, archived
         self.rewound = False
         self.lost: set[tuple[int, bytes]] = set()  # by fragment: entries and states of versions that were stored, and lost
+        self.combined: dict[tuple[int, str, int, int], tuple[Combined, Vector]] = {}
         self._archive: set[tuple[int, str, int, int]] = set()
+        self._archived_combined: set[tuple[int, str, int, int]] = set()
         self._trained: dict[tuple[str, int], set[tuple[int, int]]] = {}  # by process: shares and batches
         self._parts: dict[bytes, dict[int, bytes]] = {}
         self._genesis: dict[tuple[int, bytes], tuple[Vector, Vector]] = {}
         whole = settings.carry.late in (0, 1) and settings.carry.overlap in (0, 1)
-        self.exact = settings.codec.offer_bits == 32
+        self.exact = settings.codec.offer_bits == 32 and not settings.adapts
         self.countable = self.exact and whole
 
     # ---- what the server stores
@@ -213,7 +217,35 @@ class Reference:
         its = log.has(offer.base_version, offer.base_hash) or (offer.fragment, offer.base_hash) in self.lost
         demand(its, f"{what}: its base is not the log's {offer.base_version}")
 
+    def see_combined(self, combined: Combined, inline: bytes) -> str:
+        """Look at a combined offer: it is what its members' offers are merged to, as far as that can be said exactly."""
+        what = f"combined offer {combined.number} of {combined.syncer}, fragment {combined.fragment}"
+        values = -decode(self._body(combined.body, inline), self.logs[combined.fragment].theta.size, combined.bits)
+        expected, total = np.zeros_like(values), sum(member.tokens for member in combined.members)
+        for member in combined.members:
+            named = f"{what}: offer {member.number} of {member.learner}, incarnation {member.incarnation}"
+            identity = (combined.fragment, member.learner, member.incarnation, member.number)
+            demand(identity in self.offers, f"{named} was never stored")
+            offer, its = self.offers[identity]
+            demand(member == Answer.of(offer), f"{named}: states {member}, the offer {offer}")
+            expected += np.float32(member.tokens / total) * its
+        if self.settings.merge.method == "average" and self.exact:
+            demand(bool(np.allclose(values, expected, atol=1e-5)), f"{what}: is not the mean of its members' offers")
+        self.combined[combined.fragment, combined.syncer, combined.incarnation, combined.number] = combined, values
+        return f"{what}: {', '.join(f'{m.learner}/{m.number} to {m.round}' for m in combined.members)}"
+
     def _see_archived(self, data: bytes) -> str:
+        if messages.kind_of(data) == Combined.kind:
+            combined, _, inline = messages.unpack(data, Combined, self.run)
+            identity = (combined.fragment, combined.syncer, combined.incarnation, combined.number)
+            what = f"archived combined offer {combined.number} of {combined.syncer}, fragment {combined.fragment}"
+            demand(identity in self.combined, f"{what}: was never made")
+            values = -decode(self._body(combined.body, inline), self.logs[combined.fragment].theta.size, combined.bits)
+            known, its = self.combined[identity]
+            same = msgspec.structs.replace(combined, body=known.body) == known and np.array_equal(values, its)
+            demand(same, f"{what}: another one than was made")
+            self._archived_combined.add(identity)
+            return what
         offer, _, inline = messages.unpack(data, Offer, self.run)
         identity = (offer.fragment, offer.learner, offer.incarnation, offer.number)
         what = f"archived offer {offer.number} of {offer.learner}, fragment {offer.fragment}"
@@ -275,6 +307,7 @@ class Reference:
         log.sequences.append(sequence)
         if makes:
             self.versions_made += 1
+            self.bits[record.bits] += 1
             log.remember()
         return f"{what}: {', '.join(f'{m.learner}/{m.number}' for m in record.members)}{' closing' if record.closing else ''}"
 
@@ -282,6 +315,7 @@ class Reference:
         demand(bool(record.members), f"{what}: no members")
         delta = decode(body, log.theta.size, record.bits)
         total, expected = sum(member.weight for member in record.members), np.zeros_like(delta)
+        together = self._see_combinations(record, what)
         for member in record.members:
             identity = (record.fragment, member.learner, member.incarnation, member.number)
             named = f"{what}: offer {member.number} of {member.learner}, incarnation {member.incarnation}"
@@ -295,7 +329,8 @@ class Reference:
             demand(member.data == offer.data, f"{named}: other batches in the record than in the offer")
             demand(stated == offered, f"{named}: {stated} in the record, {offered} in the offer")
             self._demand_base(log, offer, named)
-            demand(not self.archived or identity in self._archive, f"{named}: merged, and not in the archive")
+            kept = not self.archived or member.learner in together or identity in self._archive
+            demand(kept, f"{named}: merged, and not in the archive")
             demand(not self.settings.round.lockstep or member.steps == 1, f"{named}: {member.steps} steps in lockstep")
             if self.exact:
                 log.steps += values
@@ -320,6 +355,23 @@ class Reference:
             log.theta, log.momentum = adamw(log.theta, log.momentum, delta, record, self.settings.inner.beta2, decay)
         else:
             log.theta, log.momentum = fold(log.theta, log.momentum, delta, record.learning_rate, record.momentum)
+
+    def _see_combinations(self, record: Record, what: str) -> set[str]:
+        """The learners whose offers came as combined ones, each of which was stored and is whole in this version."""
+        together: set[str] = set()
+        for combination in record.combined:
+            identity = (record.fragment, combination.syncer, combination.incarnation, combination.number)
+            named = f"{what}: combined offer {combination.number} of {combination.syncer}"
+            demand(identity in self.combined, f"{named} was never stored")
+            demand(not self.archived or identity in self._archived_combined, f"{named}: merged, and not in the archive")
+            members: list[Member] = [record.members[place] for place in combination.members]
+            merged = [(member.learner, member.incarnation, member.number) for member in members]
+            made = [(m.learner, m.incarnation, m.number) for m in self.combined[identity][0].members]
+            demand(merged == made, f"{named}: merged as {merged}, made of {made}")
+            together |= {member.learner for member in members}
+            self.members_combined += len(members) * (len(members) > 1)
+            self.late_combined += sum(member.round < record.version for member in members)
+        return together
 
     def rewind(self, sequence: int) -> None:
         """The server has lost all of the log after ``sequence``: it was never committed."""

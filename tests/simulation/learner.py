@@ -70,7 +70,7 @@ class Learner:
         """Join the run, and train to its end or until asked to stop."""
         process, world = self.process, self.world
         run = await membership.find(process.transport, world.run_name, world.logger)
-        member = self.member = Member(process.transport, run, FRAGMENTS, world.learner_settings(self.name), world.logger)
+        member = self.member = Member(process.transport, run, FRAGMENTS, world.learner_settings(process), world.logger)
         # its own, and nothing of it may come into the run unless it founds it
         self.values = [process.noise(fragment.size) for fragment in FRAGMENTS.fragments]
         self.must_apply, self.must_pass = world.known(process), world.reference.ends() if world.regional is None else {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tests.simulation.invariants import Reference, Writer, demand
 
 from diloco.wire import messages
-from diloco.wire.messages import Claim, Keyframe, Notice, Record
+from diloco.wire.messages import Claim, Combined, Keyframe, Notice, Record
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Regional:
         self._committed: dict[bytes, tuple[int, bytes]] = {}  # by name: version and state hash
         self._kept: dict[tuple[str, int], _Kept] = defaultdict(_Kept)
         self._genesis = b""
+        self._homes: dict[str, str] = {}  # of learners that have stored an offer
 
     def versions(self, region: str) -> dict[int, int]:
         """The newest version of each fragment that is known in a region."""
@@ -55,9 +56,20 @@ class Regional:
             return self._see_entry(region, data, sequence, writer)
         elif token == "notice":
             return self._see_notice(region, data)
+        elif subject.split(".")[2] == "delta" and token == "head":
+            self._homes[subject.split(".")[4]] = region
+        elif subject.split(".")[2] == "combined" and token == "head":
+            return self._see_combined(region, data)
         elif subject.split(".")[2] == "keyframe" and token == "head" and reference.logs:
             return self._see_keyframe(region, data, sequence)
         return reference.observe(subject, data, sequence, writer)
+
+    def _see_combined(self, region: str, data: bytes) -> str:
+        combined, _, inline = messages.unpack(data, Combined, self.reference.run)
+        for member in combined.members:
+            home = self._homes.get(member.learner)
+            demand(home == region, f"{combined.syncer} in {region} combines an offer of {member.learner}, who is in {home}")
+        return self.reference.see_combined(combined, inline)
 
     def _see_claim(self, region: str, data: bytes) -> str:
         claim, _, _ = messages.unpack(data, Claim, self.reference.run)

@@ -10,13 +10,20 @@ from typing import Any
 import pytest
 from tests.simulation.invariants import Violation
 from tests.simulation.play import play, play_all
-from tests.simulation.world import FAULTS_APART
+from tests.simulation.world import FAULTS_APART, THIN, World
 
+from diloco.core import merging
+from diloco.core.chain import Chain
+from diloco.core.combining import Combining
+from diloco.core.round import Held, Round
 from diloco.log import Entry, Log
+from diloco.wire.messages import Combined, Offer
 from diloco_syncer import regions, replication
 
 SCHEDULES = 120
+SCHEDULES_MERGED = 100
 SEARCHED = 400
+THIN_SCHEDULES = 30
 
 Patch = pytest.MonkeyPatch
 
@@ -32,6 +39,35 @@ def test_no_schedule_forks_a_log_or_hangs() -> None:
     happens = ("state restored", "state borrowed", "keyframe", "takeover", "purge")
     for kind in (*(f"fault {kind}" for kind in FAULTS_APART), *happens):
         assert total[kind] > SCHEDULES / 20, f"{kind} hardly ever happens: {total}"
+
+
+def test_precision_follows_the_links_whatever_goes_wrong() -> None:
+    total: Counter[str] = Counter()
+    failed = {}
+    for seed in range(THIN_SCHEDULES):
+        outcome = World(seed, number=THIN, regions=True).run()
+        total.update(outcome.stats)
+        if outcome.error is not None:
+            failed[seed] = repr(outcome.error)
+    assert not failed
+    for bits, least in ((4, 2), (32, 2), (8, 0.2), (16, 0.2)):  # they fall at once, and come back one by one
+        assert total[f"version of {bits} bits"] > least * THIN_SCHEDULES, total
+
+
+def test_where_offers_are_merged_in_their_regions_nothing_is_lost_nor_merged_twice() -> None:
+    total: Counter[str] = Counter()
+    failed = {}
+    for outcome in play_all(range(SCHEDULES_MERGED), regions=True, merged=True).outcomes:
+        total.update(outcome.stats)
+        if outcome.error is not None:
+            failed[outcome.seed] = repr(outcome.error)
+    assert not failed, f"replay with `python -m tests.simulation --merged --replay SEED`: {failed}"
+    happens = ("state restored", "keyframe", "takeover", "merged in its region")
+    for kind in (*(f"fault {kind}" for kind in FAULTS_APART), *happens):
+        assert total[kind] > SCHEDULES_MERGED / 20, f"{kind} hardly ever happens: {total}"
+    assert total["merged as a late answer"]
+    # learners' own offers cross where their region has no syncer for a while
+    assert 0 < total["delta crossed"] < total["combined crossed"] / 2
 
 
 def one_is_a_majority(patch: Patch) -> None:
@@ -56,19 +92,63 @@ def notices_not_waited_for(patch: Patch) -> None:
     patch.setattr(Log, "follow", eager)
 
 
-# with the schedule that has found it, which is played first
-MUTATIONS: list[tuple[Callable[[Patch], None], int, str]] = [
-    (one_is_a_majority, 0, r"only \['..'\] hold the entry"),
-    (own_log_gone_on_with, 56, "fork|is not over|does not follow"),
-    (notices_not_waited_for, 0, "no version of the log"),
+def members_unchecked(patch: Patch) -> None:
+    """An owner takes a combined offer as long as anything of it is not merged yet."""
+    refuse = Round.refuse
+
+    def careless(self: Round, offer: Offer | Combined) -> str | None:
+        reason = refuse(self, offer)
+        if reason is None or reason.startswith("superseded"):
+            return reason
+        return None if any(self._unfit(member) is None for member in offer.members) else reason
+
+    patch.setattr(Round, "refuse", careless)
+    patch.setattr(Chain, "check", lambda self, record: None)
+
+
+def held_beside_one_another(patch: Patch) -> None:
+    """A combined offer does not replace what is held of its members."""
+    hold = Round.hold
+
+    def beside(self: Round, held: Held) -> str | None:
+        before = dict(self.held)
+        reason = hold(self, held)
+        self.held |= {f"{name} again": other for name, other in before.items() if other is not self.held.get(name)}
+        return reason
+
+    patch.setattr(Round, "hold", beside)
+    patch.setattr(Chain, "check", lambda self, record: None)
+
+
+def left_over_twice(patch: Patch) -> None:
+    """What a region combines once it combines again, with what comes after it, though it was merged."""
+    patch.setattr(Combining, "_unfit", lambda self, offer: None)
+    patch.setattr(Round, "_unfit", lambda self, offer: None)
+    patch.setattr(Chain, "check", lambda self, record: None)
+
+
+def of_the_heaviest(patch: Patch) -> None:
+    """A combined offer weighs as much as one learner's."""
+    patch.setattr(merging, "sum", max, raising=False)
+
+
+# with the schedule that has found it, which is played first; whether offers are merged in their regions
+MUTATIONS: list[tuple[Callable[[Patch], None], int, bool, str]] = [
+    (one_is_a_majority, 0, False, r"only \['..'\] hold the entry"),
+    (own_log_gone_on_with, 56, False, "fork|is not over|does not follow"),
+    (notices_not_waited_for, 0, False, "no version of the log"),
+    (members_unchecked, 0, True, "merged before|merged twice|made without knowing"),
+    (held_beside_one_another, 0, True, "merged before|merged twice|made without knowing"),
+    (left_over_twice, 0, True, "merged before|merged twice|made without knowing"),
+    (of_the_heaviest, 0, True, "is not the mean"),
 ]
 
 
-@pytest.mark.parametrize(("mutate", "seed", "found"), MUTATIONS, ids=lambda value: getattr(value, "__name__", ""))
-def test_the_defect_is_found(mutate: Callable[[Patch], None], seed: int, found: str, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(("mutate", "seed", "merged", "found"), MUTATIONS, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_defect_is_found(mutate: Callable[[Patch], None], seed: int, merged: bool, found: str, monkeypatch: Patch) -> None:
     mutate(monkeypatch)
     for number in (seed, *range(SEARCHED)):
-        error = play(number, regions=True).error
+        error = play(number, regions=True, merged=merged).error
         if error is not None:
             with pytest.raises(Violation, match=found):
                 raise error

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from diloco.settings import RunSettings
 from diloco.transport import Fence, Stored, Transport
 from diloco.wire import messages, subjects
 from diloco.wire.assemble import Parts, part_index
-from diloco.wire.messages import Body, Claim, Genesis, Keyframe, Notice, Offer, Record
+from diloco.wire.messages import Body, Claim, Combined, Genesis, Keyframe, Notice, Offer, Record
 from diloco.wire.subjects import Subjects
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 APPEND_TIMEOUT_S = 10.0
 LOOK_S = 2.0  # that a message which does not come is still there
+
+Archived = TypeVar("Archived", Offer, Combined)
 
 
 @dataclass(frozen=True)
@@ -481,13 +483,13 @@ class Log:
                     break
         return sequences
 
-    async def archive(self, offer: Offer, raw: NDArray[np.uint8]) -> None:
+    async def archive(self, offer: Offer | Combined, raw: NDArray[np.uint8]) -> None:
         """Keep an offer that is about to be merged; one that is kept already is as good.
 
         Raises:
             StorageFullError: the archive is full.
         """
-        head = self.subjects.archived(offer.fragment, offer.learner, offer.incarnation, offer.number)
+        head = self._archived(offer)
         packed = await asyncio.to_thread(codec.pack, raw, -1)
         attempt = self.transport.random_bytes(messages.ATTEMPT_BYTES)
         body, inline, parts = messages.describe_body(packed, offer.body.content_hash, attempt)
@@ -496,6 +498,12 @@ class Log:
             await self._append(head, frame, parts, attempt, Fence(head, 0), self.subjects.archive_stream)
         except FenceError:
             return  # the merge was begun before, by this owner or the one before it
+
+    def _archived(self, offer: Offer | Combined) -> str:
+        """Where an offer is kept."""
+        if isinstance(offer, Combined):
+            return self.subjects.archived_combined(offer.fragment, offer.syncer, offer.incarnation, offer.number)
+        return self.subjects.archived(offer.fragment, offer.learner, offer.incarnation, offer.number)
 
     async def archived(
         self, fragment: int, learner: str, incarnation: int, number: int
@@ -506,14 +514,27 @@ class Log:
             MessageError: it is damaged.
             BrokerError: the run has no archive.
         """
-        stream, head = self.subjects.archive_stream, self.subjects.archived(fragment, learner, incarnation, number)
+        head = self.subjects.archived(fragment, learner, incarnation, number)
+        return await self._read_archived(Offer, fragment, head, f"fragment {fragment}, archived offer {number} of {learner}")
+
+    async def archived_combined(
+        self, fragment: int, syncer: str, incarnation: int, number: int
+    ) -> tuple[Combined, NDArray[np.uint8]] | None:
+        """A merged combined offer, as :meth:`archived` reads one of a learner."""
+        head = self.subjects.archived_combined(fragment, syncer, incarnation, number)
+        what = f"fragment {fragment}, archived combined offer {number} of {syncer}"
+        return await self._read_archived(Combined, fragment, head, what)
+
+    async def _read_archived(
+        self, cls: type[Archived], fragment: int, head: str, what: str
+    ) -> tuple[Archived, NDArray[np.uint8]] | None:
+        stream = self.subjects.archive_stream
         stored = await self.transport.last(stream, head)
         if stored is None:
             return None
-        offer, _, inline = messages.unpack(stored.data, Offer, self.run)
-        what = f"fragment {fragment}, archived offer {number} of {learner}"
-        if (offer.fragment, offer.learner, offer.incarnation, offer.number) != (fragment, learner, incarnation, number):
-            raise FormatError(f"{what}: it says fragment {offer.fragment}, offer {offer.number} of {offer.learner}")
+        offer, _, inline = messages.unpack(stored.data, cls, self.run)
+        if self._archived(offer) != head:
+            raise FormatError(f"{what}: another one stands there, which would be at {self._archived(offer)}")
         size = self.map.fragments[fragment].size
         raw_bytes = quantise.body_bytes(size, offer.bits)
         messages.check_body_size(offer.body, codec.packed_limit(raw_bytes), what)

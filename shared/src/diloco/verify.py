@@ -27,15 +27,16 @@ from rich.table import Table
 
 from diloco import tape
 from diloco.core import merging
+from diloco.core import tape as events
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.ledger import Ledger
 from diloco.core.round import Held
-from diloco.core.tape import Life, Offer
+from diloco.core.tape import Life
 from diloco.errors import ChainError, HashError, MessageError, RunError
 from diloco.log import Entry, Loaded
 from diloco.outside import Outside, opened
-from diloco.wire.messages import Member, Record
+from diloco.wire.messages import Combined, Member, Offer, Record
 
 Vector = NDArray[np.float32]
 State = Literal["holds", "fails", "unchecked"]
@@ -228,7 +229,8 @@ class _Remade:
         merged = merging.accumulate(self.fragment, self.settings, held, self._older.get, replica.theta).result()
         for residual in self._residuals:
             left = residual.copy()
-            if entry.body is not None and np.array_equal(merging.encode(merged.copy(), left, self.settings), entry.body):
+            again = merging.encode(merged.copy(), left, self.settings, record.bits)
+            if entry.body is not None and np.array_equal(again, entry.body):
                 self._residuals, self.redone = [left], self.redone + 1
                 return
         self._residuals = []
@@ -248,22 +250,37 @@ class _Remade:
         self._residuals = [keyframe.residual]
 
     async def _held(self, record: Record) -> list[Held]:
-        """The offers of a version's members, none if one of them is not in the archive."""
-        held = []
-        for member in record.members:
-            try:
+        """What a version was merged of, in the order of merging; none if something of it is not in the archive."""
+        held, left = [], dict(enumerate(record.members))
+        try:
+            for combination in record.combined:
+                stored = await self.log.archived_combined(
+                    record.fragment, combination.syncer, combination.incarnation, combination.number
+                )
+                if stored is None:
+                    return []
+                self._compare(record, [left.pop(place) for place in combination.members], stored[0])
+                held.append(Held(*stored))
+            for member in left.values():
                 found = await self.log.archived(record.fragment, member.learner, member.incarnation, member.number)
-            except MessageError as error:
-                self.wrong.append(f"version {record.version}: {error}")
-                return []
-            if found is None:
-                return []
-            offer, body = found
-            for name in ("round", "base_version", "steps", "tokens", "lost_tokens", "data"):
-                if getattr(offer, name) != getattr(member, name):
+                if found is None:
+                    return []
+                self._compare(record, [member], found[0])
+                held.append(Held(*found))
+        except MessageError as error:
+            self.wrong.append(f"version {record.version}: {error}")
+            return []
+        return sorted(held, key=lambda item: item.offer.members[0].learner)
+
+    def _compare(self, record: Record, members: Sequence[Member], offer: Offer | Combined) -> None:
+        """The members of a version with what their offer states of them."""
+        if [member.learner for member in members] != [stated.learner for stated in offer.members]:
+            self.wrong.append(f"version {record.version}: a combined offer has other members than it says")
+            return
+        for member, stated in zip(members, offer.members, strict=True):
+            for name in ("incarnation", "number", "round", "base_version", "steps", "tokens", "lost_tokens", "data"):
+                if getattr(stated, name) != getattr(member, name):
                     self.wrong.append(f"version {record.version}: {name} of {member.learner} is not that of its offer")
-            held.append(Held(offer, body))
-        return held
 
 
 def _compare(found: FragmentLog, replica: Replica, keyframe: Loaded) -> bool:
@@ -350,7 +367,7 @@ def _tapes(tapes: Sequence[tape.Tape], problems: Sequence[str]) -> Check:
 
 def _offers(logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life]) -> Check:
     """Whatever was merged is on the tape of the learner that made it, as an answer to the same round."""
-    offers: dict[tuple[str, int], dict[tuple[int, int], Offer]] = {
+    offers: dict[tuple[str, int], dict[tuple[int, int], events.Offer]] = {
         key: {(offer.fragment, offer.number): offer for offer in life.offers()} for key, life in lives.items()
     }
     wrong, unknown, found = [], 0, 0

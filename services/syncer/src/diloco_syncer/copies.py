@@ -16,7 +16,7 @@ from diloco.log import Entry, Log
 from diloco.observe import Logger
 from diloco.patience import patiently
 from diloco.tasks import unbroken
-from diloco.wire.messages import Genesis
+from diloco.wire.messages import Genesis, Record
 
 Vector = NDArray[np.float32]
 
@@ -46,6 +46,10 @@ class Copies:
     def clear(self) -> None:
         """Let go of all copies."""
         self._copies.clear()
+
+    def known(self) -> list[Copy]:
+        """All copies, none of which may be being folded."""
+        return list(self._copies.values())
 
     async def take(self, index: int) -> Copy:
         """The fragment as of its log's end, from what was followed where that serves; it is the caller's from now on."""
@@ -77,9 +81,9 @@ class Copies:
             return copy
 
     async def follow(
-        self, fragments: Sequence[int], ready: Callable[[], None], folded: Callable[[Copy], Awaitable[None]]
+        self, fragments: Sequence[int], ready: Callable[[], None], folded: Callable[[Copy, Record | None], Awaitable[None]]
     ) -> None:
-        """Load fragments, say so, and fold what comes, for ever; ``folded`` is told of each entry."""
+        """Load fragments, say so, and fold what comes, for ever; ``folded`` is told of each entry (None: loaded anew)."""
         while True:
             try:
                 await self._follow(fragments, ready, folded)
@@ -87,7 +91,7 @@ class Copies:
                 self.log.error("log_rewound", reason=str(error))
 
     async def _follow(
-        self, fragments: Sequence[int], ready: Callable[[], None], folded: Callable[[Copy], Awaitable[None]]
+        self, fragments: Sequence[int], ready: Callable[[], None], folded: Callable[[Copy, Record | None], Awaitable[None]]
     ) -> None:
         for index in fragments:
             self._copies[index] = await patiently(partial(self._load, index), self.log)
@@ -97,7 +101,7 @@ class Copies:
             copy = self._copies[entry.record.fragment]
             if entry.sequence > copy.replica.chain.sequence:
                 copy = self._copies[entry.record.fragment] = await unbroken(self._follow_up(copy, entry))
-                await folded(copy)
+                await folded(copy, entry.record if copy.replica.chain.head == entry.check else None)
 
     async def _load(self, index: int) -> Copy:
         """From the newest whole keyframe to the log's end."""

@@ -16,8 +16,8 @@ from diloco.core.round import Held, Merge
 from diloco.core.schedule import scheduled_rate
 from diloco.core.weights import weight
 from diloco.errors import NonFiniteError
-from diloco.settings import RunSettings
-from diloco.wire.messages import Member, Record, describe_body
+from diloco.settings import Bits, RunSettings
+from diloco.wire.messages import Combination, Combined, Member, Record, describe_body
 
 Vector = NDArray[np.float32]
 
@@ -29,14 +29,15 @@ def accumulate(
 
     ``theta_at`` gives the fragment at an older version, for ``merge.against = "current"``: there every outer gradient is
     taken against ``theta``, the newest version, however old the learner's base (Decoupled DiLoCo, arXiv 2604.21428).
-    Embedding-like fragments are averaged (ibid.).
+    Embedding-like fragments are averaged (ibid.). A combined offer weighs as much as its members together.
     """
     method = "average" if fragment.embedding else settings.merge.method
     merge = Accumulator(fragment.size, fragment.segments(settings.merge.granularity), method)
     for item in held:
-        offer = item.offer
-        share = weight(offer.tokens, offer.steps, settings.merge.weights)
-        base = theta_at(offer.base_version) if settings.merge.against == "current" else None
+        offer, members = item.offer, item.offer.members
+        share = sum(weight(member.tokens, member.steps, settings.merge.weights) for member in members)
+        # the settings refuse this together with combined offers, whose members may have several bases
+        base = theta_at(members[0].base_version) if settings.merge.against == "current" else None
         if base is None:
             merge.add(item.body, offer.bits, share)
         else:
@@ -45,9 +46,8 @@ def accumulate(
     return merge
 
 
-def encode(delta: Vector, residual: Vector, settings: RunSettings) -> NDArray[np.uint8]:
+def encode(delta: Vector, residual: Vector, settings: RunSettings, bits: Bits) -> NDArray[np.uint8]:
     """A record's content for a merged outer gradient; ``residual`` becomes what quantisation left over this time."""
-    bits = settings.codec.record_bits
     if not settings.codec.error_feedback:
         return quantise.quantise(delta, bits)
     residual += delta
@@ -72,6 +72,7 @@ def make_version(
     merge: Merge,
     settings: RunSettings,
     *,
+    bits: Bits,
     syncer: str,
     attempt: bytes,
     now_s: float,
@@ -85,8 +86,7 @@ def make_version(
         NonFiniteError: the merged outer gradient, or what follows from it, is not finite.
     """
     chain = replica.chain
-    bits = settings.codec.record_bits
-    body = encode(accumulator.result(), residual, settings)
+    body = encode(accumulator.result(), residual, settings, bits)
     learning_rate, momentum = outer_rates(settings, chain.tokens_merged + chain.tokens_lost)
     step = replica.optimizer.at(chain.version + 1, learning_rate, momentum)
     state_hash = outer.fold(replica.theta, replica.momentum, body, bits, step)
@@ -96,7 +96,9 @@ def make_version(
         )
     packed = codec.pack(body, settings.codec.zstd_level)
     description, inline, parts = describe_body(packed, codec.content_hash(body), attempt)
-    offers = [item.offer for item in merge.held]
+    offers = sorted((member for item in merge.held for member in item.offer.members), key=lambda member: member.learner)
+    place = {offer.learner: i for i, offer in enumerate(offers)}
+    combined = [item.offer for item in merge.held if isinstance(item.offer, Combined)]
     tokens_merged, tokens_lost = chain.totals_with((offer.learner, offer.tokens, offer.lost_tokens) for offer in offers)
     members = [
         Member(
@@ -121,6 +123,10 @@ def make_version(
         syncer=syncer,
         previous=chain.head,
         members=members,
+        combined=[
+            Combination(offer.syncer, offer.incarnation, offer.number, [place[member.learner] for member in offer.members])
+            for offer in combined
+        ],
         bits=bits,
         learning_rate=learning_rate,
         momentum=momentum,
@@ -158,6 +164,7 @@ def make_marker(
         syncer=syncer,
         previous=chain.head,
         members=[],
+        combined=[],
         bits=settings.codec.record_bits,
         learning_rate=learning_rate,
         momentum=momentum,

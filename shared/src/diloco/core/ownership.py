@@ -244,9 +244,9 @@ class Ownership:
         return plan(self.table, live, self.sizes, self.shards, self._regions())
 
     def keeps(self, fragment: int, now_s: float) -> bool:
-        """Whether it is this syncer that stores a fragment's keyframes in its region: the first of those who live there.
+        """Whether it is this syncer that looks after a fragment in its region: the first of those who live there.
 
-        Where the fragment's owner lives, it is the owner.
+        It stores the fragment's keyframes there, and combines offers of it. Where the owner lives, it is the owner.
         """
         if self.table is None:
             return False
@@ -254,6 +254,11 @@ class Ownership:
         if regions.get(self.table.owners[fragment]) == self.region:
             return False
         return self.name == min(name for name in self.live(now_s) | {self.name} if regions.get(name) == self.region)
+
+    def inhabited(self, now_s: float) -> set[str]:
+        """The regions in which a syncer lives."""
+        regions = self._regions()
+        return {regions[name] for name in self.live(now_s) if name in regions}
 
     def mine(self, now_s: float) -> set[int]:
         """The fragments to own: those of the table, unless this syncer leaves and nobody else lives to be given them."""

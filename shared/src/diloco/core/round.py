@@ -12,8 +12,9 @@ A round is *closing* once the run's tokens are used up: it waits for everything 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from diloco.core.chain import Chain
 from diloco.core.pace import Average, first_due_steps, grace_s
 from diloco.settings import RunSettings
-from diloco.wire.messages import MAX_MEMBERS, MAX_MEMBERS_BYTES, Offer, Pulse, member_bytes
+from diloco.wire.messages import MAX_MEMBERS, MAX_MEMBERS_BYTES, Answer, Combined, Offer, Pulse, members_bytes
 
 DEFAULT_STEP_S = 1.0
 ACTIVE = ("stepping", "waiting", "closing", "leaving")
@@ -86,11 +87,11 @@ def _age(pulse: Pulse) -> tuple[int, int, int]:
     return pulse.incarnation, pulse.step, pulse.tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Held:
-    """An offer with its checked, uncompressed body."""
+    """An offer, one learner's or a combined one, with its checked, uncompressed body."""
 
-    offer: Offer
+    offer: Offer | Combined
     body: NDArray[np.uint8]
 
 
@@ -105,16 +106,46 @@ class Merge:
     round_s: float
 
 
-def _fitting(offered: Iterable[Held]) -> tuple[Held, ...]:
-    """As many offers as one record has room for, by name; those that have waited longest first, the rest waits for the next."""
-    held: list[Held] = []
-    left_bytes = MAX_MEMBERS_BYTES
-    for item in sorted(offered, key=lambda item: (item.offer.round, item.offer.learner)):
-        left_bytes -= member_bytes(item.offer)
-        if left_bytes < 0 or len(held) == MAX_MEMBERS:
+H = TypeVar("H", bound=Held)
+
+
+def fitting(offered: Iterable[H], size_bytes: Callable[[H], int]) -> tuple[H, ...]:
+    """As many offers as a message has room for, by name; those that have waited longest first, the rest waits for the next."""
+    held: list[H] = []
+    left_bytes, left = MAX_MEMBERS_BYTES, MAX_MEMBERS
+    for item in sorted(offered, key=lambda item: (min(m.round for m in item.offer.members), _first(item))):
+        left_bytes, left = left_bytes - size_bytes(item), left - len(item.offer.members)
+        if left_bytes < 0 or left < 0:
             break
         held.append(item)
-    return tuple(sorted(held, key=lambda item: item.offer.learner))
+    return tuple(sorted(held, key=_first))
+
+
+def _first(held: Held) -> str:
+    return held.offer.members[0].learner
+
+
+def identity(offer: Offer | Answer) -> tuple[int, int]:
+    """What only grows from one of a learner's offers of a fragment to the next."""
+    return offer.incarnation, offer.number
+
+
+def unfit(offer: Offer | Answer, chain: Chain, hashes: Mapping[int, bytes], max_staleness_versions: int) -> str | None:
+    """Why an offer may not be in the version after ``chain``, or None. ``hashes``: its state hashes, as far back as known."""
+    merged = chain.cursor(offer.learner)
+    if chain.closed:
+        return "the run is closed"
+    if identity(offer) <= merged:
+        return f"merged already, as {merged} or before"
+    if offer.after != merged:
+        return f"made without knowing that {merged} was merged (it states {offer.after})"
+    if offer.base_version > chain.version or offer.round > chain.version + 1:
+        return f"from the future: base {offer.base_version}, round {offer.round}, log at {chain.version}"
+    if chain.version - offer.base_version > max_staleness_versions:
+        return f"its base {offer.base_version} is too old, log at {chain.version}"
+    if hashes.get(offer.base_version, offer.base_hash) != offer.base_hash:
+        return f"its base {offer.base_version} has another state hash than the log's"
+    return None
 
 
 @dataclass
@@ -126,7 +157,7 @@ class Round:
     chain: Chain
     fragments: int
     hashes: dict[int, bytes] = field(default_factory=dict)  # state hash by version, as far back as offers may go
-    held: dict[str, Held] = field(default_factory=dict)  # the newest acceptable offer of each learner
+    held: dict[str, Held] = field(default_factory=dict)  # by learner: the newest acceptable offer that its work is in
     opened_at_s: float | None = None
     closing: bool = False
     quorum_at_s: float | None = None
@@ -142,23 +173,32 @@ class Round:
         """The version that the open, or next, round makes."""
         return self.chain.version + 1
 
-    def refuse(self, offer: Offer) -> str | None:
-        """Why an offer is not held for the next merge, or None if it is fit for it."""
-        newest = self.held.get(offer.learner)
-        if newest is not None and (offer.incarnation, offer.number) <= (newest.offer.incarnation, newest.offer.number):
+    def refuse(self, offer: Offer | Combined) -> str | None:
+        """Why an offer is not held for the next merge, or None if it is fit for it.
+
+        A combined one is as fit as the least of its members. It takes the place of all that is held of any of them: it must
+        have something newer of them, or something of more learners, and nothing older.
+        """
+        known = {o.learner: identity(o) for held in self._over(offer) for o in held.offer.members}
+        own = {o.learner: identity(o) for o in offer.members}
+        newer = any(own[name] > known[name] for name in own.keys() & known.keys())
+        older = any(own[name] < known[name] for name in own.keys() & known.keys())
+        if older or not (newer or own.keys() > known.keys()):
             return "superseded by a newer offer, or a duplicate"
-        return self._unfit(offer)
+        return next((reason for o in offer.members if (reason := self._unfit(o)) is not None), None)
 
     def hold(self, held: Held) -> str | None:
         """Keep an offer for the next merge; the reason if it is refused."""
         reason = self.refuse(held.offer)
         if reason is None:
-            self.held[held.offer.learner] = held
+            gone = self._over(held.offer)
+            self.held = {name: other for name, other in self.held.items() if other not in gone}
+            self.held |= {member.learner: held for member in held.offer.members}
         return reason
 
-    def answers(self) -> list[Held]:
-        """Offers that answer the open round itself."""
-        return [held for held in self.held.values() if held.offer.round == self.version]
+    def answers(self) -> list[Offer | Answer]:
+        """What answers the open round itself: of each learner at most one."""
+        return [o for held in self._held() for o in held.offer.members if o.round == self.version]
 
     def quorum(self, now_s: float) -> int:
         """Learners that must answer the open round.
@@ -168,21 +208,21 @@ class Round:
         present = self._present(now_s)
         needed = self.settings.quorum(len(present))
         if self.roster.used_up(now_s):
-            fragment, answered = self.chain.fragment, {held.offer.learner for held in self.answers()}
+            fragment, answered = self.chain.fragment, {answer.learner for answer in self.answers()}
             present = [seen for seen in present if seen.pulse.steps[fragment] or seen.pulse.learner in answered]
         elif not self._leavers(now_s):
             return needed
         return min(needed, len(present))
 
-    def due(self, now_s: float) -> bool:
-        """Whether a round should open now."""
+    def due(self, now_s: float, steps: int) -> bool:
+        """Whether a round should open now, where ``steps`` inner steps are to lie between two of them."""
         if self.opened_at_s is not None or self.chain.closed:
             return False
         if self.roster.used_up(now_s) or self._leavers(now_s):
             return True
         if self.settings.round.lockstep:  # no step is taken without it: whoever ends one is to find the round open
             return bool(self._present(now_s))
-        steps, fragment = self.settings.round.steps, self.chain.fragment
+        fragment = self.chain.fragment
         needed = steps if self.chain.version else first_due_steps(self.settings.round, fragment, self.fragments)
         ready = 0
         for seen in self._present(now_s):
@@ -208,8 +248,8 @@ class Round:
         """Look whether the open round may close; if so, it is merging until :meth:`committed` or :meth:`abandoned`."""
         if self.opened_at_s is None or self.merge_at_s is not None:
             return None
-        answers = {held.offer.learner for held in self.answers()}
-        if self.quorum_at_s is None and len(answers) >= self.quorum(now_s) and any(h.offer.steps for h in self.answers()):
+        answers = {answer.learner: answer.steps for answer in self.answers()}
+        if self.quorum_at_s is None and len(answers) >= self.quorum(now_s) and any(answers.values()):
             self.quorum_at_s = now_s
             self.quorum_average.add(now_s - self.opened_at_s)
         if not answers and self.roster.used_up(now_s) and self._all_in(now_s):
@@ -224,8 +264,8 @@ class Round:
             return None
         self.merge_at_s = now_s
         quorum_at_s = now_s if self.quorum_at_s is None else self.quorum_at_s
-        offered = [held for held in self.held.values() if held.offer.steps]
-        held = _fitting(offered)
+        offered = [held for held in self._held() if any(o.steps for o in held.offer.members)]
+        held = fitting(offered, lambda item: members_bytes(item.offer))
         closing = self.closing and len(held) == len(offered)
         return Merge(self.version, held, closing, quorum_at_s - self.opened_at_s, now_s - self.opened_at_s)
 
@@ -236,28 +276,23 @@ class Round:
         self.hashes[self.chain.version] = self.chain.state_hash
         oldest = self.chain.version - self.settings.round.max_staleness_versions
         self.hashes = {version: value for version, value in self.hashes.items() if version >= oldest}
-        self.held = {name: held for name, held in self.held.items() if self._unfit(held.offer) is None}
+        self.held = {name: held for name, held in self.held.items() if all(self._unfit(o) is None for o in held.offer.members)}
         self.opened_at_s = self.merge_at_s = None
 
     def abandoned(self) -> None:
         """The merge did not become a version: the round is open again."""
         self.merge_at_s = None
 
-    def _unfit(self, offer: Offer) -> str | None:
-        chain, merged = self.chain, self.chain.cursor(offer.learner)
-        if chain.closed:
-            return "the run is closed"
-        if (offer.incarnation, offer.number) <= merged:
-            return f"merged already, as {merged} or before"
-        if offer.after != merged:
-            return f"made without knowing that {merged} was merged (it states {offer.after})"
-        if offer.base_version > chain.version or offer.round > self.version:
-            return f"from the future: base {offer.base_version}, round {offer.round}, log at {chain.version}"
-        if chain.version - offer.base_version > self.settings.round.max_staleness_versions:
-            return f"its base {offer.base_version} is too old, log at {chain.version}"
-        if self.hashes.get(offer.base_version, offer.base_hash) != offer.base_hash:
-            return f"its base {offer.base_version} has another state hash than the log's"
-        return None
+    def _held(self) -> list[Held]:
+        """Each offer once."""
+        return list(dict.fromkeys(self.held.values()))
+
+    def _over(self, offer: Offer | Combined) -> set[Held]:
+        """What is held of an offer's members."""
+        return {self.held[member.learner] for member in offer.members if member.learner in self.held}
+
+    def _unfit(self, offer: Offer | Answer) -> str | None:
+        return unfit(offer, self.chain, self.hashes, self.settings.round.max_staleness_versions)
 
     def _grace_s(self, now_s: float) -> float:
         return grace_s(self.settings.round, self.roster.step_s(now_s), self.quorum_average.get(), self.sync_average.get())
@@ -282,7 +317,7 @@ class Round:
 
         An answer is not enough: it may be one that its learner gave an owner before this one, and have stepped on since.
         """
-        fragment, answers = self.chain.fragment, {held.offer.learner: held.offer.steps for held in self.answers()}
+        fragment, answers = self.chain.fragment, {answer.learner: answer.steps for answer in self.answers()}
         return all(
             seen.pulse.state in ("closing", "leaving")
             and seen.pulse.versions[fragment] == self.chain.version

@@ -43,6 +43,8 @@ Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Attempt = Annotated[bytes, Meta(min_length=ATTEMPT_BYTES, max_length=ATTEMPT_BYTES)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Bits = Literal[4, 8, 16, 32]
+Pace = Annotated[float, Meta(ge=1, le=16)]
+RegionBits = Annotated[list[tuple[Region, Bits]], Meta(max_length=MAX_REGIONS)]  # of offers; of regions where they are fewer
 Counts = Annotated[list[Count], Meta(max_length=MAX_FRAGMENTS)]
 ShareId = Annotated[int, Meta(ge=0, lt=MAX_SHARES)]
 Range = tuple[ShareId, Count, Annotated[int, Meta(ge=1, le=2**62)]]  # share, first batch, number of batches
@@ -119,6 +121,9 @@ class ShardPulse(Message, frozen=True):
     bytes_down: Count
     crossing: Annotated[list[tuple[Region, Count, Count]], Meta(max_length=MAX_REGIONS)]
     # of these bytes: sent to and received from the servers of other regions
+    record_bits: Bits
+    pace: Pace  # of its rounds: so many times round.steps lie between two of them
+    offer_bits: RegionBits  # that it asks for
 
 
 class CoordinatorPulse(Message, frozen=True):
@@ -143,6 +148,8 @@ class Announcement(Message, frozen=True):
     remaining_s: Seconds  # as the syncer expects it; clocks differ, so never a point in time
     closing: bool  # the budget is used up: offer everything
     tokens_processed: Count  # by all learners, as far as the syncer knows
+    steps: Annotated[int, Meta(ge=1, le=2**62)]  # between two rounds, as things are
+    offer_bits: RegionBits  # that answers are to have; elsewhere as the settings say
 
 
 class Offer(Message, frozen=True):
@@ -169,6 +176,55 @@ class Offer(Message, frozen=True):
         super().__post_init__()
         _check_order(self.data)
 
+    @property
+    def members(self) -> tuple[Offer]:
+        """Whose work it is: one learner's."""
+        return (self,)
+
+
+class Answer(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A learner's offer as part of a combined one: all that it states but for its body."""
+
+    learner: MemberName
+    incarnation: Count
+    number: Annotated[int, Meta(ge=1, le=2**62)]
+    after: tuple[Count, Count]
+    round: Annotated[int, Meta(ge=1, le=2**62)]
+    base_version: Count
+    base_hash: Hash
+    steps: Count
+    tokens: Count
+    lost_tokens: Count
+    data: Ranges
+
+    def __post_init__(self) -> None:
+        _check_order(self.data)
+
+    @classmethod
+    def of(cls, offer: Offer) -> Answer:
+        """What an offer states."""
+        return cls(*(getattr(offer, name) for name in cls.__struct_fields__))
+
+
+class Combined(Message, frozen=True):
+    """Offers of one fragment by learners of one region, merged and quantised there (``regions.merge``)."""
+
+    kind = "combined"
+
+    fragment: FragmentIndex
+    syncer: MemberName  # who combined them
+    incarnation: Count  # of the syncer
+    number: Annotated[int, Meta(ge=1, le=2**62)]  # of this syncer's of this fragment, in this incarnation
+    bits: Bits
+    members: Annotated[list[Answer], Meta(min_length=1, max_length=MAX_MEMBERS)]  # in order of merging, by name
+    body: Body
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [member.learner for member in self.members]
+        if names != sorted(set(names)):
+            raise ValueError(f"members: expected in order, each once, got {names[:8]}")
+
 
 class Member(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """One learner's part in a merge."""
@@ -188,6 +244,16 @@ class Member(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
         _check_order(self.data)
 
 
+class Combination(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Members of a merge whose offers came as one combined offer, and which one that was."""
+
+    syncer: MemberName
+    incarnation: Count
+    number: Count
+    members: Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    # places in the record's members
+
+
 class Record(Message, frozen=True):
     """One entry of a fragment's log.
 
@@ -203,7 +269,8 @@ class Record(Message, frozen=True):
     epoch: Count
     syncer: MemberName
     previous: Hash  # check of the fragment's entry before; of the genesis record for the first
-    members: Annotated[list[Member], Meta(max_length=MAX_MEMBERS)]  # in order of merging, by name
+    members: Annotated[list[Member], Meta(max_length=MAX_MEMBERS)]  # in order, by name
+    combined: Annotated[list[Combination], Meta(max_length=MAX_MEMBERS)]
     bits: Bits
     learning_rate: Annotated[float, Meta(ge=0, le=1e6)]
     momentum: Annotated[float, Meta(ge=0, le=1)]
@@ -215,6 +282,12 @@ class Record(Message, frozen=True):
     quorum_s: Seconds  # from opening the round to its quorum
     round_s: Seconds  # from opening the round to the merge
     body: Body | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        places = [place for combination in self.combined for place in combination.members]
+        if len(set(places)) < len(places) or max(places, default=-1) >= len(self.members):
+            raise ValueError(f"combined: names places {places[:8]} of {len(self.members)} members, each may be named once")
 
 
 class Cursor(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -364,6 +437,7 @@ KINDS: tuple[type[Message], ...] = (
     CoordinatorPulse,
     Announcement,
     Offer,
+    Combined,
     Record,
     Keyframe,
     Genesis,
@@ -377,6 +451,7 @@ KINDS: tuple[type[Message], ...] = (
 )
 _DECODERS: dict[type[Message], Any] = {cls: msgspec.msgpack.Decoder(cls) for cls in KINDS}
 _ENCODER = msgspec.msgpack.Encoder()
+_MEMBER_COUNTS = ("incarnation", "number", "round", "base_version", "steps", "tokens", "lost_tokens")
 
 
 def run_id(run: str, settings_digest: bytes) -> bytes:
@@ -430,11 +505,20 @@ def kind_of(data: bytes) -> str | None:
         return None
 
 
-def member_bytes(offer: Offer) -> int:
-    """How much of a record its member takes that is merged from ``offer``."""
-    o = offer
-    counts = (o.incarnation, o.number, o.round, o.base_version, o.steps, o.tokens, o.lost_tokens)
-    return len(_ENCODER.encode((o.learner, *counts, 0.0, o.data)))
+def members_bytes(offer: Offer | Combined) -> int:
+    """How much of a record is taken by members that are merged from ``offer``."""
+    size = sum(
+        len(_ENCODER.encode((m.learner, *(getattr(m, name) for name in _MEMBER_COUNTS), 0.0, m.data))) for m in offer.members
+    )
+    if isinstance(offer, Combined):
+        places = [MAX_MEMBERS - 1] * len(offer.members)
+        size += len(_ENCODER.encode((offer.syncer, offer.incarnation, offer.number, places)))
+    return size
+
+
+def answer_bytes(offer: Offer) -> int:
+    """How much of a combined offer is taken by the member that is merged from ``offer``; more than it takes of a record."""
+    return len(_ENCODER.encode(Answer.of(offer)))
 
 
 def describe_body(packed: bytes, content_hash: bytes, attempt: bytes) -> tuple[Body, bytes, list[bytes]]:

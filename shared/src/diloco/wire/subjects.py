@@ -66,9 +66,21 @@ class Subjects:
         """Heads and parts of all learners' offers of one fragment."""
         return f"diloco.{self.run}.delta.{fragment}.>"
 
+    def combined(self, fragment: int | str, syncer: str = "*") -> str:
+        """Heads of the offers of one fragment that a syncer has combined."""
+        return f"diloco.{self.run}.combined.{fragment}.{syncer}.head"
+
+    def combined_tree(self, fragment: int | str) -> str:
+        """Heads and parts of a region's combined offers of one fragment."""
+        return f"diloco.{self.run}.combined.{fragment}.>"
+
     def archived(self, fragment: int, learner: str, incarnation: int, number: int) -> str:
         """Head of a merged offer."""
         return f"diloco.{self.run}.archive.{fragment}.{learner}.{incarnation}.{number}.head"
+
+    def archived_combined(self, fragment: int, syncer: str, incarnation: int, number: int) -> str:
+        """Head of a merged combined offer."""
+        return f"diloco.{self.run}.archive.{fragment}.combined.{syncer}.{incarnation}.{number}.head"
 
     def pulse(self, learner: str = "*") -> str:
         return f"diloco.{self.run}.pulse.{learner}"
@@ -112,7 +124,7 @@ class Subjects:
 
     def offer_filters(self) -> list[str]:
         """What the offer stream stores."""
-        return [f"diloco.{self.run}.delta.>"]
+        return [f"diloco.{self.run}.delta.>", f"diloco.{self.run}.combined.>"]
 
 
 def log_part(head: str, attempt: bytes, index: int) -> str:
@@ -131,7 +143,7 @@ def is_head(subject: str) -> bool:
     Only the exact subject counts: a fence guards one subject, and a head beside it would be unfenced.
     """
     tokens = subject.split(".")
-    return tokens[-1] == "head" and len(tokens) == (6 if tokens[2] == "delta" else 5)
+    return tokens[-1] == "head" and len(tokens) == (6 if tokens[2] in ("delta", "combined") else 5)
 
 
 def is_notice(subject: str) -> bool:
@@ -143,12 +155,12 @@ def is_notice(subject: str) -> bool:
 def fragment_of(subject: str) -> int | None:
     """The fragment that a record, keyframe, offer or round subject names in plain decimal, or None if it names none."""
     tokens = subject.split(".")
-    if len(tokens) > 3 and tokens[2] in ("fragment", "keyframe", "delta", "round") and _INDEX.fullmatch(tokens[3]):
+    if len(tokens) > 3 and tokens[2] in ("fragment", "keyframe", "delta", "combined", "round") and _INDEX.fullmatch(tokens[3]):
         return int(tokens[3])
     return None
 
 
-def learner_of(subject: str) -> str | None:
-    """The learner that an offer's subject names, or None."""
+def sender_of(subject: str) -> str | None:
+    """The learner that an offer's subject names, or the syncer of a combined one's; None if it is neither."""
     tokens = subject.split(".")
-    return tokens[4] if len(tokens) > 5 and tokens[2] == "delta" else None
+    return tokens[4] if len(tokens) > 5 and tokens[2] in ("delta", "combined") else None

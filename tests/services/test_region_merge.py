@@ -1,0 +1,136 @@
+"""Runs in three regions that merge their own offers before they cross (``regions.merge``)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+from tests.services.apart import REGIONS, Region, apart, demand_one_log
+from tests.services.cluster import check_accounts
+from tests.services.conftest import Regions
+from tests.services.toy import SAMPLES
+
+from diloco import verify
+from diloco.nats.transport import NatsTransport
+from diloco.observe import get_logger
+from diloco.wire import messages
+from diloco.wire.messages import Answer, Body, Combined
+
+# fragments change no hands however slow the machine is, so that no keyframe is stored and the whole log is there to be read
+MERGED: dict[str, Any] = {"regions__merge": True, "regions__away_s": 600.0, "round__learners_wait": True}
+
+
+async def test_where_offers_are_merged_in_their_region_one_of_each_region_crosses_a_round(regions: Regions) -> None:
+    # everybody is waited for, in each region and by the owner, and waits for the version: the pace makes no difference
+    settings = apart(learners=6, tokens=6 * 40 * SAMPLES, round__quorum="all", log__archive=True, **MERGED)
+    run = await regions(settings)
+    await run.begin()
+    await run.ended()
+    stored, combined, alone = await pulled(run)
+    pulses = await run.finished_pulses()
+    read = {region: await run.read(region) for region in REGIONS}
+    demand_one_log(*read.values())
+    check_accounts(pulses, read["us"])
+
+    home = {f"toy-{share}": REGIONS[share % 3] for share in range(6)}
+    owners = {f"syncer-{index}": REGIONS[index] for index in range(3)}
+    for log in read["us"]:
+        for record in log.versions:
+            own = owners[record.syncer]
+            elsewhere = sorted(member.learner for member in record.members if home[member.learner] != own)
+            together = [[record.members[place].learner for place in one.members] for one in record.combined]
+            assert sorted(name for names in together for name in names) == elsewhere
+            assert all(len({home[name] for name in names}) == 1 for names in together)
+            assert all(owners[one.syncer] == home[names[0]] for one, names in zip(record.combined, together, strict=True))
+            if not record.closing and len(record.members) == 6:
+                assert [len(names) for names in together] == [2, 2]
+
+    sent = run.events("offers_combined")
+    # closing rounds are answered again by who had answered them before they were closing
+    last = {log.index: log.versions[-1].version for log in read["us"]}
+    rounds = Counter((values["fragment"], values["version"]) for values in sent if values["version"] < last[values["fragment"]])
+    assert rounds
+    assert set(rounds.values()) == {2}  # of each of the regions where the owner is not
+    assert 0 < combined <= len(sent)
+    # learners' own offers were read once, by their region's syncer: none of them crossed
+    assert 0 < alone <= stored - len(sent)
+
+    run.save()
+    verdict = await verify.check(run.directory)
+    assert verdict.holds, verdict
+    found = {check.name: check.found for check in verdict.checks}
+    # those made in this region, whose archive this is
+    assert re.match(r"[1-9]\d* versions are, to the bit, the merges of their offers", found["merges"])
+
+
+async def test_combined_offers_that_cannot_be_are_refused_and_never_merged(regions: Regions) -> None:
+    run = await regions(apart(tokens=3 * 60 * SAMPLES, **MERGED))
+    run.coordinator()
+    run.syncers()
+    run.learners()
+    await run.link()
+    await run.all_ready()
+    identity = messages.run_id(run.name, run.settings.digest())
+    bad: dict[str, dict[str, Any]] = {
+        "of-another": {"syncer": "syncer-0"},
+        "in-eight-bits": {"bits": 8},
+        "of-nobody": {"members": [forged("eve")]},
+        "of-too-many-steps": {"members": [forged("toy-0", steps=SAMPLES + 1)]},
+        "of-another-fragment": {"fragment": 1},
+    }
+    frames = {name: messages.pack(combined_of(name, **changes), identity) for name, changes in bad.items()}
+    frames["garbage"] = b"hello"
+    for region in REGIONS:
+        link = await NatsTransport.open(run.url, run.server(region).url, "forger", get_logger(), give_up_after_s=20)
+        for name, frame in frames.items():
+            await link.bulk.jetstream().publish(run.subjects.combined(0, name), frame)
+        await link.close()
+    await run.until(
+        lambda: {values["sender"] for values in run.events("message_refused")} >= frames.keys(), "all are refused, and named"
+    )
+    run.gate.open()
+    await run.ended()
+    pulses, read = await run.finished_pulses(), await run.read("us")
+    check_accounts(pulses, read)
+    assert {m.learner for log in read for r in log.versions for m in r.members} == {"toy-0", "toy-1", "toy-2"}
+
+
+def forged(learner: str, **changes: Any) -> Answer:
+    values: dict[str, Any] = {
+        "incarnation": 1,
+        "number": 1,
+        "after": (0, 0),
+        "round": 1,
+        "base_version": 0,
+        "base_hash": bytes(32),
+    }
+    values |= {"steps": 1, "tokens": SAMPLES, "lost_tokens": 0, "data": [(0, 0, 1)]}
+    return Answer(learner, **values | changes)
+
+
+def combined_of(syncer: str, **changes: Any) -> Combined:
+    body = Body(0, bytes(32), 0, bytes(8))
+    values: dict[str, Any] = {"fragment": 0, "syncer": syncer, "incarnation": 1, "number": 1, "bits": 4, "body": body}
+    return Combined(**values | {"members": [forged("toy-0")]} | changes)
+
+
+async def pulled(run: Region) -> tuple[int, int, int]:
+    """Offers that all regions have stored, and those that readers got: combined ones, and learners' own."""
+    stored = combined = alone = 0
+    for region in REGIONS:
+        link = await NatsTransport.open(run.url, run.server(region).url, "reader", get_logger(), give_up_after_s=20)
+        try:
+            stream = await link.bulk.jetstream().stream_info(run.subjects.offer_stream)
+            readers = await link.bulk.jetstream().consumers_info(run.subjects.offer_stream)
+        finally:
+            await link.close()
+        stored += stream.state.last_seq
+        for reader in readers:
+            assert reader.delivered is not None
+            subjects = reader.config.filter_subjects or [reader.config.filter_subject]
+            if ".combined." in str(subjects[0]):
+                combined += reader.delivered.consumer_seq
+            else:
+                alone += reader.delivered.consumer_seq
+    return stored, combined, alone
