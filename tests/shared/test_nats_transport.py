@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from pathlib import Path
@@ -48,3 +49,23 @@ def test_the_clock_is_as_wrong_as_its_file_says(tmp_path: Path) -> None:
     assert abs(transport.wall_s() - (time.time() - 3600.5)) < 1
     transport.clock_file.write_text("later")
     assert abs(transport.wall_s() - time.time()) < 1
+
+
+async def test_a_service_is_alive_while_what_it_says_goes_out(make_server: MakeServer, tmp_path: Path) -> None:
+    server = make_server()
+    transport = await NatsTransport.open(server.url, server.url, "test", get_logger(), give_up_after_s=10)
+    transport.alive_file = tmp_path / "alive"
+    try:
+        assert not transport.alive_file.exists()
+        await transport.publish("pulse", b"")
+        os.utime(transport.alive_file, (1, 1))
+        await transport.publish("pulse", b"")
+        assert transport.alive_file.stat().st_mtime > 1
+        server.kill()
+        while transport.connected:
+            await asyncio.sleep(0.01)
+        os.utime(transport.alive_file, (1, 1))
+        await transport.publish("pulse", b"")  # it waits for the connection
+        assert transport.alive_file.stat().st_mtime == 1
+    finally:
+        await transport.close()

@@ -28,7 +28,9 @@ def _root(
 def _main() -> int | None:
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_root)
-    for point in sorted(entry_points(group="diloco.commands"), key=lambda point: point.name):
+    points = sorted(entry_points(group="diloco.commands"), key=lambda point: point.name)
+    meant = [point for point in points if point.name in sys.argv[1:2]]
+    for point in meant or points:  # the others need not be imported, which takes longer than many a command
         command = point.load()
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=point.name)

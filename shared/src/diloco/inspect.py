@@ -27,7 +27,7 @@ def status(
     """What a run is doing now, or how it ended."""
     run = rundir.load(directory)
     if not run.finished:
-        _show(run, asyncio.run(_ask(run)), json_)
+        _show(run, asyncio.run(ask(run)), json_)
         return
     try:
         current = json.loads((run.path / "status.json").read_text())
@@ -66,7 +66,13 @@ def logs(
             console.print(run_logs.render(entry))
 
 
-async def _ask(run: rundir.RunDirectory) -> dict[str, Any]:
+async def ask(run: rundir.RunDirectory) -> dict[str, Any]:
+    """The status of a run that goes on, as its coordinator has it.
+
+    Raises:
+        RunError: it has not been started yet.
+        BrokerError: its server, or its coordinator, does not answer.
+    """
     if not run.nats_url:
         raise RunError(f"run {run.name!r} has not been started yet")
     link = await NatsTransport.open(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import fcntl
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -11,12 +13,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from diloco import membership, observe
+from diloco.errors import DilocoError
 from diloco.membership import Run
 from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger
 from diloco.settings import ServiceSettings, check_region, load_service
 
 S = TypeVar("S", bound=ServiceSettings)
+MAX_NUMBERS = 4096
 
 
 def parse_settings(cls: type[S], program: str) -> S:
@@ -24,19 +28,46 @@ def parse_settings(cls: type[S], program: str) -> S:
 
     Raises:
         SettingsError: something in them is wrong.
+        DilocoError: a name that ends in a star cannot be settled.
     """
     parser = argparse.ArgumentParser(prog=program)
     parser.add_argument("--config", type=Path, help="TOML file; DILOCO_* variables in the environment win over it")
-    settings = load_service(cls, parser.parse_args().config)
+    settings = _named(load_service(cls, parser.parse_args().config))
     logs = settings.state_dir / "logs" / f"{settings.name}.jsonl" if settings.log_format == "json" else None
     observe.configure(settings.name, settings.run, level=settings.log_level, fmt=settings.log_format, file=logs)
     return settings
 
 
+def _named(settings: S) -> S:
+    """Settle a name that ends in a star: the first number whose lock no living process holds.
+
+    A container that is made anew gets back the name, and with it the checkpoint and the accounts, of one that is gone. The
+    lock is held as long as this process lives, frozen or not.
+
+    Raises:
+        DilocoError: the state directory cannot be written, or all numbers are taken.
+    """
+    if not settings.name.endswith("*"):
+        return settings
+    folder = settings.state_dir / "names"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in range(MAX_NUMBERS):
+            name = f"{settings.name[:-1]}{number}"
+            lock = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return settings.model_copy(update={"name": name})
+            os.close(lock)
+    except OSError as error:
+        raise DilocoError(f"name = {settings.name!r}: {folder} cannot be written: {error.strerror}") from None
+    raise DilocoError(f"name = {settings.name!r}: all {MAX_NUMBERS} numbers are taken by processes that share {folder}")
+
+
 async def connect(settings: ServiceSettings, log: Logger) -> NatsTransport:
     """Connect to NATS, however long it takes to be there."""
     transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, settings.name, log, give_up_after_s=None)
-    transport.clock_file = settings.clock_file
+    transport.clock_file, transport.alive_file = settings.clock_file, settings.alive_file
     return transport
 
 

@@ -24,6 +24,8 @@ from diloco.errors import SettingsError
 
 Bits = Literal[4, 8, 16, 32]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$", description="lower-case letters, digits, - and _")]
+# a process's name, or what is before the number of one (:mod:`diloco.service` settles it)
+ProcessName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9_-]{0,47}|[a-z0-9_-]{0,42}[*])$")]
 
 
 class _Section(BaseModel):
@@ -429,12 +431,15 @@ class ServiceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="DILOCO_", extra="forbid", frozen=True)
 
-    name: Name
+    name: ProcessName = Field(
+        description="learner-* is the first of learner-0, learner-1, ... that no process of state_dir has"
+    )
     run: Name = "run"
     nats_url: str = Field("nats://127.0.0.1:4222", description="control traffic; bulk too unless nats_bulk_url is set")
     nats_bulk_url: str | None = None
     region: RegionName | None = Field(None, description="where this service is, in a run with regions")
     state_dir: Path = Field(Path("."), description="where this process may keep files of its own")
+    alive_file: Path | None = Field(None, description="touched at each sign of life that goes out, for health checks")
     clock_file: Path | None = Field(None, description="seconds that this process's wall clock is to be wrong by, for chaos")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"

@@ -228,9 +228,12 @@ def load(path: Path, run: bytes) -> Tape:
 
 
 def load_all(directory: Path, run: bytes) -> tuple[list[Tape], list[str]]:
-    """All tapes of a state directory, by name, and what is wrong with those that could not be read, or not wholly."""
+    """All tapes of a run's directory, by name, and what is wrong with those that could not be read, or not wholly.
+
+    Where services keep their files in several places (one a region), each of these is a folder in the run's directory.
+    """
     tapes, problems = [], []
-    for path in sorted((directory / FOLDER).glob("*")):
+    for path in sorted([*directory.glob(f"{FOLDER}/*"), *directory.glob(f"*/{FOLDER}/*")]):
         if path.suffix == REFUSED_SUFFIX:
             problems.append(f"{path}: was refused by its own process, and put aside")
         elif path.suffix == tape.SUFFIX and path.stat().st_size:

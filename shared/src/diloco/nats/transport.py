@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -25,6 +26,7 @@ T = TypeVar("T")
 class NatsTransport(Link):
     """Signs of life and the bucket go over the control connection, all else over the bulk connection."""
 
+    alive_file: Path | None = None  # touched whenever something is published with both connections there
     clock_file: Path | None = None  # holds the seconds that the wall clock is to be wrong by (``diloco chaos``)
 
     @property
@@ -47,6 +49,9 @@ class NatsTransport(Link):
 
     async def publish(self, subject: str, data: bytes) -> None:
         await self.control.publish(subject, data)
+        if self.alive_file is not None and self.connected:
+            with contextlib.suppress(OSError):  # no reason to be dead
+                self.alive_file.touch()
 
     async def subscribe(self, subject: str, heard: Callable[[Heard], Awaitable[None]]) -> None:
         await subscribe(self.control, subject, heard)

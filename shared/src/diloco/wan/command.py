@@ -30,7 +30,7 @@ TOTALS = ("control_bytes", "bulk_bytes", "packets_estimated", "header_bytes_esti
 _RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SECOND_UNITS = {"s": 1.0, "ms": 1e-3}
 
-At = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the relay is commanded.")]
+At = Annotated[str, typer.Option(metavar="HOST:PORT", envvar="DILOCO_WAN", help="Where the relay is commanded.")]
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 Links = Annotated[list[str], typer.Argument(metavar="LINK...", help="us-eu (one direction), eu (all from and to it), 'us-*'.")]
 AnyLinks = Annotated[

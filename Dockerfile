@@ -1,0 +1,83 @@
+# All images of a run, a target each: docker build --target syncer .   (learner, syncer, coordinator, nats)
+#
+# Layers, from what changes least to what changes most: Python, packages (JAX on top of the others'), our code, compiled
+# kernels. Packages are installed by hash, and nothing is built from source but our own wheels.
+
+FROM python:3.11-slim-bookworm AS base
+RUN useradd --uid 10001 --user-group --no-create-home --home-dir /state --shell /usr/sbin/nologin diloco \
+ && install -d -o diloco -g diloco /state \
+ && python -m venv --without-pip /opt/venv
+# The allocator's settings are those of diloco.nats.connection.malloc_environment. A service's files are in /state, a volume
+# that begins with what the image has there.
+ENV PATH=/opt/venv/bin:$PATH \
+    MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648 MALLOC_TOP_PAD_=1048576 \
+    NUMBA_CACHE_DIR=/state/cache/numba \
+    DILOCO_STATE_DIR=/state DILOCO_ALIVE_FILE=/tmp/alive
+# a service touches the file whenever it has told the others that it is there (twice a second), connected to its servers
+HEALTHCHECK --interval=15s --timeout=10s --retries=3 --start-period=120s \
+    CMD test -n "$(find /tmp/alive -newermt '15 seconds ago')"
+WORKDIR /state
+
+# ---- packages; their tests and debugging symbols are left out
+
+FROM base AS binutils
+RUN apt-get -qq update && apt-get -qq install -y --no-install-recommends binutils >/dev/null
+
+FROM base AS packages
+COPY requirements/services.txt /tmp/
+RUN --mount=type=cache,target=/root/.cache/pip --mount=from=binutils,source=/usr,target=/binutils \
+    pip --python /opt/venv/bin/python install --require-hashes --only-binary :all: -r /tmp/services.txt \
+ && rm /tmp/services.txt && cd /opt/venv/lib/python3.*/site-packages \
+ && LD_LIBRARY_PATH="$(echo /binutils/lib/*-linux-gnu)" /binutils/bin/strip --strip-unneeded zstandard/*.so llvmlite/binding/*.so \
+ && find num* -name tests -prune -exec rm -r {} +
+
+FROM packages AS learner-packages
+COPY requirements/learner.txt /tmp/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv/bin/python install --require-hashes --only-binary :all: -r /tmp/learner.txt \
+ && rm /tmp/learner.txt && cd /opt/venv/lib/python3.*/site-packages \
+ && find scipy -name tests -prune -exec rm -r {} +
+
+# ---- our code, as it lies in the images
+
+FROM base AS code
+COPY requirements/build.txt /tmp/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python -m venv /opt/build && /opt/build/bin/pip install --require-hashes --only-binary :all: -r /tmp/build.txt
+COPY shared /src/shared
+COPY services /src/services
+RUN for part in shared services/learner services/syncer services/coordinator; do \
+      /opt/build/bin/pip wheel --no-deps --no-build-isolation --no-cache-dir -w "/wheels/$part" "/src/$part" \
+      && pip --python /opt/venv/bin/python install --no-deps --no-index --root "/code/$part" "/wheels/$part"/*.whl || exit 1; \
+    done
+
+# compiled for the machine that builds; another kind of processor compiles them once more, into the volume
+FROM packages AS kernels
+COPY --from=code /code/shared /
+RUN python -c "import diloco.core.kernels"
+
+# ---- the images
+
+FROM packages AS syncer
+COPY --from=code /code/shared /code/services/syncer /
+COPY --from=kernels --chown=diloco:diloco /state /state
+USER diloco
+CMD ["diloco-syncer"]
+
+# also the relay between the regions, and the command line
+FROM packages AS coordinator
+COPY --from=code /code/shared /code/services/coordinator /
+COPY --from=kernels --chown=diloco:diloco /state /state
+USER diloco
+CMD ["diloco-coordinator"]
+
+FROM learner-packages AS learner
+ENV DILOCO_CACHE_DIR=/state/cache/jax
+COPY --from=code /code/shared /code/services/learner /
+COPY --from=kernels --chown=diloco:diloco /state /state
+USER diloco
+CMD ["diloco-learner"]
+
+FROM nats:2-alpine AS nats
+RUN mkdir /data && chown 10001:10001 /data
+USER 10001:10001

@@ -1,0 +1,73 @@
+"""What the images and the compose file are made from says what the code says; no daemon is needed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from diloco.embedded import JITTER_S, ONE_WAY_S, RATE_BITS_PER_S
+from diloco.nats.connection import malloc_environment
+from diloco.nats.server import find_binary
+from diloco.settings import RunSettings, parse, read_toml
+from diloco.wan.config import load
+
+ROOT = Path(__file__).parents[2]
+REGIONS = ("us", "eu", "ap")
+
+
+def test_the_links_are_the_default_ones_and_each_port_is_reached_from_one_region_only() -> None:
+    config = load(ROOT / "compose" / "wan.toml")
+    for (a, b), delay_s in ONE_WAY_S.items():
+        for name in (f"{a}-{b}", f"{b}-{a}"):
+            link = config.links[name]
+            assert (link.rate_bits_per_s, link.delay_s, link.jitter_s) == (RATE_BITS_PER_S, delay_s, JITTER_S)
+    ways = {(route.from_, route.to, route.traffic): (route.listen, route.target) for route in config.routes}
+    assert len(config.routes) == len(ways) == 12
+    for a, b in permutations(REGIONS, 2):
+        assert ways[a, b, "bulk"] == (f"wan-{a}:420{REGIONS.index(b) + 1}", f"nats-{b}:4222")
+        assert ways[a, b, "control"] == (f"wan-{a}:620{REGIONS.index(b) + 1}", f"control-{b}:6222")
+
+
+def test_the_compose_file_names_the_ports_of_the_relay() -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    for route in load(ROOT / "compose" / "wan.toml").routes:
+        assert f"nats://{route.listen}" in text
+
+
+@pytest.mark.parametrize("path", [ROOT / "compose" / "run.toml", ROOT / "tests" / "compose" / "run.toml"], ids=str)
+def test_the_run_is_one_of_three_regions_whose_control_store_outlives_each(path: Path) -> None:
+    settings = parse(RunSettings, read_toml(path)["settings"], str(path))
+    assert settings.regions.names == list(REGIONS)
+    assert settings.regions.control_replicas == 3
+    assert settings.shards == settings.learners == 3
+
+
+@pytest.mark.parametrize("name", ["nats.conf", "control.conf"])
+def test_the_servers_take_their_files(name: str) -> None:
+    checked = subprocess.run(
+        [find_binary(), "-t", "-c", ROOT / "compose" / name, "--name", "one"], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert "configuration file" in checked.stderr
+
+
+def test_the_images_have_the_allocator_settings_of_the_code() -> None:
+    found = dict(re.findall(r"\b(MALLOC_\w+)=(\d+)", (ROOT / "Dockerfile").read_text()))
+    assert found == malloc_environment()
+
+
+def test_the_images_have_the_versions_that_the_tests_run_with() -> None:
+    def pinned(path: Path) -> set[str]:
+        return set(re.findall(r"^([\w.-]+==\S+)", path.read_text(), re.MULTILINE))
+
+    tested = pinned(ROOT / "requirements.txt")
+    for name in ("services", "learner", "build"):
+        packages = pinned(ROOT / "requirements" / f"{name}.txt")
+        assert packages
+        assert packages <= tested
+    light = (ROOT / "requirements" / "services.txt").read_text()
+    assert "jax" not in light

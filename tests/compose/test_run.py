@@ -1,0 +1,246 @@
+"""The run over three regions of ``docker-compose.yml``, as a user has it: trained, cut, healed, killed, taken up again.
+
+Runs where a docker daemon answers and the base images are there or can be pulled. Everything happens in a compose project of
+its own, on ports of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco import rundir
+from diloco.errors import DilocoError
+from diloco.inspect import ask
+from diloco.nats.server import free_ports
+
+ROOT = Path(__file__).parents[2]
+BASES = ("python:3.11-slim-bookworm", "nats:2-alpine")
+REGIONS = ("us", "eu", "ap")
+LEARNERS = [f"learner-{region}-0" for region in REGIONS]
+DEADLINE_S = 600.0
+POLL_S = 1.0
+
+CONNECT = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), 3).close()
+except OSError as error:
+    print(type(error).__name__)
+else:
+    print("connected")
+"""
+
+Status = dict[str, Any]
+
+
+def docker(*arguments: str, timeout_s: float = 120, **environment: str) -> str:
+    """A docker command's stdout; it must succeed."""
+    ended = subprocess.run(
+        ["docker", *arguments], capture_output=True, text=True, timeout=timeout_s, check=False, env=os.environ | environment
+    )
+    assert ended.returncode == 0, f"docker {' '.join(arguments)}: {ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
+    return ended.stdout
+
+
+def works(*arguments: str, timeout_s: float = 60) -> bool:
+    """Whether a docker command succeeds."""
+    try:
+        return subprocess.run(["docker", *arguments], capture_output=True, timeout=timeout_s, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+class Project:
+    """A compose project, and the command line on this machine, attached to its run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.name = f"diloco-test-{uuid.uuid4().hex[:8]}"
+        self.directory = directory
+        ports = dict(zip(("CONTROL_PORT", "NATS_PORT", "WAN_PORT"), map(str, free_ports(3)), strict=True))
+        self.environment = ports
+        self.wan = f"127.0.0.1:{ports['WAN_PORT']}"
+
+    def compose(self, *arguments: str, timeout_s: float = 180) -> str:
+        files = [part for name in ("docker-compose.yml", "tests/compose/override.yml") for part in ("-f", str(ROOT / name))]
+        return docker("compose", "-p", self.name, *files, *arguments, timeout_s=timeout_s, **self.environment)
+
+    def diloco(self, *arguments: str) -> str:
+        """``diloco`` on this machine; empty if it fails."""
+        ended = subprocess.run(
+            [sys.executable, "-m", "diloco.cli", *arguments], capture_output=True, text=True, timeout=60, check=False
+        )
+        return ended.stdout if ended.returncode == 0 else ""
+
+    def attach(self) -> bool:
+        nats, bulk = (f"nats://127.0.0.1:{self.environment[port]}" for port in ("CONTROL_PORT", "NATS_PORT"))
+        return bool(self.diloco("attach", str(self.directory), "--nats", nats, "--bulk", bulk))
+
+    def status(self) -> Status:
+        """What the coordinator says; empty while it does not answer, or nobody trains yet."""
+        status: Status = {}
+        with contextlib.suppress(DilocoError):
+            status = asyncio.run(ask(rundir.load(self.directory)))
+        return status if "learners" in status else {}
+
+    def until(self, what: str, holds: Callable[[Status], bool]) -> Status:
+        """Wait for a status of which something holds."""
+        end_s = time.monotonic() + DEADLINE_S
+        status: Status = {}
+        while time.monotonic() < end_s:
+            status = self.status()
+            if status and holds(status):
+                return status
+            time.sleep(POLL_S)
+        shown = {key: status.get(key) for key in ("state", "learners", "shards", "fragments")}
+        raise AssertionError(f"{what}: not within {DEADLINE_S:g} s; {shown}\n{self.compose('logs', '--tail', '15')[-12000:]}")
+
+    def container(self, service: str, number: int = 1) -> str:
+        return f"{self.name}-{service}-{number}"
+
+    def health(self) -> dict[str, str]:
+        """Health by container."""
+        lines = self.compose("ps", "-a", "--format", "{{.Name}} {{.State}} {{.Health}}").splitlines()
+        return {name: health or state for name, state, health in (line.split(" ", 2) for line in lines)}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    if shutil.which("docker") is None or not works("info"):
+        pytest.skip("no docker daemon answers")
+    if not works("compose", "version"):
+        pytest.skip("docker has no compose plugin")
+    for image in BASES:
+        if not works("image", "inspect", image) and not works("pull", "-q", image, timeout_s=300):
+            pytest.skip(f"the image {image} is not here and cannot be pulled")
+    made = Project(tmp_path / "run")
+    made.compose("build", timeout_s=1800)
+    try:
+        yield made
+    finally:
+        made.compose("down", "--volumes", "--timeout", "5")
+
+
+def versions(status: Status) -> list[int]:
+    return [fragment["version"] for fragment in status["fragments"]]
+
+
+def merged(status: Status, learner: str) -> int:
+    return int(status["learners"].get(learner, {}).get("rounds_merged", 0))
+
+
+def all_past(before: Status, more: int = 2) -> Callable[[Status], bool]:
+    """Every fragment has more versions than before."""
+    old = versions(before)
+    return lambda status: all(new >= version + more for new, version in zip(versions(status), old, strict=True))
+
+
+def merged_again(before: Status, learner: str) -> Callable[[Status], bool]:
+    return lambda status: merged(status, learner) > merged(before, learner) + 1
+
+
+def trains_again(before: Status) -> Callable[[Status], bool]:
+    """All learners train, and the coordinator has read as many versions as there were."""
+
+    def holds(status: Status) -> bool:
+        states = [status["learners"].get(name, {}).get("state") for name in LEARNERS]
+        return set(states) <= {"stepping", "sending"} and all_past(before, 0)(status)
+
+    return holds
+
+
+@pytest.mark.compose
+def test_three_regions_train_through_cuts_kills_and_a_restart(project: Project) -> None:
+    project.compose("up", "-d", timeout_s=300)
+    end_s = time.monotonic() + DEADLINE_S
+    while not project.attach():
+        assert time.monotonic() < end_s, project.compose("logs", "--tail", "20")
+        time.sleep(POLL_S)
+    began = project.until("all learners are merged", lambda s: all(merged(s, name) > 1 for name in LEARNERS))
+
+    check_isolated(project)
+    while set(project.health().values()) != {"healthy"}:
+        assert time.monotonic() < end_s + DEADLINE_S, project.health()
+        time.sleep(POLL_S)
+
+    # a region is cut off: the others go on, with its fragments too; healed, it is in the merges again
+    project.compose("exec", "-T", "wan", "diloco", "wan", "cut", "eu")
+    states = json.loads(project.diloco("wan", "status", "--json", "--at", project.wan))["links"]
+    assert {name: link["state"] for name, link in states.items() if "eu" in name} == dict.fromkeys(
+        ("us-eu", "eu-us", "eu-ap", "ap-eu"), "cut"
+    )
+    cut = project.until("the others have merged since the cut", all_past(began))
+    cut = project.until("the others go on without eu", all_past(cut, 5))
+    project.compose("exec", "-T", "wan", "diloco", "wan", "heal")
+    healed = project.until("eu is merged again", merged_again(cut, "learner-eu-0"))
+
+    # one of a region's two syncers is killed, and its server: fragments go on in other hands, and both come back
+    owner = owning(project, "ap", healed)
+    docker("kill", owner)
+    killed = project.until("its fragments have versions by others", all_past(healed))
+    docker("kill", project.container("nats-eu"))
+    away = project.until("the others go on without eu's server", all_past(killed, 5))
+    project.compose("up", "-d")
+    back = project.until("eu is merged again", merged_again(away, "learner-eu-0"))
+
+    # everything is stopped and begun again: nothing that was committed is lost, and every learner goes on where it was
+    project.compose("down", timeout_s=300)
+    project.compose("up", "-d", timeout_s=300)
+    again = project.until("all learners train again", trains_again(back))
+    for name in LEARNERS:
+        assert again["learners"][name]["step"] >= back["learners"][name]["step"]
+    assert "log_rewound" not in project.compose("logs")
+    project.until("all fragments go on", all_past(again))
+    project.until("all are merged again", lambda s: all(merged_again(again, name)(s) for name in LEARNERS))
+
+    # from outside, with the tapes of all regions
+    project.compose("exec", "-T", "coordinator", "diloco", "attach", "/state")
+    verdict = json.loads(project.compose("exec", "-T", "coordinator", "diloco", "verify", "/state", "--json"))
+    found = {check["name"]: (check["state"], check["found"]) for check in verdict["checks"]}
+    assert verdict["holds"], found
+    assert verdict["live"]
+    for name in ("log", "tapes", "offers", "data"):
+        assert found[name][0] == "holds", found
+
+
+def check_isolated(project: Project) -> None:
+    """From one region no other is reached, but for the ways through the relay that are this region's."""
+
+    def reached(host: str, port: int) -> str:
+        return docker("exec", project.container("learner-eu"), "python", "-c", CONNECT, host, str(port)).strip()
+
+    def address(service: str, network: str) -> str:
+        networks = json.loads(docker("inspect", project.container(service)))[0]["NetworkSettings"]["Networks"]
+        return str(networks[f"{project.name}_{network}"]["IPAddress"])
+
+    assert reached("nats-eu", 4222) == reached("wan-eu", 4201) == "connected"
+    for host in ("nats-us", "control-ap", "wan-us", "wan-control"):
+        assert reached(host, 4222) == "gaierror"
+    assert reached(address("nats-us", "us"), 4222) == "TimeoutError"
+    assert reached(address("nats-ap", "ap"), 4222) == "TimeoutError"
+    assert reached(address("nats-us", "operator"), 4222) != "connected"
+    assert reached(address("wan", "us"), 4202) != "connected"
+    assert reached(address("wan", "operator"), 4300) != "connected"
+
+
+def owning(project: Project, region: str, status: Status) -> str:
+    """The container of a region's syncer that has fragments."""
+    names = [name for name, shard in status["shards"].items() if name.startswith(f"syncer-{region}-") and shard["fragments"]]
+    for number in (1, 2):
+        container = project.container(f"syncer-{region}", number)
+        said = subprocess.run(["docker", "logs", container], capture_output=True, text=True, timeout=30, check=True)
+        if any(f" {name} " in said.stderr for name in names):
+            return container
+    raise AssertionError(f"no container of {names}")

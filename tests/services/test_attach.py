@@ -1,0 +1,49 @@
+"""``diloco attach``: looking at a run whose services were not started by ``diloco up``."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.services.cluster import small, some_versions
+from tests.services.conftest import Launch
+
+from diloco import rundir, verify
+from diloco.attach import attach
+from diloco.errors import RunError
+from diloco.nats.server import Server
+
+
+async def test_a_run_that_others_started_is_verified_with_the_tapes_of_all_places(launch: Launch, tmp_path: Path) -> None:
+    cluster = launch(small())
+    await cluster.begin()
+    await some_versions(cluster)
+    path = tmp_path / "attached"
+    await asyncio.to_thread(attach, path, cluster.name, cluster.url)
+    assert rundir.load(path).settings == cluster.settings
+
+    (path / "us").symlink_to(cluster.directory)  # where its services keep their files
+    (path / "eu").mkdir()
+    verdict = await verify.check(path)
+    assert verdict.holds
+    assert verdict.live
+    states = {check.name: check.state for check in verdict.checks}
+    assert (states["log"], states["tapes"]) == ("holds", "holds")
+
+
+async def test_what_cannot_be_attached_to_is_refused_and_nothing_is_written(
+    launch: Launch, nats_server: Server, tmp_path: Path
+) -> None:
+    path = tmp_path / "attached"
+    with pytest.raises(RunError, match=r"run 'nobodys': not at nats://127\.0\.0\.1"):
+        await asyncio.to_thread(attach, path, "nobodys", nats_server.url)
+    cluster = launch(small(shards=2, regions__names=["us", "eu"]))
+    await cluster.create()
+    with pytest.raises(RunError, match="has the regions us, eu: give the server of one with --bulk"):
+        await asyncio.to_thread(attach, path, cluster.name, cluster.url)
+    assert not path.exists()
+    path.mkdir()
+    (path / "report.json").write_text("{}")
+    with pytest.raises(RunError, match="holds a finished run"):
+        await asyncio.to_thread(attach, path, cluster.name, cluster.url)

@@ -1,0 +1,75 @@
+"""Names of processes that are as many as somebody started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.errors import DilocoError, SettingsError
+from diloco.service import parse_settings
+from diloco.settings import ServiceSettings, SyncerSettings
+
+SCRIPT = """
+import sys
+from diloco.service import parse_settings
+from diloco.settings import SyncerSettings
+print(parse_settings(SyncerSettings, "test").name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DILOCO_NAME", "syncer-us-*")
+    monkeypatch.setenv("DILOCO_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("DILOCO_LOG_FORMAT", "console")
+    monkeypatch.setattr(sys, "argv", ["test"])
+
+
+def process() -> tuple[subprocess.Popen[str], str]:
+    """A process of that name, which lives until its stdin is closed; and the name that it took."""
+    started = subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    return started, started.stdout.readline().strip()
+
+
+def end(ended: subprocess.Popen[str]) -> None:
+    ended.kill()
+    ended.communicate()
+
+
+def test_each_process_takes_the_first_number_that_is_free_and_leaves_it_to_the_next_one() -> None:
+    one, first = process()
+    two, second = process()
+    try:
+        assert [first, second] == ["syncer-us-0", "syncer-us-1"]
+        end(one)
+        three, third = process()
+        end(three)
+        assert third == "syncer-us-0"
+    finally:
+        end(one)
+        end(two)
+
+
+def test_a_name_without_a_star_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DILOCO_NAME", "syncer-us")
+    assert parse_settings(SyncerSettings, "test").name == "syncer-us"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["*", "a*b", "Learner-*", "a" * 44 + "*", "a" * 49])
+def test_a_star_stands_at_the_end_of_a_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_NAME", name)
+    with pytest.raises(SettingsError, match="name"):
+        parse_settings(ServiceSettings, "test")
+
+
+def test_a_state_directory_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DILOCO_STATE_DIR", str(tmp_path / "file"))
+    with pytest.raises(DilocoError, match=r"syncer-us-\*.*file/names cannot be written: Not a directory"):
+        parse_settings(SyncerSettings, "test")
