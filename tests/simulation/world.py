@@ -99,12 +99,13 @@ VARIANTS.append(
 THIN = len(VARIANTS)
 VARIANTS.append(
     {
-        "tokens": 3 * 16 * 25,
+        "tokens": 3 * 16 * 35,
         "codec.offer_bits": 16,
         "codec.record_bits": 32,
         "merge.method": "rda",
         "log.archive": True,
         "regions.adaptive": True,
+        "regions.max_pace": 1.5,
     }
 )
 
@@ -642,7 +643,7 @@ class World:
         region, rate = rng.choice(REGIONS), rng.choice((200.0, 1000.0))
         self.note("world", f"links of {region}: {rate:g} bytes a second")
         self.wires.rates[region] = rate
-        self.later(rng.uniform(2.0, 6.0), self.wires.rates.clear)
+        self.later(rng.uniform(0.5, 1.5), self.wires.rates.clear)
 
     def _mark(self) -> None:
         """A checkpoint of the whole run is taken."""
