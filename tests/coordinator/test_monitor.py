@@ -37,7 +37,8 @@ def shard(syncer: str, region: str, *crossing: tuple[str, int, int], incarnation
 def record(fragment: int, version: int, syncer: str, *learners: str) -> Record:
     members = [Member(name, 1, version, version, version - 1, 24, 240, 0, 1.0, []) for name in learners]
     return Record(
-        fragment, "version", version, 1, syncer, bytes(32), members, [], 4, 0.3, 0.9, 0, 0, bytes(32), False, 0.0, 0.5, 1.0, None
+        fragment, "version", version, 1, syncer, bytes(32), members, [], 4, 0.3, 0.9, 0, 0, bytes(32), False,
+        0.0, 0.5, 1.0, None,
     )  # fmt: skip
 
 
