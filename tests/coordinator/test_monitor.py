@@ -31,7 +31,7 @@ def pulse(learner: str, region: str, step: int) -> Pulse:
 def shard(syncer: str, region: str, *crossing: tuple[str, int, int], incarnation: int = 1) -> ShardPulse:
     values: dict[str, Any] = dict.fromkeys(ShardPulse.__struct_fields__, 0)
     values |= {"fragments": [], "closed": [], "open": [], "state": "owner", "syncer": syncer, "region": region}
-    return ShardPulse(**values | {"incarnation": incarnation, "crossing": list(crossing)})
+    return ShardPulse(**values | {"incarnation": incarnation, "crossing": list(crossing), "offer_bits": []})
 
 
 def record(fragment: int, version: int, syncer: str, *learners: str) -> Record:

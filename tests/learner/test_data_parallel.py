@@ -136,7 +136,7 @@ class Fragments:
             accumulator = accumulate(fragment, self.settings, held, lambda _: None, owner.theta)
             residual = np.zeros(fragment.size, np.float32)
             record, inline, _ = make_version(
-                owner, residual, accumulator, merge, self.settings, syncer="syncer", attempt=bytes(8), now_s=0.0
+                owner, residual, accumulator, merge, self.settings, bits=16, syncer="syncer", attempt=bytes(8), now_s=0.0
             )
             owner.chain.advance(record, bytes([step]) * 32, step)
             reader.fold(record, bytes([step]) * 32, step, codec.unpack(inline, 2 * fragment.size), in_place=False)

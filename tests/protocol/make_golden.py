@@ -235,9 +235,10 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     evaluator = ["evaluator", "", 1, "evaluator", "starting", False, 0, 0, 0.0, None, *idle, [], 0, 0.0, 0.0, 0, 0, 0]
     golden.add("pulse_evaluator", "pulse", evaluator)
     shard = ["syncer-1", "us", 1700000000000, 1200, "owner", 7, [0, 2], [1], 9, 8, [[2, 1, 2, 0.75]], 0, 65536, 255]
-    golden.add("shard", "shard", [*shard, [["eu", 4096, 200], ["ap", 0, 70000]]])
+    crossing = [["eu", 4096, 200], ["ap", 0, 70000]]
+    golden.add("shard", "shard", [*shard, crossing, 8, 1.5, [["ap", 4], ["eu", 8]]])
     golden.add("coordinator", "coordinator", ["coordinator-1", 3, False])
-    golden.add("round", "round", [FRAGMENT, 1, 1, "syncer-1", 0.5, False, 98304])
+    golden.add("round", "round", [FRAGMENT, 1, 1, "syncer-1", 0.5, False, 98304, 36, [["eu", 8]]])
 
     golden.add("mark", "mark", [7, [3, 3, 0]])
     golden.add("state_request", "state_request", ["learner-1", b"", 0])

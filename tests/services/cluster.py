@@ -387,8 +387,12 @@ def decode(body: NDArray[np.uint8], n: int, bits: int) -> Vector:
         return body.view("<f4").astype(np.float32)
     if bits == 16:
         return (body.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    assert bits == 4
     blocks = -(-n // 64)
+    if bits == 8:
+        wide = body[4 * blocks :].view(np.int8).reshape(blocks, 64).astype(np.float32)
+        values: Vector = wide * body[: 4 * blocks].view("<f4")[:, None]
+        return values.reshape(-1)[:n]
+    assert bits == 4
     scales = (body[: 2 * blocks].view("<u2").astype(np.uint32) << 16).view(np.float32)
     packed = body[2 * blocks :].reshape(blocks, 32)
     codes = np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32) - np.float32(8)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.services.apart import REGIONS, apart, demand_one_log
-from tests.services.cluster import check_accounts, fill, small, some_versions
+from tests.services.cluster import DEADLINE_S, check_accounts, fill, small, some_versions
 from tests.services.conftest import Regions
+from tests.services.test_verify import redo
 from tests.services.toy import SAMPLES
 
 from diloco import checkpoint, verify
@@ -301,6 +302,66 @@ async def test_two_runs_share_their_servers_and_know_nothing_of_each_other(regio
     for run in runs:
         check_accounts(await run.finished_pulses(), await run.read("us"))
         assert not run.events("message_refused")
+
+
+async def test_precision_follows_a_link_that_becomes_slow_and_recovers(regions: Regions) -> None:
+    """An entry of 100 kB at 16 bits in a cycle: 5 s at the slow link's rate, and next to nothing at the other.
+
+    A cycle of 48 steps takes more than a second, and less than five however slow the machine is.
+    """
+    settings = apart(
+        tokens=3 * 100_000 * SAMPLES,
+        fragments__count=3,
+        round__steps=48,
+        task__context=37_500,
+        codec__offer_bits=16,
+        codec__record_bits=16,
+        regions__min_bits=8,
+        regions__max_pace=1.0,
+        log__archive=True,
+        carry__max_versions=1000,
+        **HELD,
+    )
+    run = await regions(settings)
+    await run.begin()
+    await some_versions(run)
+    slow = [run.relay.lines[name] for name in ("eu-us", "us-eu", "eu-ap", "ap-eu")]
+    run.relay.set(slow, {"rate_bits_per_s": 160e3}, None)
+
+    def went(bits: int, reasons: set[str], way: str) -> set[str]:
+        """The syncers whose way to or from eu went by so many bits for such a reason."""
+        found = [(name, run.events("bandwidth_changed", name)) for name in ("syncer-0", "syncer-2")]
+        changed = {"region": "eu", "bits": bits, "way": way}
+        return {name for name, events in found for e in events if e["reason"] in reasons and changed.items() <= e.items()}
+
+    for way in ("records", "offers"):
+        await run.until(lambda way=way: bool(went(8, {"load", "queue"}, way)), f"{way} have fewer bits")  # type: ignore[misc]
+    fallen = went(8, {"load", "queue"}, "records")
+    await run.until(lambda: any(run.shard_pulses[name].record_bits == 8 for name in fallen), "pulses say so")
+
+    async def made(bits: int) -> None:
+        """Wait until the newest version of a fragment whose owner had fewer bits is one of so many."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                newest = [log.versions[-1] for log in await run.read("us", closed=False)]
+                if any(record.bits == bits for record in newest if record.syncer in fallen):
+                    return
+                run.check_alive()
+                await asyncio.sleep(0.2)
+
+    await made(8)
+    run.relay.set(slow, {"rate_bits_per_s": None}, None)
+    await run.until(lambda: bool(went(16, {"spare"}, "records") & fallen), "entries have all their bits again")
+    await made(16)
+
+    run.save()
+    for toy in run.toys:
+        await asyncio.to_thread(toy.stop)
+    verdict = await verify.check(run.directory)
+    assert verdict.holds, verdict
+    redone = await redo(run.directory)
+    assert [life.wrong for life in redone] == ["", "", ""]
+    assert min(life.offers for life in redone) > 3  # of either precision
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import msgspec
@@ -357,12 +358,14 @@ def mergeable(ann: Learner, which: str) -> Outstanding | None:
     return fit[-1] if which == "regular" else fit[0]
 
 
-def play(ann: Learner, schedule: list[Any], bits: Bits) -> None:
+def play(ann: Learner, schedule: list[Any], *bits: Bits) -> None:
+    """Play a schedule; ``bits`` are those of the offers, in turn."""
+    turns = cycle(bits)
     for kind, *values in schedule:
         if kind == "step":
             ann.step(*values)
         elif kind == "offer":
-            ann.offer(bits)
+            ann.offer(next(turns))
         else:
             which, shift = values
             ann.version(ann.books.base + vector(shift, -shift), mergeable(ann, which))
@@ -419,11 +422,12 @@ ERROR_ALONE = [
 ]
 
 
-@given(SCHEDULES, st.sampled_from([4, 8, 16]))
-@example(ERROR_ALONE, 4)
-def test_with_error_feedback_quantisation_loses_nothing_either(schedule: list[Any], bits: Bits) -> None:
+@given(SCHEDULES, st.lists(st.sampled_from([4, 8, 16, 32]), min_size=1, max_size=4))
+@example(ERROR_ALONE, [4])
+@example(ERROR_ALONE, [4, 32, 16])
+def test_with_error_feedback_quantisation_loses_nothing_either(schedule: list[Any], bits: list[Bits]) -> None:
     ann = learner(1, 1, 1024)
-    play(ann, schedule, bits)
+    play(ann, schedule, *bits)
     error = vector(0, 0) if ann.books.error is None else ann.books.error
     np.testing.assert_allclose(ann.moved, -(ann.sent + error) + (ann.value - ann.books.base), atol=0.02)
 

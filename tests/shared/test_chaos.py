@@ -134,7 +134,19 @@ def test_recoveries_end_when_what_broke_does_its_work_again() -> None:
     story.version()
     nothing: dict[str, Any] = dict.fromkeys(("rounds", "versions", "refused", "bytes_up", "bytes_down"), 0)
     place: dict[str, Any] = {"region": "", "incarnation": 1, "number": 1, "state": "owner", "revision": 1}
-    witness.shard(ShardPulse(syncer="syncer-0", fragments=[0], closed=[], open=[], crossing=[], **place | nothing))
+    witness.shard(
+        ShardPulse(
+            syncer="syncer-0",
+            fragments=[0],
+            closed=[],
+            open=[],
+            crossing=[],
+            record_bits=4,
+            pace=1.0,
+            offer_bits=[],
+            **place | nothing,
+        )
+    )
     assert witness.owned("syncer-0") == {0}
     assert witness.owned("syncer-7") == set()
     witness.expect(Recovery("kill", "learner-1", 10.0, learner="ann"))

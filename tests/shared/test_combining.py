@@ -44,7 +44,7 @@ def combining_of(*learners: str, **changes: Any) -> Combining:
 
 
 def announced(version: int = 1, *, closing: bool = False, epoch: int = 0) -> Announcement:
-    return Announcement(0, version, epoch, "syncer-0", 1.0, closing, 0)
+    return Announcement(0, version, epoch, "syncer-0", 1.0, closing, 0, 24, [])
 
 
 def hold(combining: Combining, sent: Offer, raw: NDArray[np.uint8] = RAW) -> str | None:
@@ -315,7 +315,7 @@ def interleave(seed: int, quorum: object, grace: float) -> list[Merge]:
             combining.follow(log[combining.chain.version][1], version_of(combining.chain.version + 1), ME)
         elif action == "tick":
             now_s += draw.choice([0.0, 0.3, 1.0])
-            if round_.due(now_s):
+            if round_.due(now_s, round_.settings.round.steps):
                 round_.open(now_s)
             merge = round_.poll(now_s)
             if merge is not None:

@@ -184,12 +184,15 @@ def test_offers_of_any_width_merge_alike(bits: Bits) -> None:
 
 
 def version(
-    replica: Replica, residual: Vector, settings: RunSettings, *offers: Held, closing: bool = False
+    replica: Replica, residual: Vector, settings: RunSettings, *offers: Held, closing: bool = False, bits: Bits | None = None
 ) -> tuple[Record, bytes, list[bytes]]:
     fragment = fragment_of(replica.theta.size)
     merge = Merge(4, offers, closing, quorum_s=0.5, round_s=1.5)
     accumulator = accumulate(fragment, settings, offers, lambda _: None, replica.theta)
-    return make_version(replica, residual, accumulator, merge, settings, syncer="syncer-0", attempt=ATTEMPT, now_s=17.0)
+    bits = settings.codec.record_bits if bits is None else bits
+    return make_version(
+        replica, residual, accumulator, merge, settings, bits=bits, syncer="syncer-0", attempt=ATTEMPT, now_s=17.0
+    )
 
 
 def body_of(record: Record, inline: bytes, parts: list[bytes], n: int) -> NDArray[np.uint8]:
@@ -264,16 +267,17 @@ def test_what_quantisation_leaves_over_goes_into_the_next_version() -> None:
     assert residual.tolist() == [0, -0.25]
 
 
-def test_sums_of_versions_and_residual_are_those_of_offers() -> None:
+@pytest.mark.parametrize("precisions", [(4,), (16, 4, 8, 32)])  # as a link that changes has them
+def test_sums_of_versions_and_residual_are_those_of_offers(precisions: tuple[Bits, ...]) -> None:
     settings = settings_of(**{"codec.record_bits": 4, "merge.method": "average"})
     generator = np.random.default_rng(3)
     replica, residual = replica_of(np.zeros(100, np.float32)), np.zeros(100, np.float32)
     wanted, sent = np.zeros(100), np.zeros(100)
-    for _ in range(20):
+    for bits in precisions * (20 // len(precisions)):
         values = generator.standard_normal(100).astype(np.float32)
-        record, inline, parts = version(replica, residual, settings, held("ann", values, tokens=1))
+        record, inline, parts = version(replica, residual, settings, held("ann", values, tokens=1), bits=bits)
         wanted += values
-        sent += quantise.dequantise(body_of(record, inline, parts, 100), 100, 4)
+        sent += quantise.dequantise(body_of(record, inline, parts, 100), 100, record.bits)
     np.testing.assert_allclose(sent + residual, wanted, atol=1e-4)
     assert np.abs(residual).max() < 0.5  # it does not grow: half a step of a block's largest value
 

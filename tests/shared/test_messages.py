@@ -54,6 +54,7 @@ NAME = st.from_regex(r"\A[a-z0-9][a-z0-9_-]{0,47}\Z")
 HASH = st.binary(min_size=32, max_size=32)
 SECONDS = st.floats(0, 1e12)
 BITS = st.sampled_from([4, 8, 16, 32])
+REGION_BITS = st.lists(st.tuples(st.sampled_from(["us", "ap_2"]), BITS), max_size=3)
 BODY = st.builds(Body, st.integers(0, 2**40), HASH, st.integers(0, 2**22), st.binary(min_size=8, max_size=8))
 SHARE = st.integers(0, 2**14 - 1)
 RANGES = st.lists(st.tuples(SHARE, st.integers(0, 2**40), st.integers(1, 2**40)), max_size=4).map(normal)
@@ -119,9 +120,14 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         COUNT,
         COUNT,
         st.lists(st.tuples(REGION, COUNT, COUNT), max_size=3),
+        BITS,
+        st.floats(1, 16),
+        REGION_BITS,
     ),
     CoordinatorPulse: st.builds(CoordinatorPulse, NAME, COUNT, st.booleans()),
-    Announcement: st.builds(Announcement, FRAGMENT, COUNT, COUNT, NAME, SECONDS, st.booleans(), COUNT),
+    Announcement: st.builds(
+        Announcement, FRAGMENT, COUNT, COUNT, NAME, SECONDS, st.booleans(), COUNT, st.integers(1, 2**62), REGION_BITS
+    ),
     Offer: st.builds(
         Offer,
         FRAGMENT,
@@ -194,9 +200,11 @@ EXAMPLES: dict[type[Message], Message] = {
     Pulse: Pulse(
         "ann", "eu", 1, "learner", "stepping", False, 2, 3, 0.5, 1.25, [1], [2], [3], [4], [(0, 8, 2)], 3, 5.0, 6.0, 7, 8, 9
     ),
-    ShardPulse: ShardPulse("syncer-0", "us", 12, 34, "owner", 5, [0, 2], [1], 3, 4, [(2, 1, 2, 0.5)], 5, 6, 7, [("eu", 4, 5)]),
+    ShardPulse: ShardPulse(
+        "syncer-0", "us", 12, 34, "owner", 5, [0, 2], [1], 3, 4, [(2, 1, 2, 0.5)], 5, 6, 7, [("eu", 4, 5)], 8, 1.5, [("eu", 4)]
+    ),
     CoordinatorPulse: CoordinatorPulse("coordinator", 1, False),
-    Announcement: Announcement(3, 7, 1, "syncer-0", 0.25, False, 9),
+    Announcement: Announcement(3, 7, 1, "syncer-0", 0.25, False, 9, 24, [("eu", 8)]),
     Offer: Offer(3, "ann", 1, 2, (1, 1), 4, 3, b"b" * 32, 4, 5, 6, 7, [(2, 9, 5)], Body(8, b"c" * 32, 0, b"attempt.")),
     Combined: Combined(
         3,
@@ -411,6 +419,10 @@ def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
         (Announcement, {"remaining_s": math.nan}),
         (Announcement, {"remaining_s": math.inf}),
         (Announcement, {"closing": 1}),
+        (Announcement, {"steps": 0}),
+        (Announcement, {"offer_bits": [["us", 5]]}),
+        (Announcement, {"offer_bits": [["Us", 4]]}),
+        (Announcement, {"offer_bits": [["us", 4]] * 65}),
         (Pulse, {"loss": math.nan}),
         (Pulse, {"loss": -math.inf}),
         (Pulse, {"step_s": math.nan}),
@@ -428,6 +440,10 @@ def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
         (ShardPulse, {"open": [[1, 1, 1]]}),
         (ShardPulse, {"open": [[1, 1, 1, math.nan]]}),
         (ShardPulse, {"open": [[1, 1, 1, math.inf]]}),
+        (ShardPulse, {"record_bits": 2}),
+        (ShardPulse, {"pace": 0.5}),
+        (ShardPulse, {"pace": 17.0}),
+        (ShardPulse, {"offer_bits": [["us", 4, 4]]}),
         (CoordinatorPulse, {"coordinator": "A"}),
         (CoordinatorPulse, {"revision": -1}),
         (CoordinatorPulse, {"finished": 1}),

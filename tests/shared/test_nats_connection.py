@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 from tests.conftest import MakeServer
 
+from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, SettingsError
 from diloco.nats import connection
 from diloco.nats.connection import Link, subscribe, wait_connected
@@ -322,6 +323,29 @@ async def test_waiting_for_a_connection_ends(own: tuple[Server, Link]) -> None:
     await link.close()
     with pytest.raises(BrokerError, match="connection is closed"):
         await wait_connected(link.bulk, 10, "subject")
+
+
+async def test_what_comes_in_the_middle_of_a_message_shows_the_rate(
+    nats_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, now_s = await opened(nats_server.url), 100.0
+    parser, loop = link.bulk._ps, asyncio.get_running_loop()
+    frame = b"MSG nobody 99 1000\r\n" + bytes(1000) + b"\r\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "time", lambda: now_s)
+        await parser.parse(frame)  # at once: nothing is known
+        now_s += 5.0
+        assert link.incoming == Moved(0, 0.0)
+        await parser.parse(frame[:500])  # nor of the time since the last one
+        now_s += 0.25
+        await parser.parse(frame[500:900])
+        now_s += 0.5
+        await parser.parse(frame[900:] + frame[:300])
+        assert link.incoming == Moved(400 + len(frame) - 900 + 300, 0.75)
+        now_s += 3.0
+        await parser.parse(frame[300:])  # a cut, not a rate
+        assert link.incoming.busy_s == 0.75
+    await link.close()
 
 
 async def test_bytes_are_counted(nats_server: Server) -> None:

@@ -186,6 +186,9 @@ class Watch:
             "refused": 0,
             "bytes_up": 0,
             "bytes_down": 0,
+            "record_bits": 4,
+            "pace": 1.0,
+            "offer_bits": [],
             "crossing": [],
         }
         return ShardPulse(**(values | changes))

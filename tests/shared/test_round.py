@@ -138,33 +138,33 @@ def commit(round_: Round, merge: Merge, now_s: float) -> None:
 
 
 def open_at(round_: Round, now_s: float) -> None:
-    assert round_.due(now_s)
+    assert round_.due(now_s, STEPS)
     round_.open(now_s)
 
 
 def test_a_round_is_due_when_the_quorum_took_h_steps() -> None:
     round_ = round_of("ann", "bob", "cat", step=STEPS - 1, **{"round.quorum": 2})
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(pulse("ann", STEPS), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(pulse("bob", STEPS), 0)
-    assert round_.due(0)
+    assert round_.due(0, STEPS)
     round_.open(0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
 
 
 def test_all_means_all_that_are_alive() -> None:
     round_ = round_of("ann", "bob", "cat", step=STEPS - 1, **{"round.quorum": "all"})
     round_.roster.hear(pulse("ann", STEPS), 4)
     round_.roster.hear(pulse("bob", STEPS), 4)
-    assert not round_.due(4)
-    assert round_.due(5)  # cat has not been heard for 5 s
+    assert not round_.due(4, STEPS)
+    assert round_.due(5, STEPS)  # cat has not been heard for 5 s
 
 
 def test_nobody_alive_no_round() -> None:
     round_ = round_of("ann", **{"round.quorum": "all"})
-    assert round_.due(4.9)
-    assert not round_.due(5)
+    assert round_.due(4.9, STEPS)
+    assert not round_.due(5, STEPS)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_nobody_alive_no_round() -> None:
 def test_who_takes_no_part_makes_no_round_due(changes: dict[str, Any]) -> None:
     round_ = round_of()
     round_.roster.hear(pulse("ann", STEPS, **changes), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     assert round_.roster.live(0) == []
 
 
@@ -183,12 +183,12 @@ def leaving(learner: str, unmerged: int, version: int = 0) -> Pulse:
 
 def test_a_learner_that_leaves_makes_a_round_due_while_it_holds_something() -> None:
     round_ = round_of("ann", "bob", step=1)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(leaving("bob", 0), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(leaving("cat", 2), 0)
-    assert round_.due(0)
-    assert not round_.due(5)  # it has died meanwhile
+    assert round_.due(0, STEPS)
+    assert not round_.due(5, STEPS)  # it has died meanwhile
 
 
 def test_what_a_leaving_learner_holds_of_an_older_version_waits_until_it_knows_the_newest() -> None:
@@ -199,9 +199,9 @@ def test_what_a_leaving_learner_holds_of_an_older_version_waits_until_it_knows_t
     assert merge is not None
     commit(round_, merge, 0)
     round_.roster.hear(leaving("bob", 2, version=0), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(leaving("bob", 2, version=1), 0)
-    assert round_.due(0)
+    assert round_.due(0, STEPS)
 
 
 def test_a_leaving_learner_is_waited_for_while_it_holds_something_and_counts_for_a_quorum_that_it_makes_smaller() -> None:
@@ -228,12 +228,15 @@ def test_h_counts_from_the_step_at_which_the_version_was_applied() -> None:
     assert merge is not None
     commit(round_, merge, 0)
     round_.roster.hear(pulse("ann", 9, 0), 0)  # 9 steps, but none of them since version 1
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(pulse("ann", 10, 1), 0)
     round_.roster.hear(pulse("ann", 13, 1), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(pulse("ann", 14, 1), 0)
-    assert round_.due(0)
+    assert round_.due(0, STEPS)
+    assert not round_.due(0, 2 * STEPS)  # where a link is slow more steps lie between two rounds
+    round_.roster.hear(pulse("ann", 18, 1), 0)
+    assert round_.due(0, 2 * STEPS)
 
 
 @pytest.mark.parametrize(("fragment", "due_at"), [(0, 1), (1, 2), (2, 3), (3, 4)])
@@ -241,9 +244,9 @@ def test_first_rounds_are_staggered(fragment: int, due_at: int) -> None:
     roster = Roster(settings_of(**{"fragments.count": 4}))
     round_ = Round(roster.settings, roster, Chain(fragment, 0, 0, bytes(32), 0, hash_of(0)), 4)
     roster.hear(pulse("ann", due_at - 1, versions=[0] * 4), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     roster.hear(pulse("ann", due_at, versions=[0] * 4), 0)
-    assert round_.due(0)
+    assert round_.due(0, STEPS)
 
 
 def test_a_newcomer_alone_cannot_make_a_version_before_it_has_applied() -> None:
@@ -256,11 +259,11 @@ def test_a_newcomer_alone_cannot_make_a_version_before_it_has_applied() -> None:
     # ann is gone; zoe has stepped for long, on version 0
     now_s = 100.0
     round_.roster.hear(pulse("zoe", 50, 0), now_s)
-    assert not round_.due(now_s)
+    assert not round_.due(now_s, STEPS)
     round_.roster.hear(pulse("zoe", 60, 1), now_s)  # applied: its H steps begin now
-    assert not round_.due(now_s)
+    assert not round_.due(now_s, STEPS)
     round_.roster.hear(pulse("zoe", 60 + STEPS, 1), now_s)
-    assert round_.due(now_s)
+    assert round_.due(now_s, STEPS)
 
 
 def test_pulses_out_of_order_are_ignored() -> None:
@@ -279,9 +282,9 @@ def test_a_restart_counts_its_steps_anew() -> None:
     round_.chain.version = 1
     round_.roster.hear(pulse("ann", 10, 1), 0)
     round_.roster.hear(pulse("ann", 14, 1, incarnation=2), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     round_.roster.hear(pulse("ann", 18, 1, incarnation=2), 0)
-    assert round_.due(0)
+    assert round_.due(0, STEPS)
 
 
 def test_the_step_time_is_the_median_of_the_living() -> None:
@@ -320,19 +323,19 @@ def test_a_round_is_due_for_learners_that_wait_whatever_an_owner_has_heard_of_th
     round_ = Round(settings, Roster(settings), Chain(0, 3, 0, bytes(32), 9, hash_of(3)), 1)
     for learner in ("ann", "bob"):
         round_.roster.hear(pulse(learner, 20, version=3, steps=[STEPS], state="stepping"), 0)
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     for learner in ("ann", "bob"):
         round_.roster.hear(pulse(learner, 20, version=3, steps=[STEPS - 1], state="waiting"), 1)
-    assert not round_.due(1)  # it is another fragment that they wait for
+    assert not round_.due(1, STEPS)  # it is another fragment that they wait for
     for learner in ("ann", "bob"):
         round_.roster.hear(pulse(learner, 20, version=3, steps=[STEPS], state="waiting"), 2)
-    assert round_.due(2)
+    assert round_.due(2, STEPS)
 
 
 def test_in_lockstep_a_round_is_open_before_the_step_that_it_is_for() -> None:
     lockstep = {"round.steps": 1, "round.learners_wait": True, "round.quorum": "all", "round.grace_factor": 0}
     round_ = round_of(**lockstep)
-    assert not round_.due(0)  # nobody lives
+    assert not round_.due(0, STEPS)  # nobody lives
     for learner in ("ann", "bob"):
         round_.roster.hear(pulse(learner, 0), 0)
     open_at(round_, 0)
@@ -539,9 +542,9 @@ def test_a_commit_drops_what_it_made_unfit() -> None:
 def test_a_closed_run_takes_no_offers_and_opens_no_round() -> None:
     round_ = round_of("ann", tokens=1)
     round_.roster.hear(pulse("ann", 5, tokens=1), 0)
-    assert round_.due(0)
+    assert round_.due(0, STEPS)
     round_.chain.closed = True
-    assert not round_.due(0)
+    assert not round_.due(0, STEPS)
     assert hold(round_, offer("ann")) == "the run is closed"
 
 
@@ -572,7 +575,7 @@ def test_a_closing_round_waits_for_all_that_the_living_hold() -> None:
     assert merge.closing
     commit(round_, merge, 5)
     assert round_.chain.closed
-    assert not round_.due(5)
+    assert not round_.due(5, STEPS)
 
 
 def test_a_closing_round_needs_no_answer_of_who_holds_nothing() -> None:
@@ -790,7 +793,7 @@ def interleave(seed: int, quorum: object, grace: float, staleness: int) -> list[
             learner.restart(round_)
         elif action == "tick":
             now_s += draw.choice([0.0, 0.3, 1.0])
-            if round_.due(now_s):
+            if round_.due(now_s, STEPS):
                 round_.open(now_s)
             merge = round_.poll(now_s)
             if merge is not None:

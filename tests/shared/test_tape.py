@@ -57,11 +57,13 @@ def test_bytes_of_a_tape_are_those_that_the_documentation_has() -> None:
     head = b"DLCtape\n" + b"\x01" + RUN + b"\x09learner-0"
     head_hash = blake3(head).digest()
     header = head + head_hash[:4]
-    offer = b"\x09" + b"\x02" + b"\x05" + b"\x81\x01" + b"\xac\x02" + DIGEST  # ago 2, fragment 5, number 129, round 300
+    offer = (
+        b"\x09" + b"\x02" + b"\x05" + b"\x81\x01" + b"\xac\x02" + b"\x04" + DIGEST
+    )  # ago 2, fragment 5, number 129, round 300, 4 bits
     block = offer + b"\x06"
     check = blake3(head_hash + len(header).to_bytes(8, "little") + block).digest()[:4]
 
-    assert written([Offer(2, 5, 129, 300, DIGEST), Step()]) == header + bytes([len(block)]) + block + check
+    assert written([Offer(2, 5, 129, 300, 4, DIGEST), Step()]) == header + bytes([len(block)]) + block + check
 
 
 @given(st.lists(st.lists(ANY_EVENT, max_size=4), max_size=5))
@@ -70,12 +72,17 @@ def test_what_is_written_is_read(groups: list[list[Event]]) -> None:
 
 
 def test_more_than_a_block_holds_becomes_several() -> None:
-    many: list[Event] = [Offer(0, 1, 2, 3, DIGEST)] * 3000
+    many: list[Event] = [Offer(0, 1, 2, 3, 4, DIGEST)] * 3000
 
     assert read(written(many)) == many
 
 
-EXAMPLE: list[list[Event]] = [[Start(10, 11, (3, 4))], [Data(0, 7), Step(), Apply(1, 2)], [Offer(1, 2, 3, 4, DIGEST)], [Step()]]
+EXAMPLE: list[list[Event]] = [
+    [Start(10, 11, (3, 4))],
+    [Data(0, 7), Step(), Apply(1, 2)],
+    [Offer(1, 2, 3, 4, 4, DIGEST)],
+    [Step()],
+]
 
 
 def test_torn_tape_keeps_all_whole_blocks() -> None:
@@ -152,7 +159,7 @@ def test_lives_of_a_learner() -> None:
         Step(),
         Apply(0, 1),
         Step(),
-        Offer(2, 0, 1, 2, DIGEST),
+        Offer(2, 0, 1, 2, 4, DIGEST),
     ]
     second = [Start(9, 200, (3, 4)), tape.Restored(DIGEST), Data(2, 42), Step(), Data(5, 0), Step(), tape.End(True, DIGEST)]
 
@@ -160,7 +167,7 @@ def test_lives_of_a_learner() -> None:
 
     assert (one.start.incarnation, one.steps, one.ranges(), one.end) == (100, 3, [(2, 40, 3)], None)
     # the offer is of the model as it was two steps before it was noted
-    assert one.at == {0: [Reload(0, 0, False)], 2: [Apply(0, 1)], 1: [Offer(2, 0, 1, 2, DIGEST)]}
+    assert one.at == {0: [Reload(0, 0, False)], 2: [Apply(0, 1)], 1: [Offer(2, 0, 1, 2, 4, DIGEST)]}
     assert (two.restored, two.steps, two.ranges()) == (DIGEST, 2, [(2, 42, 1), (5, 0, 1)])
     assert two.end == tape.End(True, DIGEST)
 
@@ -193,7 +200,7 @@ def test_life_ends_where_events_are_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    "events", [[Step()], [Start(1, 1, (3, 4)), Step()], [Start(1, 1, (3, 4)), Data(0, 0), Step(), Offer(2, 0, 1, 1, DIGEST)]]
+    "events", [[Step()], [Start(1, 1, (3, 4)), Step()], [Start(1, 1, (3, 4)), Data(0, 0), Step(), Offer(2, 0, 1, 1, 4, DIGEST)]]
 )
 def test_events_that_make_no_sense_are_refused(events: list[Event]) -> None:
     with pytest.raises(FormatError):

@@ -6,6 +6,7 @@ takes offers apart. It knows the run's steps (:mod:`tests.simulation.learner`), 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -117,6 +118,7 @@ class Reference:
         self.logs: list[FragmentLog] = []  # empty before genesis
         self.offers: dict[tuple[int, str, int, int], tuple[Offer, Vector]] = {}
         self.versions_made = self.takeovers = self.keyframes = self.members_combined = self.late_combined = 0
+        self.bits: Counter[int] = Counter()  # versions by those that their bodies have
         self.forgetful, self.archived = forgetful, archived
         self.rewound = False
         self.lost: set[tuple[int, bytes]] = set()  # by fragment: entries and states of versions that were stored, and lost
@@ -127,7 +129,7 @@ class Reference:
         self._parts: dict[bytes, dict[int, bytes]] = {}
         self._genesis: dict[tuple[int, bytes], tuple[Vector, Vector]] = {}
         whole = settings.carry.late in (0, 1) and settings.carry.overlap in (0, 1)
-        self.exact = settings.codec.offer_bits == 32
+        self.exact = settings.codec.offer_bits == 32 and not settings.adapts
         self.countable = self.exact and whole
 
     # ---- what the server stores
@@ -305,6 +307,7 @@ class Reference:
         log.sequences.append(sequence)
         if makes:
             self.versions_made += 1
+            self.bits[record.bits] += 1
             log.remember()
         return f"{what}: {', '.join(f'{m.learner}/{m.number}' for m in record.members)}{' closing' if record.closing else ''}"
 

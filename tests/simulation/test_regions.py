@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.simulation.invariants import Violation
 from tests.simulation.play import play, play_all
-from tests.simulation.world import FAULTS_APART
+from tests.simulation.world import FAULTS_APART, THIN, World
 
 from diloco.core import merging
 from diloco.core.chain import Chain
@@ -21,8 +21,9 @@ from diloco.wire.messages import Combined, Offer
 from diloco_syncer import regions, replication
 
 SCHEDULES = 120
-SCHEDULES_MERGED = 200
+SCHEDULES_MERGED = 100
 SEARCHED = 400
+THIN_SCHEDULES = 30
 
 Patch = pytest.MonkeyPatch
 
@@ -38,6 +39,19 @@ def test_no_schedule_forks_a_log_or_hangs() -> None:
     happens = ("state restored", "state borrowed", "keyframe", "takeover", "purge")
     for kind in (*(f"fault {kind}" for kind in FAULTS_APART), *happens):
         assert total[kind] > SCHEDULES / 20, f"{kind} hardly ever happens: {total}"
+
+
+def test_precision_follows_the_links_whatever_goes_wrong() -> None:
+    total: Counter[str] = Counter()
+    failed = {}
+    for seed in range(THIN_SCHEDULES):
+        outcome = World(seed, number=THIN, regions=True).run()
+        total.update(outcome.stats)
+        if outcome.error is not None:
+            failed[seed] = repr(outcome.error)
+    assert not failed
+    for bits, least in ((4, 2), (32, 2), (8, 0.2), (16, 0.2)):  # they fall at once, and come back one by one
+        assert total[f"version of {bits} bits"] > least * THIN_SCHEDULES, total
 
 
 def test_where_offers_are_merged_in_their_regions_nothing_is_lost_nor_merged_twice() -> None:

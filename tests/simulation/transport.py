@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.server import Append, Keys, Stream
 
+from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, RewoundError
 from diloco.transport import Fence, Stored
 
@@ -43,12 +45,29 @@ class Subscription:
     heard: Callable[[Any], Awaitable[None]]
 
 
+class Wires:
+    """What of the links between regions is slow: one byte after another, each direction for itself."""
+
+    def __init__(self) -> None:
+        self.rates: dict[str, float] = {}  # bytes a second from and to a region, where there is a limit
+        self._free_s: dict[tuple[str, str], float] = {}
+
+    def crossing_s(self, source: str, target: str, size: int, now_s: float) -> float:
+        """How long it takes until bytes that set out now are over."""
+        rate = min(self.rates.get(source, math.inf), self.rates.get(target, math.inf))
+        if source == target or rate == math.inf:
+            return 0.0
+        self._free_s[source, target] = max(now_s, self._free_s.get((source, target), 0.0)) + size / rate
+        return self._free_s[source, target] - now_s
+
+
 class SimulatedTransport:
     """One process's way to the others, and to one region's streams."""
 
     def __init__(self, process: Process, region: str) -> None:
         self.process, self.world, self.loop, self.region = process, process.world, process.loop, region
         self.bytes_in = self.bytes_out = 0
+        self.incoming = Moved()
 
     @property
     def connected(self) -> bool:
@@ -103,7 +122,14 @@ class SimulatedTransport:
     # ---- the server
 
     async def _ask(
-        self, action: Callable[[], Any], timeout_s: float, what: str, *, lossy: bool = False, where: str | None = None
+        self,
+        action: Callable[[], Any],
+        timeout_s: float,
+        what: str,
+        *,
+        lossy: bool = False,
+        where: str | None = None,
+        crossing_s: float = 0.0,
     ) -> Any:
         """Have the server do something; AppendUncertainError if no answer comes in time, whether or not it was done."""
         world, process, loop = self.world, self.process, self.loop
@@ -115,7 +141,7 @@ class SimulatedTransport:
         if fate == "late":  # the caller gives up, and then it is done all the same
             world.later(timeout_s * (1 + world.rng.random()), self._try, action, session)
         elif fate != "lost":
-            world.later(world.delay_s(), self._arrive, action, future, fate, what, session, where)
+            world.later(world.delay_s() + crossing_s, self._arrive, action, future, fate, what, session, where)
         timer = loop.call_later(timeout_s, self._settle, future, None, AppendUncertainError(f"{what}: no answer"))
         try:
             return await future
@@ -175,8 +201,10 @@ class SimulatedTransport:
             server.append(request, world.now_s, int(broken * len(parts)))
             raise AppendUncertainError(f"{subject}: the batch was broken off")
 
-        self.bytes_out += len(data) + sum(len(part) for part in parts)
-        sequence: int = await self._ask(store, timeout_s, f"append {subject}", lossy=True)
+        size = len(data) + sum(len(part) for part in parts)
+        self.bytes_out += size
+        crossing_s = world.wires.crossing_s(process.region, self.region, size, world.now_s)
+        sequence: int = await self._ask(store, timeout_s, f"append {subject}", lossy=True, crossing_s=crossing_s)
         return sequence
 
     async def last(self, stream: str, subject: str) -> Stored | None:
@@ -216,6 +244,10 @@ class SimulatedTransport:
                 continue
             await asyncio.sleep(self.world.delay_s())
             for stored in new:
+                crossing_s = self.world.wires.crossing_s(self.region, self.process.region, len(stored.data), self.world.now_s)
+                if crossing_s:
+                    await asyncio.sleep(crossing_s)
+                    self.incoming = Moved(self.incoming.bytes + len(stored.data), self.incoming.busy_s + crossing_s)
                 position, newest = stored.sequence, stored
                 self.bytes_in += len(stored.data)
                 if self.region != self.process.region and stored.subject.endswith(".head"):

@@ -25,11 +25,13 @@ from tests.simulation.learner import STEPS, Learner, Step
 from tests.simulation.loop import ProcessLoop, Scheduler
 from tests.simulation.regional import Regional
 from tests.simulation.server import Server, Stream, matches
-from tests.simulation.transport import CONTROL, Message, SimulatedTransport, Subscription, deliver
+from tests.simulation.transport import CONTROL, Message, SimulatedTransport, Subscription, Wires, deliver
 
 import diloco.log
 import diloco.member
+import diloco_syncer.shard
 from diloco import membership, observe
+from diloco.core import bandwidth
 from diloco.member import Member
 from diloco.observe import Logger
 from diloco.patience import patiently
@@ -93,18 +95,30 @@ VARIANTS.append(
         "log.keyframe_factor": 1.0,
     }
 )
+# a run in regions one of which has slow links for a while
+THIN = len(VARIANTS)
+VARIANTS.append(
+    {
+        "tokens": 3 * 16 * 25,
+        "codec.offer_bits": 16,
+        "codec.record_bits": 32,
+        "merge.method": "rda",
+        "log.archive": True,
+        "regions.adaptive": True,
+    }
+)
 
 
 REGIONS = ("ap", "eu", "us")
 AWAY_S = 2.0
-APART: dict[str, Any] = {"regions.names": list(REGIONS), "regions.away_s": AWAY_S}
+APART: dict[str, Any] = {"regions.names": list(REGIONS), "regions.away_s": AWAY_S, "regions.adaptive": False}
 # several learners in a region, whose offers are merged there
 MERGED: dict[str, Any] = {"regions.merge": True, "learners": 5, "merge.against": "base"}
 
 
 @cache
 def variant(number: int, apart: bool, merged: bool) -> RunSettings:
-    return run_settings("decoupled", SMALL | VARIANTS[number] | (APART if apart else {}) | (MERGED if merged else {}))
+    return run_settings("decoupled", SMALL | (APART if apart else {}) | VARIANTS[number] | (MERGED if merged else {}))
 
 
 @cache
@@ -133,6 +147,9 @@ def _constants(part_bytes: int, logger: Logger) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [
         (diloco.log, "APPEND_TIMEOUT_S", SILENCE_S),
         (diloco.member, "OFFER_TIMEOUT_S", SILENCE_S),
+        (diloco_syncer.shard, "LOOK_AT_LINKS_S", 0.25),
+        (bandwidth, "MIN_WINDOW_S", 0.5),
+        (bandwidth, "MIN_BYTES", 1),
         (messages, "PART_BYTES", part_bytes),
         (assemble, "PART_BYTES", part_bytes),
         (messages, "unpack", unpack_once),
@@ -229,7 +246,7 @@ class Process:
         self.generation += 1
         self.alive, self.stopping, self.finished = True, False, False
         self.rng = random.Random(self.world.rng.getrandbits(64))
-        self.step_s = self.rng.choice((0.05, 0.1, 0.2))
+        self.step_s = self.rng.choice((0.05, 0.1, 0.2)) / self.world.haste
         self.loop = self.world.new_loop(self.rng)
         self.transport = SimulatedTransport(self, self.region)
         self.worker: Any = None  # a Learner
@@ -362,6 +379,8 @@ class World:
         self.servers = {name: Server(partial(self._stored, name)) for name in dict.fromkeys((CONTROL, *homes))}
         self.control = self.servers[CONTROL]
         self.regional = Regional(self.reference, REGIONS) if regions else None
+        self.wires = Wires()
+        self.haste = 0.5 if number == THIN else 1.0  # of learners: links are looked at now and then
         self.away: set[str] = set()  # servers
         self.apart: set[str] = set()  # regions that are cut off from the others
         self.parted: set[str] = set()  # those whose servers are, though all hear each other
@@ -388,6 +407,8 @@ class World:
             self.later(at_s, self._fault, kind, self.processes[which % len(self.processes)], for_s)
         for _ in range(self.rng.randrange(3)):
             self.later(self.rng.uniform(0.5, self.chaos.until_s + 1), self._mark)
+        if number == THIN:
+            self._thin(random.Random(seed))
         self.later(self.chaos.until_s, self._calm)
 
     def run(self) -> Outcome:
@@ -613,6 +634,16 @@ class World:
         else:
             process.clock_s += self.rng.choice((-1, 1)) * self.rng.choice((1.0, 5000.0))
 
+    def _thin(self, rng: random.Random) -> None:
+        """Once versions are made, a region's links are slow for some seconds."""
+        if self.reference.versions_made < 3:
+            self.later(0.2, self._thin, rng)
+            return
+        region, rate = rng.choice(REGIONS), rng.choice((200.0, 1000.0))
+        self.note("world", f"links of {region}: {rate:g} bytes a second")
+        self.wires.rates[region] = rate
+        self.later(rng.uniform(2.0, 6.0), self.wires.rates.clear)
+
     def _mark(self) -> None:
         """A checkpoint of the whole run is taken."""
         if self._is_ending():
@@ -727,6 +758,7 @@ class World:
             last[process.name] = ([state.books.base for state in process.worker.member._fragments], accounts)
         self.reference.check_end(last)
         self.stats["version"] += self.reference.versions_made
+        self.stats.update({f"version of {bits} bits": count for bits, count in self.reference.bits.items()})
         self.stats["takeover"] += self.reference.takeovers
         self.stats["keyframe"] += self.reference.keyframes
         if self.settings.regions.merge:

@@ -23,7 +23,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco import membership, shares
-from diloco.core import codec, ranges
+from diloco.core import bandwidth, codec, ranges
 from diloco.core import tape as events
 from diloco.core.books import Apply, Books, Outstanding
 from diloco.core.chain import Chain
@@ -46,7 +46,7 @@ from diloco.membership import Run
 from diloco.observe import Counted, Logger
 from diloco.patience import patiently
 from diloco.peer import Borrower, Layout, Lender, Loan
-from diloco.settings import LearnerSettings
+from diloco.settings import Bits, LearnerSettings
 from diloco.shares import Leaseholder
 from diloco.tape import Recorder, Unrecorded
 from diloco.tasks import end
@@ -134,6 +134,8 @@ class _Fragment:
     open_version: int = 0  # of the newest round announced
     epoch: int = 0  # of the owner that announced it
     closing: bool = False  # that round is the closing one
+    steps_between: int = 0  # two rounds, as its owner said last
+    bits: Bits = 32  # of an answer to that round
     answered: int = 0  # version of the newest round answered
     sent: bytes | None = None  # hash of the head of the newest offer sent
     encoding: bool = False
@@ -474,6 +476,7 @@ class Member:
             round_, _, _ = messages.unpack(message.data, Announcement, self.run.identity)
             if round_.fragment >= len(self._fragments):
                 raise MessageError(f"round of fragment {round_.fragment}, the run has {len(self._fragments)}")
+            bits = self._checked_bits(round_)
         except MessageError as error:
             self._refuse(message.subject, error)
             return
@@ -494,12 +497,29 @@ class Member:
             # announcements may overtake one another: an earlier one does not make it a round like any other again
             if round_.closing and round_.version == state.open_version and not state.closing:
                 state.closing, state.answered = True, 0  # whatever was answered before is not all there is
+            if round_.version == state.open_version:
+                state.bits, state.steps_between = bits, round_.steps
             if round_.tokens_processed > self._announced[0]:
                 self._announced = (round_.tokens_processed, self.tokens)
             if round_.closing and not self._draining:
                 self._draining = True
                 self._tell()
             self._try_answer(state)
+
+    def _checked_bits(self, round_: Announcement) -> Bits:
+        """The bits that an answer from here is to have.
+
+        Raises:
+            MessageError: the announcement asks for what the run's settings do not allow.
+        """
+        settings, best = self.run.settings, self.run.settings.codec.offer_bits
+        most = bandwidth.steps_between(settings, bandwidth.slowest(settings))
+        if not settings.round.steps <= round_.steps <= most:
+            raise MessageError(f"round every {round_.steps} steps, the run has one every {settings.round.steps} to {most}")
+        allowed, asked = bandwidth.precisions(best, settings), dict(round_.offer_bits)
+        if not set(asked.values()) <= set(allowed):
+            raise MessageError(f"round asks for offers of {asked} bits, the run has {allowed}")
+        return asked.get(self.settings.region or "", best)
 
     async def _hear_mark(self, message: Heard) -> None:
         try:
@@ -529,10 +549,10 @@ class Member:
         state.answered = state.open_version
         if snapshot.steps:
             state.snapshot, state.encoding, state.sending = None, True, True
-            self._spawn(self._answer(state, snapshot, state.open_version))
+            self._spawn(self._answer(state, snapshot, state.open_version, state.bits))
 
-    async def _answer(self, state: _Fragment, snapshot: _Snapshot, version: int) -> None:
-        bits, level = self.run.settings.codec.offer_bits, self.run.settings.codec.zstd_level
+    async def _answer(self, state: _Fragment, snapshot: _Snapshot, version: int, bits: Bits) -> None:
+        level = self.run.settings.codec.zstd_level
 
         def encode() -> tuple[Outstanding, bytes, bytes]:
             offer = state.books.offer(snapshot.reader(), snapshot.steps, snapshot.tokens, snapshot.data, version, bits)
@@ -549,7 +569,7 @@ class Member:
             return
         with self._lock:
             digest, ago = content_hash[: events.DIGEST_BYTES], self.step - snapshot.step
-            self.tape.record(events.Offer(ago, state.index, offer.number, offer.round, digest))
+            self.tape.record(events.Offer(ago, state.index, offer.number, offer.round, bits, digest))
             state.encoding = False
             self._tell()
         self.tape.flush()  # before it is sent: whatever is merged of this learner is on its tape
@@ -951,7 +971,7 @@ class Member:
     def _steps_due(self, state: _Fragment) -> int:
         settings = self.run.settings.round
         if state.books.base_version:
-            return settings.steps
+            return max(settings.steps, state.steps_between)
         return first_due_steps(settings, state.index, len(self._fragments))
 
     def _must_wait(self) -> bool:

@@ -27,6 +27,7 @@ from rich.table import Table
 from diloco import observe, tape, verify
 from diloco.core import codec
 from diloco.core import tape as events
+from diloco.core.bandwidth import BITS
 from diloco.core.books import Apply
 from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap
@@ -194,9 +195,15 @@ class Rerun(Member):
         self._warming = 0
 
     def offer(self, event: events.Offer) -> bool:
-        """Make an offer again; whether it is the one on the tape."""
+        """Make an offer again; whether it is the one on the tape.
+
+        Raises:
+            RunError: the tape has an offer of a precision that there is not.
+        """
         books = self._fragments[event.fragment].books
-        bits = self.run.settings.codec.offer_bits
+        bits = next((known for known in BITS if known == event.bits), None)
+        if bits is None:
+            raise RunError(f"fragment {event.fragment}: its tape has offer {event.number} of {event.bits} bits")
         vector = self.model.read(event.fragment)
         made = books.offer(vector, books.steps, books.tokens, books.data, event.round, bits)
         return (made.number, codec.content_hash(made.body)[: events.DIGEST_BYTES]) == (event.number, event.digest)

@@ -154,6 +154,11 @@ class RegionSettings(_Section):
         description="a region none of whose syncers is heard, or can commit, so long loses its fragments",
     )
     control_replicas: Literal[1, 3, 5] = Field(1, description="servers that hold the control store, which spans the regions")
+    adaptive: bool = Field(True, description="fewer bits and longer sync intervals where a link is too slow (not in lockstep)")
+    min_bits: Bits = Field(4, description="not fewer bits than this because of a slow link")
+    max_pace: float = Field(
+        4.0, ge=1, le=16, description="most times that the sync interval grows because of a slow link (not with learners_wait)"
+    )
     merge: bool = Field(False, description="a region's offers are merged there, so that one crosses to a fragment's owner")
 
     @model_validator(mode="after")
@@ -187,7 +192,7 @@ class TaskSettings(_Section):
         return self
 
 
-# how the run is spread over machines, how its log is kept, and when somebody counts as gone
+# how the run is spread over machines and links, how its log is kept, and when somebody counts as gone
 DEPLOYMENT = ("shards", "log", "liveness", "regions")
 
 
@@ -242,6 +247,11 @@ class RunSettings(_Section):
         wrong = [f"{name} = {value} must be {right}" for name, (value, right) in needed.items() if value != right]
         if wrong:
             raise ValueError(f"outer.optimizer = adamw is for gradients (preset data-parallel): {', '.join(wrong)}")
+
+    @property
+    def adapts(self) -> bool:
+        """Whether precision and pace follow the links between regions (:mod:`diloco.core.bandwidth`)."""
+        return self.regions.adaptive and bool(self.regions.names) and not self.round.lockstep
 
     def quorum(self, live_learners: int) -> int:
         """Learners that must answer before a round may close, given how many are alive."""

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from diloco.core.bandwidth import Moved
+
 
 @dataclass(frozen=True)
 class Fence:
@@ -75,6 +77,10 @@ class Transport(Protocol):
     @property
     def connected(self) -> bool:
         """Whether messages can come and go right now, as far as is known."""
+
+    @property
+    def incoming(self) -> Moved:
+        """What came in, as far as it could be seen how fast, where streams are read."""
 
     def wall_s(self) -> float:
         """Unix time; it may jump, so nothing but a label follows from it."""

@@ -229,7 +229,8 @@ class _Remade:
         merged = merging.accumulate(self.fragment, self.settings, held, self._older.get, replica.theta).result()
         for residual in self._residuals:
             left = residual.copy()
-            if entry.body is not None and np.array_equal(merging.encode(merged.copy(), left, self.settings), entry.body):
+            again = merging.encode(merged.copy(), left, self.settings, record.bits)
+            if entry.body is not None and np.array_equal(again, entry.body):
                 self._residuals, self.redone = [left], self.redone + 1
                 return
         self._residuals = []

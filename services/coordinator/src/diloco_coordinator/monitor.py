@@ -334,6 +334,9 @@ def _shard(pulse: ShardPulse, ago_s: float) -> dict[str, Any]:
         "refused": pulse.refused,
         "bytes_in": pulse.bytes_down,
         "bytes_out": pulse.bytes_up,
+        "record_bits": pulse.record_bits,
+        "pace": pulse.pace,
+        "offer_bits": dict(pulse.offer_bits),
         "seen_s_ago": ago_s,
     }
 

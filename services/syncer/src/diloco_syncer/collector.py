@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco import membership
-from diloco.core import codec, quantise
+from diloco.core import bandwidth, codec, quantise
 from diloco.core.combining import Own
 from diloco.core.fragments import Fragment
 from diloco.core.round import Held, Round
@@ -80,8 +80,10 @@ class Collector:
             log,
         )
         self.subjects = Subjects(run.name)
+        self.learners: set[str] = set()  # whose offers come from here
+        self._precisions = bandwidth.precisions(run.settings.codec.offer_bits, run.settings)
         self._takers: dict[int, Taker] = {}
-        self._combined = False  # whether combined offers are read, and no others
+        self.combined = False  # whether combined offers are read, and no others
         self._parts: dict[int, Parts] = {}  # by fragment; of bodies whose heads have not come yet
         self._readings: list[_Reading] = []
         self._admitted: dict[str, int] = {}
@@ -92,14 +94,14 @@ class Collector:
         What was held for a fragment that was let go of is not; the stream has every learner's latest. ``combined``: read what
         the region's syncer has made of them in their place.
         """
-        if takers == self._takers and combined == self._combined:
+        if takers == self._takers and combined == self.combined:
             return
         await self.stop()
-        kept = [index for index in takers if self._takers.get(index) is takers[index] and combined == self._combined]
+        kept = [index for index in takers if self._takers.get(index) is takers[index] and combined == self.combined]
         before = [reading.read for reading in self._readings if reading.fragments.intersection(kept)]
         read = None if None in before else min(filter(None, before), key=lambda stored: stored.sequence, default=None)
         self._readings = []
-        self._takers, self._combined = dict(takers), combined
+        self._takers, self.combined = dict(takers), combined
         self._parts = {index: self._parts.get(index, Parts()) if index in kept else Parts() for index in takers}
         self._start(kept, read, group)
         self._start(takers.keys() - set(kept), None, group)
@@ -119,7 +121,7 @@ class Collector:
             self._readings.append(reading)
 
     async def _read(self, reading: _Reading) -> None:
-        tree = self.subjects.combined_tree if self._combined else self.subjects.offer_tree
+        tree = self.subjects.combined_tree if self.combined else self.subjects.offer_tree
         filters = [tree(index) for index in sorted(reading.fragments)]
         while True:
             start = reading.read.sequence + 1 if reading.read else 1
@@ -141,7 +143,7 @@ class Collector:
                 parts.add(sender, number, message.data, codec.packed_limit(quantise.body_bytes(size, 32)))
             return
         try:
-            if self._combined:
+            if self.combined:
                 await self._take_combined(index, sender, message.data, parts)
             else:
                 await self._take_offer(index, sender, message.data, parts)
@@ -183,10 +185,10 @@ class Collector:
         # late, so it may have done the budget twice, and the step that it was in
         most = 2 * self.run.settings.tokens + MAX_STEP_TOKENS
         for member in offer.members:
-            if offer.bits != self.run.settings.codec.offer_bits or member.tokens > most or member.steps > member.tokens:
+            if offer.bits not in self._precisions or member.tokens > most or member.steps > member.tokens:
                 raise FormatError(
                     f"{what}: {offer.bits} bits, {member.steps} steps, {member.tokens} tokens; the run has "
-                    f"{self.run.settings.codec.offer_bits} bits and {self.run.settings.tokens} tokens in all"
+                    f"{' or '.join(map(str, self._precisions))} bits and {self.run.settings.tokens} tokens in all"
                 )
         pieces = parts.take(sender, offer.body)
         if pieces is None:
@@ -196,6 +198,7 @@ class Collector:
                 raise FormatError(
                     f"{what}: incarnation {member.incarnation} of {member.learner} is not admitted to run {self.run.name!r}"
                 )
+        self.learners.update(member.learner for member in offer.members)
         reason = refuse()
         if reason is not None:
             # nobody's fault: offers cross with versions, and after a restart the stream still holds merged ones

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from diloco.core import codec
 from diloco.core.chain import Chain
-from diloco.core.combining import Combining, Own
+from diloco.core.combining import Combining, Own, bits_of
 from diloco.core.fragments import Fragment, FragmentMap
 from diloco.core.round import Roster
 from diloco.errors import AppendUncertainError, NonFiniteError, StorageFullError
@@ -122,8 +122,8 @@ class Combiner:
             round_.send(self._numbers[index], rest)
             attempt = self.transport.random_bytes(messages.ATTEMPT_BYTES)
             body, inline, parts = messages.describe_body(packed, codec.content_hash(raw), attempt)
-            bits, members = self.run.settings.codec.offer_bits, [Answer.of(own.offer) for own in held]
-            combined = Combined(index, self.syncer, self.incarnation, self._numbers[index], bits, members, body)
+            members = [Answer.of(own.offer) for own in held]
+            combined = Combined(index, self.syncer, self.incarnation, self._numbers[index], bits_of(held), members, body)
             if await self._store(gathered, combined, inline, parts):
                 self.log.debug("offers_combined", fragment=index, version=round_.round, members=len(held))
         finally:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from diloco import membership
+from diloco.core.bandwidth import Appends
 from diloco.core.fragments import FragmentMap
 from diloco.core.quorum import majority
 from diloco.errors import BrokerError, MessageError, RunError, StorageFullError
@@ -33,6 +34,7 @@ class Regions:
         self.own, self.run, self.map = own, run, fragment_map
         self.names = list(run.settings.regions.names)
         self.majority = majority(len(self.names))
+        self.appends = {name: Appends() for name in self.names}
         self.full = False  # the own region's server has no room
         self.turns = {name: asyncio.Semaphore(CATCHING_UP) for name in self.names}  # to catch up in each region
         self._logs = {own: log}

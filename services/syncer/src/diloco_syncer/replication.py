@@ -48,6 +48,7 @@ class _Place:
     older: deque[Packed] = field(default_factory=deque)  # entries that come next, and are not in memory otherwise
     stored: int = -1  # number of the last entry of those in memory that it holds
     noticed: int = -1  # number of the last entry that it was told is committed
+    level: bool = False  # it had everything since it was last away: what it misses now has waited for its link
 
 
 class Replication:
@@ -60,6 +61,7 @@ class Replication:
         self.epoch = epoch
         self.committed = -1  # number of the last entry that a majority holds
         self._entries: deque[Packed] = deque()  # the newest
+        self._made_s: deque[float] = deque()  # when each was added
         self._numbered = 0  # entries so far, those included that were dropped from memory
         self._places = {region: _Place(region) for region in regions.names}
         self._before = genesis_check  # name of the entry before those in memory; the own region has it
@@ -178,8 +180,19 @@ class Replication:
             away = [place.region for place in self._places.values() if place.noticed < newest]
             self.log.warning("regions_behind", fragment=self.fragment, regions=away)
 
+    def waits_s(self, region: str, now_s: float) -> float:
+        """For how long the oldest entry that a region misses has waited; 0 while it is brought up to date after an absence."""
+        place = self._places[region]
+        missing = range(max(place.stored + 1, self._numbered - len(self._entries)), self._numbered)
+        return now_s - self._made_s[missing[0] - self._numbered] if missing and place.level else 0.0
+
+    def away(self, region: str) -> None:
+        """A region cannot be reached: what it misses by the time that it can be waits for no fault of its link's."""
+        self._places[region].level = False
+
     def _add(self, packed: Packed) -> int:
         self._entries.append(packed)
+        self._made_s.append(asyncio.get_running_loop().time())
         self._numbered += 1
         return self._numbered - 1
 
@@ -268,6 +281,7 @@ class Replication:
             if number is not None:
                 place.stored = number
                 self._count(number)
+            place.level = place.level or check == self._newest
             self._changed.notify_all()
 
     def _number(self, check: bytes) -> int | None:
@@ -281,13 +295,21 @@ class Replication:
         if packed is None:
             place.older.extend(await self._older(place, log))
             return
-        place.fence = await log.append_packed(packed, place.fence)
+        await self._append(place, log, packed)
         self.regions.had(place.region, room=True)
         await self._reached(place, packed.check, packed.record.version, place.fence)
 
+    async def _append(self, place: _Place, log: Log, packed: Packed) -> None:
+        began_s = asyncio.get_running_loop().time()
+        place.fence = await log.append_packed(packed, place.fence)
+        self._took(place, began_s, packed.size_bytes)
+
+    def _took(self, place: _Place, began_s: float, size_bytes: int) -> None:
+        self.regions.appends[place.region].done(began_s, asyncio.get_running_loop().time(), size_bytes)
+
     async def _store_older(self, place: _Place, log: Log) -> None:
         packed = place.older[0]
-        place.fence = await log.append_packed(packed, place.fence)
+        await self._append(place, log, packed)
         place.older.popleft()
         await self._reached(place, packed.check, packed.record.version, place.fence)
         if len(place.older) % OLDER_A_NOTICE == 0:  # readers hold back what no notice speaks of, and not without end
@@ -321,11 +343,14 @@ class Replication:
         # only the newest stay in memory, once the own region has them; who is further behind reads them there
         while len(self._entries) > KEPT and self._numbered - len(self._entries) < min(self.committed, own.stored):
             self._before = self._entries.popleft().check
+            self._made_s.popleft()
 
     async def _notice(self, place: _Place, log: Log) -> None:
         number = place.stored
         record, check = self._entries[number - self._numbered].record, self._entries[number - self._numbered].check
+        began_s = asyncio.get_running_loop().time()
         await log.notice(self.fragment, record.version, record.epoch, check, place.sequence)
+        self._took(place, began_s, 0)
         async with self._changed:
             place.noticed = number
             self._changed.notify_all()

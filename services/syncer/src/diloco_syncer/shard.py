@@ -19,6 +19,7 @@ import numpy as np
 from diloco import membership
 from diloco.core import fold, merging
 from diloco.core import tape as events
+from diloco.core.bandwidth import Bandwidth, Seen
 from diloco.core.fragments import FragmentMap
 from diloco.core.ownership import Ownership, OwnersTable
 from diloco.core.retention import keyframes_kept
@@ -56,6 +57,7 @@ SLOW_ROUND_S = 2.0  # a round that is open for so long is checked as often
 TAKEOVERS_AT_ONCE = 8
 SETTLE_S = 10.0  # for what is not known in all regions yet, before a syncer ends
 CLAIM_RETRY_S = 0.2
+LOOK_AT_LINKS_S = 1.0
 CHECK_EVERY_S = 10.0  # that nobody else has appended to a fragment which makes no versions
 
 
@@ -84,6 +86,8 @@ class Shard:
         region, away_s = settings.region or "", run.settings.regions.away_s
         self.ownership = Ownership(settings.name, incarnation, sizes, run.settings.shards, takeover_s, region, away_s)
         self.regions: Regions | None = None
+        others = [name for name in run.settings.regions.names if name != region] if run.settings.adapts else []
+        self.bandwidth = Bandwidth(run.settings, others)
         if run.regions:
             self.regions = Regions(region, self.store, run, fragment_map, connect or {})
         self.owned: dict[int, Owned] = {}
@@ -97,6 +101,7 @@ class Shard:
         self._copies: Copies
         self._following: asyncio.Task[None] | None = None
         self._reaching: asyncio.Task[None] | None = None
+        self._fitting: asyncio.Task[None] | None = None
         self._table_unknown = self._archive_full = self._unable = False
 
     async def serve(self) -> None:
@@ -123,7 +128,7 @@ class Shard:
                 await self._run_rounds(group)
             await end(governing, checking, combining)
             await self._settle_regions()
-            await end(pulsing, self._following, self._reaching)
+            await end(pulsing, self._following, self._reaching, self._fitting)
             for collector in self._collectors.values():
                 await collector.stop()
             if self.regions is not None:
@@ -135,6 +140,8 @@ class Shard:
         await patiently(partial(membership.make_streams, self.transport, self.run.name, self.run.settings), self.log)
         regions.begin(group)
         self._reaching = group.create_task(self._reach(regions))
+        if self.run.settings.adapts:
+            self._fitting = group.create_task(self._fit_links(regions))
         await patiently(partial(regions.bring_genesis, self.log), self.log)
 
     async def _reach(self, regions: Regions) -> None:
@@ -150,6 +157,52 @@ class Shard:
             for region in regions.names:
                 if region != regions.own:
                     group.create_task(reach(region))
+
+    async def _fit_links(self, regions: Regions) -> None:
+        """Have precision and pace follow what the links to the other regions have room for."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(LOOK_AT_LINKS_S)
+            now_s = clock()
+            live = {seen.pulse.learner for seen in self.roster.live(now_s)}
+            if not live or not self.owned:
+                continue
+            seen: dict[str, tuple[Seen, Seen]] = {}
+            for region, collector in self._collectors.items():
+                if region == regions.own:
+                    continue
+                if collector.transport.connected:
+                    seen[region] = self._see_link(regions, region, collector, live, now_s)
+                    continue
+                regions.appends[region].broken(now_s)
+                for owned in self.owned.values():
+                    if owned.replication is not None:
+                        owned.replication.away(region)
+            cycle_s = self.run.settings.round.steps * self.roster.step_s(now_s)
+            for change in self.bandwidth.look(now_s, cycle_s, seen):
+                self.log.info(
+                    "bandwidth_changed",
+                    region=change.region,
+                    way=change.way,
+                    bits=change.level.bits,
+                    pace=change.level.pace,
+                    reason=change.reason,
+                    load=round(change.load, 3),
+                    bytes_per_s=round(change.bytes_per_s) if math.isfinite(change.bytes_per_s) else None,
+                    queue_age_s=round(change.age_s, 3),
+                )
+
+    def _see_link(self, regions: Regions, region: str, collector: Collector, live: set[str], now_s: float) -> tuple[Seen, Seen]:
+        """The ways of the offers and of the entries between here and another region."""
+        values = sum(owned.fragment.size for owned in self.owned.values())
+        replications = [owned.replication for owned in self.owned.values() if owned.replication is not None]
+        age_s = max((replication.waits_s(region, now_s) for replication in replications), default=0.0)
+        crossing = len(collector.learners & live)
+        if collector.combined:
+            crossing = min(1, crossing)
+        # a learner's newer offer replaces its older one: what waits to be read does not grow, and its age says little
+        offers = Seen(collector.transport.incoming, crossing * values, 0.0)
+        return offers, Seen(regions.appends[region].moved, values, age_s)
 
     async def _settle_regions(self) -> None:
         """Before this process ends: what it has written is known in all regions that can be reached."""
@@ -521,7 +574,7 @@ class Shard:
                 if owned.busy:
                     continue
                 round_, now_s = owned.round, clock()
-                if round_.due(now_s):
+                if round_.due(now_s, self.bandwidth.steps):
                     round_.open(now_s)
                     self.rounds += 1
                     owned.announced_at_s = -math.inf
@@ -549,6 +602,8 @@ class Shard:
             remaining_s=owned.round.remaining_s(now_s),
             closing=owned.round.closing,
             tokens_processed=self.roster.tokens_processed(),
+            steps=self.bandwidth.steps,
+            offer_bits=self.bandwidth.offer_bits,
         )
         subject = self.subjects.round(owned.fragment.index)
         await self.transport.publish(subject, messages.pack(announcement, self.run.identity))
@@ -594,6 +649,7 @@ class Shard:
                 version=record.version,
                 members=len(record.members),
                 bytes=record.body.size_bytes if record.body else 0,
+                bits=record.bits,
                 round_s=round(merge.round_s, 3),
                 closing=record.closing,
             )
@@ -618,6 +674,7 @@ class Shard:
             accumulator,
             merge,
             settings,
+            bits=self.bandwidth.record_bits,
             syncer=self.settings.name,
             attempt=attempt,
             now_s=self.transport.wall_s(),
@@ -750,6 +807,9 @@ class Shard:
             bytes_up=self.transport.bytes_out + sum(sent for _, sent, _ in crossing),
             bytes_down=self.transport.bytes_in + sum(received for _, _, received in crossing),
             crossing=crossing,
+            record_bits=self.bandwidth.record_bits,
+            pace=self.bandwidth.pace,
+            offer_bits=self.bandwidth.offer_bits,
         )
         await self.transport.publish(self.subjects.shard(self.settings.name), messages.pack(pulse, self.run.identity))
 

@@ -25,7 +25,7 @@ from diloco.core.chain import Chain
 from diloco.core.fragments import Fragment
 from diloco.core.pace import Average, grace_s
 from diloco.core.round import Held, Roster, fitting, identity, unfit
-from diloco.settings import RunSettings
+from diloco.settings import Bits, RunSettings
 from diloco.wire.messages import Announcement, Offer, Record, answer_bytes
 
 Vector = NDArray[np.float32]
@@ -37,6 +37,11 @@ class Own(Held):
     """One learner's offer with its body."""
 
     offer: Offer
+
+
+def bits_of(held: Sequence[Own]) -> Bits:
+    """The bits of a combined offer: its members' fewest, which are what the owner has asked their region for."""
+    return min(own.offer.bits for own in held)
 
 
 @dataclass
@@ -135,7 +140,7 @@ class Combining:
             NonFiniteError: what they add up to is not finite.
         """
         merged = merging.accumulate(self.fragment, self.settings, held, lambda version: None, np.empty(0, np.float32)).result()
-        bits = self.settings.codec.offer_bits
+        bits = bits_of(held)
         if not self.settings.codec.error_feedback:
             return quantise.quantise(merged, bits), None
         if residual is not None:

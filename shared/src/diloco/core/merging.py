@@ -16,7 +16,7 @@ from diloco.core.round import Held, Merge
 from diloco.core.schedule import scheduled_rate
 from diloco.core.weights import weight
 from diloco.errors import NonFiniteError
-from diloco.settings import RunSettings
+from diloco.settings import Bits, RunSettings
 from diloco.wire.messages import Combination, Combined, Member, Record, describe_body
 
 Vector = NDArray[np.float32]
@@ -46,9 +46,8 @@ def accumulate(
     return merge
 
 
-def encode(delta: Vector, residual: Vector, settings: RunSettings) -> NDArray[np.uint8]:
+def encode(delta: Vector, residual: Vector, settings: RunSettings, bits: Bits) -> NDArray[np.uint8]:
     """A record's content for a merged outer gradient; ``residual`` becomes what quantisation left over this time."""
-    bits = settings.codec.record_bits
     if not settings.codec.error_feedback:
         return quantise.quantise(delta, bits)
     residual += delta
@@ -73,6 +72,7 @@ def make_version(
     merge: Merge,
     settings: RunSettings,
     *,
+    bits: Bits,
     syncer: str,
     attempt: bytes,
     now_s: float,
@@ -86,8 +86,7 @@ def make_version(
         NonFiniteError: the merged outer gradient, or what follows from it, is not finite.
     """
     chain = replica.chain
-    bits = settings.codec.record_bits
-    body = encode(accumulator.result(), residual, settings)
+    body = encode(accumulator.result(), residual, settings, bits)
     learning_rate, momentum = outer_rates(settings, chain.tokens_merged + chain.tokens_lost)
     step = replica.optimizer.at(chain.version + 1, learning_rate, momentum)
     state_hash = outer.fold(replica.theta, replica.momentum, body, bits, step)

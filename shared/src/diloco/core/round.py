@@ -214,15 +214,15 @@ class Round:
             return needed
         return min(needed, len(present))
 
-    def due(self, now_s: float) -> bool:
-        """Whether a round should open now."""
+    def due(self, now_s: float, steps: int) -> bool:
+        """Whether a round should open now, where ``steps`` inner steps are to lie between two of them."""
         if self.opened_at_s is not None or self.chain.closed:
             return False
         if self.roster.used_up(now_s) or self._leavers(now_s):
             return True
         if self.settings.round.lockstep:  # no step is taken without it: whoever ends one is to find the round open
             return bool(self._present(now_s))
-        steps, fragment = self.settings.round.steps, self.chain.fragment
+        fragment = self.chain.fragment
         needed = steps if self.chain.version else first_due_steps(self.settings.round, fragment, self.fragments)
         ready = 0
         for seen in self._present(now_s):

@@ -114,6 +114,7 @@ class Offer(Event):
     fragment: int
     number: int
     round: int
+    bits: int
     digest: bytes  # of the body's content hash
 
 

@@ -30,6 +30,8 @@ from diloco.transport import Fence
 ID_HEADER = "Nats-Msg-Id"
 HEADER_BYTES = 1 << 10  # the server counts headers as payload
 FENCE_RETRY_S = 0.02
+# parts between two of the server's acknowledgements; over thin links fewer, so that something comes back before long
+FLOW_MESSAGES, FAR_FLOW_MESSAGES = 16, 2
 FLOWS_AHEAD = 2  # so at most 16 MiB of parts of 512 KiB are in flight, 2 MiB between regions
 
 # error codes of the JetStream API
@@ -96,7 +98,7 @@ async def _append_batch(
     fence: Fence | None,
     timeout_s: float,
 ) -> int:
-    batch = _Batch(link.bulk, subject, timeout_s, link.flow_messages)
+    batch = _Batch(link.bulk, subject, timeout_s, FAR_FLOW_MESSAGES if link.far else FLOW_MESSAGES)
     part_fence = None if link.fences_heads_only else fence
     try:
         await batch.start()

@@ -15,7 +15,9 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
+from nats.protocol.parser import Parser
 
+from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, SettingsError
 from diloco.observe import Logger
 
@@ -28,10 +30,8 @@ FLUSH_TIMEOUT_S = 5
 RETRY_S = 0.5
 PING_S = 2.0  # a frozen server is noticed at the third ping
 POLL_S = 0.05
-# parts of an append between two of the server's acknowledgements; to another region fewer, so that something comes back in time
-FLOW_MESSAGES = 16
-FAR_FLOW_MESSAGES = 2
 COMPLAIN_EVERY_S = 10.0
+STALL_S = 1.0  # a longer pause in the middle of a message is a cut: a slow link goes on, packet by packet
 
 
 def malloc_environment() -> dict[str, str]:
@@ -48,24 +48,54 @@ def malloc_environment() -> dict[str, str]:
     }
 
 
+class _Parser(Parser):  # type: ignore[misc]  # nats-py is not typed
+    """Sees all that comes in on a connection, be it a part of a message, and how fast messages do.
+
+    What comes while a message is there in part was on its way since the part before it: the server sends whole messages.
+    Between two messages nobody knows whether there was anything to send.
+    """
+
+    def __init__(self, client: _Client) -> None:
+        super().__init__(client)
+        self.incoming = Moved()
+        self._heard_s = -math.inf
+
+    async def parse(self, data: bytes = b"") -> None:
+        now_s = asyncio.get_running_loop().time()
+        pause_s, self._heard_s = now_s - self._heard_s, now_s
+        if self.buf and pause_s < STALL_S:
+            self.incoming = Moved(self.incoming.bytes + len(data), self.incoming.busy_s + pause_s)
+        self.nc.heard()
+        await super().parse(data)
+
+
 class _Client(Client):  # type: ignore[misc]  # nats-py is not typed
-    """A client to which a message shows that the server is there, as a pong does.
+    """A client to which whatever comes shows that the server is there, as a pong does.
 
     Over a thin link a pong waits behind all that the server had to send before, for longer than a silent server is waited
     for; and who connects anew has it sent again, without end.
     """
 
-    async def _process_msg(self, *message: Any) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self._ps = _Parser(self)
+
+    @property
+    def incoming(self) -> Moved:
+        """What came in in the middle of messages, and the time that it took."""
+        return self._ps.incoming
+
+    def heard(self) -> None:
+        """Something came."""
         self._pings_outstanding = 0
-        await super()._process_msg(*message)
 
 
 class Link:
     """Two connections that are remade for ever. Made by :meth:`open`."""
 
-    def __init__(self, control: Client, bulk: Client, flow_messages: int = FLOW_MESSAGES) -> None:
-        """``flow_messages``: parts of an append between two of the server's acknowledgements."""
-        self.control, self.bulk, self.flow_messages = control, bulk, flow_messages
+    def __init__(self, control: Client, bulk: Client, *, far: bool = False) -> None:
+        """``far``: over links that may be thin, where a message may be on its way for long."""
+        self.control, self.bulk, self.far = control, bulk, far
         self.fences_heads_only = False  # found out by :func:`diloco.nats.append.append`
         self.replicas: dict[str, int] = {}  # by stream, found out by :mod:`diloco.nats.streams`
 
@@ -106,7 +136,7 @@ class Link:
             opened.push_async_callback(_close, bulk)
             await _check_server(bulk, urls, log, None, wait_for_another=True)
             opened.pop_all()
-        return cls(bulk, bulk, FAR_FLOW_MESSAGES)
+        return cls(bulk, bulk, far=True)
 
     @property
     def bytes_in(self) -> int:
@@ -117,6 +147,12 @@ class Link:
     def bytes_out(self) -> int:
         """Payload bytes sent on all connections."""
         return sum(int(client.stats["out_bytes"]) for client in self._clients())
+
+    @property
+    def incoming(self) -> Moved:
+        """What came in on the bulk connection in the middle of messages, and the time that it took."""
+        incoming: Moved = self.bulk.incoming
+        return incoming
 
     async def close(self) -> None:
         """Send what is buffered, and close."""

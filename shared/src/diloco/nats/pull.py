@@ -21,17 +21,20 @@ import nats.js.errors
 
 from diloco.errors import AppendUncertainError, BrokerError, RewoundError
 from diloco.nats import streams
-from diloco.nats.connection import Link, check_open
+from diloco.nats.connection import Link, check_open, wait_connected
 from diloco.transport import Stored
 
 WINDOW_BYTES = 16 << 20
+FAR_WINDOW_BYTES = 4 << 20  # of which more would only wait in front of a thin link, and again after a cut
 OVERHEAD_BYTES = 1 << 16  # the server counts subject and reply subject of a message too
 EXPIRES_S = 5.0
 HEARTBEAT_S = 0.5
 SILENCE_S = 2.0  # so long without message or heartbeat: the consumer, or the server, is gone
+FAR_SILENCE_S = 20.0  # over thin links, where a part of 512 KiB may share one with others
 LOOK_S = 0.1  # how soon it is seen that the connection was remade
 INACTIVE_S = 30.0
 RETRY_S = 0.25
+CONNECTION_S = 5.0
 REQUESTS = 2
 
 
@@ -59,13 +62,14 @@ class Puller:
         stream: str,
         subjects: Sequence[str],
         start_sequence: int,
-        window_bytes: int = WINDOW_BYTES,
+        window_bytes: int | None = None,
         read: Stored | None = None,
     ) -> None:
         self.link, self.stream, self.subjects = link, stream, list(subjects)
         self.next_sequence = max(1, start_sequence)
         self._newest = read  # of those that were read
         # a request that cannot hold the next message would be answered at once, for ever
+        window_bytes = window_bytes or (FAR_WINDOW_BYTES if link.far else WINDOW_BYTES)
         self.half_bytes = max(link.bulk.max_payload + OVERHEAD_BYTES, window_bytes // REQUESTS)
 
     async def __aiter__(self) -> AsyncIterator[Message]:
@@ -99,6 +103,7 @@ class Puller:
         while True:
             config.opt_start_seq = self.next_sequence
             try:
+                await wait_connected(self.link.bulk, CONNECTION_S, f"stream {self.stream}")
                 await self._check_kept()
                 info = await self.link.bulk.jetstream(timeout=5).add_consumer(self.stream, config)
                 return str(info.name)
@@ -163,7 +168,7 @@ class Puller:
         Raises:
             TimeoutError: nothing, for too long, or since the connection was remade: the server has forgotten what was asked.
         """
-        for _ in range(math.ceil(SILENCE_S / LOOK_S)):
+        for _ in range(math.ceil((FAR_SILENCE_S if self.link.far else SILENCE_S) / LOOK_S)):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     return await queue.get()

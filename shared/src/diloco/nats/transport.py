@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import nats.errors
 
 from diloco.errors import AppendUncertainError
 from diloco.nats import append, streams
-from diloco.nats.connection import POLL_S, Link, subscribe
+from diloco.nats.connection import POLL_S, Link, subscribe, wait_connected
 from diloco.nats.pull import Puller
 from diloco.nats.registry import Registry
 from diloco.transport import Fence, Heard, Stored
+
+T = TypeVar("T")
 
 
 class NatsTransport(Link):
@@ -71,28 +75,39 @@ class NatsTransport(Link):
         fence: Fence | None,
         timeout_s: float,
     ) -> int:
-        storing = asyncio.ensure_future(
-            append.append(
-                self,
-                subject,
-                data,
-                parts=parts,
-                part_subject=part_subject,
-                message_id=message_id,
-                fence=fence,
-                timeout_s=timeout_s,
-            )
+        storing = append.append(
+            self,
+            subject,
+            data,
+            parts=parts,
+            part_subject=part_subject,
+            message_id=message_id,
+            fence=fence,
+            timeout_s=timeout_s,
         )
-        lost = asyncio.ensure_future(self._bulk_lost())
+        return await self._answered(storing, subject)
+
+    async def _answered(self, asking: Coroutine[Any, Any, T], what: str) -> T:
+        """Await what asks the bulk connection's server, until that connection is lost."""
+        asked, lost = asyncio.ensure_future(asking), asyncio.ensure_future(self._bulk_lost())
         try:
-            await asyncio.wait({storing, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if not storing.done():
+            await asyncio.wait({asked, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
                 # its answer died with the connection: who tries again need not wait for the timeout
-                raise AppendUncertainError(f"{subject}: the connection was lost before the answer came")
-            return storing.result()
+                raise AppendUncertainError(f"{what}: the connection was lost before the answer came")
+            return asked.result()
         finally:
-            storing.cancel()
+            asked.cancel()
             lost.cancel()
+
+    async def _asked(self, asking: Callable[[], Coroutine[Any, Any, T]], what: str) -> T:
+        """As :meth:`_answered`, once there is a connection.
+
+        What is asked without one is kept by the client, and sent when there is one again, with all its repetitions: their
+        answers, to nobody, may fill a thin link for a minute.
+        """
+        await wait_connected(self.bulk, streams.TIMEOUT_S, what)
+        return await self._answered(asking(), what)
 
     async def _bulk_lost(self) -> None:
         """Wait until the bulk connection, once it is there, is lost."""
@@ -103,10 +118,10 @@ class NatsTransport(Link):
             await asyncio.sleep(POLL_S)
 
     async def last(self, stream: str, subject: str) -> Stored | None:
-        return await streams.last(self, stream, subject)
+        return await self._asked(partial(streams.last, self, stream, subject), stream)
 
     async def get(self, stream: str, sequence: int) -> Stored | None:
-        return await streams.get(self, stream, sequence)
+        return await self._asked(partial(streams.get, self, stream, sequence), stream)
 
     async def purge(self, stream: str, subject: str, below_sequence: int) -> None:
         await streams.purge(self, stream, subject, below_sequence)

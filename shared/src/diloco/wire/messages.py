@@ -43,6 +43,8 @@ Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Attempt = Annotated[bytes, Meta(min_length=ATTEMPT_BYTES, max_length=ATTEMPT_BYTES)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Bits = Literal[4, 8, 16, 32]
+Pace = Annotated[float, Meta(ge=1, le=16)]
+RegionBits = Annotated[list[tuple[Region, Bits]], Meta(max_length=MAX_REGIONS)]  # of offers; of regions where they are fewer
 Counts = Annotated[list[Count], Meta(max_length=MAX_FRAGMENTS)]
 ShareId = Annotated[int, Meta(ge=0, lt=MAX_SHARES)]
 Range = tuple[ShareId, Count, Annotated[int, Meta(ge=1, le=2**62)]]  # share, first batch, number of batches
@@ -119,6 +121,9 @@ class ShardPulse(Message, frozen=True):
     bytes_down: Count
     crossing: Annotated[list[tuple[Region, Count, Count]], Meta(max_length=MAX_REGIONS)]
     # of these bytes: sent to and received from the servers of other regions
+    record_bits: Bits
+    pace: Pace  # of its rounds: so many times round.steps lie between two of them
+    offer_bits: RegionBits  # that it asks for
 
 
 class CoordinatorPulse(Message, frozen=True):
@@ -143,6 +148,8 @@ class Announcement(Message, frozen=True):
     remaining_s: Seconds  # as the syncer expects it; clocks differ, so never a point in time
     closing: bool  # the budget is used up: offer everything
     tokens_processed: Count  # by all learners, as far as the syncer knows
+    steps: Annotated[int, Meta(ge=1, le=2**62)]  # between two rounds, as things are
+    offer_bits: RegionBits  # that answers are to have; elsewhere as the settings say
 
 
 class Offer(Message, frozen=True):
