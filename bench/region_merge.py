@@ -1,12 +1,11 @@
 """What the regional merge saves on thin links, and how far what it gives is from merging each learner's offer by itself.
 
-    python bench/region_merge.py traffic        # two minutes and a half
-    python bench/region_merge.py cosines        # two minutes
+    python bench/region_merge.py alone merged cosines       # six minutes; or only some of these parts
 
-Both begin runs in three regions with ``diloco up``, several learners in each (bench/wan.py has how).
+Each part begins a run in three regions with ``diloco up``, several learners in each (bench/wan.py has how).
 
-* ``traffic``: without ``regions.merge`` and with it, on thin links: the bytes that cross each region's border a fragment cycle,
-  of what a ring all-reduce between the regions would send, and how many learners are in a version.
+* ``alone`` and ``merged``: without ``regions.merge`` and with it, on thin links: the bytes that cross each region's border a
+  fragment cycle, of what a ring all-reduce between the regions would send, and how many learners are in a version.
 * ``cosines``: the built-in model is trained without, and its offers are kept. They are merged again as they were, and with
   those of each region (or of another grouping) merged and quantised first: the cosine between both.
 """
@@ -42,8 +41,9 @@ BETWEEN = "between two learners' offers"
 
 async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"machine": script.machine(), "learners_a_region": arguments.each, "step_s": arguments.step}
-    if "traffic" in arguments.parts:
-        result["traffic"] = [await traffic(folder, arguments, merge=merge) for merge in (False, True)]
+    for part in ("alone", "merged"):
+        if part in arguments.parts:
+            result[part] = await traffic(folder, arguments, merge=part == "merged")
     if "cosines" in arguments.parts:
         own = argparse.Namespace(gpt=True, step=arguments.step, set=["log.archive=true", "round.steps=12"])
         async with wan.training(wan.made(folder / "cosines"), own, {}, "decoupled", arguments.each) as watch:
@@ -129,7 +129,7 @@ def cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
 def show(result: dict[str, Any]) -> None:
     machine = result["machine"]
     print(f"{machine['cpu']}, {machine['cores']} cores; {len(wan.REGIONS)} regions of {result['learners_a_region']} learners")
-    for found in result.get("traffic", []):
+    for found in (result[part] for part in ("alone", "merged") if part in result):
         pace = float(np.mean(list(found["steps_per_s"].values())))
         print(
             f"regions.merge={found['merge']}, links of {found['rate_bits_per_s'] / 1e6:.2f} Mbit/s: {found['cycles']:.1f} "
@@ -143,7 +143,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = script.parser(__doc__)
-    parser.add_argument("parts", nargs="+", choices=("traffic", "cosines"))
+    parser.add_argument("parts", nargs="+", choices=("alone", "merged", "cosines"))
     parser.add_argument("--each", type=int, default=2, help="learners a region")
     parser.add_argument("--seconds", type=float, default=45.0, help="of each measurement")
     parser.add_argument("--step", type=float, default=0.25, help="seconds that a step takes, but of the built-in model")

@@ -109,7 +109,7 @@ def forged(learner: str, **changes: Any) -> Answer:
     return Answer(learner, **values | changes)
 
 
-def combined_of(syncer: str, **changes: Any) -> Combined:
+def combined_of(syncer: str, /, **changes: Any) -> Combined:
     body = Body(0, bytes(32), 0, bytes(8))
     values: dict[str, Any] = {"fragment": 0, "syncer": syncer, "incarnation": 1, "number": 1, "bits": 4, "body": body}
     return Combined(**values | {"members": [forged("toy-0")]} | changes)
