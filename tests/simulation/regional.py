@@ -1,7 +1,8 @@
 """The reference of a run with regions: what the regions' logs, each of which may hold what the others do not, say together.
 
-An entry counts from the first notice of it on. The notice must be true: a majority of regions holds the entry, and it and what
-leads up to it follow what was committed before. So no log ever forks, whatever a region has stored for itself meanwhile.
+An entry counts from the first notice of it on, or the first keyframe made of it. Both must be true: a majority of regions holds the
+entry, and it and what leads up to it follow what was committed before. So no log ever forks, whatever a region has stored for
+itself meanwhile.
 """
 
 from __future__ import annotations
@@ -92,10 +93,15 @@ class Regional:
         index, what = notice.fragment, f"notice of fragment {notice.fragment}, version {notice.version}, epoch {notice.epoch}"
         kept = self._kept[region, index]
         demand(kept.entries.get(notice.check) is not None, f"{what}: {region} does not hold the entry")
-        holders = [name for name in self.regions if notice.check in self._kept[name, index].entries]
-        demand(len(holders) > len(self.regions) // 2, f"{what}: only {holders} hold the entry")
         kept.version = max(kept.version, notice.version)
-        path, check, log = [], notice.check, self.reference.logs[index]
+        self._commit(index, notice.check, what)
+        return what
+
+    def _commit(self, index: int, check: bytes, what: str) -> None:
+        """Somebody goes by an entry: a majority must have it, and all that leads up to it."""
+        holders = [name for name in self.regions if check in self._kept[name, index].entries]
+        demand(len(holders) > len(self.regions) // 2, f"{what}: only {holders} hold the entry")
+        path, log = [], self.reference.logs[index]
         while check not in self._committed and check != log.head:
             demand(check in self._entries, f"{what}: does not follow what was committed")
             path.append(check)
@@ -106,13 +112,14 @@ class Regional:
             record, frame, writer = self._entries[name]
             self.reference._see_record(frame, 0, writer)
             self._committed[name] = record.version, record.state_hash
-        return what
 
     def _see_keyframe(self, region: str, data: bytes, sequence: int) -> str:
         keyframe, _, _ = messages.unpack(data, Keyframe, self.reference.run)
         what = f"keyframe of fragment {keyframe.fragment}, version {keyframe.version} in {region}"
         if keyframe.entry_hash == bytes(32):
             return f"{what}, brought"
+        if keyframe.entry_hash in self._entries:  # of a version that its owner knows to be committed before it has told anybody
+            self._commit(keyframe.fragment, keyframe.entry_hash, what)
         version, state_hash = self._committed.get(keyframe.entry_hash, (-1, b""))
         demand((keyframe.version, keyframe.state_hash) == (version, state_hash), f"{what}: is not of what was committed")
         kept = self._kept[region, keyframe.fragment]
