@@ -332,6 +332,7 @@ async def test_two_runs_share_their_servers_and_know_nothing_of_each_other(regio
         assert not run.events("message_refused")
 
 
+@pytest.mark.slow  # it needs a machine that keeps up with the fast links for a minute
 async def test_precision_follows_a_link_that_becomes_slow_and_recovers(regions: Regions) -> None:
     """An entry of 100 kB at 16 bits in a cycle: 3.3 s at the slow link's rate, and next to nothing at the other.
 

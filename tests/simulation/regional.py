@@ -1,8 +1,8 @@
 """The reference of a run with regions: what the regions' logs, each of which may hold what the others do not, say together.
 
-An entry counts from the first notice of it on, or the first keyframe made of it. Both must be true: a majority of regions holds the
-entry, and it and what leads up to it follow what was committed before. So no log ever forks, whatever a region has stored for
-itself meanwhile.
+An entry counts from the first notice of it on, or the first keyframe made of it. Both must be true: a majority of regions
+holds the entry, and it and what leads up to it follow what was committed before. So no log ever forks, whatever a region has
+stored for itself meanwhile.
 """
 
 from __future__ import annotations
