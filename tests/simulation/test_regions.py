@@ -37,7 +37,7 @@ def test_no_schedule_forks_a_log_or_hangs() -> None:
         if outcome.error is not None:
             failed[outcome.seed] = repr(outcome.error)
     assert not failed, f"replay with `python -m tests.simulation --regions --replay SEED`: {failed}"
-    happens = ("state restored", "state borrowed", "keyframe", "takeover", "purge")
+    happens = ("state restored", "keyframe", "takeover", "purge")
     for kind in (*(f"fault {kind}" for kind in FAULTS_APART), *happens):
         assert total[kind] > SCHEDULES / 20, f"{kind} hardly ever happens: {total}"
 
@@ -63,7 +63,8 @@ def test_where_offers_are_merged_in_their_regions_nothing_is_lost_nor_merged_twi
         if outcome.error is not None:
             failed[outcome.seed] = repr(outcome.error)
     assert not failed, f"replay with `python -m tests.simulation --merged --replay SEED`: {failed}"
-    happens = ("state restored", "keyframe", "takeover", "merged in its region")
+    # a learner borrows from one of its own region: elsewhere each is alone
+    happens = ("state restored", "state borrowed", "keyframe", "takeover", "merged in its region")
     for kind in (*(f"fault {kind}" for kind in FAULTS_APART), *happens):
         assert total[kind] > SCHEDULES_MERGED / 20, f"{kind} hardly ever happens: {total}"
     assert total["merged as a late answer"]

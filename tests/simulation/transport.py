@@ -96,6 +96,9 @@ class SimulatedTransport:
     async def subscribe(self, subject: str, heard: Callable[[Any], Awaitable[None]]) -> None:
         self.world.subscriptions.append(Subscription(subject, self, heard))
 
+    async def serve(self, subject: str, heard: Callable[[Any], Awaitable[None]]) -> None:
+        await self.subscribe(subject, heard)
+
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes | None:
         future = self.loop.create_future()
 
@@ -103,14 +106,14 @@ class SimulatedTransport:
             if self.process.hears:
                 self.world.later(self.world.delay_s(), self._settle, future, answer, None)
 
-        self._send(subject, data, reply)
+        self._send(subject, data, reply, at_home=True)
         self.loop.call_later(timeout_s, self._settle, future, None, None)
         answer: bytes | None = await future
         return answer
 
-    def _send(self, subject: str, data: bytes, reply: Callable[[bytes], None]) -> None:
+    def _send(self, subject: str, data: bytes, reply: Callable[[bytes], None], *, at_home: bool = False) -> None:
         if self.process.hears:
-            self.world.publish(Message(subject, data, reply), self.process.region)
+            self.world.publish(Message(subject, data, reply), self.process.region, at_home=at_home)
 
     def _settle(self, future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
         if not future.done():

@@ -516,11 +516,11 @@ class World:
     def answer(self, loop: ProcessLoop, settle: Callable[..., None], *args: Any) -> None:
         loop.call_later(self.delay_s(), settle, *args)
 
-    def publish(self, message: Message, region: str) -> None:
-        """Bring a message to all who hear it where it comes from."""
+    def publish(self, message: Message, region: str, *, at_home: bool = False) -> None:
+        """Bring a message to all who hear it where it comes from; ``at_home``: over that region's own server."""
         for subscription in self.subscriptions:
             there = subscription.transport.process.region
-            near = there == region or not self.apart.intersection((there, region))
+            near = there == region or not (at_home or self.apart.intersection((there, region)))
             if near and matches(subscription.pattern, message.subject):
                 for delay_s in self.deliveries_s():
                     subscription.transport.loop.call_later(delay_s, deliver, subscription, message)

@@ -96,7 +96,7 @@ class Lender:
 
     async def serve(self) -> None:
         """Begin to answer."""
-        await self.transport.subscribe(self.subjects.state(self.name), self._hear)
+        await self.transport.serve(self.subjects.state(self.name), self._hear)
 
     @property
     def wanted(self) -> bool:

@@ -94,8 +94,15 @@ class Transport(Protocol):
     async def subscribe(self, subject: str, heard: Callable[[Heard], Awaitable[None]]) -> None:
         """Hear what is published on ``subject`` (wildcards allowed)."""
 
+    async def serve(self, subject: str, heard: Callable[[Heard], Awaitable[None]]) -> None:
+        """Hear what is asked with :meth:`request`, to answer it."""
+
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes | None:
-        """The first answer to a message; None if there is none in time, or nobody listens."""
+        """The first answer to a message; None if there is none in time, or nobody serves it.
+
+        Answers may be large: they pass the server that has the streams, so that they delay no sign of life, and in a run with
+        regions only those of the same region hear each other.
+        """
 
     async def ensure_stream(
         self, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1

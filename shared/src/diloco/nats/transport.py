@@ -56,9 +56,12 @@ class NatsTransport(Link):
     async def subscribe(self, subject: str, heard: Callable[[Heard], Awaitable[None]]) -> None:
         await subscribe(self.control, subject, heard)
 
+    async def serve(self, subject: str, heard: Callable[[Heard], Awaitable[None]]) -> None:
+        await subscribe(self.bulk, subject, heard)
+
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes | None:
         try:
-            return bytes((await self.control.request(subject, data, timeout=timeout_s)).data)
+            return bytes((await self.bulk.request(subject, data, timeout=timeout_s)).data)
         except (nats.errors.Error, TimeoutError):
             return None
 
