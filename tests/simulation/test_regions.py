@@ -139,8 +139,8 @@ MUTATIONS: list[tuple[Callable[[Patch], None], int, bool, str]] = [
     (one_is_a_majority, 0, False, r"only \['..'\] hold the entry"),
     (own_log_gone_on_with, 56, False, "fork|is not over|does not follow"),
     (notices_not_waited_for, 0, False, "no version of the log"),
-    (held_beside_one_another, 0, True, "merged before|merged twice|made without knowing|each may be named once"),
-    (left_over_twice, 0, True, "merged before|merged twice|made without knowing"),
+    (held_beside_one_another, 0, True, "merged before|merged twice|made without knowing|made of|each may be named once"),
+    (left_over_twice, 0, True, "merged before|merged twice|made without knowing|made of"),
     (of_the_heaviest, 0, True, "is not the mean"),
 ]
 
