@@ -25,16 +25,16 @@ RUN apt-get -qq update && apt-get -qq install -y --no-install-recommends binutil
 
 FROM base AS packages
 COPY requirements/services.txt /tmp/
-RUN --mount=type=cache,target=/root/.cache/pip --mount=from=binutils,source=/usr,target=/binutils \
-    pip --python /opt/venv/bin/python install --require-hashes --only-binary :all: -r /tmp/services.txt \
+RUN --mount=type=cache,target=/var/cache/pip --mount=from=binutils,source=/usr,target=/binutils \
+    PIP_CACHE_DIR=/var/cache/pip pip --python /opt/venv/bin/python install --require-hashes --only-binary :all: -r /tmp/services.txt \
  && rm /tmp/services.txt && cd /opt/venv/lib/python3.*/site-packages \
  && LD_LIBRARY_PATH="$(echo /binutils/lib/*-linux-gnu)" /binutils/bin/strip --strip-unneeded zstandard/*.so llvmlite/binding/*.so \
  && find num* -name tests -prune -exec rm -r {} +
 
 FROM packages AS learner-packages
 COPY requirements/learner.txt /tmp/
-RUN --mount=type=cache,target=/root/.cache/pip \
-    pip --python /opt/venv/bin/python install --require-hashes --only-binary :all: -r /tmp/learner.txt \
+RUN --mount=type=cache,target=/var/cache/pip \
+    PIP_CACHE_DIR=/var/cache/pip pip --python /opt/venv/bin/python install --require-hashes --only-binary :all: -r /tmp/learner.txt \
  && rm /tmp/learner.txt && cd /opt/venv/lib/python3.*/site-packages \
  && find scipy -name tests -prune -exec rm -r {} +
 
@@ -42,8 +42,9 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 
 FROM base AS code
 COPY requirements/build.txt /tmp/
-RUN --mount=type=cache,target=/root/.cache/pip \
-    python -m venv /opt/build && /opt/build/bin/pip install --require-hashes --only-binary :all: -r /tmp/build.txt
+RUN --mount=type=cache,target=/var/cache/pip \
+    python -m venv /opt/build \
+ && PIP_CACHE_DIR=/var/cache/pip /opt/build/bin/pip install --require-hashes --only-binary :all: -r /tmp/build.txt
 COPY shared /src/shared
 COPY services /src/services
 RUN for part in shared services/learner services/syncer services/coordinator; do \
