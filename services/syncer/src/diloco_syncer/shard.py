@@ -175,9 +175,8 @@ class Shard:
                     seen[region] = self._see_link(regions, region, collector, live, now_s)
                     continue
                 regions.appends[region].broken(now_s)
-                for owned in self.owned.values():
-                    if owned.replication is not None:
-                        owned.replication.away(region)
+                for replication in self._replications():
+                    replication.away(region)
             cycle_s = self.run.settings.round.steps * self.roster.step_s(now_s)
             for change in self.bandwidth.look(now_s, cycle_s, seen):
                 self.log.info(
@@ -195,8 +194,7 @@ class Shard:
     def _see_link(self, regions: Regions, region: str, collector: Collector, live: set[str], now_s: float) -> tuple[Seen, Seen]:
         """The ways of the offers and of the entries between here and another region."""
         values = sum(owned.fragment.size for owned in self.owned.values())
-        replications = [owned.replication for owned in self.owned.values() if owned.replication is not None]
-        age_s = max((replication.waits_s(region, now_s) for replication in replications), default=0.0)
+        age_s = max((replication.waits_s(region, now_s) for replication in self._replications()), default=0.0)
         crossing = len(collector.learners & live)
         if collector.combined:
             crossing = min(1, crossing)
@@ -204,9 +202,13 @@ class Shard:
         offers = Seen(collector.transport.incoming, crossing * values, 0.0)
         return offers, Seen(regions.appends[region].moved, values, age_s)
 
+    def _replications(self) -> list[Replication]:
+        """Of the fragments that are owned here, in a run with regions."""
+        return [owned.replication for owned in self.owned.values() if owned.replication is not None]
+
     async def _settle_regions(self) -> None:
         """Before this process ends: what it has written is known in all regions that can be reached."""
-        replications = [owned.replication for owned in self.owned.values() if owned.replication is not None]
+        replications = self._replications()
         await asyncio.gather(*(replication.settled(SETTLE_S) for replication in replications))
         for replication in replications:
             await replication.stop()
