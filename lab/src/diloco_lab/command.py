@@ -1,0 +1,14 @@
+"""``diloco simulate``: its subcommands, each a module's."""
+
+from __future__ import annotations
+
+import typer
+
+simulate = typer.Typer(
+    no_args_is_help=True, help="What a run would do on machines that one does not have: goodput, bandwidth, a plan."
+)
+
+
+@simulate.callback()
+def _simulate() -> None:
+    """Make the commands below it subcommands, however many there are."""
