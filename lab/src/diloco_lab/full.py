@@ -25,7 +25,7 @@ from diloco.core.round import Held, Merge, Roster, Round
 from diloco.settings import changed_settings
 from diloco.wire.messages import Body, Offer, Pulse, Record
 from diloco_lab.cluster import MICROS, Learner, Rounds, micros
-from diloco_lab.life import Life, Stretch
+from diloco_lab.life import Stretch
 from diloco_lab.network import Sizes, Way
 from diloco_lab.outcome import LearnerOutcome, Outcome, Scenario, Uptime, Version
 
@@ -82,8 +82,8 @@ class _Member:
 
     def __init__(self, world: _World, index: int, learner: Learner) -> None:
         self.world, self.learner = world, learner
-        faults, cuts = world.scenario.faults.get(learner.name, ()), world.scenario.cuts.get(learner.name, ())
-        self.life = Life(learner, world.scenario.seed, faults)
+        cuts = world.scenario.cuts.get(learner.name, ())
+        self.life = world.scenario.life(learner)
         self.up, self.down = Way(learner.link, cuts), Way(learner.link, cuts)
         self.index, self.step, self.tokens = index, 0, 0
         self.step_average = Average()

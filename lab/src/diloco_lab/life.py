@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -83,10 +83,12 @@ class ChipTime:
 
 
 class Life:
-    """The life of ``learner``, from time 0 on. ``faults`` are a tape's, in order."""
+    """The life of ``learner``, from time 0 on. ``faults`` are a tape's, in order; ``told`` is told those that are drawn."""
 
-    def __init__(self, learner: Learner, seed: int, faults: Sequence[Fault] = ()) -> None:
-        self.learner = learner
+    def __init__(
+        self, learner: Learner, seed: int, faults: Sequence[Fault] = (), told: Callable[[Fault], None] | None = None
+    ) -> None:
+        self.learner, self._told = learner, told
         self.now_us = 0
         self.failures = 0  # interruptions that cost a slice
         self._chance = random.Random(f"{seed}/{learner.name}/chips")
@@ -290,6 +292,8 @@ class Life:
         index = int(chance.random() * self.learner.slices)
         away_us = max(1, micros(self.learner.repair.quantile_s(chance.random())))
         self._failure_us = self._next_failure(at_us)
+        if self._told is not None and index not in self._away:
+            self._told(Fault(at_us, "chip_loss", away_us, index))
         return index, away_us, at_us
 
     def _fail(self, index: int, away_us: int, at_us: int, *, since_us: int) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_lab.cluster import MICROS, Learner, Rounds, micros
-from diloco_lab.life import ChipTime, Fault, Stretch
+from diloco_lab.life import ChipTime, Fault, Life, Stretch
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Version:
 class Scenario:
     """What is simulated, and for how long. ``faults`` and ``cuts`` (from, until) are a tape's, by learner.
 
-    ``on_stretch`` and ``on_version`` are called with whatever happens, in an order that the mode chooses.
+    ``on_stretch``, ``on_version`` and ``on_failure`` are called with what happens, in an order that the mode chooses.
     """
 
     learners: Sequence[Learner]
@@ -36,10 +36,17 @@ class Scenario:
     cuts: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     on_stretch: Callable[[Learner, Stretch], Any] | None = None
     on_version: Callable[[Version], Any] | None = None
+    on_failure: Callable[[Learner, Fault], Any] | None = None  # of those that are drawn, not a tape's
 
     @property
     def duration_us(self) -> int:
         return micros(self.duration_s)
+
+    def life(self, learner: Learner) -> Life:
+        """The life of one of the learners, at its beginning."""
+        notice = self.on_failure
+        told = None if notice is None else lambda fault: notice(learner, fault)
+        return Life(learner, self.seed, self.faults.get(learner.name, ()), told)
 
 
 @dataclass
