@@ -175,9 +175,11 @@ class _Member:
         self.world.uptime.add(self.index, stretch)
         if stretch.silent_us is not None:
             self.silent_us = stretch.silent_us
-            # somebody may be waiting for it: it counts as gone this long after it was heard last
-            dead_us = stretch.silent_us[0] + self.up.delay_us + micros(self.world.settings.liveness.dead_s) + 1
-            self.world.at(dead_us, self.world.syncer.look)
+            # somebody may be waiting for it: it counts as gone this long after its last sign of life
+            liveness, begin_us = self.world.settings.liveness, stretch.silent_us[0]
+            pulse_us = micros(liveness.pulse_s)
+            last_us = max(stretch.start_us, (begin_us - 1) // pulse_us * pulse_us)
+            self.world.at(last_us + self.up.delay_us + micros(liveness.dead_s) + 1, self.world.syncer.look)
         self.absent = stretch.kind == "absent"
         if self.world.scenario.on_stretch:
             self.world.scenario.on_stretch(self.learner, stretch)
