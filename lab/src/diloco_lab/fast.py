@@ -26,7 +26,7 @@ from diloco_lab.network import Sizes, Way
 from diloco_lab.outcome import LearnerOutcome, Outcome, Scenario, Uptime, Version
 
 KEPT_STRETCHES = 256
-BOUNDARY, LAST = -1, 1 << 30
+LOAD, ANSWER, LAST = -(1 << 31), -(1 << 30), 1 << 30  # orders of what happens at one moment; an opening's is its fragment
 
 
 def simulate(scenario: Scenario) -> Outcome:
@@ -294,7 +294,7 @@ class _Rounds:
         self._pace_s = micros(paces.pop()) / MICROS if regular and len(paces) == 1 else None
 
     def _at(self, at_us: int, act: Callable[[int], None], *, order: int = LAST) -> None:
-        """Have something done at a time: what has a lower ``order`` comes first, boundaries (-1) before rounds that open."""
+        """Have something done at a time: what has a lower ``order`` comes first."""
         if at_us <= self.until_us:
             self._pushed += 1
             heapq.heappush(self._queue, (at_us, order, self._pushed, act))
@@ -366,7 +366,7 @@ class _Rounds:
     def _note_loads(self) -> None:
         for line in self.lines:
             while line.loads:
-                self._at(line.loads.pop(), lambda now_us, line=line: self._load(line, now_us), order=BOUNDARY)  # type: ignore[misc]
+                self._at(line.loads.pop(), lambda now_us, line=line: self._load(line, now_us), order=LOAD)  # type: ignore[misc]
 
     def _load(self, line: _Line, now_us: int) -> None:
         """A learner begins again with the log; what it held is lost."""
@@ -488,7 +488,7 @@ class _Rounds:
             self._answer_later(p, line, version, next_[0])
 
     def _answer_later(self, p: int, line: _Line, version: int, at_us: int) -> None:
-        self._at(at_us, lambda now_us: self._answer(p, line, version, now_us, boundary=True), order=BOUNDARY)
+        self._at(at_us, lambda now_us: self._answer(p, line, version, now_us, boundary=True), order=ANSWER + p)
 
     # ---- a round closes
 
