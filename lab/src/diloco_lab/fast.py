@@ -516,7 +516,8 @@ class _Rounds:
                 if not here or here < self._quorum(at_us):
                     continue
                 quorum_us = at_us
-                ends_us = at_us + micros(self._grace_s(fragment, at_us, (at_us - fragment.opened_us) / MICROS)) + 1
+                window_s = self._grace_s(fragment, at_us, (at_us - fragment.opened_us) / MICROS)
+                ends_us = at_us + micros(window_s) + 1 if window_s else at_us
             if at_us >= ends_us or self._everybody(answers, at_us):
                 break
         stamp, close_us, reached_us = fragment.stamp, max(at_us, now_us), quorum_us
