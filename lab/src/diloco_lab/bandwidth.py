@@ -94,8 +94,8 @@ class Schedule:
             raise SettingsError(f"in_backward with steps = {self.steps}, overlap_steps = {self.overlap_steps}: must be 1 and 0")
 
 
-# Of a cycle's 100 steps about 36 go on while something is sent: inferred from one published cell, 0.84 Gbit/s. How many fragments
-# share the 36 does not matter as long as one is needed before the next is released; 24 is the published number.
+# Of a cycle's 100 steps about 36 go on while something is sent: inferred from one published cell, 0.84 Gbit/s. How many
+# fragments share the 36 does not matter as long as one is needed before the next is released; 24 is the published number.
 _TABLE_OVERLAPPED = Schedule(bits=4, steps=100, fragments=24, overlap_steps=36 / 24)
 _TABLE = {
     "data-parallel": Schedule(bits=16, steps=1, fragments=64, overlap_steps=0, in_backward=True),
