@@ -31,6 +31,7 @@ from diloco.settings import RoundSettings, nearest, run_settings
 ScheduleName = Literal["table", "training"]
 
 UTILISATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
+PRECISIONS = (16, 8, 4)
 CURVE_GBIT = tuple(10 ** (tenth / 10) for tenth in range(-20, 41))
 BITS_PER_GBIT = 1e9
 
@@ -210,7 +211,7 @@ def needed_bits_per_s(job: Job, schedule: Schedule, wanted: float) -> float:
 
 
 def least_settings(
-    job: Job, schedule: Schedule, rate_bits_per_s: float, wanted: float, bits: Sequence[int] = (16, 8, 4)
+    job: Job, schedule: Schedule, rate_bits_per_s: float, wanted: float, bits: Sequence[int] = PRECISIONS
 ) -> list[Schedule]:
     """For each of ``bits`` the schedule with the smallest H, of at least ``schedule.steps``, that keeps ``wanted``.
 
@@ -237,7 +238,7 @@ def _smallest_steps(job: Job, schedule: Schedule, rate_bits_per_s: float, wanted
         return schedule
     if not enough(MOST_STEPS):
         return None
-    low, high = schedule.steps, MOST_STEPS
+    low, high = schedule.steps, MOST_STEPS  # where one H is enough, longer ones are too
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)

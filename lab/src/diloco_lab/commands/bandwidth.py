@@ -16,6 +16,7 @@ from diloco.errors import SettingsError
 from diloco_lab.bandwidth import (
     BITS_PER_GBIT,
     CHANGEABLE,
+    PRECISIONS,
     STRATEGIES,
     UTILISATIONS,
     Job,
@@ -32,7 +33,6 @@ from diloco_lab.bandwidth import (
 Named = tuple[str, ScheduleName, Schedule]
 
 WANTED = 0.95
-LEAST_BITS = (16, 8, 4)
 
 _NOTE = (
     "table: the schedule behind the published figures, as far as it is known.\n"
@@ -81,7 +81,7 @@ def bandwidth(
             raise SettingsError(f"--link-gbit {link_gbit:g}: expected a number above 0")
         if utilisations:
             raise SettingsError(f"--utilisation {utilisations[0]:g}: not with --link-gbit, which gives it; set --wanted")
-        _reached(job, named, link_gbit, WANTED if wanted is None else wanted, LEAST_BITS if bits is None else (bits,), json_)
+        _reached(job, named, link_gbit, WANTED if wanted is None else wanted, PRECISIONS if bits is None else (bits,), json_)
 
 
 def _needed(job: Job, named: Sequence[Named], utilisations: Sequence[float], json_: bool) -> None:
