@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from diloco_lab.commands.bandwidth import bandwidth
+from diloco_lab.commands.goodput import goodput
 
 simulate = typer.Typer(
     no_args_is_help=True, help="What a run would do on machines that one does not have: goodput, bandwidth, a plan."
@@ -16,4 +17,5 @@ def _simulate() -> None:
     """Make the commands below it subcommands, however many there are."""
 
 
+simulate.command()(goodput)
 simulate.command()(bandwidth)

@@ -7,7 +7,7 @@ trials, so that the sum of squares is a function of the constants alone; it is m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 from scipy.optimize import minimize
@@ -18,7 +18,9 @@ from diloco_lab.outcome import Outcome, Scenario
 from diloco_lab.published import CELLS, CHIPS, Constants
 
 FITTED_ROWS = (("data-parallel", False), ("data-parallel-elastic", True))
-DAY_S = 86400.0
+SEEDS = (1, 2)
+DURATION_S = 2 * 86400.0  # at the most chips
+MAX_TRIALS = 300
 TOLERANCE = 2e-3  # of a constant, relative: where the search ends
 SENSITIVITY_STEP = 0.1  # by which constants are changed
 
@@ -78,17 +80,11 @@ def fit(
     # the constants are scales: positive, and as likely to be twice as to be half of what is thought
     start_logs = np.log(astuple(start))
     simplex = np.vstack([start_logs, start_logs + 0.2 * np.eye(len(start_logs))])
-    best = minimize(
-        error, start_logs, method="Nelder-Mead", options={"initial_simplex": simplex, "xatol": TOLERANCE, "fatol": 1e-6}
-    )
+    options = {"initial_simplex": simplex, "xatol": TOLERANCE, "fatol": 1e-6, "maxfev": MAX_TRIALS}
+    best = minimize(error, start_logs, method="Nelder-Mead", options=options)
     return Constants(*(round(float(value), 2) for value in np.exp(best.x)))
 
 
-def sensitivity(constants: Constants, predict: Callable[[Constants], float]) -> dict[str, float]:
-    """By how much a prediction changes when a constant grows by a tenth, by constant (central differences)."""
-    changes = {}
-    for name in (field.name for field in fields(constants)):
-        value = getattr(constants, name)
-        up, down = (predict(replace(constants, **{name: value * (1 + sign * SENSITIVITY_STEP)})) for sign in (1, -1))
-        changes[name] = (up - down) / 2
-    return changes
+def changed(constants: Constants, name: str, sign: int) -> Constants:
+    """The constants with one of them larger (1) or smaller (-1) by :data:`SENSITIVITY_STEP`."""
+    return replace(constants, **{name: getattr(constants, name) * (1 + sign * SENSITIVITY_STEP)})
