@@ -43,6 +43,11 @@ def cell(strategy: str, learners: int, chips: int) -> Cell:
     return CELLS.get((strategy, learners), {}).get(chips, Cell())
 
 
+def repair_of(mean_s: float) -> Repair:
+    """A slice's time away, of this mean."""
+    return Repair(REPAIR_EXPONENT, REPAIR_SHAPE, mean_s / Repair(REPAIR_EXPONENT, REPAIR_SHAPE, 1.0).mean_s)
+
+
 @dataclass(frozen=True)
 class Constants:
     """What the simulation needs to know and the paper does not say.
@@ -60,8 +65,7 @@ class Constants:
     def apply(self, cluster: Cluster, *, elastic: bool) -> Cluster:
         """A cluster with these constants."""
         costs = Costs(elastic, self.downscale_s, self.upscale_s, self.gather_s, self.restart_s)
-        scale_s = self.repair_s / Repair(REPAIR_EXPONENT, REPAIR_SHAPE, 1.0).mean_s
-        repair = Repair(REPAIR_EXPONENT, REPAIR_SHAPE, scale_s)
+        repair = repair_of(self.repair_s)
         return replace(cluster, chips_per_slice=CHIPS_PER_SLICE, step_s=self.step_s, costs=costs, repair=repair)
 
 
