@@ -148,6 +148,14 @@ def test_a_link_that_is_full_gives_up_bits_then_steps() -> None:
     assert settle([way(full / 1e5)], 0.95) is None
 
 
+def test_bytes_at_a_regions_border_are_those_that_were_measured() -> None:
+    # docs/regions.md: 6.4M parameters, three regions, of what a ring of three would send in each direction
+    ring = 2 * (2 / 3) * 6_400_000 / 2
+    for learners, least, most in ((1, 1.13, 1.15), (2, 1.70, 1.715)):
+        border = replace(way(1e9, learners=learners, parameters=6_400_000), regions=3)
+        assert least <= 2 * border.cycle_bytes(Choice()) / ring <= most
+
+
 def test_a_version_must_come_within_the_overlap() -> None:
     # there and back 7.5 s, three steps: of 2 steps' overlap nothing is left, of 4 one
     assert settle([way(1e9, delay_s=3.75)], 0.95) == Choice(bits=16, overlap_steps=4.0)
@@ -206,6 +214,21 @@ def test_failures_are_the_bottleneck_where_they_cost_most(planned: Any) -> None:
     assert found.chosen.days.low < found.chosen.days.mean < found.chosen.days.high
 
 
+def test_memory_is_the_bottleneck_where_it_keeps_learners_large(planned: Any) -> None:
+    # a learner fills half of the chips
+    found = planned(("chips = 4\n", "chips = 64\n"), ("between_s = inf", "between_s = 20_000"), ("16e6", "0.5e6"))
+    assert found.chosen.learners == {"a": 2, "b": 2}
+    assert (found.bottleneck.kind, found.bottleneck.name) == ("memory", "a")
+    assert "32 chips" in found.bottleneck.why
+    assert any("a learner of a fills its memory" in note for note in found.notes)
+
+
+def test_a_link_that_carries_nothing_leaves_a_site_out(planned: Any) -> None:
+    found = planned(("bits_per_s = 1e9", "bits_per_s = 1"))
+    assert found.chosen.learners == {"a": 1}
+    assert "b is left out: links allow no H at all with it" in found.notes
+
+
 def test_the_cheapest_leaves_out_dear_chips(planned: Any) -> None:
     dear = ("[sites.b]\n" + SITE, "[sites.b]\n" + SITE.replace("2.0", "5.0"))
     assert planned(dear).chosen.learners == {"a": 1, "b": 1}
@@ -251,7 +274,7 @@ def test_what_is_left_out_is_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("[model]", "[modle]", ":1: modle no such table (did you mean 'model'?)"),
+        ("[model]", "[modle]", ":1: modle is no table of such a file (did you mean 'model'?)"),
         ("parameters", "parametres", ":2: model.parametres is unknown (did you mean 'parameters'?)"),
         ("tokens = 691_200_000", "", ":1: model.tokens is missing: token budget"),
         ("tokens = 691_200_000", "tokens = 1.5", ":3: model.tokens = 1.5: "),

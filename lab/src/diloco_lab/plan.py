@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, Literal
 
 from diloco.core.fold import keyframe_bytes
@@ -130,9 +131,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What costs most, or has forced the settings."""
+    """What costs most, or has forced the settings. ``memory``: failures do, and there is no room for smaller learners."""
 
-    kind: Literal["link", "failures", "chips"]
+    kind: Literal["link", "memory", "failures", "chips"]
     name: str
     why: str
 
@@ -185,9 +186,10 @@ def toml(settings: Sequence[Setting]) -> str:
 
 
 def _subsets(sites: Sites) -> list[tuple[str, ...]]:
-    names = tuple(sites.sites)
-    but_one = [tuple(name for name in names if name != out) for out in names]
-    return list(dict.fromkeys(subset for subset in [names, *but_one, *((name,) for name in names)] if subset))
+    """All sites, all but one, and each alone."""
+    count = len(sites.sites)
+    sizes = dict.fromkeys((count, max(1, count - 1), 1))
+    return [subset for size in sizes for subset in combinations(sites.sites, size)]
 
 
 class _Planner:
@@ -330,7 +332,7 @@ class _Planner:
             for way in ways
         ]
         alone = min((self.data_parallel([name]) for name in self.sites.sites), key=measure)
-        together = [self.data_parallel(names)] if len(names) > 1 else []
+        together = [self.data_parallel(list(self.sites.sites))] if len(self.sites.sites) > 1 else []
         regions = self.regions(chosen, cycle_s)
         settings = self.settings(chosen, sum(region.syncers for region in regions))
         return Plan(
@@ -343,7 +345,7 @@ class _Planner:
             self.bottleneck(chosen, ways),
             candidates,
             self.sites.defaults,
-            self.notes(chosen),
+            self.notes(chosen, candidates),
         )
 
     def regions(self, chosen: Candidate, cycle_s: float) -> list[Region]:
@@ -388,8 +390,8 @@ class _Planner:
         split = ", ".join(f"{count} in {name}" for name, count in chosen.learners.items())
 
         def least(name: str, value: float, why: str) -> Setting:
-            kept = value == PRESET.model_dump()[name.split(".")[0]][name.split(".")[1]]
-            return Setting(name, value, "the preset's" if kept else why)
+            section, key = name.split(".")
+            return Setting(name, value, "the preset's" if value == getattr(getattr(PRESET, section), key) else why)
 
         found = [
             Setting("learners", chosen.total, f"M: {split}; the fewest that are within {ALIKE:.0%} of the best"),
@@ -449,18 +451,18 @@ class _Planner:
             return site.slices // chosen.learners[name] * site.chips_per_slice
 
         name = max(chosen.learners, key=lambda name: chips(name) / self.sites.sites[name].between_s)
-        site = self.sites.sites[name]
+        site, count = self.sites.sites[name], chosen.learners[name]
         why = (
             f"goodput is {chosen.goodput.mean:.1%}: a learner of {name} has {chips(name)} chips, so one is interrupted every "
             f"{site.between_s / chips(name):.0f} s and its slice is away for {site.repair_s:.0f} s"
         )
-        if chosen.learners[name] == site.most_learners(self.model):
-            why += f"; memory and slices allow no more than {chosen.learners[name]} learners there"
-        elif chosen.total >= self.sites.wanted.most_learners:
+        if count == site.most_learners(self.model) < site.slices:
+            return Bottleneck("memory", name, f"{why}; its memory has room for no more than {count} learners")
+        if chosen.total >= self.sites.wanted.most_learners:
             why += f"; plan.most_learners = {self.sites.wanted.most_learners} allows no smaller ones"
         return Bottleneck("failures", name, why)
 
-    def notes(self, chosen: Candidate) -> list[str]:
+    def notes(self, chosen: Candidate, candidates: Sequence[Candidate]) -> list[str]:
         """What a figure does not say."""
         found = []
         if chosen.total > 1:
@@ -484,11 +486,15 @@ class _Planner:
                 "two regions wait for each other when the link is cut; a third with a server and a syncer, without learners, "
                 "would not let them (docs/regions.md)"
             )
-        found += [
-            f"{name} is left out: without it the plan is better, or as good with fewer learners"
-            for name in self.sites.sites
-            if name not in chosen.learners
-        ]
+        together = {name for one in candidates if len(one.learners) > 1 for name in one.learners}
+        for name in self.sites.sites:
+            if name not in chosen.learners:
+                why = (
+                    "the plan is better, or as good with fewer learners"
+                    if name in together
+                    else "links allow no H at all with it"
+                )
+                found.append(f"{name} is left out: {why}")
         found.append(
             "services: reckoned from what was measured on one machine with int4 (docs/performance.md): "
             f"{SYNCER_S_PER_VALUE * 1e9:.1f} ns a parameter and version, {OWNED_BYTES} bytes a parameter owned, "

@@ -167,7 +167,7 @@ class _Reader:
     def read(self) -> Sites:
         for name in self.values:
             if name not in TABLES:
-                raise self._error(name, "", f"no such table{nearest(name, TABLES)}; there are {', '.join(TABLES)}")
+                raise self._error(name, "", f"is no table of such a file{nearest(name, TABLES)}; there are {', '.join(TABLES)}")
         for name in ("model", "sites"):
             if not self.values.get(name):
                 raise SettingsError(f"{self.path}: [{name}] is missing: {Model.__doc__ if name == 'model' else Site.__doc__}")
