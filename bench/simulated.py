@@ -42,7 +42,7 @@ from diloco_lab.validation import Seen, SeenOffer, SeenVersion
 
 DILOCO = (sys.executable, "-c", "from diloco.cli import main; main()")
 LEARNERS = 3
-MODEL = {"task.layers": 20, "task.width": 128, "fragments.count": 10, "round.steps": 20}
+MODEL = {"task.layers": 10, "task.width": 128, "fragments.count": 10, "round.steps": 20}
 TAPE = Tape(
     45.0,
     [
