@@ -5,7 +5,7 @@ One syncer, which cannot fail, owns all fragments. What is the product's: :class
 :func:`~diloco.core.merging.version_record` (what may follow, and the accounts), :class:`~diloco.core.books.Books` (what a
 learner offers, holds and loses). In the place of parameters every fragment has a single zero.
 
-At one moment learners first end their steps; what the messages of that moment bring comes after.
+At one moment learners first end their steps, then messages arrive, and then the syncer looks what they mean.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ NO_HASH = bytes(32)
 NO_BODY = Body(0, NO_HASH, 0, bytes(8))
 ZERO = np.zeros(1, np.float32)
 FOR_EVER = 10**18  # tokens: the run does not end by itself
+BOUNDARY, MESSAGE, LOOK = 0, 1, 2  # the order of what happens at one moment
 
 Act = Callable[[int], None]
 
@@ -56,10 +57,10 @@ class _World:
         self.members = [_Member(self, index, learner) for index, learner in enumerate(scenario.learners)]
         self.syncer = _Syncer(self)
 
-    def at(self, at_us: int, act: Act, *, boundary: bool = False) -> None:
-        """Have something done at a time; ends of steps come first."""
+    def at(self, at_us: int, act: Act, *, order: int = MESSAGE) -> None:
+        """Have something done at a time."""
         self._pushed += 1
-        heapq.heappush(self._queue, (at_us, 0 if boundary else 1, self._pushed, act))
+        heapq.heappush(self._queue, (at_us, order, self._pushed, act))
 
     def play(self) -> Outcome:
         for member in self.members:
@@ -159,7 +160,7 @@ class _Member:
     def _go_on(self) -> None:
         stretch = self.life.advance(1, self.world.until_us + 1)
         self._note(stretch)
-        self.world.at(stretch.end_us, lambda at_us: self._ended(at_us, stretch), boundary=True)
+        self.world.at(stretch.end_us, lambda at_us: self._ended(at_us, stretch), order=BOUNDARY)
 
     def _ended(self, now_us: int, stretch: Stretch) -> None:
         if stretch.kind == "stepping":
@@ -175,9 +176,11 @@ class _Member:
         self.world.uptime.add(self.index, stretch)
         if stretch.silent_us is not None:
             self.silent_us = stretch.silent_us
-            # somebody may be waiting for it: it counts as gone this long after it was heard last
-            dead_us = stretch.silent_us[0] + self.up.delay_us + micros(self.world.settings.liveness.dead_s) + 1
-            self.world.at(dead_us, self.world.syncer.look)
+            # somebody may be waiting for it: it counts as gone this long after its last sign of life
+            liveness, begin_us = self.world.settings.liveness, stretch.silent_us[0]
+            pulse_us = micros(liveness.pulse_s)
+            last_us = max(stretch.start_us, (begin_us - 1) // pulse_us * pulse_us)
+            self.world.syncer.look_at(last_us + self.up.delay_us + micros(liveness.dead_s) + 1)
         self.absent = stretch.kind == "absent"
         if self.world.scenario.on_stretch:
             self.world.scenario.on_stretch(self.learner, stretch)
@@ -264,7 +267,7 @@ class _Member:
             stretch = self.life.wait(now_us)
             self._note(stretch)
             self.waiting = False
-            self.world.at(stretch.end_us, lambda at_us: self._boundary(at_us, 0), boundary=True)
+            self.world.at(stretch.end_us, lambda at_us: self._boundary(at_us, 0), order=BOUNDARY)
 
     def _apply(self, fragment: int) -> None:
         books = self.books[fragment]
@@ -323,6 +326,7 @@ class _Syncer:
         self.rounds = [Round(settings, self.roster, chain, count) for chain in chains]
         self._opened_us = [0] * count
         self._wakes_us = [0] * count  # when each round is looked at again
+        self._looks_us: set[int] = set()
         self.versions = self.members = 0
 
     def hear_pulse(self, pulse: Pulse, now_us: int, *, news: bool) -> None:
@@ -331,14 +335,21 @@ class _Syncer:
         back = known is None or now_s - known.at_s >= self.world.settings.liveness.dead_s
         self.roster.hear(pulse, now_s)
         if news or back:
-            self.look(now_us)
+            self.look_at(now_us)
 
     def hear_offer(self, fragment: int, held: Held, now_us: int) -> None:
         self.rounds[fragment].hold(held)
-        self._poll(fragment, now_us)
+        self.world.at(now_us, lambda at_us: self._poll(fragment, at_us), order=LOOK)
 
-    def look(self, now_us: int) -> None:
+    def look_at(self, at_us: int) -> None:
+        """Have a look at a time, after all that arrives then."""
+        if at_us not in self._looks_us:
+            self._looks_us.add(at_us)
+            self.world.at(at_us, self._look, order=LOOK)
+
+    def _look(self, now_us: int) -> None:
         """Open what is due, and close what may be."""
+        self._looks_us.discard(now_us)
         now_s, steps = now_us / MICROS, self.world.settings.round.steps
         for fragment, round_ in enumerate(self.rounds):
             if round_.opened_at_s is None and round_.due(now_s, steps):
@@ -361,7 +372,7 @@ class _Syncer:
             wake_us = now_us + micros(round_.remaining_s(now_s)) + 1
             if wake_us != self._wakes_us[fragment]:
                 self._wakes_us[fragment] = wake_us
-                self.world.at(wake_us, lambda at_us: self._poll(fragment, at_us))
+                self.world.at(wake_us, lambda at_us: self._poll(fragment, at_us), order=LOOK)
 
     def _commit(self, fragment: int, merge: Merge, now_us: int) -> None:
         round_, chain, settings = self.rounds[fragment], self.rounds[fragment].chain, self.world.settings

@@ -81,7 +81,7 @@ def record(scenario: Scenario, drawn: Iterable[tuple[str, Fault]]) -> Tape:
 
 
 def whole_learners(tape: Tape, downtime_s: float) -> Tape:
-    """A tape for machines whose learners have no slices: a lost slice freezes its learner for as long as reconfiguring takes."""
+    """A tape for learners without slices: a lost slice freezes its learner for as long as reconfiguring takes."""
     made = [Failure(f.at_s, "freeze", _learner(f), downtime_s, f.values) if f.kind == "chip_loss" else f for f in tape.failures]
     return Tape(tape.duration_s, made, tape.about)
 
