@@ -1,6 +1,6 @@
 """A small real run and the simulator, through the same failures: what both come to, side by side.
 
-    python bench/simulated.py                      # about a minute and a half
+    python bench/simulated.py                      # about 80 seconds
     python bench/simulated.py --tape tape.jsonl    # other failures
 
 Begins a run with ``diloco up`` whose learners' steps take ``--step`` seconds and hardly any processor (bench/island.py), and
@@ -44,13 +44,13 @@ DILOCO = (sys.executable, "-c", "from diloco.cli import main; main()")
 LEARNERS = 3
 MODEL = {"task.layers": 10, "task.width": 128, "fragments.count": 10, "round.steps": 20}
 TAPE = Tape(
-    45.0,
+    40.0,
     [
-        Failure(4.0, "freeze", "learner-0", 8.0),
-        Failure(15.0, "slow", "learner-1", 9.0, {"factor": 3.0}),
-        Failure(21.0, "freeze", "learner-2", 3.0),
-        Failure(28.0, "cut", "learner-0", 3.0),
-        Failure(33.0, "freeze", "learner-[12]", 5.0),
+        Failure(3.0, "freeze", "learner-0", 8.0),
+        Failure(13.0, "slow", "learner-1", 8.0, {"factor": 3.0}),
+        Failure(18.0, "freeze", "learner-2", 3.0),
+        Failure(24.0, "freeze", "learner-[12]", 5.0),
+        Failure(33.0, "cut", "learner-2", 3.0),
     ],
 )
 TARGET = 0.05
@@ -77,18 +77,15 @@ async def watch(run: Outside, seen: Seen) -> list[asyncio.Task[None]]:
     async def read_offers() -> None:
         async for stored in transport.pull(subjects.offer_stream, [subjects.offer("*")], 1):
             offer, _, _ = messages.unpack(stored.data, Offer, identity)
-            size_bytes = offer.body.size_bytes
-            seen.offers.append(SeenOffer(time.monotonic(), offer.fragment, offer.round, len(stored.data), size_bytes))
+            seen.offers.append(SeenOffer(time.monotonic(), offer.fragment, len(stored.data), offer.body.size_bytes))
 
     async def read_log() -> None:
         async for stored in transport.pull(subjects.log_stream, [subjects.record("*")], 1):
             record, _, _ = messages.unpack(stored.data, Record, identity)
             if record.entry == "version":
-                tokens = sum(member.tokens for member in record.members)
+                tokens, size_bytes = [member.tokens for member in record.members], len(stored.data)
                 seen.versions.append(
-                    SeenVersion(
-                        time.monotonic(), record.fragment, record.version, len(record.members), tokens, len(stored.data)
-                    )
+                    SeenVersion(time.monotonic(), record.fragment, record.version, tokens, size_bytes, record.round_s)
                 )
 
     await transport.subscribe(subjects.pulse(), hear_pulse)
@@ -167,17 +164,14 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
         watching = await watch(run, seen)
 
         def in_full_swing() -> bool:
-            steps = MODEL["round.steps"]
-            return len(seen.steps) == LEARNERS and all(taken[-1][1] > steps for taken in seen.steps.values() if taken)
+            return len(seen.steps) == LEARNERS and all(len(steps) > 2 for steps in seen.steps.values())
 
         await until(in_full_swing, "every learner steps")
         lead_in_s, began_s, holds = await play(folder, file, arguments.lead_in)
         await end(*watching)
     calibration = validation.calibrate(seen, lead_in_s, began_s)
     ends_s = began_s + tape.duration_s
-    rows = validation.compared(
-        validation.live(seen, calibration, began_s, ends_s), validation.simulated(calibration, tape)
-    )
+    rows = validation.compared(validation.live(seen, calibration, began_s, ends_s), validation.simulated(calibration, tape))
     return {
         "machine": script.machine(),
         "calibration": {
@@ -187,7 +181,8 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
             "compression": calibration.rounds.compression,
         },
         "table": [
-            {"quantity": row.quantity, "live": row.live, "simulated": row.simulated, "difference": row.difference} for row in rows
+            {"quantity": row.quantity, "live": row.live, "simulated": row.simulated, "difference": row.difference}
+            for row in rows
         ],
         "holds": holds,
         "passed": holds and all(abs(row.difference) <= TARGET for row in rows),

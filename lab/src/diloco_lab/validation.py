@@ -29,21 +29,20 @@ class SeenOffer:
 
     at_s: float
     fragment: int
-    round: int
     bytes: int
     body_bytes: int
 
 
 @dataclass(frozen=True)
 class SeenVersion:
-    """A version that was committed; ``tokens`` are those of its members together."""
+    """A version that was committed: the tokens of each of its members, and how long its syncer says that its round took."""
 
     at_s: float
     fragment: int
     version: int
-    members: int
-    tokens: int
+    tokens: Sequence[int]
     bytes: int
+    round_s: float
 
 
 @dataclass
@@ -96,26 +95,23 @@ def calibrate(seen: Seen, begin_s: float, end_s: float) -> Calibration:
         DataError: too little happened in between.
     """
     learners = [_learner(name, steps, seen.tokens_per_step, begin_s, end_s) for name, steps in sorted(seen.steps.items())]
-    answers, last_answers = [], dict[tuple[int, int], list[float]]()
-    for offer in seen.offers:
-        announced_s = seen.announced.get((offer.fragment, offer.round))
-        if announced_s is not None and begin_s <= announced_s and offer.at_s < end_s:
-            answers.append(offer.at_s - announced_s)
-            last_answers.setdefault((offer.fragment, offer.round), []).append(offer.at_s)
-    commits = [
-        version.at_s - max(at_s)
+    # a round that all learners answer takes as long as the slowest answer
+    full_rounds = [
+        (version, seen.announced[version.fragment, version.version])
         for version in seen.versions
-        if version.at_s < end_s and len(at_s := last_answers.get((version.fragment, version.version), [])) == len(learners)
+        if begin_s <= seen.announced.get((version.fragment, version.version), end_s)
+        and version.at_s < end_s
+        and len(version.tokens) == len(learners)
     ]
-    if not answers or not commits:
-        raise DataError(f"{len(answers)} answers and {len(commits)} full rounds seen in {end_s - begin_s:g} s, expected some")
+    if not full_rounds:
+        raise DataError(f"no round that all {len(learners)} learners answered seen in {end_s - begin_s:g} s, expected some")
     sent = [offer for offer in seen.offers if begin_s <= offer.at_s < end_s]
     plain = sum(body_bytes(seen.sizes[offer.fragment], seen.settings.codec.offer_bits) for offer in sent)
     rounds = Rounds(
         seen.settings,
         seen.sizes,
-        answer_s=max(0.0, median(answers)),
-        commit_s=max(0.0, median(commits)),
+        answer_s=median(version.round_s for version, _ in full_rounds),
+        commit_s=max(0.0, median(version.at_s - announced_s - version.round_s for version, announced_s in full_rounds)),
         compression=sum(offer.body_bytes for offer in sent) / plain,
     )
     return Calibration(learners, rounds, end_s - begin_s)
@@ -144,9 +140,9 @@ def live(seen: Seen, calibration: Calibration, begin_s: float, end_s: float) -> 
     steps = {name: _done(seen.steps[name], end_s) - _done(seen.steps[name], begin_s) for name in sorted(seen.steps)}
     counts = {
         "tokens": float(sum(steps.values()) * seen.tokens_per_step),
-        "merged": sum(v.tokens * seen.sizes[v.fragment] for v in versions) / sum(seen.sizes),
+        "merged": sum(sum(v.tokens) * seen.sizes[v.fragment] for v in versions) / sum(seen.sizes),
         "versions": float(len(versions)),
-        "members": float(sum(version.members for version in versions)),
+        "members": float(sum(len(version.tokens) for version in versions)),
         "up": float(sum(offer.bytes for offer in offers)),
         "down": float(sum(version.bytes for version in versions) * len(steps)),
     }
