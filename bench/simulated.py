@@ -42,7 +42,7 @@ from diloco_lab.validation import Seen, SeenOffer, SeenVersion
 
 DILOCO = (sys.executable, "-c", "from diloco.cli import main; main()")
 LEARNERS = 3
-MODEL = {"task.layers": 10, "task.width": 128, "fragments.count": 10, "round.steps": 20}
+MODEL = {"task.layers": 10, "task.width": 128, "fragments.count": 10, "round.steps": 16}
 TAPE = Tape(
     40.0,
     [
@@ -195,7 +195,7 @@ def show(result: dict[str, Any]) -> None:
     steps = ", ".join(f"{1000 * step_s:.1f}" for step_s in calibration["step_s"].values())
     print(
         f"measured before the tape: steps of {steps} ms, an answer in {1000 * calibration['answer_s']:.0f} ms, "
-        f"a commit in {1000 * calibration['commit_s']:.0f} ms, bodies of {100 * calibration['compression']:.1f} % of their bits\n"
+        f"a commit in {1000 * calibration['commit_s']:.0f} ms, bodies of {100 * calibration['compression']:.1f} %\n"
     )
     print(f"{'quantity':30} {'live':>14} {'simulated':>14} {'difference':>11}")
     for row in result["table"]:
@@ -209,7 +209,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> int:
     parser = script.parser(__doc__)
     parser.add_argument("--tape", type=Path, help="failure tape to play instead of the one in here")
-    parser.add_argument("--step", type=float, default=0.2, help="what a step takes, in seconds")
+    parser.add_argument("--step", type=float, default=0.25, help="what a step takes, in seconds")
     parser.add_argument("--lead-in", type=float, default=10.0, help="seconds without failures")
     parser.add_argument("--keep", type=Path, help="folder to keep the run in")
     arguments = parser.parse_args()
