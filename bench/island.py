@@ -69,7 +69,7 @@ def doze(duration_s: float) -> None:
         time.sleep(tick_s)
         slept_s = time.monotonic() - began_s
         if slept_s > STOPPED_S:
-            ends_s += slept_s - tick_s
+            ends_s += slept_s - tick_s / 2  # where in the tick it was stopped is not known
 
 
 def make(settings: TaskSettings, data: str | None) -> Island:

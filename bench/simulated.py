@@ -50,7 +50,7 @@ TAPE = Tape(
         Failure(13.0, "slow", "learner-1", 8.0, {"factor": 3.0}),
         Failure(18.0, "freeze", "learner-2", 3.0),
         Failure(24.0, "freeze", "learner-[12]", 5.0),
-        Failure(33.0, "cut", "learner-2", 3.0),
+        Failure(33.0, "cut", "learner-2", 1.5),
     ],
 )
 TARGET = 0.05

@@ -10,13 +10,16 @@ Pure: an observer notes what it sees with the time of its own clock.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from diloco.core.failures import Tape
+from diloco.chaos.breaking import CUT_AGAIN_S
+from diloco.core.failures import Failure, Tape
 from diloco.core.quantise import body_bytes
 from diloco.errors import DataError
+from diloco.nats.connection import RETRY_S
 from diloco.settings import RunSettings
 from diloco_lab import full, tapes
 from diloco_lab.cluster import Learner, Rounds
@@ -63,7 +66,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a simulation is given of the machine. A learner's ``present`` says when its first step begins."""
+    """What a simulation is given of the machine: learners from their first steps on, which were ``lead_in_s`` before the tape."""
 
     learners: Sequence[Learner]
     rounds: Rounds
@@ -89,12 +92,17 @@ class Row:
 
 
 def calibrate(seen: Seen, begin_s: float, end_s: float) -> Calibration:
-    """What was measured between two times, in which nothing failed.
+    """What was measured between two times, the later one the tape's beginning, in which nothing failed.
 
     Raises:
         DataError: too little happened in between.
     """
-    learners = [_learner(name, steps, seen.tokens_per_step, begin_s, end_s) for name, steps in sorted(seen.steps.items())]
+    paces = {name: _pace(name, steps, begin_s, end_s) for name, steps in sorted(seen.steps.items())}
+    origin_s = min(first_s for _, first_s in paces.values())
+    learners = [
+        Learner(name, 1, 1, step_s, seen.tokens_per_step, present=((first_s - origin_s, math.inf),))
+        for name, (step_s, first_s) in paces.items()
+    ]
     # a round that all learners answer takes as long as the slowest answer
     full_rounds = [
         (version, seen.announced[version.fragment, version.version])
@@ -114,13 +122,14 @@ def calibrate(seen: Seen, begin_s: float, end_s: float) -> Calibration:
         commit_s=max(0.0, median(version.at_s - announced_s - version.round_s for version, announced_s in full_rounds)),
         compression=sum(offer.body_bytes for offer in sent) / plain,
     )
-    return Calibration(learners, rounds, end_s - begin_s)
+    return Calibration(learners, rounds, end_s - origin_s)
 
 
 def simulated(calibration: Calibration, tape: Tape) -> dict[str, float]:
-    """What the simulator says that happens while the tape is played, from the end of an undisturbed lead-in on."""
+    """What the simulator says that happens while the tape is played, after an undisturbed lead-in."""
     lead_in_s = calibration.lead_in_s
-    late = Tape(tape.duration_s + lead_in_s, [replace(f, at_s=f.at_s + lead_in_s) for f in tape.failures], tape.about)
+    failures = [replace(f, at_s=f.at_s + lead_in_s) for failure in tape.failures for f in _as_chaos_does(failure)]
+    late = Tape(tape.duration_s + lead_in_s, failures)
     played = tapes.played(late, calibration.learners)
     scenario = Scenario(calibration.learners, lead_in_s, 0, calibration.rounds, played.faults, played.cuts)
     before, after = full.simulate(scenario), full.simulate(replace(scenario, duration_s=late.duration_s))
@@ -155,13 +164,23 @@ def compared(live: Mapping[str, float], simulated: Mapping[str, float]) -> list[
     return [Row(name, value, simulated[name]) for name, value in live.items()]
 
 
-def _learner(name: str, steps: Sequence[tuple[float, int]], tokens: int, begin_s: float, end_s: float) -> Learner:
+def _pace(name: str, steps: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> tuple[float, float]:
+    """How long a learner's step takes, and when its first one began if all took as long."""
     inside = [(at_s, step) for at_s, step in steps if begin_s <= at_s < end_s]
     if len(inside) < 2:
         raise DataError(f"{name}: {len(inside)} steps seen in {end_s - begin_s:g} s, expected some")
     (first_s, first), (last_s, last) = inside[0], inside[-1]
     step_s = (last_s - first_s) / (last - first)
-    return Learner(name, 1, 1, step_s, tokens, present=(((last_s - begin_s) % step_s, float("inf")),))
+    return step_s, last_s - last * step_s
+
+
+def _as_chaos_does(failure: Failure) -> list[Failure]:
+    """A failure as ``diloco chaos`` brings it about: a cut closes connections again and again, which are soon made anew."""
+    if failure.kind != tapes.CUT:
+        return [failure]
+    every_s = math.ceil(RETRY_S / CUT_AGAIN_S) * CUT_AGAIN_S  # it comes back, and is closed the next time
+    times = math.floor(failure.duration_s / every_s) + 1
+    return [replace(failure, at_s=failure.at_s + index * every_s, duration_s=RETRY_S) for index in range(times)]
 
 
 def _done(steps: Sequence[tuple[float, int]], at_s: float) -> int:
