@@ -1,4 +1,4 @@
-"""What is seen of a run becomes a calibration and counts, by hand-made runs; and the sizes of messages that the simulator assumes."""
+"""What is seen of hand-made runs becomes a calibration and counts; and messages are as long as the simulator assumes."""
 
 from __future__ import annotations
 
