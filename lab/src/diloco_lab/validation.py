@@ -66,7 +66,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a simulation is given of the machine: learners from their first steps on, the first ``lead_in_s`` before the tape."""
+    """What a simulation is given of the machine. The first learner began ``lead_in_s`` before the tape."""
 
     learners: Sequence[Learner]
     rounds: Rounds
