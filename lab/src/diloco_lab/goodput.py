@@ -164,9 +164,9 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def row(point: Point, runs: Sequence[tuple[float, float]]) -> Row:
     """The cell of a point, from (goodput, uptime) by seed."""
-    cell = published.cell(point.strategy, point.learners, point.chips)
+    known = published.cell(point.strategy, point.learners, point.chips) if point.faults is None else published.Cell()
     goodput, uptime = interval([run[0] for run in runs]), interval([run[1] for run in runs])
-    return Row(point.strategy, point.learners, point.chips, *goodput, *uptime, cell.goodput, cell.uptime)
+    return Row(point.strategy, point.learners, point.chips, *goodput, *uptime, known.goodput, known.uptime)
 
 
 def simulate(point: Point, conditions: Conditions, seed: int, duration_s: float) -> Outcome:
