@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from diloco.errors import SettingsError
 from diloco.settings import nearest, run_settings
@@ -71,7 +71,7 @@ class Conditions:
         """
         if strategy.preset is None and learners != 1:
             raise SettingsError(f"learners = {learners}: strategy {strategy.name} is a single one; leave --learners out")
-        plain = Cluster(chips, learners, min(published.CHIPS_PER_SLICE, chips))
+        plain = Cluster(chips, learners, self.cluster.get("chips_per_slice", min(published.CHIPS_PER_SLICE, chips)))
         cluster = self.constants.apply(plain, elastic=strategy.elastic)
         costs = {name: value for name, value in self.cluster.items() if name in _COSTS}
         others = {name: value for name, value in self.cluster.items() if name not in _COSTS}
@@ -158,7 +158,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, mean, mean
-    half = float(student.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
+    half = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2) * np.std(values, ddof=1) / math.sqrt(len(values)))
     return mean, max(0.0, mean - half), min(1.0, mean + half)
 
 
