@@ -53,6 +53,7 @@ TAPE = Tape(
         Failure(33.0, "cut", "learner-2", 1.5),
     ],
 )
+KINDS = ("freeze", "slow", "cut")  # a killed learner is back when it has been imported and compiled: not for a simulator to say
 TARGET = 0.05
 DEADLINE_S = 180.0
 POLL_S = 0.1
@@ -151,12 +152,20 @@ async def play(folder: Path, tape: Path, lead_in_s: float) -> tuple[float, float
     return marks["watching"], marks["chaos"], code == 0
 
 
+def read_tape(path: Path) -> Tape:
+    """A tape of failures that both can bring about."""
+    names = [f"learner-{index}" for index in range(LEARNERS)]
+
+    def complaint(failure: Failure) -> str | None:
+        met = failure.targets(names)
+        return None if met else f"target {failure.target!r}: the comparison breaks learners alone, {', '.join(names)}"
+
+    with path.open() as lines:
+        return failures.decode(lines, str(path), known=KINDS, complaint=complaint)
+
+
 async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.tape:
-        with arguments.tape.open() as lines:
-            tape = failures.decode(lines, str(arguments.tape))
-    else:
-        tape = TAPE
+    tape = read_tape(arguments.tape) if arguments.tape else TAPE
     file = folder / "tape.jsonl"
     file.write_text(failures.encode(tape))
     async with training(folder, arguments.step) as directory, opened(directory) as run:
