@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from diloco_lab.commands.trace import trace
+
 simulate = typer.Typer(
     no_args_is_help=True, help="What a run would do on machines that one does not have: goodput, bandwidth, a plan."
 )
@@ -12,3 +14,6 @@ simulate = typer.Typer(
 @simulate.callback()
 def _simulate() -> None:
     """Make the commands below it subcommands, however many there are."""
+
+
+simulate.command()(trace)

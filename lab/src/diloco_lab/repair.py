@@ -44,8 +44,8 @@ class Repair:
 def log_mean(log_exponent: float, log_shape: float) -> float:
     """The logarithm of the mean at scale 1: of ``z^(1/shape)`` integrated over the distribution of ``z = (t / scale)^shape``.
 
-    By the trapezoid rule over ``log z``, which errs by little more than rounding where the integrand fades at both ends. (scipy's
-    quadrature loses small exponents.)
+    By the trapezoid rule over ``log z``, which errs by little more than rounding where the integrand fades at both ends.
+    (scipy's quadrature loses small exponents.)
     """
     exponent, power = math.exp(log_exponent), math.exp(-log_shape)
     log_z = np.arange(-40 / (exponent + power), math.log(20 * power + 100), _STEP)

@@ -105,6 +105,10 @@ class Notation:
     since: str | None = None  # when the observation began and ended, written as the times in the file are
     until: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.clock not in CLOCKS:
+            raise SettingsError(f"--clock {self.clock}: expected one of {', '.join(CLOCKS)}{nearest(self.clock, list(CLOCKS))}")
+
 
 @dataclass(frozen=True)
 class _Row:
@@ -428,7 +432,7 @@ def own_names(trace: Trace) -> dict[str, str]:
     return {unit: unit for unit in trace.joined_s}
 
 
-def tape(trace: Trace, targets: Mapping[str, str], from_s: float = 0.0, for_s: float | None = None) -> Tape:
+def cut(trace: Trace, targets: Mapping[str, str], from_s: float = 0.0, for_s: float | None = None) -> Tape:
     """A stretch of a trace as a failure tape. Who is away at its beginning is lost at 0; who at its end, until then.
 
     Raises:

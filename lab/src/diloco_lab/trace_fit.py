@@ -111,13 +111,18 @@ def fit(trace: Trace, units: int | None = None, chips_per_unit: int | None = Non
     if units is None:
         notes.append(f"the {named} units that the trace names are taken for all there were, as --units is not given")
     if trace.outages[0].start_s <= 0:
-        notes.append("units that were away when the observation began count as time away only")
+        notes.append("interruptions that touch the beginning of the time observed count as time away only")
+    if shape is None:
+        notes.append("too few units failed again after a repair to tell whether interruptions come at a constant rate")
+    elif not shape.low <= 1 <= shape.high:
+        how = "in bunches, or more often to some units" if shape.high < 1 else "more evenly than by chance"
+        notes.append(f"interruptions do not come at a constant rate: they come {how}, and a constant rate is only their mean")
     if len(repairs.seen) < FEW:
-        notes.append(f"{len(repairs.seen)} repairs are few: the intervals hold for many, and these are too narrow")
+        notes.append(f"{len(repairs.seen)} repairs are few: the intervals are wide, and approximate")
     notes += [
-        f"the repairs do not tell a bound of the {name}: its interval ends where the search does"
+        f"the repairs do not bound the {name}: its interval ends where the search does"
         for name, (low, high) in BOUNDS.items()
-        if estimates[name].low <= low or estimates[name].high >= high
+        if estimates[name].low < 1.001 * low or estimates[name].high > 0.999 * high
     ]
     return Fitted(
         count,
