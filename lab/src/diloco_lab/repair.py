@@ -52,4 +52,5 @@ def log_mean(log_exponent: float, log_shape: float) -> float:
     z = np.exp(log_z)
     below = np.where(log_z < -30, log_z, np.log(-np.expm1(-np.maximum(z, 1e-300))))
     terms = (power + 1) * log_z + log_exponent - z + (exponent - 1) * below
-    return float(np.logaddexp.reduce(terms)) + math.log(_STEP)
+    largest = float(terms.max())
+    return largest + math.log(_STEP * float(np.exp(terms - largest).sum()))

@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import product
 
@@ -90,7 +90,7 @@ class Columns:
 
     def named(self) -> dict[str, str]:
         """Those that are named, by what they hold."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__ if getattr(self, name) is not None}
+        return {field: name for field, name in asdict(self).items() if name is not None}
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class _Clock:
                     if math.isfinite(number):
                         return number, f"plain numbers of {self._unit}"
                 moment = datetime.fromisoformat(text)
-        except ValueError:
+        except (ValueError, re.error):  # the latter from formats that name a field twice
             expected = f"ISO 8601 or a number of {self._unit}" if self._format is None else f"the format {self._format!r}"
             raise FormatError(f"{where} = {text!r}, expected a time as {expected} (see --time-format)") from None
         if moment.tzinfo is None:
@@ -318,7 +318,9 @@ def _interruptions(rows: Iterable[_Row], clock: _Clock, joined: dict[str, float]
         else:
             end = start + clock.lasting(row.text("duration"), f"{row.where}: duration")
         if end <= start:
-            raise FormatError(f"{row.where}: end = {row.cells['end']!r} does not come after start = {row.cells['start']!r}")
+            raise FormatError(
+                f"{row.where}: {field} = {row.cells[field]!r}: the end does not come after start = {row.cells['start']!r}"
+            )
         joined[unit] = -math.inf
         spans.append(_Span(unit, start, end, row.where))
     last: dict[str, _Span] = {}

@@ -244,9 +244,10 @@ class _Likelihood:
                 slope[:2] -= slope[2] * _log_mean_slope(at[0], at[1])
             return -value / size, -slope[free] / size
 
+        # L-BFGS-B needs as many steps, but its linear algebra's threads spin for seconds where other work has the cores
         found = minimize(
-            falling, point[free], jac=True, method="L-BFGS-B", bounds=[_LOG_BOUNDS[index] for index in free],
-            options={"ftol": 1e-13, "gtol": 1e-7, "maxiter": 1000},
+            falling, point[free], jac=True, method="TNC", bounds=[_LOG_BOUNDS[index] for index in free],
+            options={"ftol": 1e-13, "gtol": 1e-7, "maxfun": 2000},
         )  # fmt: skip
         point[free] = found.x
         return point, -float(found.fun) * size

@@ -117,7 +117,7 @@ def _write(path: Path, text: str) -> None:
         draft.write_text(text)
 
     try:
-        files.replace(path, write)
+        files.replace(path.absolute(), write)
     except OSError as error:
         raise SettingsError(f"--tape {path}: cannot be written: {error.strerror}") from None
 
