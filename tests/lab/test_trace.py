@@ -30,7 +30,7 @@ from diloco.errors import DataError, FormatError, SettingsError
 from diloco_lab.command import simulate
 from diloco_lab.repair import Repair
 from diloco_lab.trace import Columns, Notation, Outage, Trace, cut, draw, from_tape, own_names, read, slices
-from diloco_lab.trace_fit import fit, mean_between
+from diloco_lab.trace_fit import _Likelihood, _Sample, fit, mean_between
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "failures.csv"
 DAY_S = 86400.0
@@ -246,6 +246,8 @@ def test_a_tape_is_read_by_its_slices() -> None:
     ]  # fmt: skip
     assert list(trace.joined_s) == ["learner-1/slice-2", "learner-0/slice-0"]
     assert trace.notes == ["1 failures of kind 'freeze' are left out"]
+    # 0.1 and 0.7 add up to a little less than 0.8
+    assert from_tape(lines(Failure(0.1, "chip_loss", "a", 0.7), duration_s=0.8), "tape").outages == [Outage("a", 0.1, 0.8)]
 
 
 @pytest.mark.parametrize(
@@ -401,14 +403,40 @@ def test_the_fit_and_its_intervals_are_those_of_the_censored_likelihood() -> Non
         found = minimize(falling, start, method="Nelder-Mead", options={"maxiter": 2000, "xatol": 1e-7, "fatol": 1e-7})
         return -float(found.fun)
 
+    def best_of_mean(mean_s: float) -> float:
+        def falling(logs: Any) -> float:
+            return -likelihood([*logs, math.log(mean_s / Repair(math.exp(logs[0]), math.exp(logs[1]), 1.0).mean_s)])
+
+        found = minimize(falling, np.log([fitted.repair.exponent, fitted.repair.shape]), method="Nelder-Mead")
+        return -float(found.fun)
+
     most = likelihood(np.log([fitted.repair.exponent, fitted.repair.shape, fitted.repair.scale_s]))
+    less = most - 1.9207  # by half of the 95 % point of chi-square with one degree of freedom
     for index, estimate in enumerate((fitted.repair_exponent, fitted.repair_shape, fitted.repair_scale_s)):
-        assert best(index, estimate.value) == pytest.approx(most, abs=1e-4)
-        # 1.9207 is half of the 95 % point of chi-square with one degree of freedom
-        assert best(index, estimate.low) == pytest.approx(most - 1.9207, abs=1e-3)
-        assert best(index, estimate.high) == pytest.approx(most - 1.9207, abs=1e-3)
+        assert [best(index, value) for value in (estimate.low, estimate.value, estimate.high)] == pytest.approx(
+            [less, most, less], abs=1e-3
+        )
+    mean = fitted.mean_repair_s
+    assert [best_of_mean(value) for value in (mean.low, mean.value, mean.high)] == pytest.approx([less, most, less], abs=1e-3)
     # who left the repairs that had not ended out would find them shorter than they are
     assert fit(sample(whole)).mean_repair_s.high < fitted.mean_repair_s.low
+
+
+def test_the_likelihood_and_its_slope_hold_far_out_in_the_tails() -> None:
+    lengths, short = [1.0, 3.0, 40.0], [2.0, 500.0, 1e-6]
+    likelihood = _Likelihood(_Sample(np.array(lengths), np.array(short)))
+    for logs in ([0.3, 0.5, -1.0], [-2.0, -0.5, 3.0], [2.0, 0.7, 1.0]):
+        value, slope = likelihood._value(*logs)
+        a, c, s = np.exp(logs)
+        # times are in medians, here of 3 s
+        known = exponweib.logpdf(lengths, a, c, scale=3 * s) + math.log(3)
+        tail = exponweib.logsf(short, a, c, scale=3 * s)
+        far = (500 / (3 * s)) ** c  # where one is too small for scipy: a exp(-z)
+        tail[1] = math.log(a) - far if far > 36 else tail[1]
+        assert value == pytest.approx(known.sum() + tail.sum(), rel=1e-9)
+        steps = np.eye(3) * 1e-6
+        differences = [(likelihood._value(*(logs + step))[0] - likelihood._value(*(logs - step))[0]) / 2e-6 for step in steps]
+        assert slope == pytest.approx(differences, rel=1e-5, abs=1e-5)
 
 
 def test_the_interval_of_the_mean_is_that_of_an_exponential_where_it_is_one() -> None:
@@ -424,11 +452,11 @@ def test_the_distance_is_that_of_kolmogorov_and_smirnov() -> None:
     fitted = fit(sample(lengths))
     known = kstest(lengths, exponweib(fitted.repair.exponent, fitted.repair.shape, scale=fitted.repair.scale_s).cdf)
     assert fitted.repair_distance == pytest.approx(known.statistic, rel=1e-6)
-    # Kaplan and Meier by hand, of 1, 2, (3 and more), 4: 1/4, 1/2, and 1; with the last cut too it stays 1/2
-    shape = fit(sample([1.0, 2.0, 4.0], [3.0]))
-    cdf = exponweib(shape.repair.exponent, shape.repair.shape, scale=shape.repair.scale_s).cdf
-    steps = ((1.0, 0.0, 0.25), (2.0, 0.25, 0.5), (4.0, 0.5, 1.0))
-    assert shape.repair_distance == pytest.approx(max(abs(cdf(t) - f) for t, *around in steps for f in around), rel=1e-6)
+    # Kaplan and Meier by hand, of 1, 2, (3 or more), 4, (400 or more): 1/5, 2/5 and 7/10
+    few = fit(sample([1.0, 2.0, 4.0], [3.0, 400.0]))
+    cdf = exponweib(few.repair.exponent, few.repair.shape, scale=few.repair.scale_s).cdf
+    steps = ((1.0, 0.0, 0.2), (2.0, 0.2, 0.4), (4.0, 0.4, 0.7))
+    assert few.repair_distance == pytest.approx(max(abs(cdf(t) - f) for t, *around in steps for f in around), rel=1e-6)
 
 
 def test_a_rate_that_is_not_constant_is_told_by_its_shape() -> None:
@@ -520,10 +548,10 @@ def test_the_mean_repair_is_that_of_the_closed_form(exponent: float, shape: floa
     assert Repair(exponent, shape, 7.0).mean_s == pytest.approx(7.0 * exponent * math.gamma(power + 1) * sum(terms), rel=1e-9)
 
 
-def test_the_mean_repair_holds_for_small_exponents() -> None:
-    repair = Repair(0.05, 20.0, 1.0)
-    ranks = (np.arange(20_000) + 0.5) / 20_000
-    assert repair.mean_s == pytest.approx(np.mean([repair.quantile_s(rank) for rank in ranks]), rel=1e-3)
+@pytest.mark.parametrize("exponent", [0.05, 1e-3])
+def test_the_mean_repair_holds_for_small_exponents(exponent: float) -> None:
+    # with the inverse of the exponent as shape, nearly uniform from 0 to 1
+    assert Repair(exponent, 1 / exponent, 1.0).mean_s == pytest.approx(0.5, abs=exponent / 10)
 
 
 # ---- as a user sees it

@@ -216,13 +216,12 @@ class _Likelihood:
             inner, step = point, 2 * step
 
     def distance(self) -> float:
-        """Kolmogorov and Smirnov's distance of the fit to the estimate of Kaplan and Meier, up to the last end seen."""
+        """Kolmogorov and Smirnov's distance of the fit to the estimate of Kaplan and Meier."""
         steps = ecdf(CensoredData(uncensored=self._sample.seen, right=self._sample.cut)).cdf
-        inside = steps.quantiles <= self._sample.seen.max()
         log_a, log_c, log_s = self._best
-        z = np.exp(math.exp(log_c) * (np.log(steps.quantiles[inside] / self._unit_s) - log_s))
+        z = np.exp(math.exp(log_c) * (np.log(steps.quantiles / self._unit_s) - log_s))
         fitted = np.power(-np.expm1(-z), math.exp(log_a))
-        after = steps.probabilities[inside]
+        after = steps.probabilities
         before = np.concatenate([[0.0], after[:-1]])
         return float(np.maximum(np.abs(fitted - after), np.abs(fitted - before)).max())
 
