@@ -652,6 +652,12 @@ def test_an_hour_of_a_trace_is_a_tape_even_where_it_is_too_little_to_fit(command
     assert tape == Tape(3600.0, [Failure(60.0, "chip_loss", "n7", 60.0)])
 
 
+def test_a_tape_without_failures_is_cut_as_any_other(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "calm.jsonl").write_text("\n".join(lines()))
+    assert command("calm.jsonl", "--tape", "cut.jsonl", "--for", "60").code == 0
+    assert failures.decode((tmp_path / "cut.jsonl").read_text().splitlines(), "cut.jsonl") == Tape(60.0, [])
+
+
 def test_the_table_is_for_people(command: Command) -> None:
     ended = command(str(EXAMPLE), *EXAMPLE_OPTIONS)
     assert ended.code == 0
@@ -674,7 +680,7 @@ def test_the_table_is_for_people(command: Command) -> None:
         (["one.csv"], 3, "0 repairs were seen"),
         (["one.csv", "--for", "60"], 2, "--learners, --slices-per-learner, --from and --for say how a tape is written"),
         (["one.csv", "--tape", "o", "--learners", "2"], 2, "--learners and --slices-per-learner go together"),
-        (["one.csv", "--tape", "."], 2, "--tape .: cannot be written"),
+        (["one.csv", "--tape", "folder"], 2, "folder: cannot be written"),
         (["one.csv", "--unit", "nod"], 2, "--unit nod: one.csv has no such column"),
         (["one.csv", "--clock", "weeks"], 2, "--clock weeks: expected one of seconds"),
     ],
@@ -685,6 +691,7 @@ def test_a_wrong_command_says_what_is_wrong(
     (tmp_path / "holes.csv").write_text("unit,start,end\na,1,2\nb,3,\n")
     (tmp_path / "one.csv").write_text("unit,start,end\na,1,2\n")
     (tmp_path / "tape.jsonl").write_text("\n".join(lines()))
+    (tmp_path / "folder").mkdir()
     ended = command(*arguments)
     assert (ended.code, ended.out) == (code, "")
     assert said in ended.err

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from diloco_lab.commands.bandwidth import bandwidth
+from diloco_lab.commands.goodput import goodput
+from diloco_lab.commands.run import run
 from diloco_lab.commands.trace import trace
 
 simulate = typer.Typer(
@@ -16,4 +19,7 @@ def _simulate() -> None:
     """Make the commands below it subcommands, however many there are."""
 
 
+simulate.command()(goodput)
+simulate.command()(bandwidth)
+simulate.command()(run)
 simulate.command()(trace)

@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from diloco import files
 from diloco.core import failures
 from diloco.errors import DataError, SettingsError
+from diloco_lab.commands.files import write
 from diloco_lab.trace import CLOCKS, MAX_LINE_CHARACTERS, Columns, Notation, Trace, cut, from_tape, own_names, read, slices
 from diloco_lab.trace_fit import Fitted, fit
 
@@ -60,7 +60,7 @@ def trace(
     if tape is not None:
         targets = _targets(seen, learners, slices_per_learner)
         written = cut(seen, targets, from_ or 0.0, for_)
-        _write(tape, failures.encode(written))
+        write(tape, failures.encode(written))
         notes.append(f"{tape}: {len(written.failures)} failures in {_span(written.duration_s)}; {_mapping(targets)}")
     fitted: Fitted | None = None
     try:
@@ -106,20 +106,10 @@ def _targets(seen: Trace, learners: int | None, slices_per_learner: int | None) 
 
 
 def _mapping(targets: dict[str, str]) -> str:
-    first, last = next(iter(targets)), next(reversed(targets))
-    if targets[first] == first:
+    if all(unit == target for unit, target in targets.items()):
         return "units under their own names"
+    first, last = next(iter(targets)), next(reversed(targets))
     return f"units in order of appearance, {first} as {targets[first]} to {last} as {targets[last]}"
-
-
-def _write(path: Path, text: str) -> None:
-    def write(draft: Path) -> None:
-        draft.write_text(text)
-
-    try:
-        files.replace(path.absolute(), write)
-    except OSError as error:
-        raise SettingsError(f"--tape {path}: cannot be written: {error.strerror}") from None
 
 
 def table(fitted: Fitted) -> Table:

@@ -35,7 +35,7 @@ from diloco.settings import CarrySettings
 from diloco.wire.messages import Bits, Range, Record
 
 Vector = NDArray[np.float32]
-_NOTHING = 1e-6  # a smaller share of a displacement is none: float32 cannot tell what it was a share of
+NOTHING = 1e-6  # a smaller share of a displacement is none: float32 cannot tell what it was a share of
 _PLAIN = ("base_version", "after", "steps", "tokens", "lost_tokens", "data", "carried_since")
 _PLAIN_OFFER = (
     "incarnation",
@@ -244,7 +244,7 @@ class Books:
         for offer in self.outstanding:
             offer.held_steps, offer.held_tokens = int(factor * offer.held_steps), int(factor * offer.held_tokens)
             offer.kept *= factor
-            if holds and offer.kept <= _NOTHING:  # without tokens it holds an earlier error alone, which is never dropped
+            if holds and offer.kept <= NOTHING:  # without tokens it holds an earlier error alone, which is never dropped
                 offer.rest = None
         return applied
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core import codec, kernels, outer, quantise
+from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment
 from diloco.core.merge import Accumulator
@@ -17,7 +18,7 @@ from diloco.core.schedule import scheduled_rate
 from diloco.core.weights import weight
 from diloco.errors import NonFiniteError
 from diloco.settings import Bits, RunSettings
-from diloco.wire.messages import Combination, Combined, Member, Record, describe_body
+from diloco.wire.messages import Body, Combination, Combined, Member, Record, describe_body
 
 Vector = NDArray[np.float32]
 
@@ -96,6 +97,35 @@ def make_version(
         )
     packed = codec.pack(body, settings.codec.zstd_level)
     description, inline, parts = describe_body(packed, codec.content_hash(body), attempt)
+    record = version_record(
+        chain,
+        merge,
+        settings,
+        bits=bits,
+        learning_rate=learning_rate,
+        momentum=momentum,
+        syncer=syncer,
+        now_s=now_s,
+        state_hash=state_hash,
+        body=description,
+    )
+    return record, inline, parts
+
+
+def version_record(
+    chain: Chain,
+    merge: Merge,
+    settings: RunSettings,
+    *,
+    bits: Bits,
+    learning_rate: float,
+    momentum: float,
+    syncer: str,
+    now_s: float,
+    state_hash: bytes,
+    body: Body,
+) -> Record:
+    """The entry after ``chain`` for a merge that has the state ``state_hash`` and the body ``body``."""
     offers = sorted((member for item in merge.held for member in item.offer.members), key=lambda member: member.learner)
     place = {offer.learner: i for i, offer in enumerate(offers)}
     combined = [item.offer for item in merge.held if isinstance(item.offer, Combined)]
@@ -115,7 +145,7 @@ def make_version(
         )
         for offer in offers
     ]
-    record = Record(
+    return Record(
         fragment=chain.fragment,
         entry="version",
         version=chain.version + 1,
@@ -137,9 +167,8 @@ def make_version(
         committed_at_s=now_s,
         quorum_s=merge.quorum_s,
         round_s=merge.round_s,
-        body=description,
+        body=body,
     )
-    return record, inline, parts
 
 
 def make_marker(

@@ -43,6 +43,7 @@ class Roster:
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
         self.learners: dict[str, Seen] = {}
+        self._live: tuple[float, list[Seen]] | None = None  # at one moment, about which every fragment asks several times
 
     def hear(self, pulse: Pulse, now_s: float) -> bool:
         """Take in a pulse; False if it is not a learner's or is older than what is known."""
@@ -51,7 +52,7 @@ class Roster:
             return False
         fresh = known is None or known.pulse.incarnation != pulse.incarnation
         seen = Seen(pulse, now_s) if known is None or fresh else known
-        seen.pulse, seen.at_s = pulse, now_s
+        seen.pulse, seen.at_s, self._live = pulse, now_s, None
         for fragment, version in enumerate(pulse.versions):
             if seen.since.get(fragment, (-1, 0))[0] != version:
                 seen.since[fragment] = (version, pulse.step)
@@ -60,8 +61,10 @@ class Roster:
 
     def live(self, now_s: float) -> list[Seen]:
         """Learners heard lately that take part, by name."""
-        dead_s = self.settings.liveness.dead_s
-        return [seen for _, seen in sorted(self.learners.items()) if now_s - seen.at_s < dead_s and seen.pulse.state in ACTIVE]
+        if self._live is None or self._live[0] != now_s:
+            dead_s, heard = self.settings.liveness.dead_s, sorted(self.learners.items())
+            self._live = now_s, [s for _, s in heard if now_s - s.at_s < dead_s and s.pulse.state in ACTIVE]
+        return self._live[1]
 
     def step_s(self, now_s: float) -> float:
         """xi_step: the median of the live learners' step times."""

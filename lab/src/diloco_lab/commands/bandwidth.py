@@ -1,0 +1,161 @@
+"""``diloco simulate bandwidth``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from diloco.errors import SettingsError
+from diloco_lab.bandwidth import (
+    BITS_PER_GBIT,
+    CHANGEABLE,
+    PRECISIONS,
+    STRATEGIES,
+    UTILISATIONS,
+    Job,
+    Row,
+    Schedule,
+    ScheduleName,
+    least_settings,
+    needed_bits_per_s,
+    row,
+    schedules,
+    utilisation,
+)
+
+Named = tuple[str, ScheduleName, Schedule]
+
+WANTED = 0.95
+
+_NOTE = (
+    "table: the schedule behind the published figures, as far as it is known.\n"
+    "training: that of the product's preset. bits: the mean of both ways.\n"
+    "Gbit/s: of a datacenter's link to all others, out and as much in."
+)
+
+
+def bandwidth(
+    parameters: Annotated[float, typer.Option(help="Of the model.")] = Job.parameters,
+    step_s: Annotated[float, typer.Option(help="Seconds that a step takes by itself.")] = Job.step_s,
+    datacenters: Annotated[int, typer.Option(help="Each with one learner.")] = Job.datacenters,
+    strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated; default: all.")] = None,
+    bits: Annotated[int | None, typer.Option(help="Bits a value, both ways.")] = None,
+    steps: Annotated[int | None, typer.Option(help="H of the training schedule (diloco, streaming, decoupled).")] = None,
+    fragments: Annotated[int | None, typer.Option(help="P of the training schedule (streaming, decoupled).")] = None,
+    overlap_steps: Annotated[float | None, typer.Option(help="tau of the training schedule (streaming, decoupled).")] = None,
+    utilisations: Annotated[
+        list[float] | None,
+        typer.Option("--utilisation", help="A share of 1; may be repeated; default: 0.5, 0.75, 0.9, 0.95 and 0.99."),
+    ] = None,
+    link_gbit: Annotated[
+        float | None, typer.Option(help="The other way round: the utilisations that a link of so many Gbit/s allows.")
+    ] = None,
+    wanted: Annotated[
+        float | None,
+        typer.Option(help="With --link-gbit: the utilisation that settings of Decoupled are to keep; default: 0.95."),
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """The rate that a datacenter's link needs for a compute utilisation, or the utilisation that a rate allows."""
+    job = Job(parameters, step_s, datacenters)
+    given = {"bits": bits, "steps": steps, "fragments": fragments, "overlap_steps": overlap_steps}
+    changes = {name: value for name, value in given.items() if value is not None}
+    named: list[Named] = []
+    for each in strategy or STRATEGIES:
+        # of all strategies, those that have no such setting stay as they are
+        fit = changes if strategy else {name: value for name, value in changes.items() if name in CHANGEABLE[each]}
+        named += [(each, name, schedule) for name, schedule in schedules(each, fit).items()]
+    if link_gbit is None:
+        if wanted is not None:
+            raise SettingsError(f"--wanted {wanted:g}: only with --link-gbit; without it, --utilisation is what is wanted")
+        _needed(job, named, utilisations or UTILISATIONS, json_)
+    else:
+        if not (math.isfinite(link_gbit) and link_gbit > 0):
+            raise SettingsError(f"--link-gbit {link_gbit:g}: expected a number above 0")
+        if utilisations:
+            raise SettingsError(f"--utilisation {utilisations[0]:g}: not with --link-gbit, which gives it; set --wanted")
+        _reached(job, named, link_gbit, WANTED if wanted is None else wanted, PRECISIONS if bits is None else (bits,), json_)
+
+
+def _needed(job: Job, named: Sequence[Named], utilisations: Sequence[float], json_: bool) -> None:
+    found = [[row(job, *one, share, needed_bits_per_s(job, one[2], share)) for share in utilisations] for one in named]
+    if json_:
+        print(json.dumps([asdict(each) for rows in found for each in rows]))
+        return
+    table = _table([_percent(share) for share in utilisations])
+    for one, rows in zip(named, found, strict=True):
+        table.add_row(*_cells(one), *(_gbit(each.gbit_per_s) for each in rows))
+    published = [_beside(each, each.published_gbit) for rows in found for each in rows if each.published_gbit is not None]
+    _show(f"Gbit/s for a compute utilisation, {_of(job)}", table, _NOTE, *published)
+
+
+def _reached(job: Job, named: Sequence[Named], gbit: float, wanted: float, bits: Sequence[int], json_: bool) -> None:
+    rate_bits_per_s = gbit * BITS_PER_GBIT
+    found = [row(job, *one, utilisation(job, one[2], rate_bits_per_s), rate_bits_per_s) for one in named]
+    training = [schedule for strategy, name, schedule in named if (strategy, name) == ("decoupled", "training")]
+    kept = [least for schedule in training for least in least_settings(job, schedule, rate_bits_per_s, wanted, bits)]
+    reached = [utilisation(job, schedule, rate_bits_per_s) for schedule in kept]
+    if json_:
+        fields = CHANGEABLE["decoupled"]
+        settings = [
+            {name: getattr(one, name) for name in fields} | {"utilisation": share}
+            for one, share in zip(kept, reached, strict=True)
+        ]
+        print(json.dumps({"reached": [asdict(each) for each in found], "wanted": wanted, "settings": settings}))
+        return
+    table = _table(["utilisation"])
+    for one, each in zip(named, found, strict=True):
+        table.add_row(*_cells(one), _percent(each.utilisation))
+    _show(f"Compute utilisation on {gbit:g} Gbit/s, {_of(job)}", table, _NOTE)
+    if not training:
+        return
+    table = _table(["utilisation"])
+    for schedule, share in zip(kept, reached, strict=True):
+        table.add_row(*_cells(("decoupled", "training", schedule)), _percent(share))
+    keeps = "by precision the smallest H, the least disturbing first" if kept else "no H will do"
+    _show(f"\nDecoupled, at least {_percent(wanted)}: {keeps}", *([table] if kept else []))
+
+
+def _show(*parts: str | Table) -> None:
+    console = Console()
+    for part in parts:
+        console.print(part, highlight=False)
+
+
+def _of(job: Job) -> str:
+    what = f"{job.parameters:g} parameters, {job.step_s:g} s a step, "
+    return what + (f"{job.datacenters} datacenters" if job.datacenters > 1 else "one datacenter, which needs no link")
+
+
+def _beside(each: Row, published_gbit: float) -> str:
+    off = f"{100 * (each.gbit_per_s / published_gbit - 1):+.1f} %"
+    return f"published: {each.strategy} {_percent(each.utilisation)} {published_gbit:g}, here {_gbit(each.gbit_per_s)} ({off})"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _gbit(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _table(headings: Sequence[str]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("strategy", "schedule"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("bits", "H", "P", "tau", *headings):
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _cells(one: Named) -> list[str]:
+    strategy, name, schedule = one
+    return [strategy, name, str(schedule.bits), str(schedule.steps), str(schedule.fragments), f"{schedule.overlap_steps:g}"]
