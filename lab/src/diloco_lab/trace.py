@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import math
-import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,10 +18,9 @@ from datetime import UTC, datetime
 from itertools import product
 
 from diloco.core import failures
-from diloco.core.failures import MAX_FAILURES, MAX_SECONDS, Failure, Spread, Tape
+from diloco.core.failures import MAX_FAILURES, MAX_SECONDS, Failure, Tape
 from diloco.errors import FormatError, SettingsError
 from diloco.settings import nearest
-from diloco_lab.repair import Repair
 
 KIND = "chip_loss"
 MAX_ROWS = MAX_FAILURES
@@ -457,32 +455,3 @@ def cut(trace: Trace, targets: Mapping[str, str], from_s: float = 0.0, for_s: fl
     if len(lost) > MAX_FAILURES:
         raise SettingsError(f"{len(lost)} failures are more than a tape's {MAX_FAILURES}; cut it with --for")
     return Tape(length_s, lost)
-
-
-def draw(seed: int, units: int, mean_between_s: float, repair: Repair, duration_s: float) -> Tape:
-    """Draw a tape of slices of one learner that are interrupted at a constant rate while they are there, and repaired.
-
-    Args:
-        seed: equal arguments give equal tapes.
-        units: slices.
-        mean_between_s: mean time that a slice is there between interruptions.
-        repair: of how long it is away.
-        duration_s: of the tape.
-
-    Raises:
-        SettingsError: so many failures that no tape may hold them.
-    """
-    if units * duration_s / mean_between_s > MAX_FAILURES / 2:
-        raise SettingsError(
-            f"{units} units over {duration_s:g} s at one failure in {mean_between_s:g} s are too many for a tape"
-        )
-    chance = random.Random(seed)
-    up = Spread(mean=mean_between_s)
-    lost = []
-    for unit in range(units):
-        at_s = up.draw(chance)
-        while at_s < duration_s:
-            away_s = repair.quantile_s(chance.random())
-            lost.append(Failure(at_s, KIND, f"learner-0/slice-{unit}", away_s))
-            at_s += away_s + up.draw(chance)
-    return Tape(duration_s, sorted(lost, key=lambda failure: failure.at_s), {"seed": float(seed)})
