@@ -15,7 +15,7 @@ from scipy.special import stdtrit
 from diloco.errors import SettingsError
 from diloco.settings import nearest, run_settings
 from diloco_lab import fast, published
-from diloco_lab.cluster import Cluster, Rounds
+from diloco_lab.cluster import Cluster, Rounds, Slowdowns
 from diloco_lab.life import Fault
 from diloco_lab.outcome import Outcome, Scenario
 from diloco_lab.published import Constants
@@ -73,12 +73,19 @@ class Conditions:
             raise SettingsError(f"learners = {learners}: strategy {strategy.name} is a single one; leave --learners out")
         plain = Cluster(chips, learners, self.cluster.get("chips_per_slice", min(published.CHIPS_PER_SLICE, chips)))
         cluster = self.constants.apply(plain, elastic=strategy.elastic)
-        costs = {name: value for name, value in self.cluster.items() if name in _COSTS}
-        others = {name: value for name, value in self.cluster.items() if name not in _COSTS}
+        costs, slow, others = (
+            {name: self.cluster[name] for name in names if name in self.cluster} for names in (_COSTS, _SLOW, _CLUSTER)
+        )
+        if slow:
+            missing = [name for name in _SLOW if name not in slow]
+            if missing:
+                raise SettingsError(f"{next(iter(slow))} without {missing[0]}: slowdowns need {', '.join(_SLOW)}")
+            others["slowdowns"] = Slowdowns(*(slow[name] for name in _SLOW))
         return replace(cluster, costs=replace(cluster.costs, **costs), **others)
 
 
 _COSTS = ("checkpoint_s",)
+_SLOW = ("slow_between_s", "slow_lasting_s", "slow_factor")  # of Slowdowns, in its order
 _CLUSTER = ("between_s", "chips_per_slice", "speed_spread")
 
 
@@ -89,7 +96,7 @@ def conditions(values: Mapping[str, Any], source: str) -> Conditions:
         SettingsError: naming ``source`` and an unknown name, or a value that is no number.
     """
     constants = [each.name for each in fields(Constants)]
-    known = [*constants, *_CLUSTER, *_COSTS]
+    known = [*constants, *_CLUSTER, *_COSTS, *_SLOW]
     for name, value in values.items():
         if name not in known:
             raise SettingsError(f"{source} {name}: unknown{nearest(name, known)}; there are {', '.join(known)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +16,7 @@ from rich.table import Table
 from diloco.core import failures
 from diloco.errors import SettingsError
 from diloco.report.units import count, share, size
-from diloco.settings import changed_settings, parse_assignments, run_settings
+from diloco.settings import changed_settings, nearest, parse_assignments, run_settings
 from diloco_lab import fast, full, tapes
 from diloco_lab.cluster import Learner, Link, Rounds
 from diloco_lab.commands.files import open_tape, write
@@ -38,6 +39,11 @@ def run(
     parameters: Annotated[float, typer.Option(help="Of the model.")] = 5e9,
     link_gbit: Annotated[float, typer.Option(help="Of each learner, in each direction.")] = math.inf,
     delay_s: Annotated[float, typer.Option(help="From a learner to the syncers.")] = 0.0,
+    speeds: Annotated[str, typer.Option(metavar="S,S,...", help="How fast each learner is, of --set step_s.")] = "",
+    present: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LEARNER=FROM-UNTIL", help="Hours in which a learner takes part; may be repeated."),
+    ] = None,
     set_: Set = None,
     run_set: Annotated[
         list[str] | None, typer.Option("--run-set", metavar="NAME=VALUE", help="A run's setting, such as round.quorum=all.")
@@ -56,8 +62,8 @@ def run(
         raise SettingsError(f"--parameters {parameters:g}: expected 1 to 1e15")
     chosen, plan = conditions(parse_assignments(set_ or []), "--set"), strategy_of(strategy)
     link = Link(link_gbit * BITS_PER_GBIT, delay_s)
-    cluster = replace(chosen.of(plan, chips, 1 if plan.preset is None else learners), link=link)
-    scenario = Scenario(cluster.split(seed), hours * HOUR_S, seed)
+    cluster = replace(chosen.of(plan, chips, 1 if plan.preset is None else learners), link=link, speeds=_speeds(speeds))
+    scenario = Scenario(_scheduled(cluster.split(seed), present or []), hours * HOUR_S, seed)
     if plan.preset is not None:
         settings = run_settings(plan.preset, {"learners": learners})
         settings = changed_settings(settings, parse_assignments(run_set or []), "--run-set")
@@ -84,6 +90,31 @@ def run(
         print(json.dumps(_plain(outcome)))
     else:
         _show(outcome, scenario)
+
+
+def _speeds(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise SettingsError(f"--speeds {text}: expected numbers, one for each learner, such as 1,1,0.5") from None
+
+
+def _scheduled(learners: Sequence[Learner], present: Sequence[str]) -> list[Learner]:
+    """The learners, each in the hours that ``present`` names for it, or always."""
+    hours: dict[str, list[tuple[float, float]]] = {}
+    for item in present:
+        name, _, span = item.partition("=")
+        if name not in {learner.name for learner in learners}:
+            known = [learner.name for learner in learners]
+            raise SettingsError(
+                f"--present {item}: no learner {name!r}{nearest(name, known)}; there are {known[0]} to {known[-1]}"
+            )
+        try:
+            begin, end = (float(part) * HOUR_S for part in span.split("-"))
+        except ValueError:
+            raise SettingsError(f"--present {item}: expected LEARNER=FROM-UNTIL in hours, such as {name}=0.5-2") from None
+        hours.setdefault(name, []).append((begin, end))
+    return [replace(learner, present=tuple(hours.get(learner.name, ()))) for learner in learners]
 
 
 def taped(scenario: Scenario, tape: Path) -> Scenario:
