@@ -18,7 +18,9 @@ from diloco.errors import SettingsError
 from diloco.settings import run_settings
 from diloco_lab.command import simulate
 from diloco_lab.links import Choice, Way, settle
+from diloco_lab.network import MEMBER_BYTES, OFFER_BYTES, RECORD_BYTES
 from diloco_lab.plan import Plan, plan, toml
+from diloco_lab.published import FITTED
 from diloco_lab.sites import Sites, read
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sites.toml"
@@ -45,7 +47,8 @@ bits_per_s = 1e9
 delay_s = 0.0
 """
 # of 41,667 values (a 24th of a million) with 4 bits: 652 blocks of 34 bytes; and what goes with an offer, and with a version
-OFFER, VERSION = 652 * 34 + 330, 652 * 34 + 330 + 2 * 60
+HEADS = OFFER_BYTES, RECORD_BYTES + 2 * MEMBER_BYTES
+OFFER, VERSION = (652 * 34 + head for head in HEADS)
 CYCLE_BYTES = 1.07 * 12 * (OFFER + VERSION)  # of two sites each has 12 of 24 fragments
 STEP_S = 2.5
 
@@ -83,7 +86,7 @@ def test_two_sites_by_hand(planned: Any) -> None:
     assert chosen.cost.mean == pytest.approx(8 * 2.0 * 240)
     # 16 bits: two bytes a value, and a cycle is 24 steps
     assert chosen.choice == Choice(bits=16)
-    cycle_bytes = 1.07 * 12 * (2 * 83334 + 2 * 330 + 120)
+    cycle_bytes = 1.07 * 12 * (2 * 83334 + sum(HEADS))
     for link in found.links:
         assert link.bytes_per_day == pytest.approx(cycle_bytes * 86400 / 60)
         assert link.load == pytest.approx(8 * cycle_bytes / (1e9 * 60))
@@ -262,7 +265,7 @@ def test_what_is_left_out_is_listed(tmp_path: Path) -> None:
     assert listed["links[0].delay_s"] == 0.05
     assert listed["plan.utilisation"] == 0.95
     assert listed["model.bytes_per_parameter"] == 16
-    assert listed["sites.a.repair_s"] == 1200
+    assert listed["sites.a.repair_s"] == FITTED.repair_s
     assert "sites.a.between_s" not in listed  # given
     assert "sites.a.learners" not in listed  # not taken but found
     assert "sites.a.flops_utilisation" not in listed  # of no use here

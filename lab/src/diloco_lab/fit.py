@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import numpy as np
-from scipy.optimize import minimize
 
 from diloco_lab import fast
 from diloco_lab.cluster import Cluster
 from diloco_lab.outcome import Outcome, Scenario
-from diloco_lab.published import CELLS, CHIPS, Constants
+from diloco_lab.published import CELLS, CHIPS, CHIPS_PER_SLICE, Constants
 
 FITTED_ROWS = (("data-parallel", False), ("data-parallel-elastic", True))
 SEEDS = (1, 2)
@@ -38,7 +37,7 @@ class Residual:
 
 def simulate(constants: Constants, chips: int, learners: int, *, elastic: bool, seed: int, duration_s: float) -> Outcome:
     """A cluster that fails as in the paper: the learners' lives, which no round holds up."""
-    cluster = constants.apply(Cluster(chips, learners), elastic=elastic)
+    cluster = constants.apply(Cluster(chips, learners, CHIPS_PER_SLICE), elastic=elastic)
     return fast.simulate(Scenario(cluster.split(seed), duration_s, seed))
 
 
@@ -66,6 +65,8 @@ def fit(
     start: Constants, seeds: Sequence[int], duration_s: float, report: Callable[[int, Constants, float], None] | None = None
 ) -> Constants:
     """The constants with the least sum of squares, searched from ``start`` on. ``report`` is told each trial's."""
+    from scipy.optimize import minimize  # takes as long to import as most simulations take
+
     trials = 0
 
     def error(logs: np.ndarray) -> float:

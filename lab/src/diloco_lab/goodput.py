@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from diloco.errors import SettingsError
 from diloco.settings import nearest, run_settings
 from diloco_lab import fast, published
-from diloco_lab.cluster import Cluster, Rounds
+from diloco_lab.cluster import Cluster, Rounds, Slowdowns
 from diloco_lab.life import Fault
 from diloco_lab.outcome import Outcome, Scenario
 from diloco_lab.published import Constants
@@ -71,14 +71,21 @@ class Conditions:
         """
         if strategy.preset is None and learners != 1:
             raise SettingsError(f"learners = {learners}: strategy {strategy.name} is a single one; leave --learners out")
-        plain = Cluster(chips, learners, min(published.CHIPS_PER_SLICE, chips))
+        plain = Cluster(chips, learners, self.cluster.get("chips_per_slice", min(published.CHIPS_PER_SLICE, chips)))
         cluster = self.constants.apply(plain, elastic=strategy.elastic)
-        costs = {name: value for name, value in self.cluster.items() if name in _COSTS}
-        others = {name: value for name, value in self.cluster.items() if name not in _COSTS}
+        costs, slow, others = (
+            {name: self.cluster[name] for name in names if name in self.cluster} for names in (_COSTS, _SLOW, _CLUSTER)
+        )
+        if slow:
+            missing = [name for name in _SLOW if name not in slow]
+            if missing:
+                raise SettingsError(f"{next(iter(slow))} without {missing[0]}: slowdowns need {', '.join(_SLOW)}")
+            others["slowdowns"] = Slowdowns(*(slow[name] for name in _SLOW))
         return replace(cluster, costs=replace(cluster.costs, **costs), **others)
 
 
 _COSTS = ("checkpoint_s",)
+_SLOW = ("slow_between_s", "slow_lasting_s", "slow_factor")  # of Slowdowns, in its order
 _CLUSTER = ("between_s", "chips_per_slice", "speed_spread")
 
 
@@ -89,7 +96,7 @@ def conditions(values: Mapping[str, Any], source: str) -> Conditions:
         SettingsError: naming ``source`` and an unknown name, or a value that is no number.
     """
     constants = [each.name for each in fields(Constants)]
-    known = [*constants, *_CLUSTER, *_COSTS]
+    known = [*constants, *_CLUSTER, *_COSTS, *_SLOW]
     for name, value in values.items():
         if name not in known:
             raise SettingsError(f"{source} {name}: unknown{nearest(name, known)}; there are {', '.join(known)}")
@@ -158,15 +165,15 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, mean, mean
-    half = float(student.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
+    half = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2) * np.std(values, ddof=1) / math.sqrt(len(values)))
     return mean, max(0.0, mean - half), min(1.0, mean + half)
 
 
 def row(point: Point, runs: Sequence[tuple[float, float]]) -> Row:
     """The cell of a point, from (goodput, uptime) by seed."""
-    cell = published.cell(point.strategy, point.learners, point.chips)
+    known = published.cell(point.strategy, point.learners, point.chips) if point.faults is None else published.Cell()
     goodput, uptime = interval([run[0] for run in runs]), interval([run[1] for run in runs])
-    return Row(point.strategy, point.learners, point.chips, *goodput, *uptime, cell.goodput, cell.uptime)
+    return Row(point.strategy, point.learners, point.chips, *goodput, *uptime, known.goodput, known.uptime)
 
 
 def simulate(point: Point, conditions: Conditions, seed: int, duration_s: float) -> Outcome:

@@ -66,7 +66,7 @@ class Constants:
         """A cluster with these constants."""
         costs = Costs(elastic, self.downscale_s, self.upscale_s, self.gather_s, self.restart_s)
         repair = repair_of(self.repair_s)
-        return replace(cluster, chips_per_slice=CHIPS_PER_SLICE, step_s=self.step_s, costs=costs, repair=repair)
+        return replace(cluster, step_s=self.step_s, costs=costs, repair=repair)
 
 
-FITTED = Constants(step_s=5.0, downscale_s=20.0, upscale_s=16.0, gather_s=60.0, restart_s=81.0, repair_s=1200.0)
+FITTED = Constants(step_s=5.69, downscale_s=21.7, upscale_s=12.7, gather_s=66.6, restart_s=82.0, repair_s=1324.0)

@@ -19,7 +19,8 @@ from rich.table import Table
 from diloco.errors import SettingsError
 from diloco.report.units import count
 from diloco.settings import parse_assignments
-from diloco_lab import fit, published, tapes
+from diloco_lab import fit, published
+from diloco_lab.commands.files import open_tape
 from diloco_lab.goodput import (
     PUBLISHED,
     STRATEGIES,
@@ -74,13 +75,14 @@ def goodput(
     duration_s = days * DAY_S
     if tape is not None:
         wanted, duration_s = _taped(tape, wanted, chosen)
+        all_seeds = range(seed, seed + 1)  # nothing is left to chance
     processes = jobs or os.cpu_count() or 1
     with _progress("simulating", json_) as bar:
         rows = sweep(wanted, chosen, all_seeds, duration_s, processes, bar)
     if json_:
         print(json.dumps([asdict(each) for each in rows]))
     else:
-        _show(rows, chosen, seeds, duration_s / DAY_S)
+        _show(rows, chosen, len(all_seeds), duration_s / DAY_S)
     if sensitivity and not json_:
         _show_sensitivity(wanted, chosen, all_seeds, duration_s, processes)
 
@@ -103,19 +105,9 @@ def _taped(path: Path, wanted: Sequence[Point], chosen: Conditions) -> tuple[lis
     """The points with a tape's failures, and how long the tape is."""
     found, duration_s = [], 0.0
     for point in wanted:
-        cluster = chosen.of(strategy_of(point.strategy), point.chips, point.learners)
-        try:
-            with path.open() as lines:
-                played = tapes.read(lines, str(path), cluster.split(0))
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"--tape {path}: {error}") from None
-        if played.left_out:
-            left_out = ", ".join(f"{number} of {kind}" for kind, number in sorted(played.left_out.items()))
-            typer.echo(f"left out, since no learner of the simulator feels it: {left_out}", err=True)
+        played = open_tape(path, chosen.of(strategy_of(point.strategy), point.chips, point.learners).split(0))
         found.append(replace(point, faults=played.faults, cuts=played.cuts))
         duration_s = played.duration_s
-    if not duration_s:
-        raise SettingsError(f"--tape {path}: duration_s is 0; say in its first line how long it is")
     return found, duration_s
 
 
@@ -154,7 +146,9 @@ def _show(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> N
             table.add_row(key[0], str(key[1]), *(_cell(of_key.get(number), quantity) for number in numbers))
         console.print(table, highlight=False)
         console.print()
-    notes = [f"means over {seeds} seeds of {days:g} days, ± 95 % interval; in brackets what is published"]
+    notes = [f"{days:.3g} days"]
+    if seeds > 1:
+        notes = [f"means over {seeds} seeds of {days:.3g} days, ± 95 % interval; in brackets what is published"]
     error = mean_error(rows)
     if error is not None:
         notes.append(f"mean absolute error over the published cells: {100 * error:.2f} points")
@@ -178,7 +172,8 @@ def _cell(row: Row | None, quantity: str) -> str:
     if row is None:
         return ""
     mean, low, known = getattr(row, quantity), getattr(row, f"{quantity}_low"), getattr(row, f"published_{quantity}")
-    return f"{100 * mean:.1f} ±{100 * (mean - low):.1f}" + ("" if known is None else f" ({100 * known:.0f})")
+    width = f" ±{100 * (mean - low):.1f}" if low < mean else ""
+    return f"{100 * mean:.1f}{width}" + ("" if known is None else f" ({100 * known:.0f})")
 
 
 def _show_sensitivity(wanted: Sequence[Point], chosen: Conditions, seeds: Sequence[int], duration_s: float, jobs: int) -> None:
