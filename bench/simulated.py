@@ -193,6 +193,7 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
             {"quantity": row.quantity, "live": row.live, "simulated": row.simulated, "difference": row.difference}
             for row in rows
         ],
+        "drift": validation.drift(seen, lead_in_s, began_s, ends_s),
         "holds": holds,
         "passed": holds and all(abs(row.difference) <= TARGET for row in rows),
     }
@@ -211,6 +212,8 @@ def show(result: dict[str, Any]) -> None:
         places = 3 if row["live"] < 100 and row["live"] % 1 else 0
         shown = "".join(f" {row[name]:14,.{places}f}" for name in ("live", "simulated"))
         print(f"{row['quantity']:30}{shown} {100 * row['difference']:+10.1f} %")
+    drift = max(map(abs, result["drift"].values()))
+    print(f"undisturbed steps took {100 * drift:.1f} % more or less time than before the tape, at most")
     print(f"chaos: {'all invariants hold' if result['holds'] else 'an invariant is broken'}")
     print(f"at most {100 * TARGET:g} % apart: {'passed' if result['passed'] else 'FAILED'}")
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from diloco.core.failures import Failure
 from diloco.core.tape import Back, Event, Gone, Lease, Start
-from diloco.errors import DataError
-from diloco_lab.recorded import recorded
+from diloco.errors import DataError, RunError
+from diloco.observe import get_logger
+from diloco.rundir import RunDirectory
+from diloco.settings import run_settings
+from diloco.tape import TapeFile
+from diloco.wire import messages
+from diloco_lab.recorded import of_run, recorded
 
 START_MS = 1_790_000_000_000
 
@@ -61,3 +68,24 @@ def test_what_is_after_the_end_is_left_out_or_cut_off() -> None:
 def test_what_makes_no_sense_is_named(events: list[Event], complaint: str) -> None:
     with pytest.raises(DataError, match=complaint):
         recorded(events, 10.0)
+
+
+def test_a_run_is_read_by_its_directory(tmp_path: Path) -> None:
+    """Two coordinators, one after the other; what learners' tapes say is nothing to it."""
+    run = RunDirectory(tmp_path / "mine", "mine", "nats://127.0.0.1:1", None, run_settings())
+    run.save()
+    identity = messages.run_id(run.name, run.settings.digest())
+    noted: dict[str, list[Event]] = {
+        "coordinator-0": [Start(at(0), 0, ()), Back(at(1), "learner-0")],
+        "coordinator-1": [Start(at(20), 0, ()), Gone(at(30), "learner-0"), Back(at(50), "learner-0")],
+        "learner-0": [Start(at(5), 1, ())],
+    }
+    for name, events in noted.items():
+        tape = TapeFile(run.path, name, identity, get_logger())
+        for event in events:
+            tape.record(event)
+        tape.flush()
+        tape.close()
+    assert list(of_run(run.path, 100.0).failures) == [Failure(20.0, "freeze", "learner-0", 30.0)]
+    with pytest.raises(RunError, match="not a run's directory"):
+        of_run(tmp_path, 100.0)

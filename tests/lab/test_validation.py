@@ -138,3 +138,10 @@ def test_messages_are_as_long_as_the_simulator_assumes() -> None:
             body=body,
         )
         assert len(messages.pack(record, HASH[:8], b"")) == pytest.approx(RECORD_BYTES + count * MEMBER_BYTES, rel=0.05)
+
+
+def test_drift_is_that_of_the_usual_step() -> None:
+    """Steps of 1 s, then of 1.1 s but for one of 5 s, in which it was frozen."""
+    times = [0.0, 1.0, 2.0, 3.0, 4.1, 5.2, 10.2, 11.3, 12.4]
+    seen = validation.Seen(run_settings(), [1], 1, {"learner-0": [(at_s, step) for step, at_s in enumerate(times)]})
+    assert validation.drift(seen, 0.0, 3.05, 20.0) == {"learner-0": pytest.approx(0.1)}

@@ -9,12 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
+from pathlib import Path
 
+from diloco import rundir, tape
 from diloco.core.failures import Failure, Tape
 from diloco.core.tape import Back, Event, Gone, Start
 from diloco.errors import DataError
+from diloco.wire import messages
 
 GONE_S = 10.0  # without a sign of life, before the coordinator says so
+
+
+def of_run(directory: Path, duration_s: float) -> Tape:
+    """The learners' absences in the first ``duration_s`` of a run, by the tapes in its directory.
+
+    Raises:
+        RunError: it is no run's directory, or a tape in it cannot be read.
+        DataError: there is no coordinator's tape, or it cannot be followed.
+    """
+    run = rundir.load(directory)
+    tapes, _ = tape.load_all(directory, messages.run_id(run.name, run.settings.digest()))
+    events = [event for read in tapes if read.name.startswith("coordinator") for event in read.events()]
+    dated = sorted((event for event in events if isinstance(event, Start | Gone | Back)), key=lambda event: event.at_ms)
+    if not dated:
+        raise DataError(f"{directory}: no coordinator has noted anything there")
+    return recorded(dated, duration_s)
 
 
 def recorded(events: Iterable[Event], duration_s: float) -> Tape:

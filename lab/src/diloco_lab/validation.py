@@ -13,6 +13,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import median
 
 from diloco.chaos.breaking import CUT_AGAIN_S
@@ -157,6 +158,22 @@ def live(seen: Seen, calibration: Calibration, begin_s: float, end_s: float) -> 
     }
     of_learners = {f"steps of {name}": float(count) for name, count in steps.items()}
     return of_learners | _quantities(calibration, end_s - begin_s, counts)
+
+
+def drift(seen: Seen, begin_s: float, middle_s: float, end_s: float) -> dict[str, float]:
+    """By how much each learner's usual step is longer after a time than before it: what the machine did by itself.
+
+    The usual one is the median, on which failures that touch a smaller part of the steps have no influence.
+    """
+    return {
+        name: _usual_s(steps, middle_s, end_s) / _usual_s(steps, begin_s, middle_s) - 1
+        for name, steps in sorted(seen.steps.items())
+    }
+
+
+def _usual_s(steps: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> float:
+    times = [at_s for at_s, _ in steps if begin_s <= at_s < end_s]
+    return median(after_s - before_s for before_s, after_s in pairwise(times))
 
 
 def compared(live: Mapping[str, float], simulated: Mapping[str, float]) -> list[Row]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,13 +18,14 @@ from diloco.core import failures
 from diloco.errors import SettingsError
 from diloco.report.units import count, share, size
 from diloco.settings import changed_settings, nearest, parse_assignments, run_settings
-from diloco_lab import fast, full, tapes
+from diloco_lab import fast, full, recorded, tapes
 from diloco_lab.cluster import Learner, Link, Rounds
 from diloco_lab.commands.files import open_tape, write
 from diloco_lab.commands.goodput import MAX_DAYS, MIN_WIDTH, Set
 from diloco_lab.goodput import STRATEGIES, conditions, strategy_of
 from diloco_lab.life import ChipTime, Fault
 from diloco_lab.outcome import Outcome, Scenario
+from diloco_lab.tapes import Played
 
 HOUR_S = 3600.0
 BITS_PER_GBIT = 1e9
@@ -49,6 +51,10 @@ def run(
         list[str] | None, typer.Option("--run-set", metavar="NAME=VALUE", help="A run's setting, such as round.quorum=all.")
     ] = None,
     tape: Annotated[Path | None, typer.Option(help="The failures of a tape, in the place of drawn ones.")] = None,
+    recorded_: Annotated[
+        Path | None,
+        typer.Option("--recorded", metavar="DIR", help="Absences of a real run's learners, in its first --hours."),
+    ] = None,
     record: Annotated[Path | None, typer.Option(help="Write the drawn failures to a tape.")] = None,
     whole_learners: Annotated[
         bool, typer.Option("--whole-learners", help="On that tape a lost slice freezes its learner: for a live run.")
@@ -71,8 +77,12 @@ def run(
         scenario = replace(scenario, rounds=Rounds(settings, [values] * settings.fragments.count))
     elif run_set:
         raise SettingsError(f"--run-set {run_set[0]}: strategy {strategy} has no rounds")
+    if tape is not None and recorded_ is not None:
+        raise SettingsError(f"--tape {tape} and --recorded {recorded_}: one of them, not both")
     if tape is not None:
-        scenario = taped(scenario, tape)
+        scenario = _taped(scenario, partial(open_tape, tape))
+    if recorded_ is not None:
+        scenario = _taped(scenario, partial(tapes.played, recorded.of_run(recorded_, scenario.duration_s)))
     drawn: list[tuple[str, Fault]] = []
     if record is not None:
 
@@ -117,10 +127,10 @@ def _scheduled(learners: Sequence[Learner], present: Sequence[str]) -> list[Lear
     return [replace(learner, present=tuple(hours.get(learner.name, ()))) for learner in learners]
 
 
-def taped(scenario: Scenario, tape: Path) -> Scenario:
+def _taped(scenario: Scenario, read: Callable[[Sequence[Learner]], Played]) -> Scenario:
     """The scenario with a tape's failures and no others, for as long as the tape is."""
     learners = [replace(learner, between_s=math.inf) for learner in scenario.learners]
-    played = open_tape(tape, learners)
+    played = read(learners)
     return replace(scenario, learners=learners, duration_s=played.duration_s, faults=played.faults, cuts=played.cuts)
 
 
