@@ -12,7 +12,7 @@ offers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from diloco.core.bandwidth import FULL
@@ -25,8 +25,8 @@ from diloco_lab.network import MEMBER_BYTES, OFFER_BYTES, RECORD_BYTES
 PRESET = run_settings()
 # what may be given up for a thin link, from what costs nothing that was measured (bits) to what costs most (steps)
 PRECISIONS: tuple[Bits, ...] = (16, 8, 4)
-FRAGMENTS = (PRESET.fragments.count, 4 * PRESET.fragments.count)
-OVERLAPS = (PRESET.round.overlap_steps, 2 * PRESET.round.overlap_steps, 4 * PRESET.round.overlap_steps)
+FRAGMENTS = tuple(times * PRESET.fragments.count for times in (1, 4, 16, 64))
+OVERLAPS = tuple(times * PRESET.round.overlap_steps for times in (1, 2, 4))
 # docs/regions.md: beside the bodies, headers of TCP/IP and signs of life
 OVERHEAD = 1.07
 
@@ -46,8 +46,6 @@ class Choice:
 class Way:
     """One direction of a link, and the learners at its ends. ``regions``: sites in all; ``step_s``: of the fastest learner."""
 
-    source: str
-    target: str
     bits_per_s: float
     delay_s: float
     parameters: int
@@ -102,7 +100,7 @@ class Way:
         return found[0].steps if found else None
 
 
-def settle(ways: Sequence[Way], wanted: float) -> Choice | None:
+def settle(ways: Collection[Way], wanted: float) -> Choice | None:
     """The settings that every way has room for, and that give up least; None if there are none.
 
     The smallest H first, of an equal H the smallest overlap, then the fewest fragments, then no merging in regions, then the
@@ -110,6 +108,7 @@ def settle(ways: Sequence[Way], wanted: float) -> Choice | None:
     """
     if not ways:
         return Choice()
+    ways = sorted(set(ways), key=lambda way: way.bits_per_s)  # what does not fit is found out soonest
     best: Choice | None = None
     for choice in _choices(several=any(way.from_learners > 1 for way in ways)):
         if best is not None and not all(way.fits(replace(choice, steps=best.steps - 1), wanted) for way in ways):

@@ -241,14 +241,14 @@ class _Planner:
 
     # ---- candidates
 
-    def ways(self, split: Mapping[str, int], step_s: float) -> list[Way]:
-        """Both directions of all links between these sites."""
+    def ways(self, split: Mapping[str, int], step_s: float) -> dict[tuple[str, str], Way]:
+        """Both directions of all links between these sites, by where they begin and end."""
         total, count = sum(split.values()), len(split)
-        return [
-            Way(a, b, link.bits_per_s, link.delay_s, self.model.parameters, count, total, split[a], split[b], step_s)
+        return {
+            (a, b): Way(link.bits_per_s, link.delay_s, self.model.parameters, count, total, split[a], split[b], step_s)
             for link in self.links(split)
             for a, b in (link.between, reversed(link.between))
-        ]
+        }
 
     def links(self, subset: Mapping[str, Any] | Sequence[str]) -> list[Between]:
         """Between these sites."""
@@ -259,10 +259,10 @@ class _Planner:
         for split in self.splits(subset):
             step_s = self.step_s(split)
             ways = self.ways(split, min(step_s.values()))
-            choice = settle(ways, self.sites.wanted.utilisation)
+            choice = settle(ways.values(), self.sites.wanted.utilisation)
             if choice is None:
                 continue
-            utilisation = min((way.utilisation(choice) for way in ways), default=1.0)
+            utilisation = min((way.utilisation(choice) for way in ways.values()), default=1.0)
             full = sum(self.paces(split).values()) * utilisation
             yield Candidate(split, choice, step_s, full, utilisation, NO_FAILURE, *self.price(split, full, NO_FAILURE))
 
@@ -328,8 +328,8 @@ class _Planner:
         ways = self.ways(chosen.learners, min(chosen.step_s.values()))
         cycle_s = chosen.choice.steps * min(chosen.step_s.values())
         loads = [
-            LinkLoad(way.source, way.target, way.cycle_bytes(chosen.choice) * DAY_S / cycle_s, way.load(chosen.choice))
-            for way in ways
+            LinkLoad(*ends, way.cycle_bytes(chosen.choice) * DAY_S / cycle_s, way.load(chosen.choice))
+            for ends, way in ways.items()
         ]
         alone = min((self.data_parallel([name]) for name in self.sites.sites), key=measure)
         together = [self.data_parallel(list(self.sites.sites))] if len(self.sites.sites) > 1 else []
@@ -421,12 +421,12 @@ class _Planner:
         run_settings(PRESET.preset, {one.name: one.value for one in found}, "plan")
         return found
 
-    def bottleneck(self, chosen: Candidate, ways: Sequence[Way]) -> Bottleneck:
+    def bottleneck(self, chosen: Candidate, ways: Mapping[tuple[str, str], Way]) -> Bottleneck:
         """A link that made rounds rarer; else what of links and failures costs more than a twentieth; else the chips."""
         lost_links, lost_failures = 1 - chosen.utilisation, 1 - chosen.goodput.mean
-        fullest = max(ways, key=lambda way: (way.load(chosen.choice), way.delay_s), default=None)
-        if fullest is not None and (chosen.choice.steps > PRESET.round.steps or lost_links > max(LITTLE, lost_failures)):
-            return self._full(chosen, fullest)
+        if chosen.choice.steps > PRESET.round.steps or lost_links > max(LITTLE, lost_failures):
+            fullest = max(ways, key=lambda ends: (ways[ends].load(chosen.choice), ways[ends].delay_s))
+            return self._full(chosen, "-".join(fullest), ways[fullest])
         if lost_failures > LITTLE:
             return self._failing(chosen)
         paces = self.paces(chosen.learners)
@@ -434,10 +434,9 @@ class _Planner:
         why = f"the chips themselves: links cost {lost_links:.1%} of the time and failures {lost_failures:.1%}"
         return Bottleneck("chips", name, f"{why}; {name} has {paces[name] / sum(paces.values()):.0%} of the pace")
 
-    def _full(self, chosen: Candidate, way: Way) -> Bottleneck:
+    def _full(self, chosen: Candidate, name: str, way: Way) -> Bottleneck:
         choice = Choice(merge=chosen.choice.merge)
         needed = needed_bits_per_s(way, choice, self.sites.wanted.utilisation)
-        name = f"{way.source}-{way.target}"
         why = (
             f"{way.bits_per_s / 1e9:.3g} Gbit/s are {way.load(chosen.choice):.0%} full at H = {chosen.choice.steps}; "
             f"the preset's H = {choice.steps} with {choice.bits} bits needs "

@@ -118,11 +118,6 @@ class Between(_Table):
     bits_per_s: Positive = Field(description="rate of each direction")
     delay_s: float = Field(0.05, ge=0, le=3600, description="one way; between continents, docs/wan.md has 0.03 to 0.07")
 
-    @property
-    def name(self) -> str:
-        """The two sites'."""
-        return "-".join(self.between)
-
 
 @dataclass(frozen=True)
 class Default:
