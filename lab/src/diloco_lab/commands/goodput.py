@@ -192,4 +192,4 @@ def _show_sensitivity(wanted: Sequence[Point], chosen: Conditions, seeds: Sequen
     for index, point in enumerate(wanted):
         changes = [100 * (rows[name, 1][index].goodput - rows[name, -1][index].goodput) / 2 for name in names]
         table.add_row(point.strategy, str(point.learners), count(point.chips), *(f"{change:+.2f}" for change in changes))
-    Console().print(table, highlight=False)
+    Console(width=max(MIN_WIDTH, Console().width)).print(table, highlight=False)
