@@ -20,6 +20,7 @@ from diloco.errors import SettingsError
 from diloco.report.units import count
 from diloco.settings import parse_assignments
 from diloco_lab import fit, published
+from diloco_lab.commands import show
 from diloco_lab.commands.files import open_tape
 from diloco_lab.goodput import (
     PUBLISHED,
@@ -38,7 +39,6 @@ from diloco_lab.goodput import (
 DAY_S = 86400.0
 MAX_DAYS = 366.0
 MAX_SEEDS = 1000
-MIN_WIDTH = 110  # of a table whose cells would be cut
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([km]?)", re.IGNORECASE)
 
@@ -133,7 +133,7 @@ def _progress(what: str, quiet: bool) -> Iterator:  # type: ignore[type-arg]
 
 
 def _show(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> None:
-    console = Console(width=max(MIN_WIDTH, Console().width))
+    out = show.console()
     numbers = sorted({each.chips for each in rows})
     for quantity in ("goodput", "uptime"):
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title=f"{quantity}, %", title_justify="left")
@@ -144,8 +144,8 @@ def _show(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> N
         for key in dict.fromkeys((each.strategy, each.learners) for each in rows):
             of_key = {each.chips: each for each in rows if (each.strategy, each.learners) == key}
             table.add_row(key[0], str(key[1]), *(_cell(of_key.get(number), quantity) for number in numbers))
-        console.print(table, highlight=False)
-        console.print()
+        out.print(table, highlight=False)
+        out.print()
     notes = [f"{days:.3g} days"]
     if seeds > 1:
         notes = [f"means over {seeds} seeds of {days:.3g} days, ± 95 % interval; in brackets what is published"]
@@ -165,7 +165,7 @@ def _show(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> N
             f"{100 * one.uptime:.1f} %"
         )
     for note in notes:
-        console.print(note, highlight=False)
+        out.print(note, highlight=False)
 
 
 def _cell(row: Row | None, quantity: str) -> str:
@@ -192,4 +192,4 @@ def _show_sensitivity(wanted: Sequence[Point], chosen: Conditions, seeds: Sequen
     for index, point in enumerate(wanted):
         changes = [100 * (rows[name, 1][index].goodput - rows[name, -1][index].goodput) / 2 for name in names]
         table.add_row(point.strategy, str(point.learners), count(point.chips), *(f"{change:+.2f}" for change in changes))
-    Console(width=max(MIN_WIDTH, Console().width)).print(table, highlight=False)
+    show.console().print(table, highlight=False)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from diloco.report.units import count, share, size
 from diloco_lab import plan as planning
+from diloco_lab.commands import show
 from diloco_lab.plan import Candidate, Estimate, Plan
 from diloco_lab.sites import Default, Sites, read
 
@@ -49,12 +49,12 @@ def _finite(value: Any) -> Any:
 
 def _show(given: Sites, found: Plan, which: str) -> None:
     chosen, model = found.chosen, given.model
-    console = Console()
+    out = show.console()
 
     def put(title: str, *parts: str | Table) -> None:
-        console.print(f"\n[bold]{title}[/bold]", highlight=False)
+        out.print(f"\n[bold]{title}[/bold]", highlight=False)
         for part in parts:
-            console.print(escape(part) if isinstance(part, str) else part, highlight=False)
+            out.print(escape(part) if isinstance(part, str) else part, highlight=False)
 
     what = f"{count(model.parameters)} parameters, {count(model.tokens)} tokens, {count(model.tokens_per_step)} a step"
     put(

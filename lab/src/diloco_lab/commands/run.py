@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from diloco.core import failures
@@ -20,8 +19,9 @@ from diloco.report.units import count, share, size
 from diloco.settings import changed_settings, nearest, parse_assignments, run_settings
 from diloco_lab import fast, full, recorded, tapes
 from diloco_lab.cluster import Learner, Link, Rounds
+from diloco_lab.commands import show
 from diloco_lab.commands.files import open_tape, write
-from diloco_lab.commands.goodput import MAX_DAYS, MIN_WIDTH, Set
+from diloco_lab.commands.goodput import MAX_DAYS, Set
 from diloco_lab.goodput import STRATEGIES, conditions, strategy_of
 from diloco_lab.life import ChipTime, Fault
 from diloco_lab.outcome import Outcome, Scenario
@@ -151,7 +151,7 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
 
 
 def _show(outcome: Outcome, scenario: Scenario) -> None:
-    console = Console(width=max(MIN_WIDTH, Console().width))
+    out = show.console()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("learner", no_wrap=True)
     kinds = [field.name for field in fields(ChipTime)]
@@ -165,8 +165,8 @@ def _show(outcome: Outcome, scenario: Scenario) -> None:
         ]
         sent = [size(learner.bytes_up), size(learner.bytes_down)] if scenario.rounds else ["–", "–"]
         table.add_row(learner.name, count(learner.steps), count(learner.failures), *shares, *merged, *sent)
-    console.print(table, highlight=False)
-    console.print(f"goodput {share(outcome.goodput, 2)}, uptime {share(outcome.uptime, 2)}", highlight=False)
+    out.print(table, highlight=False)
+    out.print(f"goodput {share(outcome.goodput, 2)}, uptime {share(outcome.uptime, 2)}", highlight=False)
     if outcome.versions:
         each = outcome.members / outcome.versions
-        console.print(f"{count(outcome.versions)} versions of {each:.2f} learners on average", highlight=False)
+        out.print(f"{count(outcome.versions)} versions of {each:.2f} learners on average", highlight=False)
