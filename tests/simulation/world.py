@@ -566,7 +566,7 @@ class World:
 
     def check_marked(self, learner: str, member: Member, marked: list[int], exact: bool) -> None:
         """A learner has copied its state for a checkpoint of the run."""
-        pulse = member._pulse()
+        pulse = member.pulse()
         accounts = list(
             zip(
                 pulse.versions,
@@ -753,7 +753,7 @@ class World:
             raise Violation(f"{PATIENCE_S:g} s after the last fault the run is not over: {late}, fragments at {versions}")
         last: dict[str, tuple[list[NDArray[np.float32]], dict[str, list[int]]]] = {}
         for process in self.learners:
-            pulse: Pulse = process.worker.member._pulse()
+            pulse: Pulse = process.worker.member.pulse()
             fragments = len(pulse.versions)
             accounts = {"tokens": [pulse.tokens] * fragments, "held": pulse.fragment_tokens, "lost": pulse.lost_tokens}
             last[process.name] = ([state.books.base for state in process.worker.member._fragments], accounts)

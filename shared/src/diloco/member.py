@@ -84,6 +84,16 @@ class StepDone:
     blocked_s: float
 
 
+@dataclass
+class Done:
+    """What a process has done, whatever its learner did before."""
+
+    steps: int = 0
+    tokens: int = 0
+    busy_s: float = 0.0
+    blocked_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class Boundary:
     """What the trainer has to do between two steps, in this order."""
@@ -182,6 +192,7 @@ class Member:
         self.loss: float | None = None
         self.step_average = Average()
         self.busy_s = self.blocked_s = 0.0
+        self.done = Done()
         self.rounds_merged = self.rounds_missed = 0
         self.failure: BaseException | None = None
         self._earlier_tokens = 0  # processed before this process
@@ -627,10 +638,11 @@ class Member:
             await asyncio.sleep(self.run.settings.liveness.pulse_s)
 
     async def _send_pulse(self) -> None:
-        frame = messages.pack(self._pulse(), self.run.identity)
+        frame = messages.pack(self.pulse(), self.run.identity)
         await self.transport.publish(self.subjects.pulse(self.settings.name), frame)
 
-    def _pulse(self) -> Pulse:
+    def pulse(self) -> Pulse:
+        """What the others are told of this member now."""
         with self._lock:
             states = self._fragments
             return Pulse(
@@ -741,6 +753,11 @@ class Member:
         """By fragment: the version applied at the last boundary."""
         with self._lock:
             return [state.books.base_version for state in self._fragments]
+
+    def offers(self) -> int:
+        """Offers that this process has made."""
+        with self._lock:
+            return sum(state.books.next_number - 1 for state in self._fragments)
 
     def report_loss(self, loss: float) -> None:
         """Set the loss that the next pulses carry (an evaluator's): none if it is not finite."""
@@ -897,6 +914,10 @@ class Member:
             self.loss = done.loss
         self.busy_s += done.busy_s
         self.blocked_s += done.blocked_s
+        self.done.steps += 1
+        self.done.tokens += done.tokens
+        self.done.busy_s += done.busy_s
+        self.done.blocked_s += done.blocked_s
         if done.busy_s:
             self.step_average.add(done.busy_s + done.blocked_s)
         for state in self._fragments:

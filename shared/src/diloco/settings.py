@@ -14,9 +14,10 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as EnvironmentValueError
 
@@ -426,6 +427,25 @@ def _explain(cls: type[BaseModel], detail: Any) -> str:
     return message if not name or detail["type"] == "value_error" else f"{name} = {detail['input']!r}: {message}"
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """What ``metrics_address`` says; port 0 is any that is free.
+
+    Raises:
+        ValueError: it is none; the message names the setting and its variable.
+    """
+    try:
+        parts = urlsplit(f"//{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or port is None or parts.netloc != address or "@" in address or any(map(str.isspace, address)):
+        raise ValueError(
+            f"metrics_address (DILOCO_METRICS_ADDRESS) = {address!r}: expected HOST:PORT, for example 127.0.0.1:9464, or "
+            "0.0.0.0:9464 for all of this machine's addresses"
+        )
+    return host, port
+
+
 class ServiceSettings(BaseSettings):
     """What every service is told by its TOML file (``--config``) and by ``DILOCO_*`` in the environment, which wins."""
 
@@ -443,6 +463,14 @@ class ServiceSettings(BaseSettings):
     clock_file: Path | None = Field(None, description="seconds that this process's wall clock is to be wrong by, for chaos")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
+    metrics_address: str = Field("", description="HOST:PORT that /metrics, /healthz and /readyz are served at; empty: nowhere")
+
+    @field_validator("metrics_address")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        if value:
+            host_and_port(value)
+        return value
 
     @classmethod
     def settings_customise_sources(

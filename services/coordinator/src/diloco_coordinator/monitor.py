@@ -151,6 +151,21 @@ class Monitor:
         past = sum(int(learner["tokens"]) for learner in self.past.values())
         return past + sum(learner.pulse.tokens for learner in self.learners.values())
 
+    def tokens_per_s(self, now_s: float) -> float:
+        """The rate of all learners that have been heard lately."""
+        return sum(learner.rate.get() for learner in self.learners.values() if now_s - learner.seen_s < GONE_S)
+
+    def live(self, now_s: float) -> list[Pulse]:
+        """The last pulses of learners that have been heard lately and have not left."""
+        recent = [learner.pulse for learner in self.learners.values() if now_s - learner.seen_s < GONE_S]
+        return [pulse for pulse in recent if pulse.state not in ("left", "finished")]
+
+    def busy_fraction(self, now_s: float) -> float | None:
+        """The share of the live learners' time in which a step was in flight; None: there is no time yet."""
+        busy_s = sum(pulse.busy_s for pulse in self.live(now_s))
+        alive_s = busy_s + sum(pulse.blocked_s for pulse in self.live(now_s))
+        return busy_s / alive_s if alive_s > 0 else None
+
     def tokens_merged(self) -> int:
         """Mean over fragments, weighted by parameters."""
         return self._mean(dict(enumerate(self.tokens)))
@@ -176,7 +191,7 @@ class Monitor:
     def status(self, now_s: float) -> dict[str, Any]:
         """The status as ``docs/report.md`` describes it."""
         processed = self.tokens_processed()
-        rate = sum(x.rate.get() for x in self.learners.values() if now_s - x.seen_s < GONE_S)
+        rate = self.tokens_per_s(now_s)
         left = max(0, self.settings.tokens - processed)
         return {
             "run": self.name,

@@ -16,6 +16,7 @@ from diloco.core.leadership import Leadership
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RewoundError
 from diloco.log import heads
 from diloco.membership import Run
+from diloco.metrics import Exporter
 from diloco.observe import Counted, Logger
 from diloco.patience import patiently
 from diloco.rundir import write_json
@@ -26,6 +27,7 @@ from diloco.transport import Heard, Transport
 from diloco.wire import messages
 from diloco.wire.messages import CoordinatorPulse, MemberName, Pulse, ShardPulse
 from diloco.wire.subjects import Subjects
+from diloco_coordinator.metrics import ObservedCoordinator
 from diloco_coordinator.monitor import Monitor
 
 SAVE_EVERY_S = 5.0
@@ -53,16 +55,27 @@ class Coordinator:
         self.tape = tape or Unrecorded()
         self.transport, self.run, self.settings, self.log = transport, run, settings, log
         self.subjects = Subjects(run.name)
-        self.refused = Counted(log)
+        self.refused: Counted = Counted(log)
         self.file = settings.state_dir / "series.json"
         self._clock = asyncio.get_running_loop().time
         self._began_s = self._clock()
         self._leadership = Leadership(settings.name, transport.random_bytes(8), self._clock())
         self._finished = False
-        self._monitor: Monitor | None = None  # while this process leads
+        self.monitor: Monitor | None = None  # while this process leads
+        self.ticked_s = self._clock()  # when it last did, or waited for, what there is to do about who leads
         self._heard: frozenset[str] = frozenset()  # members, as the tape has it
         self._away: dict[str, float] = {}  # regions, as the log has it, and since when
         self._complained = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is this process that leads, as far as it knows."""
+        return self._leadership.leads
+
+    @property
+    def follows(self) -> bool:
+        """Whether it knows of another one that leads."""
+        return not self.leads and self._leadership.revision > 0
 
     async def serve(self) -> None:
         """Lead the run, or stand by, until it is finished."""
@@ -88,12 +101,12 @@ class Coordinator:
             self._finished = True
             await self._pulse()
         else:
-            self._monitor = None
+            self.monitor = None
             self.log.warning("stepped_down", revision=self._leadership.revision)
 
     async def _tick(self) -> None:
         """Do what is to be done about who leads, and wait if that was nothing."""
-        leadership = self._leadership
+        leadership, self.ticked_s = self._leadership, self._clock()
         action = leadership.tick(self._clock(), self.transport.connected)
         try:
             if action == "pulse":
@@ -138,7 +151,7 @@ class Coordinator:
         fragment_map = await patiently(partial(membership.find_map, self.run), self.log)
         monitor = Monitor(self.run.name, self.run.settings, fragment_map, self.settings.nats_url)
         self._resume(monitor)
-        self._monitor = monitor
+        self.monitor = monitor
         async with asyncio.TaskGroup() as group:
             work = (self._follow(monitor), self._save_regularly(), self._assign_shares(monitor))
             tasks = [group.create_task(task) for task in work]
@@ -146,14 +159,15 @@ class Coordinator:
                 await self._until_finished(monitor)
             finally:
                 await end(*tasks)
-        self.log.info("run_finished", wall_s=round(self._now_s(), 1), versions=sum(monitor.versions))
+        self.log.info("run_finished", wall_s=round(self.now_s(), 1), versions=sum(monitor.versions))
 
     async def _until_finished(self, monitor: Monitor) -> None:
         while monitor.state != "finished":
             await asyncio.sleep(0.1)
         await asyncio.sleep(LAST_PULSES_S)
 
-    def _now_s(self) -> float:
+    def now_s(self) -> float:
+        """Seconds since the run began, as far as it was watched."""
         return self._clock() - self._began_s
 
     def _resume(self, monitor: Monitor) -> None:
@@ -170,28 +184,28 @@ class Coordinator:
     async def _answer(self, message: Heard) -> None:
         if not self._leadership.leads:
             return
-        status = {"run": self.run.name, "state": "waiting"} if self._monitor is None else self._monitor.status(self._now_s())
+        status = {"run": self.run.name, "state": "waiting"} if self.monitor is None else self.monitor.status(self.now_s())
         await message.respond(json.dumps(status).encode())
 
     async def _hear(self, message: Heard) -> None:
-        if self._monitor is None:
+        if self.monitor is None:
             return
         try:
             pulse, _, _ = messages.unpack(message.data, Pulse, self.run.identity)
         except MessageError as error:
             self.refused.note(message.subject, type(error).__name__, reason=str(error))
             return
-        self._monitor.hear(pulse, self._now_s())
+        self.monitor.hear(pulse, self.now_s())
 
     async def _hear_shard(self, message: Heard) -> None:
-        if self._monitor is None:
+        if self.monitor is None:
             return
         try:
             pulse, _, _ = messages.unpack(message.data, ShardPulse, self.run.identity)
         except MessageError as error:
             self.refused.note(message.subject, type(error).__name__, reason=str(error))
             return
-        self._monitor.hear_shard(pulse, self._now_s())
+        self.monitor.hear_shard(pulse, self.now_s())
 
     async def _follow(self, monitor: Monitor) -> None:
         while True:
@@ -203,7 +217,7 @@ class Coordinator:
 
     async def _read_log(self, monitor: Monitor) -> None:
         async for record in heads(self.transport, self.run, len(monitor.versions), self._refuse_head):
-            monitor.entry(record, self._now_s())
+            monitor.entry(record, self.now_s())
 
     def _refuse_head(self, subject: str, error: MessageError) -> None:
         self.refused.note(subject, type(error).__name__, reason=str(error))
@@ -215,7 +229,7 @@ class Coordinator:
             self._note_regions(monitor)
             try:
                 table, revision = await membership.shares(self.run)
-                changed = monitor.assign(table, self._now_s())
+                changed = monitor.assign(table, self.now_s())
                 if changed is not None:
                     await membership.set_shares(self.run, changed, revision)
                     for lease in changed.leases:
@@ -228,7 +242,7 @@ class Coordinator:
 
     def _note_members(self, monitor: Monitor) -> None:
         """Note on the tape who came, and who is not heard any more."""
-        heard = monitor.heard(self._now_s())
+        heard = monitor.heard(self.now_s())
         for member in sorted(heard ^ self._heard):
             self.tape.record((events.Back if member in heard else events.Gone)(self._at_ms(), member))
         if heard != self._heard:
@@ -238,9 +252,9 @@ class Coordinator:
     def _note_regions(self, monitor: Monitor) -> None:
         away = monitor.presence.away()
         for region in sorted(away.keys() - self._away.keys()):
-            self.log.warning("region_away", region=region, silent_s=round(self._now_s() - away[region], 1))
+            self.log.warning("region_away", region=region, silent_s=round(self.now_s() - away[region], 1))
         for region in sorted(self._away.keys() - away.keys()):
-            self.log.info("region_back", region=region, away_s=round(self._now_s() - self._away[region], 1))
+            self.log.info("region_back", region=region, away_s=round(self.now_s() - self._away[region], 1))
         self._away = away
 
     def _at_ms(self) -> int:
@@ -253,10 +267,10 @@ class Coordinator:
 
     def save(self) -> None:
         """Write the series to the state directory, if it is this process that leads."""
-        if self._monitor is None or not self._leadership.sure(self._clock()):
+        if self.monitor is None or not self._leadership.sure(self._clock()):
             return
         try:
-            write_json(self.file, self._monitor.series(self._now_s()))
+            write_json(self.file, self.monitor.series(self.now_s()))
         except OSError as error:  # the disk is full, which is no reason to end
             if not self._complained:
                 self.log.warning("series_not_saved", file=str(self.file), reason=str(error))
@@ -277,13 +291,19 @@ async def serve(settings: CoordinatorSettings) -> None:
     """Create or find the run, and watch it until it is over or a signal comes."""
     log = observe.get_logger()
     check_region(settings.region, settings.settings.regions.names, settings.run)
-    transport = await service.connect(settings, log)
+    async with Exporter(settings, "coordinator", log) as exporter:
+        await _serve(settings, exporter, log)
+
+
+async def _serve(settings: CoordinatorSettings, exporter: Exporter, log: Logger) -> None:
+    transport = exporter.transport = await service.connect(settings, log)
     coordinator: Coordinator | None = None
     try:
         run = await patiently(partial(membership.create, transport, settings.run, settings.settings), log)
         log.info("run_ready", preset=run.settings.preset, tokens=run.settings.tokens)
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
         coordinator = Coordinator(transport, run, settings, log, tape)
+        exporter.observed = ObservedCoordinator(coordinator, exporter.labels())
         await coordinator.serve()
     finally:
         if coordinator is not None:

@@ -23,12 +23,15 @@ from diloco.core import tape as events
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.member import Member
 from diloco.membership import Run
+from diloco.metrics import Exporter
+from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger
 from diloco.settings import LearnerSettings
 from diloco.tape import TapeFile
 from diloco.tasks import end
 from diloco.transport import Transport
 from diloco_learner import checkpoint
+from diloco_learner.metrics import ObservedMember
 
 T = TypeVar("T")
 
@@ -66,8 +69,9 @@ class LoopThread:
         self.loop.close()
 
 
-async def _find(settings: LearnerSettings, log: Logger) -> tuple[Transport, Run]:
-    transport = await service.connect(settings, log)
+async def _find(settings: LearnerSettings, exporter: Exporter, log: Logger) -> tuple[NatsTransport, Run]:
+    await exporter.start()
+    transport = exporter.transport = await service.connect(settings, log)
     return transport, await service.find_run(transport, settings, log)
 
 
@@ -107,10 +111,12 @@ def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
     update("jax_persistent_cache_min_entry_size_bytes", -1)
     log = observe.get_logger()
     thread = LoopThread()
-    transport: Transport | None = None
+    exporter = Exporter(settings, settings.role, log)
+    transport: NatsTransport | None = None
     member: Member | None = None
     try:
-        transport, run = thread.run(_find(settings, log), stopping)
+        transport, run = thread.run(_find(settings, exporter, log), stopping)
+        exporter.starting = "its programs to be compiled"
         task = load_task(run.settings.task, settings.data)
         island = Island(task, run.settings)
         log.info("island_ready", devices=jax.device_count(), platform=jax.default_backend())
@@ -121,7 +127,9 @@ def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
         with _compiling(settings.cache_dir):
             island.prepare(member.map, first if settings.role == "learner" else None)
         log.info("compiled", compile_s=round(time.monotonic() - started_s, 1))
+        exporter.starting = "the run's log to be read"
         thread.run(member.join(lambda: [island.read(fragment).to_host() for fragment in member.map.fragments]), stopping)
+        exporter.observed = ObservedMember(member, transport, exporter.labels())
         if settings.role == "evaluator":
             Evaluator(island, member, run.settings, settings.state_dir, log, stopping=stopping).run()
             return
@@ -156,6 +164,7 @@ def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
             thread.run(member.close(), lambda: False)
         if transport is not None:
             thread.run(transport.close(), lambda: False)
+        thread.run(exporter.close(), lambda: False)
         thread.close()
 
 

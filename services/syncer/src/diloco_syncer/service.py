@@ -9,12 +9,14 @@ from functools import partial
 from diloco import membership, observe, service
 from diloco.errors import SettingsError
 from diloco.membership import Run
+from diloco.metrics import Exporter
 from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger
 from diloco.patience import patiently
 from diloco.settings import SyncerSettings
 from diloco.tape import TapeFile
 from diloco.tasks import end
+from diloco_syncer.metrics import ObservedShard
 from diloco_syncer.regions import Connect
 from diloco_syncer.shard import Shard
 
@@ -24,13 +26,20 @@ LEAVE_S = 5.0
 async def serve(settings: SyncerSettings) -> None:
     """Find the run, and serve until it is over. Cancelled, hand the fragments over first, for at most ``LEAVE_S``."""
     log = observe.get_logger()
-    transport = await service.connect(settings, log)
+    async with Exporter(settings, "syncer", log) as exporter:
+        await _serve(settings, exporter, log)
+
+
+async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> None:
+    transport = exporter.transport = await service.connect(settings, log)
     try:
         run = await service.find_run(transport, settings, log)
         connect = _ways(settings, run, log)
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
+        exporter.starting = "the first learner, whose model is the run's"
         fragment_map = await patiently(partial(membership.find_map, run), log)
         shard = Shard(transport, run, fragment_map, settings, log, tape, connect)
+        exporter.observed = ObservedShard(shard, transport, exporter.labels())
         serving = asyncio.ensure_future(shard.serve())
         try:
             await asyncio.shield(serving)

@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from diloco.errors import (
 )
 from diloco.log import Log
 from diloco.membership import Run
+from diloco.metrics import Histogram
 from diloco.observe import Counted, Logger
 from diloco.patience import patiently
 from diloco.settings import SyncerSettings
@@ -59,6 +60,10 @@ SETTLE_S = 10.0  # for what is not known in all regions yet, before a syncer end
 CLAIM_RETRY_S = 0.2
 LOOK_AT_LINKS_S = 1.0
 CHECK_EVERY_S = 10.0  # that nobody else has appended to a fragment which makes no versions
+
+
+State = Literal["owner", "standby", "leaving", "unable"]
+STATES: tuple[State, ...] = get_args(State)
 
 
 class Shard:
@@ -91,7 +96,10 @@ class Shard:
         if run.regions:
             self.regions = Regions(region, self.store, run, fragment_map, connect or {})
         self.owned: dict[int, Owned] = {}
-        self.rounds = self.versions = self.pulses = 0
+        self.rounds = self.versions = self.merged_members = self.pulses = 0
+        self.quorum_times, self.round_times = Histogram(), Histogram()  # of the versions committed here
+        self.unstored: set[int] = set()  # fragments whose next entry waits because storage is full
+        self.archive_full = False
         self._taking: set[int] = set()
         self._news, self._governed, self._unsure = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._collectors = {region: Collector(transport, run, fragment_map.digest, self._refuse, self._held, log)}
@@ -102,7 +110,7 @@ class Shard:
         self._following: asyncio.Task[None] | None = None
         self._reaching: asyncio.Task[None] | None = None
         self._fitting: asyncio.Task[None] | None = None
-        self._table_unknown = self._archive_full = self._unable = False
+        self._table_unknown = self._unable = False
 
     async def serve(self) -> None:
         """Own what the table says, or stand by, to the end of the run.
@@ -644,7 +652,11 @@ class Shard:
             await self._let_go(owned)
         else:
             owned.round.committed(asyncio.get_running_loop().time())
-            self.versions += record.entry == "version"
+            if record.entry == "version":
+                self.versions += 1
+                self.merged_members += len(record.members)
+                self.quorum_times.observe(record.quorum_s)
+                self.round_times.observe(record.round_s)
             self.log.info(
                 "version_committed",
                 fragment=index,
@@ -683,35 +695,38 @@ class Shard:
         )
 
     async def _append(self, owned: Owned, record: Record, inline: bytes, parts: list[bytes]) -> None:
-        complained = False
-        while True:
-            try:
-                if owned.replication is None:
-                    sequence = await self.store.append_record(record, inline, parts, owned.fence)
-                else:
-                    sequence = await owned.replication.append(record, inline, parts)
-                break
-            except StorageFullError as error:
-                if not complained:
-                    self.log.error("storage_full", fragment=record.fragment, version=record.version, reason=str(error))
-                complained = True
-                await asyncio.sleep(STORAGE_RETRY_S)
+        try:
+            sequence = await self._append_until_stored(owned, record, inline, parts)
+        finally:
+            self.unstored.discard(record.fragment)
         check = messages.check_of(record, self.run.identity)
         owned.replica.chain.check(record)
         owned.replica.chain.advance(record, check, sequence)
         owned.fence, owned.checked_at_s = sequence, asyncio.get_running_loop().time()
         owned.log_bytes += len(inline) + sum(map(len, parts))
 
+    async def _append_until_stored(self, owned: Owned, record: Record, inline: bytes, parts: list[bytes]) -> int:
+        while True:
+            try:
+                if owned.replication is None:
+                    return await self.store.append_record(record, inline, parts, owned.fence)
+                return await owned.replication.append(record, inline, parts)
+            except StorageFullError as error:
+                if record.fragment not in self.unstored:
+                    self.log.error("storage_full", fragment=record.fragment, version=record.version, reason=str(error))
+                self.unstored.add(record.fragment)
+                await asyncio.sleep(STORAGE_RETRY_S)
+
     async def _archive(self, merge: Merge) -> None:
         """Keep what is about to be merged, before it is: whatever is in the log can be merged again."""
-        if not self.run.settings.log.archive or self._archive_full:
+        if not self.run.settings.log.archive or self.archive_full:
             return
         try:
             for held in merge.held:
                 await self.store.archive(held.offer, held.body)
         except StorageFullError as error:
             self.log.error("archive_full", fragment=merge.held[0].offer.fragment, reason=str(error))
-            self._archive_full = True
+            self.archive_full = True
 
     async def _hear_mark(self, message: Heard) -> None:
         """A checkpoint of the whole run: keep the residuals of the versions that it names, which nobody else knows."""
@@ -785,11 +800,15 @@ class Shard:
             self._governed.set()
 
     async def _pulse(self) -> None:
+        self.pulses += 1
+        await self.transport.publish(self.subjects.shard(self.settings.name), messages.pack(self.pulse(), self.run.identity))
+
+    def pulse(self) -> ShardPulse:
+        """What the others are told of this syncer now."""
         now_s, ownership = asyncio.get_running_loop().time(), self.ownership
         rounds = [(index, owned.round) for index, owned in sorted(self.owned.items())]
         crossing = self.regions.crossing() if self.regions is not None else []
-        self.pulses += 1
-        pulse = ShardPulse(
+        return ShardPulse(
             syncer=self.settings.name,
             region=self.settings.region or "",
             incarnation=ownership.incarnation,
@@ -813,9 +832,18 @@ class Shard:
             pace=self.bandwidth.pace,
             offer_bits=self.bandwidth.offer_bits,
         )
-        await self.transport.publish(self.subjects.shard(self.settings.name), messages.pack(pulse, self.run.identity))
 
-    def _state(self) -> Literal["owner", "standby", "leaving", "unable"]:
+    def waits_for(self) -> str | None:
+        """What it waits for before it serves fragments or stands by; None: it does."""
+        if self._unable:
+            return "regions in which entries can be stored"
+        if self.ownership.leaving:
+            return "its end: it leaves the run"
+        if self.ownership.table is None:
+            return "the table of who owns which fragment"
+        return "the fragments that it takes over" if self._taking and not self.owned else None
+
+    def _state(self) -> State:
         if self._unable:
             return "unable"
         if self.ownership.leaving:

@@ -27,6 +27,7 @@ class NatsTransport(Link):
     """Signs of life and the bucket go over the control connection, all else over the bulk connection."""
 
     alive_file: Path | None = None  # touched whenever something is published with both connections there
+    published_s: float | None = None  # when something last was, likewise, by the loop's clock
     clock_file: Path | None = None  # holds the seconds that the wall clock is to be wrong by (``diloco chaos``)
 
     @property
@@ -49,7 +50,10 @@ class NatsTransport(Link):
 
     async def publish(self, subject: str, data: bytes) -> None:
         await self.control.publish(subject, data)
-        if self.alive_file is not None and self.connected:
+        if not self.connected:
+            return
+        self.published_s = asyncio.get_running_loop().time()
+        if self.alive_file is not None:
             with contextlib.suppress(OSError):  # no reason to be dead
                 self.alive_file.touch()
 

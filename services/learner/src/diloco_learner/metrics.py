@@ -1,0 +1,148 @@
+"""A learner's or an evaluator's metrics: what its pulse says, and what it has done since it began."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+from diloco.core.fragments import FragmentMap
+from diloco.member import Member, State
+from diloco.metrics import SILENT_S, Labelled, Metric, by_kind, families, one_of
+from diloco.nats.transport import NatsTransport
+from diloco.wire.messages import Pulse
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+
+WORKING = ("stepping", "waiting", "closing", "finished")
+LATE_PULSES = 3
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A member at one moment."""
+
+    member: Member
+    pulse: Pulse
+
+    def training(self, value: float | None) -> float | None:
+        """The value of a learner; an evaluator, which takes no steps, has none."""
+        return value if self.pulse.role == "learner" else None
+
+    def tokens(self) -> Labelled | None:
+        """Tokens by what became of them: the mean over fragments, weighted by parameters, as of the versions applied so far."""
+        if self.pulse.role == "evaluator":
+            return None
+        held, lost = _mean(self.member.map, self.pulse.fragment_tokens), _mean(self.member.map, self.pulse.lost_tokens)
+        return {("merged",): self.pulse.tokens - held - lost, ("lost",): lost, ("held",): held}
+
+    def versions(self) -> Labelled:
+        """Versions applied, by whether own work is in them."""
+        return {("yes",): float(self.member.rounds_merged), ("no",): float(self.member.rounds_missed)}
+
+
+def _mean(fragments: FragmentMap, counts: list[int]) -> float:
+    return sum(f.size * count for f, count in zip(fragments.fragments, counts, strict=True)) / fragments.parameters
+
+
+class ObservedMember:
+    """A member that has joined, as the exporter wants it."""
+
+    def __init__(self, member: Member, transport: NatsTransport, labels: Mapping[str, str]) -> None:
+        self.member, self.transport, self.labels = member, transport, labels
+        self.quiet_s = max(SILENT_S, LATE_PULSES * member.run.settings.liveness.pulse_s)
+
+    def waits_for(self) -> str | None:
+        if self.member.state in WORKING:
+            return None
+        leaves = self.member.state in ("leaving", "left")
+        return "its end: it leaves the run" if leaves else "the newest global model"
+
+    def beat_s(self) -> float | None:
+        return self.transport.published_s
+
+    def families(self) -> Iterator[Family]:
+        return families(METRICS, Seen(self.member, self.member.pulse()), self.labels)
+
+
+METRICS: tuple[Metric[Seen], ...] = (
+    Metric(
+        "diloco_learner_state",
+        "gauge",
+        "1 for the state it is in",
+        lambda seen: one_of(seen.pulse.state, get_args(State)),
+        ("state",),
+    ),
+    Metric(
+        "diloco_learner_steps_total",
+        "counter",
+        "Inner steps since the process began",
+        lambda seen: seen.training(seen.member.done.steps),
+    ),
+    Metric(
+        "diloco_learner_tokens_total",
+        "counter",
+        "Tokens processed since the process began",
+        lambda seen: seen.training(seen.member.done.tokens),
+    ),
+    Metric(
+        "diloco_learner_busy_seconds_total",
+        "counter",
+        "Time with a step in flight since the process began",
+        lambda seen: seen.training(seen.member.done.busy_s),
+    ),
+    Metric(
+        "diloco_learner_blocked_seconds_total",
+        "counter",
+        "Time in which no step was in flight because of this system",
+        lambda seen: seen.training(seen.member.done.blocked_s),
+    ),
+    Metric(
+        "diloco_learner_step_seconds",
+        "gauge",
+        "Time of a step, averaged",
+        lambda seen: seen.training(seen.pulse.step_s),
+    ),
+    Metric(
+        "diloco_learner_loss_nats",
+        "gauge",
+        "Training loss of the last step, nats a token",
+        lambda seen: seen.training(seen.pulse.loss),
+    ),
+    Metric(
+        "diloco_learner_validation_loss_nats",
+        "gauge",
+        "Of the global model, from an evaluator",
+        lambda seen: seen.pulse.loss if seen.pulse.role == "evaluator" else None,
+    ),
+    Metric(
+        "diloco_learner_run_tokens",
+        "gauge",
+        "All that it processed in this run, by `fate`: merged, lost, or held (not merged yet); the mean over fragments",
+        Seen.tokens,
+        ("fate",),
+    ),
+    Metric(
+        "diloco_learner_offers_total",
+        "counter",
+        "Offers made to rounds",
+        lambda seen: seen.training(seen.member.offers()),
+    ),
+    Metric(
+        "diloco_learner_versions_applied_total",
+        "counter",
+        "Versions written into the model, by whether own work is in them",
+        Seen.versions,
+        ("own_work",),
+    ),
+    Metric("diloco_learner_sent_bytes_total", "counter", "Payload sent to NATS", lambda seen: seen.pulse.bytes_up),
+    Metric("diloco_learner_received_bytes_total", "counter", "Payload received from NATS", lambda seen: seen.pulse.bytes_down),
+    Metric(
+        "diloco_learner_refused_messages_total",
+        "counter",
+        "Messages that do not fit, by kind of error",
+        lambda seen: by_kind(seen.member.refused),
+        ("kind",),
+    ),
+)
