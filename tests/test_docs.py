@@ -12,10 +12,16 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+import diloco_coordinator.metrics
+import diloco_learner.metrics
+import diloco_syncer.metrics
+from diloco import metrics
+from diloco.metrics import Metric
 from diloco.settings import PRESETS, RunSettings, all_names, run_settings
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = ROOT / "docs" / "settings.md"
+METRICS = ROOT / "docs" / "metrics.md"
 HEAD = """# Settings of a run
 
 Made from the code by `python tests/test_docs.py`; a test compares. Set them with `--set NAME=VALUE`. One set holds for all
@@ -69,6 +75,31 @@ def _allowed(field: Any) -> str:
 
 def test_the_settings_page_is_made_from_the_code() -> None:
     assert SETTINGS.read_text() == settings_page(), "run: python tests/test_docs.py"
+
+
+def metrics_rows() -> list[str]:
+    """A line for every metric of every service, in the order of the page."""
+    tables: list[tuple[Metric[Any], ...]] = [
+        metrics.COMMON,
+        diloco_learner.metrics.METRICS,
+        diloco_syncer.metrics.METRICS,
+        diloco_coordinator.metrics.METRICS,
+    ]
+    return [
+        f"| `{metric.name}` | {metric.kind} | {', '.join(f'`{label}`' for label in metric.labels)} | {metric.meaning} |"
+        for table in tables
+        for metric in table
+    ]
+
+
+def test_the_metrics_page_lists_what_services_tell() -> None:
+    rows = metrics_rows()
+    assert [line for line in METRICS.read_text().splitlines() if line.startswith("| `diloco_")] == rows
+    names = [row.split("`")[1] for row in rows]
+    assert len(set(names)) == len(names) > 40
+    for row, name in zip(rows, names, strict=True):
+        assert re.fullmatch(r"diloco_[a-z]+(_[a-z]+)*", name)
+        assert name.endswith("_total") == ("| counter |" in row), name
 
 
 @pytest.mark.parametrize("page", sorted(p.name for p in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]))

@@ -71,3 +71,16 @@ def test_the_images_have_the_versions_that_the_tests_run_with() -> None:
         assert packages <= tested
     light = (ROOT / "requirements" / "services.txt").read_text()
     assert "jax" not in light
+
+
+def test_prometheus_asks_every_service_at_the_port_that_it_listens_at() -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    ours = re.findall(r"^  ([\w-]+):\n    <<: \*(?:learner|syncer)$", text, re.MULTILINE) + ["coordinator"]
+    asked = (ROOT / "compose" / "prometheus.yml").read_text()
+    names = re.search(r"names: \[(.*)\]", asked)
+    port = re.search(r"port: (\d+)", asked)
+    assert names is not None
+    assert port is not None
+    assert sorted(names[1].split(", ")) == sorted(ours)
+    assert len(ours) == 8
+    assert text.count(f"DILOCO_METRICS_ADDRESS: 0.0.0.0:{port[1]}\n") == len(REGIONS)

@@ -1,0 +1,205 @@
+"""Every service of a run, scraped: what it tells is what the run's status and its signs of life say."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from tests.services.cluster import Cluster, small
+from tests.services.conftest import Launch
+
+import diloco_coordinator.metrics
+import diloco_learner.metrics
+import diloco_syncer.metrics
+from diloco import metrics
+from diloco.nats.server import Server
+
+JAX_S = 180.0  # a real learner imports and compiles first
+COORDINATORS = ("coordinator", "coordinator-1")
+SERVICES = (*COORDINATORS, "syncer-0", "syncer-1", "learner-0", "evaluator")
+STATED = {
+    "coordinator": diloco_coordinator.metrics.METRICS,
+    "syncer": diloco_syncer.metrics.METRICS,
+    "learner": diloco_learner.metrics.METRICS,
+    "evaluator": diloco_learner.metrics.METRICS,
+}
+Samples = dict[str, dict[tuple[str, ...], float]]
+
+
+def _get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+async def get(cluster: Cluster, name: str, path: str) -> tuple[int, str]:
+    await cluster.until(lambda: bool(cluster.events("metrics_served", name)), f"{name} serves its metrics")
+    port = cluster.events("metrics_served", name)[-1]["port"]
+    return await asyncio.to_thread(_get, f"http://127.0.0.1:{port}{path}")
+
+
+async def scrape(cluster: Cluster, name: str) -> Samples:
+    """By name, and by the values of labels that not all metrics of the process have."""
+    status, text = await get(cluster, name, "/metrics")
+    assert status == 200
+    found: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            own = dict(sample.labels)
+            if sample.name.startswith("diloco_"):
+                assert (own.pop("run"), own.pop("name"), own.pop("region")) == (cluster.name, name, "")
+            found.setdefault(sample.name, {})[tuple(own.values())] = sample.value
+    return found
+
+
+async def ready(cluster: Cluster, names: tuple[str, ...], wanted: bool, within_s: float) -> None:
+    """Wait until all of these are ready, or none is; healthy they are all the time."""
+    for name in names:
+        ends_s = asyncio.get_running_loop().time() + within_s
+        while (await get(cluster, name, "/readyz"))[0] != (200 if wanted else 503):
+            cluster.check_alive()
+            assert asyncio.get_running_loop().time() < ends_s, (name, await get(cluster, name, "/readyz"))
+            await asyncio.sleep(0.1)
+
+
+def leads(coordinator: Samples) -> float:
+    return coordinator["diloco_coordinator_leader"][()]
+
+
+def family(sample: str) -> str:
+    """The name of the metric that a sample is of."""
+    return re.sub("_(bucket|sum|count)$", "", sample)
+
+
+async def status_with(cluster: Cluster, predicate: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    ends_s = asyncio.get_running_loop().time() + 60
+    while not predicate(status := await cluster.status()):
+        assert asyncio.get_running_loop().time() < ends_s, status
+        await asyncio.sleep(0.1)
+    return status
+
+
+async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[], Server], launch: Launch) -> None:
+    server = make_server()
+    task = {"task__name": "gpt", "task__layers": 1, "task__width": 16, "task__heads": 2, "task__context": 16, "task__batch": 2}
+    run = {"learners": 1, "shards": 1, "tokens": 10**9, "fragments__count": 3, "liveness__takeover_s": 6.0}
+    cluster = launch(small(**run, **task), url=server.url)
+    text = cluster.directory / "text.txt"
+    text.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(4000)))
+    address = {"metrics_address": "127.0.0.1:0"}
+    shared = {**address, "data": str(text), "cache_dir": str(cluster.directory / "cache"), "leave_s": 0.0, "checkpoint_s": 0.0}
+
+    cluster.start("coordinator", "diloco_coordinator", settings=cluster.settings.model_dump(), **address)
+    await ready(cluster, ("coordinator",), True, JAX_S)
+    cluster.start("coordinator-1", "diloco_coordinator", settings=cluster.settings.model_dump(), **address)
+    cluster.start("syncer-0", "diloco_syncer", **address)
+    await cluster.until(lambda: bool(cluster.events("metrics_served", "syncer-0")), "a syncer serves its metrics")
+    assert (await get(cluster, "syncer-0", "/readyz"))[0] == 503  # there is no learner yet, and so no model
+    assert await get(cluster, "syncer-0", "/healthz") == (200, "ok\n")
+    cluster.start("learner-0", "diloco_learner", slow=20.0, **shared)
+    cluster.start("evaluator", "diloco_learner", role="evaluator", **shared)
+    await cluster.link()
+    await cluster.until(lambda: bool(cluster.events("serving", "syncer-0")), "the syncer serves", JAX_S)
+    cluster.start("syncer-1", "diloco_syncer", **address)
+    await ready(cluster, SERVICES, True, JAX_S)
+    await status_with(cluster, lambda status: len(status["validation"]) > 0)
+    before = await status_with(cluster, lambda status: min(f["version"] for f in status["fragments"]) >= 2)
+
+    told = {name: await scrape(cluster, name) for name in SERVICES}
+    while sum(leads(told[name]) for name in COORDINATORS) != 1:  # where processes stall, one may just take another's place
+        told |= {name: await scrape(cluster, name) for name in COORDINATORS}
+    learner, owner = told["learner-0"], told["syncer-0"]
+    leader = next(told[name] for name in COORDINATORS if leads(told[name]))
+
+    # the status is made from signs of life, which come a little later than what is scraped
+    tokens, steps = learner["diloco_learner_tokens_total"][()], learner["diloco_learner_steps_total"][()]
+    assert tokens == 32 * steps  # two sequences of 16
+    assert before["learners"]["learner-0"]["tokens"] <= tokens
+    assert before["learners"]["learner-0"]["step"] <= steps
+    assert before["learners"]["learner-0"]["bytes_up"] <= learner["diloco_learner_sent_bytes_total"][()]
+    await status_with(cluster, lambda status: status["learners"]["learner-0"]["tokens"] >= tokens)
+    await cluster.until(
+        lambda: any(pulse.loss == learner["diloco_learner_loss_nats"][()] for pulse in cluster.pulses["learner-0"]), "the loss"
+    )
+    fates = learner["diloco_learner_run_tokens"]
+    assert set(fates) == {("merged",), ("lost",), ("held",)}
+    assert sum(fates.values()) == tokens  # it has not been started again
+    assert fates["merged",] > 0
+    assert learner["diloco_learner_offers_total"][()] >= learner["diloco_learner_versions_applied_total"]["yes",] >= 6
+    assert learner["diloco_learner_busy_seconds_total"][()] > 0
+    assert told["evaluator"]["diloco_learner_validation_loss_nats"][()] > 0
+    assert "diloco_learner_steps_total" not in told["evaluator"]
+
+    versions = owner["diloco_syncer_versions_total"][()]
+    assert before["versions"] <= versions == owner["diloco_syncer_merged_members_total"][()]  # one learner
+    assert versions <= owner["diloco_syncer_rounds_total"][()] <= versions + 3
+    assert owner["diloco_syncer_owned_fragments"] == {(): 3}
+    assert owner["diloco_syncer_state"]["owner",] == told["syncer-1"]["diloco_syncer_state"]["standby",] == 1
+    assert told["syncer-1"]["diloco_syncer_owned_fragments"] == {(): 0}
+    for name in ("quorum", "round"):
+        assert owner[f"diloco_syncer_{name}_seconds_count"][()] == versions
+        assert owner[f"diloco_syncer_{name}_seconds_bucket"]["+Inf",] == versions
+    assert 0 < owner["diloco_syncer_quorum_seconds_sum"][()] <= owner["diloco_syncer_round_seconds_sum"][()]
+    assert owner["diloco_syncer_record_precision_bits"] == {(): 4}
+    assert owner["diloco_syncer_unstored_fragments"] == {(): 0}
+    await status_with(cluster, lambda status: status["versions"] >= versions)
+
+    assert leader["diloco_coordinator_run_state"]["training",] == 1
+    assert leader["diloco_coordinator_live_learners"] == {(): 1}
+    assert leader["diloco_coordinator_live_syncers"] == {(): 2}
+    assert leader["diloco_coordinator_budget_tokens"] == {(): 10**9}
+    assert before["tokens_merged"] <= leader["diloco_coordinator_merged_tokens"][()]
+    assert before["tokens_processed"] <= leader["diloco_coordinator_processed_tokens"][()]
+    assert 0 < leader["diloco_coordinator_busy_ratio"][()] <= 1
+    assert leader["diloco_coordinator_validation_loss_nats"][()] > 0
+
+    unseen: set[str] = set()
+    for name, samples in told.items():
+        assert samples["diloco_ready"] == samples["diloco_healthy"] == {(): 1}
+        stated = {metric.name for metric in (*STATED[name.partition("-")[0]], *metrics.COMMON)}
+        assert {family(sample) for sample in samples if sample.startswith("diloco_")} <= stated
+        unseen |= stated
+    unseen -= {family(sample) for samples in told.values() for sample in samples}
+    refused = {f"diloco_{service}_refused_messages_total" for service in ("learner", "syncer", "coordinator")}
+    of_regions = {
+        "diloco_syncer_crossing_bytes_total",
+        "diloco_syncer_offer_precision_bits",
+        "diloco_coordinator_region_away",
+    }
+    assert unseen == refused | of_regions
+
+    # without NATS nobody is ready, all are healthy, and the learner trains on
+    server.stop()
+    await ready(cluster, SERVICES, False, 60)
+    steps = (await scrape(cluster, "learner-0"))["diloco_learner_steps_total"][()]
+    while (away := await scrape(cluster, "learner-0"))["diloco_learner_steps_total"][()] < steps + 3:
+        await asyncio.sleep(0.1)
+    assert set(away["diloco_broker_connected"].values()) == {0}
+    for name in SERVICES:
+        assert await get(cluster, name, "/healthz") == (200, "ok\n")
+    server.start()
+    await ready(cluster, SERVICES, True, 60)
+    assert min((await scrape(cluster, "learner-0"))["diloco_broker_reconnects_total"].values()) >= 1
+
+
+async def test_an_address_in_use_and_one_that_is_none_are_named(launch: Launch) -> None:
+    cluster = launch(small())
+    cluster.start("syncer-0", "diloco_syncer", metrics_address="127.0.0.1:0")
+    status, said = await get(cluster, "syncer-0", "/readyz")
+    assert (status, said) == (503, "waits for its run to be created\n") or said.startswith("waits for NATS at ")
+    used = f"127.0.0.1:{cluster.events('metrics_served', 'syncer-0')[-1]['port']}"
+    wrong = [
+        cluster.start("coordinator", "diloco_coordinator", metrics_address=used),
+        cluster.start("learner-0", "diloco_learner", metrics_address=used),
+        cluster.start("syncer-1", "diloco_syncer", metrics_address="everywhere"),
+    ]
+    for (code, line), address in zip(await cluster.refused(*wrong), (used, used, "everywhere"), strict=True):
+        assert (code, f"metrics_address (DILOCO_METRICS_ADDRESS) = '{address}'" in line) == (2, True), line
