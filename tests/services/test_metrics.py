@@ -17,12 +17,13 @@ import diloco_coordinator.metrics
 import diloco_learner.metrics
 import diloco_syncer.metrics
 from diloco import metrics
+from diloco.metrics import Metric
 from diloco.nats.server import Server
 
 JAX_S = 180.0  # a real learner imports and compiles first
 COORDINATORS = ("coordinator", "coordinator-1")
 SERVICES = (*COORDINATORS, "syncer-0", "syncer-1", "learner-0", "evaluator")
-STATED = {
+STATED: dict[str, tuple[Metric[Any], ...]] = {
     "coordinator": diloco_coordinator.metrics.METRICS,
     "syncer": diloco_syncer.metrics.METRICS,
     "learner": diloco_learner.metrics.METRICS,
@@ -89,8 +90,15 @@ async def status_with(cluster: Cluster, predicate: Callable[[dict[str, Any]], bo
 
 async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[], Server], launch: Launch) -> None:
     server = make_server()
-    task = {"task__name": "gpt", "task__layers": 1, "task__width": 16, "task__heads": 2, "task__context": 16, "task__batch": 2}
-    run = {"learners": 1, "shards": 1, "tokens": 10**9, "fragments__count": 3, "liveness__takeover_s": 6.0}
+    task: dict[str, Any] = {
+        "task__name": "gpt",
+        "task__layers": 1,
+        "task__width": 16,
+        "task__heads": 2,
+        "task__context": 16,
+        "task__batch": 2,
+    }
+    run: dict[str, Any] = {"learners": 1, "shards": 1, "tokens": 10**9, "fragments__count": 3, "liveness__takeover_s": 6.0}
     cluster = launch(small(**run, **task), url=server.url)
     text = cluster.directory / "text.txt"
     text.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(4000)))

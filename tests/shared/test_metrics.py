@@ -59,10 +59,10 @@ class Worker:
         return self.beat
 
     def families(self) -> Iterator[Family]:
-        table = [
-            Metric("diloco_test_things_total", "counter", "Things", lambda worker: worker.values["diloco_test_things_total"])
-        ]
-        return families(table, self, LABELS)
+        def things(worker: Worker) -> float:
+            return worker.values["diloco_test_things_total"]
+
+        return families([Metric("diloco_test_things_total", "counter", "Things", things)], self, LABELS)
 
 
 @pytest.fixture
