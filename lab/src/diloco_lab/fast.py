@@ -103,6 +103,9 @@ class _ToldLine(_Line):
         self.up = Way(learner.link, scenario.cuts.get(learner.name, ()))
         self.stretches: list[tuple[float, ...]] = []
         self.gone: list[tuple[int, int]] = []
+        for begin_us, end_us in self.up.cuts:
+            told_us = (begin_us - self.up.delay_us - 1) // self._pulse_us * self._pulse_us
+            self._note_gone(max(0, told_us), -(-end_us // self._pulse_us) * self._pulse_us)
         self.loads: list[int] = []
         self._average = Average()
 
@@ -137,9 +140,10 @@ class _ToldLine(_Line):
             done = min(stretch.steps - 1, (begin_us - stretch.start_us) // stretch.step_us)
             last_us = max(last_us, stretch.start_us + done * stretch.step_us)
         back_us = min(stretch.end_us, -(-end_us // self._pulse_us) * self._pulse_us)
-        if self.up.cuts:
-            while self.up.tell(last_us) is None and last_us > 0:
-                last_us -= self._pulse_us
+        self._note_gone(last_us, back_us)
+
+    def _note_gone(self, last_us: int, back_us: int) -> None:
+        """What it tells last and what it tells next are so far apart."""
         dead_us = last_us + self.up.delay_us + self._dead_us + 1
         if dead_us < back_us + self.up.delay_us:
             self.gone.append((dead_us, back_us + self.up.delay_us))
@@ -182,6 +186,7 @@ class _Rounds:
             ("max_versions", settings.carry.max_versions),
             ("max_staleness", self.round.max_staleness_versions),
             ("learners_wait", self.round.learners_wait),
+            ("pulse_us", micros(settings.liveness.pulse_s)),
             ("tells", self.scenario.on_version is not None),
             ("late", settings.carry.late),
             ("overlap", settings.carry.overlap),
@@ -201,6 +206,8 @@ class _Rounds:
             np.zeros((fragments, count), kernel.WORK),
             np.zeros((fragments, count, kernel.KEPT_OFFERS), kernel.OFFER),
             np.zeros((fragments, count, 4), kernel.COMING),
+            np.zeros(count, np.int64),
+            np.zeros(count),
         )
         lines["limit"] = NEVER_US
         lines["delay_us"] = [line.up.delay_us for line in self.lines]
@@ -313,12 +320,23 @@ class _Rounds:
         count, gone = int(known["known"][0]), int(known["gone"][0])
         over = int(np.searchsorted(world.stretches["end_us"][m, :count], over_us))
         stretches, known["known"] = _appended(world.stretches, m, over, count, line.stretches)
-        over = int(np.searchsorted(world.gone["end_us"][m, :gone], over_us))
-        gone_spans, known["gone"] = _appended(world.gone, m, over, gone, line.gone)
+        spans = [span for span in (*world.gone[m, :gone].tolist(), *line.gone) if span[1] > over_us]
+        gone_spans, known["gone"] = _appended(world.gone, m, gone, gone, _joined(spans))
         loads, known["loads"] = _appended(world.loads, m, int(known["load"][0]), int(known["loads"][0]), line.loads)
         known["load"], known["now_us"], known["steps"] = 0, line.life.now_us, line.steps
         self.world = world._replace(stretches=stretches, gone=gone_spans, loads=loads)
         line.stretches, line.gone, line.loads = [], [], []
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans of time in order, those that meet as one."""
+    joined: list[tuple[int, int]] = []
+    for begin_us, end_us in sorted(spans):
+        if joined and begin_us <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end_us, joined[-1][1])
+        else:
+            joined.append((begin_us, end_us))
+    return joined
 
 
 def _appended(rows: Records, m: int, first: int, count: int, new: Sequence[object]) -> tuple[Records, int]:

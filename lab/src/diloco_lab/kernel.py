@@ -30,7 +30,8 @@ IDLE, OPEN, MERGING = 0, 1, 2
 KEPT_OFFERS = 3
 _UNKNOWN = -1
 _WEIGHT = Average().weight
-_OPTIONS = {"cache": True, "error_model": "numpy", "boundscheck": False}
+# without NRT: nothing is allocated, and counting references to a world's arrays took most of the time
+_OPTIONS = {"cache": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
 
 
 class Ask(IntEnum):
@@ -49,7 +50,7 @@ def _dtype(whole: str, real: str = "") -> np.dtype[Any]:
 
 # settings, in units of the simulation; ``pace_s``: all learners' step time, 0 if they differ
 RUN = _dtype(
-    "until_us clock_us answer_us commit_us steps max_versions max_staleness learners_wait tells versions members",
+    "until_us clock_us answer_us commit_us steps max_versions max_staleness learners_wait pulse_us tells versions members",
     "late overlap pace_s",
 )
 # a learner: of what is known of its life the number of stretches and the end; after how many steps it waits; its link
@@ -94,6 +95,8 @@ class World(NamedTuple):
     works: Records
     offers: Records  # by number modulo KEPT_OFFERS
     coming: Records  # rings from ``first`` on
+    times_us: Records  # by learner, for what is counted at the moment
+    paces_s: Records
 
 
 # ---- a learner's life
@@ -274,6 +277,23 @@ def _send_down(world, m, at_us, size_bytes):
     return _open_us(world, m, line.down_free_us + line.delay_us)
 
 
+@njit(**_OPTIONS)
+def _announced_us(world, m, now_us):
+    """When it hears of a round; an announcement is repeated until it passes."""
+    return _open_us(world, m, _open_us(world, m, now_us) + world.lines[m].delay_us)
+
+
+@njit(**_OPTIONS)
+def _heard_us(world, m, at_us):
+    """When syncers hear of something: of what is not told at once, by the first pulse that passes."""
+    line, pulse_us = world.lines[m], world.run[0].pulse_us
+    while True:
+        passes_us = _announced_us(world, m, at_us)
+        if passes_us == at_us + line.delay_us:
+            return passes_us
+        at_us = -(-max(_open_us(world, m, at_us), passes_us - line.delay_us) // pulse_us) * pulse_us
+
+
 # ---- a learner's books
 
 
@@ -364,16 +384,10 @@ def _plan_open(world, p):
             if done_us == _UNKNOWN:
                 return m
             if done_us < NEVER_US:
-                work.ready_us = done_us + world.lines[m].delay_us
+                work.ready_us = _heard_us(world, m, done_us)
                 first_us = min(first_us, work.ready_us)
     fragment.next_us = max(first_us, world.run[0].clock_us)
     return -1
-
-
-@njit(**_OPTIONS)
-def _announced_us(world, m, now_us):
-    """When it hears of a round; an announcement is repeated until it passes."""
-    return _open_us(world, m, _open_us(world, m, now_us) + world.lines[m].delay_us)
 
 
 @njit(**_OPTIONS)
@@ -470,6 +484,17 @@ def _answer_again(world, p):
 
 
 @njit(**_OPTIONS)
+def _sort(values, count):
+    """The first values, in place. They are few, or nearly in order."""
+    for i in range(1, count):
+        value, j = values[i], i
+        while j and values[j - 1] > value:
+            values[j] = values[j - 1]
+            j -= 1
+        values[j] = value
+
+
+@njit(**_OPTIONS)
 def _smoothed(value, newest):
     """As :meth:`diloco.core.pace.Average.add`; NaN before the first value."""
     return newest if np.isnan(value) else value + _WEIGHT * (newest - value)
@@ -480,14 +505,14 @@ def _step_s(world, now_us):
     """As :meth:`diloco.core.round.Roster.step_s`."""
     if world.run[0].pace_s:
         return world.run[0].pace_s
-    paces, count = np.empty(world.lines.size), 0
+    paces, count = world.paces_s, 0
     for m in range(world.lines.size):
         if _live(world, m, now_us):
             paces[count] = _average_s(world, m, now_us)
             count += paces[count] > 0.0
     if not count:
         return DEFAULT_STEP_S
-    paces = np.sort(paces[:count])
+    _sort(paces, count)
     return (paces[(count - 1) // 2] + paces[count // 2]) / 2
 
 
@@ -514,10 +539,10 @@ def _everybody(world, p, now_us):
 def _plan_close(world, p, grace_s):
     """Look when the open round will close, with what is on its way; until when a life has to be known for that, or -1."""
     fragment, count = world.fragments[p], world.lines.size
-    arrives_us = np.empty(count, np.int64)
+    arrives_us = world.times_us
     for m in range(count):
         arrives_us[m] = _answers_us(world, p, m)
-    arrives_us = np.sort(arrives_us)
+    _sort(arrives_us, count)
     here, at_us, quorum_us, ends_us = 0, fragment.opened_us - 1, NEVER_US, NEVER_US
     fragment.next_us = NEVER_US
     while True:
