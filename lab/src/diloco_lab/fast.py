@@ -46,8 +46,9 @@ def simulate(scenario: Scenario) -> Outcome:
 
 def _lives(scenario: Scenario, uptime: Uptime) -> Outcome:
     lines = [_Line(scenario, index, learner, uptime) for index, learner in enumerate(scenario.learners)]
-    for line in lines:
-        line.extend(scenario.duration_us)
+    for until_us in range(0, scenario.duration_us + AHEAD_US, AHEAD_US):  # together, so that what is known of all can be forgotten
+        for line in lines:
+            line.extend(until_us)
     uptime.settle()
     return Outcome(scenario.duration_us, uptime.stepping_us, [line.outcome() for line in lines])
 
