@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -167,7 +168,7 @@ def test_the_share_of_slices_away_depends_on_means_alone(repair: Repair) -> None
 
 
 def test_restarts_alone_are_an_alternating_renewal() -> None:
-    """A step that is interrupted counts but for one slice; then half a step on the mean until it is noticed, and the restart."""
+    """An interrupted step counts but for one slice; half a step later on the mean that is noticed, and the restart begins."""
     costs = Costs(elastic=False, restart_s=80.0)
     learner = Learner("learner-0", 50, 8, 2.0, between_s=400_000.0, costs=costs)  # one every 1000 s
     _, useful = share(learner, 5e6)
@@ -196,7 +197,7 @@ learners = st.builds(
     st.sampled_from([1.0, 2.5, 10.0]),
     between_s=st.sampled_from([50.0, 300.0, 3000.0]),
     repair=st.sampled_from([Repair(1, 1, 5.0), Repair(0.7, 2, 100.0)]),
-    costs=st.builds(Costs, st.booleans(), seconds_up_to, seconds_up_to, seconds_up_to, seconds_up_to, st.sampled_from([0.0, 25.0])),
+    costs=st.builds(Costs, st.booleans(), *[seconds_up_to] * 4, st.sampled_from([0.0, 25.0])),
     slowdowns=st.sampled_from([None, Slowdowns(40.0, 20.0, 1.7)]),
     present=st.sampled_from([(), ((0.0, 100.0), (130.0, 260.0)), ((33.3, 200.0),)]),
 )
@@ -219,7 +220,7 @@ def test_chip_time_is_conserved(learner: Learner, faults: list[Fault], seed: int
     life = Life(learner, seed, faults)
     stretches = lived(life, [AT_ONCE, 1, 2], waits)
     assert stretches[0].start_us == 0
-    assert all(a.end_us == b.start_us for a, b in zip(stretches, stretches[1:], strict=False))
+    assert all(a.end_us == b.start_us for a, b in pairwise(stretches))
     absent_us = sum(s.end_us - s.start_us for s in stretches if s.kind == "absent")
     time = life.chip_time
     assert time.allocated == learner.slices * learner.chips * (life.now_us - absent_us)
@@ -232,8 +233,8 @@ def stepwise(stretches: list[Stretch]) -> list[tuple[Any, ...]]:
     for s in stretches:
         if s.kind != "stepping":
             plain.append((s.kind, s.start_us, s.end_us, s.lost))
-        for i in range(1, s.steps + 1):
-            plain.append((s.start_us + i * s.step_us, s.slices) if i < s.steps else (s.end_us, s.last_slices))
+        ends = ((s.start_us + i * s.step_us, s.slices) for i in range(1, s.steps))
+        plain += [*ends, (s.end_us, s.last_slices)] if s.steps else []
     return plain
 
 

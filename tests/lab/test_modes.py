@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from diloco.core.failures import Failure, Tape
+from diloco.errors import SettingsError
 from diloco.settings import run_settings
 from diloco_lab import fast, full
 from diloco_lab.cluster import YEAR_S, Cluster, Costs, Link, Rounds, Slowdowns
@@ -18,6 +19,7 @@ from diloco_lab.repair import Repair
 from diloco_lab.tapes import played
 
 TOLERANCE_US = 5  # the syncer counts in float seconds, and wakes a microsecond after the end of a grace window
+LINK = Link(1e9, 0.02)
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Case:
     chips: int = 400_000  # of each learner, which at 256 a slice fails every minute or two
     duration_s: float = 900.0
     step_s: float = 5.0
-    link: Link = Link(1e9, 0.02)
+    link: Link = LINK
     settings: dict[str, Any] | None = None
     elastic: bool = True
     answer_s: float = 0.05
@@ -77,7 +79,8 @@ def assert_lives_equal(one: Outcome, other: Outcome) -> None:
     assert [learner.chip_time for learner in one.learners] == [learner.chip_time for learner in other.learners]
     assert one.stepping_us == other.stepping_us
     for mine, theirs in zip(one.learners, other.learners, strict=True):
-        assert (mine.name, mine.steps, mine.tokens, mine.failures) == (theirs.name, theirs.steps, theirs.tokens, theirs.failures)
+        for name in ("name", "steps", "tokens", "failures"):
+            assert getattr(mine, name) == getattr(theirs, name)
 
 
 def assert_equal(case: Case, *, least: int = 3) -> None:
@@ -95,20 +98,7 @@ def assert_equal(case: Case, *, least: int = 3) -> None:
         assert mine.lost_tokens == pytest.approx(theirs.lost_tokens, rel=1e-12, abs=1e-6 * one.tokens)
 
 
-def assert_close(case: Case, share: float = 0.01) -> None:
-    """For what the fast mode says it does not follow exactly."""
-    (one, _), (other, _) = both(case)
-    assert one.versions >= 3, "nothing to compare"
-    if not case.scenario().rounds.settings.round.learners_wait:  # type: ignore[union-attr]
-        assert_lives_equal(one, other)
-    assert other.versions == pytest.approx(one.versions, rel=share, abs=1)
-    assert other.members == pytest.approx(one.members, rel=share, abs=len(one.learners))
-    assert other.tokens == pytest.approx(one.tokens, rel=share)
-    assert other.merged_tokens == pytest.approx(one.merged_tokens, rel=share)
-    assert sum(x.bytes_up for x in other.learners) == pytest.approx(sum(x.bytes_up for x in one.learners), rel=share)
-
-
-SMALL = {"fragments.count": 4, "round.steps": 6}
+SMALL: dict[str, Any] = {"fragments.count": 4, "round.steps": 6}
 CASES = {
     "decoupled": Case(settings={"fragments.count": 12, "round.steps": 12}),
     "published": Case(preset="published", learners=3, settings={"fragments.count": 6, "round.steps": 12}),
@@ -181,22 +171,16 @@ FAULTS = {
         Failure(500.0, "freeze", "learner-*", 15.0),
     ),
 }
-QUIET = {"chips": 10_000, "settings": SMALL}
+QUIET: dict[str, Any] = {"chips": 10_000, "settings": SMALL}
 
 
 @pytest.mark.parametrize("preset", ["decoupled", "streaming"])
-@pytest.mark.parametrize("name", ["chip_loss", "kill", "kill all"])
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_tape_is_played_the_same(name: str, preset: str) -> None:
     assert_equal(Case(preset, tape=FAULTS[name], **QUIET))
 
 
-@pytest.mark.parametrize("preset", ["decoupled", "streaming"])
-@pytest.mark.parametrize("name", ["freeze", "slow", "cut", "everything"])
-def test_slowdowns_and_cuts_are_played_nearly_the_same(name: str, preset: str) -> None:
-    assert_equal(Case(preset, tape=FAULTS[name], **QUIET))
-
-
-def test_transient_slowdowns_are_played_nearly_the_same() -> None:
+def test_transient_slowdowns_are_played_the_same() -> None:
     assert_equal(Case(slowdowns=Slowdowns(300.0, 30.0, 2.0), **QUIET))
 
 
@@ -208,3 +192,19 @@ def test_waiting_for_all_does_not_wait_for_the_dead() -> None:
 def test_lives_without_rounds_are_those_with_rounds_that_do_not_wait() -> None:
     scenario = CASES["decoupled"].scenario()
     assert_lives_equal(fast.simulate(scenario), fast.simulate(replace(scenario, rounds=None)))
+
+
+def test_versions_that_outrun_a_thin_link_are_all_applied() -> None:
+    """More of them are on their way than there was room for at first."""
+    learners = list(CASES["decoupled"].scenario().learners)
+    learners[0] = replace(learners[0], link=Link(2e6, 0.02))
+    scenario = replace(Case(settings=SMALL, duration_s=2000.0).scenario(), learners=learners)
+    one, other = full.simulate(scenario), fast.simulate(scenario)
+    assert (one.versions, one.members, one.merged_tokens) == (other.versions, other.members, other.merged_tokens)
+
+
+def test_more_tokens_than_can_be_counted_are_refused() -> None:
+    scenario = Case().scenario()
+    learners = [replace(learner, tokens=1 << 50) for learner in scenario.learners]
+    with pytest.raises(SettingsError, match=r"learner-0: tokens = 1125899906842624"):
+        fast.simulate(replace(scenario, learners=learners, duration_s=7 * 86400.0))

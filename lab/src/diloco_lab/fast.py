@@ -6,8 +6,7 @@ whom, follows from times alone, by the rules of :mod:`diloco.core.round`. They a
 compiled; the quorum, the grace window and when first rounds are due are the product's own functions. This module lives the
 lives, and keeps what the kernel knows of them. ``tests/lab/test_modes.py`` holds both modes equal.
 
-Not exact are moving averages of step times (of a learner that is slowed or frozen; they decide the length of a grace window)
-and signs of life over links that are cut.
+Not exact are signs of life over links that are cut: between two regular pulses it does not tell what of them passes.
 """
 
 from __future__ import annotations
@@ -46,7 +45,9 @@ def simulate(scenario: Scenario) -> Outcome:
 
 def _lives(scenario: Scenario, uptime: Uptime) -> Outcome:
     lines = [_Line(scenario, index, learner, uptime) for index, learner in enumerate(scenario.learners)]
-    for until_us in range(0, scenario.duration_us + AHEAD_US, AHEAD_US):  # together, so that what is known of all can be forgotten
+    for until_us in range(
+        0, scenario.duration_us + AHEAD_US, AHEAD_US
+    ):  # together, so that what is known of all can be forgotten
         for line in lines:
             line.extend(until_us)
     uptime.settle()
@@ -170,9 +171,12 @@ class _Rounds:
         self.round = self.rounds.settings.round
         self.lines = [_ToldLine(scenario, index, learner, uptime) for index, learner in enumerate(scenario.learners)]
         for learner in scenario.learners:
-            steps = scenario.duration_s / learner.step_s
-            if learner.slices * learner.tokens * (steps + 1) > COUNTABLE:
-                raise SettingsError(f"learner {learner.name}: it would process more tokens than the {COUNTABLE} that can be counted")
+            worth = learner.slices * learner.tokens * (scenario.duration_s / learner.step_s + 1)
+            if worth > COUNTABLE:
+                raise SettingsError(
+                    f"learner {learner.name}: tokens = {learner.tokens} for a slice's part of a step are {worth:.3g} in "
+                    f"{scenario.duration_s:g} s, expected at most {COUNTABLE:.3g}"
+                )
         self.world = self._world()
 
     def _world(self) -> World:
@@ -200,7 +204,7 @@ class _Rounds:
             np.array([settings.quorum(live) for live in range(count + 1)], np.int64),
             lines,
             np.zeros((count, 0), kernel.STRETCH),
-            np.zeros((count, max(1, *map(len, cuts)) if count > 1 else max(1, len(cuts[0]))), kernel.SPAN),
+            np.zeros((count, max([1, *map(len, cuts)])), kernel.SPAN),
             np.zeros((count, 1), kernel.SPAN),
             np.zeros((count, 1), np.int64),
             np.zeros(fragments, kernel.FRAGMENT),
@@ -255,9 +259,7 @@ class _Rounds:
         self.uptime.settle()
         run = self.world.run[0]
         outcomes = [self._outcome(line) for line in self.lines]
-        return Outcome(
-            self.scenario.duration_us, self.uptime.stepping_us, outcomes, int(run["versions"]), int(run["members"])
-        )
+        return Outcome(self.scenario.duration_us, self.uptime.stepping_us, outcomes, int(run["versions"]), int(run["members"]))
 
     def _outcome(self, line: _Line) -> LearnerOutcome:
         outcome, m, sizes = line.outcome(), line.index, self.rounds.sizes

@@ -68,8 +68,9 @@ FRAGMENT = _dtype(
 )
 # what a learner holds of a fragment, as :class:`diloco.core.books.Books` counts it: kept are those of what it held when it
 # applied its base, from_ what it had done by then; offers up to ``forgotten`` are not on its books any more. Then what syncers
-# know: the version heard of and from which step on, when that makes a round due, the offer merged last. ``again_us`` is when it
-# answers ``round`` again, or ``after_us`` the time after which; ``coming`` versions are on their way, ``unplaced`` the last one.
+# know: the version heard of, and from which step on; when that makes a round due; the offers merged last and being
+# merged. The learner answers ``round`` again at ``again_us``, or at the first boundary after ``after_us``; ``coming`` versions
+# are on their way, of which the last may be ``unplaced``: it is not known yet when it is applied.
 WORK = _dtype(
     "base_version kept_steps kept_tokens from_steps from_tokens after forgotten number answered carried_since "
     "offered_us encoded_us sent_us heard heard_step ready_us cursor merged_tokens chosen round again_us after_us "
@@ -442,9 +443,7 @@ def _answer(world, p, m, version, now_us, at_boundary):
     if work.sent_us >= now_us:
         work.after_us = work.sent_us
         return
-    if work.offered_us >= 0 and (
-        world.lines[m].now_us <= work.offered_us or _boundary(world, m, work.offered_us)[0] > now_us
-    ):
+    if work.offered_us >= 0 and (world.lines[m].now_us <= work.offered_us or _boundary(world, m, work.offered_us)[0] > now_us):
         work.after_us = work.offered_us
         return
     work.answered = version
@@ -529,10 +528,11 @@ def _answers_us(world, p, m):
 
 @njit(**_OPTIONS)
 def _everybody(world, p, now_us):
+    """Whether everybody has answered who can."""
+    waits = False
     for m in range(world.lines.size):
-        if _answers_us(world, p, m) > now_us and _live(world, m, now_us):
-            return False
-    return True
+        waits |= _answers_us(world, p, m) > now_us and _live(world, m, now_us)
+    return not waits
 
 
 @njit(**_OPTIONS)

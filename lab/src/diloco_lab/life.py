@@ -141,6 +141,8 @@ class Life:
     def wait(self, until_us: int) -> Stretch:
         """Take no step before ``until_us``."""
         start_us, silent_us = self.now_us, None
+        if self._killed_us is not None:  # in the step that it does not take now
+            until_us = min(until_us, self._killed_us)
         while (at_us := self._event_us()) <= until_us:
             if at_us == self._returns_us():
                 self._return()
