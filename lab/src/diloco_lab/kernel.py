@@ -544,6 +544,7 @@ def _plan_close(world, p, grace_s):
         arrives_us[m] = _answers_us(world, p, m)
     _sort(arrives_us, count)
     here, at_us, quorum_us, ends_us = 0, fragment.opened_us - 1, NEVER_US, NEVER_US
+    quorum_s, sync_s = 0.0, 0.0 if np.isnan(fragment.sync_s) else fragment.sync_s
     fragment.next_us = NEVER_US
     while True:
         next_us = min(ends_us, _live_changes_us(world, at_us))
@@ -560,9 +561,9 @@ def _plan_close(world, p, grace_s):
                 continue
             quorum_us = at_us
             quorum_s = _smoothed(fragment.quorum_s, (at_us - fragment.opened_us) / MICROS)
-            sync_s = 0.0 if np.isnan(fragment.sync_s) else fragment.sync_s
-            window_s = grace_s(_step_s(world, at_us), quorum_s, sync_s)
-            ends_us = at_us + round(window_s * MICROS) + 1 if window_s > 0.0 else at_us
+        # the window is as long as steps take now, whatever they took at the quorum
+        window_s = grace_s(_step_s(world, at_us), quorum_s, sync_s)
+        ends_us = quorum_us + round(window_s * MICROS) + 1 if window_s > 0.0 else quorum_us
         if at_us >= ends_us or _everybody(world, p, at_us):
             break
     fragment.next_us, fragment.quorum_us = max(at_us, world.run[0].clock_us), quorum_us
