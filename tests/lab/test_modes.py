@@ -114,6 +114,9 @@ CASES = {
     "very thin links": Case(link=Link(6e6, 0.2), settings=SMALL, duration_s=1500.0),
     "not elastic": Case(elastic=False, settings=SMALL),
     "chips of unequal speed": Case(spread=0.05, settings={**SMALL, "round.overlap_steps": 6.0}),
+    "steps that differ": Case("published", settings={**SMALL, "round.quorum": 2}, speeds=(0.7, 1.0, 1.31, 1.31), chips=20_000),
+    "only a scavenged learner": Case(learners=1, present=((50.0, 200.0), (300.0, 500.0)), settings=SMALL, chips=20_000),
+    "killed before the first version": Case(learners=1, settings=SMALL, chips=20_000, tape=(Failure(19.0, "kill", "*"),)),
     "a scavenged learner": Case(present=((100.0, 400.0), (500.0, 800.0)), settings=SMALL, chips=20_000),
 }
 

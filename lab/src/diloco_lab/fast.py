@@ -109,7 +109,7 @@ class _ToldLine(_Line):
         for begin_us, end_us in self.up.cuts:
             told_us = (begin_us - self.up.delay_us - 1) // self._pulse_us * self._pulse_us
             self._note_gone(max(0, told_us), -(-end_us // self._pulse_us) * self._pulse_us)
-        self.loads: list[int] = []
+        self.loads: list[tuple[int, bool]] = []
         self._average = Average()
 
     def _add(self, stretch: Stretch) -> None:
@@ -123,7 +123,7 @@ class _ToldLine(_Line):
         if stretch.silent_us is not None:
             self._note_silence(stretch, *stretch.silent_us)
         if stretch.lost or (absent and stretch.end_us < self.scenario.duration_us):
-            self.loads.append(stretch.end_us)
+            self.loads.append((stretch.end_us, stretch.lost))
         super()._add(stretch)
 
     def _note_pace(self, stretch: Stretch) -> None:
@@ -143,6 +143,8 @@ class _ToldLine(_Line):
             done = min(stretch.steps - 1, (begin_us - stretch.start_us) // stretch.step_us)
             last_us = max(last_us, stretch.start_us + done * stretch.step_us)
         back_us = min(stretch.end_us, -(-end_us // self._pulse_us) * self._pulse_us)
+        if stretch.kind == "absent" and not stretch.start_us:  # it has not been heard yet
+            last_us = -self._dead_us - self.up.delay_us - 1
         self._note_gone(last_us, back_us)
 
     def _note_gone(self, last_us: int, back_us: int) -> None:
@@ -207,7 +209,7 @@ class _Rounds:
             np.zeros((count, 0), kernel.STRETCH),
             np.zeros((count, max([1, *map(len, cuts)])), kernel.SPAN),
             np.zeros((count, 1), kernel.SPAN),
-            np.zeros((count, 1), np.int64),
+            np.zeros((count, 1), kernel.LOAD),
             np.zeros(fragments, kernel.FRAGMENT),
             np.zeros((fragments, count), kernel.WORK),
             np.zeros((fragments, count, kernel.KEPT_OFFERS), kernel.OFFER),

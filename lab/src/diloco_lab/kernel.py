@@ -62,18 +62,19 @@ STRETCH = _dtype(
     "start_us end_us steps step_us tokens last_tokens steps_before tokens_before silent_us heard_us absent", "average_s"
 )
 SPAN = _dtype("begin_us end_us")
+LOAD = _dtype("at_us restarted")  # or only away
 # ``next_us``: of its next event; ``later_us``: not after the first answer at a later boundary; ``todo``: to be looked at
 FRAGMENT = _dtype(
     "version phase opened_us quorum_us next_us later_us todo first_due offer_bytes record_bytes", "quorum_s sync_s"
 )
 # what a learner holds of a fragment, as :class:`diloco.core.books.Books` counts it: kept are those of what it held when it
-# applied its base, from_ what it had done by then; offers up to ``forgotten`` are not on its books any more. Then what syncers
+# applied its base, from_ and version_step what it had done by then; offers up to ``forgotten`` are not on its books any more. Then what syncers
 # know: the version heard of, and from which step on; when that makes a round due; the offers merged last and being
 # merged. The learner answers ``round`` again at ``again_us``, or at the first boundary after ``after_us``; ``coming`` versions
 # are on their way, of which the last may be ``unplaced``: it is not known yet when it is applied.
 WORK = _dtype(
     "base_version kept_steps kept_tokens from_steps from_tokens after forgotten number answered carried_since "
-    "offered_us encoded_us sent_us heard heard_step ready_us cursor merged_tokens chosen round again_us after_us "
+    "version_step offered_us encoded_us sent_us heard heard_step ready_us cursor merged_tokens chosen round again_us after_us "
     "first coming unplaced"
 )
 # as :class:`diloco.core.books.Outstanding` counts it
@@ -338,17 +339,22 @@ def _apply(world, p, m, came):
 
 
 @njit(**_OPTIONS)
-def _load(world, m, now_us):
-    """A learner begins again with the log; what it held is lost."""
+def _load(world, m, now_us, restarted):
+    """A learner begins again with the log; what it held is lost.
+
+    Syncers count on from where they first heard of its version, unless it is another, or the learner another incarnation.
+    """
     steps, tokens = _done(world, m, now_us)
     for p in range(world.fragments.size):
         work, fragment = world.works[p, m], world.fragments[p]
         settle(world, p, m, now_us - 1)
+        if restarted or work.base_version != fragment.version:
+            work.heard_step = steps
+        work.heard, work.version_step = fragment.version, steps
         work.coming, work.forgotten = 0, work.number
         work.after, work.answered, work.carried_since = work.cursor, 0, -1
         work.kept_steps = work.kept_tokens = 0
         work.base_version, work.from_steps, work.from_tokens = fragment.version, steps, tokens
-        work.heard, work.heard_step = fragment.version, steps
         fragment.todo = True
     if world.run[0].learners_wait:
         limit(world, m)
@@ -365,7 +371,7 @@ def limit(world, m):
     least = NEVER_US
     for p in range(world.fragments.size):
         work = world.works[p, m]
-        least = min(least, work.heard_step + _due(world, p, work.heard))
+        least = min(least, work.version_step + _due(world, p, work.heard))
     world.lines[m].limit = least
 
 
@@ -381,7 +387,7 @@ def _plan_open(world, p):
         work = world.works[p, m]
         work.ready_us = NEVER_US
         if work.heard == fragment.version:
-            done_us = _step_us(world, m, work.heard_step + due)
+            done_us = _step_us(world, m, due + (work.heard_step if fragment.version else 0))
             if done_us == _UNKNOWN:
                 return m
             if done_us < NEVER_US:
@@ -632,7 +638,7 @@ def _place(world, p, m):
     if came.at_us == NEVER_US:  # after the end
         work.coming -= 1
         return (Ask.NOTHING, 0, 0, 0)
-    work.heard, work.heard_step = came.version, came.steps
+    work.heard, work.heard_step, work.version_step = came.version, came.steps, came.steps
     if world.run[0].learners_wait:
         limit(world, m)
     return (Ask.NOTHING, 0, 0, 0)
@@ -679,8 +685,8 @@ def _next(world):
     at_us, loads, answers, about = NEVER_US, False, False, 0
     for m in range(world.lines.size):
         line = world.lines[m]
-        if line.load < line.loads and world.loads[m, line.load] < at_us:
-            at_us, loads, about = world.loads[m, line.load], True, m
+        if line.load < line.loads and world.loads[m, line.load].at_us < at_us:
+            at_us, loads, about = world.loads[m, line.load].at_us, True, m
     for p in range(world.fragments.size):
         if world.fragments[p].later_us < at_us:
             at_us, loads, answers, about = world.fragments[p].later_us, False, True, p
@@ -713,8 +719,9 @@ def play(world, grace_s):
                 return (Ask.LIFE, 0, -1, at_us)
         run.clock_us = at_us
         if loads:
-            _load(world, about, at_us)
-            world.lines[about].load += 1
+            line = world.lines[about]
+            _load(world, about, at_us, world.loads[about, line.load].restarted)
+            line.load += 1
         elif answers:
             _answer_again(world, about)
         elif world.fragments[about].phase == IDLE:
