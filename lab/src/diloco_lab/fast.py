@@ -6,8 +6,8 @@ whom, follows from times alone, by the rules of :mod:`diloco.core.round`. They a
 compiled; the quorum, the grace window and when first rounds are due are the product's own functions. This module lives the
 lives, and keeps what the kernel knows of them. ``tests/lab/test_modes.py`` holds both modes equal.
 
-Not exact are grace windows while learners' step times differ and their median falls (the product looks again at every pulse, the
-fast mode at every answer), and what passes of the signs of life over a link that is cut, between two regular pulses.
+Not exact are grace windows while learners' step times differ and their median falls (the full mode looks again at every step,
+the fast one at every answer), and what passes of the signs of life over a link that is cut, between two regular pulses.
 """
 
 from __future__ import annotations

@@ -68,10 +68,10 @@ FRAGMENT = _dtype(
     "version phase opened_us quorum_us next_us later_us todo first_due offer_bytes record_bytes", "quorum_s sync_s"
 )
 # what a learner holds of a fragment, as :class:`diloco.core.books.Books` counts it: kept are those of what it held when it
-# applied its base, from_ and version_step what it had done by then; offers up to ``forgotten`` are not on its books any more. Then what syncers
-# know: the version heard of, and from which step on; when that makes a round due; the offers merged last and being
-# merged. The learner answers ``round`` again at ``again_us``, or at the first boundary after ``after_us``; ``coming`` versions
-# are on their way, of which the last may be ``unplaced``: it is not known yet when it is applied.
+# applied its base, from_ and version_step what it had done by then; offers up to ``forgotten`` are not on its books any more.
+# Then what syncers know: the version heard of, and from which step on; when that makes a round due; the offers merged last and
+# being merged. The learner answers ``round`` again at ``again_us``, or at the first boundary after ``after_us``; ``coming``
+# versions are on their way, of which the last may be ``unplaced``: it is not known yet when it is applied.
 WORK = _dtype(
     "base_version kept_steps kept_tokens from_steps from_tokens after forgotten number answered carried_since "
     "version_step offered_us encoded_us sent_us heard heard_step ready_us cursor merged_tokens chosen round again_us after_us "
