@@ -5,6 +5,10 @@ from __future__ import annotations
 import typer
 
 from diloco_lab.commands.bandwidth import bandwidth
+from diloco_lab.commands.goodput import goodput
+from diloco_lab.commands.plan import plan
+from diloco_lab.commands.run import run
+from diloco_lab.commands.trace import trace
 
 simulate = typer.Typer(
     no_args_is_help=True, help="What a run would do on machines that one does not have: goodput, bandwidth, a plan."
@@ -16,4 +20,8 @@ def _simulate() -> None:
     """Make the commands below it subcommands, however many there are."""
 
 
+simulate.command()(goodput)
 simulate.command()(bandwidth)
+simulate.command()(plan)
+simulate.command()(run)
+simulate.command()(trace)

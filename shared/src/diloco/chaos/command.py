@@ -71,7 +71,7 @@ def chaos(
         drawn, left_out = failures.only(_read_tape(tape), chosen)
     if record is not None:
         text = failures.encode(drawn)
-        files.replace(record, lambda draft: _write(draft, text))
+        files.replace_text(record, text)
     observe.configure("chaos", run.name, file=run.path / "logs" / "chaos.jsonl")
     verdict = asyncio.run(_interruptible(Chaos(run, names, drawn, seed, lead_in, _silent if json_ else _say)))
     verdict |= {"seed": seed, "left_out": left_out}
@@ -109,10 +109,6 @@ def _say(text: str) -> None:
 
 def _silent(text: str) -> None:
     """With ``--json`` nothing is printed but the verdict."""
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
 
 
 async def _interruptible(chaos: Chaos) -> dict[str, Any]:

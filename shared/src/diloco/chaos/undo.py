@@ -57,13 +57,9 @@ class Journal:
     def _write(self) -> None:
         if self._entries:
             text = json.dumps(self._entries)
-            files.replace(self.file, lambda draft: _write_text(draft, text))
+            files.replace_text(self.file, text)
         else:
             self.file.unlink(missing_ok=True)
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:

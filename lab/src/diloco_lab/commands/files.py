@@ -1,0 +1,46 @@
+"""Files that are named on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from diloco import files
+from diloco.errors import SettingsError
+from diloco_lab import tapes
+from diloco_lab.cluster import Learner
+from diloco_lab.tapes import Played
+
+
+def open_tape(path: Path, learners: Sequence[Learner]) -> Played:
+    """What a tape does to learners; says what of it is left out.
+
+    Raises:
+        SettingsError: it cannot be read, or lasts for no time.
+        FormatError: naming file and line: it is no tape, or names what there is not.
+    """
+    try:
+        with path.open() as lines:
+            played = tapes.read(lines, str(path), learners)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--tape {path}: {error}") from None
+    if not played.duration_s:
+        raise SettingsError(f"--tape {path}: duration_s is 0; say in its first line how long it is")
+    if played.left_out:
+        left_out = ", ".join(f"{number} of {kind}" for kind, number in sorted(played.left_out.items()))
+        typer.echo(f"left out, since no learner of the simulator feels it: {left_out}", err=True)
+    return played
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file as a whole.
+
+    Raises:
+        SettingsError: it cannot be written.
+    """
+    try:
+        files.replace_text(path, text)
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be written: {error}") from None

@@ -1,0 +1,195 @@
+"""``diloco simulate goodput``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from diloco.errors import SettingsError
+from diloco.report.units import count
+from diloco.settings import parse_assignments
+from diloco_lab import fit, published
+from diloco_lab.commands import show
+from diloco_lab.commands.files import open_tape
+from diloco_lab.goodput import (
+    PUBLISHED,
+    STRATEGIES,
+    Conditions,
+    Point,
+    Row,
+    conditions,
+    mean_error,
+    points,
+    strategy_of,
+    sweep,
+    thumb,
+)
+
+DAY_S = 86400.0
+MAX_DAYS = 366.0
+MAX_SEEDS = 1000
+
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([km]?)", re.IGNORECASE)
+
+Jobs = Annotated[int | None, typer.Option(min=1, help="Processes; default: one for each core.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A constant (docs/simulator.md), such as restart_s=60.")
+]
+
+
+def goodput(
+    strategy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STRATEGIES)}; may be repeated.")] = None,
+    learners: Annotated[str, typer.Option(help="M, of those that have learners.")] = ",".join(map(str, published.LEARNERS)),
+    chips: Annotated[str, typer.Option(help="Of all learners together.")] = ",".join(map(count, published.CHIPS)),
+    days: Annotated[float, typer.Option(help="Simulated time.")] = 3.0,
+    seeds: Annotated[int, typer.Option(help="Simulations of each cell.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 1,
+    set_: Set = None,
+    tape: Annotated[Path | None, typer.Option(help="The failures of a tape, in the place of drawn ones.")] = None,
+    fitted: Annotated[bool, typer.Option("--fit", help="Fit the constants to the data-parallel rows first.")] = False,
+    sensitivity: Annotated[bool, typer.Option("--sensitivity", help="What each cell owes to each constant.")] = False,
+    jobs: Jobs = None,
+    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Goodput and uptime by strategy, learners and chips, beside what is published."""
+    if not 0 < days <= MAX_DAYS:
+        raise SettingsError(f"--days {days:g}: expected a number above 0, at most {MAX_DAYS:g}")
+    if not 1 <= seeds <= MAX_SEEDS:
+        raise SettingsError(f"--seeds {seeds}: expected 1 to {MAX_SEEDS}")
+    all_seeds = range(seed, seed + seeds)
+    chosen = conditions(parse_assignments(set_ or []), "--set")
+    if fitted:
+        chosen = replace(chosen, constants=_fit(chosen, json_))
+    wanted = points(strategy or PUBLISHED, _numbers(learners, "--learners"), _numbers(chips, "--chips"))
+    duration_s = days * DAY_S
+    if tape is not None:
+        wanted, duration_s = _taped(tape, wanted, chosen)
+        all_seeds = range(seed, seed + 1)  # nothing is left to chance
+    processes = jobs or os.cpu_count() or 1
+    with _progress("simulating", json_) as bar:
+        rows = sweep(wanted, chosen, all_seeds, duration_s, processes, bar)
+    if json_:
+        print(json.dumps([asdict(each) for each in rows]))
+    else:
+        _show(rows, chosen, len(all_seeds), duration_s / DAY_S)
+    if sensitivity and not json_:
+        _show_sensitivity(wanted, chosen, all_seeds, duration_s, processes)
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    """``150k,1.2m`` as whole numbers."""
+    found = []
+    for part in text.split(","):
+        match = _NUMBER.fullmatch(part.strip())
+        value = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6}[match[2].lower()] if match else 0.0
+        if value < 1 or value != int(value) or value > 1e9:
+            raise SettingsError(
+                f"{option} {text}: {part.strip()!r}, expected whole numbers from 1 on, such as 8 or 150k or 1.2m"
+            )
+        found.append(int(value))
+    return found
+
+
+def _taped(path: Path, wanted: Sequence[Point], chosen: Conditions) -> tuple[list[Point], float]:
+    """The points with a tape's failures, and how long the tape is."""
+    found, duration_s = [], 0.0
+    for point in wanted:
+        played = open_tape(path, chosen.of(strategy_of(point.strategy), point.chips, point.learners).split(0))
+        found.append(replace(point, faults=played.faults, cuts=played.cuts))
+        duration_s = played.duration_s
+    return found, duration_s
+
+
+def _fit(chosen: Conditions, quiet: bool) -> published.Constants:
+    if chosen.cluster:
+        raise SettingsError(f"--set {next(iter(chosen.cluster))}: not with --fit, which fits to the published cluster")
+    with _progress("fitting", quiet) as bar:
+        found = fit.fit(chosen.constants, fit.SEEDS, fit.DURATION_S, lambda trial, _, __: bar(trial, fit.MAX_TRIALS))
+    if not quiet:
+        typer.echo(f"fitted to the data-parallel rows: {_constants(found)}")
+    return found
+
+
+def _constants(constants: published.Constants) -> str:
+    return ", ".join(f"{field.name} {value:g}" for field, value in zip(fields(constants), astuple(constants), strict=True))
+
+
+@contextmanager
+def _progress(what: str, quiet: bool) -> Iterator:  # type: ignore[type-arg]
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, all_: progress.update(task, completed=done, total=all_)
+
+
+def _show(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> None:
+    out = show.console()
+    numbers = sorted({each.chips for each in rows})
+    for quantity in ("goodput", "uptime"):
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title=f"{quantity}, %", title_justify="left")
+        table.add_column("strategy", no_wrap=True)
+        table.add_column("M", justify="right", no_wrap=True)
+        for number in numbers:
+            table.add_column(f"{count(number)} chips", justify="right", no_wrap=True)
+        for key in dict.fromkeys((each.strategy, each.learners) for each in rows):
+            of_key = {each.chips: each for each in rows if (each.strategy, each.learners) == key}
+            table.add_row(key[0], str(key[1]), *(_cell(of_key.get(number), quantity) for number in numbers))
+        out.print(table, highlight=False)
+        out.print()
+    notes = [f"{days:.3g} days"]
+    if seeds > 1:
+        notes = [f"means over {seeds} seeds of {days:.3g} days, ± 95 % interval; in brackets what is published"]
+    error = mean_error(rows)
+    if error is not None:
+        notes.append(f"mean absolute error over the published cells: {100 * error:.2f} points")
+    if chosen.constants == published.FITTED:
+        notes.append("constants, fitted to the data-parallel rows alone: " + _constants(chosen.constants))
+    else:
+        notes.append("constants: " + _constants(chosen.constants))
+    pairs = thumb(rows)
+    if pairs:
+        many, one, apart = max(pairs, key=lambda pair: abs(pair[2]))
+        notes.append(
+            f"M learners against one on M times fewer chips: at most {100 * abs(apart):.1f} points of goodput apart "
+            f"(M = {many.learners}, {count(many.chips)} chips), in {len(pairs)} pairs; uptime {100 * many.uptime:.1f} and "
+            f"{100 * one.uptime:.1f} %"
+        )
+    for note in notes:
+        out.print(note, highlight=False)
+
+
+def _cell(row: Row | None, quantity: str) -> str:
+    if row is None:
+        return ""
+    mean, low, known = getattr(row, quantity), getattr(row, f"{quantity}_low"), getattr(row, f"published_{quantity}")
+    width = f" ±{100 * (mean - low):.1f}" if low < mean else ""
+    return f"{100 * mean:.1f}{width}" + ("" if known is None else f" ({100 * known:.0f})")
+
+
+def _show_sensitivity(wanted: Sequence[Point], chosen: Conditions, seeds: Sequence[int], duration_s: float, jobs: int) -> None:
+    names = [field.name for field in fields(published.Constants)]
+    changed = {
+        (name, sign): replace(chosen, constants=fit.changed(chosen.constants, name, sign)) for name in names for sign in (1, -1)
+    }
+    rows = {}
+    for key, each in changed.items():
+        with _progress(f"{key[0]} {key[1]:+d}", False) as bar:
+            rows[key] = sweep(wanted, each, seeds, duration_s, jobs, bar)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title_justify="left")
+    table.title = f"goodput, points more for a constant that is {100 * fit.SENSITIVITY_STEP:.0f} % larger"
+    for heading in ("strategy", "M", "chips", *names):
+        table.add_column(heading, no_wrap=True, justify="left" if heading == "strategy" else "right")
+    for index, point in enumerate(wanted):
+        changes = [100 * (rows[name, 1][index].goodput - rows[name, -1][index].goodput) / 2 for name in names]
+        table.add_row(point.strategy, str(point.learners), count(point.chips), *(f"{change:+.2f}" for change in changes))
+    show.console().print(table, highlight=False)
