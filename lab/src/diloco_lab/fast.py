@@ -19,13 +19,15 @@ import numba.experimental.function_type  # noqa: F401  makes numba take what has
 import numpy as np
 from numba import types
 
+from diloco.core.books import NOTHING
 from diloco.core.pace import Average, first_due_steps, grace_s
+from diloco.core.round import DEFAULT_STEP_S
 from diloco.errors import SettingsError
 from diloco_lab import kernel
 from diloco_lab.cluster import MICROS, NEVER_US, Learner, micros
 from diloco_lab.kernel import Ask, Records, World
 from diloco_lab.life import Stretch
-from diloco_lab.network import Sizes, Way
+from diloco_lab.network import MEMBER_BYTES, Sizes, Way
 from diloco_lab.outcome import LearnerOutcome, Outcome, Scenario, Uptime, Version
 
 AHEAD_US = 3600 * MICROS  # how much more of a life is found out at once than is asked for
@@ -195,6 +197,10 @@ class _Rounds:
             ("max_staleness", self.round.max_staleness_versions),
             ("learners_wait", self.round.learners_wait),
             ("pulse_us", micros(settings.liveness.pulse_s)),
+            ("member_bytes", MEMBER_BYTES),
+            ("nothing", NOTHING),
+            ("weight", Average().weight),
+            ("default_step_s", DEFAULT_STEP_S),
             ("tells", self.scenario.on_version is not None),
             ("late", settings.carry.late),
             ("overlap", settings.carry.overlap),

@@ -19,17 +19,12 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from diloco.core.books import NOTHING
-from diloco.core.pace import Average
-from diloco.core.round import DEFAULT_STEP_S
 from diloco_lab.cluster import MICROS, NEVER_US
-from diloco_lab.network import MEMBER_BYTES
 
 Records = NDArray[Any]
 IDLE, OPEN, MERGING = 0, 1, 2
 KEPT_OFFERS = 3
 _UNKNOWN = -1
-_WEIGHT = Average().weight
 # without NRT: nothing is allocated, and counting references to a world's arrays took most of the time
 _OPTIONS = {"cache": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
 
@@ -48,10 +43,12 @@ def _dtype(whole: str, real: str = "") -> np.dtype[Any]:
     return np.dtype([(name, np.int64) for name in whole.split()] + [(name, np.float64) for name in real.split()])
 
 
-# settings, in units of the simulation; ``pace_s``: all learners' step time, 0 if they differ
+# settings, in units of the simulation, and other modules' constants, which compiled in would outlive a change of theirs;
+# ``pace_s``: all learners' step time, 0 if they differ
 RUN = _dtype(
-    "until_us clock_us answer_us commit_us steps max_versions max_staleness learners_wait pulse_us tells versions members",
-    "late overlap pace_s",
+    "until_us clock_us answer_us commit_us steps max_versions max_staleness learners_wait pulse_us member_bytes "
+    "tells versions members",
+    "late overlap nothing weight default_step_s pace_s",
 )
 # a learner: of what is known of its life the number of stretches and the end; after how many steps it waits; its link
 LINE = _dtype(
@@ -197,7 +194,7 @@ def _average_s(world, m, at_us):
     step_s = stretch.step_us / MICROS
     if not stretch.average_s:
         return step_s
-    return step_s + (stretch.average_s - step_s) * (1.0 - _WEIGHT) ** float(done)
+    return step_s + (stretch.average_s - step_s) * (1.0 - world.run[0].weight) ** float(done)
 
 
 @njit(**_OPTIONS)
@@ -329,7 +326,7 @@ def _apply(world, p, m, came):
         if came.number > work.forgotten:
             offer = world.offers[p, m, came.number % KEPT_OFFERS]
             steps, tokens = steps - offer.held_steps, tokens - offer.held_tokens
-            in_time = came.round == came.version and offer.kept > NOTHING
+            in_time = came.round == came.version and offer.kept > run.nothing
             factor = run.overlap if in_time else run.late
         work.after, work.forgotten, work.carried_since = came.number, work.number, -1
     work.kept_steps, work.kept_tokens = int(factor * steps), int(factor * tokens)
@@ -500,9 +497,9 @@ def _sort(values, count):
 
 
 @njit(**_OPTIONS)
-def _smoothed(value, newest):
+def _smoothed(value, newest, weight):
     """As :meth:`diloco.core.pace.Average.add`; NaN before the first value."""
-    return newest if np.isnan(value) else value + _WEIGHT * (newest - value)
+    return newest if np.isnan(value) else value + weight * (newest - value)
 
 
 @njit(**_OPTIONS)
@@ -516,7 +513,7 @@ def _step_s(world, now_us):
             paces[count] = _average_s(world, m, now_us)
             count += paces[count] > 0.0
     if not count:
-        return DEFAULT_STEP_S
+        return world.run[0].default_step_s
     _sort(paces, count)
     return (paces[(count - 1) // 2] + paces[count // 2]) / 2
 
@@ -566,7 +563,7 @@ def _plan_close(world, p, grace_s):
             if not here or here < _quorum(world, at_us):
                 continue
             quorum_us = at_us
-            quorum_s = _smoothed(fragment.quorum_s, (at_us - fragment.opened_us) / MICROS)
+            quorum_s = _smoothed(fragment.quorum_s, (at_us - fragment.opened_us) / MICROS, world.run[0].weight)
         # the window is as long as steps take now, whatever they took at the quorum
         window_s = grace_s(_step_s(world, at_us), quorum_s, sync_s)
         ends_us = quorum_us + round(window_s * MICROS) + 1 if window_s > 0.0 else quorum_us
@@ -580,7 +577,7 @@ def _plan_close(world, p, grace_s):
 def _close(world, p):
     """The newest fit offer of each learner is in the version."""
     run, fragment = world.run[0], world.fragments[p]
-    fragment.quorum_s = _smoothed(fragment.quorum_s, (fragment.quorum_us - fragment.opened_us) / MICROS)
+    fragment.quorum_s = _smoothed(fragment.quorum_s, (fragment.quorum_us - fragment.opened_us) / MICROS, run.weight)
     for m in range(world.lines.size):
         work = world.works[p, m]
         work.chosen = 0
@@ -603,9 +600,9 @@ def _commit(world, p):
             return False
         members += world.works[p, m].chosen > 0
     fragment.phase, fragment.version, fragment.next_us, fragment.todo = IDLE, fragment.version + 1, NEVER_US, True
-    fragment.sync_s = _smoothed(fragment.sync_s, run.commit_us / MICROS)
+    fragment.sync_s = _smoothed(fragment.sync_s, run.commit_us / MICROS, run.weight)
     run.versions, run.members = run.versions + 1, run.members + members
-    size_bytes = fragment.record_bytes + MEMBER_BYTES * members
+    size_bytes = fragment.record_bytes + run.member_bytes * members
     for m in range(world.lines.size):
         work = world.works[p, m]
         offer = world.offers[p, m, work.chosen % KEPT_OFFERS]
