@@ -27,3 +27,12 @@ def replace(path: Path, write: Callable[[Path], None], previous: Path | None = N
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """:func:`replace` with text, as UTF-8."""
+
+    def write(draft: Path) -> None:
+        draft.write_text(text, encoding="utf-8")
+
+    replace(path, write)
