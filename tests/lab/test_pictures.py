@@ -76,7 +76,7 @@ def test_a_timeline_has_a_lane_for_each_learner_and_every_name_is_escaped() -> N
         "learner-0: reconfiguring, 0:10.0 to 0:20.0",
         "<b>&1: stepping slowly, 0:00.0 to 0:20.0",
     ]
-    assert [float(lane.attrib["width"]) for lane in lanes] == [499.0, 499.0, 998.0]
+    assert [float(lane.attrib["width"]) for lane in lanes] == [493.0, 493.0, 986.0]
     words = {text.text for text in tree.iter(f"{SVG}text")}
     assert {"<b>&1", "slow & <late>"} <= words
 
@@ -95,7 +95,7 @@ def test_utilisation_marks_what_is_published() -> None:
     curves = [Curve("decoupled", "table", [(0.1, 0.2), (1.0, 0.95), (10.0, 1.0)], [(1.0, 0.5)])]
     tree = parsed(pictures.utilisation(curves))
     [(x, y)] = dots(tree, "published")
-    assert x == pytest.approx((52 + 1104) / 2)  # the middle of the logarithmic scale from 0.1 to 10
+    assert x == pytest.approx((52 + 1096) / 2)  # the middle of the logarithmic scale from 0.1 to 10
     assert y == pytest.approx((64 + 374) / 2)
 
 

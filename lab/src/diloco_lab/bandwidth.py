@@ -32,7 +32,7 @@ ScheduleName = Literal["table", "training"]
 
 UTILISATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
 PRECISIONS = (16, 8, 4)
-CURVE_GBIT = tuple(10 ** (tenth / 10) for tenth in range(-20, 41))
+CURVE_GBIT = tuple(10 ** (part / 40) for part in range(-80, 161))
 BITS_PER_GBIT = 1e9
 
 MOST_STEPS = 100_000  # of round.steps

@@ -38,6 +38,7 @@ STATES = {
 }
 WIDTH = 1120
 LABEL = 15  # pixels from one label to the next below it
+LETTER = 7  # pixels of a letter, at most on average
 SLOW = 1.01  # times a learner's own step time, from which on it steps slowly
 
 Quantity = Literal["goodput", "uptime"]
@@ -138,7 +139,7 @@ def timeline(
     """
     if not learners or until_us <= from_us:
         return '<p class="empty">No learner was simulated.</p>'
-    left, right, bar = 110, 12, 15
+    left, right, bar = 110, 24, 15
     end_s = (until_us - from_us) / MICROS
     scale = (WIDTH - left - right) / end_s
 
@@ -146,12 +147,13 @@ def timeline(
         return left + (min(max(at_us, from_us), until_us) - from_us) / MICROS * scale
 
     parts: list[str] = []
+    seen: set[str] = set()
     y = 4.0
     for learner in learners:
         own = [event for event in events if event.learner == learner.name and from_us <= event.at_us < until_us]
         for event in own:
-            middle = x(event.at_us) > (left + WIDTH - right) / 2
-            parts.append(text_at("value", x(event.at_us), y + 11, "end" if middle else "start", event.text))
+            begin = min(x(event.at_us), WIDTH - right - LETTER * len(event.text))
+            parts.append(text_at("value", begin, y + 11, "start", event.text))
         y += 15 if own else 0
         parts.append(row_name(learner.name, left, y + bar / 2))
         spans = [
@@ -160,6 +162,7 @@ def timeline(
             if end > from_us and begin < until_us
         ]
         for begin_s, stop_s, state in joined_spans(spans, end_s):
+            seen.add(state)
             said = f"{learner.name}: {state}, {moment(from_us / MICROS + begin_s)} to {moment(from_us / MICROS + stop_s)}"
             parts.append(
                 f'<rect x="{left + begin_s * scale:.1f}" y="{y:.1f}" width="{max(0.6, (stop_s - begin_s) * scale):.1f}" '
@@ -169,13 +172,13 @@ def timeline(
 
     total = sum(learner.slices for learner in learners)
     panel, base = 84, y + 14 + 84
-    parts += _panel_axis("slices", "at work", total, left, base, panel)
+    parts += _panel_axis("slices", "at work", total, left, right, base, panel)
     places = [(x(at_us), base - panel * slices / total) for at_us, slices in working(learners, stretches, from_us, until_us)]
     area = f"M{left} {base:.1f}" + "".join(f"H{px:.1f}V{py:.1f}" for px, py in places)
     parts.append(f'<path class="slices" d="{area}H{WIDTH - right}V{base:.1f}Z" style="fill:var(--accent);opacity:.35"/>')
 
     panel, base = 64, base + 24 + 64
-    parts += _panel_axis("learners in", "a version", len(learners), left, base, panel)
+    parts += _panel_axis("learners in", "a version", len(learners), left, right, base, panel)
     bars = "".join(
         f"M{x(version.committed_us):.1f} {base:.1f}V{base - panel * len(version.members) / len(learners):.1f}"
         for version in versions
@@ -184,10 +187,10 @@ def timeline(
     parts.append(f'<path class="versions" d="{bars}" style="fill:none;stroke:var(--s2);stroke-width:2;opacity:.75"/>')
     parts.insert(0, time_axis(end_s, left, scale, base))
     key, at = [], float(left)
-    for state, css in STATES.items():
-        key.append(f'<rect x="{at:.1f}" y="{base + 32:.1f}" width="11" height="11" rx="3" style="fill:{css}"/>')
+    for state in (state for state in STATES if state in seen):
+        key.append(f'<rect x="{at:.1f}" y="{base + 32:.1f}" width="11" height="11" rx="3" style="fill:{STATES[state]}"/>')
         key.append(text_at("label", at + 17, base + 42, "start", state))
-        at += 45 + 7 * len(state)
+        at += 45 + LETTER * len(state)
     return _svg(base + 50, f"What {len(learners)} learners did over time", [*parts, *key])
 
 
@@ -249,7 +252,7 @@ def utilisation(curves: Sequence[Curve]) -> str:
     if not curves:
         return '<p class="empty">No strategy was given.</p>'
     names = list(dict.fromkeys(curve.schedule for curve in curves))
-    left, right, top, bottom, between, gap = 52, 16, 64, 46, 54, 104
+    left, right, top, bottom, between, gap = 52, 24, 64, 46, 54, 104
     high = 420
     wide = (WIDTH - left - right - between * (len(names) - 1)) / len(names)
     rates = [gbit for curve in curves for gbit, _ in curve.points]
@@ -348,10 +351,10 @@ def _share_axis(y: Callable[[float], float], left: float, right: float) -> list[
     return parts
 
 
-def _panel_axis(name: str, more: str, most: int, left: float, base: float, high: float) -> list[str]:
+def _panel_axis(name: str, more: str, most: int, left: float, right: float, base: float, high: float) -> list[str]:
     return [
-        across("grid", left, WIDTH - 12, base),
-        across("grid", left, WIDTH - 12, base - high),
+        across("grid", left, WIDTH - right, base),
+        across("grid", left, WIDTH - right, base - high),
         text_at("tick", left - 12, base + 4, "end", "0"),
         text_at("tick", left - 12, base - high + 4, "end", count(most)),
         text_at("label", left - 12, base - high / 2 - 4, "end", name),
