@@ -1,7 +1,7 @@
 """What a service tells whoever asks it over HTTP: ``/metrics`` for Prometheus, ``/healthz``, ``/readyz``.
 
 A service lists its metrics in a table (:class:`Metric`): a name with its unit, a meaning, and how the value is read from what
-the service keeps anyway. Nothing is computed between two scrapes. The text is made by ``prometheus_client``, without its
+the service keeps. Nothing is computed between two scrapes. The text is made by ``prometheus_client``, without its
 threads, its server and its global registry; it is imported only where ``metrics_address`` is set, since a service without it
 should start as fast as ever.
 """
@@ -72,7 +72,7 @@ class Metric(Generic[T]):
 
 
 class Observed(Protocol):
-    """A service that has joined its run."""
+    """A service in its run."""
 
     quiet_s: float  # for how long it may be without a sign of life
 
@@ -174,7 +174,7 @@ class Exporter:
     def waits_for(self) -> str | None:
         """What keeps the service from its work; None: nothing."""
         if self.transport is None:
-            return f"NATS at {self.settings.nats_url}"
+            return "NATS"  # not at which address, which may have a password in it: the log says that
         if not self.transport.connected:
             return "its connection to NATS"
         return self.starting if self.observed is None else self.observed.waits_for()
