@@ -6,9 +6,10 @@ import asyncio
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.services.cluster import Cluster, small
 from tests.services.conftest import Launch
@@ -212,3 +213,29 @@ async def test_an_address_in_use_and_one_that_is_none_are_named(launch: Launch) 
     ]
     for (code, line), address in zip(await cluster.refused(*wrong), (used, used, "everywhere"), strict=True):
         assert (code, f"metrics_address (DILOCO_METRICS_ADDRESS) = '{address}'" in line) == (2, True), line
+
+
+async def test_a_learner_that_returns_counts_from_nothing_and_knows_what_it_did_in_the_run(launch: Launch) -> None:
+    cluster = launch(small(tokens=10**9))
+    await cluster.begin()
+    await cluster.until(lambda: cluster.steps() > 60, "training")
+    first = cluster.toys[0]
+    first.leave()
+    await cluster.until(lambda: not first.running, "it leaves")
+    assert first.member is not None
+    before = first.member.step
+    again = cluster.toy(0)
+    await cluster.until(lambda: again.member is not None and again.member.step > before, "it goes on")
+    cluster.gate.close()
+    member = again.member
+    assert member is not None
+    steps = -1
+    while steps != member.done.steps:  # until it is held
+        steps = member.done.steps
+        await asyncio.sleep(0.3)
+    metric = {metric.name: metric for metric in diloco_learner.metrics.METRICS}
+    seen = diloco_learner.metrics.Seen(member, member.pulse())
+    assert metric["diloco_learner_steps_total"].value(seen) == steps == member.step - before
+    fates = metric["diloco_learner_run_tokens"].value(seen)
+    assert isinstance(fates, Mapping)
+    assert sum(fates.values()) == pytest.approx(16 * member.step)
