@@ -22,10 +22,14 @@ def packed(value: object) -> bytes:
 
 
 # one msgpack value, whole or not, of every type and of sizes that are not there
+_SCALARS: list[object] = [None, True, -1, 0, 2**62, 2**63, 2**64 - 1, -(2**63), -0.0, 1e308, 5e-324]
+_OF_TYPES: list[object] = [
+    *_SCALARS,
+    *[float("nan"), float("inf"), -float("inf"), b"", "", [], {}, {"a": 1}, "learner-0\n", "\ud7ff\u0000"],
+    *["x" * 70_000, b"x" * 70_000, [0] * 5000, ["learner-0"] * 5000, [[0, 0, 1]] * 5000],
+]
 MSGPACK: list[bytes] = [
-    *[packed(value) for value in (None, True, -1, 0, 2**62, 2**63, 2**64 - 1, -(2**63), -0.0, 1e308, 5e-324)],
-    *[packed(value) for value in (float("nan"), float("inf"), -float("inf"), b"", "", [], {}, "x" * 70_000, b"x" * 70_000)],
-    *[packed(value) for value in ([0] * 5000, ["learner-0"] * 5000, [[0, 0, 1]] * 5000, {"a": 1}, "learner-0\n", "\ud7ff\u0000")],
+    *map(packed, _OF_TYPES),
     b"\xa1\xff",  # not UTF-8
     b"\xa3\xed\xa0\x80",  # a surrogate
     b"\xc1",  # of no type
@@ -42,7 +46,24 @@ MSGPACK: list[bytes] = [
 ]
 
 JSON: list[str] = [
-    *"null true -1 0 1e999 -1e999 1e308 NaN Infinity -Infinity -0.0 5e-324 {} [] 9223372036854775808 1.5".split(),
+    *[
+        "null",
+        "true",
+        "-1",
+        "0",
+        "1e999",
+        "-1e999",
+        "1e308",
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "-0.0",
+        "5e-324",
+        "{}",
+        "[]",
+        "9223372036854775808",
+        "1.5",
+    ],
     "1" + "0" * 400,  # beyond a double
     "1" + "0" * 5000,  # more digits than Python reads
     '""',
@@ -63,7 +84,22 @@ JSON: list[str] = [
 ]
 
 TOML: list[str] = [
-    *"true -1 0 inf -inf nan 1e308 1e999 [] {} 1979-05-27 07:32:00 1979-05-27T07:32:00Z 0xffffffffffffffffff".split(),
+    *[
+        "true",
+        "-1",
+        "0",
+        "inf",
+        "-inf",
+        "nan",
+        "1e308",
+        "1e999",
+        "[]",
+        "{}",
+        "1979-05-27",
+        "07:32:00",
+        "1979-05-27T07:32:00Z",
+        "0xffffffffffffffffff",
+    ],
     "9999-13-41",
     "1" + "0" * 400,
     "1" + "0" * 5000,
@@ -165,7 +201,9 @@ def hostile_toml(draw: st.DrawFn, text: str) -> bytes:
 
 def frames_of_zstd(valid: Bytes) -> Bytes:
     """zstd frames with something behind them, that state other sizes, or that hold far more than they are long."""
-    bomb = st.sampled_from([b"\x28\xb5\x2f\xfd\xa0" + struct.pack("<I", size) + _zeros(size) for size in (64, 1 << 20, 1 << 30)])
+    bomb = st.sampled_from(
+        [b"\x28\xb5\x2f\xfd\xa0" + struct.pack("<I", size) + _zeros(size) for size in (64, 1 << 20, 1 << 30)]
+    )
     behind = st.sampled_from(
         [
             b"\x28\xb5\x2f\xfd\x20\x00\x01\x00\x00",  # an empty frame
