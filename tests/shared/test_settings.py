@@ -247,7 +247,7 @@ def test_the_coordinator_has_the_run_s_settings(tmp_path: Path) -> None:
         ("name = ", "not TOML"),
         ("name = " + "[" * 100_000, "not TOML: maximum recursion"),
         ("name = 1" + "0" * 5000, "not TOML: Exceeds the limit"),
-        ("share = 0x" + "f" * 5000, "share = a value of type int that is too large to show"),
+        ("name = 0x" + "f" * 5000, "name = a value of type int that is too large to show"),
         ('name = "ann"\nshares = 1', r"no setting 'shares' \(did you mean 'share'\?\)"),
         ('name = "ann"\nshare = -1', "share = -1: Input should be greater than or equal to 0"),
         ('name = "Ann"', "name = 'Ann': String should match pattern"),
