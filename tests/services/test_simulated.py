@@ -39,6 +39,7 @@ def run(folder: Path) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow  # well over a minute
 def test_a_real_run_does_what_the_simulator_says(tmp_path: Path) -> None:
     for attempt in range(ATTEMPTS):
         result = run(tmp_path / str(attempt))

@@ -32,7 +32,7 @@ ScheduleName = Literal["table", "training"]
 
 UTILISATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
 PRECISIONS = (16, 8, 4)
-CURVE_GBIT = tuple(10 ** (tenth / 10) for tenth in range(-20, 41))
+CURVE_GBIT = tuple(10 ** (part / 40) for part in range(-80, 161))
 BITS_PER_GBIT = 1e9
 
 MOST_STEPS = 100_000  # of round.steps
@@ -136,6 +136,19 @@ class Row:
         return {("data-parallel", 16, "table"): 198.0, ("decoupled", 4, "table"): 0.84}.get(
             (self.strategy, self.bits, self.schedule)
         )
+
+
+@dataclass(frozen=True)
+class Curve:
+    """For a picture: utilisation at each rate in Gbit/s, and what is published of it."""
+
+    strategy: str
+    schedule: ScheduleName
+    points: Sequence[tuple[float, float]]
+    published: Sequence[tuple[float, float]] = ()
+
+
+Named = tuple[str, ScheduleName, Schedule]
 
 
 def row(job: Job, strategy: str, name: ScheduleName, schedule: Schedule, share: float, rate_bits_per_s: float) -> Row:
@@ -248,6 +261,56 @@ def _smallest_steps(job: Job, schedule: Schedule, rate_bits_per_s: float, wanted
 def curve(job: Job, schedule: Schedule, rates_gbit: Iterable[float] = CURVE_GBIT) -> list[tuple[float, float]]:
     """``(gbit_per_s, utilisation)`` at each rate, for a picture."""
     return [(gbit, utilisation(job, schedule, gbit * BITS_PER_GBIT)) for gbit in rates_gbit]
+
+
+def curves(job: Job, named: Iterable[Named]) -> list[Curve]:
+    """The curves of schedules, each with the published cells that are on it."""
+    found = []
+    for strategy, name, schedule in named:
+        rows = (row(job, strategy, name, schedule, share, 1.0) for share in UTILISATIONS)
+        known = [(each.published_gbit, each.utilisation) for each in rows if each.published_gbit is not None]
+        found.append(Curve(strategy, name, curve(job, schedule), known))
+    return found
+
+
+def needed(job: Job, named: Iterable[Named], utilisations: Iterable[float]) -> list[list[Row]]:
+    """For each of the schedules a row for each utilisation."""
+    shares = list(utilisations)
+    return [[row(job, *one, share, needed_bits_per_s(job, one[2], share)) for share in shares] for one in named]
+
+
+def all_schedules() -> list[Named]:
+    """Of every strategy."""
+    return [(strategy, name, schedule) for strategy in STRATEGIES for name, schedule in schedules(strategy).items()]
+
+
+def cells(one: Named) -> list[str]:
+    """A schedule's part of a table: strategy, schedule, bits, H, P, tau."""
+    strategy, name, schedule = one
+    return [strategy, name, str(schedule.bits), str(schedule.steps), str(schedule.fragments), f"{schedule.overlap_steps:g}"]
+
+
+def of(job: Job) -> str:
+    """What it is about, for a heading."""
+    what = f"{job.parameters:g} parameters, {job.step_s:g} s a step, "
+    return what + (f"{job.datacenters} datacenters" if job.datacenters > 1 else "one datacenter, which needs no link")
+
+
+def beside(each: Row, published_gbit: float) -> str:
+    """A published rate beside ours."""
+    off = f"{100 * (each.gbit_per_s / published_gbit - 1):+.1f} %"
+    ours = gbit_text(each.gbit_per_s)
+    return f"published: {each.strategy} {percent(each.utilisation)} {published_gbit:g}, here {ours} ({off})"
+
+
+def percent(share: float) -> str:
+    """Three digits of it."""
+    return f"{100 * share:.3g} %"
+
+
+def gbit_text(value: float) -> str:
+    """Three digits of a rate, or all that are before the point."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _moments(schedule: Schedule) -> list[tuple[float, float]]:

@@ -7,6 +7,7 @@ import typer
 from diloco_lab.commands.bandwidth import bandwidth
 from diloco_lab.commands.goodput import goodput
 from diloco_lab.commands.plan import plan
+from diloco_lab.commands.report import report
 from diloco_lab.commands.run import run
 from diloco_lab.commands.trace import trace
 
@@ -24,4 +25,5 @@ simulate.command()(goodput)
 simulate.command()(bandwidth)
 simulate.command()(plan)
 simulate.command()(run)
+simulate.command()(report)
 simulate.command()(trace)

@@ -98,6 +98,7 @@ class _Member:
         self.encoding, self.sending = [False] * count, [False] * count
         self.snapshot = [False] * count  # there is one as of the last boundary
         self.silent_us = (0, 0)
+        self._pulse_us = micros(settings.liveness.pulse_s)
         self.waiting = self.absent = False
         self.reload = False  # the log is to be loaded at the next boundary
 
@@ -106,7 +107,9 @@ class _Member:
             self._go_on()
         else:
             self._boundary(0, 0)
-        self.world.at(micros(self.world.settings.liveness.pulse_s), self._keep_alive)
+        self.world.at(self._pulse_us, self._keep_alive)
+        for begin_us, _ in self.up.cuts:
+            self._miss(begin_us - self.up.delay_us)
 
     def outcome(self) -> LearnerOutcome:
         sizes, chains = self.world.rounds.sizes, [round_.chain for round_ in self.world.syncer.rounds]
@@ -176,14 +179,15 @@ class _Member:
         self.world.uptime.add(self.index, stretch)
         if stretch.silent_us is not None:
             self.silent_us = stretch.silent_us
-            # somebody may be waiting for it: it counts as gone this long after its last sign of life
-            liveness, begin_us = self.world.settings.liveness, stretch.silent_us[0]
-            pulse_us = micros(liveness.pulse_s)
-            last_us = max(stretch.start_us, (begin_us - 1) // pulse_us * pulse_us)
-            self.world.syncer.look_at(last_us + self.up.delay_us + micros(liveness.dead_s) + 1)
+            self._miss(stretch.silent_us[0], stretch.start_us)
         self.absent = stretch.kind == "absent"
         if self.world.scenario.on_stretch:
             self.world.scenario.on_stretch(self.learner, stretch)
+
+    def _miss(self, before_us: int, told_us: int = 0) -> None:
+        """Somebody may be waiting for what it tells no more: it counts as gone this long after its last sign of life."""
+        last_us = max(told_us, (before_us - 1) // self._pulse_us * self._pulse_us)
+        self.world.syncer.look_at(last_us + self.up.delay_us + micros(self.world.settings.liveness.dead_s) + 1)
 
     def _forget(self) -> None:
         """The process was killed: it begins again with the log."""
@@ -282,7 +286,7 @@ class _Member:
     def _keep_alive(self, now_us: int) -> None:
         if self.heard(now_us):
             self._pulse(now_us, news=False)
-        self.world.at(now_us + micros(self.world.settings.liveness.pulse_s), self._keep_alive)
+        self.world.at(now_us + self._pulse_us, self._keep_alive)
 
     def _pulse(self, now_us: int, *, news: bool = True) -> None:
         arrives_us = self.up.tell(now_us)

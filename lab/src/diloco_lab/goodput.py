@@ -6,13 +6,14 @@ import math
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
 
 from diloco.errors import SettingsError
+from diloco.report.units import count
 from diloco.settings import nearest, run_settings
 from diloco_lab import fast, published
 from diloco_lab.cluster import Cluster, Rounds, Slowdowns
@@ -21,6 +22,7 @@ from diloco_lab.outcome import Outcome, Scenario
 from diloco_lab.published import Constants
 
 CONFIDENCE = 0.95
+QUANTITIES = ("goodput", "uptime")
 
 
 @dataclass(frozen=True)
@@ -242,3 +244,40 @@ def thumb(rows: Iterable[Row]) -> list[tuple[Row, Row, float]]:
         if learners > 1 and one is not None:
             pairs.append((each, one, each.goodput - one.goodput))
     return pairs
+
+
+def cell_text(row: Row | None, quantity: str) -> str:
+    """A cell of a table in per cent, with half its interval and what is published; empty: not simulated."""
+    if row is None:
+        return ""
+    mean, low, known = getattr(row, quantity), getattr(row, f"{quantity}_low"), getattr(row, f"published_{quantity}")
+    width = f" ±{100 * (mean - low):.1f}" if low < mean else ""
+    return f"{100 * mean:.1f}{width}" + ("" if known is None else f" ({100 * known:.0f})")
+
+
+def constants_text(constants: Constants) -> str:
+    """Their names and values."""
+    return ", ".join(f"{field.name} {value:g}" for field, value in zip(fields(constants), astuple(constants), strict=True))
+
+
+def notes(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> list[str]:
+    """What is to be said below the tables."""
+    found = [f"{days:.3g} days"]
+    if seeds > 1:
+        found = [f"means over {seeds} seeds of {days:.3g} days, ± 95 % interval; in brackets what is published"]
+    error = mean_error(rows)
+    if error is not None:
+        found.append(f"mean absolute error over the published cells: {100 * error:.2f} points")
+    if chosen.constants == published.FITTED:
+        found.append("constants, fitted to the data-parallel rows alone: " + constants_text(chosen.constants))
+    else:
+        found.append("constants: " + constants_text(chosen.constants))
+    pairs = thumb(rows)
+    if pairs:
+        many, one, apart = max(pairs, key=lambda pair: abs(pair[2]))
+        found.append(
+            f"M learners against one on M times fewer chips: at most {100 * abs(apart):.1f} points of goodput apart "
+            f"(M = {many.learners}, {count(many.chips)} chips), in {len(pairs)} pairs; uptime {100 * many.uptime:.1f} and "
+            f"{100 * one.uptime:.1f} %"
+        )
+    return found

@@ -141,6 +141,8 @@ class Life:
     def wait(self, until_us: int) -> Stretch:
         """Take no step before ``until_us``."""
         start_us, silent_us = self.now_us, None
+        if self._killed_us is not None:  # in the step that it does not take now
+            until_us = min(until_us, self._killed_us)
         while (at_us := self._event_us()) <= until_us:
             if at_us == self._returns_us():
                 self._return()
@@ -153,10 +155,10 @@ class Life:
                 if fault.kind == "kill":
                     self._killed_us = until_us = at_us
                     break
-                if fault.kind == "freeze":
+                if fault.kind == "freeze" and self._killed_us is None:
                     until_us = max(until_us, at_us + fault.duration_us)
                     silent_us = (silent_us[0] if silent_us else at_us, at_us + fault.duration_us)
-                elif self._fail(fault.slice, fault.duration_us, at_us, since_us=at_us):
+                elif fault.kind == "chip_loss" and self._fail(fault.slice, fault.duration_us, at_us, since_us=at_us):
                     self._slice_time.idle += at_us - start_us
                     self._failed = True
         self._slice_time.idle += self._part * (until_us - start_us)

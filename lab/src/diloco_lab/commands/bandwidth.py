@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.errors import SettingsError
+from diloco_lab import pictures
 from diloco_lab.bandwidth import (
     BITS_PER_GBIT,
     CHANGEABLE,
@@ -20,17 +21,20 @@ from diloco_lab.bandwidth import (
     STRATEGIES,
     UTILISATIONS,
     Job,
-    Row,
-    Schedule,
-    ScheduleName,
+    Named,
+    beside,
+    cells,
+    curves,
+    gbit_text,
     least_settings,
-    needed_bits_per_s,
+    needed,
+    of,
+    percent,
     row,
     schedules,
     utilisation,
 )
-
-Named = tuple[str, ScheduleName, Schedule]
+from diloco_lab.commands.files import Svg, ready, write_picture
 
 WANTED = 0.95
 
@@ -61,6 +65,7 @@ def bandwidth(
         float | None,
         typer.Option(help="With --link-gbit: the utilisation that settings of Decoupled are to keep; default: 0.95."),
     ] = None,
+    svg: Svg = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """The rate that a datacenter's link needs for a compute utilisation, or the utilisation that a rate allows."""
@@ -72,6 +77,9 @@ def bandwidth(
         # of all strategies, those that have no such setting stay as they are
         fit = changes if strategy else {name: value for name, value in changes.items() if name in CHANGEABLE[each]}
         named += [(each, name, schedule) for name, schedule in schedules(each, fit).items()]
+    if svg is not None:
+        ready(svg)
+        write_picture(svg, pictures.utilisation(curves(job, named)))
     if link_gbit is None:
         if wanted is not None:
             raise SettingsError(f"--wanted {wanted:g}: only with --link-gbit; without it, --utilisation is what is wanted")
@@ -85,15 +93,15 @@ def bandwidth(
 
 
 def _needed(job: Job, named: Sequence[Named], utilisations: Sequence[float], json_: bool) -> None:
-    found = [[row(job, *one, share, needed_bits_per_s(job, one[2], share)) for share in utilisations] for one in named]
+    found = needed(job, named, utilisations)
     if json_:
         print(json.dumps([asdict(each) for rows in found for each in rows]))
         return
-    table = _table([_percent(share) for share in utilisations])
+    table = _table([percent(share) for share in utilisations])
     for one, rows in zip(named, found, strict=True):
-        table.add_row(*_cells(one), *(_gbit(each.gbit_per_s) for each in rows))
-    published = [_beside(each, each.published_gbit) for rows in found for each in rows if each.published_gbit is not None]
-    _show(f"Gbit/s for a compute utilisation, {_of(job)}", table, _NOTE, *published)
+        table.add_row(*cells(one), *(gbit_text(each.gbit_per_s) for each in rows))
+    published = [beside(each, each.published_gbit) for rows in found for each in rows if each.published_gbit is not None]
+    _show(f"Gbit/s for a compute utilisation, {of(job)}", table, _NOTE, *published)
 
 
 def _reached(job: Job, named: Sequence[Named], gbit: float, wanted: float, bits: Sequence[int], json_: bool) -> None:
@@ -112,39 +120,21 @@ def _reached(job: Job, named: Sequence[Named], gbit: float, wanted: float, bits:
         return
     table = _table(["utilisation"])
     for one, each in zip(named, found, strict=True):
-        table.add_row(*_cells(one), _percent(each.utilisation))
-    _show(f"Compute utilisation on {gbit:g} Gbit/s, {_of(job)}", table, _NOTE)
+        table.add_row(*cells(one), percent(each.utilisation))
+    _show(f"Compute utilisation on {gbit:g} Gbit/s, {of(job)}", table, _NOTE)
     if not training:
         return
     table = _table(["utilisation"])
     for schedule, share in zip(kept, reached, strict=True):
-        table.add_row(*_cells(("decoupled", "training", schedule)), _percent(share))
+        table.add_row(*cells(("decoupled", "training", schedule)), percent(share))
     keeps = "by precision the smallest H, the least disturbing first" if kept else "no H will do"
-    _show(f"\nDecoupled, at least {_percent(wanted)}: {keeps}", *([table] if kept else []))
+    _show(f"\nDecoupled, at least {percent(wanted)}: {keeps}", *([table] if kept else []))
 
 
 def _show(*parts: str | Table) -> None:
     console = Console()
     for part in parts:
         console.print(part, highlight=False)
-
-
-def _of(job: Job) -> str:
-    what = f"{job.parameters:g} parameters, {job.step_s:g} s a step, "
-    return what + (f"{job.datacenters} datacenters" if job.datacenters > 1 else "one datacenter, which needs no link")
-
-
-def _beside(each: Row, published_gbit: float) -> str:
-    off = f"{100 * (each.gbit_per_s / published_gbit - 1):+.1f} %"
-    return f"published: {each.strategy} {_percent(each.utilisation)} {published_gbit:g}, here {_gbit(each.gbit_per_s)} ({off})"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
-
-
-def _gbit(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _table(headings: Sequence[str]) -> Table:
@@ -154,8 +144,3 @@ def _table(headings: Sequence[str]) -> Table:
     for heading in ("bits", "H", "P", "tau", *headings):
         table.add_column(heading, justify="right", no_wrap=True)
     return table
-
-
-def _cells(one: Named) -> list[str]:
-    strategy, name, schedule = one
-    return [strategy, name, str(schedule.bits), str(schedule.steps), str(schedule.fragments), f"{schedule.overlap_steps:g}"]

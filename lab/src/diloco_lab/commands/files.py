@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from diloco import files
 from diloco.errors import SettingsError
-from diloco_lab import tapes
+from diloco_lab import pictures, tapes
 from diloco_lab.cluster import Learner
 from diloco_lab.tapes import Played
+
+Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="Its picture, as a file of its own.")]
 
 
 def open_tape(path: Path, learners: Sequence[Learner]) -> Played:
@@ -44,3 +48,27 @@ def write(path: Path, text: str) -> None:
         files.replace_text(path, text)
     except OSError as error:
         raise SettingsError(f"{path}: cannot be written: {error}") from None
+
+
+def ready(path: Path) -> None:
+    """Find out that a file cannot be written before a long simulation instead of after it; makes its folder.
+
+    Raises:
+        SettingsError: it cannot be, and why.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"{path}: its folder cannot be made: {error.strerror}; name another file") from None
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        what = "it is a folder" if path.is_dir() else "its folder cannot be written"
+        raise SettingsError(f"{path}: {what}; name another file")
+
+
+def write_picture(path: Path, picture: str) -> None:
+    """Write a picture as a file of its own.
+
+    Raises:
+        SettingsError: it cannot be written.
+    """
+    write(path, pictures.standalone(picture))

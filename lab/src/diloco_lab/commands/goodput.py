@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,21 +19,23 @@ from rich.table import Table
 from diloco.errors import SettingsError
 from diloco.report.units import count
 from diloco.settings import parse_assignments
-from diloco_lab import fit, published
+from diloco_lab import fit, pictures, published
 from diloco_lab.commands import show
-from diloco_lab.commands.files import open_tape
+from diloco_lab.commands.files import Svg, open_tape, ready, write_picture
 from diloco_lab.goodput import (
     PUBLISHED,
+    QUANTITIES,
     STRATEGIES,
     Conditions,
     Point,
     Row,
+    cell_text,
     conditions,
-    mean_error,
+    constants_text,
+    notes,
     points,
     strategy_of,
     sweep,
-    thumb,
 )
 
 DAY_S = 86400.0
@@ -60,6 +62,7 @@ def goodput(
     fitted: Annotated[bool, typer.Option("--fit", help="Fit the constants to the data-parallel rows first.")] = False,
     sensitivity: Annotated[bool, typer.Option("--sensitivity", help="What each cell owes to each constant.")] = False,
     jobs: Jobs = None,
+    svg: Svg = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Goodput and uptime by strategy, learners and chips, beside what is published."""
@@ -67,6 +70,8 @@ def goodput(
         raise SettingsError(f"--days {days:g}: expected a number above 0, at most {MAX_DAYS:g}")
     if not 1 <= seeds <= MAX_SEEDS:
         raise SettingsError(f"--seeds {seeds}: expected 1 to {MAX_SEEDS}")
+    if svg is not None:
+        ready(svg)
     all_seeds = range(seed, seed + seeds)
     chosen = conditions(parse_assignments(set_ or []), "--set")
     if fitted:
@@ -77,8 +82,10 @@ def goodput(
         wanted, duration_s = _taped(tape, wanted, chosen)
         all_seeds = range(seed, seed + 1)  # nothing is left to chance
     processes = jobs or os.cpu_count() or 1
-    with _progress("simulating", json_) as bar:
+    with progress("simulating", json_) as bar:
         rows = sweep(wanted, chosen, all_seeds, duration_s, processes, bar)
+    if svg is not None:
+        write_picture(svg, pictures.goodput(rows))
     if json_:
         print(json.dumps([asdict(each) for each in rows]))
     else:
@@ -114,28 +121,25 @@ def _taped(path: Path, wanted: Sequence[Point], chosen: Conditions) -> tuple[lis
 def _fit(chosen: Conditions, quiet: bool) -> published.Constants:
     if chosen.cluster:
         raise SettingsError(f"--set {next(iter(chosen.cluster))}: not with --fit, which fits to the published cluster")
-    with _progress("fitting", quiet) as bar:
+    with progress("fitting", quiet) as bar:
         found = fit.fit(chosen.constants, fit.SEEDS, fit.DURATION_S, lambda trial, _, __: bar(trial, fit.MAX_TRIALS))
     if not quiet:
-        typer.echo(f"fitted to the data-parallel rows: {_constants(found)}")
+        typer.echo(f"fitted to the data-parallel rows: {constants_text(found)}")
     return found
 
 
-def _constants(constants: published.Constants) -> str:
-    return ", ".join(f"{field.name} {value:g}" for field, value in zip(fields(constants), astuple(constants), strict=True))
-
-
 @contextmanager
-def _progress(what: str, quiet: bool) -> Iterator:  # type: ignore[type-arg]
-    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, all_: progress.update(task, completed=done, total=all_)
+def progress(what: str, quiet: bool) -> Iterator:  # type: ignore[type-arg]
+    """A bar on the terminal, as a function that is told how many of how many are done."""
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, all_: bars.update(task, completed=done, total=all_)
 
 
 def _show(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> None:
     out = show.console()
     numbers = sorted({each.chips for each in rows})
-    for quantity in ("goodput", "uptime"):
+    for quantity in QUANTITIES:
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title=f"{quantity}, %", title_justify="left")
         table.add_column("strategy", no_wrap=True)
         table.add_column("M", justify="right", no_wrap=True)
@@ -143,37 +147,11 @@ def _show(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> N
             table.add_column(f"{count(number)} chips", justify="right", no_wrap=True)
         for key in dict.fromkeys((each.strategy, each.learners) for each in rows):
             of_key = {each.chips: each for each in rows if (each.strategy, each.learners) == key}
-            table.add_row(key[0], str(key[1]), *(_cell(of_key.get(number), quantity) for number in numbers))
+            table.add_row(key[0], str(key[1]), *(cell_text(of_key.get(number), quantity) for number in numbers))
         out.print(table, highlight=False)
         out.print()
-    notes = [f"{days:.3g} days"]
-    if seeds > 1:
-        notes = [f"means over {seeds} seeds of {days:.3g} days, ± 95 % interval; in brackets what is published"]
-    error = mean_error(rows)
-    if error is not None:
-        notes.append(f"mean absolute error over the published cells: {100 * error:.2f} points")
-    if chosen.constants == published.FITTED:
-        notes.append("constants, fitted to the data-parallel rows alone: " + _constants(chosen.constants))
-    else:
-        notes.append("constants: " + _constants(chosen.constants))
-    pairs = thumb(rows)
-    if pairs:
-        many, one, apart = max(pairs, key=lambda pair: abs(pair[2]))
-        notes.append(
-            f"M learners against one on M times fewer chips: at most {100 * abs(apart):.1f} points of goodput apart "
-            f"(M = {many.learners}, {count(many.chips)} chips), in {len(pairs)} pairs; uptime {100 * many.uptime:.1f} and "
-            f"{100 * one.uptime:.1f} %"
-        )
-    for note in notes:
+    for note in notes(rows, chosen, seeds, days):
         out.print(note, highlight=False)
-
-
-def _cell(row: Row | None, quantity: str) -> str:
-    if row is None:
-        return ""
-    mean, low, known = getattr(row, quantity), getattr(row, f"{quantity}_low"), getattr(row, f"published_{quantity}")
-    width = f" ±{100 * (mean - low):.1f}" if low < mean else ""
-    return f"{100 * mean:.1f}{width}" + ("" if known is None else f" ({100 * known:.0f})")
 
 
 def _show_sensitivity(wanted: Sequence[Point], chosen: Conditions, seeds: Sequence[int], duration_s: float, jobs: int) -> None:
@@ -183,7 +161,7 @@ def _show_sensitivity(wanted: Sequence[Point], chosen: Conditions, seeds: Sequen
     }
     rows = {}
     for key, each in changed.items():
-        with _progress(f"{key[0]} {key[1]:+d}", False) as bar:
+        with progress(f"{key[0]} {key[1]:+d}", False) as bar:
             rows[key] = sweep(wanted, each, seeds, duration_s, jobs, bar)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title_justify="left")
     table.title = f"goodput, points more for a constant that is {100 * fit.SENSITIVITY_STEP:.0f} % larger"

@@ -100,15 +100,15 @@ def line_chart(lines: Sequence[Line], references: Mapping[str, float], *, time: 
     area = f'x="{left}" y="{top}" width="{wide - left - right}" height="{high - top - bottom}"'
     parts = [f'<clipPath id="{clip}"><rect {area}/></clipPath>']
     for tick in nice_ticks(low, top_value, 6):
-        parts.append(_across("grid", left, wide - right, y(tick)))
-        parts.append(_text("tick", left - 8, y(tick) + 4, "end", f"{tick:.4g}"))
+        parts.append(across("grid", left, wide - right, y(tick)))
+        parts.append(text_at("tick", left - 8, y(tick) + 4, "end", f"{tick:.4g}"))
     ticks = time_ticks(end, 6) if time else nice_ticks(0, end, 6)
-    parts.extend(_text("tick", x(tick), high - bottom + 18, "middle", form(tick)) for tick in ticks)
-    parts.append(_text("axis", (left + wide - right) / 2, high - 4, "middle", label))
+    parts.extend(text_at("tick", x(tick), high - bottom + 18, "middle", form(tick)) for tick in ticks)
+    parts.append(text_at("axis", (left + wide - right) / 2, high - 4, "middle", label))
     for name, value in references.items():
         if low <= value <= top_value:
-            parts.append(_across("reference", left, wide - right, y(value)))
-            parts.append(_text("reference", wide - right, y(value) - 5, "end", f"{name} {value:.2f}"))
+            parts.append(across("reference", left, wide - right, y(value)))
+            parts.append(text_at("reference", wide - right, y(value) - 5, "end", f"{name} {value:.2f}"))
     for line in sorted(lines, key=lambda line: line.strong):
         path = "".join(f"{'L' if n else 'M'}{x(px):.1f} {y(py):.1f}" for n, (px, py) in enumerate(line.points))
         kind = "line strong" if line.strong else "line"
@@ -155,9 +155,9 @@ def bars(rows: Sequence[tuple[str, float | None, str, str]], *, label_width: int
     for number, (name, value, text, css) in enumerate(rows):
         y = number * step
         length = max(2.0, value * scale) if value is not None and math.isfinite(value) else 0.0
-        parts.append(_text("label", label_width - 10, y + 17, "end", _cut(name, 15)))
+        parts.append(text_at("label", label_width - 10, y + 17, "end", _cut(name, 15)))
         parts.append(f'<rect x="{label_width}" y="{y + 6}" width="{length:.1f}" height="{thick}" rx="3" style="fill:{css}"/>')
-        parts.append(_text("value", label_width + length + 8, y + 17, "start", text))
+        parts.append(text_at("value", label_width + length + 8, y + 17, "start", text))
     return f'<svg class="bars" viewBox="0 0 {wide} {len(rows) * step}" role="img">{"".join(parts)}</svg>'
 
 
@@ -168,13 +168,13 @@ def timeline(activity: Mapping[str, Sequence[tuple[float, float, str]]], end_s: 
     wide, left, right, row, thick = 1120, 110, 12, 26, 16
     high = len(activity) * row
     scale = (wide - left - right) / end_s
-    parts = [_time_axis(end_s, left, scale, high)]
+    parts = [time_axis(end_s, left, scale, high)]
     for number, (name, spans) in enumerate(activity.items()):
         y = number * row + (row - thick) / 2
-        parts.append(_row_name(name, left, number * row + row / 2))
-        for start_s, stop_s, state in _joined(spans, end_s):
+        parts.append(row_name(name, left, number * row + row / 2))
+        for start_s, stop_s, state in joined_spans(spans, end_s):
             css = f"var(--state-{state})" if state in STATES else "var(--muted)"
-            tip = f"{name}\n{state}\n{_moment(start_s)} to {_moment(stop_s)}"
+            tip = f"{name}\n{state}\n{moment(start_s)} to {moment(stop_s)}"
             parts.append(
                 f'<rect x="{left + start_s * scale:.1f}" y="{y:.1f}" width="{max(0.6, (stop_s - start_s) * scale):.1f}" '
                 f'height="{thick}" style="fill:{css}" data-tip="{escape(tip)}"/>'
@@ -216,10 +216,10 @@ def merges(rounds: Sequence[Mapping[str, Any]], colours: Mapping[str, str], end_
             f'<rect class="hit" x="{x - 1:.1f}" y="{y - 2:.1f}" width="{mark + 2:g}" height="{row - 2}" '
             f'data-tip="{escape(_merge_tip(merged, members))}"/>'
         )
-    parts = [_time_axis(end_s, left, scale, high)]
+    parts = [time_axis(end_s, left, scale, high)]
     for fragment, y in places.items():
-        parts.append(_across("grid", left, wide - right, y))
-        parts.append(_row_name(f"fragment {fragment}", left, y + row / 2))
+        parts.append(across("grid", left, wide - right, y))
+        parts.append(row_name(f"fragment {fragment}", left, y + row / 2))
     parts.append(f'<path class="absent" d="{"".join(absent)}"/>')
     for (name, stale), rects in marks.items():
         faded = ";opacity:.45" if stale else ""
@@ -231,7 +231,7 @@ def merges(rounds: Sequence[Mapping[str, Any]], colours: Mapping[str, str], end_
 def _merge_tip(merged: Mapping[str, Any], members: Mapping[str, tuple[float, int]]) -> str:
     lines = [
         f"fragment {merged['fragment']}, version {merged['version']}",
-        f"at {_moment(float(merged['wall_s']))}; quorum after {decimal(merged.get('quorum_s'), 2)} s, "
+        f"at {moment(float(merged['wall_s']))}; quorum after {decimal(merged.get('quorum_s'), 2)} s, "
         f"merged after {decimal(merged.get('duration_s'), 2)} s",
     ]
     for name, (weight, staleness) in members.items():
@@ -298,9 +298,9 @@ def regions(rounds: Sequence[Mapping[str, Any]], groups: Sequence[Group], homes:
     parts, y = [], 0.0
     for group in groups:
         height = title + len(group.learners) * (lane + gap)
-        parts.append(_across("grid", left, wide - right, y))
+        parts.append(across("grid", left, wide - right, y))
         parts.append(f'<rect x="{left - 108}" y="{y + 7:.1f}" width="10" height="10" rx="3" style="fill:{group.css}"/>')
-        parts.append(_text("region", left - 92, y + 16, "start", group.name))
+        parts.append(text_at("region", left - 92, y + 16, "start", group.name))
         for from_s, to_s in group.absences:
             x, length = left + from_s * scale, max(1.0, (to_s - from_s) * scale)
             said = f"not heard, {duration(from_s)} to {duration(to_s)}"
@@ -309,10 +309,10 @@ def regions(rounds: Sequence[Mapping[str, Any]], groups: Sequence[Group], homes:
                 f'data-tip="{escape(group.name)}: {said}"/>'
             )
             if length >= LABEL_WIDTH:
-                parts.append(_text("away", x + length / 2, y + 16, "middle", said))
+                parts.append(text_at("away", x + length / 2, y + 16, "middle", said))
         for number, name in enumerate(group.learners):
             tops[name] = y + title + number * (lane + gap)
-            parts.append(_row_name(name, left, tops[name] + lane / 2))
+            parts.append(row_name(name, left, tops[name] + lane / 2))
         y += height
 
     marks: dict[str, list[str]] = {}
@@ -332,7 +332,7 @@ def regions(rounds: Sequence[Mapping[str, Any]], groups: Sequence[Group], homes:
                 carried.setdefault(css, []).append(
                     f"M{x - back:.1f} {top:.1f}h{back:.1f}v{max(0.8, row - 0.5):.1f}h-{back:.1f}z"
                 )
-    parts.insert(0, _time_axis(end_s, left, scale, y))
+    parts.insert(0, time_axis(end_s, left, scale, y))
     parts.extend(f'<path class="carried" d="{"".join(rects)}" style="fill:{css}"/>' for css, rects in carried.items())
     parts.extend(f'<path d="{"".join(rects)}" style="fill:{css}"/>' for css, rects in marks.items())
     away = [
@@ -344,7 +344,7 @@ def regions(rounds: Sequence[Mapping[str, Any]], groups: Sequence[Group], homes:
     return f'<svg class="rows" viewBox="0 0 {wide} {y + 24:.0f}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
-def _joined(spans: Sequence[tuple[float, float, str]], end_s: float) -> list[tuple[float, float, str]]:
+def joined_spans(spans: Sequence[tuple[float, float, str]], end_s: float) -> list[tuple[float, float, str]]:
     """The spans, neighbours of one state joined; if still too many, equal parts, each with the state it was longest in."""
     joined: list[tuple[float, float, str]] = []
     for start_s, stop_s, state in spans:
@@ -368,23 +368,27 @@ def _joined(spans: Sequence[tuple[float, float, str]], end_s: float) -> list[tup
     ]
 
 
-def _time_axis(end_s: float, left: float, scale: float, high: float) -> str:
+def time_axis(end_s: float, left: float, scale: float, high: float) -> str:
+    """Lines from 0 down to ``high``, ``scale`` pixels a second, with their times below."""
     return "".join(
         f'<line class="grid" x1="{left + tick * scale:.1f}" x2="{left + tick * scale:.1f}" y1="0" y2="{high}"/>'
-        + _text("tick", left + tick * scale, high + 17, "middle", duration(tick))
+        + text_at("tick", left + tick * scale, high + 17, "middle", duration(tick))
         for tick in time_ticks(end_s, 12)
     )
 
 
-def _row_name(name: str, left: float, middle: float) -> str:
-    return _text("label", left - 12, middle + 4, "end", _cut(name, 14))
+def row_name(name: str, left: float, middle: float) -> str:
+    """A row's name, to the left of where the row begins."""
+    return text_at("label", left - 12, middle + 4, "end", _cut(name, 14))
 
 
-def _text(kind: str, x: float, y: float, anchor: str, text: str) -> str:
+def text_at(kind: str, x: float, y: float, anchor: str, text: str) -> str:
+    """``text``, escaped, of the style sheet's class ``kind``."""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _across(kind: str, left: float, right: float, y: float) -> str:
+def across(kind: str, left: float, right: float, y: float) -> str:
+    """A level line of the style sheet's class ``kind``."""
     return f'<line class="{kind}" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
 
 
@@ -392,7 +396,8 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _moment(value_s: float) -> str:
+def moment(value_s: float) -> str:
+    """Seconds as ``12:05.3``."""
     minutes, seconds = divmod(value_s, 60)
     return f"{int(minutes)}:{seconds:04.1f}"
 

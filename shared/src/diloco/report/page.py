@@ -7,8 +7,6 @@ generated text) is escaped. ``docs/report.md`` describes the dictionary; keys th
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from diloco.report import charts
+from diloco.report import charts, html
 from diloco.report.units import MISSING, count, decimal, duration, share, size
 
 Report = Mapping[str, Any]
@@ -36,12 +34,7 @@ def write_html(report: Report, path: Path) -> None:
 
 def render_html(report: Report) -> str:
     """The page as text."""
-    package = files("diloco.report")
-    style = package.joinpath("page.css").read_text(encoding="utf-8")
-    script = package.joinpath("page.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
-    run, preset = escape(str(report.get("run", "run"))), escape(str(report.get("preset", "")))
+    run, preset = str(report.get("run", "run")), escape(str(report.get("preset", "")))
     sections = "\n".join(
         part
         for part in (
@@ -59,28 +52,10 @@ def render_html(report: Report) -> str:
         )
         if part
     )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{run} · diloco</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-<header><span class="brand">diloco</span><h1>{run}</h1>{f'<span class="preset">{preset}</span>' if preset else ""}
-<button id="theme" type="button">Light or dark</button></header>
-{sections}
-</main>
-<div id="tip" hidden></div>
-<script>{script}</script>
-</body>
-</html>
-"""
+    header = f"""{f'<span class="preset">{preset}</span>' if preset else ""}
+<button id="theme" type="button">Light or dark</button>"""
+    script = files("diloco.report").joinpath("page.js").read_text(encoding="utf-8")
+    return html.document(run, header, sections, script)
 
 
 def _headline(report: Report) -> str:
@@ -91,11 +66,11 @@ def _headline(report: Report) -> str:
     worst = max((value for value in blocked if value is not None), default=None)
     ratio = traffic.get("ratio")
     return f"""<div class="figures">
-{_figure("Validation loss", decimal(report.get("val_loss")), "", f"nats per byte, {_against_baseline(report)}")}
-{_figure("Wall time", duration(wall_s), "", f"{count(_ratio(processed, wall_s))} tokens/s, {len(learners)} learners")}
-{_figure("Tokens merged", share(_ratio(merged, processed), 1), "", f"{count(merged)} of {count(processed)} processed")}
+{html.figure("Validation loss", decimal(report.get("val_loss")), "", f"nats per byte, {_against_baseline(report)}")}
+{html.figure("Wall time", duration(wall_s), "", f"{count(_ratio(processed, wall_s))} tokens/s, {len(learners)} learners")}
+{html.figure("Tokens merged", share(_ratio(merged, processed), 1), "", f"{count(merged)} of {count(processed)} processed")}
 {
-        _figure(
+        html.figure(
             "Traffic",
             f"{ratio:.1f}×" if ratio else MISSING,
             "less" if ratio else "",
@@ -103,7 +78,7 @@ def _headline(report: Report) -> str:
         )
     }
 {
-        _figure(
+        html.figure(
             "Steps blocked",
             share(worst, 2),
             "at most",
@@ -111,15 +86,6 @@ def _headline(report: Report) -> str:
         )
     }
 </div>"""
-
-
-def _figure(name: str, number: str, unit: str, more: str) -> str:
-    """``more`` is HTML, the rest is text."""
-    small = f" <small>{escape(unit)}</small>" if unit else ""
-    return (
-        f'<div class="figure"><div class="name">{escape(name)}</div>'
-        f'<div class="number">{escape(number)}{small}</div><div class="more">{more}</div></div>'
-    )
 
 
 def _against_baseline(report: Report) -> str:
@@ -150,13 +116,13 @@ def _losses(report: Report) -> str:
     references = _baselines(report)
     by_tokens = charts.line_chart(over_tokens, references, time=False, label="tokens")
     by_time = charts.line_chart(over_time, references, time=True, label="wall time")
-    return _section(
+    return html.section(
         "Loss",
         "Nats per byte. Learners: training loss, as a mean over each short stretch. Global: validation loss of the model that "
         "the log holds, against the tokens merged by then. Dashed: models that only count which bytes follow which, fitted "
         "on the same text.",
         _toggles((line.name, line.css) for line in over_time)
-        + _pair(f"<h3>Over tokens of the whole run</h3>{by_tokens}", f"<h3>Over time</h3>{by_time}"),
+        + html.pair(f"<h3>Over tokens of the whole run</h3>{by_tokens}", f"<h3>Over time</h3>{by_time}"),
     )
 
 
@@ -176,10 +142,10 @@ def _baselines_and_traffic(report: Report) -> str:
     parallel = _ratio(traffic.get("bytes_data_parallel"), len(learners))
     rate = _ratio(parallel, report.get("wall_s"))
     links.append(("data-parallel", parallel, size(parallel), _PLAIN))
-    body = _pair(
-        "<h2>Against simpler models</h2>" + _note("Validation loss in nats per byte; less is better.") + charts.bars(rows),
+    body = html.pair(
+        "<h2>Against simpler models</h2>" + html.note("Validation loss in nats per byte; less is better.") + charts.bars(rows),
         "<h2>Bytes over each learner's link</h2>"
-        + _note(
+        + html.note(
             "Sent and received. Data-parallel: a ring all-reduce of bfloat16 gradients at each of the same steps"
             + (f", {size(rate)} each second on every link." if rate else ".")
         )
@@ -196,13 +162,11 @@ def _activity(report: Report) -> str:
     if not activity:
         return ""
     seen = {state for spans in activity.values() for _, _, state in spans}
-    legend = "".join(
-        f'<span><i style="background:var(--state-{state})"></i>{state}</span>' for state in charts.STATES if state in seen
-    )
-    return _section(
+    legend = html.legend((state, f"var(--state-{state})") for state in charts.STATES if state in seen)
+    return html.section(
         "What each learner did",
         "Sending happens beside the steps, which go on. A gap: the learner was not heard.",
-        f'<div class="legend">{legend}</div>' + _wide(charts.timeline(activity, _end_s(report))),
+        legend + html.wide(charts.timeline(activity, _end_s(report))),
     )
 
 
@@ -213,11 +177,11 @@ def _merges(report: Report) -> str:
         colours[name] = "var(--soft)"
     picture, drawn = charts.merges(rounds, colours, _end_s(report))
     some = f" {drawn} of {len(rounds)} are drawn." if 0 < drawn < len(rounds) else ""
-    return _section(
+    return html.section(
         "Who was in each merge",
         "One column of marks for each version of a fragment, one mark for each learner; grey: it had no part. Pale: its offer "
         f"was made from an older version. Point at one for weights and times.{some}",
-        _toggles(colours.items()) + _wide(picture),
+        _toggles(colours.items()) + html.wide(picture),
     )
 
 
@@ -241,16 +205,13 @@ def _regions(report: Report) -> str:
     ]
     homes = {str(syncer): str(name) for name, region in regions.items() for syncer in region["syncers"]}
     rounds: Sequence[Mapping[str, Any]] = (report.get("series") or {}).get("merges") or []
-    legend = "".join(f'<span><i style="background:{group.css}"></i>{escape(group.name)}</span>' for group in groups)
-    return _section(
+    legend = html.legend((group.name, group.css) for group in groups)
+    return html.section(
         "Who was merged with whom",
         "A lane for each learner, and in it a row for each fragment: a mark is an offer that was merged, in the colour of the "
         "region that owned the fragment then. A pale line goes back from an offer that brought more work than usual, over the "
         "time in which it was done. Shaded: nobody of the region was heard.",
-        f'<div class="legend">{legend}</div>'
-        + _wide(charts.regions(rounds, groups, homes, end_s))
-        + _periods(report)
-        + _borders(report),
+        legend + html.wide(charts.regions(rounds, groups, homes, end_s)) + _periods(report) + _borders(report),
     )
 
 
@@ -259,7 +220,7 @@ def _periods(report: Report) -> str:
     tables = "".join(_period(period) for period in periods[:MAX_PERIODS])
     left_out = f" The first {MAX_PERIODS} of {len(periods)} periods are here." if len(periods) > MAX_PERIODS else ""
     said = "In how many versions two learners were merged together; with itself: in how many a learner was merged." + left_out
-    return f'<h3>Merged together</h3>{_note(said)}<div class="periods">{tables}</div>' if tables else ""
+    return f'<h3>Merged together</h3>{html.note(said)}<div class="periods">{tables}</div>' if tables else ""
 
 
 def _period(period: Mapping[str, Any]) -> str:
@@ -295,7 +256,7 @@ def _borders(report: Report) -> str:
     said = "Messages as the syncers on both sides count them" + (
         "; and all that the emulated links carried, with TCP's and IP's headers as estimated." if emulated else "."
     )
-    return f"<h3>Bytes between regions</h3>{_note(said)}{_wide(_table(head, rows))}"
+    return f"<h3>Bytes between regions</h3>{html.note(said)}{html.wide(html.table(head, rows))}"
 
 
 def _learners(report: Report) -> str:
@@ -320,7 +281,7 @@ def _learners(report: Report) -> str:
         ]
         for name, learner in learners.items()
     ]
-    return _section("Learners", "", _wide(_table(head, rows)))
+    return html.section("Learners", "", html.wide(html.table(head, rows)))
 
 
 def _fragments(report: Report) -> str:
@@ -341,11 +302,11 @@ def _fragments(report: Report) -> str:
         for fragment in fragments
     ]
     total = count(sum(fragment.get("parameters") or 0 for fragment in fragments))
-    return _section(
+    return html.section(
         "Fragments",
         f"{len(fragments)} fragments of {total} parameters. The state is the start of the hash of a fragment's last version, "
         "which is the same on every machine.",
-        f"<details><summary>Show all</summary>{_wide(_table(head, rows))}</details>",
+        f"<details><summary>Show all</summary>{html.wide(html.table(head, rows))}</details>",
     )
 
 
@@ -363,11 +324,11 @@ def _data(report: Report) -> str:
         ]
         for row in shares
     ]
-    return _section(
+    return html.section(
         "Data",
         f"What became of the batches, of {count(data.get('batch_tokens'))} tokens each, by share of the data: merged into "
         "every fragment, merged into none, and trained again because a learner died before they were merged.",
-        _wide(_table(head, rows)) + "".join(_note(str(error)) for error in data.get("errors") or []),
+        html.wide(html.table(head, rows)) + "".join(html.note(str(error)) for error in data.get("errors") or []),
     )
 
 
@@ -375,7 +336,7 @@ def _sample(report: Report) -> str:
     sample = report.get("sample")
     if not sample:
         return ""
-    return _section("A sample", "Text that the trained model made up.", f"<pre>{escape(str(sample))}</pre>")
+    return html.section("A sample", "Text that the trained model made up.", f"<pre>{escape(str(sample))}</pre>")
 
 
 def _settings(report: Report) -> str:
@@ -391,34 +352,10 @@ def _settings(report: Report) -> str:
         for group, values in groups.items()
         if values
     )
-    return _section("Settings", "As every member of the run used them.", f'<div class="settings">{body}</div>')
+    return html.section("Settings", "As every member of the run used them.", f'<div class="settings">{body}</div>')
 
 
 # --- small parts ----------------------------------------------------------------------------------------------------
-
-
-def _section(title: str, note: str, body: str) -> str:
-    """``title`` and ``note`` are text, ``body`` is HTML."""
-    return f"<section><h2>{escape(title)}</h2>{_note(note)}{body}</section>"
-
-
-def _note(text: str) -> str:
-    return f'<p class="note">{escape(text)}</p>' if text else ""
-
-
-def _pair(left: str, right: str) -> str:
-    return f'<div class="pair"><div>{left}</div><div>{right}</div></div>'
-
-
-def _wide(body: str) -> str:
-    return f'<div class="scroll">{body}</div>'
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """``head`` is text, the cells of the rows are HTML."""
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _toggles(names: Iterable[tuple[str, str]]) -> str:

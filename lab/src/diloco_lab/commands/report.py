@@ -1,0 +1,39 @@
+"""``diloco simulate report``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.settings import parse_assignments
+from diloco_lab import page, pictures, published, storm
+from diloco_lab.bandwidth import Job
+from diloco_lab.commands.files import ready, write
+from diloco_lab.commands.goodput import DAY_S, Jobs, Set, progress
+from diloco_lab.goodput import PUBLISHED, conditions, points, sweep
+
+
+def report(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Of the page.")],
+    days: Annotated[float, typer.Option(min=0.001, max=366, help="Simulated time.")] = 3.0,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Simulations of each cell.")] = 8,
+    set_: Set = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write its pictures into a folder too, each as a file of its own.")
+    ] = None,
+    jobs: Jobs = None,
+) -> None:
+    """All tables and pictures on one page, which opens without a network."""
+    ready(file)
+    chosen = conditions(parse_assignments(set_ or []), "--set")
+    wanted = points(PUBLISHED, published.LEARNERS, published.CHIPS)
+    with progress("simulating", False) as bar:
+        rows = sweep(wanted, chosen, range(1, seeds + 1), days * DAY_S, jobs or os.cpu_count() or 1, bar)
+    contents = page.Contents(rows, chosen, seeds, days, storm.simulate(chosen, seed=1), Job())
+    write(file, page.render(contents))
+    if svg is not None:
+        for name, picture in page.pictures_of(contents).items():
+            write(svg / f"simulator-{name}.svg", pictures.standalone(picture))

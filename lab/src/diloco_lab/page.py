@@ -1,0 +1,138 @@
+"""All that the simulator says of the published tables on one page that opens without a network and runs no script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from html import escape
+
+from diloco.report import html
+from diloco.report.units import count, duration, share
+from diloco_lab import bandwidth, pictures, published
+from diloco_lab.bandwidth import Job
+from diloco_lab.goodput import Conditions, Row, cell_text, mean_error, notes
+from diloco_lab.published import Constants
+from diloco_lab.storm import DURATION_S, Storm
+
+SOURCE = "arXiv 2604.21428"
+HEADLINE_CHIPS = 1_200_000
+MEANINGS = {
+    "step_s": "a step's own time, s",
+    "downscale_s": "an elastic learner goes on without failed slices after, s",
+    "upscale_s": "slices that are back are taken in within, s",
+    "gather_s": "the first slice that is back waits for others at most, s",
+    "restart_s": "a job that is not elastic, or killed, begins again after, s",
+    "repair_s": "a failed slice is away for, on average, s",
+}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is on the page."""
+
+    rows: Sequence[Row]
+    conditions: Conditions
+    seeds: int
+    days: float
+    storm: Storm
+    job: Job
+
+
+def render(contents: Contents) -> str:
+    """The page as text."""
+    parts = (_headline, _goodput, _uptime, _constants, _storm, _links)
+    header = f'<span class="preset">beside {SOURCE}</span>'
+    return html.document("Simulated", header, "\n".join(part(contents) for part in parts))
+
+
+def pictures_of(contents: Contents) -> dict[str, str]:
+    """The page's pictures, by name."""
+    storm = contents.storm
+    return {
+        "goodput": pictures.goodput(contents.rows),
+        "uptime": pictures.uptime(contents.rows),
+        "storm": pictures.timeline(
+            storm.learners, storm.stretches, storm.versions, 0, round(DURATION_S * 1_000_000), storm.events
+        ),
+        "bandwidth": pictures.utilisation(bandwidth.curves(contents.job, bandwidth.all_schedules())),
+    }
+
+
+def _headline(contents: Contents) -> str:
+    known = [row for row in contents.rows if row.published_goodput is not None and row.chips == HEADLINE_CHIPS]
+    figures = [
+        html.figure(
+            _name(row),
+            share(row.goodput, 1),
+            "goodput",
+            f"{count(row.chips)} chips; published {share(row.published_goodput)}",
+        )
+        for row in known
+    ]
+    error = mean_error(contents.rows)
+    if error is not None:
+        figures.append(html.figure("Published cells", f"{100 * error:.2f}", "points", "mean absolute error"))
+    return f'<div class="figures">{"".join(figures)}</div>'
+
+
+def _goodput(contents: Contents) -> str:
+    said = "Share of the allocated chip time that went into steps that count. Hollow: published."
+    return html.section("Goodput", said, html.wide(pictures.goodput(contents.rows)) + _cells(contents.rows, "goodput"))
+
+
+def _uptime(contents: Contents) -> str:
+    said = "Share of the time in which some learner took a step."
+    notes_ = "".join(html.note(text) for text in notes(contents.rows, contents.conditions, contents.seeds, contents.days))
+    return html.section("Uptime", said, html.wide(pictures.uptime(contents.rows)) + _cells(contents.rows, "uptime") + notes_)
+
+
+def _cells(rows: Sequence[Row], quantity: str) -> str:
+    numbers = sorted({row.chips for row in rows})
+    cells = {(row.strategy, row.learners, row.chips): row for row in rows}
+    keys = dict.fromkeys((row.strategy, row.learners) for row in rows)
+    made = [
+        [escape(strategy), str(learners), *(cell_text(cells.get((strategy, learners, number)), quantity) for number in numbers)]
+        for strategy, learners in keys
+    ]
+    return html.wide(html.table(["strategy", "M", *(f"{count(number)} chips" for number in numbers)], made))
+
+
+def _constants(contents: Contents) -> str:
+    constants = contents.conditions.constants
+    fitted = constants == published.FITTED
+    rows = [[field.name, f"{getattr(constants, field.name):g}", escape(MEANINGS[field.name])] for field in fields(Constants)]
+    said = (
+        "The paper does not give these. They were fitted to its data-parallel rows alone; all that is said of other "
+        "strategies is predicted from them."
+        if fitted
+        else "Chosen for this page."
+    )
+    return html.section("Constants", said, html.wide(html.table(["constant", "value", "meaning"], rows)))
+
+
+def _storm(contents: Contents) -> str:
+    storm = contents.storm
+    said = (
+        f"{duration(DURATION_S)} of {len(storm.learners)} learners on 1.2m chips: what fails anyway, and a tape of failures "
+        f"beside it. Goodput {share(storm.outcome.goodput, 1)}, uptime {share(storm.outcome.uptime, 1)}, "
+        f"{count(storm.outcome.versions)} versions."
+    )
+    return html.section("A storm of failures", said, html.wide(pictures_of(contents)["storm"]))
+
+
+def _links(contents: Contents) -> str:
+    job, named = contents.job, bandwidth.all_schedules()
+    rows = [
+        [escape(cell) for cell in bandwidth.cells(one)] + [bandwidth.gbit_text(each.gbit_per_s) for each in needed]
+        for one, needed in zip(named, bandwidth.needed(job, named, bandwidth.UTILISATIONS), strict=True)
+    ]
+    head = ["strategy", "schedule", "bits", "H", "P", "tau", *(bandwidth.percent(share_) for share_ in bandwidth.UTILISATIONS)]
+    said = (
+        f"Gbit/s of a datacenter's link, each way, for a compute utilisation: {bandwidth.of(job)}. Schedule table: as for the "
+        "published figures; training: that of the product's preset."
+    )
+    return html.section("Bandwidth", said, html.wide(pictures_of(contents)["bandwidth"]) + html.wide(html.table(head, rows)))
+
+
+def _name(row: Row) -> str:
+    return row.strategy if row.learners == 1 else f"{row.strategy}, M = {row.learners}"

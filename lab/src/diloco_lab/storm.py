@@ -1,0 +1,101 @@
+"""A storm of failures over eight learners: what the picture of a timeline shows.
+
+Twenty simulated minutes of 1.2m chips with the failures that such a cluster has anyway, and beside them a tape: racks of two
+learners fail at once, one learner's steps take twice as long for a while, one is killed, one freezes, one is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diloco.core.failures import Failure, Tape
+from diloco.settings import run_settings
+from diloco_lab import fast, tapes
+from diloco_lab.cluster import MICROS, Learner, Rounds
+from diloco_lab.goodput import Conditions, strategy_of
+from diloco_lab.life import Stretch
+from diloco_lab.outcome import Outcome, Scenario, Version
+from diloco_lab.pictures import Event
+
+STRATEGY = "decoupled"
+LEARNERS = 8
+CHIPS = 1_200_000
+DURATION_S = 1200.0
+RACK = 128  # slices that fail at once
+
+_RACK_S, _RACK_LASTS_S = 180.0, 480.0
+
+
+def tape() -> Tape:
+    """The storm's failures."""
+    racks = [
+        Failure(_RACK_S, "chip_loss", f"{learner}/slice-{index}", _RACK_LASTS_S)
+        for learner in ("learner-1", "learner-2")
+        for index in range(RACK)
+    ]
+    others = [
+        Failure(300.0, "slow", "learner-4", 360.0, {"factor": 2.0}),
+        Failure(480.0, "kill", "learner-5"),
+        Failure(660.0, "freeze", "learner-6", 90.0),
+        Failure(840.0, "cut", "learner-7", 120.0),
+    ]
+    return Tape(DURATION_S, [*racks, *others])
+
+
+@dataclass(frozen=True)
+class Storm:
+    """What was simulated, for a picture."""
+
+    learners: Sequence[Learner]
+    stretches: dict[str, list[Stretch]]
+    versions: list[Version]
+    events: list[Event]
+    outcome: Outcome
+
+
+def simulate(conditions: Conditions, seed: int) -> Storm:
+    """Play the storm.
+
+    Raises:
+        SettingsError: the cluster cannot be.
+    """
+    learners = conditions.of(strategy_of(STRATEGY), CHIPS, LEARNERS).split(seed)
+    settings = run_settings(STRATEGY, {"learners": LEARNERS})
+    played = tapes.played(tape(), learners)
+    stretches: dict[str, list[Stretch]] = {learner.name: [] for learner in learners}
+    versions: list[Version] = []
+    scenario = Scenario(
+        learners,
+        DURATION_S,
+        seed,
+        Rounds(settings, [1] * settings.fragments.count),
+        played.faults,
+        played.cuts,
+        on_stretch=lambda learner, stretch: stretches[learner.name].append(stretch),
+        on_version=versions.append,
+    )
+    outcome = fast.simulate(scenario)
+    return Storm(learners, stretches, versions, _events(tape()), outcome)
+
+
+def _events(tape: Tape) -> list[Event]:
+    """What the tape does, in words: slices that fail together are one event."""
+    together: dict[tuple[str, float, str], list[Failure]] = {}
+    for failure in tape.failures:
+        together.setdefault((failure.target.partition("/")[0], failure.at_s, failure.kind), []).append(failure)
+    words = {
+        "chip_loss": "{number} slices fail, for {minutes:g} min",
+        "slow": "steps take {factor:g} times as long, for {minutes:g} min",
+        "kill": "killed",
+        "freeze": "frozen for {minutes:g} min",
+        "cut": "cut off for {minutes:g} min, steps on",
+    }
+    return [
+        Event(
+            round(at_s * MICROS),
+            learner,
+            words[kind].format(number=len(met), minutes=met[0].duration_s / 60, factor=met[0].number("factor", 1.0)),
+        )
+        for (learner, at_s, kind), met in together.items()
+    ]
