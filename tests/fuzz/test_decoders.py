@@ -90,7 +90,7 @@ from diloco_lab import sites, tapes, trace
 from diloco_lab.cluster import Learner
 
 EXAMPLES_EACH = int(os.environ.get("DILOCO_FUZZ_EXAMPLES", "60"))
-HANG_S = 10
+HANG_S = 30  # nothing takes a second; other processes may have the machine meanwhile
 PER_BYTE = 256  # an empty list in JSON takes two bytes, and 56 of memory and a place in another one
 SAID = 4000  # characters of an error, beside what it shows of the input
 FIXED = 2 << 20  # errors with their texts, caches, and what a decoder has at hand
@@ -766,6 +766,12 @@ def watched(name: str) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    folder().cleanup()
 
 
 @pytest.mark.parametrize("decoder", DECODERS, ids=lambda decoder: decoder.name)
