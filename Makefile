@@ -5,7 +5,7 @@ BIN = .venv/bin
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup up test test-all test-compose bench lint format requirements clean chaos chaos-long
+.PHONY: setup up test test-all test-compose fuzz bench lint format requirements clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -27,6 +27,10 @@ test: setup lint
 
 test-all: setup lint
 	$(BIN)/pytest -m "not compose"
+
+# every decoder of bytes from outside, on many more examples than `make test` gives it
+fuzz: setup
+	DILOCO_FUZZ_EXAMPLES=$(or $(EXAMPLES),20000) $(BIN)/pytest tests/fuzz
 
 # the images and docker-compose.yml, in containers; skipped where there is no docker, or no base image
 test-compose: setup

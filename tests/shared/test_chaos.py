@@ -274,7 +274,7 @@ def test_the_journal_keeps_what_was_not_put_right_and_goes_when_all_was(tmp_path
     assert not (tmp_path / JOURNAL).exists()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"x": {}}), json.dumps({"1": 2})])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, json.dumps({"x": {}}), json.dumps({"1": 2})])
 def test_a_damaged_journal_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / JOURNAL).write_text(text)
     with pytest.raises(RunError, match=JOURNAL):

@@ -66,6 +66,32 @@ def test_a_second_frame_is_refused() -> None:
         codec.unpack(packed + packed, 100)
 
 
+@pytest.mark.parametrize(
+    "behind",
+    [
+        "28b52ffd 20 00 010000",  # a frame of nothing
+        "28b52ffd 00 88 010000",  # one that wants a window of 128 MiB
+        "502a4d18 04000000 61626364",  # one to be skipped
+        "502a4d18 ffffffff",  # 4 GiB to be skipped, which are not there
+    ],
+)
+def test_a_frame_without_content_behind_it_is_refused(behind: str) -> None:
+    packed = codec.pack(np.arange(100, dtype=np.uint8), 1)
+    with pytest.raises(FormatError, match="something follows it"):
+        codec.unpack(packed + bytes.fromhex(behind), 100)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("size", [0, 100, 300_000])  # of several blocks
+@pytest.mark.parametrize("content", ["zeros", "random"])
+def test_frames_of_other_encoders_are_taken(content: str, size: int, checksum: bool) -> None:
+    body = np.zeros(size, np.uint8) if content == "zeros" else np.random.default_rng(0).integers(0, 256, size).astype(np.uint8)
+    packed = zstandard.ZstdCompressor(level=19, write_checksum=checksum).compress(body.data)
+    assert (codec.unpack(packed, size) == body).all()
+    with pytest.raises(FormatError):
+        codec.unpack(packed + b"\0", size)
+
+
 def test_truncated_frames_are_refused() -> None:
     packed = codec.pack(np.arange(200, dtype=np.uint8), 1)
     for length in range(len(packed)):

@@ -274,6 +274,11 @@ def test_any_bytes_are_a_map_or_refused(data: bytes) -> None:
     assert unpack_map(made.pack()) == made
 
 
+def test_a_map_with_a_name_that_is_not_text_is_refused() -> None:
+    with pytest.raises(FormatError, match="fragment map: 'utf-8' codec"):
+        unpack_map(build_map([A, B], 2).pack().replace(b"\xa1a", b"\xa1\xff"))
+
+
 def test_a_truncated_map_is_refused() -> None:
     packed = build_map([A, B], 2).pack()
     for length in range(len(packed)):

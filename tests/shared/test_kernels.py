@@ -111,8 +111,28 @@ def int4(values: Vector) -> tuple[NDArray[np.uint16], Raw, Vector]:
 def test_every_kernel_is_tested_here() -> None:
     text = Path(__file__).read_text()
     public = [name for name in KERNELS if not name.startswith("_")]
-    assert len(public) == 15
+    assert len(public) == 16
     assert [name for name in public if f"kernels.{name}(" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("blocks", "end"),
+    [
+        ("010000", 3),  # the last one, raw, of nothing
+        ("0b0000 ff", 4),  # the last one, so many times the same byte
+        ("190000 aabbcc", 6),  # the last one, raw, three bytes
+        ("1c0000 aabbcc 020008 ff 010000", 13),  # compressed, run, raw
+        ("190000 aabbcc 00", 6),  # something follows
+        ("190000 aa", 6),  # beyond what is there
+        ("180000 aabbcc", 7),  # no last one: one byte beyond
+        ("0100", 3),  # no whole head
+        ("", 1),
+    ],
+)
+def test_zstd_blocks_end(blocks: str, end: int) -> None:
+    for before in (b"", b"header"):
+        frame = np.frombuffer(before + bytes.fromhex(blocks), np.uint8)
+        assert kernels.zstd_blocks_end(frame, len(before)) == len(before) + end
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -71,6 +71,7 @@ def test_without_logs_the_error_names_the_place(tmp_path: Path) -> None:
         '{"time": "noon", "level": "info", "event": "x"}',
         "\x00\x1b[2Jplain text",
         "[" * 100_000,
+        '{"time": "0001-01-01T00:00:00+14:00", "level": "info", "event": "x"}',  # in the year 0
     ],
 )
 def test_damaged_lines_are_shown_in_place(run_dir: Path, damage: str) -> None:

@@ -15,7 +15,8 @@ from nats.js.api import StreamState
 from tests.conftest import MakeServer
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, StorageFullError
-from diloco.nats import streams
+from diloco.nats import append as appending
+from diloco.nats import snapshot, streams
 from diloco.nats.append import append
 from diloco.nats.connection import Link, subscribe
 from diloco.nats.server import Server
@@ -321,3 +322,17 @@ async def retried(log: Log, parts: list[bytes]) -> int:
             return await log.append(b"head", parts, None, "same", timeout_s=2)
         except AppendUncertainError:
             await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[" * 100_000, b"[]", b'{"error": null}', b'{"error": {"err_code": []}}', b'{"seq": "1"}']
+)
+def test_what_is_no_acknowledgement_is_uncertain(data: bytes) -> None:
+    with pytest.raises(AppendUncertainError, match="came for an answer"):
+        appending._parse("subject", data)
+
+
+@pytest.mark.parametrize("data", [b"", b"[" * 100_000, b"[]", b'{"error": null}', b'{"error": "no"}'])
+def test_what_is_no_answer_to_a_snapshot_is_an_error(data: bytes) -> None:
+    with pytest.raises(BrokerError):
+        snapshot._parse("stream", data)

@@ -214,8 +214,16 @@ def _set_byte(at: int, value: int) -> Callable[[Raw], None]:
     return change
 
 
+@pytest.mark.parametrize("bits", [4, 8, 16, 32])
+def test_the_largest_values_decode_to_finite_ones(bits: int) -> None:
+    largest = np.finfo(np.float32).max
+    body = quantise.quantise(np.full(100, largest, np.float32), bits)
+    quantise.validate(body, 100, bits)
+    np.testing.assert_allclose(quantise.dequantise(body, 100, bits), largest, rtol=0.005)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0])
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0, 1e38])  # 7 and 127 times the last is infinite
 def test_scales_that_no_encoder_writes_are_refused(bits: int, scale: float) -> None:
     body = quantise.quantise(np.ones(100, np.float32), bits)
     _set_scale(body, bits, scale)

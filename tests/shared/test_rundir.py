@@ -83,7 +83,7 @@ def test_a_damaged_run_json_is_refused(tmp_path: Path, changes: dict[str, Any], 
         load(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"null", b'"text"', b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"[]", b"3", b"null", b'"text"', b"\xff\xfe"])
 def test_content_that_is_no_run_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run.json").write_bytes(content)
     with pytest.raises(RunError, match=r"run.json: damaged"):

@@ -200,6 +200,8 @@ def test_assignments() -> None:
     settings = run_settings(overrides=values)
     assert (settings.round.steps, settings.round.quorum, settings.round.learners_wait) == (12, "all", True)
     assert parse_assignments(["a=b=c", "d=", "e=1", "e=2"]) == {"a": "b=c", "d": "", "e": 2}
+    deep, long = "[" * 100_000, "1" + "0" * 5000
+    assert parse_assignments([f"a={deep}", f"b={long}"]) == {"a": deep, "b": long}
 
 
 @pytest.mark.parametrize("item", ["round.steps", "=3", " =3", ""])
@@ -243,6 +245,9 @@ def test_the_coordinator_has_the_run_s_settings(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("name = ", "not TOML"),
+        ("name = " + "[" * 100_000, "not TOML: maximum recursion"),
+        ("name = 1" + "0" * 5000, "not TOML: Exceeds the limit"),
+        ("name = 0x" + "f" * 5000, "name = a value of type int that is too large to show"),
         ('name = "ann"\nshares = 1', r"no setting 'shares' \(did you mean 'share'\?\)"),
         ('name = "ann"\nshare = -1', "share = -1: Input should be greater than or equal to 0"),
         ('name = "Ann"', "name = 'Ann': String should match pattern"),

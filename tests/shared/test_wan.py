@@ -430,6 +430,7 @@ async def test_a_command_that_cannot_be_done_changes_nothing(request_: control.R
     [
         (b"\n", "not a request"),
         (b"GET / HTTP/1.1\r\n\r\n", "not a request"),
+        (b'{"x": ' + b"[" * 100_000 + b"\n", "not a request: maximum recursion"),
         (b'{"do": "explode"}\n', "not a request: Invalid value 'explode'"),
         (b'{"do": "cut"}\n', "not a request: Object missing required field `links`"),
         (b'{"do": "cut", "links": []}\n', "not a request: Expected `array` of length >= 1"),
@@ -695,11 +696,18 @@ def test_a_relay_is_served_commanded_and_ended(wan: Wan, tmp_path: Path) -> None
         ]
 
 
+@pytest.mark.parametrize("code", ["[]", "{}", "null", '"2"', "1e999", "8"])
+def test_an_error_of_no_known_kind_is_one_of_the_relay(code: str) -> None:
+    with pytest.raises(WanError, match="so it says"):
+        control._answered(f'{{"error": "so it says", "exit_code": {code}}}'.encode(), "relay")
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n", "what answers there is no relay"),
         (b"[1]\n", "what answers there is no relay"),
+        (b"[" * 100_000 + b"\n", "what answers there is no relay"),
         (b"", "the relay closed the connection before its answer was complete"),
     ],
 )

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from diloco.errors import SettingsError
-from diloco.settings import RegionSettings, nearest, parse, read_toml
+from diloco.settings import RegionSettings, nearest, parse, read_toml, shown
 from diloco_lab import published
 from diloco_lab.cluster import MAX_LEARNERS, MAX_SLICES, YEAR_S
 
@@ -183,7 +183,7 @@ class _Reader:
     def _mapping(self, name: str) -> dict[str, Any]:
         found = self.values[name]
         if not isinstance(found, dict):
-            raise self._error(name, "", f"= {found!r}, expected tables [{name}.NAME]")
+            raise self._error(name, "", f"= {shown(found)}, expected tables [{name}.NAME]")
         return found
 
     def _check_site(self, name: str, site: Site, model: Model, wanted: Wanted) -> None:
@@ -235,7 +235,7 @@ class _Reader:
 
     def _table(self, cls: type[T], name: str, values: Any) -> T:
         if not isinstance(values, dict):
-            raise self._error(name, "", f"= {values!r}, expected a table")
+            raise self._error(name, "", f"= {shown(values)}, expected a table")
         try:
             table = cls.model_validate(values)
         except ValidationError as error:
@@ -246,7 +246,7 @@ class _Reader:
                 raise self._error(name, key, f"is unknown{nearest(key, list(cls.model_fields))}") from None
             if detail["type"] == "missing":
                 raise self._error(name, key, f"is missing: {cls.model_fields[key].description}") from None
-            raise self._error(name, key, f"= {given!r}: {message[0].lower()}{message[1:]}") from None
+            raise self._error(name, key, f"= {shown(given)}: {message[0].lower()}{message[1:]}") from None
         for key, field in cls.model_fields.items():
             value = getattr(table, key)
             if key not in table.model_fields_set and value is not None and not _idle(key, table):

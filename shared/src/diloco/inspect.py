@@ -34,7 +34,7 @@ def status(
         if not current["learners"]:
             raise ValueError("it has no learners")
         _show(run, current, json_)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(
             f"{run.path / 'status.json'}: missing or damaged ({error!r}); the run is finished, its report is {run.report}"
         ) from None
@@ -66,6 +66,21 @@ def logs(
             console.print(run_logs.render(entry))
 
 
+def answered(data: bytes, run: str) -> dict[str, Any]:
+    """A coordinator's answer to who asks for the status.
+
+    Raises:
+        BrokerError: it is no JSON object.
+    """
+    try:
+        current = json.loads(data)
+    except (ValueError, RecursionError):
+        current = None
+    if not isinstance(current, dict):
+        raise BrokerError(f"run {run!r}: {data[:40]!r} came for its status; something else answers in its coordinator's place")
+    return current
+
+
 async def ask(run: rundir.RunDirectory) -> dict[str, Any]:
     """The status of a run that goes on, as its coordinator has it.
 
@@ -80,8 +95,7 @@ async def ask(run: rundir.RunDirectory) -> dict[str, Any]:
     )
     try:
         answer = await link.control.request(Subjects(run.name).status, b"", timeout=ANSWER_TIMEOUT_S)
-        current: dict[str, Any] = json.loads(answer.data)
-        return current
+        return answered(answer.data, run.name)
     except (nats.errors.Error, TimeoutError):
         raise BrokerError(
             f"run {run.name!r}: no coordinator answers at {run.nats_url}; learners and syncers may be running without it"

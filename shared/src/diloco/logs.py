@@ -179,6 +179,7 @@ def _parse(line: str, service: str, time_before_s: float) -> Entry:
     try:
         values = msgspec.json.decode(line.encode(), type=dict[str, Any])
         time_s = datetime.fromisoformat(values["time"]).timestamp()
+        datetime.fromtimestamp(time_s)  # of a year that there is, in this time zone too
         level, event = values["level"], values["event"]
         if not isinstance(level, str) or not isinstance(event, str):
             raise TypeError("level and event are strings")

@@ -852,7 +852,7 @@ class Member:
         section 4).
 
         Raises:
-            KeyError, TypeError, ValueError: the checkpoint is not of this model; nothing has changed.
+            LookupError, TypeError, ValueError, OverflowError: the checkpoint is not of this model; nothing has changed.
         """
         if len(plain["fragments"]) != len(self._fragments):
             raise ValueError(f"it has {len(plain['fragments'])} fragments, the run {len(self._fragments)}")

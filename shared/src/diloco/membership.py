@@ -189,7 +189,7 @@ async def join(run: Run, learner: str, incarnation: int, ours: FragmentMap, sett
 def _admission(stored: bytes) -> Admission | None:
     try:
         return msgspec.msgpack.decode(stored, type=Admission)
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None  # somebody else wrote it
 
 
@@ -216,7 +216,7 @@ async def owners(run: Run, fragments: int) -> tuple[OwnersTable | None, int]:
         return None, 0
     try:
         table = msgspec.msgpack.decode(stored[0], type=OwnersTable)
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None, stored[1]
     return (table if len(table.owners) == fragments else None), stored[1]
 

@@ -72,7 +72,7 @@ def load(path: Path) -> RunDirectory:
         return RunDirectory(path, settings=settings, **own)
     except FileNotFoundError:
         raise RunError(f"{path}: not a run's directory (it has no run.json)") from None
-    except (OSError, ValueError, KeyError, TypeError, SettingsError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SettingsError) as error:
         raise RunError(f"{file}: damaged: {error}") from None
 
 

@@ -320,6 +320,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 PRESETS = tuple(_PRESETS)
 
+SHOWN_CHARACTERS = 500  # of a wrong value, in an error
 S = TypeVar("S", bound=BaseModel)
 
 
@@ -379,7 +380,7 @@ def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
             raise SettingsError(f"--set {item}: expected KEY=VALUE, for example round.steps=12")
         try:
             values[key.strip()] = tomllib.loads(f"v = {text}")["v"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             values[key.strip()] = text.strip()
     return values
 
@@ -424,7 +425,16 @@ def _explain(cls: type[BaseModel], detail: Any) -> str:
     if detail["type"] == "extra_forbidden":
         return f"no setting {name!r}{nearest(name, all_names(cls))}"
     message = str(detail["msg"]).removeprefix("Value error, ")
-    return message if not name or detail["type"] == "value_error" else f"{name} = {detail['input']!r}: {message}"
+    return message if not name or detail["type"] == "value_error" else f"{name} = {shown(detail['input'])}: {message}"
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: not more of it than helps, and whatever it is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # thousands of digits, or of lists in lists
+        return f"a value of type {type(value).__name__} that is too large to show"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -541,7 +551,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of text that is not UTF-8, or a number of thousands of digits
         raise SettingsError(f"{path}: not TOML: {error}") from None
 
 

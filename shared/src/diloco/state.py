@@ -116,7 +116,7 @@ def load(path: Path, run: bytes, learner: str) -> State:
             if blake3(_bytes(array)).hexdigest() != hashes[name]:
                 raise ValueError(f"array {name!r} does not have the hash that it lists")
         return State(json.loads(metadata["books"]), arrays, bytes.fromhex(metadata["check"])[:DIGEST_BYTES])
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{path}: not a whole state of learner {learner}: {error}") from None
 
 

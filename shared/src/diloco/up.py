@@ -20,10 +20,10 @@ import nats.errors
 import typer
 from rich.console import Console
 
-from diloco import live, membership, observe, resume, rundir
+from diloco import inspect, live, membership, observe, resume, rundir
 from diloco.checkpoint import Checkpoint
 from diloco.embedded import Embedded
-from diloco.errors import DataError, RunError, SettingsError, WanError
+from diloco.errors import BrokerError, DataError, RunError, SettingsError, WanError
 from diloco.log import Log
 from diloco.membership import Run
 from diloco.nats import streams
@@ -361,8 +361,9 @@ class Launcher:
         said_s, next_s = -PLAIN_EVERY_S, POLL_S
         with self._view() as view:
             while True:
-                with suppress(nats.errors.Error, TimeoutError, asyncio.TimeoutError, ValueError):
-                    status = json.loads((await link.control.request(subject, b"", timeout=1)).data)
+                with suppress(nats.errors.Error, TimeoutError, asyncio.TimeoutError, BrokerError):
+                    answer = await link.control.request(subject, b"", timeout=1)
+                    status = inspect.answered(answer.data, self.directory.name)
                     if "learners" in status:
                         self._keep_status(status)
                         quiet = view is None and (status["eta_s"] or 0.0) > NEAR_END_S

@@ -438,7 +438,7 @@ def _report(outside: Outside, logs: Sequence[FragmentLog]) -> Check:
                 for name, value in expected.items()
                 if stated[name] != value
             ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return Check("report", "fails", f"{path}: damaged: {error}")
     if wrong:
         return Check("report", "fails", _named(wrong))

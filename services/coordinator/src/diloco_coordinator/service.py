@@ -178,7 +178,7 @@ class Coordinator:
             self._began_s = began_s
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             self.log.warning("series_unreadable", file=str(self.file), reason=str(error))
 
     async def _answer(self, message: Heard) -> None:
@@ -282,7 +282,7 @@ class Coordinator:
 def _holder(stored: bytes) -> tuple[str, bytes] | None:
     try:
         leader = msgspec.msgpack.decode(stored, type=_Leader)
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
     return leader.coordinator, leader.process
 

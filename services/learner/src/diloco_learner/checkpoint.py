@@ -127,7 +127,7 @@ def restore(settings: LearnerSettings, island: Island, member: Member, log: Logg
             island.check_state(own)
             member.restore(saved.books, saved.arrays)
             island.load_state(own)
-        except (DilocoError, KeyError, TypeError, ValueError) as error:
+        except (DilocoError, LookupError, TypeError, ValueError, OverflowError) as error:
             log.warning("checkpoint_refused", file=str(path), reason=str(error))
             continue
         member.tape.record(events.Restored(saved.digest))

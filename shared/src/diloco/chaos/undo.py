@@ -68,7 +68,7 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
         return {str(int(number)): dict(entry) for number, entry in entries.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{file}: damaged ({error}); see that no service is stopped (kill -CONT), then delete it") from None
 
 

@@ -216,7 +216,7 @@ class Books:
         """Take over what :meth:`dump` gave; the incarnation stays this process's own.
 
         Raises:
-            KeyError, ValueError: something is missing, or of another size.
+            LookupError, TypeError, ValueError, OverflowError: something is missing, of another size, or no number.
         """
         if arrays["base"].shape != self.base.shape:
             raise ValueError(f"a fragment of {arrays['base'].size} parameters, expected {self.base.size}")

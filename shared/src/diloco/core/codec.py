@@ -9,6 +9,7 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from diloco.core import kernels
 from diloco.errors import FormatError
 
 Raw = NDArray[np.uint8]
@@ -38,11 +39,15 @@ def unpack(data: bytes | memoryview, expected_bytes: int) -> Raw:
         parameters = zstandard.get_frame_parameters(data)
         if parameters.content_size != expected_bytes or parameters.dict_id:
             raise FormatError(f"zstd frame states {parameters.content_size} bytes of content, expected {expected_bytes}")
+        end = kernels.zstd_blocks_end(np.frombuffer(data, np.uint8), zstandard.frame_header_size(data))
+        end += 4 if parameters.has_checksum else 0
+        if end != len(data):
+            raise FormatError(f"zstd frame of {len(data)} bytes: it is torn, or something follows it")
         decompressor = _local.__dict__.get("decompressor")
         if decompressor is None:
             decompressor = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
         content = np.empty(expected_bytes, np.uint8)
-        with decompressor.stream_reader(data, read_across_frames=True) as reader:
+        with decompressor.stream_reader(data) as reader:
             if reader.readinto(content) != expected_bytes or reader.read(1):
                 raise FormatError(f"zstd frame does not hold exactly {expected_bytes} bytes")
     except zstandard.ZstdError as error:

@@ -13,6 +13,7 @@ whole layers; both are the paper's alternatives, with rougher traffic.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import re
@@ -163,7 +164,7 @@ def unpack_map(data: bytes) -> FragmentMap:
         if sum(s.size for s in specs) > MAX_PARAMETERS:
             raise FormatError(f"fragment map: more than {MAX_PARAMETERS} parameters")
         return build_map(specs, count, strategy)
-    except (msgspec.MsgspecError, RecursionError, SettingsError) as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, SettingsError) as error:
         raise FormatError(f"fragment map: {error}") from None
 
 
@@ -229,11 +230,11 @@ def _deal(tensors: Sequence[TensorSpec], count: int, strategy: str) -> list[list
     pieces = [rows for tensor in tensors for rows in _split(tensor, share if strategy == "balanced" else math.inf)]
     bins: list[list[tuple[TensorSpec, int, int]]] = [[] for _ in range(count)]
     if strategy == "balanced":
-        filled = [0] * count
+        filled = [(0, index) for index in range(count)]  # a heap: a map may have many pieces and many fragments
         for tensor, start, stop in sorted(pieces, key=lambda p: (-_rows_size(*p), p[0].path, p[1])):
-            index = min(range(count), key=lambda i: (filled[i], i))
+            size, index = filled[0]
             bins[index].append((tensor, start, stop))
-            filled[index] += _rows_size(tensor, start, stop)
+            heapq.heapreplace(filled, (size + _rows_size(tensor, start, stop), index))
     else:
         keys = [tensor.path if strategy == "strided" else _layer(tensor.path) for tensor, _, _ in pieces]
         order = {key: i for i, key in enumerate(dict.fromkeys(keys))}

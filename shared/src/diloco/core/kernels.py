@@ -9,7 +9,7 @@ quantised codes are integer sums, which any order of additions leaves alike; sum
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 
 # indices are unsigned: for signed ones numba emits code for counting from the end, which keeps loops from being vectorised
 U = np.uint64
@@ -19,6 +19,8 @@ LANES = 16
 ROWS = 8
 # adding and subtracting it rounds a float32 of magnitude below 2**22 to an integer, half to even
 _ROUND = np.float32(12582912.0)
+MAX_SCALE8 = np.float32(2.6793884e36)  # 127 times the next float32 is infinite
+_MAX_SCALE4 = np.uint16(0x7E12)  # seven times the next bfloat16 is infinite
 _OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
 
 
@@ -127,14 +129,26 @@ def decode4(scales, codes, out, first_block):
 
 @njit("boolean(uint16[::1], uint8[::1])", **_OPTIONS)
 def valid4(scales, codes):
-    """Scales are finite, not negative and not subnormal; no nibble is 0 (which is no code)."""
+    """Scales are not negative, not subnormal, and finite seven times over; no nibble is 0 (which is no code)."""
     bad = np.uint32(0)
     for b in range(scales.size):
-        bad |= np.uint32(scales[b] >= np.uint16(0x7F80)) | np.uint32((scales[b] != 0) & (scales[b] < np.uint16(0x0080)))
+        bad |= np.uint32(scales[b] > _MAX_SCALE4) | np.uint32((scales[b] != 0) & (scales[b] < np.uint16(0x0080)))
     zero = np.uint8(0)
     for i in range(codes.size):
         zero |= np.uint8((codes[i] & np.uint8(15)) == np.uint8(0)) | np.uint8((codes[i] >> np.uint8(4)) == np.uint8(0))
     return bad == 0 and zero == 0
+
+
+@njit(types.int64(types.Array(types.uint8, 1, "C", readonly=True), types.int64), **_OPTIONS)
+def zstd_blocks_end(frame, at):
+    """Where the blocks of a zstd frame that begin at ``at`` end (RFC 8878, 3.1.1.2); beyond the frame if it is torn."""
+    last = False
+    while not last and at + 3 <= frame.size:
+        head = np.int64(frame[at]) | np.int64(frame[at + 1]) << 8 | np.int64(frame[at + 2]) << 16
+        last = head & 1 == 1
+        run = head >> 1 & 3 == 1  # of one byte
+        at += 3 + (1 if run else head >> 3)
+    return at if last else frame.size + 1
 
 
 @njit("void(float32[::1], float32[::1], int8[::1], boolean)", **_OPTIONS)
@@ -148,8 +162,9 @@ def encode8(values, scales, codes, keep_error):
         for j in range(count):
             largest = max(largest, abs(values[start + j]))
         scale = largest / np.float32(127)
-        if scale < np.float32(1.1754944e-38) or scale > np.float32(8e37):
+        if scale < np.float32(1.1754944e-38):
             scale = np.float32(0)
+        scale = min(scale, MAX_SCALE8)
         scales[b] = scale
         inverse = np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
         for j in range(count):

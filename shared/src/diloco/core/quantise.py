@@ -93,11 +93,11 @@ def validate(body: Raw, n: int, bits: int) -> None:
         raise FormatError(f"body of {body.size} bytes, {n} values of {bits} bits take {body_bytes(n, bits)}")
     if bits == 4:
         if not kernels.valid4(*_split(body, n, np.uint16)):
-            raise FormatError("int4 body: a scale is not finite, or a code is out of range")
+            raise FormatError("int4 body: a scale is not finite with its largest code, or a code is out of range")
     elif bits == 8:
         scales, codes = _split(body, n, np.float32)
-        if not np.isfinite(kernels.absmax(scales)) or (scales.size and scales.min() < 0):
-            raise NonFiniteError("int8 body: a scale is NaN, infinite or negative")
+        if not kernels.absmax(scales) <= kernels.MAX_SCALE8 or (scales.size and scales.min() < 0):
+            raise NonFiniteError("int8 body: a scale is NaN, negative, or with its largest code infinite")
         if codes.size and (codes == 0x80).any():
             raise FormatError("int8 body: a code is out of range")
     elif bits == 16:

@@ -225,11 +225,19 @@ def _silence(subject: str, error: Exception, timeout_s: float) -> AppendUncertai
 def _parse(subject: str, data: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
-    if not isinstance(answer, dict):
+    if not isinstance(answer, dict) or not _makes_sense(answer):
         raise AppendUncertainError(f"{subject}: {data[:80]!r} came for an answer, not a publish acknowledgement")
     return answer
+
+
+def _makes_sense(answer: Mapping[str, Any]) -> bool:
+    error = answer.get("error", {})
+    if not isinstance(error, dict):
+        return False
+    numbers = [answer.get(name, 0) for name in ("seq", "msgs", "count")] + [error.get(name, 0) for name in ("code", "err_code")]
+    return all(isinstance(number, int) for number in numbers)
 
 
 def _translate(subject: str, error: Mapping[str, Any]) -> BrokerError:

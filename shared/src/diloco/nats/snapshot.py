@@ -129,12 +129,12 @@ async def _request(link: Link, subject: str, data: bytes, stream: str) -> bytes:
 def _parse(stream: str, data: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
         raise BrokerError(f"stream {stream}: {data[:80]!r} came for an answer")
     if "error" in answer:
-        error = answer["error"]
+        error = answer["error"] if isinstance(answer["error"], dict) else {}
         text = f"stream {stream}: {error.get('description')} (code {error.get('err_code')})"
         if error.get("err_code") == _NAME_IN_USE:
             raise RunError(f"{text}; another server, or another run name, is needed to restore it")

@@ -165,7 +165,7 @@ def load_json(path: Any) -> dict[str, Any]:
     """A JSON object from a file; empty if there is none."""
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -166,7 +166,7 @@ async def _request(reader: asyncio.StreamReader) -> Request:
         raise WanError(f"no request came within {REQUEST_S:g} s") from None
     except asyncio.LimitOverrunError:
         raise WanError(f"a request of more than {MAX_REQUEST_BYTES} bytes") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WanError(f"not a request: {error}") from None
     return request
 
@@ -207,10 +207,11 @@ def asked(address: str, request: Request) -> Iterator[dict[str, Any]]:
 def _answered(line: bytes, address: str) -> dict[str, Any]:
     try:
         answer = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
         raise WanError(f"{address}: what answers there is no relay")
     if "error" in answer:
-        raise _ERRORS.get(answer.get("exit_code", 0), WanError)(str(answer["error"]))
+        code = answer.get("exit_code")
+        raise (_ERRORS.get(code, WanError) if isinstance(code, int) else WanError)(str(answer["error"]))
     return answer

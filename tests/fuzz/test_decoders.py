@@ -1,0 +1,792 @@
+"""Every decoder of bytes from the wire and from disk, under bytes that nobody of this project writes.
+
+Each of ``DECODERS`` is given arbitrary bytes, valid ones mutated (also with their check made right again), and valid structures
+with hostile values. It returns a value or raises one of the errors that it says; it takes no more memory than ``bound`` bytes,
+beside ``PER_BYTE`` for each byte of its input; and it ends. ``make fuzz`` gives each of them many more examples than ``make
+test`` does: ``DILOCO_FUZZ_EXAMPLES``.
+
+Memory is what Python and NumPy allocate (tracemalloc). What zstd's own context takes is bounded by its largest window.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import struct
+import tracemalloc
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar, cast
+
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+from blake3 import blake3
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tests.coordinator.test_monitor import monitor, story
+from tests.fuzz.hostile import (
+    Bytes,
+    frames_of_zstd,
+    hostile_json,
+    hostile_msgpack,
+    hostile_toml,
+    mutated,
+    packed,
+    sources,
+)
+from tests.shared.test_messages import EXAMPLES, MESSAGES
+from tests.shared.test_tape import ANY_EVENT, HEADER, written
+
+from diloco import checkpoint, inspect, logs, membership, rundir, state
+from diloco import tape as tape_files
+from diloco.chaos import undo
+from diloco.core import codec, failures, fold, leases, outer, quantise, tape
+from diloco.core.books import Books
+from diloco.core.chain import Chain
+from diloco.core.fragments import TensorSpec, build_map, unpack_map
+from diloco.core.leases import Lease, Shares
+from diloco.core.ownership import OwnersTable
+from diloco.errors import (
+    BrokerError,
+    DilocoError,
+    FormatError,
+    MessageError,
+    NonFiniteError,
+    RunError,
+    SettingsError,
+    WanError,
+)
+from diloco.log import open_body
+from diloco.membership import Admission, Run
+from diloco.nats import append, snapshot
+from diloco.peer import Borrower, Layout
+from diloco.report.build import load_json
+from diloco.settings import (
+    CarrySettings,
+    CoordinatorSettings,
+    LearnerSettings,
+    SyncerSettings,
+    load_service,
+    parse_assignments,
+    run_settings,
+)
+from diloco.wan import config, control
+from diloco.wire import messages
+from diloco.wire.assemble import Parts, part_index
+from diloco.wire.messages import Body, Keyframe, Message, StateLoan, StatePart, StateRequest
+from diloco.wire.subjects import Subjects
+from diloco_coordinator import service as coordinator
+from diloco_lab import sites, tapes, trace
+from diloco_lab.cluster import Learner
+
+EXAMPLES_EACH = int(os.environ.get("DILOCO_FUZZ_EXAMPLES", "60"))
+HANG_S = 30  # nothing takes a second; other processes may have the machine meanwhile
+PER_BYTE = 256  # an empty list in JSON takes two bytes, and 56 of memory and a place in another one
+SAID = 4000  # characters of an error, beside what it shows of the input
+FIXED = 2 << 20  # errors with their texts, caches, and what a decoder has at hand
+
+RUN = b"run-id.."
+ROOT = Path(__file__).parents[2]
+SETTINGS = run_settings("decoupled", {"learners": 2})
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What is fuzzed: how it is called, what it is given, what it may raise, and how much memory it may take."""
+
+    name: str
+    decode: Callable[[bytes], object]
+    given: Bytes
+    raises: tuple[type[DilocoError], ...] = ()
+    bound: int = 0
+
+
+DECODERS: list[Decoder] = []
+
+
+def decoder(name: str, given: Bytes, *raises: type[DilocoError], bound: int = 0) -> Callable[[T], T]:
+    """Registers a function of bytes."""
+
+    def register(decode: T) -> T:
+        DECODERS.append(Decoder(name, cast(Callable[[bytes], object], decode), given, raises, bound))
+        return decode
+
+    return register
+
+
+@cache
+def folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="diloco-fuzz-")
+
+
+def file(data: bytes, name: str = "file") -> Path:
+    path = Path(folder().name) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def now(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return cast(T, done.value)
+    raise AssertionError("it waits")
+
+
+class Held:
+    """A bucket all of whose keys have one value."""
+
+    def __init__(self, value: bytes) -> None:
+        self.value = value
+
+    async def get(self, key: str) -> tuple[bytes, int]:
+        return self.value, 1
+
+
+def run_with(data: bytes) -> Run:
+    return Run("run", SETTINGS, cast(Any, Held(data)))
+
+
+def just(value: bytes) -> Bytes:
+    return st.just(value)
+
+
+# ---- messages
+
+
+def sealed(kind: str, fields: bytes, inline: bytes = b"") -> bytes:
+    """A frame whose check is right, whatever its fields are."""
+    check = blake3(f"{messages.MAGIC}{messages.VERSION}{kind}\0".encode() + RUN + fields).digest()
+    return packed((messages.MAGIC, messages.VERSION, kind, RUN, fields, check, inline))
+
+
+def message_decoder(cls: type[Message]) -> Decoder:
+    fields = msgspec.msgpack.decode(packed(EXAMPLES[cls]))
+    inner = st.one_of(
+        hostile_msgpack(st.just(fields)),
+        hostile_msgpack(MESSAGES[cls].map(packed).map(msgspec.msgpack.decode)),
+        mutated(just(packed(fields))),
+    )
+    frame = [messages.MAGIC, messages.VERSION, cls.kind, RUN, packed(fields), bytes(32), b""]
+    given = sources(
+        st.one_of(just(messages.pack(EXAMPLES[cls], RUN)), MESSAGES[cls].map(lambda message: messages.pack(message, RUN))),
+        inner.map(lambda fields: sealed(cls.kind, fields)),
+        hostile_msgpack(st.just(frame)),
+    )
+    return Decoder(f"messages.unpack {cls.kind}", lambda data: messages.unpack(data, cls, RUN), given, (MessageError,))
+
+
+DECODERS += map(message_decoder, EXAMPLES)
+
+
+@decoder("messages.kind_of", DECODERS[0].given)
+def _(data: bytes) -> None:
+    messages.kind_of(data)
+
+
+@decoder("assemble", st.binary(max_size=200))
+def _(data: bytes) -> None:
+    """Parts, at most ``limit_bytes`` of a source, whatever their subjects say."""
+    parts = Parts()
+    part_index("diloco.r.part." + data.decode(errors="replace"))
+    for at in range(0, len(data) - 12, 12):
+        index = int.from_bytes(data[at : at + 4], "little")
+        parts.add(at % 3, index, data[at + 4 :], 1 << 20)
+        body = Body(index, bytes(32), index % 7, data[at + 4 : at + 12])
+        parts.take(at % 3, body)
+
+
+# ---- bodies
+
+RAW = np.frombuffer(bytes(range(256)) * 16, np.uint8)
+ZSTD = just(codec.pack(RAW, 1))
+
+
+def one_frame(data: bytes) -> bool:
+    reader = zstandard.ZstdDecompressor().decompressobj()
+    reader.decompress(data)
+    return reader.eof and not reader.unused_data
+
+
+@decoder("codec.unpack", sources(ZSTD, frames_of_zstd(ZSTD)), FormatError, bound=RAW.size)
+def _(data: bytes) -> None:
+    assert (codec.unpack(data, RAW.size).size, one_frame(data)) == (RAW.size, True)
+
+
+@decoder("log.open_body", sources(ZSTD, frames_of_zstd(ZSTD)), MessageError, bound=2 * RAW.size)
+def _(data: bytes) -> None:
+    body = Body(len(data), codec.content_hash(RAW), 0, bytes(8))
+    for claims in (body, Body(2**40, bytes(32), 2**22, bytes(8)), Body(len(data), bytes(32), 1, bytes(8))):
+        try:
+            opened = open_body(claims, data, [data], RAW.size, "body")
+        except MessageError:
+            continue
+        assert (opened == RAW).all()
+
+
+def _bodies(bits: int) -> Decoder:
+    n = 200
+    valid = just(quantise.quantise(np.linspace(-1, 1, n).astype(np.float32), cast(Any, bits)).tobytes())
+    size = quantise.body_bytes(n, bits)
+    words = st.sampled_from(
+        [
+            *[struct.pack("<H", half) for half in (0x7F7F, 0x7E12, 0x7E13, 0xFFFF, 0x8000, 0x0001)],
+            *[struct.pack("<f", scale) for scale in (0.0, 3e38, 2.6e36, -0.0, -1.0, 1e-40)],
+        ]
+    )
+    scales_bytes = {4: 8, 8: 16}.get(bits, size)
+    runs = st.builds(
+        lambda word, code: (word * size)[:scales_bytes] + code * (size - scales_bytes),
+        words,
+        st.sampled_from([b"\x7f", b"\xff", b"\x11", b"\x81"]),
+    )
+
+    def decode(data: bytes) -> None:
+        body = np.frombuffer(data, np.uint8).copy()
+        quantise.validate(body, n, bits)
+        values = quantise.dequantise(body, n, bits)
+        assert np.isfinite(values).all(), "a valid body has a value that is not finite"
+
+    return Decoder(f"quantise {bits} bits", decode, sources(valid, runs), (FormatError, NonFiniteError), 1 << 16)
+
+
+DECODERS += map(_bodies, (4, 8, 16, 32))
+
+
+THETA = np.linspace(-1, 1, 24).astype(np.float32)
+
+
+@decoder("fold.load_keyframe", sources(just(THETA.tobytes())), MessageError)
+def _(data: bytes) -> None:
+    raw = np.frombuffer((data + bytes(96))[:96], np.uint8)
+    values = raw.view(np.float32)
+    for stated in (bytes(32), outer.state_hash(values[:8].copy(), values[8:16].copy())):
+        keyframe = msgspec.structs.replace(cast(Keyframe, EXAMPLES[Keyframe]), state_hash=stated)
+        try:
+            _, residual = fold.load_keyframe(keyframe, Chain(0, 0, 0, bytes(32), 0, stated), raw)
+        except MessageError:
+            continue
+        assert np.isfinite(residual).all()
+
+
+# ---- a peer's state
+
+LENT = {"a": np.arange(8, dtype=np.float32), "b": np.arange(3, dtype=np.int32)}
+LAYOUT = Layout.of(LENT)
+LENT_BYTES = LAYOUT.join(LENT)
+LOAN = StateLoan("liar", b"the copy", 1, [0, 0], LAYOUT.digest, LENT_BYTES.size, blake3(LENT_BYTES.data).digest())
+
+
+@decoder(
+    "peer.Borrower",
+    sources(
+        st.builds(
+            lambda part, copy, offset: messages.pack(StatePart(copy, offset), RUN, part),
+            st.sampled_from([LENT_BYTES.tobytes(), b"", bytes(messages.PART_BYTES), LENT_BYTES.tobytes()[:-1]]),
+            st.sampled_from([b"the copy", b"another."]),
+            st.sampled_from([0, 1, 2**62]),
+        ),
+        DECODERS[[*EXAMPLES].index(StateLoan)].given,
+    ),
+    bound=4 * messages.PART_BYTES,
+)
+def _(data: bytes) -> None:
+    borrower = Borrower(cast(Any, Liar(data)), RUN, Subjects("run"), "ann", LAYOUT, cast(Any, Silent()))
+    loan = asyncio.run(borrower.borrow(["liar"]))
+    assert loan is None or all((loan.arrays[name] == LENT[name]).all() for name in LENT)
+
+
+class Liar:
+    """A transport with a peer that lends, but whose parts are something else."""
+
+    def __init__(self, part: bytes) -> None:
+        self.part = part
+
+    async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
+        request, _, _ = messages.unpack(data, StateRequest, RUN)
+        return self.part if request.copy else messages.pack(LOAN, RUN)
+
+
+class Silent:
+    """A log that nobody reads."""
+
+    def info(self, event: str, **values: object) -> None:
+        repr(values)
+
+    warning = info
+
+
+# ---- values of the bucket
+
+TABLE = Shares([Lease(0, "ann", 1, 2), Lease(1, None, 0, 0)])
+
+
+def _packed(value: object) -> Bytes:
+    tree = msgspec.msgpack.decode(packed(value))
+    return sources(just(packed(value)), hostile_msgpack(st.just(tree)), hostile_msgpack(st.just(tree)))
+
+
+@decoder("leases.unpack", _packed(TABLE), FormatError)
+def _(data: bytes) -> None:
+    leases.unpack(data)
+
+
+@decoder("membership.shares", _packed(TABLE))
+def _(data: bytes) -> None:
+    assert now(membership.shares(run_with(data)))[1] == 1
+
+
+@decoder("membership.owners", _packed(OwnersTable(["s0", "s1"], ["s0", "s1", "s0"])))
+def _(data: bytes) -> None:
+    now(membership.owners(run_with(data), 3))
+
+
+@decoder("membership.admitted", _packed(Admission("ann", 3, SETTINGS.digest(), bytes(32))))
+def _(data: bytes) -> None:
+    now(membership.admitted(run_with(data), "ann", bytes(32)))
+
+
+@decoder("coordinator: who leads", _packed(coordinator._Leader("coordinator", bytes(8))))
+def _(data: bytes) -> None:
+    coordinator._holder(data)
+
+
+MAP = build_map([TensorSpec("emb", (16, 4), True), TensorSpec("w/0", (8, 8)), TensorSpec("w/1", (64,))], 3, "balanced")
+
+
+# as many pieces and fragments as fit into a value of the bucket
+MANY = packed([[[f"{i:05}", [1], False] for i in range(80_000)], 4096, "balanced"])
+
+
+@decoder(
+    "fragments.unpack_map",
+    st.one_of(*[_packed(msgspec.msgpack.decode(MAP.pack()))] * 30, just(MANY)),
+    FormatError,
+    bound=16 << 20,
+)
+def _(data: bytes) -> None:
+    unpack_map(data)
+
+
+@decoder(
+    "membership: the run's settings",
+    sources(just(SETTINGS.model_dump_json().encode()), hostile_json(st.just(SETTINGS.model_dump(mode="json")))),
+    RunError,
+    SettingsError,
+)
+def _(data: bytes) -> None:
+    now(membership.find(cast(Any, Buckets(data)), "run", cast(Any, None)))
+
+
+class Buckets:
+    """A transport that has one bucket."""
+
+    def __init__(self, value: bytes) -> None:
+        self.value = value
+
+    async def bucket(self, name: str, *, create: bool) -> Held:
+        return Held(self.value)
+
+
+# ---- answers of servers and relays
+
+
+def _json(value: object) -> Bytes:
+    return sources(just(json.dumps(value).encode()), hostile_json(st.just(value)), hostile_json(st.just(value)))
+
+
+@decoder(
+    "append: an acknowledgement",
+    _json({"stream": "S", "seq": 1, "error": {"code": 400, "err_code": 10071, "description": "x"}}),
+    BrokerError,
+)
+def _(data: bytes) -> None:
+    answer = append._parse("subject", data)
+    if "error" in answer:
+        raise append._translate("subject", answer["error"])
+
+
+@decoder(
+    "snapshot: an answer",
+    _json({"config": {}, "error": {"code": 400, "err_code": 10071, "description": "x"}}),
+    BrokerError,
+    RunError,
+)
+def _(data: bytes) -> None:
+    snapshot._parse("stream", data)
+
+
+@decoder("inspect: a coordinator's status", _json({"learners": {}, "state": "running"}), BrokerError)
+def _(data: bytes) -> None:
+    assert isinstance(inspect.answered(data, "run"), dict)
+
+
+@decoder("wan control: an answer", _json({"error": "x", "exit_code": 2}), WanError, SettingsError, FormatError)
+def _(data: bytes) -> None:
+    control._answered(data, "relay")
+
+
+class Reader:
+    """Of one line."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    async def readuntil(self, end: bytes) -> bytes:
+        return self.data
+
+
+@decoder(
+    "wan control: a request",
+    st.one_of(
+        _json({"do": "set", "links": ["us-eu"], "rate_bits_per_s": 1e6, "delay_s": 0.1}),
+        _json({"do": "play", "tape": "{}", "source": "x"}),
+        _json({"do": "status", "links": []}),
+    ),
+    WanError,
+)
+def _(data: bytes) -> None:
+    asyncio.run(control._request(cast(Any, Reader(data))))
+
+
+# ---- files
+
+RUN_JSON = {
+    "format": 1,
+    "version": "0.1.0",
+    "name": "run",
+    "nats_url": "nats://127.0.0.1:4222",
+    "data": None,
+    "settings": SETTINGS.model_dump(mode="json"),
+    "learners": 2,
+    "nats_bulk_url": None,
+    "wan_control": None,
+}
+
+
+@decoder("rundir.load", _json(RUN_JSON), RunError)
+def _(data: bytes) -> None:
+    rundir.load(file(data, "run.json").parent)
+
+
+@decoder(
+    "chaos.undo.Journal",
+    _json({"1": {"what": "frozen", "pid": 1, "began": "7"}, "2": {"what": "limit", "stream": "S", "max_bytes": 5}}),
+    RunError,
+)
+def _(data: bytes) -> None:
+    for _, entry in undo.Journal(file(data, undo.JOURNAL).parent).entries:
+        assert isinstance(entry, dict)
+
+
+@decoder("report.load_json", _json({"a": [1, {"b": 2}]}))
+def _(data: bytes) -> None:
+    assert isinstance(load_json(file(data)), dict)
+
+
+SERIES = json.loads(json.dumps(story().series(3.0)))
+
+
+@decoder("coordinator: the series", _json(SERIES))
+def _(data: bytes) -> None:
+    resumed = cast(Any, coordinator.Coordinator.__new__(coordinator.Coordinator))
+    resumed.file, resumed.log, resumed._clock, resumed._began_s = file(data), Silent(), lambda: 7.0, 0.0
+    resumed._resume(monitor("us", "eu"))
+
+
+BOOKS = Books("ann", 7, CarrySettings(), True, np.zeros(8, np.float32), 0, bytes(32))
+BOOKS.step(10, 0, 0)
+BOOKS.offer(np.ones(8, np.float32), 1, 10, [(0, 0, 1)], 1, 8)
+PLAIN, ARRAYS = BOOKS.dump()
+
+
+def _state_file(data: bytes, **metadata: str) -> bytes:
+    """A state with these bytes for its books, or other metadata, and the check that belongs to them."""
+    arrays = {name: np.ascontiguousarray(ARRAYS[name]) for name in sorted(ARRAYS)}
+    hashes = json.dumps({name: blake3(array.tobytes()).hexdigest() for name, array in arrays.items()})
+    named = {
+        "format": state.FORMAT,
+        "run": RUN.hex(),
+        "learner": "ann",
+        "books": data.decode(errors="replace"),
+        "hashes": hashes,
+    } | metadata
+    header = state._header(arrays, named | {"check": state._check(named).hex()})
+    return len(header).to_bytes(8, "little") + header + b"".join(array.tobytes() for array in arrays.values())
+
+
+GOOD_STATE = json.dumps(PLAIN).encode()
+
+
+@decoder(
+    "state.load and Books.load",
+    sources(
+        just(_state_file(GOOD_STATE)),
+        mutated(just(GOOD_STATE)).map(_state_file),
+        hostile_json(st.just(json.loads(GOOD_STATE))).map(_state_file),
+        _json({"base": "00"}).map(lambda hashes: _state_file(GOOD_STATE, hashes=hashes.decode(errors="replace"))),
+        st.sampled_from([b"\xff" * 8, (2**40).to_bytes(8, "little"), (100_000_001).to_bytes(8, "little") + b"{}"]),
+        _json(
+            {
+                "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+                "b": {"dtype": "BF16", "shape": [], "data_offsets": [0, 2]},
+            }
+        ).map(lambda header: len(header).to_bytes(8, "little") + header + bytes(16)),
+    ),
+    RunError,
+)
+def _(data: bytes) -> None:
+    saved = state.load(file(data), RUN, "ann")
+    books = Books("ann", 8, CarrySettings(), True, np.zeros(8, np.float32), 0, bytes(32))
+    try:
+        books.load(saved.books, saved.arrays)
+    except (LookupError, TypeError, ValueError, OverflowError):  # as it says; services/learner takes them for a refusal
+        return
+
+
+FILE = {"file": "log.snapshot", "size_bytes": 1, "blake3": "00"}
+MANIFEST = {
+    "format": checkpoint.FORMAT,
+    "version": checkpoint.VERSION,
+    "made_by": "0.1.0",
+    "run": "run",
+    "settings": SETTINGS.model_dump(mode="json"),
+    "data": None,
+    "map_digest": "00",
+    "created_at_s": 1.0,
+    "fragments": [{"version": 1, "sequence": 2, "check": "00"}],
+    "log": {"saved": FILE, "config": {"name": "diloco-run-log"}, "state": {"last_seq": 3}},
+    "bucket": {"saved": FILE | {"file": "bucket.snapshot"}, "config": {"name": "KV_diloco-run"}, "state": {"last_seq": 3}},
+    "learners": {"ann": {"saved": FILE | {"file": "learners/ann"}, "step": 1, "versions": [1]}},
+    "check": "",
+}
+for _stream, _name in (("log", Subjects("run").log_stream), ("bucket", f"KV_{Subjects('run').bucket}")):
+    MANIFEST[_stream]["config"]["name"] = _name  # type: ignore[index]
+
+
+def _manifest(data: bytes) -> bytes:
+    """With its check made right, where it can have one."""
+    try:
+        manifest = msgspec.json.decode(data, type=checkpoint.Manifest)
+        return msgspec.json.encode(msgspec.structs.replace(manifest, check=manifest.hash()))
+    except (ValueError, RecursionError):
+        return data
+
+
+@decoder("checkpoint.load", _json(MANIFEST).map(_manifest), RunError)
+def _(data: bytes) -> None:
+    loaded = checkpoint.load(file(data, checkpoint.MANIFEST).parent)
+    try:
+        loaded.check()
+    except RunError:
+        return
+
+
+@decoder(
+    "tape.load, events and lives",
+    sources(
+        st.lists(st.lists(ANY_EVENT, max_size=6), max_size=3).map(lambda groups: written(*groups)),
+        mutated(st.lists(ANY_EVENT, min_size=1, max_size=6).map(lambda events: b"".join(map(tape.encode, events)))).map(
+            lambda block: (
+                HEADER.pack() + b"".join(tape.blocks([block[: tape.MAX_BLOCK_BYTES]], HEADER.hash, len(HEADER.pack())))
+                if block
+                else b""
+            )
+        ),
+    ),
+    RunError,
+)
+def _(data: bytes) -> None:
+    loaded = tape_files.load(file(data, "tape"), RUN_OF_TAPES)
+    for life in loaded.lives():
+        life.ranges(), list(life.offers()), life.rewound
+    _ = loaded.problem
+
+
+RUN_OF_TAPES = HEADER.run
+LINE = {
+    "time": "2026-01-02T03:04:05.678Z",
+    "level": "info",
+    "service": "ann",
+    "run": "r",
+    "event": "e",
+    "values": [1, {"a": "b"}],
+}
+TIMES = st.sampled_from(
+    [
+        "0001-01-01T00:00:00+14:00",
+        "9999-12-31T23:59:59-14:00",
+        "0001-01-01",
+        "1969-12-31T23:59:59",
+        "24:00",
+        "2026-W53-9",
+        "x" * 999,
+    ]
+).map(lambda time: json.dumps(LINE | {"time": time}).encode())
+
+
+@decoder("logs.merge and render", st.one_of(_json(LINE), st.lists(_json(LINE), max_size=3).map(b"\n".join), TIMES))
+def _(data: bytes) -> None:
+    path = file(data, "logged/logs/learner-0.jsonl")
+    console = Console(file=io.StringIO(), width=80)
+    for entry in logs.merge(path.parent.parent):
+        console.print(logs.render(entry))
+        json.loads(entry.json().encode()) if not entry.damaged else None
+
+
+def _toml(path: str) -> Bytes:
+    text = (ROOT / path).read_text()
+    return sources(just(text.encode()), hostile_toml(text), hostile_toml(text), hostile_toml(text))
+
+
+@decoder(
+    "settings.load_service",
+    st.one_of(
+        _toml("compose/run.toml"),
+        _toml("tests/compose/run.toml"),
+        hostile_toml(
+            'name = "a"\nrun = "r"\nregion = "us"\nclock_file = "x"\ncheckpoint_s = 1\n[region_urls]\nus = "nats://a"'
+        ),
+    ),
+    SettingsError,
+)
+def _(data: bytes) -> None:
+    path = file(data, "service.toml")
+    for cls in (CoordinatorSettings, LearnerSettings, SyncerSettings):
+        try:
+            load_service(cls, path)
+        except SettingsError as error:
+            str(error)
+
+
+@decoder("settings.parse_assignments", hostile_toml("round.steps = 12"), SettingsError)
+def _(data: bytes) -> None:
+    assigned = parse_assignments([data.decode(errors="replace")])
+    run_settings("decoupled", assigned)
+
+
+@decoder("wan.config.load", _toml("compose/wan.toml"), SettingsError)
+def _(data: bytes) -> None:
+    config.load(file(data, "wan.toml"))
+
+
+@decoder("lab: sites", _toml("examples/sites.toml"), SettingsError)
+def _(data: bytes) -> None:
+    sites.read(file(data, "sites.toml"))
+
+
+TAPE_LINES = [
+    {"format": failures.FORMAT, "version": failures.VERSION, "duration_s": 60.0, "seed": 1},
+    {"at_s": 1.0, "kind": "slow", "target": "learner-*", "duration_s": 3.0, "factor": 2.0},
+    {"at_s": 2.0, "kind": "chip_loss", "target": "learner-0/slice-0", "duration_s": 3.0},
+]
+
+
+@st.composite
+def _failure_tapes(draw: st.DrawFn) -> bytes:
+    lines = [json.dumps(line).encode() for line in TAPE_LINES]
+    at = draw(st.integers(0, len(lines) - 1))
+    lines[at] = draw(_json(TAPE_LINES[at]))
+    return b"\n".join(lines)
+
+
+LEARNERS = [Learner("learner-0", 2, 4, 1.0), Learner("learner-1", 1, 4, 1.0)]
+
+
+@decoder("failures.decode", _failure_tapes(), FormatError)
+def _(data: bytes) -> None:
+    text = data.decode(errors="replace")
+    read = failures.decode(text.split("\n"), "tape")
+    assert failures.decode(failures.encode(read).split("\n"), "again") == read
+
+
+@decoder("lab: failure tapes", _failure_tapes(), FormatError)
+def _(data: bytes) -> None:
+    tapes.read(data.decode(errors="replace").split("\n"), "tape", LEARNERS)
+
+
+CSV = (ROOT / "examples/failures.csv").read_bytes()[:400]
+CELLS = [
+    "",
+    "nan",
+    "inf",
+    "1e308",
+    "-1e308",
+    "9999-12-31T23:59:59-14:00",
+    "0001-01-01T00:00:00+14:00",
+    '"',
+    "\0",
+    "x" * 200_000,
+    "٣",
+    "1_0",
+]
+
+
+@st.composite
+def _tables(draw: st.DrawFn) -> bytes:
+    rows = [row.split(",") for row in CSV.decode().splitlines() if row.count(",") == 2]
+    row = draw(st.integers(0, len(rows) - 1))
+    rows[row][draw(st.integers(0, 2))] = draw(st.sampled_from(CELLS))
+    return "\n".join(map(",".join, rows)).encode()
+
+
+@decoder("lab: failure traces", sources(just(CSV), _tables(), _tables()), FormatError, SettingsError)
+def _(data: bytes) -> None:
+    for clock in ("seconds",):
+        trace.read(io.StringIO(data.decode(errors="replace")), "trace", trace.Notation(clock=clock))
+
+
+# ---- the property
+
+
+@contextmanager
+def watched(name: str) -> Iterator[None]:
+    """An example that goes on for so long never ends."""
+
+    def hangs(number: int, frame: object) -> None:
+        pytest.fail(f"{name}: not done within {HANG_S} s")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(HANG_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    folder().cleanup()
+
+
+@pytest.mark.parametrize("decoder", DECODERS, ids=lambda decoder: decoder.name)
+@settings(max_examples=EXAMPLES_EACH, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@given(data=st.data())
+def test_whatever_comes_is_read_or_refused(decoder: Decoder, data: st.DataObject) -> None:
+    raw, said = data.draw(decoder.given), ""
+    tracemalloc.start()  # not earlier: it makes drawing several times as slow
+    try:
+        with watched(decoder.name):
+            decoder.decode(raw)
+    except decoder.raises as error:
+        said = str(error)
+    finally:
+        took = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert len(said) <= SAID + 4 * len(raw)
+    assert took <= decoder.bound + FIXED + PER_BYTE * len(raw), f"{took} bytes of memory for {len(raw)} bytes"
