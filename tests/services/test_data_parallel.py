@@ -96,6 +96,7 @@ async def test_a_run_is_that_of_adamw_on_averaged_gradients(launch: Launch) -> N
             np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
 
 
+@pytest.mark.slow  # about a minute
 async def test_a_learner_that_dies_is_left_out_and_comes_back_into_step(launch: Launch) -> None:
     cluster = launch(small("data-parallel", tokens=3 * 100 * SAMPLES, liveness__dead_s=2.0))
     for share in range(2):
