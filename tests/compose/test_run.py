@@ -184,9 +184,12 @@ def test_three_regions_train_through_cuts_kills_and_a_restart(project: Project) 
     cut = project.until("the others have merged since the cut", all_past(began))
     cut = project.until("the others go on without eu", all_past(cut, 5))
     project.compose("exec", "-T", "wan", "diloco", "wan", "heal")
-    healed = project.until("eu is merged again", merged_again(cut, "learner-eu-0"))
+    project.until("eu is merged again", merged_again(cut, "learner-eu-0"))
 
     # one of a region's two syncers is killed, and its server: fragments go on in other hands, and both come back
+    healed = project.until(
+        "ap's syncers have their share", lambda s: bool(owners(s, "ap"))
+    )  # shares move when a region is back
     owner = owning(project, "ap", healed)
     docker("kill", owner)
     killed = project.until("its fragments have versions by others", all_past(healed))
@@ -235,9 +238,14 @@ def check_isolated(project: Project) -> None:
     assert reached(address("wan", "operator"), 4300) != "connected"
 
 
+def owners(status: Status, region: str) -> list[str]:
+    """A region's syncers that have fragments."""
+    return [name for name, shard in status["shards"].items() if name.startswith(f"syncer-{region}-") and shard["fragments"]]
+
+
 def owning(project: Project, region: str, status: Status) -> str:
     """The container of a region's syncer that has fragments."""
-    names = [name for name, shard in status["shards"].items() if name.startswith(f"syncer-{region}-") and shard["fragments"]]
+    names = owners(status, region)
     for number in (1, 2):
         container = project.container(f"syncer-{region}", number)
         said = subprocess.run(["docker", "logs", container], capture_output=True, text=True, timeout=30, check=True)
