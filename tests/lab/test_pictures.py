@@ -124,7 +124,7 @@ def test_a_page_needs_nothing_from_elsewhere() -> None:
     assert "https:" not in text
     assert "<script" not in text
     assert "data-parallel" in text
-    for picture in page.pictures_of(contents).values():
+    for picture in contents.pictures.values():
         tree = parsed(picture)
         assert not [value for element in tree.iter() for value in element.attrib.values() if "url(" in value or "var(" in value]
     assert [len(rows) for rows in bandwidth.needed(Job(), bandwidth.all_schedules()[:2], (0.5, 0.9))] == [2, 2]

@@ -7,9 +7,7 @@ import io
 import json
 import math
 import random
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -17,13 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.stats import CensoredData, expon, exponweib, kstest, weibull_min
+from tests.commands import Command, commanding
 
-from diloco import cli, observe
 from diloco.core import failures
 from diloco.core.failures import Failure, Spread, Tape
 from diloco.errors import DataError, FormatError, SettingsError
@@ -560,45 +557,10 @@ def test_the_mean_repair_holds_for_small_exponents(exponent: float) -> None:
 # ---- as a user sees it
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A command that ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-class Command:
-    """``diloco simulate trace`` in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch, self._capfd = monkeypatch, capfd
-
-    def __call__(self, *arguments: str) -> Ended:
-        self._monkeypatch.setattr(sys, "argv", ["diloco", "simulate", "trace", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        seen = self._capfd.readouterr()
-        assert "Traceback" not in seen.out + seen.err
-        assert isinstance(ended.value.code, int)
-        return Ended(ended.value.code, seen.out, seen.err)
-
-
-class _Point:
-    name = "simulate"
-
-    def load(self) -> typer.Typer:
-        return simulate
-
-
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Command]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "entry_points", lambda group: [_Point()])  # no matter what else is installed
-    monkeypatch.setenv("COLUMNS", "120")
-    yield Command(monkeypatch, capfd)
-    observe.reset()
+    with commanding(simulate, ("simulate", "trace"), 120, tmp_path, monkeypatch, capfd) as made:
+        yield made
 
 
 EXAMPLE_OPTIONS = ("--open", "", "--since", "2026-01-01", "--until", "2026-04-01", "--units", "32", "--chips-per-unit", "64")

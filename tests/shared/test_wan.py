@@ -20,10 +20,10 @@ from typing import Any
 
 import nats
 import pytest
-import typer
 from nats.aio.msg import Msg
+from tests.commands import Command, Ended, commanding
 
-from diloco import cli, observe
+from diloco import observe
 from diloco.errors import SettingsError, WanError
 from diloco.nats import connection
 from diloco.nats.connection import Link
@@ -507,45 +507,10 @@ async def test_an_operator_heals_what_a_schedule_cut() -> None:
 # ---- as a user sees it
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A command that ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-class Wan:
-    """``diloco wan`` in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch, self._capfd = monkeypatch, capfd
-
-    def __call__(self, *arguments: str) -> Ended:
-        self._monkeypatch.setattr(sys, "argv", ["diloco", "wan", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        seen = self._capfd.readouterr()
-        assert "Traceback" not in seen.out + seen.err
-        assert isinstance(ended.value.code, int)
-        return Ended(ended.value.code, seen.out, seen.err)
-
-
-class _Point:
-    name = "wan"
-
-    def load(self) -> typer.Typer:
-        return wan_command
-
-
 @pytest.fixture
-def wan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Wan]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "entry_points", lambda group: [_Point()])  # no matter what else is installed
-    monkeypatch.setenv("COLUMNS", "80")
-    yield Wan(monkeypatch, capfd)
-    observe.reset()
+def wan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Command]:
+    with commanding(wan_command, ("wan",), 80, tmp_path, monkeypatch, capfd) as made:
+        yield made
 
 
 CONFIG = """
@@ -583,7 +548,7 @@ traffic = "bulk"
         ("{control}", "{listen}", "wan.toml, [[routes]] 1: listen = '127.0.0.1:4302' is taken by control"),
     ],
 )
-def test_a_wrong_file_is_refused_with_its_place(wan: Wan, before: str, after: str, says: str) -> None:
+def test_a_wrong_file_is_refused_with_its_place(wan: Command, before: str, after: str, says: str) -> None:
     assert before in CONFIG
     Path("wan.toml").write_text(CONFIG.replace(before, after).format(control=4300, listen=4302))
     ended = wan("serve", "wan.toml")
@@ -603,7 +568,7 @@ def test_the_file_that_the_docs_show_is_one() -> None:
     assert rate == pytest.approx(2e9 * 381_600 / 12e9 * 5 / 0.11, rel=0.01)
 
 
-def test_two_routes_cannot_listen_at_one_address(wan: Wan) -> None:
+def test_two_routes_cannot_listen_at_one_address(wan: Command) -> None:
     text = CONFIG.format(control=4300, listen=4302)
     Path("wan.toml").write_text(text + text[text.index("[[routes]]") :])
     ended = wan("serve", "wan.toml")
@@ -611,7 +576,7 @@ def test_two_routes_cannot_listen_at_one_address(wan: Wan) -> None:
     assert "wan.toml, [[routes]] 2: listen = '127.0.0.1:4302' is taken by [[routes]] 1" in ended.err
 
 
-def test_a_missing_file_and_a_taken_port_are_said(wan: Wan) -> None:
+def test_a_missing_file_and_a_taken_port_are_said(wan: Command) -> None:
     assert wan("serve", "none.toml") == Ended(2, "", "diloco: none.toml: cannot be read: No such file or directory\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -635,7 +600,7 @@ def test_a_missing_file_and_a_taken_port_are_said(wan: Wan) -> None:
         (["sever"], 2, "No such command 'sever'"),
     ],
 )
-def test_wrong_commands_are_answered_in_one_line(wan: Wan, arguments: list[str], code: int, says: str) -> None:
+def test_wrong_commands_are_answered_in_one_line(wan: Command, arguments: list[str], code: int, says: str) -> None:
     ended = wan(*arguments)
     assert (ended.code, ended.out) == (code, "")
     assert says in ended.err
@@ -659,7 +624,7 @@ def served(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-def test_a_relay_is_served_commanded_and_ended(wan: Wan, tmp_path: Path) -> None:
+def test_a_relay_is_served_commanded_and_ended(wan: Command, tmp_path: Path) -> None:
     with served(tmp_path) as (process, at):
         assert wan("cut", "eu", "--at", at) == Ended(0, "cut: us-eu, eu-us\n", "")
         link = json.loads(wan("status", "us-eu", "--json", "--at", at).out)["links"]["us-eu"]
@@ -711,7 +676,7 @@ def test_an_error_of_no_known_kind_is_one_of_the_relay(code: str) -> None:
         (b"", "the relay closed the connection before its answer was complete"),
     ],
 )
-def test_what_answers_but_is_no_relay_is_said(wan: Wan, answer: bytes, says: str) -> None:
+def test_what_answers_but_is_no_relay_is_said(wan: Command, answer: bytes, says: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def serve() -> None:
