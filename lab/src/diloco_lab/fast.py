@@ -48,9 +48,8 @@ def simulate(scenario: Scenario) -> Outcome:
 
 def _lives(scenario: Scenario, uptime: Uptime) -> Outcome:
     lines = [_Line(scenario, index, learner, uptime) for index, learner in enumerate(scenario.learners)]
-    for until_us in range(
-        0, scenario.duration_us + AHEAD_US, AHEAD_US
-    ):  # together, so that what is known of all can be forgotten
+    # together, so that what is known of all can be forgotten
+    for until_us in range(0, scenario.duration_us + AHEAD_US, AHEAD_US):
         for line in lines:
             line.extend(until_us)
     uptime.settle()

@@ -292,7 +292,6 @@ class _Member:
         arrives_us = self.up.tell(now_us)
         if arrives_us is None or self.absent:
             return
-        tokens = [books.tokens for books in self.books]
         pulse = Pulse(
             learner=self.learner.name,
             region="",
@@ -306,8 +305,8 @@ class _Member:
             loss=None,
             versions=[books.base_version for books in self.books],
             steps=[books.steps for books in self.books],
-            fragment_tokens=tokens,
-            lost_tokens=tokens,
+            fragment_tokens=[books.tokens for books in self.books],
+            lost_tokens=[max(0, books.lost_tokens) for books in self.books],
             trained=[],
             batch_tokens=1,
             busy_s=0.0,

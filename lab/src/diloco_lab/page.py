@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from html import escape
 
 from diloco.report import html
 from diloco.report.units import count, duration, share
 from diloco_lab import bandwidth, pictures, published
 from diloco_lab.bandwidth import Job
+from diloco_lab.cluster import MICROS
 from diloco_lab.goodput import Conditions, Row, cell_text, mean_error, notes
 from diloco_lab.published import Constants
 from diloco_lab.storm import DURATION_S, Storm
@@ -37,25 +39,23 @@ class Contents:
     storm: Storm
     job: Job
 
+    @cached_property
+    def pictures(self) -> dict[str, str]:
+        """The page's pictures, by name."""
+        storm, until_us = self.storm, round(DURATION_S * MICROS)
+        return {
+            "goodput": pictures.goodput(self.rows),
+            "uptime": pictures.uptime(self.rows),
+            "storm": pictures.timeline(storm.learners, storm.stretches, storm.versions, 0, until_us, storm.events),
+            "bandwidth": pictures.utilisation(bandwidth.curves(self.job, bandwidth.all_schedules())),
+        }
+
 
 def render(contents: Contents) -> str:
     """The page as text."""
     parts = (_headline, _goodput, _uptime, _constants, _storm, _links)
     header = f'<span class="preset">beside {SOURCE}</span>'
     return html.document("Simulated", header, "\n".join(part(contents) for part in parts))
-
-
-def pictures_of(contents: Contents) -> dict[str, str]:
-    """The page's pictures, by name."""
-    storm = contents.storm
-    return {
-        "goodput": pictures.goodput(contents.rows),
-        "uptime": pictures.uptime(contents.rows),
-        "storm": pictures.timeline(
-            storm.learners, storm.stretches, storm.versions, 0, round(DURATION_S * 1_000_000), storm.events
-        ),
-        "bandwidth": pictures.utilisation(bandwidth.curves(contents.job, bandwidth.all_schedules())),
-    }
 
 
 def _headline(contents: Contents) -> str:
@@ -77,13 +77,13 @@ def _headline(contents: Contents) -> str:
 
 def _goodput(contents: Contents) -> str:
     said = "Share of the allocated chip time that went into steps that count. Hollow: published."
-    return html.section("Goodput", said, html.wide(pictures.goodput(contents.rows)) + _cells(contents.rows, "goodput"))
+    return html.section("Goodput", said, html.wide(contents.pictures["goodput"]) + _cells(contents.rows, "goodput"))
 
 
 def _uptime(contents: Contents) -> str:
     said = "Share of the time in which some learner took a step."
     notes_ = "".join(html.note(text) for text in notes(contents.rows, contents.conditions, contents.seeds, contents.days))
-    return html.section("Uptime", said, html.wide(pictures.uptime(contents.rows)) + _cells(contents.rows, "uptime") + notes_)
+    return html.section("Uptime", said, html.wide(contents.pictures["uptime"]) + _cells(contents.rows, "uptime") + notes_)
 
 
 def _cells(rows: Sequence[Row], quantity: str) -> str:
@@ -117,7 +117,7 @@ def _storm(contents: Contents) -> str:
         f"beside it. Goodput {share(storm.outcome.goodput, 1)}, uptime {share(storm.outcome.uptime, 1)}, "
         f"{count(storm.outcome.versions)} versions."
     )
-    return html.section("A storm of failures", said, html.wide(pictures_of(contents)["storm"]))
+    return html.section("A storm of failures", said, html.wide(contents.pictures["storm"]))
 
 
 def _links(contents: Contents) -> str:
@@ -131,7 +131,7 @@ def _links(contents: Contents) -> str:
         f"Gbit/s of a datacenter's link, each way, for a compute utilisation: {bandwidth.of(job)}. Schedule table: as for the "
         "published figures; training: that of the product's preset."
     )
-    return html.section("Bandwidth", said, html.wide(pictures_of(contents)["bandwidth"]) + html.wide(html.table(head, rows)))
+    return html.section("Bandwidth", said, html.wide(contents.pictures["bandwidth"]) + html.wide(html.table(head, rows)))
 
 
 def _name(row: Row) -> str:

@@ -35,5 +35,5 @@ def report(
     contents = page.Contents(rows, chosen, seeds, days, storm.simulate(chosen, seed=1), Job())
     write(file, page.render(contents))
     if svg is not None:
-        for name, picture in page.pictures_of(contents).items():
+        for name, picture in contents.pictures.items():
             write(svg / f"simulator-{name}.svg", pictures.standalone(picture))
