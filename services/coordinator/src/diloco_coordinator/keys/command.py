@@ -105,7 +105,7 @@ def renew(folder: Where, name: Named, days: Days = DAYS) -> None:
     if server is not None:
         entry = opened.put_server(name, server.hosts, server.serves, expires)
         print(
-            f"server {name}: good until {entry.expires:%Y-%m-%d}; it gets all of {opened.server_folder(name)}, and is reloaded"
+            f"server {name}: good until {entry.expires:%Y-%m-%d}; it gets all of {opened.server_folder(name)}: then reload it"
         )
         return
     renewed = opened.put_identity(_living(opened, name).model_copy(update={"expires": expires}))

@@ -60,9 +60,7 @@ class Folder:
         try:
             mode = stat.S_IMODE(key.stat().st_mode)
             if mode & OTHERS_MODES:
-                raise SettingsError(
-                    f"{key}: has mode {mode:04o}: others on this machine can read or change it; chmod 600 {key}"
-                )
+                raise SettingsError(f"{key}: has mode {mode:04o}: others on this machine can read it; chmod 600 {key}")
             return cls(path, listed, Authority.of((path / "ca.pem").read_bytes(), key.read_bytes()))
         except OSError as error:
             raise SettingsError(f"{error.filename}: cannot be read: {error.strerror}; without it no key can be made") from None
@@ -104,7 +102,7 @@ class Folder:
     def _save(self, listed: Roster) -> None:
         self.roster = listed
         for server in listed.servers:
-            _write(self.server_folder(server.name) / "auth.conf", authorization(listed, server), SECRET)
+            _write(self.server_folder(server.name) / "auth.conf", authorization(listed, server), PUBLIC)
         _write(self.path / roster.FILE, roster.text(listed), PUBLIC)
 
 

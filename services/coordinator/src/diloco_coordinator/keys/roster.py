@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
@@ -54,7 +54,7 @@ class Roster(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     run: Name
     regions: list[RegionName] = Field(max_length=64)
     servers: list[ServerEntry] = Field([], max_length=MAX_ENTRIES)
@@ -93,10 +93,8 @@ class Roster(BaseModel):
             SettingsError: the run's regions are named.
         """
         if region is not None and region not in self.regions:
-            there = (
-                f"there are {', '.join(self.regions)}{nearest(region, self.regions)}" if self.regions else "it has no regions"
-            )
-            raise SettingsError(f"--region {region}: not a region of run {self.run!r}: {there}")
+            there = f"there are {', '.join(self.regions)}" if self.regions else "it has no regions"
+            raise SettingsError(f"--region {region}: not one of run {self.run!r}{nearest(region, self.regions)}; {there}")
         if region is None and self.regions and role in ("learner", "evaluator", "syncer"):
             raise SettingsError(f"a {role} is in one of the regions {', '.join(self.regions)}: say which with --region")
 
