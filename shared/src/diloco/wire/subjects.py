@@ -110,6 +110,15 @@ class Subjects:
         """Answered by the coordinator with its status as JSON."""
         return f"diloco.{self.run}.status"
 
+    def answers(self, asker: str, nonce: str = "*") -> str:
+        """Where answers come that somebody asked for, of a member or of a command."""
+        return f"diloco.{self.run}.answer.{asker}.{nonce}"
+
+    @property
+    def changed(self) -> str:
+        """Says that the run's changes have become more."""
+        return f"diloco.{self.run}.changed"
+
     def log_filters(self) -> list[str]:
         """What the log stream stores."""
         return [self.genesis, f"diloco.{self.run}.fragment.>", f"diloco.{self.run}.keyframe.>"]

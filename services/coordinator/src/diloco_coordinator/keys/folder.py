@@ -18,7 +18,7 @@ from diloco import files
 from diloco.errors import SettingsError
 from diloco.identity import FORMAT, OTHERS_MODES
 from diloco_coordinator.keys import roster
-from diloco_coordinator.keys.permissions import Allowed, permissions
+from diloco_coordinator.keys.permissions import MEMBERS, crossing, permissions
 from diloco_coordinator.keys.pki import Authority, Issued, NatsKey, nats_key
 from diloco_coordinator.keys.roster import IdentityEntry, Roster, ServerEntry
 
@@ -107,24 +107,39 @@ class Folder:
 
 
 def authorization(listed: Roster, server: ServerEntry) -> str:
-    """A server's ``auth.conf``: who may connect, and what each may do."""
-    lines = [
-        f"# run {listed.run}, server {server.name}: written by diloco keys",
-        "authorization {",
-        "  timeout: 5",
-        "  users: [",
+    """A server's ``auth.conf``: its accounts, who may connect, and what each may do."""
+    known, crosses = listed.known_to(server), crossing(listed.run, listed.regions, server.serves)
+    run = ["    jetstream: enabled", *_users(listed, server, [entry for entry in known if entry.role not in MEMBERS])]
+    members = _users(listed, server, [entry for entry in known if entry.role in MEMBERS])
+    services = [
+        (f'{{ service: "{subject}", response_type: stream }}', _imported("service", "RUN", subject))
+        for subject in crosses.services
     ]
-    for entry in listed.known_to(server):
+    down = [(f'{{ stream: "{subject}" }}', _imported("stream", "RUN", subject)) for subject in crosses.down]
+    up = [(f'{{ stream: "{subject}" }}', _imported("stream", "MEMBERS", subject)) for subject in crosses.up]
+    run += _listed("exports", [there for there, _ in services + down]) + _listed("imports", [here for _, here in up])
+    members += _listed("exports", [there for there, _ in up]) + _listed("imports", [here for _, here in services + down])
+    head = [f"# run {listed.run}, server {server.name}: written by diloco keys", "authorization { timeout: 5 }", "accounts {"]
+    return "\n".join([*head, "  RUN {", *run, "  }", "  MEMBERS {", *members, "  }", "}"]) + "\n"
+
+
+def _imported(kind: str, account: str, subject: str) -> str:
+    return f'{{ {kind}: {{ account: {account}, subject: "{subject}" }} }}'
+
+
+def _users(listed: Roster, server: ServerEntry, entries: list[IdentityEntry]) -> list[str]:
+    lines = ["    users: ["]
+    for entry in entries:
         allowed = permissions(entry.who, listed.run, listed.regions, server.serves)
-        lines += [f"    # {entry.name}: {entry.role}", *_user(entry.public_key, allowed)]
-    return "\n".join([*lines, "  ]", "}"]) + "\n"
+        lines += [f"      # {entry.name}: {entry.role}", f"      {{ nkey: {entry.public_key}, permissions: {{"]
+        for what, subjects in (("publish", allowed.publish), ("subscribe", allowed.subscribe)):
+            lines += [f"        {what}: {{ allow: [", *(f'          "{subject}"' for subject in subjects), "        ] }"]
+        lines += ["      } }"]
+    return [*lines, "    ]"]
 
 
-def _user(public_key: str, allowed: Allowed) -> list[str]:
-    lines = [f"    {{ nkey: {public_key}, permissions: {{"]
-    for what, subjects in (("publish", allowed.publish), ("subscribe", allowed.subscribe)):
-        lines += [f"      {what}: {{ allow: [", *(f'        "{subject}"' for subject in subjects), "      ] }"]
-    return [*lines, "    } }"]
+def _listed(what: str, items: list[str]) -> list[str]:
+    return [f"    {what}: [", *(f"      {item}" for item in items), "    ]"]
 
 
 def _identity(run: str, entry: IdentityEntry, issued: Issued, key: NatsKey, authority: Authority) -> str:

@@ -2,6 +2,11 @@
 
 A server holds the control store (the bucket, and all that is not stored), or a region's streams, or both. A run without
 regions has one kind of server, which holds everything. :func:`permissions` is all there is to it: pure lists.
+
+They would not do by themselves. nats-server checks no permission on the subject that it is to answer to, and answers with the
+rights of its own: whoever may ask for a message that does not exist could have the empty answer sent to
+``$JS.API.STREAM.DELETE`` of any stream. So streams are in one account, ``RUN``, with those who make versions, and everybody else is in another one,
+``MEMBERS``, from which nothing leads there but the subjects of :func:`crossing`; answers stay in the account of who asked.
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from diloco.wire.subjects import Subjects
 
 CONTROL = "control"  # what a server serves that holds the control store; no region's name
 API = "$JS.API"
+ANSWERS = "_R_.>"  # where who answers somebody of the other account sends it; the server knows where that leads
+MEMBERS: tuple[Role, ...] = ("learner", "evaluator", "observer")  # roles of the account without streams
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,29 @@ class _Granted:
     control: Allowed
     home: Allowed
     elsewhere: Allowed = Allowed()
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The subjects that lead from one account of a server to the other."""
+
+    services: tuple[str, ...]  # asked by members, or stored for them, with an answer
+    up: tuple[str, ...]  # heard from members
+    down: tuple[str, ...]  # heard by members
+
+
+def crossing(run: str, regions: Sequence[str], serves: Collection[str]) -> Crossing:
+    """What leads from account to account: what any member may do, but for what members do among themselves."""
+    names, allowed = Subjects(run), Allowed()
+    for role in MEMBERS:
+        for region in (None, *regions):
+            if is_known(Who("*", role, region), regions, serves):
+                allowed += permissions(Who("*", role, region, founder=True), run, regions, serves)
+    among = {"_INBOX_*.>", names.state("*"), names.answers("*")}
+    up = [subject for subject in allowed.publish if subject in (names.pulse(), names.marked())]
+    services = [subject for subject in allowed.publish if subject not in among and subject not in up]
+    down = [subject for subject in allowed.subscribe if subject not in among and subject not in up]
+    return Crossing(tuple(services), tuple(up), tuple(down))
 
 
 def is_known(who: Who, regions: Sequence[str], serves: Collection[str]) -> bool:
@@ -116,7 +146,7 @@ def _syncer(who: Who, names: Subjects, regional: bool) -> _Granted:
 
 def _coordinator(names: Subjects) -> _Granted:
     control = Allowed(
-        (names.coordinator, names.answers("*"), names.changed),
+        (names.coordinator, names.answers("*"), ANSWERS, names.changed),
         (names.coordinator, names.status, names.pulse(), names.shard(), names.changed),
     )
     control += _read_bucket(names) + _keys(names, "run", "coordinator", "shares") + _api("STREAM.CREATE", _store(names))
