@@ -52,8 +52,8 @@ class Server:
     """A server process with JetStream in ``directory``. Every acknowledged message is on disk (``sync_interval: always``).
 
     It ends with the process that started it, however that ends: two servers on one directory would destroy it.
-    ``routes`` are the cluster ports of all servers of a cluster, this one's first. With ``keys``, the folder that ``diloco keys``
-    made for this server, only identities are let in, over TLS.
+    ``routes`` are the cluster ports of all servers of a cluster, this one's first. With ``keys``, the folder that
+    ``diloco keys`` made for this server, only identities are let in, over TLS.
     """
 
     def __init__(

@@ -5,8 +5,9 @@ regions has one kind of server, which holds everything. :func:`permissions` is a
 
 They would not do by themselves. nats-server checks no permission on the subject that it is to answer to, and answers with the
 rights of its own: whoever may ask for a message that does not exist could have the empty answer sent to
-``$JS.API.STREAM.DELETE`` of any stream. So streams are in one account, ``RUN``, with those who make versions, and everybody else is in another one,
-``MEMBERS``, from which nothing leads there but the subjects of :func:`crossing`; answers stay in the account of who asked.
+``$JS.API.STREAM.DELETE`` of any stream. So streams are in one account, ``RUN``, with those who make versions, and everybody
+else is in another one, ``MEMBERS``, from which nothing leads there but the subjects of :func:`crossing`; answers stay in the
+account of who asked.
 """
 
 from __future__ import annotations
