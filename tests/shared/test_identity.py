@@ -102,7 +102,7 @@ def test_a_file_is_read_only_so_far(file: Path) -> None:
 
 
 def test_damaged_certificates_are_named(file: Path) -> None:
-    with pytest.raises(SettingsError, match="ann.identity: certificate, private_key or ca is damaged"):
+    with pytest.raises(SettingsError, match=r"ann\.identity: certificate, private_key or ca is damaged"):
         _ = identity.load(file).tls
 
 
@@ -118,7 +118,7 @@ def test_a_service_takes_only_its_own_identity(file: Path) -> None:
         with pytest.raises(SettingsError) as refused:
             identity.of_service(path, "ann", run, region, role)  # type: ignore[arg-type]
         assert str(refused.value) == f"identity {file}: is for {said}: set DILOCO_IDENTITY to this process's own"
-    with pytest.raises(SettingsError, match="bob.identity: cannot be read"):
+    with pytest.raises(SettingsError, match=r"bob\.identity: cannot be read"):
         identity.of_service(path, "bob", "demo", "us", "learner")
     file.rename(file.with_name("bob.identity"))
     with pytest.raises(SettingsError, match="is for name 'ann', not 'bob'"):
