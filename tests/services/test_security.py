@@ -368,7 +368,9 @@ async def test_who_is_revoked_is_cut_off_and_not_let_in_again(keys: Folder, guar
 
 def violations(server: Server, cluster: Cluster) -> list[str]:
     """What a server refused, as it says, and what services were told."""
-    said = [line for line in server.log_file.read_text().splitlines() if "Violation" in line or "[ERR]" in line]
+    said = [
+        line for line in server.log_file.read_text().splitlines() if re.search("violation|authentication", line, re.IGNORECASE)
+    ]
     return said + [str(values) for values in cluster.events("permission_denied")]
 
 
