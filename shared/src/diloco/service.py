@@ -33,7 +33,8 @@ def parse_settings(cls: type[S], program: str) -> S:
     parser = argparse.ArgumentParser(prog=program)
     parser.add_argument("--config", type=Path, help="TOML file; DILOCO_* variables in the environment win over it")
     settings = _named(load_service(cls, parser.parse_args().config))
-    logs = settings.state_dir / "logs" / f"{settings.name}.jsonl" if settings.log_format == "json" else None
+    to_file = settings.log_format == "json" and settings.log_to == "file"
+    logs = settings.state_dir / "logs" / f"{settings.name}.jsonl" if to_file else None
     observe.configure(settings.name, settings.run, level=settings.log_level, fmt=settings.log_format, file=logs)
     return settings
 
