@@ -44,10 +44,11 @@ from tests.fuzz.hostile import (
     packed,
     sources,
 )
+from tests.shared import test_identity
 from tests.shared.test_messages import EXAMPLES, MESSAGES
 from tests.shared.test_tape import ANY_EVENT, HEADER, written
 
-from diloco import checkpoint, inspect, logs, membership, rundir, state, volume
+from diloco import checkpoint, identity, inspect, logs, membership, rundir, state, volume
 from diloco import tape as tape_files
 from diloco.chaos import undo
 from diloco.core import codec, failures, fold, leases, outer, quantise, tape
@@ -687,6 +688,13 @@ def _(data: bytes) -> None:
 def _(data: bytes) -> None:
     assigned = parse_assignments([data.decode(errors="replace")])
     run_settings("decoupled", assigned)
+
+
+@decoder("identity.load", sources(just(test_identity.GOOD.encode()), hostile_toml(test_identity.GOOD)), SettingsError)
+def _(data: bytes) -> None:
+    path = file(data, "ann.identity")
+    path.chmod(0o600)
+    identity.load(path)
 
 
 @decoder("wan.config.load", _toml("compose/wan.toml"), SettingsError)

@@ -73,3 +73,11 @@ def test_a_state_directory_that_cannot_be_written_is_named(monkeypatch: pytest.M
     monkeypatch.setenv("DILOCO_STATE_DIR", str(tmp_path / "file"))
     with pytest.raises(DilocoError, match=r"file: this service's folder \(state_dir\) cannot be written: File exists"):
         parse_settings(SyncerSettings, "test")
+
+
+def test_a_number_counts_only_if_there_is_an_identity_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DILOCO_IDENTITY", str(tmp_path / "{name}.identity"))
+    with pytest.raises(DilocoError, match=r"all names with an identity \(.*\{name\}.identity\) are taken"):
+        parse_settings(SyncerSettings, "test")
+    (tmp_path / "syncer-us-3.identity").touch()
+    assert parse_settings(SyncerSettings, "test").name == "syncer-us-3"
