@@ -54,6 +54,7 @@ def pulse(learner: str, step: int = 0, version: int = 0, **changes: Any) -> Puls
         "bytes_up": 0,
         "bytes_down": 0,
         "refused": 0,
+        "software": "",
     }
     return Pulse(**(values | changes))
 

@@ -16,9 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import nkeys
-
 from diloco.errors import SettingsError
+from diloco.nkey import NatsKey
 from diloco.settings import shown
 
 FORMAT = 1
@@ -118,17 +117,10 @@ def _of(path: Path, values: dict[str, Any]) -> Identity:
         raise ValueError("region must be a text and founder true or false")
     if not isinstance(expires, datetime) or expires.tzinfo is None:
         raise ValueError("expires must be a time with a zone")
-    if _public_key(values["seed"]) != values["public_key"]:
+    if NatsKey.from_seed(values["seed"]).public_key != values["public_key"]:
         raise ValueError("seed and public_key do not belong together")
     own = {key: values[key] for key in ("run", "name", "public_key", "seed", "ca")}
     return Identity(path, role=role, region=region, founder=founder, expires=expires, **own)
-
-
-def _public_key(seed: str) -> str:
-    try:
-        return str(nkeys.from_seed(bytearray(seed, "ascii")).public_key.decode())
-    except (nkeys.NkeysError, ValueError, IndexError):  # the last one is a seed of a few characters
-        raise ValueError("seed is no key of NATS") from None
 
 
 def identity_file(path: str, name: str) -> Path:

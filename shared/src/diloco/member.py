@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco import membership, shares
+from diloco import __version__, membership, shares
 from diloco.core import bandwidth, codec, ranges
 from diloco.core import tape as events
 from diloco.core.books import Apply, Books, Outstanding
@@ -673,6 +673,7 @@ class Member:
                 bytes_up=self.transport.bytes_out,
                 bytes_down=self.transport.bytes_in,
                 refused=self.refused.total,
+                software=__version__,
             )
 
     def _refuse(self, sender: str, error: MessageError, **values: Any) -> None:

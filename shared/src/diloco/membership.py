@@ -1,24 +1,26 @@
 """Creating, finding and joining a run: settings, fragment map, admission and genesis, through a small key-value bucket.
 
-Keys: ``run`` (settings as JSON), ``map`` (the fragment map), ``member.<learner>`` (admission), ``founder`` (who publishes
-version 0), ``genesis`` (the genesis record, where there are several logs), ``owners`` (which syncer owns which fragments),
-``shares`` (which learner holds which share of the data). All are written by compare-and-set or are idempotent, so that any
-member may do it, and a dead one is replaced.
+Keys: ``protocol`` (what members must speak), ``run`` (settings as JSON), ``map`` (the fragment map), ``member.<learner>``
+(admission), ``founder`` (who publishes version 0), ``genesis`` (the genesis record, where there are several logs), ``owners``
+(which syncer owns which fragments), ``shares`` (which learner holds which share of the data). All are written by
+compare-and-set or are idempotent, so that any member may do it, and a dead one is replaced.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco import __version__
 from diloco.core import leases
 from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
 from diloco.core.leases import Shares
@@ -27,9 +29,10 @@ from diloco.errors import AdmissionError, AppendUncertainError, BrokerError, Fen
 from diloco.log import Log
 from diloco.nats.registry import MAX_VALUE_BYTES
 from diloco.observe import Logger
+from diloco.patience import patiently
 from diloco.settings import RunSettings, parse
 from diloco.transport import Bucket, Transport
-from diloco.wire.messages import Count, Genesis, Hash, MemberName, run_id
+from diloco.wire.messages import OLDEST, VERSION, Count, Genesis, Hash, MemberName, Software, run_id
 from diloco.wire.subjects import Subjects
 
 POLL_S = 0.2
@@ -42,6 +45,13 @@ class Admission(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fro
     incarnation: Count
     settings_digest: Hash
     map_digest: Hash
+
+
+class Protocol(msgspec.Struct, frozen=True):
+    """The bucket's key ``protocol``, as JSON, to which later versions may add: what every version must be able to read."""
+
+    protocol: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+    software: Software  # that made the run
 
 
 @dataclass(frozen=True)
@@ -67,11 +77,15 @@ async def create(transport: Transport, name: str, settings: RunSettings, offer_b
     """Make the run's streams and bucket and store its settings; a run that exists with the same settings is as good.
 
     Raises:
-        RunError: a run of that name exists with other settings; the first that differs is named.
+        RunError: a run of that name exists with other settings, the first that differs is named; or of another protocol.
     """
     await make_streams(transport, name, settings, offer_bytes)
     replicas = settings.regions.control_replicas if settings.regions.names else settings.log.replicas
     registry = await transport.bucket(Subjects(name).bucket, create=True, replicas=replicas)
+    # before the settings: who finds them finds this
+    with contextlib.suppress(FenceError):
+        await registry.create("protocol", msgspec.json.encode(Protocol(VERSION, __version__)))
+    await check_protocol(registry, name)
     try:
         await registry.create("run", settings.canonical())
     except FenceError:
@@ -102,7 +116,7 @@ async def find(transport: Transport, name: str, log: Logger) -> Run:
     """Wait until the run exists, and read its settings.
 
     Raises:
-        RunError: what is stored are no settings of this version.
+        RunError: the run is of a protocol that this version does not speak, or what is stored are no settings of this version.
     """
     bucket, waiting = Subjects(name).bucket, False
     while True:
@@ -117,10 +131,34 @@ async def find(transport: Transport, name: str, log: Logger) -> Run:
             log.info("waiting_for_run")
             waiting = True
         await asyncio.sleep(POLL_S)
+    made_by = (await patiently(partial(check_protocol, registry, name), log)).software
+    if made_by != __version__:
+        log.info("version_differs", sender="run", kind=made_by, here=__version__)
     try:
         return Run(name, parse(RunSettings, settings_of(name, stored[0]), f"run {name!r}"), registry)
     except SettingsError as error:
         raise RunError(f"run {name!r} was made by another version: {error}") from None
+
+
+async def check_protocol(registry: Bucket, name: str) -> Protocol:
+    """What the members of a run must speak.
+
+    Raises:
+        RunError: this version does not: one that is older than the run, after a downgrade, or much newer.
+    """
+    stored = await registry.get("protocol")
+    try:
+        found = Protocol(VERSION, "") if stored is None else msgspec.json.decode(stored[0], type=Protocol)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise RunError(f"run {name!r}: the bucket's key 'protocol' is damaged ({error}); choose another run name") from None
+    if not OLDEST <= found.protocol <= VERSION:
+        ours = str(VERSION) if OLDEST == VERSION else f"{OLDEST} to {VERSION}"
+        raise RunError(
+            f"run {name!r} was made by diloco {found.software} and speaks protocol {found.protocol}; this is diloco "
+            f"{__version__}, which speaks {ours}: "
+            + ("update it" if found.protocol > VERSION else f"use diloco {found.software}, or begin another run")
+        )
+    return found
 
 
 def settings_of(name: str, stored: bytes) -> dict[str, Any]:

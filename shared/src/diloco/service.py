@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from diloco import membership, observe
+from diloco import membership, observe, volume
 from diloco.errors import DilocoError
 from diloco.identity import Role, identity_file, of_service
 from diloco.membership import Run
@@ -29,12 +29,16 @@ def parse_settings(cls: type[S], program: str) -> S:
 
     Raises:
         SettingsError: something in them is wrong.
+        RunError: their state directory is another run's, or a newer version's.
         DilocoError: a name that ends in a star cannot be settled.
     """
     parser = argparse.ArgumentParser(prog=program)
     parser.add_argument("--config", type=Path, help="TOML file; DILOCO_* variables in the environment win over it")
-    settings = _named(load_service(cls, parser.parse_args().config))
-    logs = settings.state_dir / "logs" / f"{settings.name}.jsonl" if settings.log_format == "json" else None
+    loaded = load_service(cls, parser.parse_args().config)
+    volume.claim(loaded.state_dir, loaded.run)
+    settings = _named(loaded)
+    to_file = settings.log_format == "json" and settings.log_to == "file"
+    logs = settings.state_dir / "logs" / f"{settings.name}.jsonl" if to_file else None
     observe.configure(settings.name, settings.run, level=settings.log_level, fmt=settings.log_format, file=logs)
     return settings
 

@@ -476,7 +476,10 @@ class ServiceSettings(BaseSettings):
     alive_file: Path | None = Field(None, description="touched at each sign of life that goes out, for health checks")
     clock_file: Path | None = Field(None, description="seconds that this process's wall clock is to be wrong by, for chaos")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["json", "console"] = "json"
+    log_format: Literal["json", "console"] = Field("json", description="console: for people, on standard error")
+    log_to: Literal["file", "stderr"] = Field(
+        "file", description="where JSON goes: state_dir/logs/NAME.jsonl, or standard error (for containers and journald)"
+    )
     metrics_address: str = Field("", description="HOST:PORT that /metrics, /healthz and /readyz are served at; empty: nowhere")
 
     @field_validator("metrics_address")

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from diloco import membership, observe, service
+from diloco import __version__, membership, observe, service
 from diloco.core import tape as events
 from diloco.core.leadership import Leadership
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RewoundError
@@ -56,6 +56,7 @@ class Coordinator:
         self.transport, self.run, self.settings, self.log = transport, run, settings, log
         self.subjects = Subjects(run.name)
         self.refused: Counted = Counted(log)
+        self._versions = Counted(log, "version_differs")
         self.file = settings.state_dir / "series.json"
         self._clock = asyncio.get_running_loop().time
         self._began_s = self._clock()
@@ -133,7 +134,7 @@ class Coordinator:
             return None
 
     async def _pulse(self) -> None:
-        pulse = CoordinatorPulse(self.settings.name, self._leadership.revision, self._finished)
+        pulse = CoordinatorPulse(self.settings.name, self._leadership.revision, self._finished, __version__)
         await self.transport.publish(self.subjects.coordinator, messages.pack(pulse, self.run.identity))
 
     async def _hear_coordinator(self, message: Heard) -> None:
@@ -195,6 +196,7 @@ class Coordinator:
         except MessageError as error:
             self.refused.note(message.subject, type(error).__name__, reason=str(error))
             return
+        self._note_version(pulse.learner, pulse.software)
         self.monitor.hear(pulse, self.now_s())
 
     async def _hear_shard(self, message: Heard) -> None:
@@ -205,7 +207,13 @@ class Coordinator:
         except MessageError as error:
             self.refused.note(message.subject, type(error).__name__, reason=str(error))
             return
+        self._note_version(pulse.syncer, pulse.software)
         self.monitor.hear_shard(pulse, self.now_s())
+
+    def _note_version(self, member: str, software: str) -> None:
+        """Say once that a member runs another version, as while services are upgraded one after another."""
+        if software != __version__:
+            self._versions.note(member, software or "unknown", here=__version__)
 
     async def _follow(self, monitor: Monitor) -> None:
         while True:

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from diloco import membership
+from diloco import __version__, membership
 from diloco.core import fold, merging
 from diloco.core import tape as events
 from diloco.core.bandwidth import Bandwidth, Seen
@@ -831,6 +831,7 @@ class Shard:
             record_bits=self.bandwidth.record_bits,
             pace=self.bandwidth.pace,
             offer_bits=self.bandwidth.offer_bits,
+            software=__version__,
         )
 
     def waits_for(self) -> str | None:

@@ -23,6 +23,7 @@ from nats.protocol.parser import Parser
 from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, SettingsError
 from diloco.identity import Identity
+from diloco.nkey import NatsKey
 from diloco.observe import Logger
 from diloco.wire import subjects
 
@@ -86,6 +87,7 @@ class _Client(Client):  # type: ignore[misc]  # nats-py is not typed
         super().__init__()
         self._ps = _Parser(self)
         self._identity = identity
+        self._public_nkey = None if identity is None else identity.public_key
 
     @property
     def incoming(self) -> Moved:
@@ -378,7 +380,7 @@ def _said(error: Exception, identity: Identity | None) -> str:
 def _credentials(identity: Identity | None) -> dict[str, Any]:
     if identity is None:
         return {}
-    return {"tls": identity.tls, "nkeys_seed_str": identity.seed, "inbox_prefix": identity.inbox}
+    return {"tls": identity.tls, "signature_cb": NatsKey.from_seed(identity.seed).sign, "inbox_prefix": identity.inbox}
 
 
 async def ask(client: Client, name: str, subject: str, data: bytes, timeout_s: float) -> bytes | None:

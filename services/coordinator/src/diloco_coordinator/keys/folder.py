@@ -17,9 +17,10 @@ from pathlib import Path
 from diloco import files
 from diloco.errors import SettingsError
 from diloco.identity import FORMAT, OTHERS_MODES
+from diloco.nkey import NatsKey
 from diloco_coordinator.keys import roster
 from diloco_coordinator.keys.permissions import MEMBERS, crossing, permissions
-from diloco_coordinator.keys.pki import Authority, Issued, NatsKey, nats_key
+from diloco_coordinator.keys.pki import Authority, Issued
 from diloco_coordinator.keys.roster import IdentityEntry, Roster, ServerEntry
 
 SECRET, PUBLIC = 0o600, 0o644
@@ -87,7 +88,7 @@ class Folder:
 
     def put_identity(self, entry: IdentityEntry) -> IdentityEntry:
         """Make an identity's keys, in the place of those that it has; what ``entry`` says of keys is not heeded."""
-        issued, key = self._authority.client(entry.name, self.roster.run, entry.role, entry.expires), nats_key()
+        issued, key = self._authority.client(entry.name, self.roster.run, entry.role, entry.expires), NatsKey.new()
         made = {"serial": issued.serial, "expires": issued.expires, "public_key": key.public_key}
         entry = entry.model_copy(update=made)
         _write(self.identity_file(entry.name), _identity(self.roster.run, entry, issued, key, self._authority), SECRET)

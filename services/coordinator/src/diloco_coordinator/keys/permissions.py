@@ -150,7 +150,8 @@ def _coordinator(names: Subjects) -> _Granted:
         (names.coordinator, names.answers("*"), ANSWERS, names.changed),
         (names.coordinator, names.status, names.pulse(), names.shard(), names.changed),
     )
-    control += _read_bucket(names) + _keys(names, "protocol", "run", "coordinator", "shares") + _api("STREAM.CREATE", _store(names))
+    control += _read_bucket(names) + _keys(names, "protocol", "run", "coordinator", "shares")
+    control += _api("STREAM.CREATE", _store(names))
     log = _make(names) + _read(names.log_stream)
     return _Granted(control, log, log)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-import nkeys
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -29,20 +27,6 @@ class Issued:
     private_key: str
     serial: str  # in hex
     expires: datetime
-
-
-@dataclass(frozen=True)
-class NatsKey:
-    """A key pair by which a NATS server knows who connects."""
-
-    public_key: str
-    seed: str
-
-
-def nats_key() -> NatsKey:
-    """A new one."""
-    seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
-    return NatsKey(nkeys.from_seed(bytearray(seed)).public_key.decode(), seed.decode())
 
 
 class Authority:
