@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from diloco import membership
+from diloco import following, membership
 from diloco.core import fold, merging
 from diloco.core import tape as events
 from diloco.core.bandwidth import Bandwidth, Seen
+from diloco.core.changes import Effective, Quarantine
 from diloco.core.fragments import FragmentMap
+from diloco.core.outliers import Outlier, norm_of
 from diloco.core.ownership import Ownership, OwnersTable
 from diloco.core.retention import keyframes_kept
 from diloco.core.round import Merge, Roster, Round
@@ -32,6 +34,7 @@ from diloco.errors import (
     MessageError,
     NonFiniteError,
     RunError,
+    SettingsError,
     StorageFullError,
 )
 from diloco.following import Follower
@@ -45,7 +48,7 @@ from diloco.tape import Recorder, Unrecorded
 from diloco.tasks import end
 from diloco.transport import Fence, Heard, Transport
 from diloco.wire import messages
-from diloco.wire.messages import Announcement, Mark, Pulse, Record, ShardPulse
+from diloco.wire.messages import Announcement, Mark, Offer, Pulse, Record, ShardPulse
 from diloco_syncer.collector import Collector, Taker
 from diloco_syncer.combiner import Combiner
 from diloco_syncer.copies import Copies, Copy
@@ -54,6 +57,7 @@ from diloco_syncer.regions import Connect, Regions
 from diloco_syncer.replication import OutbidError, Replication
 
 ANNOUNCE_EVERY_S = 0.25
+OUTLIER = "its outer gradients are outliers"
 STORAGE_RETRY_S = 1.0
 SLOW_ROUND_S = 2.0  # a round that is open for so long is checked as often
 TAKEOVERS_AT_ONCE = 8
@@ -95,6 +99,7 @@ class Shard:
         self._fit_to = [name for name in run.settings.regions.names if name != region] if run.settings.adapts else []
         self.bandwidth = Bandwidth(run.settings, self._fit_to)
         self.follower = Follower(transport, run, log, self._change)
+        self._suspects: dict[str, Outlier] = {}  # by learner: whose quarantine is not on record yet
         if run.regions:
             self.regions = Regions(region, self.store, run, fragment_map, connect or {})
         self.owned: dict[int, Owned] = {}
@@ -216,7 +221,11 @@ class Shard:
     def _change(self) -> None:
         """Go by what is in force now."""
         settings, before = self.run.now.settings, self.roster.settings
-        self.roster.change(settings, self.run.now.barred)
+        barred = self.run.now.barred.union(self._suspects)
+        if barred != self.roster.barred:
+            for collector in self._collectors.values():
+                collector.again()
+        self.roster.change(settings, barred)
         self.ownership.shards, self.ownership.takeover_s = settings.shards, settings.liveness.takeover_s
         self.ownership.away_s = settings.regions.away_s
         if (settings.round, settings.regions) != (before.round, before.regions):
@@ -224,7 +233,7 @@ class Shard:
         for owned in self.owned.values():
             owned.round.changed()
         if self.combiner is not None:
-            self.combiner.change()
+            self.combiner.change(barred)
         self._governed.set()
         self._news.set()
 
@@ -639,6 +648,13 @@ class Shard:
     async def _commit(self, owned: Owned, merge: Merge, group: asyncio.TaskGroup) -> None:
         index = owned.fragment.index
         try:
+            outliers = await self._outliers(owned, merge)
+            if outliers:
+                owned.round.without({outlier.learner for outlier in outliers})
+                self._suspects.update({outlier.learner: outlier for outlier in outliers})
+                self._change()
+                group.create_task(self._quarantine(index, outliers))
+                return
             if merge.held:
                 await self._archive(merge)
                 record, inline, parts = await asyncio.to_thread(self._merge, owned, merge)
@@ -689,6 +705,36 @@ class Shard:
         finally:
             owned.busy = False
             self._news.set()
+
+    async def _outliers(self, owned: Owned, merge: Merge) -> list[Outlier]:
+        """Learners whose offers are not to be merged any more, since they are outliers."""
+        settings = self.run.now.settings.quarantine
+        if not settings.factor:
+            return []
+        live = {seen.pulse.learner for seen in self.roster.live(asyncio.get_running_loop().time())}
+        judged = []
+        for item in merge.held:
+            assert isinstance(item.offer, Offer), "the settings refuse this together with combined offers"
+            norm = await asyncio.to_thread(norm_of, item.body, owned.fragment.size, item.offer.bits)
+            judged.append((item.offer, norm))
+        return owned.norms.judge(judged, live, settings)
+
+    async def _quarantine(self, index: int, outliers: Sequence[Outlier]) -> None:
+        """Put on record who is barred here already."""
+
+        def decide(now: Effective) -> list[Quarantine]:
+            return [Quarantine(o.learner, index, o.norm, o.threshold) for o in outliers if o.learner not in now.barred]
+
+        append = partial(following.append, self.transport, self.run, decide, author=self.settings.name, reason=OUTLIER)
+        try:
+            await patiently(append, self.log)
+            await patiently(self.follower.look, self.log)
+        except (MessageError, RunError, SettingsError) as error:  # the list has no room, or is none
+            self.log.error("quarantine_not_recorded", learners=[o.learner for o in outliers], reason=str(error))
+            return
+        for outlier in outliers:
+            self._suspects.pop(outlier.learner, None)
+        self._change()
 
     def _merge(self, owned: Owned, merge: Merge) -> tuple[Record, bytes, list[bytes]]:
         """Runs in a thread: nobody else touches the fragment while it is busy."""
