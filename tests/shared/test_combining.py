@@ -38,7 +38,7 @@ def combining_of(*learners: str, **changes: Any) -> Combining:
     roster = Roster(settings)
     for learner in learners:
         roster.hear(pulse(learner, 4), 0.0)
-    combining = Combining(settings, roster, FRAGMENT)
+    combining = Combining(roster, FRAGMENT)
     combining.follow(chain_of(), None, ME)
     return combining
 
@@ -279,7 +279,7 @@ def interleave(seed: int, quorum: object, grace: float) -> list[Merge]:
     draw = random.Random(seed)
     changes = {"round.quorum": quorum, "round.grace_factor": grace, "tokens": 10**9, "learners": 4}
     everybody = Roster(settings_of(**changes))
-    round_ = Round(everybody.settings, everybody, chain_of(), 1)
+    round_ = Round(everybody, chain_of(), 1)
     regions = [
         Region([Learner(name) for name in pair], [combining_of(*pair, **changes) for _ in range(2)])
         for pair in (("ann", "bob"), ("cat", "dee"))
@@ -346,3 +346,19 @@ def test_such_interleavings_do_merge_combined_offers() -> None:
     assert sum(len(log) for log in logs) > 100
     assert sum(len(offer.members) > 1 for offer in merged) > 30
     assert sum(len({m.round for m in offer.members}) > 1 for offer in merged) > 3  # with a late answer among them
+
+
+def test_when_a_learner_is_barred_the_others_are_combined_again_and_so_are_all_when_it_is_readmitted() -> None:
+    combining = combining_of("ann", "bob")
+    combining.hear(announced(), 0.0)
+    hold(combining, offer("ann"))
+    hold(combining, offer("bob"))
+    assert names(combining.poll(0.1)) == [("ann", 1), ("bob", 1)]
+    combining.roster.change(combining.settings, frozenset({"bob"}))
+    combining.changed()
+    assert names(combining.poll(0.2)) == [("ann", 1)]
+    assert hold(combining, offer("bob", 2)) == "bob is ejected or quarantined"
+    combining.roster.change(combining.settings, frozenset())
+    combining.changed()
+    hold(combining, offer("bob", 2))
+    assert names(combining.poll(0.3)) == [("ann", 1), ("bob", 2)]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from diloco.core import fold
 from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment
+from diloco.core.outliers import Norms
 from diloco.core.round import Round
 from diloco_syncer.replication import Replication
 
@@ -35,6 +36,7 @@ class Owned:
     announced_at_s: float = -math.inf
     busy: bool = False  # a version is being made, or the fragment handed over
     keyframes: list[int] = field(default_factory=list)  # sequences of all that stay, the oldest first; empty: not known yet
+    norms: Norms = field(default_factory=Norms)  # of its offers
     older: dict[int, Vector] = field(default_factory=dict)  # parameters by version, where merges need them
 
     @property
