@@ -120,7 +120,7 @@ class Learner:
             member.submit(index, lambda snapshot=snapshot: snapshot)  # type: ignore[misc]
 
     def _write(self, index: int, applied: Apply) -> None:
-        if applied.loaded and self.mark is not None:
+        if applied.anew and self.mark is not None:
             self.mark = self.mark[0], False  # what was between was never seen
         new = applied.theta.copy()
         if applied.reference is not None:

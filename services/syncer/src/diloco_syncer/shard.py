@@ -584,6 +584,11 @@ class Shard:
                 if owned.busy:
                     continue
                 round_, now_s = owned.round, clock()
+                order = self._order(owned)
+                if order is not None:
+                    owned.busy = True
+                    group.create_task(self._roll_back(owned, order))
+                    continue
                 if round_.due(now_s, self.bandwidth.steps):
                     round_.open(now_s)
                     self.rounds += 1
@@ -666,6 +671,56 @@ class Shard:
                 bits=record.bits,
                 round_s=round(merge.round_s, 3),
                 closing=record.closing,
+            )
+            await self._keyframe(owned)
+        finally:
+            owned.busy = False
+            self._news.set()
+
+    def _order(self, owned: Owned) -> Change | None:
+        """The change of the run by which a fragment is to go back now."""
+        change = self.run.now.rollbacks.get(owned.fragment.index)
+        if change is None or not isinstance(change.action, Rollback) or change.number <= owned.failed_change:
+            return None
+        return change if owned.replica.chain.must_go_back(change.number, change.action.version) else None
+
+    async def _roll_back(self, owned: Owned, change: Change) -> None:
+        """Take a fragment back to an earlier version, as a version of its own that everybody folds like any other."""
+        assert isinstance(change.action, Rollback)
+        index, version = owned.fragment.index, change.action.version
+        try:
+            past = await patiently(partial(self.store.state_at, index, version, *self._copies.genesis), self.log)
+            record, inline, parts = await asyncio.to_thread(
+                merging.make_rollback,
+                owned.replica,
+                owned.residual,
+                past,
+                change.number,
+                self.run.settings,
+                syncer=self.settings.name,
+                attempt=self.transport.random_bytes(messages.ATTEMPT_BYTES),
+                now_s=self.transport.wall_s(),
+            )
+            await self._append(owned, record, inline, parts)
+        except (RunError, MessageError, RewoundError) as error:
+            # it was there when the change was asked for: somebody has dropped it since
+            self.log.error("rollback_failed", fragment=index, change=change.number, reason=str(error))
+            owned.failed_change = change.number
+        except FenceError as error:
+            self.log.warning("version_fenced", fragment=index, version=owned.replica.chain.version + 1, reason=str(error))
+            self.ownership.distrust()
+            await self._let_go(owned)
+        else:
+            owned.older.clear()
+            owned.round.committed(asyncio.get_running_loop().time())
+            self.versions += 1
+            self.log.warning(
+                "rolled_back",
+                fragment=index,
+                version=record.version,
+                to_version=version,
+                change=change.number,
+                bytes=record.body.size_bytes if record.body else 0,
             )
             await self._keyframe(owned)
         finally:
