@@ -14,6 +14,7 @@ import pytest
 
 from diloco.core.books import Apply
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.core.schedule import Moment
 from diloco.member import Boundary, Member, StepDone
 from diloco.observe import get_logger
 from diloco.settings import RunSettings, run_settings
@@ -72,11 +73,8 @@ class Script:
     def wait(self, timeout_s: float) -> None:
         time.sleep(0.05)
 
-    def schedule_tokens(self) -> int:
-        return 0
-
-    def warming_steps(self) -> int | None:
-        return None
+    def moment(self) -> Moment:
+        return Moment(0, 1)
 
     def leave(self) -> None:
         self.leaves_at = len(self.done)

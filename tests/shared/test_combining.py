@@ -39,7 +39,7 @@ def combining_of(*learners: str, **changes: Any) -> Combining:
     roster = Roster(settings)
     for learner in learners:
         roster.hear(pulse(learner, 4), 0.0)
-    combining = Combining(settings, roster, FRAGMENT)
+    combining = Combining(roster, FRAGMENT)
     combining.follow(chain_of(), None, ME)
     return combining
 
@@ -280,7 +280,7 @@ def interleave(seed: int, quorum: object, grace: float) -> list[Merge]:
     draw = random.Random(seed)
     changes = {"round.quorum": quorum, "round.grace_factor": grace, "tokens": 10**9, "learners": 4}
     everybody = Roster(settings_of(**changes))
-    round_ = Round(everybody.settings, everybody, chain_of(), 1)
+    round_ = Round(everybody, chain_of(), 1)
     regions = [
         Region([Learner(name) for name in pair], [combining_of(*pair, **changes) for _ in range(2)])
         for pair in (("ann", "bob"), ("cat", "dee"))

@@ -99,7 +99,7 @@ def round_of(*learners: str, **changes: Any) -> Round:
     roster = Roster(settings_of(**changes))
     for learner in learners:
         roster.hear(pulse(learner, step), now_s)
-    return Round(roster.settings, roster, Chain(0, 0, 0, bytes(32), 0, hash_of(0)), 1)
+    return Round(roster, Chain(0, 0, 0, bytes(32), 0, hash_of(0)), 1)
 
 
 def hold(round_: Round, sent: Offer) -> str | None:
@@ -255,7 +255,7 @@ def test_h_counts_from_the_step_at_which_the_version_was_applied() -> None:
 @pytest.mark.parametrize(("fragment", "due_at"), [(0, 1), (1, 2), (2, 3), (3, 4)])
 def test_first_rounds_are_staggered(fragment: int, due_at: int) -> None:
     roster = Roster(settings_of(**{"fragments.count": 4}))
-    round_ = Round(roster.settings, roster, Chain(fragment, 0, 0, bytes(32), 0, hash_of(0)), 4)
+    round_ = Round(roster, Chain(fragment, 0, 0, bytes(32), 0, hash_of(0)), 4)
     roster.hear(pulse("ann", due_at - 1, versions=[0] * 4), 0)
     assert not round_.due(0, STEPS)
     roster.hear(pulse("ann", due_at, versions=[0] * 4), 0)
@@ -333,7 +333,7 @@ def test_the_budget_is_used_up_when_all_who_live_have_stopped() -> None:
 def test_a_round_is_due_for_learners_that_wait_whatever_an_owner_has_heard_of_their_steps() -> None:
     # an owner that begins after they took their steps sees none of them
     settings = settings_of(**{"round.quorum": 2})
-    round_ = Round(settings, Roster(settings), Chain(0, 3, 0, bytes(32), 9, hash_of(3)), 1)
+    round_ = Round(Roster(settings), Chain(0, 3, 0, bytes(32), 9, hash_of(3)), 1)
     for learner in ("ann", "bob"):
         round_.roster.hear(pulse(learner, 20, version=3, steps=[STEPS], state="stepping"), 0)
     assert not round_.due(0, STEPS)

@@ -586,7 +586,7 @@ class World:
 
     def check_stateless(self, learner: str, member: Member) -> None:
         """A learner whose optimizer has no state has begun."""
-        demand(member.warming_steps() is None, f"{learner} warms up for a state that its optimizer has not")
+        demand(member.moment().warming_steps is None, f"{learner} warms up for a state that its optimizer has not")
 
     def key_written(
         self, process: Process, generation: int, key: str, before: bytes | None, value: bytes, revision: int

@@ -247,14 +247,19 @@ class Log:
                 if oldest <= version:
                     loaded = await self._load(keyframe, chain, inline, stored.sequence)
                     break
-        if loaded is None and await self._begins_with(fragment, genesis_check):
-            loaded, oldest = await self.load_first(fragment, genesis, genesis_check), 0
+        with contextlib.suppress(MessageError):
+            if loaded is None and await self._begins_with(fragment, genesis_check):
+                loaded, oldest = await self.load_first(fragment, genesis, genesis_check), 0
         end = await self.end_sequence(fragment)
         replica = loaded.replica if loaded else None
         if replica is not None and replica.chain.version < version and replica.chain.sequence < end:
             async for entry in self.follow([fragment], replica.chain.sequence + 1, lambda _, __: None, end):
-                with contextlib.suppress(ChainError):  # passed over by everybody
+                try:
                     await asyncio.to_thread(replica.fold, entry.record, entry.check, entry.sequence, entry.body)
+                except ChainError:
+                    continue  # passed over by everybody
+                except HashError as error:
+                    raise RunError(f"run {self.subjects.run!r}: {error}") from None
                 if replica.chain.version == version:
                     break
         if replica is None or replica.chain.version != version:

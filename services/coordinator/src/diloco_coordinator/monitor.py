@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.core import ranges
+from diloco.core.changes import Effective
 from diloco.core.fragments import FragmentMap
 from diloco.core.leases import Shares, Steward
 from diloco.core.ledger import Ledger
@@ -38,7 +39,8 @@ class Monitor:
     """The coordinator's picture of a run; ``now_s`` is always seconds since the run began."""
 
     def __init__(self, name: str, settings: RunSettings, fragment_map: FragmentMap, nats_url: str) -> None:
-        self.name, self.settings, self.map, self.nats_url = name, settings, fragment_map, nats_url
+        self.name, self.map, self.nats_url = name, fragment_map, nats_url
+        self.now = Effective(settings)
         self.learners: dict[str, _Learner] = {}
         self.past: dict[str, dict[str, Any]] = {}  # what an earlier process of this run knew of its learners
         self.merged: dict[str, dict[int, tuple[int, int]]] = {}  # by learner and fragment: versions and tokens
@@ -59,7 +61,17 @@ class Monitor:
         self.ends: dict[int, int] = {}  # by share of the data: the batch after the last one merged
         self._drawn: set[tuple[int, int]] = set()  # merges of an earlier process: (fragment, version)
 
+    @property
+    def settings(self) -> RunSettings:
+        """Those that are in force."""
+        return self.now.settings
+
     # ---- what comes in
+
+    def change(self, now: Effective) -> None:
+        """Go by what is in force now."""
+        self.now = now
+        self.steward.lease_s, self.presence.away_s = now.settings.liveness.lease_s, now.settings.regions.away_s
 
     def hear(self, pulse: Pulse, now_s: float) -> None:
         """Take in a learner's or an evaluator's pulse."""
@@ -69,7 +81,8 @@ class Monitor:
                 self.validation.append((now_s, self.tokens_merged(), pulse.loss))
             return
         self.ledger.train((pulse.learner, pulse.incarnation), pulse.trained, pulse.batch_tokens)
-        self.steward.hear(pulse, now_s)
+        if pulse.learner not in self.now.ejected:  # its data is for others
+            self.steward.hear(pulse, now_s)
         self._place(pulse.learner, pulse.region)
         known = self.learners.get(pulse.learner)
         if known is None:
@@ -212,6 +225,9 @@ class Monitor:
             "rounds": sum(pulse.rounds for pulse, _ in self.shards.values()),
             "eta_s": left / rate if rate > 0 else None,
             "nats_url": self.nats_url,
+            "changes": self.now.number,
+            "ejected": {name: change.label for name, change in sorted(self.now.ejected.items())},
+            "quarantined": {name: change.label for name, change in sorted(self.now.quarantined.items())},
             "learners": {name: self._learner(learner, now_s) for name, learner in sorted(self.learners.items())},
             "shards": {name: _shard(pulse, now_s - seen_s) for name, (pulse, seen_s) in sorted(self.shards.items())},
             "fragments": [

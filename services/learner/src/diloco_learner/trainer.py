@@ -105,8 +105,7 @@ class Trainer:
                 if boundary.stop:
                     self._ended_s = None  # what comes after the budget is nobody's blocked time
                 continue
-            done, warming = self.member.schedule_tokens(), self.member.warming_steps()
-            rate = learning_rate(self.settings, done, warming)
+            rate = learning_rate(self.settings, self.member.moment())
             output = self.island.step(batch.data, rate)
             began_s = time.perf_counter()
             self._boundary.add(began_s - opened_s)

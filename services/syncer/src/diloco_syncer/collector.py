@@ -84,7 +84,7 @@ class Collector:
         )
         self.subjects = Subjects(run.name)
         self.learners: set[str] = set()  # whose offers come from here
-        self._precisions = bandwidth.precisions(run.settings.codec.offer_bits, run.settings)
+        self._precisions = bandwidth.possible(run.settings.codec.offer_bits, run.settings)
         self._takers: dict[int, Taker] = {}
         self.combined = False  # whether combined offers are read, and no others
         self._parts: dict[int, Parts] = {}  # by fragment; of bodies whose heads have not come yet
@@ -193,12 +193,13 @@ class Collector:
         """The content of an offer that is as it should be; None if it is of no use."""
         # a learner stops when what it last heard of the others and its own make up the budget; what it heard, and when, may be
         # late, so it may have done the budget twice, and the step that it was in
-        most = 2 * self.run.settings.tokens + MAX_STEP_TOKENS
+        budget = self.run.now.settings.tokens
+        most = 2 * budget + MAX_STEP_TOKENS
         for member in offer.members:
             if offer.bits not in self._precisions or member.tokens > most or member.steps > member.tokens:
                 raise FormatError(
                     f"{what}: {offer.bits} bits, {member.steps} steps, {member.tokens} tokens; the run has "
-                    f"{' or '.join(map(str, self._precisions))} bits and {self.run.settings.tokens} tokens in all"
+                    f"{' or '.join(map(str, self._precisions))} bits and {budget} tokens in all"
                 )
         pieces = parts.take(sender, offer.body)
         if pieces is None:

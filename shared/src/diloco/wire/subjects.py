@@ -97,6 +97,11 @@ class Subjects:
         return f"diloco.{self.run}.coordinator"
 
     @property
+    def changed(self) -> str:
+        """Rung when a change of the run has been stored: an empty message, after which whoever hears it reads the key."""
+        return f"diloco.{self.run}.changed"
+
+    @property
     def mark(self) -> str:
         """Asks learners to save their states for a checkpoint of the whole run."""
         return f"diloco.{self.run}.mark"
