@@ -386,7 +386,7 @@ def _overridden(values: dict[str, Any], overrides: Mapping[str, Any], source: st
     return parse(RunSettings, values, source)
 
 
-def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
+def parse_assignments(assignments: Sequence[str], source: str = "--set") -> dict[str, Any]:
     """``["round.steps=12", "merge.method=rda"]`` as a mapping; values are TOML where they parse as such, else text.
 
     Raises:
@@ -396,7 +396,7 @@ def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
     for item in assignments:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
-            raise SettingsError(f"--set {item}: expected KEY=VALUE, for example round.steps=12")
+            raise SettingsError(f"{source} {item}: expected KEY=VALUE, for example round.steps=12")
         try:
             values[key.strip()] = tomllib.loads(f"v = {text}")["v"]
         except (ValueError, RecursionError):
