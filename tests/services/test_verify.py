@@ -115,7 +115,7 @@ def found(verdict: verify.Verdict, name: str) -> str:
     return next(check.found for check in verdict.checks if check.name == name)
 
 
-ALL_HOLD = dict.fromkeys(("log", "keyframes", "merges", "tapes", "offers", "data", "report"), "holds")
+ALL_HOLD = dict.fromkeys(("log", "changes", "keyframes", "merges", "tapes", "offers", "data", "report"), "holds")
 
 
 async def test_untouched_run_holds(finished: Finished) -> None:

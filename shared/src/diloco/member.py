@@ -1019,6 +1019,8 @@ class Member:
     def _used_up(self) -> bool:
         if self.settings.role == "evaluator":
             return False
+        if any(state.newest.chain.closed for state in self._fragments):
+            return True  # whatever the budget is by now
         announced, own = self._announced
         return announced + self.tokens - own >= self._budget
 
