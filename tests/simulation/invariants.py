@@ -360,6 +360,8 @@ class Reference:
             demand(kept, f"{named}: merged, and not in the archive")
             demand(not self.settings.round.lockstep or member.steps == 1, f"{named}: {member.steps} steps in lockstep")
             if self.exact:
+                held = (self.steps[index].applied.get(record.fragment, 0) for index in np.flatnonzero(values))
+                demand(all(base >= floor for base in held), f"{named}: holds steps from before the rollback that made {floor}")
                 log.steps += values
                 most = int(np.argmax(log.steps))
                 demand(log.steps[most] <= 1.001, f"{named}: step {most} of {self.steps[most].learner} is merged twice")

@@ -45,6 +45,7 @@ class Step:
     tokens: int
     share: int
     batch: int
+    applied: dict[int, int]  # by fragment: the version that its learner held
 
 
 class Learner:
@@ -133,7 +134,9 @@ class Learner:
     async def _step(self, member: Member) -> None:
         process, world = self.process, self.world
         share, batch = self.rota.next(member.leased())
-        index = world.take_step(Step(self.name, process.generation, process.tokens, share, batch), self.must_pass)
+        index = world.take_step(
+            Step(self.name, process.generation, process.tokens, share, batch, dict(self.applied)), self.must_pass
+        )
         began_s = world.now_s
         await asyncio.sleep(process.step_s * (0.5 + process.rng.random()))
         for values in self.values:
