@@ -97,4 +97,4 @@ def described(change: Change) -> tuple[str, dict[str, Any]]:
             norms = {"norm": action.norm, "threshold": action.threshold}
             return "learner_quarantined", {"learner": action.learner, "fragment": action.fragment} | norms
         case Rollback():
-            return "rollback_ordered", {"version": action.version}
+            return "rollback_ordered", {"version": action.version, "fragments": action.fragments}

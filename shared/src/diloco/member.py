@@ -497,7 +497,7 @@ class Member:
     def _queue(self, state: _Fragment, record: Record | None) -> None:
         """Let the next boundary apply what the replica is after ``record`` (None: it was loaded anew); the lock is held."""
         state.newest = _Pending.of(state.replica)
-        if record is None or record.entry == "version":
+        if record is None or record.makes_version:
             state.pending.append(replace(state.newest, record=record))
 
     async def _newest_replica(self, index: int, genesis: Genesis, check: bytes) -> Replica:
@@ -998,7 +998,7 @@ class Member:
             applied = state.books.apply(record, pending.theta)
             merged = any(member.learner == self.settings.name for member in record.members)
             self.rounds_merged += merged
-            self.rounds_missed += not merged
+            self.rounds_missed += not merged and record.rolled_back is None
             stated = record.tokens_merged + record.tokens_lost
         if applied.forgotten:
             # none: the log was rewound to before this learner's first merged offer

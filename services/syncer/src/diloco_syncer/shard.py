@@ -33,6 +33,7 @@ from diloco.errors import (
     FormatError,
     MessageError,
     NonFiniteError,
+    RewoundError,
     RunError,
     SettingsError,
     StorageFullError,
@@ -611,6 +612,11 @@ class Shard:
                 if owned.busy:
                     continue
                 round_, now_s = owned.round, clock()
+                order = self._order(owned)
+                if order is not None:
+                    owned.busy = True
+                    group.create_task(self._roll_back(owned, *order))
+                    continue
                 if round_.due(now_s, self.bandwidth.steps):
                     round_.open(now_s)
                     self.rounds += 1
@@ -735,6 +741,48 @@ class Shard:
         for outlier in outliers:
             self._suspects.pop(outlier.learner, None)
         self._change()
+
+    def _order(self, owned: Owned) -> tuple[int, int] | None:
+        """The change of the run by which a fragment is to go back now, and to which version."""
+        change, version = self.run.now.rollbacks.get(owned.fragment.index, (0, 0))
+        due = change > owned.failed_change and owned.replica.chain.must_go_back(change, version)
+        return (change, version) if due else None
+
+    async def _roll_back(self, owned: Owned, change: int, version: int) -> None:
+        """Take a fragment back to an earlier version, as a version of its own that everybody folds like any other."""
+        index = owned.fragment.index
+        try:
+            past = await patiently(partial(self.store.state_at, index, version, *self._copies.genesis), self.log)
+            record, inline, parts = await asyncio.to_thread(
+                merging.make_rollback,
+                owned.replica,
+                owned.residual,
+                past,
+                change,
+                self.run.now.settings,
+                syncer=self.settings.name,
+                attempt=self.transport.random_bytes(messages.ATTEMPT_BYTES),
+                now_s=self.transport.wall_s(),
+            )
+            await self._append(owned, record, inline, parts)
+        except RunError as error:
+            # it was there when the change was ordered: somebody has dropped it since
+            self.log.error("rollback_failed", fragment=index, change=change, reason=str(error))
+            owned.failed_change = change
+        except (FenceError, RewoundError) as error:
+            self.log.warning("version_fenced", fragment=index, version=owned.round.version, reason=str(error))
+            self.ownership.distrust()
+            await self._let_go(owned)
+        else:
+            owned.older.clear()
+            owned.round.committed(asyncio.get_running_loop().time())
+            self.versions += 1
+            size_bytes = record.body.size_bytes if record.body else 0
+            self.log.warning("rolled_back", fragment=index, version=record.version, to_version=version, bytes=size_bytes)
+            await self._keyframe(owned)
+        finally:
+            owned.busy = False
+            self._news.set()
 
     def _merge(self, owned: Owned, merge: Merge) -> tuple[Record, bytes, list[bytes]]:
         """Runs in a thread: nobody else touches the fragment while it is busy."""
