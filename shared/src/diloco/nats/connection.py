@@ -111,9 +111,9 @@ class Link:
         """
         control_urls, bulk_urls = checked(control_url), checked(bulk_url)
         async with contextlib.AsyncExitStack() as opened:
-            control = await _connect(control_urls, f"{name}-control", log, give_up_after_s)
+            control = await connect(control_urls, f"{name}-control", log, give_up_after_s)
             opened.push_async_callback(_close, control)
-            bulk = await _connect(bulk_urls, f"{name}-bulk", log, give_up_after_s)
+            bulk = await connect(bulk_urls, f"{name}-bulk", log, give_up_after_s)
             opened.push_async_callback(_close, bulk)
             for client, urls in ((control, control_urls), (bulk, bulk_urls)):
                 await _check_server(client, urls, log, give_up_after_s)
@@ -132,7 +132,7 @@ class Link:
         """
         urls = checked(url)
         async with contextlib.AsyncExitStack() as opened:
-            bulk = await _connect(urls, f"{name}-bulk", log, None)
+            bulk = await connect(urls, f"{name}-bulk", log, None)
             opened.push_async_callback(_close, bulk)
             await _check_server(bulk, urls, log, None, wait_for_another=True)
             opened.pop_all()
@@ -239,7 +239,7 @@ def _version(client: Client) -> tuple[int, ...] | None:
     return numbers if any(numbers) else None
 
 
-async def _connect(urls: list[str], name: str, log: Logger, give_up_after_s: float | None) -> Client:
+async def connect(urls: list[str], name: str, log: Logger, give_up_after_s: float | None) -> Client:
     nats.aio.client.DEFAULT_BUFFER_SIZE = READ_BUFFER_BYTES
     client = _Client()
     clock = asyncio.get_running_loop().time

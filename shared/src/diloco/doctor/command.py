@@ -1,0 +1,59 @@
+"""``diloco doctor``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from diloco import observe
+from diloco.doctor.check import Check, Role
+from diloco.doctor.examination import DoctorSettings, Examination
+from diloco.errors import SettingsError
+from diloco.logs import printable
+from diloco.settings import load_service
+
+EXIT_FAILED = 1
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
+_VERDICT_WIDTH, _NAME_WIDTH = 8, 16
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option(help="The service's TOML file; DILOCO_* in the environment win over it.")
+    ] = None,
+    role: Annotated[
+        Role | None, typer.Option(help="learner, evaluator, syncer or coordinator; default: its identity's, or a learner.")
+    ] = None,
+    step_s: Annotated[float | None, typer.Option(help="Seconds that a step takes; default: as heard from learners.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="As JSON lines.")] = False,
+) -> int:
+    """Examine this machine, the servers and the links, before a service joins a run."""
+    if step_s is not None and not 0 < step_s < 1e6:
+        raise SettingsError(f"--step-s {step_s:g}: expected a number of seconds above 0")
+    settings = load_service(DoctorSettings, config)
+    settings = settings if role is None else settings.model_copy(update={"role": role})
+    observe.configure(settings.name, settings.run, level="error", fmt="console")
+    return asyncio.run(_examine(Examination(settings, step_s), json_))
+
+
+async def _examine(examination: Examination, json_: bool) -> int:
+    console, failed = Console(soft_wrap=True, highlight=False), 0
+    async for check in examination.checks():
+        failed += check.verdict == "failed"
+        if json_:
+            print(json.dumps(asdict(check)), flush=True)
+        else:
+            console.print(_line(check))
+    return EXIT_FAILED if failed else 0
+
+
+def _line(check: Check) -> Text:
+    line = Text(f"{check.verdict:<{_VERDICT_WIDTH}}", _STYLES[check.verdict])
+    return line.append(f"{check.name:<{_NAME_WIDTH}} ", "bold").append(printable(check.text()), "")
