@@ -11,7 +11,7 @@ from diloco.core.bandwidth import Level
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.tape import Header
 from diloco.doctor import deeds, machine, needs, verdicts
-from diloco.doctor.check import Check
+from diloco.doctor.check import Check, Role
 from diloco.doctor.needs import Model, Way
 from diloco.doctor.verdicts import Members, Speed, Storage, Told
 from diloco.errors import DilocoError
@@ -148,7 +148,7 @@ def test_what_a_server_says_of_itself(told: Told, expected: str) -> None:
         ("syncer", (3, 10, 9), None, "failed"),
     ],
 )
-def test_versions(role: needs.Role, python: tuple[int, ...], jax: str | None, expected: str) -> None:
+def test_versions(role: Role, python: tuple[int, ...], jax: str | None, expected: str) -> None:
     assert verdicts.versions(role, "0.1.0", 1, python, jax).verdict == expected
 
 

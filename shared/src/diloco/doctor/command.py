@@ -6,14 +6,14 @@ import asyncio
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from diloco import observe
-from diloco.doctor.check import Check, Role
+from diloco.doctor.check import Check, Role, Verdict
 from diloco.doctor.examination import DoctorSettings, Examination
 from diloco.errors import SettingsError
 from diloco.logs import printable
@@ -44,14 +44,16 @@ def doctor(
 
 
 async def _examine(examination: Examination, json_: bool) -> int:
-    console, failed = Console(soft_wrap=True, highlight=False), 0
+    console, counts = Console(soft_wrap=True, highlight=False), dict.fromkeys(get_args(Verdict), 0)
     async for check in examination.checks():
-        failed += check.verdict == "failed"
+        counts[check.verdict] += 1
         if json_:
             print(json.dumps(asdict(check)), flush=True)
         else:
             console.print(_line(check))
-    return EXIT_FAILED if failed else 0
+    if not json_:
+        console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    return EXIT_FAILED if counts["failed"] else 0
 
 
 def _line(check: Check) -> Text:

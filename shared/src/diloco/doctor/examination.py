@@ -34,7 +34,7 @@ from diloco.wire.subjects import Subjects
 
 LOGIN_S = 5.0
 CHECK_S = 30.0  # no check takes longer
-LISTEN_S = (2.0, 10.0)  # at least and at most
+LISTEN_S = (1.2, 10.0)  # at least, two signs of life of a coordinator; and at most
 PULSES = 4  # that are waited for
 
 

@@ -30,7 +30,7 @@ OWNED_BYTES, FOLLOWED_BYTES = 16, 8  # of a syncer
 # parameters, two moments, base, error and what is left of an offer; the newest, the one before, and the one being written
 CHECKPOINT_BYTES, CHECKPOINTS = 25, 3
 LOGS_BYTES = 200_000_000  # a tape and a log
-CONTROL_BYTES = 100_000_000  # of the store that spans the regions: settings, members, who owns what
+CONTROL_BYTES = 10_000_000  # of the store that spans the regions: settings, members, who owns what
 
 
 @dataclass(frozen=True)
