@@ -158,7 +158,7 @@ class Toy:
     async def serve(self) -> None:
         """Join the run, and train to its end."""
         self._loop, self._main = asyncio.get_running_loop(), cast("asyncio.Task[None]", asyncio.current_task())
-        link = await service.connect(self.settings, self.log)
+        link = await service.connect(self.settings, self.settings.role, self.log)
         try:
             await self._take_part(link)
         finally:

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco import membership, shares
@@ -39,6 +38,7 @@ from diloco.errors import (
     MessageError,
     NonFiniteError,
     RewoundError,
+    RunError,
     StorageFullError,
 )
 from diloco.log import Entry, Log
@@ -147,7 +147,7 @@ class _Fragment:
     steps_between: int = 0  # two rounds, as its owner said last
     bits: Bits = 32  # of an answer to that round
     answered: int = 0  # version of the newest round answered
-    sent: bytes | None = None  # hash of the head of the newest offer sent
+    sent: int = 0  # stream sequence of the newest offer's head
     encoding: bool = False
     sending: bool = False
     spoilt: bool = False  # the learner's value is not finite: begin again from the global one
@@ -224,12 +224,11 @@ class Member:
         Raises:
             AdmissionError: this learner's model is not the run's.
         """
-        digest = self.run.settings.digest()
         if self.settings.role == "learner":
-            join = partial(membership.join, self.run, self.settings.name, self.incarnation, self.map, digest)
-            admitted = await patiently(join, self.log)
-            self.incarnation = self.shares.incarnation = admitted
-        founder = self.settings.name if self.settings.role == "learner" else None
+            if not self.transport.founds and await patiently(partial(self.run.registry.get, "map"), self.log) is None:
+                self.log.info("waiting_for_founder")
+            self.incarnation = self.shares.incarnation = await patiently(self._be_admitted, self.log)
+        founder = self.settings.name if self.settings.role == "learner" and self.transport.founds else None
         begin = partial(membership.genesis, self.run, self.store, founder, initial, self.log)
         genesis, check = await patiently(begin, self.log)
         sequences = []
@@ -332,12 +331,21 @@ class Member:
                 return False
         return True
 
+    async def _be_admitted(self) -> int:
+        """As :func:`diloco.membership.join`."""
+        digest, founds = self.run.settings.digest(), self.transport.founds
+        return await membership.join(self.run, self.settings.name, self.incarnation, self.map, digest, founds=founds)
+
     async def _look_at_admission(self) -> None:
         admitted = await membership.admitted(self.run, self.settings.name, self.map.digest)
+        if admitted is not None and admitted > self.incarnation:
+            raise RunError(
+                f"run {self.run.name!r}: a younger process goes by the name {self.settings.name!r}; this one ends: give every "
+                "learner a name, and an identity, of its own"
+            )
         if admitted is None or admitted < self.incarnation:
             self.log.warning("admission_lost", incarnation=self.incarnation)
-            digest = self.run.settings.digest()
-            await membership.join(self.run, self.settings.name, self.incarnation, self.map, digest)
+            await self._be_admitted()
             with self._lock:
                 for state in self._fragments:
                     state.answered = 0  # what was sent meanwhile was refused
@@ -349,10 +357,9 @@ class Member:
             answered = {state.index: state.answered for state in open_ if state.answered == state.open_version}
         for index, version in answered.items():
             state = self._fragments[index]
-            if before.get(index) != version or state.sent is None:
+            if before.get(index) != version or not state.sent:
                 continue
-            stored = await self.transport.last(self.subjects.offer_stream, self.subjects.offer(index, self.settings.name))
-            if stored is None or blake3(stored.data).digest() != state.sent:
+            if await self.transport.last_sequence(self.subjects.offer(index, self.settings.name)) != state.sent:
                 with self._lock:
                     if state.answered == version and not state.sending:
                         self.log.warning("offer_lost", fragment=index, version=version)
@@ -609,11 +616,10 @@ class Member:
     async def _send(self, offer: Offer, inline: bytes, parts: Sequence[bytes]) -> None:
         head = self.subjects.offer(offer.fragment, self.settings.name)
         frame = messages.pack(offer, self.run.identity, inline)
-        self._fragments[offer.fragment].sent = blake3(frame).digest()
         complained = False
         while True:
             try:
-                await self.transport.append(
+                self._fragments[offer.fragment].sent = await self.transport.append(
                     head,
                     frame,
                     parts=parts,

@@ -149,10 +149,13 @@ async def find_map(run: Run) -> FragmentMap:
         await asyncio.sleep(POLL_S)
 
 
-async def join(run: Run, learner: str, incarnation: int, ours: FragmentMap, settings_digest: bytes) -> int:
+async def join(
+    run: Run, learner: str, incarnation: int, ours: FragmentMap, settings_digest: bytes, *, founds: bool = True
+) -> int:
     """Propose the fragment map, or find that it is the run's already, and admit the learner; the incarnation it is admitted as.
 
-    That is ``incarnation``, or one more than the one admitted before where that is larger: a clock may have jumped back.
+    One who may not found a run waits until it has a map. The incarnation is
+    ``incarnation``, or one more than the one admitted before where that is larger: a clock may have jumped back.
 
     Raises:
         AdmissionError: this learner's model is not the run's; the first differing tensor is named.
@@ -163,9 +166,7 @@ async def join(run: Run, learner: str, incarnation: int, ours: FragmentMap, sett
             f"run {run.name!r}: the list of this model's {len(ours.tensors)} tensors has {len(packed)} bytes, at most "
             f"{MAX_VALUE_BYTES} are allowed; use fewer tensors, or shorter names"
         )
-    try:
-        await run.registry.create("map", packed)
-    except FenceError:
+    if not founds or not await _propose(run, packed):
         check_same_map(ours, await find_map(run), run.name)
     if settings_digest != run.settings.digest():
         raise AdmissionError(f"run {run.name!r}: learner {learner} was made for other settings than the run's")
@@ -184,6 +185,15 @@ async def join(run: Run, learner: str, incarnation: int, ours: FragmentMap, sett
             return incarnation
         except FenceError:  # another process of this name: the later one is admitted
             continue
+
+
+async def _propose(run: Run, packed: bytes) -> bool:
+    """Whether this map has become the run's, and not somebody else's."""
+    try:
+        await run.registry.create("map", packed)
+    except FenceError:
+        return False
+    return True
 
 
 def _admission(stored: bytes) -> Admission | None:

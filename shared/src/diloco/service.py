@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from diloco import membership, observe
 from diloco.errors import DilocoError
+from diloco.identity import Role, identity_file, of_service
 from diloco.membership import Run
 from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger
@@ -54,6 +55,8 @@ def _named(settings: S) -> S:
         folder.mkdir(parents=True, exist_ok=True)
         for number in range(MAX_NUMBERS):
             name = f"{settings.name[:-1]}{number}"
+            if settings.identity is not None and not identity_file(settings.identity, name).exists():
+                continue
             lock = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,12 +64,20 @@ def _named(settings: S) -> S:
             os.close(lock)
     except OSError as error:
         raise DilocoError(f"name = {settings.name!r}: {folder} cannot be written: {error.strerror}") from None
-    raise DilocoError(f"name = {settings.name!r}: all {MAX_NUMBERS} numbers are taken by processes that share {folder}")
+    taken = f"all {MAX_NUMBERS} numbers" if settings.identity is None else f"all names with an identity ({settings.identity})"
+    raise DilocoError(f"name = {settings.name!r}: {taken} are taken by processes that share {folder}")
 
 
-async def connect(settings: ServiceSettings, log: Logger) -> NatsTransport:
-    """Connect to NATS, however long it takes to be there."""
-    transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, settings.name, log, give_up_after_s=None)
+async def connect(settings: ServiceSettings, role: Role, log: Logger) -> NatsTransport:
+    """Connect to NATS, however long it takes to be there.
+
+    Raises:
+        SettingsError: the identity is not one for ``role`` and these settings.
+    """
+    identity = None
+    if settings.identity is not None:
+        identity = of_service(settings.identity, settings.name, settings.run, settings.region, role)
+    transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, settings.name, log, None, identity)
     transport.clock_file, transport.alive_file = settings.clock_file, settings.alive_file
     return transport
 

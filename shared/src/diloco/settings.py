@@ -468,6 +468,10 @@ class ServiceSettings(BaseSettings):
     nats_url: str = Field("nats://127.0.0.1:4222", description="control traffic; bulk too unless nats_bulk_url is set")
     nats_bulk_url: str | None = None
     region: RegionName | None = Field(None, description="where this service is, in a run with regions")
+    identity: str | None = Field(
+        None,
+        description="file of `diloco keys` for this process, {name} in it being its name; none: no TLS, no credentials",
+    )
     state_dir: Path = Field(Path("."), description="where this process may keep files of its own")
     alive_file: Path | None = Field(None, description="touched at each sign of life that goes out, for health checks")
     clock_file: Path | None = Field(None, description="seconds that this process's wall clock is to be wrong by, for chaos")

@@ -296,7 +296,7 @@ async def serve(settings: CoordinatorSettings) -> None:
 
 
 async def _serve(settings: CoordinatorSettings, exporter: Exporter, log: Logger) -> None:
-    transport = exporter.transport = await service.connect(settings, log)
+    transport = exporter.transport = await service.connect(settings, "coordinator", log)
     coordinator: Coordinator | None = None
     try:
         run = await patiently(partial(membership.create, transport, settings.run, settings.settings), log)
