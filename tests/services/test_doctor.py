@@ -56,7 +56,7 @@ async def create(transport: NatsTransport, name: str, settings: RunSettings | No
 
 
 async def examined(settings: DoctorSettings, step_s: float | None = None) -> dict[str, Check]:
-    found = [check async for check in Examination(settings, step_s).checks()]
+    found = [check async for check in Examination(settings, None, step_s).checks()]
     assert len({check.name for check in found}) == len(found)
     return {check.name: check for check in found}
 
@@ -245,7 +245,7 @@ async def test_what_a_server_forbids(start: Callable[[str], str], name: str, tmp
     said = found["nats permissions"].found
     assert said == f"refused: to listen to {subjects.mark}, to write to {subjects.offer(0, 'a')}"
     # who may not hear others, nor make streams, cannot know
-    assert named(found, "skipped") == ["metrics", "name", "nats room", "nats sync"]
+    assert named(found, "skipped") == ["identity", "metrics", "name", "nats room", "nats sync"]
     wrong = await examined(DoctorSettings(name="a", run=name, nats_url=f"a:wrong@{url}", state_dir=tmp_path / "state"))
     assert named(wrong, "failed") == ["nats login"]
     assert "wrong" not in wrong["nats login"].found

@@ -33,13 +33,13 @@ def parse_settings(cls: type[S], program: str) -> S:
     """
     parser = argparse.ArgumentParser(prog=program)
     parser.add_argument("--config", type=Path, help="TOML file; DILOCO_* variables in the environment win over it")
-    settings = _named(load_service(cls, parser.parse_args().config))
+    settings = named(load_service(cls, parser.parse_args().config))
     logs = settings.state_dir / "logs" / f"{settings.name}.jsonl" if settings.log_format == "json" else None
     observe.configure(settings.name, settings.run, level=settings.log_level, fmt=settings.log_format, file=logs)
     return settings
 
 
-def _named(settings: S) -> S:
+def named(settings: S) -> S:
     """Settle a name that ends in a star: the first number whose lock no living process holds.
 
     A container that is made anew gets back the name, and with it the checkpoint and the accounts, of one that is gone. The

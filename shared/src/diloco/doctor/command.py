@@ -38,9 +38,8 @@ def doctor(
     if step_s is not None and not 0 < step_s < 1e6:
         raise SettingsError(f"--step-s {step_s:g}: expected a number of seconds above 0")
     settings = load_service(DoctorSettings, config)
-    settings = settings if role is None else settings.model_copy(update={"role": role})
     observe.configure(settings.name, settings.run, level="error", fmt="console")
-    return asyncio.run(_examine(Examination(settings, step_s), json_))
+    return asyncio.run(_examine(Examination(settings, role, step_s), json_))
 
 
 async def _examine(examination: Examination, json_: bool) -> int:

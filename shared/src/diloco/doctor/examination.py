@@ -6,22 +6,21 @@ import asyncio
 import os
 import platform
 import sys
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from datetime import UTC, datetime
+from typing import Any, cast, get_args
 
 import nats.errors
-from nats.js.api import StorageType
 
-from diloco import __version__, membership
+from diloco import __version__, identity, membership, service
 from diloco.core.fragments import FragmentMap, unpack_map
 from diloco.doctor import deeds, machine, needs, server, verdicts
 from diloco.doctor.check import Check, Role, skipped
 from diloco.doctor.needs import Model
 from diloco.doctor.server import Listener, Place
-from diloco.doctor.verdicts import Members
 from diloco.errors import BrokerError, DilocoError, SettingsError
+from diloco.identity import Identity
 from diloco.membership import Run
 from diloco.nats import connection
 from diloco.nats.connection import OLDEST_SERVER
@@ -57,10 +56,13 @@ class _Open:
 class Examination:
     """The checks of one service."""
 
-    def __init__(self, settings: DoctorSettings, step_s: float | None) -> None:
+    def __init__(self, settings: DoctorSettings, role: Role | None, step_s: float | None) -> None:
+        """``role``: None is that of the identity, or of the settings. ``step_s``: None is what is heard from learners."""
         self.settings, self.step_s = settings, step_s
-        self.role: Role = settings.role
+        self.role: Role = role or settings.role
         self.subjects = Subjects(settings.run)
+        self._role_given = role is not None
+        self._identity: Identity | None = None
         self._open: dict[str, _Open] = {}
         self._run: Run | None = None
         self._map: FragmentMap | None = None
@@ -68,7 +70,7 @@ class Examination:
     async def checks(self) -> AsyncIterator[Check]:
         """All of them, each as soon as it is made."""
         try:
-            for check in self._machine():
+            for check in (*self._who(), *self._machine()):
                 yield check
             for place in places(self.settings, self.role):
                 async for check in self._arrive(place):
@@ -85,6 +87,31 @@ class Examination:
                 await opened.transport.close()
 
     # ---- this machine
+
+    def _who(self) -> Iterable[Check]:
+        """Whose name and identity it is."""
+        try:
+            self.settings = service.named(self.settings)
+        except DilocoError as error:
+            yield Check(
+                "numbering", "failed", str(error), "", "let the service's user write there, or give it an identity more"
+            )
+            self.settings = self.settings.model_copy(update={"name": f"{self.settings.name[:-1]}0"})
+        settings = self.settings
+        if settings.identity is None:
+            yield skipped("identity", "none is set: without TLS and credentials")
+            return
+        try:
+            found = identity.load(identity.identity_file(settings.identity, settings.name))
+            if not self._role_given and found.role in get_args(Role):
+                self.role = cast(Role, found.role)
+            found = identity.of_service(settings.identity, settings.name, settings.run, settings.region, self.role)
+            assert found.tls is not None  # it is whole
+        except SettingsError as error:
+            yield Check("identity", "failed", str(error), "an identity of this service")
+            return
+        self._identity = found
+        yield verdicts.identity(found.path, found.role, found.name, found.expires, datetime.now(UTC))
 
     def _machine(self) -> Iterable[Check]:
         python = sys.version_info[:3]
@@ -144,20 +171,35 @@ class Examination:
             yield skipped(f"{place.name} server", "nothing more is to be seen of what cannot be reached")
             return
         try:
-            told, _ = await asyncio.to_thread(server.ask_what_it_is, there[0], None)
+            told = await asyncio.to_thread(server.first_word, there[0])
         except BrokerError as error:
             yield Check(f"{place.name} server", "failed", str(error), "a NATS server", "correct the address")
             return
         yield verdicts.told(place.name, told, OLDEST_SERVER)
+        if self._identity is not None:
+            secure = await self._limited(f"{place.name} tls", lambda: self._certificates(place.name, there))
+            yield secure
+        if self.settings.identity is not None and (self._identity is None or secure.verdict == "failed"):
+            yield skipped(f"{place.name} login", "nothing is said to a server without an identity and TLS that are in order")
+            return
         listener = Listener()
         log = cast(Logger, listener)
+        name = f"{self.settings.name}-doctor"
         try:
-            client = await connection.connect(urls, f"{self.settings.name}-doctor", log, LOGIN_S)
+            client = await connection.connect(urls, name, log, LOGIN_S, self._identity)
         except BrokerError as error:
             yield verdicts.turned_away(place.name, str(error))
             return
-        self._open[place.name] = _Open(place, NatsTransport(client, client), listener, told.jetstream)
+        transport = NatsTransport(client, client, name, self._identity)
+        self._open[place.name] = _Open(place, transport, listener, told.jetstream)
         yield Check(f"{place.name} login", "ok", "accepted")
+
+    async def _certificates(self, place: str, urls: Sequence[str]) -> Check:
+        """Of all servers of a place, that of the one which ends first."""
+        assert self._identity is not None
+        tls = self._identity.tls
+        ends = await asyncio.gather(*(asyncio.to_thread(server.certificate_ends, url, tls) for url in urls))
+        return verdicts.certificate(place, min(ends), datetime.now(UTC))
 
     async def _look_at(self, opened: _Open) -> AsyncIterator[Check]:
         """All that can be tried at a place that let us in."""
@@ -201,19 +243,17 @@ class Examination:
         return needed | ({"bucket": needs.CONTROL_BYTES} if place.control else {})
 
     async def _storage(self, opened: _Open) -> Check:
-        found = await server.storage(opened.transport.bulk, self.settings.run)
+        found = await server.storage(opened.transport.bulk, opened.listener, self.settings.run)
         return verdicts.storage(opened.place.name, found, self._needed_storage(opened.place))
 
     async def _scratch(self, opened: _Open) -> list[Check]:
         """Streams of our own, for as long as it takes to see whether there is room, and how long a sync takes."""
         place, client = opened.place.name, opened.transport.bulk
         needed = self._needed_storage(opened.place)
-        found = await server.storage(client, self.settings.run)
+        found = await server.storage(client, opened.listener, self.settings.run)
         missing = verdicts.missing_bytes(found, needed or {})
         try:
-            async with server.scratch(
-                client, opened.listener, self.settings.name, StorageType.FILE, max(1, found.used_bytes + missing)
-            ):
+            async with server.scratch(client, opened.listener, self.settings.name, "file", max(1, found.used_bytes + missing)):
                 room = verdicts.reserved(place, missing, "")
         except server.NotAllowedError:
             why = "this identity may make no stream"
@@ -221,8 +261,8 @@ class Examination:
         except BrokerError as error:
             room = verdicts.reserved(place, missing, str(error))
         async with (
-            server.scratch(client, opened.listener, self.settings.name, StorageType.MEMORY, server.SCRATCH_BYTES) as memory,
-            server.scratch(client, opened.listener, self.settings.name, StorageType.FILE, server.SCRATCH_BYTES) as file,
+            server.scratch(client, opened.listener, self.settings.name, "memory", server.SCRATCH_BYTES) as memory,
+            server.scratch(client, opened.listener, self.settings.name, "file", server.SCRATCH_BYTES) as file,
         ):
             memory_s, file_s = await server.append_s(client, (memory, file))
         return [
@@ -233,7 +273,7 @@ class Examination:
     async def _clock(self, opened: _Open) -> Check:
         place = opened.place
         stream = f"KV_{self.subjects.bucket}" if place.control else self.subjects.log_stream
-        found = await server.clock(opened.transport.bulk, stream)
+        found = await server.clock(opened.transport.bulk, opened.listener, stream)
         if found is None:
             return skipped(f"{place.name} clock", "the run is not there yet, whose streams tell the server's time")
         return verdicts.clock(place.name, *found)
@@ -242,7 +282,7 @@ class Examination:
         place, client = opened.place, opened.transport.bulk
         if not place.bulk:
             return [verdicts.signs(place.name, await server.round_trip(client), self._run.settings if self._run else None)]
-        speed = await server.speed(client, opened.listener, lambda: f"{client.new_inbox()}.{uuid.uuid4().hex}")
+        speed = await server.speed(client, opened.listener, client.new_inbox)
         settings = self._run.settings if self._run else None
         return verdicts.link(place.name, self.role, speed, settings, self._model, self.step_s, far=place.far)
 
@@ -294,12 +334,14 @@ class Examination:
         liveness = self._run.settings.liveness
         listen_s = min(max(PULSES * max(liveness.pulse_s, liveness.takeover_s / 6), LISTEN_S[0]), LISTEN_S[1])
         ear = server.Ear(self._run.identity, self.settings.name)
-        found: Members | None = await ear.listen(control.transport.control, control.listener, self.settings.run, listen_s)
-        if found is None:
-            return [skipped("name", "this identity may not listen to other members")]
-        if self.step_s is None:
-            self.step_s = found.step_s
-        return verdicts.members(self.settings.name, found, listen_s)
+        own = {"syncer": self.subjects.shard(), "coordinator": self.subjects.coordinator}.get(self.role, self.subjects.pulse())
+        signs = (self.subjects.pulse(), self.subjects.shard(), self.subjects.coordinator)
+        heard = await ear.listen(control.transport.control, control.listener, signs, listen_s)
+        found = ear.members
+        self.step_s = found.step_s if self.step_s is None else self.step_s
+        if own in heard:
+            return verdicts.members(self.settings.name, found, listen_s)
+        return [skipped("name", "this identity may not listen to those whose role it has")]
 
 
 def places(settings: DoctorSettings, role: Role) -> Sequence[Place]:

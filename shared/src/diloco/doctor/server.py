@@ -11,22 +11,21 @@ import socket
 import ssl
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import nats.errors
-import nats.js.api
-import nats.js.errors
 from nats.aio.client import Client
 
 from diloco.doctor.deeds import Deeds
 from diloco.doctor.verdicts import Members, Speed, Storage, Told
 from diloco.errors import BrokerError, FormatError, MessageError
 from diloco.nats.connection import subscribe
+from diloco.tasks import end
 from diloco.wire import messages
 from diloco.wire.messages import CoordinatorPulse, Pulse, ShardPulse
 from diloco.wire.subjects import Subjects
@@ -43,7 +42,7 @@ FIRST_BURST_BYTES = 1 << 16
 MOST_BURST_BYTES = 1 << 22
 BURSTS_S = 3.0  # of one direction
 BURST_TIMEOUT_S = 10.0
-LOOK_S = 0.1
+LOOK_S = 0.05
 ECHOES = 4  # what comes back is so many times what goes there, so that the way back is the one that is measured
 
 # error code of the JetStream API
@@ -124,28 +123,40 @@ async def reach(url: str) -> Reached:
     return Reached(shown, address, connect_s)
 
 
-def ask_what_it_is(url: str, tls: ssl.SSLContext | None) -> tuple[Told, datetime | None]:
-    """What a server says first, and with ``tls`` when its certificate ends, which must be good for the URL's host. Blocks.
+def first_word(url: str) -> Told:
+    """What a server says before anybody has logged in. Blocks.
 
     Raises:
-        BrokerError: it is no NATS server, offers no TLS, or its certificate is not accepted.
+        BrokerError: it is no NATS server, or is gone.
     """
+    with _spoken_to(url) as (_, told):
+        return told
+
+
+def certificate_ends(url: str, tls: ssl.SSLContext) -> datetime:
+    """When a server's certificate ends, which must be good for the URL's host and of the authority of ``tls``. Blocks.
+
+    Raises:
+        BrokerError: it is not accepted, or the server offers no TLS.
+    """
+    with _spoken_to(url) as (plain, told):
+        if not told.tls:
+            raise BrokerError("the server offers no TLS, which an identity is never used without")
+        with tls.wrap_socket(plain, server_hostname=endpoint(url)[0]) as secured:
+            ends = (secured.getpeercert() or {}).get("notAfter")
+            return datetime.fromtimestamp(ssl.cert_time_to_seconds(str(ends)), UTC)
+
+
+@contextmanager
+def _spoken_to(url: str) -> Iterator[tuple[socket.socket, Told]]:
     host, port = endpoint(url)
-    shown = f"{host}:{port}"
     try:
         with socket.create_connection((host, port), CONNECT_S) as plain:
-            told = _told(shown, _first_line(plain))
-            if tls is None:
-                return told, None
-            if not told.tls:
-                raise BrokerError(f"{shown}: offers no TLS, which an identity is never used without")
-            with tls.wrap_socket(plain, server_hostname=host) as secured:
-                ends = (secured.getpeercert() or {}).get("notAfter")
-                return told, datetime.fromtimestamp(ssl.cert_time_to_seconds(str(ends)), UTC)
+            yield plain, _told(_first_line(plain))
     except ssl.SSLCertVerificationError as error:
-        raise BrokerError(f"{shown}: its certificate is not accepted: {error.verify_message}") from None
+        raise BrokerError(f"{host}: its certificate is not accepted: {error.verify_message.rstrip('.')}") from None
     except (OSError, ValueError) as error:
-        raise BrokerError(f"{shown}: {error.strerror or error if isinstance(error, OSError) else error}") from None
+        raise BrokerError(f"{host}:{port}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _first_line(connected: socket.socket) -> bytes:
@@ -158,7 +169,7 @@ def _first_line(connected: socket.socket) -> bytes:
     return line
 
 
-def _told(shown: str, line: bytes) -> Told:
+def _told(line: bytes) -> Told:
     """What a server's INFO says.
 
     Raises:
@@ -170,23 +181,23 @@ def _told(shown: str, line: bytes) -> Told:
     except (ValueError, RecursionError):
         info = None
     if not isinstance(info, dict):
-        raise BrokerError(f"{shown}: no NATS server: it says {line[:40]!r}")
+        raise BrokerError(f"no NATS server: it says {line[:40]!r}")
     version, max_payload = info.get("version"), info.get("max_payload")
     if not isinstance(version, str) or not isinstance(max_payload, int):
-        raise BrokerError(f"{shown}: a NATS server of no version")
+        raise BrokerError("a NATS server of no version")
     return Told(version[:40], max_payload, info.get("jetstream") is True, info.get("tls_required") is True)
 
 
-async def api(client: Client, subject: str, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
+async def api(client: Client, listener: Listener, subject: str, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """An answer of JetStream; with ``error`` in it where it refuses.
 
     Raises:
-        BrokerError: there is none, or it is no JSON object.
+        NotAllowedError: this identity may not ask.
+        BrokerError: there is no answer, or it is no JSON object.
     """
     body = b"" if request is None else json.dumps(request).encode()
     try:
-        reply = await client.request(f"$JS.API.{subject}", body, timeout=ANSWER_S)
-        answer = json.loads(reply.data)
+        answer = json.loads(await _ask(client, listener, f"$JS.API.{subject}", body))
     except nats.errors.NoRespondersError:
         raise BrokerError("JetStream is not enabled for this account") from None
     except (nats.errors.Error, TimeoutError) as error:
@@ -198,6 +209,19 @@ async def api(client: Client, subject: str, request: Mapping[str, Any] | None = 
     return answer
 
 
+async def _ask(client: Client, listener: Listener, subject: str, data: bytes, headers: dict[str, str] | None = None) -> bytes:
+    """The answer to a request; who may not ask gets none, and learns it from the server's complaint."""
+    asked = asyncio.ensure_future(client.request(subject, data, timeout=ANSWER_S, headers=headers))
+    try:
+        while not asked.done() and not listener.forbids(subject):
+            await asyncio.wait({asked}, timeout=LOOK_S)
+        if not asked.done():
+            raise NotAllowedError(f"{subject}: not allowed")
+        return bytes(asked.result().data)
+    finally:
+        await end(asked)
+
+
 def _number(values: Any, *names: str) -> int:
     """What nested objects hold under these names; 0 if it is no number."""
     for name in names:
@@ -205,31 +229,31 @@ def _number(values: Any, *names: str) -> int:
     return values if isinstance(values, int) else 0
 
 
-async def storage(client: Client, run: str) -> Storage:
+async def storage(client: Client, listener: Listener, run: str) -> Storage:
     """The account's use of a server's disk, and what of it are streams of the run.
 
     Raises:
         BrokerError: JetStream does not answer.
     """
-    account = await api(client, "INFO")
+    account = await api(client, listener, "INFO")
     subjects = Subjects(run)
     streams = {"log": subjects.log_stream, "offers": subjects.offer_stream, "archive": subjects.archive_stream}
     stored = {}
     for name, stream in streams.items():
         with contextlib.suppress(BrokerError):  # not allowed to look: taken as not there
-            stored[name] = _number(await api(client, f"STREAM.INFO.{stream}"), "state", "bytes")
+            stored[name] = _number(await api(client, listener, f"STREAM.INFO.{stream}"), "state", "bytes")
     limit = _number(account, "limits", "max_storage")
     return Storage(_number(account, "storage"), limit if limit > 0 else None, stored)
 
 
-async def clock(client: Client, stream: str) -> tuple[float, float] | None:
+async def clock(client: Client, listener: Listener, stream: str) -> tuple[float, float] | None:
     """How far this machine's clock is ahead of a server's, and by how much that may be wrong; None: the stream is not there.
 
     Raises:
         BrokerError: JetStream does not answer.
     """
     began_s, sent_s = time.perf_counter(), time.time()
-    answer = await api(client, f"STREAM.INFO.{stream}")
+    answer = await api(client, listener, f"STREAM.INFO.{stream}")
     took_s = time.perf_counter() - began_s
     try:
         server_s = datetime.fromisoformat(answer["ts"]).timestamp()
@@ -326,7 +350,7 @@ class _Bursts:
 
 @asynccontextmanager
 async def scratch(
-    client: Client, listener: Listener, name: str, kind: nats.js.api.StorageType, max_bytes: int
+    client: Client, listener: Listener, name: str, kind: Literal["file", "memory"], max_bytes: int
 ) -> AsyncIterator[str]:
     """A stream for as long as it is needed; the subject that it takes.
 
@@ -334,29 +358,20 @@ async def scratch(
         NotAllowedError: this identity may make none.
         BrokerError: the server would not make it.
     """
-    stream = f"DILOCO_DOCTOR_{name}_{kind.value}"
-    subject = f"diloco-doctor.{name}.{kind.value}"
-    manager = client.jetstream(timeout=ANSWER_S)
-    config = nats.js.api.StreamConfig(name=stream, subjects=[subject], storage=kind, max_bytes=max_bytes, num_replicas=1)
-    try:
-        try:
-            await manager.add_stream(config)
-        except nats.js.errors.BadRequestError as error:
-            if error.err_code != _OTHER_CONFIGURATION:
-                raise
-            await manager.delete_stream(stream)  # that of an examination that was killed
-            await manager.add_stream(config)
-    except nats.js.errors.APIError as error:
-        raise BrokerError(f"{error.description} (code {error.err_code})") from None
-    except (nats.errors.Error, TimeoutError) as error:
-        if listener.forbids(f"$JS.API.STREAM.CREATE.{stream}"):
-            raise NotAllowedError(f"stream {stream}: may not be made") from None
-        raise BrokerError(f"no answer: {str(error) or type(error).__name__}") from None
+    stream, subject = f"DILOCO_DOCTOR_{name}_{kind}", f"diloco-doctor.{name}.{kind}"
+    config = {"name": stream, "subjects": [subject], "storage": kind, "max_bytes": max_bytes, "num_replicas": 1}
+    answer = await api(client, listener, f"STREAM.CREATE.{stream}", config)
+    if _number(answer, "error", "err_code") == _OTHER_CONFIGURATION:  # that of an examination that was killed
+        await api(client, listener, f"STREAM.DELETE.{stream}")
+        answer = await api(client, listener, f"STREAM.CREATE.{stream}", config)
+    error = answer.get("error")
+    if isinstance(error, dict):
+        raise BrokerError(f"{error.get('description')} (code {error.get('err_code')})")
     try:
         yield subject
     finally:
-        with contextlib.suppress(nats.errors.Error, TimeoutError):
-            await manager.delete_stream(stream)
+        with contextlib.suppress(BrokerError):
+            await api(client, listener, f"STREAM.DELETE.{stream}")
 
 
 async def append_s(client: Client, subjects: Iterable[str]) -> list[float]:
@@ -395,13 +410,8 @@ async def forbidden(client: Client, listener: Listener, deeds: Deeds) -> list[st
 
 
 async def _try_to_store(client: Client, listener: Listener, subject: str) -> None:
-    headers = {"Nats-Expected-Stream": "DILOCO_DOCTOR_none"}
-    asked = asyncio.ensure_future(client.request(subject, b"", timeout=ANSWER_S, headers=headers))
-    while not asked.done() and not listener.forbids(subject):
-        await asyncio.wait({asked}, timeout=0.02)
-    asked.cancel()
-    with contextlib.suppress(nats.errors.Error, TimeoutError, asyncio.CancelledError):
-        await asked
+    with contextlib.suppress(BrokerError, nats.errors.Error, TimeoutError):
+        await _ask(client, listener, subject, b"", {"Nats-Expected-Stream": "DILOCO_DOCTOR_none"})
 
 
 class Ear:
@@ -413,19 +423,22 @@ class Ear:
         self._heard: set[str] = set()
         self._same = self._unreadable = ""
 
-    async def listen(self, client: Client, listener: Listener, run: str, listen_s: float) -> Members | None:
-        """What is heard; None: this identity may not listen."""
-        subjects = Subjects(run)
-        wanted = (subjects.pulse(), subjects.shard(), subjects.coordinator)
-        heard = [await subscribe(client, subject, self._hear) for subject in wanted]
-        allowed = not any(map(listener.forbids, wanted))
+    async def listen(self, client: Client, listener: Listener, subjects: Sequence[str], listen_s: float) -> list[str]:
+        """Listen; to which of the subjects that was allowed. Where none is, no time is spent."""
+        heard = [await subscribe(client, subject, self._hear) for subject in subjects]
+        allowed = [subject for subject in subjects if not listener.forbids(subject)]
         if allowed:
             await asyncio.sleep(listen_s)
         for each in heard:
             with contextlib.suppress(nats.errors.Error):
                 await each.unsubscribe()
-        steps = statistics.median(self._step_s.values()) if self._step_s else None
-        return Members(len(self._heard), self._same, steps, self._unreadable) if allowed else None
+        return allowed
+
+    @property
+    def members(self) -> Members:
+        """What was heard."""
+        steps_s = statistics.median(self._step_s.values()) if self._step_s else None
+        return Members(len(self._heard), self._same, steps_s, self._unreadable)
 
     async def _hear(self, message: Any) -> None:
         data = bytes(message.data)
