@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from diloco import membership, observe
 from diloco.errors import DilocoError
@@ -18,7 +18,7 @@ from diloco.identity import Role, identity_file, of_service
 from diloco.membership import Run
 from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger
-from diloco.settings import ServiceSettings, check_region, load_service
+from diloco.settings import LearnerSettings, ServiceSettings, check_region, load_service
 
 S = TypeVar("S", bound=ServiceSettings)
 MAX_NUMBERS = 4096
@@ -35,7 +35,9 @@ def parse_settings(cls: type[S], program: str) -> S:
     parser.add_argument("--config", type=Path, help="TOML file; DILOCO_* variables in the environment win over it")
     settings = named(load_service(cls, parser.parse_args().config))
     logs = settings.state_dir / "logs" / f"{settings.name}.jsonl" if settings.log_format == "json" else None
-    observe.configure(settings.name, settings.run, level=settings.log_level, fmt=settings.log_format, file=logs)
+    role = settings.role if isinstance(settings, LearnerSettings) else program.removeprefix("diloco-")
+    about: dict[str, Any] = {"role": role, "region": settings.region or ""}
+    observe.configure(settings.name, settings.run, **about, level=settings.log_level, fmt=settings.log_format, file=logs)
     return settings
 
 

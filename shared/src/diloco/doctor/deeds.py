@@ -38,10 +38,10 @@ def at_bulk(role: Role, run: str, name: str) -> Deeds:
     subjects = Subjects(run)
     if role == "learner":
         return Deeds((subjects.state(name),), (subjects.offer(0, name),))
-    return at_region(run) if role == "syncer" else Deeds()
+    return other_region(run) if role == "syncer" else Deeds()
 
 
-def at_region(run: str) -> Deeds:
+def other_region(run: str) -> Deeds:
     """What a syncer does at the server of any region."""
     subjects = Subjects(run)
     return Deeds((), (subjects.record(0), subjects.keyframe(0)))

@@ -357,4 +357,4 @@ def places(settings: DoctorSettings, role: Role) -> Sequence[Place]:
             Place(settings.region or "bulk", (settings.bulk_url,), bulk, bulk=True),
         ]
     others = settings.region_urls if role == "syncer" else {}
-    return [*found, *(Place(region, (url,), deeds.at_region(run), bulk=True, far=True) for region, url in others.items())]
+    return [*found, *(Place(region, (url,), deeds.other_region(run), bulk=True, far=True) for region, url in others.items())]
