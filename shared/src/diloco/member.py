@@ -46,7 +46,7 @@ from diloco.errors import (
 from diloco.following import Follower
 from diloco.log import Entry, Log
 from diloco.membership import Run
-from diloco.observe import Counted, Logger
+from diloco.observe import Counted, Logger, Progress
 from diloco.patience import patiently
 from diloco.peer import Borrower, Layout, Lender, Loan
 from diloco.settings import Bits, LearnerSettings
@@ -304,7 +304,7 @@ class Member:
         else:
             self.tape.record(events.Borrowed(loan.peer, loan.content_hash[: events.DIGEST_BYTES]))
             self.log.info(
-                "state_from_peer", peer=loan.peer, step=loan.step, version_min=min(loan.versions), bytes=layout.size_bytes
+                "state_from_peer", learner=loan.peer, step=loan.step, version_min=min(loan.versions), bytes=layout.size_bytes
             )
         return loan
 
@@ -676,9 +676,18 @@ class Member:
                 await asyncio.sleep(STORAGE_RETRY_S)
 
     async def _pulse_regularly(self) -> None:
+        progress = Progress(self.log, self._loop.time(), self._progress)
         while True:
             await self._send_pulse()
+            progress.look(self._loop.time())
             await asyncio.sleep(self.run.now.settings.liveness.pulse_s)
+
+    def _progress(self) -> tuple[dict[str, int], dict[str, Any]]:
+        pulse = self.pulse()
+        counts = {"steps": pulse.step, "tokens": pulse.tokens, "bytes_up": pulse.bytes_up, "bytes_down": pulse.bytes_down}
+        loss = None if pulse.loss is None else round(pulse.loss, 4)
+        values = {"state": pulse.state, "loss": loss, "step_s": round(pulse.step_s, 4), "refused": pulse.refused}
+        return counts, values | {"version_min": min(pulse.versions), "version_max": max(pulse.versions)}
 
     async def _send_pulse(self) -> None:
         frame = messages.pack(self.pulse(), self.run.identity)
