@@ -128,7 +128,7 @@ async def _transport(directory: RunDirectory) -> AsyncIterator[tuple[NatsTranspo
             servers.append(Server(Path(folder) / name))
             servers[-1].start()
             started.callback(servers[-1].stop)
-        transport = await _connect(servers[0].url, servers[-1].url)
+        transport = await connect(servers[0].url, servers[-1].url)
         try:
             await _check_settings(transport, directory)
             yield transport, False
@@ -141,7 +141,7 @@ async def _live(directory: RunDirectory) -> NatsTransport | None:
     if not await _anybody_listens(directory.nats_url):
         return None
     try:
-        transport = await _connect(directory.nats_url, directory.nats_bulk_url or directory.nats_url)
+        transport = await connect(directory.nats_url, directory.nats_bulk_url or directory.nats_url)
     except BrokerError:
         return None
     try:
@@ -164,7 +164,12 @@ async def _anybody_listens(urls: str) -> bool:
     return False
 
 
-async def _connect(url: str, bulk_url: str) -> NatsTransport:
+async def connect(url: str, bulk_url: str) -> NatsTransport:
+    """A command's connection to servers, which are there or not.
+
+    Raises:
+        BrokerError: one of them does not answer.
+    """
     return await NatsTransport.open(url, bulk_url, "outside", observe.get_logger(), give_up_after_s=ANSWER_TIMEOUT_S)
 
 
