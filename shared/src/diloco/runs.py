@@ -118,7 +118,7 @@ def show(run: Name, nats_url: Nats = LOCAL, bulk: Bulk = None, json_: Json = Fal
     print(f"members heard: {', '.join(found.members) or 'nobody'}")
     table = Table("stream", "server", "messages", "size", "made", "last written", box=None, pad_edge=False)
     for part in found.parts:
-        size, made, last = units.size(part.bytes), _date(part.created_s), _date(part.last_s)
+        size, made, last = units.size(part.bytes), units.moment(part.created_s), units.moment(part.last_s)
         table.add_row(part.stream, part.server, str(part.messages), size, made, last)
     Console().print(table)
 
@@ -279,7 +279,3 @@ def _plain(run: Found) -> dict[str, Any]:
 
 def _ago(at_s: float) -> str:
     return f"{units.duration(max(0.0, time.time() - at_s))} ago"
-
-
-def _date(at_s: float) -> str:
-    return datetime.fromtimestamp(at_s).isoformat(" ", "seconds")
