@@ -27,12 +27,21 @@ def pulse(learner: str, region: str, step: int) -> Pulse:
     values: dict[str, Any] = dict.fromkeys(Pulse.__struct_fields__, 0)
     values |= {name: [] for name in ("versions", "steps", "fragment_tokens", "lost_tokens", "trained")}
     values |= {"learner": learner, "region": region, "role": "learner", "state": "stepping", "sending": False, "loss": None}
+    values["software"] = "0.1.0"
     return Pulse(**values | {"step": step, "incarnation": 1})
 
 
 def shard(syncer: str, region: str, *crossing: tuple[str, int, int], incarnation: int = 1) -> ShardPulse:
     values: dict[str, Any] = dict.fromkeys(ShardPulse.__struct_fields__, 0)
-    values |= {"fragments": [], "closed": [], "open": [], "state": "owner", "syncer": syncer, "region": region}
+    values |= {
+        "fragments": [],
+        "closed": [],
+        "open": [],
+        "state": "owner",
+        "syncer": syncer,
+        "region": region,
+        "software": "0.1.0",
+    }
     return ShardPulse(**values | {"incarnation": incarnation, "crossing": list(crossing), "offer_bits": []})
 
 

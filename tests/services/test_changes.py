@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.services.cluster import Cluster, check_accounts, small, some_versions
 from tests.services.conftest import Launch
 from tests.services.test_verify import ToyModel
-from tests.services.toy import LEARNING_RATE, SAMPLES, Toy
+from tests.services.toy import LEARNING_RATE, SAMPLES, Toy, Vector
 
 from diloco import operate, outside, replay, verify
 from diloco.core.schedule import Moment
 from diloco.errors import AdmissionError, BrokerError, RunError, SettingsError
+from diloco.member import Reader
 from diloco.rundir import RunDirectory
 from diloco.transport import Heard
 from diloco.wire import messages
@@ -208,6 +211,60 @@ async def test_an_ejected_learner_ends_and_comes_back_when_it_is_readmitted(laun
         merged = [any(m.learner == "toy-2" for m in record.members) for record in log.versions]
         first, last = settled[log.index], alone[log.index]
         assert (any(merged[:first]), any(merged[first:last]), any(merged[last:])) == (True, False, True)
+    check_accounts(await cluster.finished_pulses(), folded)
+    verdict = await verify.check(path)
+    assert verdict.holds, verdict
+
+
+class Liar:
+    """A learner's ``before_step`` that makes its outer gradients a hundred times what they are, as long as it lies."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.lies, self._wrapped = cluster, True, False
+
+    def __call__(self, toy: Toy) -> None:
+        self.cluster.gate(toy)
+        if not self._wrapped and toy.member is not None:
+            self._wrapped = True
+            submit = toy.member.submit
+            toy.member.submit = lambda fragment, reader: submit(  # type: ignore[method-assign]
+                fragment, partial(self._read, toy.thetas[fragment], reader)
+            )
+
+    def _read(self, base: Vector, reader: Reader) -> Vector:
+        return base + np.float32(100) * (reader() - base) if self.lies else reader()
+
+
+async def test_a_learner_whose_gradients_are_outliers_is_quarantined_until_it_is_readmitted(launch: Launch) -> None:
+    cluster = launch(small(tokens=LONG, round__quorum="all", quarantine__factor=20.0))
+    path = directory_of(cluster)
+    liar = Liar(cluster)
+    for share, before_step in enumerate((cluster.gate, cluster.gate, liar)):
+        cluster.toy(share, before_step=before_step)
+    await cluster.begin()
+    await cluster.until(lambda: bool(cluster.events("learner_quarantined", "toy-2")), "it is quarantined, and knows it")
+    [seen] = cluster.events("learner_quarantined", "toy-0")
+    assert seen["learner"] == "toy-2"
+    assert seen["author"].startswith("syncer-")
+    assert seen["norm"] > seen["threshold"] > 0
+    await some_versions(cluster, 2)  # the others go on without it, and it follows
+    status = await cluster.status()
+    assert list(status["quarantined"]) == ["toy-2"]
+    assert status["learners"]["toy-2"]["state"] != "gone"
+
+    liar.lies = False
+    await some_versions(cluster, 2)  # what it offers is refused, but it answers
+    alone = cluster.pulses["toy-0"][-1].versions
+    await asyncio.to_thread(operate.readmit, path, "toy-2", "its loss scale was wrong")
+    await some_versions(cluster, 3)
+    await end(cluster, path)
+
+    folded = await cluster.folded()
+    for log in folded:
+        merged = [any(m.learner == "toy-2" for m in record.members) for record in log.versions]
+        assert not any(merged[: alone[log.index]])  # not one of its offers
+        assert any(merged[alone[log.index] :])
+    assert [values["learner"] for values in cluster.events("learner_quarantined", "toy-0")] == ["toy-2"]
     check_accounts(await cluster.finished_pulses(), folded)
     verdict = await verify.check(path)
     assert verdict.holds, verdict

@@ -349,6 +349,22 @@ def test_such_interleavings_do_merge_combined_offers() -> None:
     assert sum(len({m.round for m in offer.members}) > 1 for offer in merged) > 3  # with a late answer among them
 
 
+def test_when_a_learner_is_barred_the_others_are_combined_again_and_so_are_all_when_it_is_readmitted() -> None:
+    combining = combining_of("ann", "bob")
+    combining.hear(announced(), 0.0)
+    hold(combining, offer("ann"))
+    hold(combining, offer("bob"))
+    assert names(combining.poll(0.1)) == [("ann", 1), ("bob", 1)]
+    combining.roster.change(combining.settings, frozenset({"bob"}))
+    combining.changed()
+    assert names(combining.poll(0.2)) == [("ann", 1)]
+    assert hold(combining, offer("bob", 2)) == "bob is ejected or quarantined"
+    combining.roster.change(combining.settings, frozenset())
+    combining.changed()
+    hold(combining, offer("bob", 2))
+    assert names(combining.poll(0.3)) == [("ann", 1), ("bob", 2)]
+
+
 def test_a_region_begins_again_when_the_log_goes_back() -> None:
     combining = combining_of("ann", "bob")
     combining.residual = np.ones(64, np.float32)

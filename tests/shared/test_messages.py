@@ -63,6 +63,7 @@ MEMBER = st.builds(Member, NAME, *[COUNT] * 7, st.floats(0, 1e300), RANGES)
 CURSOR = st.builds(Cursor, NAME, *[COUNT] * 5)
 REGION = st.sampled_from(["", "us", "ap_2"])
 NUMBER = st.integers(1, 2**62)
+SOFTWARE = st.sampled_from(["", "0.1.0", "1.0rc1+local-2"])
 ANSWER = st.builds(Answer, NAME, COUNT, NUMBER, st.tuples(COUNT, COUNT), NUMBER, COUNT, HASH, COUNT, COUNT, COUNT, RANGES)
 ANSWERS = st.lists(ANSWER, min_size=1, max_size=3, unique_by=lambda answer: answer.learner).map(
     lambda answers: sorted(answers, key=lambda answer: answer.learner)
@@ -112,6 +113,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         COUNT,
         COUNT,
         COUNT,
+        SOFTWARE,
     ),
     ShardPulse: st.builds(
         ShardPulse,
@@ -133,8 +135,9 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         BITS,
         st.floats(1, 16),
         REGION_BITS,
+        SOFTWARE,
     ),
-    CoordinatorPulse: st.builds(CoordinatorPulse, NAME, COUNT, st.booleans()),
+    CoordinatorPulse: st.builds(CoordinatorPulse, NAME, COUNT, st.booleans(), SOFTWARE),
     Announcement: st.builds(
         Announcement, FRAGMENT, COUNT, COUNT, NAME, SECONDS, st.booleans(), COUNT, st.integers(1, 2**62), REGION_BITS
     ),
@@ -211,12 +214,51 @@ ANY = st.sampled_from(KINDS).flatmap(lambda cls: MESSAGES[cls])
 # an example of each kind that has a value in every field
 EXAMPLES: dict[type[Message], Message] = {
     Pulse: Pulse(
-        "ann", "eu", 1, "learner", "stepping", False, 2, 3, 0.5, 1.25, [1], [2], [3], [4], [(0, 8, 2)], 3, 5.0, 6.0, 7, 8, 9
+        "ann",
+        "eu",
+        1,
+        "learner",
+        "stepping",
+        False,
+        2,
+        3,
+        0.5,
+        1.25,
+        [1],
+        [2],
+        [3],
+        [4],
+        [(0, 8, 2)],
+        3,
+        5.0,
+        6.0,
+        7,
+        8,
+        9,
+        "0.1.0",
     ),
     ShardPulse: ShardPulse(
-        "syncer-0", "us", 12, 34, "owner", 5, [0, 2], [1], 3, 4, [(2, 1, 2, 0.5)], 5, 6, 7, [("eu", 4, 5)], 8, 1.5, [("eu", 4)]
+        "syncer-0",
+        "us",
+        12,
+        34,
+        "owner",
+        5,
+        [0, 2],
+        [1],
+        3,
+        4,
+        [(2, 1, 2, 0.5)],
+        5,
+        6,
+        7,
+        [("eu", 4, 5)],
+        8,
+        1.5,
+        [("eu", 4)],
+        "0.1.0",
     ),
-    CoordinatorPulse: CoordinatorPulse("coordinator", 1, False),
+    CoordinatorPulse: CoordinatorPulse("coordinator", 1, False, "0.1.0"),
     Announcement: Announcement(3, 7, 1, "syncer-0", 0.25, False, 9, 24, [("eu", 8)]),
     Offer: Offer(3, "ann", 1, 2, (1, 1), 4, 3, b"b" * 32, 4, 5, 6, 7, [(2, 9, 5)], Body(8, b"c" * 32, 0, b"attempt.")),
     Combined: Combined(

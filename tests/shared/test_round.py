@@ -67,6 +67,7 @@ def pulse(learner: str, step: int = 0, version: int = 0, **changes: Any) -> Puls
         "bytes_up": 0,
         "bytes_down": 0,
         "refused": 0,
+        "software": "",
     }
     return Pulse(**(values | changes))
 
@@ -911,6 +912,60 @@ def test_what_had_no_room_comes_first_in_the_next_round_and_closing_waits_for_al
 def small_but_many(learner: str, version: int = 1, number: int = 1) -> Offer:
     data = [(share, LARGE - 2**32, 2**32) for share in range(2**14 - 64, 2**14)]
     return offer(learner, number, version, data=data)
+
+
+# ---- learners that are barred
+
+
+def test_a_barred_learner_is_not_waited_for_and_what_is_held_of_it_is_not_merged() -> None:
+    round_ = round_of("ann", "bob", "cat", **{"round.quorum": "all"})
+    open_at(round_, 0.0)
+    assert hold(round_, offer("ann")) is None
+    assert hold(round_, offer("cat")) is None
+    assert round_.poll(0.1) is None  # bob is to answer
+    round_.roster.change(round_.settings, frozenset({"bob", "cat"}))
+    round_.changed()
+    assert names(round_.poll(0.2)) == [("ann", 1)]
+    assert hold(round_, offer("bob")) == "bob is ejected or quarantined"
+    assert not round_.roster.hear(pulse("bob", 99, tokens=99), 0.3)
+    round_.roster.change(round_.settings, frozenset({"cat"}))
+    round_.abandoned()
+    assert round_.roster.hear(pulse("bob", 5), 0.4)
+    assert hold(round_, offer("bob")) is None
+    assert names(round_.poll(0.5)) == [("ann", 1), ("bob", 1)]
+
+
+def test_what_a_barred_learner_did_stays_counted() -> None:
+    roster = Roster(settings_of(tokens=100))
+    roster.hear(pulse("ann", tokens=60), 0)
+    roster.hear(pulse("bob", tokens=30), 0)
+    roster.change(roster.settings, frozenset({"bob"}))
+    roster.hear(pulse("bob", step=9, tokens=90), 1)
+    assert roster.tokens_processed() == 90
+    assert not roster.used_up(1)
+
+
+def test_a_merge_without_some_learners_needs_a_quorum_of_the_others() -> None:
+    round_ = round_of("ann", "bob", "cat", **{"round.quorum": 2, "round.grace_factor": 0.0})
+    open_at(round_, 0.0)
+    hold(round_, offer("ann"))
+    hold(round_, offer("bob"))
+    assert names(round_.poll(0.1)) == [("ann", 1), ("bob", 1)]
+    round_.without({"bob"})
+    round_.roster.change(round_.settings, frozenset({"bob"}))
+    assert round_.poll(0.2) is None
+    hold(round_, offer("cat"))
+    assert names(round_.poll(0.3)) == [("ann", 1), ("cat", 1)]
+
+
+def test_settings_that_change_count_at_once() -> None:
+    round_ = round_of("ann", "bob", **{"round.quorum": 2})
+    open_at(round_, 0.0)
+    hold(round_, offer("ann"))
+    assert round_.poll(9.0) is None
+    round_.roster.hear(pulse("ann", 5), 9.0)
+    round_.roster.change(settings_of(**{"round.quorum": 1}), frozenset())
+    assert names(round_.poll(9.0)) == [("ann", 1)]
 
 
 def test_what_was_made_before_a_rollback_is_dropped_and_refused_however_young_it_is() -> None:

@@ -318,6 +318,7 @@ class Monitor:
             "rounds_merged": rounds_merged,
             "rounds_missed": sum(self.versions) - rounds_merged,
             "seen_s_ago": now_s - learner.seen_s,
+            "software": pulse.software,
         }
 
     def _regions(self, now_s: float) -> dict[str, Any]:
@@ -378,6 +379,7 @@ def _shard(pulse: ShardPulse, ago_s: float) -> dict[str, Any]:
         "pace": pulse.pace,
         "offer_bits": dict(pulse.offer_bits),
         "seen_s_ago": ago_s,
+        "software": pulse.software,
     }
 
 

@@ -55,9 +55,9 @@ class Combiner:
         self._chains: dict[int, Chain] = {}  # of all fragments that are followed, as of their newest entry
         self._numbers: Counter[int] = Counter()  # by fragment: of the newest combined offer
 
-    def change(self) -> None:
-        """Go by what is in force now."""
-        self.roster.change(self.run.now.settings, self.run.now.barred)
+    def change(self, barred: frozenset[str]) -> None:
+        """Go by what is in force now, and without these learners."""
+        self.roster.change(self.run.now.settings, barred)
         for gathered in self.gathered.values():
             gathered.round.changed()
         self.news.set()

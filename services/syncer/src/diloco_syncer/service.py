@@ -8,6 +8,7 @@ from functools import partial
 
 from diloco import membership, observe, service
 from diloco.errors import SettingsError
+from diloco.identity import Identity
 from diloco.membership import Run
 from diloco.metrics import Exporter
 from diloco.nats.transport import NatsTransport
@@ -31,10 +32,10 @@ async def serve(settings: SyncerSettings) -> None:
 
 
 async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> None:
-    transport = exporter.transport = await service.connect(settings, log)
+    transport = exporter.transport = await service.connect(settings, "syncer", log)
     try:
         run = await service.find_run(transport, settings, log)
-        connect = _ways(settings, run, log)
+        connect = _ways(settings, run, transport.identity, log)
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
         exporter.starting = "the first learner, whose model is the run's"
         fragment_map = await patiently(partial(membership.find_map, run), log)
@@ -54,7 +55,7 @@ async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> N
         await transport.close()
 
 
-def _ways(settings: SyncerSettings, run: Run, log: Logger) -> dict[str, Connect]:
+def _ways(settings: SyncerSettings, run: Run, identity: Identity | None, log: Logger) -> dict[str, Connect]:
     """How to reach the other regions.
 
     Raises:
@@ -72,7 +73,7 @@ def _ways(settings: SyncerSettings, run: Run, log: Logger) -> dict[str, Connect]
 
     def way(region: str) -> Connect:
         url = settings.region_urls[region]
-        return lambda: NatsTransport.open_bulk(url, f"{settings.name}-{region}", log.bind(region=region))
+        return lambda: NatsTransport.open_bulk(url, f"{settings.name}-{region}", log.bind(other_region=region), identity)
 
     return {name: way(name) for name in others}
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from diloco import membership
+from diloco import __version__, following, membership
 from diloco.core import fold, merging
 from diloco.core import tape as events
 from diloco.core.bandwidth import Bandwidth, Seen
+from diloco.core.changes import Effective, Quarantine
 from diloco.core.fragments import FragmentMap
+from diloco.core.outliers import Outlier, norm_of
 from diloco.core.ownership import Ownership, OwnersTable
 from diloco.core.retention import keyframes_kept
 from diloco.core.round import Merge, Roster, Round
@@ -33,20 +35,21 @@ from diloco.errors import (
     NonFiniteError,
     RewoundError,
     RunError,
+    SettingsError,
     StorageFullError,
 )
 from diloco.following import Follower
 from diloco.log import Log
 from diloco.membership import Run
 from diloco.metrics import Histogram
-from diloco.observe import Counted, Logger
+from diloco.observe import Counted, Logger, Progress
 from diloco.patience import patiently
 from diloco.settings import SyncerSettings
 from diloco.tape import Recorder, Unrecorded
 from diloco.tasks import end
 from diloco.transport import Fence, Heard, Transport
 from diloco.wire import messages
-from diloco.wire.messages import Announcement, Mark, Pulse, Record, ShardPulse
+from diloco.wire.messages import Announcement, Mark, Offer, Pulse, Record, ShardPulse
 from diloco_syncer.collector import Collector, Taker
 from diloco_syncer.combiner import Combiner
 from diloco_syncer.copies import Copies, Copy
@@ -55,6 +58,7 @@ from diloco_syncer.regions import Connect, Regions
 from diloco_syncer.replication import OutbidError, Replication
 
 ANNOUNCE_EVERY_S = 0.25
+OUTLIER = "its outer gradients are outliers"
 STORAGE_RETRY_S = 1.0
 SLOW_ROUND_S = 2.0  # a round that is open for so long is checked as often
 TAKEOVERS_AT_ONCE = 8
@@ -96,6 +100,7 @@ class Shard:
         self._fit_to = [name for name in run.settings.regions.names if name != region] if run.settings.adapts else []
         self.bandwidth = Bandwidth(run.settings, self._fit_to)
         self.follower = Follower(transport, run, log, self._change)
+        self._suspects: dict[str, Outlier] = {}  # by learner: whose quarantine is not on record yet
         if run.regions:
             self.regions = Regions(region, self.store, run, fragment_map, connect or {})
         self.owned: dict[int, Owned] = {}
@@ -193,7 +198,7 @@ class Shard:
             for change in self.bandwidth.look(now_s, cycle_s, seen):
                 self.log.info(
                     "bandwidth_changed",
-                    region=change.region,
+                    other_region=change.region,
                     way=change.way,
                     bits=change.level.bits,
                     pace=change.level.pace,
@@ -217,7 +222,11 @@ class Shard:
     def _change(self) -> None:
         """Go by what is in force now."""
         settings, before = self.run.now.settings, self.roster.settings
-        self.roster.change(settings, self.run.now.barred)
+        barred = self.run.now.barred.union(self._suspects)
+        if barred != self.roster.barred:
+            for collector in self._collectors.values():
+                collector.again()
+        self.roster.change(settings, barred)
         self.ownership.shards, self.ownership.takeover_s = settings.shards, settings.liveness.takeover_s
         self.ownership.away_s = settings.regions.away_s
         if (settings.round, settings.regions) != (before.round, before.regions):
@@ -225,7 +234,7 @@ class Shard:
         for owned in self.owned.values():
             owned.round.changed()
         if self.combiner is not None:
-            self.combiner.change()
+            self.combiner.change(barred)
         self._governed.set()
         self._news.set()
 
@@ -423,7 +432,7 @@ class Shard:
             self.log.debug("keyframe_not_stored", fragment=index, version=chain.version, reason=str(error))
             return
         copy.keyframe_version, copy.log_bytes = chain.version, 0
-        self.log.info("keyframe_stored", fragment=index, version=chain.version)
+        self.log.debug("keyframe_stored", fragment=index, version=chain.version)
         kept = keyframes_kept(self.run.now.settings.log, self.map.parameters, copy.replica.optimizer.moments)
         sequences = await patiently(partial(self.store.keyframe_sequences, index), self.log)
         if len(sequences) > kept:
@@ -645,6 +654,13 @@ class Shard:
     async def _commit(self, owned: Owned, merge: Merge, group: asyncio.TaskGroup) -> None:
         index = owned.fragment.index
         try:
+            outliers = await self._outliers(owned, merge)
+            if outliers:
+                owned.round.without({outlier.learner for outlier in outliers})
+                self._suspects.update({outlier.learner: outlier for outlier in outliers})
+                self._change()
+                group.create_task(self._quarantine(index, outliers))
+                return
             if merge.held:
                 await self._archive(merge)
                 record, inline, parts = await asyncio.to_thread(self._merge, owned, merge)
@@ -681,7 +697,7 @@ class Shard:
                 self.merged_members += len(record.members)
                 self.quorum_times.observe(record.quorum_s)
                 self.round_times.observe(record.round_s)
-            self.log.info(
+            self.log.debug(
                 "version_committed",
                 fragment=index,
                 version=record.version,
@@ -695,6 +711,36 @@ class Shard:
         finally:
             owned.busy = False
             self._news.set()
+
+    async def _outliers(self, owned: Owned, merge: Merge) -> list[Outlier]:
+        """Learners whose offers are not to be merged any more, since they are outliers."""
+        settings = self.run.now.settings.quarantine
+        if not settings.factor:
+            return []
+        live = {seen.pulse.learner for seen in self.roster.live(asyncio.get_running_loop().time())}
+        judged = []
+        for item in merge.held:
+            assert isinstance(item.offer, Offer), "the settings refuse this together with combined offers"
+            norm = await asyncio.to_thread(norm_of, item.body, owned.fragment.size, item.offer.bits)
+            judged.append((item.offer, norm))
+        return owned.norms.judge(judged, live, settings)
+
+    async def _quarantine(self, index: int, outliers: Sequence[Outlier]) -> None:
+        """Put on record who is barred here already."""
+
+        def decide(now: Effective) -> list[Quarantine]:
+            return [Quarantine(o.learner, index, o.norm, o.threshold) for o in outliers if o.learner not in now.barred]
+
+        append = partial(following.append, self.transport, self.run, decide, author=self.settings.name, reason=OUTLIER)
+        try:
+            await patiently(append, self.log)
+            await patiently(self.follower.look, self.log)
+        except (MessageError, RunError, SettingsError) as error:  # the list has no room, or is none
+            self.log.error("quarantine_not_recorded", learners=[o.learner for o in outliers], reason=str(error))
+            return
+        for outlier in outliers:
+            self._suspects.pop(outlier.learner, None)
+        self._change()
 
     def _order(self, owned: Owned) -> tuple[int, int] | None:
         """The change of the run by which a fragment is to go back now, and to which version."""
@@ -839,18 +885,27 @@ class Shard:
             self.log.warning("keyframe_not_stored", fragment=index, version=chain.version, reason=str(error))
             return False
         owned.keyframe_sequence, owned.keyframe_version, owned.log_bytes = sequence, chain.version, 0
-        self.log.info("keyframe_stored", fragment=index, version=chain.version, bytes=owned.keyframe_bytes)
+        self.log.debug("keyframe_stored", fragment=index, version=chain.version, bytes=owned.keyframe_bytes)
         return True
 
     # ---- signs of life
 
     async def _pulse_regularly(self) -> None:
+        clock = asyncio.get_running_loop().time
+        progress = Progress(self.log, clock(), self._progress)
         while True:
+            progress.look(clock())
             if self.regions is not None:
                 self._look_around(self.regions)
             if self.transport.connected:  # what would be sent later says nothing about now
                 await self._pulse()
             await asyncio.sleep(self.ownership.pulse_s)
+
+    def _progress(self) -> tuple[dict[str, int], dict[str, Any]]:
+        pulse = self.pulse()
+        counts = {"versions": pulse.versions, "rounds": pulse.rounds}
+        counts |= {"bytes_up": pulse.bytes_up, "bytes_down": pulse.bytes_down}
+        return counts, {"state": pulse.state, "fragments": len(pulse.fragments), "refused": pulse.refused}
 
     def _look_around(self, regions: Regions) -> None:
         """Find out whether anything can be committed from here, and say when that changes."""
@@ -897,6 +952,7 @@ class Shard:
             record_bits=self.bandwidth.record_bits,
             pace=self.bandwidth.pace,
             offer_bits=self.bandwidth.offer_bits,
+            software=__version__,
         )
 
     def waits_for(self) -> str | None:

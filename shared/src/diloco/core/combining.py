@@ -70,8 +70,9 @@ class Combining:
         return self.roster.settings
 
     def changed(self) -> None:
-        """The settings, or who is barred, are others: what is held may be unfit by now."""
+        """The settings, or who is barred, are others: what is held may be unfit by now, and is combined again."""
         self._keep_fit()
+        self.since_s, self.answered, self.combined_s = None, frozenset(), -math.inf
 
     def hear(self, announced: Announcement, now_s: float) -> None:
         """A round is open."""

@@ -301,6 +301,13 @@ class Round:
         """The settings, or who is barred, are others: what is held may be unfit by now."""
         self._keep_fit()
 
+    def without(self, learners: Collection[str]) -> None:
+        """The merge is abandoned: it held offers of ``learners``, which are to be in none. The rest needs a quorum again."""
+        self.held = {
+            name: held for name, held in self.held.items() if not any(o.learner in learners for o in held.offer.members)
+        }
+        self.merge_at_s = self.quorum_at_s = None
+
     def abandoned(self) -> None:
         """The merge did not become a version: the round is open again."""
         self.merge_at_s = None

@@ -23,7 +23,8 @@ from msgspec import Meta, Struct
 from diloco.errors import FormatError, HashError
 
 MAGIC = "DLC"
-VERSION = 1
+VERSION = 1  # the protocol that frames are of
+OLDEST = 1  # a run of this one or a newer one, to VERSION, can be taken part in
 PART_BYTES = 512 * 1024
 ATTEMPT_BYTES = 8
 MAX_MEMBERS = 4096
@@ -39,6 +40,7 @@ Count = Annotated[int, Meta(ge=0, le=2**62)]
 FragmentIndex = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
 MemberName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}\Z")]  # "$" would let a line break pass
 Region = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9_]{0,15})?\Z")]  # empty: the run has no regions
+Software = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.+-]{0,32}\Z")]  # the version of diloco; empty: not said
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Attempt = Annotated[bytes, Meta(min_length=ATTEMPT_BYTES, max_length=ATTEMPT_BYTES)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
@@ -97,6 +99,7 @@ class Pulse(Message, frozen=True):
     bytes_up: Count
     bytes_down: Count
     refused: Count
+    software: Software
 
 
 class ShardPulse(Message, frozen=True):
@@ -124,6 +127,7 @@ class ShardPulse(Message, frozen=True):
     record_bits: Bits
     pace: Pace  # of its rounds: so many times round.steps lie between two of them
     offer_bits: RegionBits  # that it asks for
+    software: Software
 
 
 class CoordinatorPulse(Message, frozen=True):
@@ -134,6 +138,7 @@ class CoordinatorPulse(Message, frozen=True):
     coordinator: MemberName
     revision: Count  # of the bucket's key `coordinator` that names it
     finished: bool  # the run is over: whoever stands by may end
+    software: Software
 
 
 class Announcement(Message, frozen=True):

@@ -115,6 +115,10 @@ class Subjects:
         """Answered by the coordinator with its status as JSON."""
         return f"diloco.{self.run}.status"
 
+    def answers(self, asker: str, nonce: str = "*") -> str:
+        """Where answers come that somebody asked for, of a member or of a command."""
+        return f"diloco.{self.run}.answer.{asker}.{nonce}"
+
     def log_filters(self) -> list[str]:
         """What the log stream stores."""
         return [self.genesis, f"diloco.{self.run}.fragment.>", f"diloco.{self.run}.keyframe.>"]
@@ -130,6 +134,11 @@ class Subjects:
     def offer_filters(self) -> list[str]:
         """What the offer stream stores."""
         return [f"diloco.{self.run}.delta.>", f"diloco.{self.run}.combined.>"]
+
+
+def answer_to(subject: str, asker: str, nonce: str) -> str:
+    """Where the answer to a message on ``subject`` is to come."""
+    return Subjects(subject.split(".")[1]).answers(asker, nonce)
 
 
 def log_part(head: str, attempt: bytes, index: int) -> str:
