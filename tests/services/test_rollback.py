@@ -163,7 +163,7 @@ async def test_owners_that_die_or_freeze_over_an_order_leave_it_to_others_who_ca
     assert {entry.syncer for log in folded for entry in log.entries if entry.rolled_back} == set(standbys)
 
 
-async def test_a_learner_that_was_away_comes_back_without_what_it_had_saved(launch: Launch) -> None:
+async def test_a_learner_that_was_away_goes_on_from_where_the_run_went_and_not_from_what_it_had_saved(launch: Launch) -> None:
     cluster = launch(settings(steps=150, round__quorum=2))
     cluster.toy(0)
     cluster.toy(1)
@@ -176,7 +176,7 @@ async def test_a_learner_that_was_away_comes_back_without_what_it_had_saved(laun
     leaver.leave()  # with work that nobody merges any more, on its disk
     await cluster.until(lambda: not leaver.running, "it has left")
     cluster.toys.remove(leaver)
-    held = max(cluster.pulses.pop("toy-2")[-1].fragment_tokens)
+    cluster.pulses.pop("toy-2")
     assert await go_back(cluster, good) == 0
     back = cluster.toy(2)
     await cluster.until(lambda: "toy-2" in cluster.pulses, "it is back")
@@ -189,8 +189,6 @@ async def test_a_learner_that_was_away_comes_back_without_what_it_had_saved(laun
         bases = [member.base_version for entry in after for member in entry.members if member.learner == "toy-2"]
         assert bases
         assert min(bases) >= went_back.version
-    lost = max(cluster.pulses["toy-2"][-1].lost_tokens)
-    assert lost >= held > 0
 
 
 async def test_what_cannot_be_gone_back_to_is_refused_before_anything_is_ordered(launch: Launch) -> None:
