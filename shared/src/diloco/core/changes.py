@@ -154,6 +154,19 @@ class Changes:
         """Whether this is ``other``, or goes on from it."""
         return self.packed[: len(other.packed)] == other.packed
 
+    def without_rollbacks(self, version: int, carried_out: Sequence[int]) -> Changes:
+        """The list up to the first order that would take a log, which begins again at ``version``, back behind that.
+
+        ``carried_out``: by fragment, the change by which its log was rolled back last.
+        """
+        for change in self.records:
+            action, kept = change.action, change.number - 1
+            if not isinstance(action, Rollback) or action.version >= version:
+                continue
+            if any(number < change.number for index, number in enumerate(carried_out) if index in action.fragments):
+                return replace(self, records=self.records[:kept], packed=self.packed[:kept])
+        return self
+
     def then(self, action: Action, *, at_s: float, author: str, reason: str = "") -> Changes:
         """The list with a record more.
 
