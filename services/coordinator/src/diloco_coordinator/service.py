@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import sys
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,10 +15,11 @@ from diloco import __version__, membership, observe, service
 from diloco.core import tape as events
 from diloco.core.leadership import Leadership
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RewoundError
+from diloco.following import Follower
 from diloco.log import heads
 from diloco.membership import Run
 from diloco.metrics import Exporter
-from diloco.observe import Counted, Logger
+from diloco.observe import Counted, Logger, Progress
 from diloco.patience import patiently
 from diloco.rundir import write_json
 from diloco.settings import CoordinatorSettings, check_region
@@ -57,6 +59,7 @@ class Coordinator:
         self.subjects = Subjects(run.name)
         self.refused: Counted = Counted(log)
         self._versions = Counted(log, "version_differs")
+        self.follower = Follower(transport, run, log, self._change)
         self.file = settings.state_dir / "series.json"
         self._clock = asyncio.get_running_loop().time
         self._began_s = self._clock()
@@ -150,11 +153,18 @@ class Coordinator:
         """Watch the run until it is finished."""
         self._began_s = self._clock()
         fragment_map = await patiently(partial(membership.find_map, self.run), self.log)
+        await patiently(self.follower.look, self.log)
         monitor = Monitor(self.run.name, self.run.settings, fragment_map, self.settings.nats_url)
+        monitor.change(self.run.now)
         self._resume(monitor)
         self.monitor = monitor
         async with asyncio.TaskGroup() as group:
-            work = (self._follow(monitor), self._save_regularly(), self._assign_shares(monitor))
+            work = (
+                self._follow(monitor),
+                self._save_regularly(monitor),
+                self._assign_shares(monitor),
+                self.follower.follow(),
+            )
             tasks = [group.create_task(task) for task in work]
             try:
                 await self._until_finished(monitor)
@@ -166,6 +176,10 @@ class Coordinator:
         while monitor.state != "finished":
             await asyncio.sleep(0.1)
         await asyncio.sleep(LAST_PULSES_S)
+
+    def _change(self) -> None:
+        if self.monitor is not None:
+            self.monitor.change(self.run.now)
 
     def now_s(self) -> float:
         """Seconds since the run began, as far as it was watched."""
@@ -260,18 +274,27 @@ class Coordinator:
     def _note_regions(self, monitor: Monitor) -> None:
         away = monitor.presence.away()
         for region in sorted(away.keys() - self._away.keys()):
-            self.log.warning("region_away", region=region, silent_s=round(self.now_s() - away[region], 1))
+            self.log.warning("region_away", other_region=region, silent_s=round(self.now_s() - away[region], 1))
         for region in sorted(self._away.keys() - away.keys()):
-            self.log.info("region_back", region=region, away_s=round(self.now_s() - self._away[region], 1))
+            self.log.info("region_back", other_region=region, away_s=round(self.now_s() - self._away[region], 1))
         self._away = away
 
     def _at_ms(self) -> int:
         return int(self.transport.wall_s() * 1000)
 
-    async def _save_regularly(self) -> None:
+    async def _save_regularly(self, monitor: Monitor) -> None:
+        progress = Progress(self.log, self._clock(), partial(self._progress, monitor))
         while True:
             await asyncio.sleep(SAVE_EVERY_S)
+            progress.look(self._clock())
             await asyncio.to_thread(self.save)
+
+    def _progress(self, monitor: Monitor) -> tuple[dict[str, int], dict[str, Any]]:
+        counts = {"versions": sum(monitor.versions), "tokens": monitor.tokens_processed()}
+        live = [pulse for pulse in monitor.live(self.now_s()) if pulse.role == "learner"]
+        losses = [pulse.loss for pulse in live if pulse.loss is not None]
+        loss = round(statistics.fmean(losses), 4) if losses else None
+        return counts, {"state": monitor.state, "learners": len(live), "loss": loss, "refused": self.refused.total}
 
     def save(self) -> None:
         """Write the series to the state directory, if it is this process that leads."""

@@ -73,7 +73,7 @@ def _ways(settings: SyncerSettings, run: Run, identity: Identity | None, log: Lo
 
     def way(region: str) -> Connect:
         url = settings.region_urls[region]
-        return lambda: NatsTransport.open_bulk(url, f"{settings.name}-{region}", log.bind(region=region), identity)
+        return lambda: NatsTransport.open_bulk(url, f"{settings.name}-{region}", log.bind(other_region=region), identity)
 
     return {name: way(name) for name in others}
 
