@@ -31,6 +31,7 @@ from diloco.core import outer, quantise
 from diloco.core.fragments import Fragment, TensorSpec, build_map
 from diloco.core.merge import Accumulator
 from diloco.core.merging import outer_rates
+from diloco.core.schedule import Moment
 from diloco.core.weights import weight
 from diloco.errors import DilocoError
 from diloco.ngram import ngram_losses
@@ -50,7 +51,7 @@ def data_parallel(settings: RunSettings, task: GptTask) -> Island:
     tokens = settings.learners * task.tokens_per_batch
     for step in range(steps_per_learner(settings, task)):
         batch = np.concatenate([next(share) for share in shares])
-        island.step(batch, learning_rate(settings, step * tokens)).wait()
+        island.step(batch, learning_rate(settings, Moment(step * tokens, settings.tokens))).wait()
     return island
 
 
@@ -61,7 +62,7 @@ def alone(settings: RunSettings, task: GptTask) -> Island:
     batches = task.batches(0, settings.learners, settings.seed, 0)
     tokens = settings.learners * task.tokens_per_batch
     for step in range(steps_per_learner(settings, task)):
-        island.step(next(batches), learning_rate(settings, step * tokens)).wait()
+        island.step(next(batches), learning_rate(settings, Moment(step * tokens, settings.tokens))).wait()
     return island
 
 
@@ -115,7 +116,7 @@ def lockstep(settings: RunSettings, task: GptTask) -> Island:
     read: dict[int, tuple[int, list[Vector]]] = {}  # what was offered, and after how many steps
     count = steps_per_learner(settings, task)
     for step in range(1, count + 1):
-        rate = learning_rate(settings, (step - 1) * tokens)
+        rate = learning_rate(settings, Moment((step - 1) * tokens, settings.tokens))
         outputs = [island.step(next(share), rate) for island, share in zip(islands, shares, strict=True)]
         for output in outputs:
             output.wait()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from tests.commands import Command, Ended, commanding
 
 from diloco import identity
@@ -85,7 +86,7 @@ def test_certificates_say_whose_they_are_and_what_for(command: Command, tmp_path
     leaf.verify_directly_issued_by(authority)
     assert leaf.subject.rfc4514_string() == "OU=syncer,O=demo,CN=syncer-eu"
     purposes = leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    assert list(purposes) == [x509.ExtendedKeyUsageOID.CLIENT_AUTH]  # nobody can pass for a server
+    assert list(purposes) == [ExtendedKeyUsageOID.CLIENT_AUTH]  # nobody can pass for a server
     server = x509.load_pem_x509_certificate((tmp_path / "k" / "servers" / "nats-us" / "server.pem").read_bytes())
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["nats.us.example"]

@@ -51,14 +51,16 @@ from tests.shared.test_tape import ANY_EVENT, HEADER, written
 from diloco import checkpoint, identity, inspect, logs, membership, rundir, state, volume
 from diloco import tape as tape_files
 from diloco.chaos import undo
-from diloco.core import codec, failures, fold, leases, outer, quantise, tape
+from diloco.core import changes, codec, failures, fold, leases, outer, quantise, tape
 from diloco.core.books import Books
 from diloco.core.chain import Chain
+from diloco.core.changes import Changes, Quarantine, Set, in_force
 from diloco.core.fragments import TensorSpec, build_map, unpack_map
 from diloco.core.leases import Lease, Shares
 from diloco.core.ownership import OwnersTable
 from diloco.errors import (
     BrokerError,
+    ChainError,
     DilocoError,
     FormatError,
     MessageError,
@@ -349,6 +351,23 @@ def _(data: bytes) -> None:
 @decoder("membership.shares", _packed(TABLE))
 def _(data: bytes) -> None:
     assert now(membership.shares(run_with(data)))[1] == 1
+
+
+CHANGES = (
+    Changes(RUN)
+    .then(Set("round.steps", 12), at_s=1.5, author="ann", reason="why")
+    .then(Quarantine("bob", 1, 9.0, 3.0), at_s=2.0, author="syncer-0")
+)
+
+
+@decoder("changes.unpack", st.one_of(_packed(CHANGES.packed), just(CHANGES.pack())), FormatError, ChainError)
+def _(data: bytes) -> None:
+    changes.unpack(data, RUN)
+
+
+@decoder("changes: a record and what follows from it", _packed(CHANGES.records[0]), FormatError, ChainError, SettingsError)
+def _(data: bytes) -> None:
+    in_force(SETTINGS, changes.unpack(packed([data]), RUN).records)
 
 
 @decoder("membership.owners", _packed(OwnersTable(["s0", "s1"], ["s0", "s1", "s0"])))

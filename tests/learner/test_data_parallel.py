@@ -20,6 +20,7 @@ from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.core.merging import accumulate, make_version
 from diloco.core.round import Held, Merge
+from diloco.core.schedule import Moment
 from diloco.settings import RunSettings, run_settings
 from diloco.wire.messages import Body, Offer
 from diloco_learner.inner import learning_rate
@@ -159,7 +160,7 @@ def test_learners_and_log_do_what_adamw_does_with_the_averaged_gradient() -> Non
 
     for step in range(STEPS):
         for island, share in zip(islands, shares, strict=True):
-            island.step(next(share), learning_rate(settings, step * LEARNERS * TOKENS)).wait()
+            island.step(next(share), learning_rate(settings, Moment(step * LEARNERS * TOKENS, settings.tokens))).wait()
         run.synchronise(step, islands)
 
     expected = reference(settings, task, jax.tree.map(jnp.asarray, start))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.core.schedule import Moment
 from diloco.settings import RunSettings, run_settings
 from diloco_learner.inner import learning_rate, optimizer
 
@@ -19,6 +20,10 @@ def settings_of(**inner: float) -> RunSettings:
 
 
 SETTINGS = settings_of(learning_rate=0.01, final_fraction=0.1, warmup_fraction=0.05)
+
+
+def at(tokens: int, warming_steps: int | None = None) -> Moment:
+    return Moment(tokens, 10_000, warming_steps)
 
 
 @pytest.mark.parametrize(
@@ -33,25 +38,25 @@ SETTINGS = settings_of(learning_rate=0.01, final_fraction=0.1, warmup_fraction=0
     ],
 )
 def test_learning_rate(tokens: int, expected: float) -> None:
-    assert learning_rate(SETTINGS, tokens) == pytest.approx(expected)
+    assert learning_rate(SETTINGS, at(tokens)) == pytest.approx(expected)
 
 
 def test_no_warm_up() -> None:
-    assert learning_rate(settings_of(learning_rate=0.01, warmup_fraction=0), 0) == pytest.approx(0.01)
+    assert learning_rate(settings_of(learning_rate=0.01, warmup_fraction=0), at(0)) == pytest.approx(0.01)
 
 
 @given(st.integers(500, 11_000), st.integers(500, 11_000))
 def test_falls_after_the_warm_up(one: int, other: int) -> None:
     earlier, later = sorted((one, other))
-    assert 0.001 * 0.999999 <= learning_rate(SETTINGS, later) <= learning_rate(SETTINGS, earlier)
+    assert 0.001 * 0.999999 <= learning_rate(SETTINGS, at(later)) <= learning_rate(SETTINGS, at(earlier))
 
 
 def test_a_fresh_optimizer_in_mid_run_warms_up_by_steps() -> None:
     warming = settings_of(learning_rate=0.01, restart_warmup_steps=4)
-    rates = [learning_rate(warming, 5250, steps) for steps in range(6)]
+    rates = [learning_rate(warming, at(5250, steps)) for steps in range(6)]
     assert rates == pytest.approx([0.0055 * share for share in (0.2, 0.4, 0.6, 0.8, 1.0, 1.0)])
-    assert learning_rate(warming, 5250, None) == pytest.approx(0.0055)
-    assert learning_rate(settings_of(learning_rate=0.01, restart_warmup_steps=0), 5250, 0) == pytest.approx(0.0055)
+    assert learning_rate(warming, at(5250)) == pytest.approx(0.0055)
+    assert learning_rate(settings_of(learning_rate=0.01, restart_warmup_steps=0), at(5250, 0)) == pytest.approx(0.0055)
 
 
 def test_first_update_by_hand() -> None:
@@ -76,4 +81,4 @@ def test_for_an_outer_adamw_the_step_is_the_gradient_cut_to_the_norm() -> None:
         updates, state = inner.update(jax.tree.map(lambda leaf: factor * leaf, gradient), state, params)  # noqa: B023
         np.testing.assert_allclose(updates["matrix"], [[3.0, 0.0]], rtol=1e-6)
         np.testing.assert_allclose(updates["vector"], [-4.0], rtol=1e-6)
-    assert [learning_rate(settings, tokens, steps) for tokens in (0, 10**6) for steps in (None, 0)] == [1.0] * 4
+    assert [learning_rate(settings, at(tokens, steps)) for tokens in (0, 10**6) for steps in (None, 0)] == [1.0] * 4

@@ -456,6 +456,7 @@ async def fold_log(
     chain, folded = start.chain, Folded(index, [], start.theta, start.momentum, 0)
     head, version, epoch, merged, closed = chain.head, chain.version, chain.epoch, chain.tokens_merged, chain.closed
     cursors = {name: (cursor.incarnation, cursor.number) for name, cursor in chain.cursors.items()}
+    states, floor = {version: (folded.theta, folded.momentum)}, 0
     async for entry in _entries(store, index, chain.sequence, folded):
         record = entry.record
         if record.previous != head:
@@ -472,6 +473,14 @@ async def fold_log(
                 rates = record.learning_rate, record.momentum
                 folded.theta, folded.momentum = fold(folded.theta, folded.momentum, delta, *rates)
             version += 1
+        if record.entry == "rollback":
+            assert entry.body is not None
+            assert record.rolled_back is not None
+            assert not closed
+            version += 1
+            folded.theta, folded.momentum = states[record.rolled_back.to_version]
+            assert entry.body.tobytes() == folded.theta.tobytes() + folded.momentum.tobytes()
+            floor = version
         if record.entry == "takeover":  # in a run with regions owners may have claimed the fragment that never wrote
             epoch = max(epoch + 1, record.epoch) if store.regions else epoch + 1
         merged += sum(member.tokens for member in record.members)
@@ -480,8 +489,10 @@ async def fold_log(
         assert [m.learner for m in record.members] == sorted({m.learner for m in record.members})
         for member in record.members:
             assert (member.incarnation, member.number) > cursors.get(member.learner, (0, 0)), "merged twice"
+            assert member.base_version >= floor, "made before a rollback"
             cursors[member.learner] = (member.incarnation, member.number)
         head, closed = entry.check, closed or record.closing
+        states[version] = folded.theta, folded.momentum
         folded.entries.append(record)
     assert closed or not closed_by_now, f"the log of fragment {index} is not closed"
     folded.tokens_merged = merged

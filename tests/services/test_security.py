@@ -16,16 +16,17 @@ from typing import Any, cast
 import nats
 import nats.errors
 import pytest
-from tests.services.cluster import Cluster, Events, Service, small
+from tests.services.cluster import Cluster, Events, Service, check_accounts, small, some_versions
 from tests.services.conftest import Launch
 from tests.services.forking import Nursery
 from tests.services.secured import make_keys, members, put
 
-from diloco import identity, membership
+from diloco import checkpoint, identity, inspect, membership, rundir, verify
 from diloco.errors import BrokerError
 from diloco.nats.server import Server
 from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger
+from diloco.rundir import RunDirectory
 from diloco.wire.subjects import Subjects
 from diloco_coordinator.keys.folder import Folder
 from diloco_coordinator.keys.permissions import Who
@@ -367,25 +368,76 @@ async def test_who_is_revoked_is_cut_off_and_not_let_in_again(keys: Folder, guar
 
 def violations(server: Server, cluster: Cluster) -> list[str]:
     """What a server refused, as it says, and what services were told."""
-    said = [line for line in server.log_file.read_text().splitlines() if "Violation" in line or "[ERR]" in line]
+    said = [
+        line for line in server.log_file.read_text().splitlines() if re.search("violation|authentication", line, re.IGNORECASE)
+    ]
     return said + [str(values) for values in cluster.events("permission_denied")]
 
 
-async def test_a_whole_run_needs_nothing_that_it_may_not(launch: Launch, tmp_path: Path) -> None:
-    settings = small(carry__overlap=1.0, carry__late=1.0, log__archive=True, log__keyframe_factor=1.0)
-    keys = make_keys(tmp_path / "keys", RUN, members(settings.learners, settings.shards))
+@contextlib.contextmanager
+def empty(keys: Folder, tmp_path: Path) -> Iterator[Server]:
+    """A server without any run yet."""
     server = Server(tmp_path / "nats", keys=keys.server_folder("nats"))
     server.start()
     try:
+        yield server
+    finally:
+        server.kill()
+
+
+async def test_a_whole_run_needs_nothing_that_it_may_not(launch: Launch, keys: Folder, tmp_path: Path) -> None:
+    # long enough for a checkpoint on the way
+    settings = small(tokens=3 * 240 * 16, carry__overlap=1.0, carry__late=1.0, log__archive=True, log__keyframe_factor=1.0)
+    with empty(keys, tmp_path) as server:
         cluster = launch(settings, server.url, RUN)
         cluster.identity = str(keys.path / "identities" / "{name}.identity")
         await cluster.begin()
-        await cluster.until(lambda: cluster.tokens() > settings.tokens // 4, "training")
-        assert (await cluster.status())["run"] == RUN
+        await cluster.until(lambda: cluster.tokens() > settings.tokens // 12, "training")
+        as_whom(cluster, keys, "test")
+        assert (await inspect.ask(rundir.load(cluster.directory)))["run"] == RUN
+        as_whom(cluster, keys, "operator")
+        taken, problems = await checkpoint.take(cluster.directory)
+        assert sorted(taken.manifest.learners) == ["toy-0", "toy-1", "toy-2"], problems
         await cluster.ended()
+        as_whom(cluster, keys, "test")
+        assert (await verify.check(cluster.directory)).holds
         assert violations(server, cluster) == []
-    finally:
-        server.kill()
+
+
+def as_whom(cluster: Cluster, keys: Folder, name: str) -> None:
+    """Have commands connect to the run under an identity."""
+    own = str(keys.identity_file(name))
+    RunDirectory(cluster.directory, RUN, cluster.url, None, cluster.settings, identity=own).save()
+
+
+async def test_what_was_sent_before_and_is_sent_again_is_merged_once(launch: Launch, keys: Folder, tmp_path: Path) -> None:
+    """A learner that lies stores its own old offers once more, and those of another learner as its own."""
+    settings = small(carry__overlap=1.0, carry__late=1.0)
+    with empty(keys, tmp_path) as server:
+        cluster = launch(settings, server.url, RUN)
+        cluster.identity = str(keys.path / "identities" / "{name}.identity")
+        await cluster.begin()
+        await some_versions(cluster, 2)
+        async with guest(server, keys, "syncer-0") as syncer, guest(server, keys, LEARNER) as liar:
+            own, others = NAMES.offer(0, LEARNER), NAMES.offer(0, "toy-2")
+            old, theirs = [await syncer.link.last(OFFERS, subject) for subject in (own, others)]
+            assert old is not None
+            assert theirs is not None
+            await some_versions(cluster, 2)  # both have been merged
+            cluster.gate.close()
+            for number, data in enumerate((old.data, theirs.data, old.data)):
+                await liar.link.append(own, data, message_id=f"again-{number}", fence=None, timeout_s=DEADLINE_S)
+            cluster.gate.open()
+            assert liar.told == ""  # the server has nothing against it
+        await cluster.ended()
+        pulses, folded = await cluster.finished_pulses(), await cluster.folded()  # which asserts that nothing is merged twice
+        check_accounts(pulses, folded)
+        assert {log.passed_over for log in folded} == {0}
+        [refusal] = cluster.events("message_refused")
+        assert "it says fragment 0, learner toy-2" in refusal["reason"]
+        assert [values["sender"] for values in cluster.events("offer_passed_over") if values["fragment"] == 0].count(
+            LEARNER
+        ) >= 1
 
 
 class Apart(Cluster):

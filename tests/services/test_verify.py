@@ -25,6 +25,7 @@ from diloco.core import codec
 from diloco.core import tape as events
 from diloco.core.books import Apply
 from diloco.core.fragments import build_map
+from diloco.core.schedule import Moment
 from diloco.core.tape import Life
 from diloco.nats.server import Server
 from diloco.outside import opened
@@ -114,7 +115,7 @@ def found(verdict: verify.Verdict, name: str) -> str:
     return next(check.found for check in verdict.checks if check.name == name)
 
 
-ALL_HOLD = dict.fromkeys(("log", "keyframes", "merges", "tapes", "offers", "data", "report"), "holds")
+ALL_HOLD = dict.fromkeys(("log", "changes", "keyframes", "merges", "tapes", "offers", "data", "report"), "holds")
 
 
 async def test_untouched_run_holds(finished: Finished) -> None:
@@ -319,7 +320,7 @@ class ToyModel:
         self.task = Regression(settings)
         self.map = build_map(self.task.specs, settings.fragments.count, settings.fragments.strategy)
 
-    def step(self, share: int, batch: int, schedule_tokens: int, warming_steps: int | None) -> None:
+    def step(self, share: int, batch: int, at: Moment) -> None:
         self.task.step(share, batch)
 
     def write(self, fragment: int, applied: Apply) -> None:
@@ -361,8 +362,8 @@ async def test_training_done_again_from_the_tapes_has_the_same_bits(finished: Fi
 
 async def test_other_data_than_the_tape_says_is_noticed(finished: Finished) -> None:
     class Other(ToyModel):
-        def step(self, share: int, batch: int, schedule_tokens: int, warming_steps: int | None) -> None:
-            super().step(share, batch + (batch == 20), schedule_tokens, warming_steps)
+        def step(self, share: int, batch: int, at: Moment) -> None:
+            super().step(share, batch + (batch == 20), at)
 
     redone = await redo(finished.path, Other)
 

@@ -269,7 +269,7 @@ class Toy:
             new = applied.theta
             if applied.reference is not None:
                 new = new + np.float32(applied.factor) * (old - applied.reference)
-            if alpha and not applied.loaded:
+            if alpha and not applied.anew:
                 new = np.float32(alpha) * old + np.float32(1 - alpha) * new
             fragment.scatter(new, task.tensors)
             self.thetas[index] = applied.theta

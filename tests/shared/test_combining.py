@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from tests.shared.test_round import Learner, commit, hash_of, members_of, offer, pulse, settings_of
 
@@ -19,7 +20,7 @@ from diloco.core.combining import Combining, Own
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.round import Held, Merge, Roster, Round
 from diloco.errors import NonFiniteError
-from diloco.wire.messages import Announcement, Answer, Body, Combination, Combined, Cursor, Offer, Record
+from diloco.wire.messages import Announcement, Answer, Body, Combination, Combined, Cursor, Offer, Record, RolledBack
 
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 RAW = np.zeros(0, np.uint8)
@@ -38,7 +39,7 @@ def combining_of(*learners: str, **changes: Any) -> Combining:
     roster = Roster(settings)
     for learner in learners:
         roster.hear(pulse(learner, 4), 0.0)
-    combining = Combining(settings, roster, FRAGMENT)
+    combining = Combining(roster, FRAGMENT)
     combining.follow(chain_of(), None, ME)
     return combining
 
@@ -279,7 +280,7 @@ def interleave(seed: int, quorum: object, grace: float) -> list[Merge]:
     draw = random.Random(seed)
     changes = {"round.quorum": quorum, "round.grace_factor": grace, "tokens": 10**9, "learners": 4}
     everybody = Roster(settings_of(**changes))
-    round_ = Round(everybody.settings, everybody, chain_of(), 1)
+    round_ = Round(everybody, chain_of(), 1)
     regions = [
         Region([Learner(name) for name in pair], [combining_of(*pair, **changes) for _ in range(2)])
         for pair in (("ann", "bob"), ("cat", "dee"))
@@ -346,3 +347,36 @@ def test_such_interleavings_do_merge_combined_offers() -> None:
     assert sum(len(log) for log in logs) > 100
     assert sum(len(offer.members) > 1 for offer in merged) > 30
     assert sum(len({m.round for m in offer.members}) > 1 for offer in merged) > 3  # with a late answer among them
+
+
+def test_when_a_learner_is_barred_the_others_are_combined_again_and_so_are_all_when_it_is_readmitted() -> None:
+    combining = combining_of("ann", "bob")
+    combining.hear(announced(), 0.0)
+    hold(combining, offer("ann"))
+    hold(combining, offer("bob"))
+    assert names(combining.poll(0.1)) == [("ann", 1), ("bob", 1)]
+    combining.roster.change(combining.settings, frozenset({"bob"}))
+    combining.changed()
+    assert names(combining.poll(0.2)) == [("ann", 1)]
+    assert hold(combining, offer("bob", 2)) == "bob is ejected or quarantined"
+    combining.roster.change(combining.settings, frozenset())
+    combining.changed()
+    hold(combining, offer("bob", 2))
+    assert names(combining.poll(0.3)) == [("ann", 1), ("bob", 2)]
+
+
+def test_a_region_begins_again_when_the_log_goes_back() -> None:
+    combining = combining_of("ann", "bob")
+    combining.residual = np.ones(64, np.float32)
+    combining.send(1, np.ones(64, np.float32))
+    combining.hear(announced(1), 0.0)
+    for learner in ("ann", "bob"):
+        assert hold(combining, offer(learner)) is None
+    chain = chain_of(1)
+    chain.rolled_back = RolledBack(1, 0, 1)
+    record = replace(version_of(1), entry="rollback", bits=32, rolled_back=chain.rolled_back)
+    combining.follow(chain, record, ME)
+    assert (combining.held, left_over(combining)) == ({}, None)
+    assert "before the rollback" in (hold(combining, offer("ann", 2)) or "")
+    combining.follow(chain_of(2), version_of(2, 1), ME)  # what was sent before is forgotten
+    assert left_over(combining) is None

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import nkeys
 import pytest
 
 from diloco import identity
 from diloco.errors import SettingsError
+from diloco.nkey import NatsKey
 
-
-def key_pair() -> tuple[str, str]:
-    seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
-    return seed.decode(), nkeys.from_seed(bytearray(seed)).public_key.decode()
-
-
-SEED, PUBLIC_KEY = key_pair()
+KEY = NatsKey.new()
+SEED, PUBLIC_KEY = KEY.seed, KEY.public_key
 GOOD = f"""
 format = 1
 run = "demo"
@@ -83,7 +77,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         ('region = "us"', "colour = 3", "no such key: 'colour'"),
         ("2999-01-01T00:00:00Z", "2999-01-01", "expires must be a time with a zone"),
         ("2999-01-01T00:00:00Z", "2020-01-01T00:00:00Z", "its certificate ended on 2020-01-01"),
-        (SEED, key_pair()[0], "seed and public_key do not belong together"),
+        (SEED, NatsKey.new().seed, "seed and public_key do not belong together"),
         (SEED, SEED[:-1], "seed is no key of NATS"),
         (SEED, "", "seed is no key of NATS"),
         (SEED, "é", "seed is no key of NATS"),

@@ -14,7 +14,20 @@ from hypothesis import strategies as st
 from diloco.core.chain import Chain
 from diloco.core.round import Held, Merge, Roster, Round
 from diloco.settings import RunSettings, run_settings
-from diloco.wire.messages import MAX_FRAME_BYTES, PART_BYTES, Answer, Body, Combined, Cursor, Member, Offer, Pulse, Record, pack
+from diloco.wire.messages import (
+    MAX_FRAME_BYTES,
+    PART_BYTES,
+    Answer,
+    Body,
+    Combined,
+    Cursor,
+    Member,
+    Offer,
+    Pulse,
+    Record,
+    RolledBack,
+    pack,
+)
 
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 RAW = np.zeros(0, np.uint8)
@@ -87,7 +100,7 @@ def round_of(*learners: str, **changes: Any) -> Round:
     roster = Roster(settings_of(**changes))
     for learner in learners:
         roster.hear(pulse(learner, step), now_s)
-    return Round(roster.settings, roster, Chain(0, 0, 0, bytes(32), 0, hash_of(0)), 1)
+    return Round(roster, Chain(0, 0, 0, bytes(32), 0, hash_of(0)), 1)
 
 
 def hold(round_: Round, sent: Offer) -> str | None:
@@ -243,7 +256,7 @@ def test_h_counts_from_the_step_at_which_the_version_was_applied() -> None:
 @pytest.mark.parametrize(("fragment", "due_at"), [(0, 1), (1, 2), (2, 3), (3, 4)])
 def test_first_rounds_are_staggered(fragment: int, due_at: int) -> None:
     roster = Roster(settings_of(**{"fragments.count": 4}))
-    round_ = Round(roster.settings, roster, Chain(fragment, 0, 0, bytes(32), 0, hash_of(0)), 4)
+    round_ = Round(roster, Chain(fragment, 0, 0, bytes(32), 0, hash_of(0)), 4)
     roster.hear(pulse("ann", due_at - 1, versions=[0] * 4), 0)
     assert not round_.due(0, STEPS)
     roster.hear(pulse("ann", due_at, versions=[0] * 4), 0)
@@ -321,7 +334,7 @@ def test_the_budget_is_used_up_when_all_who_live_have_stopped() -> None:
 def test_a_round_is_due_for_learners_that_wait_whatever_an_owner_has_heard_of_their_steps() -> None:
     # an owner that begins after they took their steps sees none of them
     settings = settings_of(**{"round.quorum": 2})
-    round_ = Round(settings, Roster(settings), Chain(0, 3, 0, bytes(32), 9, hash_of(3)), 1)
+    round_ = Round(Roster(settings), Chain(0, 3, 0, bytes(32), 9, hash_of(3)), 1)
     for learner in ("ann", "bob"):
         round_.roster.hear(pulse(learner, 20, version=3, steps=[STEPS], state="stepping"), 0)
     assert not round_.due(0, STEPS)
@@ -899,3 +912,70 @@ def test_what_had_no_room_comes_first_in_the_next_round_and_closing_waits_for_al
 def small_but_many(learner: str, version: int = 1, number: int = 1) -> Offer:
     data = [(share, LARGE - 2**32, 2**32) for share in range(2**14 - 64, 2**14)]
     return offer(learner, number, version, data=data)
+
+
+# ---- learners that are barred
+
+
+def test_a_barred_learner_is_not_waited_for_and_what_is_held_of_it_is_not_merged() -> None:
+    round_ = round_of("ann", "bob", "cat", **{"round.quorum": "all"})
+    open_at(round_, 0.0)
+    assert hold(round_, offer("ann")) is None
+    assert hold(round_, offer("cat")) is None
+    assert round_.poll(0.1) is None  # bob is to answer
+    round_.roster.change(round_.settings, frozenset({"bob", "cat"}))
+    round_.changed()
+    assert names(round_.poll(0.2)) == [("ann", 1)]
+    assert hold(round_, offer("bob")) == "bob is ejected or quarantined"
+    assert not round_.roster.hear(pulse("bob", 99, tokens=99), 0.3)
+    round_.roster.change(round_.settings, frozenset({"cat"}))
+    round_.abandoned()
+    assert round_.roster.hear(pulse("bob", 5), 0.4)
+    assert hold(round_, offer("bob")) is None
+    assert names(round_.poll(0.5)) == [("ann", 1), ("bob", 1)]
+
+
+def test_what_a_barred_learner_did_stays_counted() -> None:
+    roster = Roster(settings_of(tokens=100))
+    roster.hear(pulse("ann", tokens=60), 0)
+    roster.hear(pulse("bob", tokens=30), 0)
+    roster.change(roster.settings, frozenset({"bob"}))
+    roster.hear(pulse("bob", step=9, tokens=90), 1)
+    assert roster.tokens_processed() == 90
+    assert not roster.used_up(1)
+
+
+def test_a_merge_without_some_learners_needs_a_quorum_of_the_others() -> None:
+    round_ = round_of("ann", "bob", "cat", **{"round.quorum": 2, "round.grace_factor": 0.0})
+    open_at(round_, 0.0)
+    hold(round_, offer("ann"))
+    hold(round_, offer("bob"))
+    assert names(round_.poll(0.1)) == [("ann", 1), ("bob", 1)]
+    round_.without({"bob"})
+    round_.roster.change(round_.settings, frozenset({"bob"}))
+    assert round_.poll(0.2) is None
+    hold(round_, offer("cat"))
+    assert names(round_.poll(0.3)) == [("ann", 1), ("cat", 1)]
+
+
+def test_settings_that_change_count_at_once() -> None:
+    round_ = round_of("ann", "bob", **{"round.quorum": 2})
+    open_at(round_, 0.0)
+    hold(round_, offer("ann"))
+    assert round_.poll(9.0) is None
+    round_.roster.hear(pulse("ann", 5), 9.0)
+    round_.roster.change(settings_of(**{"round.quorum": 1}), frozenset())
+    assert names(round_.poll(9.0)) == [("ann", 1)]
+
+
+def test_what_was_made_before_a_rollback_is_dropped_and_refused_however_young_it_is() -> None:
+    round_ = round_at(5, staleness=8)
+    assert hold(round_, offer("bob", 1, 6)) is None
+    round_.open(0)
+    chain = round_.chain
+    chain.version, chain.state_hash, chain.rolled_back = 6, hash_of(3), RolledBack(1, 3, 6)  # back to version 3
+    round_.committed(0)
+    assert (round_.held, round_.opened_at_s, round_.version) == ({}, None, 7)
+    refused = {base: hold(round_, offer("cat", 1, 7, base_version=base, base_hash=hash_of(base))) for base in (3, 5)}
+    assert refused == {base: f"its base {base} is of before the rollback that made version 6" for base in (3, 5)}
+    assert hold(round_, offer("cat", 1, 7, base_version=6, base_hash=hash_of(3))) is None

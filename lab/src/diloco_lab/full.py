@@ -327,7 +327,7 @@ class _Syncer:
         self.roster = Roster(settings)
         count = len(world.rounds.sizes)
         chains = [Chain(p, 0, 0, NO_HASH, 0, NO_HASH) for p in range(count)]
-        self.rounds = [Round(settings, self.roster, chain, count) for chain in chains]
+        self.rounds = [Round(self.roster, chain, count) for chain in chains]
         self._opened_us = [0] * count
         self._wakes_us = [0] * count  # when each round is looked at again
         self._looks_us: set[int] = set()

@@ -30,7 +30,9 @@ from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap
 from diloco.core.lockstep import Lockstep
 from diloco.core.pace import Average, first_due_steps
+from diloco.core.schedule import Moment
 from diloco.errors import (
+    AdmissionError,
     AppendUncertainError,
     BrokerError,
     ChainError,
@@ -41,6 +43,7 @@ from diloco.errors import (
     RunError,
     StorageFullError,
 )
+from diloco.following import Follower
 from diloco.log import Entry, Log
 from diloco.membership import Run
 from diloco.observe import Counted, Logger
@@ -186,6 +189,7 @@ class Member:
         self.subjects = Subjects(run.name)
         self.lender = Lender(transport, run.identity, self.subjects, settings.name, self._may_lend, log)
         self.refused = Counted(log)
+        self.follower = Follower(transport, run, log, self._change)
         self.shares = Leaseholder(run, settings, self.incarnation, log)
         self.state: State = "recovering"
         self.step = self.tokens = 0
@@ -197,6 +201,8 @@ class Member:
         self.failure: BaseException | None = None
         self._earlier_tokens = 0  # processed before this process
         self._taped_data: tuple[int, int] | None = None  # share and batch that the next step takes by what is on the tape
+        self._budget = run.settings.tokens  # of the run, as of the last boundary
+        self._changes = 0  # that were in force then
         self._schedule = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
         self._announced = (0, 0)  # tokens of all learners as last announced, own tokens then
         self._draining = self._stopped = self._leaving = self._silent = False
@@ -221,9 +227,14 @@ class Member:
     async def join(self, initial: Callable[[], Sequence[Vector]]) -> None:
         """Be admitted, found the run if nobody else does (with ``initial``), load the log, and begin to follow it.
 
+        A learner that was ejected is not, and waits until it is readmitted.
+
         Raises:
             AdmissionError: this learner's model is not the run's.
         """
+        await patiently(self.follower.look, self.log)
+        self._spawn(self.follower.follow())
+        await self._readmitted()
         if self.settings.role == "learner":
             if not self.transport.founds and await patiently(partial(self.run.registry.get, "map"), self.log) is None:
                 self.log.info("waiting_for_founder")
@@ -251,6 +262,25 @@ class Member:
         versions = [state.books.base_version for state in self._fragments]
         self.log.info("joined", fragments=len(versions), version_min=min(versions), version_max=max(versions))
 
+    async def _readmitted(self) -> None:
+        complained = False
+        while (ejected := self.run.now.ejected.get(self.settings.name)) is not None:
+            if not complained:
+                self.log.warning("waiting_for_readmission", reason=ejected.label)
+            complained = True
+            await asyncio.sleep(membership.POLL_S)
+
+    def _change(self) -> None:
+        """Something was changed: whoever was ejected ends, if it has joined."""
+        with self._lock:
+            ejected = self.run.now.ejected.get(self.settings.name)
+            if ejected is not None and self._fragments:
+                self.failure = self.failure or AdmissionError(
+                    f"run {self.run.name!r}: learner {self.settings.name} was ejected by {ejected.label}; it may come back "
+                    f"after diloco readmit DIR {self.settings.name}"
+                )
+            self._tell()
+
     async def borrow(self, layout: Layout) -> Loan | None:
         """The state of a peer's optimizer, for a learner that joined without a checkpoint; None: it begins with a fresh one.
 
@@ -277,6 +307,13 @@ class Member:
                 "state_from_peer", peer=loan.peer, step=loan.step, version_min=min(loan.versions), bytes=layout.size_bytes
             )
         return loan
+
+    def _take_changes(self) -> None:
+        """Go by what is in force now, from this boundary on; the lock is held."""
+        now = self.run.now
+        if now.number != self._changes:
+            self._changes, self._budget = now.number, now.settings.tokens
+            self.tape.record(events.Changed(now.number))
 
     def _may_lend(self) -> bool:
         """Whether this learner's optimizer state is worth something."""
@@ -306,7 +343,7 @@ class Member:
         answered: dict[int, int] = {}  # by fragment: version of the round that was open and answered at the last look
         looked_at = 0
         while True:
-            await asyncio.sleep(self.run.settings.liveness.lease_s / shares.LOOKS_A_LEASE)
+            await asyncio.sleep(self.run.now.settings.liveness.lease_s / shares.LOOKS_A_LEASE)
             try:
                 if self.settings.role == "learner":
                     await self.shares.look(self._ends())
@@ -460,7 +497,7 @@ class Member:
     def _queue(self, state: _Fragment, record: Record | None) -> None:
         """Let the next boundary apply what the replica is after ``record`` (None: it was loaded anew); the lock is held."""
         state.newest = _Pending.of(state.replica)
-        if record is None or record.entry == "version":
+        if record is None or record.makes_version:
             state.pending.append(replace(state.newest, record=record))
 
     async def _newest_replica(self, index: int, genesis: Genesis, check: bytes) -> Replica:
@@ -530,11 +567,11 @@ class Member:
         Raises:
             MessageError: the announcement asks for what the run's settings do not allow.
         """
-        settings, best = self.run.settings, self.run.settings.codec.offer_bits
+        settings, best = self.run.now.settings, self.run.settings.codec.offer_bits
         most = bandwidth.steps_between(settings, bandwidth.slowest(settings))
         if not settings.round.steps <= round_.steps <= most:
             raise MessageError(f"round every {round_.steps} steps, the run has one every {settings.round.steps} to {most}")
-        allowed, asked = bandwidth.precisions(best, settings), dict(round_.offer_bits)
+        allowed, asked = bandwidth.possible(best, settings), dict(round_.offer_bits)
         if not set(asked.values()) <= set(allowed):
             raise MessageError(f"round asks for offers of {asked} bits, the run has {allowed}")
         return asked.get(self.settings.region or "", best)
@@ -641,7 +678,7 @@ class Member:
     async def _pulse_regularly(self) -> None:
         while True:
             await self._send_pulse()
-            await asyncio.sleep(self.run.settings.liveness.pulse_s)
+            await asyncio.sleep(self.run.now.settings.liveness.pulse_s)
 
     async def _send_pulse(self) -> None:
         frame = messages.pack(self.pulse(), self.run.identity)
@@ -713,6 +750,7 @@ class Member:
             self._unseen = False
             if done is not None:
                 self._book(done)
+            self._take_changes()
             for state in self._fragments:
                 if not state.encoding:
                     applies += [(state.index, self._apply(state, pending)) for pending in self._take_pending(state)]
@@ -745,16 +783,11 @@ class Member:
         """The shares of the data that this learner holds now, and the batch at which each begins or goes on."""
         return self.shares.leased()
 
-    def schedule_tokens(self) -> int:
-        """Tokens that the learning rate goes by: those the newest applied version states, and own ones since."""
+    def moment(self) -> Moment:
+        """What the learning rate goes by: the tokens that the newest applied version states and own ones since."""
         with self._lock:
             stated, own = self._schedule
-            return stated + self.tokens - own
-
-    def warming_steps(self) -> int | None:
-        """Steps taken since the optimizer's state began fresh in a run under way; None if it did not."""
-        with self._lock:
-            return self._warming
+            return Moment(stated + self.tokens - own, self._budget, self._warming)
 
     def versions(self) -> list[int]:
         """By fragment: the version applied at the last boundary."""
@@ -965,7 +998,7 @@ class Member:
             applied = state.books.apply(record, pending.theta)
             merged = any(member.learner == self.settings.name for member in record.members)
             self.rounds_merged += merged
-            self.rounds_missed += not merged
+            self.rounds_missed += not merged and record.rolled_back is None
             stated = record.tokens_merged + record.tokens_lost
         if applied.forgotten:
             # none: the log was rewound to before this learner's first merged offer
@@ -993,11 +1026,13 @@ class Member:
     def _used_up(self) -> bool:
         if self.settings.role == "evaluator":
             return False
+        if any(state.newest.chain.closed for state in self._fragments):
+            return True  # whatever the budget is by now
         announced, own = self._announced
-        return announced + self.tokens - own >= self.run.settings.tokens
+        return announced + self.tokens - own >= self._budget
 
     def _steps_due(self, state: _Fragment) -> int:
-        settings = self.run.settings.round
+        settings = self.run.now.settings.round
         if state.books.base_version:
             return max(settings.steps, state.steps_between)
         return first_due_steps(settings, state.index, len(self._fragments))

@@ -2,8 +2,9 @@
 
 Keys: ``protocol`` (what members must speak), ``run`` (settings as JSON), ``map`` (the fragment map), ``member.<learner>``
 (admission), ``founder`` (who publishes version 0), ``genesis`` (the genesis record, where there are several logs), ``owners``
-(which syncer owns which fragments), ``shares`` (which learner holds which share of the data). All are written by
-compare-and-set or are idempotent, so that any member may do it, and a dead one is replaced.
+(which syncer owns which fragments), ``shares`` (which learner holds which share of the data), ``changes`` (what was changed
+since the run was created). All are written by compare-and-set or are idempotent, so that any member may do it, and a dead one
+is replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco import __version__
+from diloco.core import changes as listing
 from diloco.core import leases
+from diloco.core.changes import Action, Changes, Effective, in_force
 from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
 from diloco.core.leases import Shares
 from diloco.core.ownership import OwnersTable
@@ -54,13 +57,16 @@ class Protocol(msgspec.Struct, frozen=True):
     software: Software  # that made the run
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """A run as its members know it before they know its fragment map."""
 
     name: str
-    settings: RunSettings
+    settings: RunSettings  # that it was created with, for good
     registry: Bucket
+
+    def __post_init__(self) -> None:
+        self.now = Effective(self.settings)  # as far as this process has read the changes; diloco.following sets it
 
     @property
     def regions(self) -> bool:
@@ -301,6 +307,48 @@ async def set_shares(run: Run, table: Shares, revision: int) -> int:
     """
     value = table.pack()
     return await run.registry.update("shares", value, revision) if revision else await run.registry.create("shares", value)
+
+
+async def changes(run: Run) -> tuple[Changes, int]:
+    """What was changed since the run was created, and the key's revision (0: nothing was).
+
+    Raises:
+        FormatError, ChainError: the key holds no such list.
+    """
+    stored = await run.registry.get("changes")
+    if stored is None:
+        return Changes(run.identity), 0
+    return listing.unpack(stored[0], run.identity), stored[1]
+
+
+async def append_changes(
+    run: Run, decide: Callable[[Effective], Sequence[Action]], *, at_s: float, author: str, reason: str = ""
+) -> Changes:
+    """Append the actions that ``decide`` gives for what is in force, all of them or none; the list then.
+
+    ``decide`` is asked again where somebody else appended meanwhile.
+
+    Raises:
+        RunError, SettingsError: the list has no room for them, or what they lead to is not possible.
+        FormatError, ChainError: what is stored is no such list.
+    """
+    while True:
+        listed, revision = await changes(run)
+        effective = in_force(run.settings, listed.records)
+        actions = decide(effective)
+        for action in actions:
+            listed = listed.then(action, at_s=at_s, author=author, reason=reason)
+            effective = effective.after(listed.records[-1])
+        if not actions:
+            return listed
+        try:
+            if revision:
+                await run.registry.update("changes", listed.pack(), revision)
+            else:
+                await run.registry.create("changes", listed.pack())
+        except FenceError:
+            continue
+        return listed
 
 
 async def genesis(

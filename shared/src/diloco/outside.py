@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from diloco import membership, observe, rundir
+from diloco.core.changes import in_force
 from diloco.core.fragments import FragmentMap, unpack_map
 from diloco.embedded import CONTROL, server_name
 from diloco.errors import BrokerError, RunError
@@ -52,6 +53,47 @@ async def connect(directory: RunDirectory, name: str, give_up_after_s: float) ->
     identity = None if directory.identity is None else of_command(Path(directory.identity), directory.name)
     url, bulk_url = directory.nats_url, directory.nats_bulk_url or directory.nats_url
     return await NatsTransport.open(url, bulk_url, name, observe.get_logger(), give_up_after_s, identity)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A run on its own server."""
+
+    directory: RunDirectory
+    transport: NatsTransport
+    run: Run
+
+
+@asynccontextmanager
+async def reached(path: Path) -> AsyncIterator[Reached]:
+    """The run of a directory on its own server, to be asked or changed. ``run.now`` is what is in force.
+
+    Raises:
+        RunError: there is no run, it was not started yet, or is finished.
+        BrokerError: its server does not answer.
+    """
+    directory = rundir.load(path)
+    if directory.finished:
+        raise RunError(f"{path}: run {directory.name!r} is finished; its report is {directory.report}")
+    if not directory.nats_url:
+        raise RunError(f"{path}: run {directory.name!r} has not been started yet")
+    transport = await _live(directory)
+    if transport is None:
+        raise BrokerError(
+            f"{path}: the server of run {directory.name!r}, {directory.nats_url}, does not answer; start it again"
+        )
+    try:
+        yield Reached(directory, transport, await _run(transport, directory))
+    finally:
+        await transport.close()
+
+
+async def _run(transport: NatsTransport, directory: RunDirectory) -> Run:
+    """Raises FormatError, ChainError, SettingsError where the run's changes make no sense."""
+    registry = await transport.bucket(Subjects(directory.name).bucket, create=False)
+    run = Run(directory.name, directory.settings, registry)
+    run.now = in_force(run.settings, (await membership.changes(run))[0].records)
+    return run
 
 
 @asynccontextmanager

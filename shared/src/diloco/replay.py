@@ -24,13 +24,15 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from diloco import observe, tape, verify
+from diloco import membership, observe, tape, verify
 from diloco.core import codec
 from diloco.core import tape as events
 from diloco.core.bandwidth import BITS
 from diloco.core.books import Apply
+from diloco.core.changes import Changes, in_force
 from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap
+from diloco.core.schedule import Moment
 from diloco.core.tape import Life
 from diloco.errors import ChainError, RunError, SettingsError
 from diloco.log import Entry
@@ -61,8 +63,8 @@ class Model(Protocol):
     def tokens_per_batch(self) -> int:
         """Tokens of a step."""
 
-    def step(self, share: int, batch: int, schedule_tokens: int, warming_steps: int | None) -> None:
-        """Take an inner step on a batch, at the rate of so many tokens of the run and steps since the optimizer began anew."""
+    def step(self, share: int, batch: int, at: Moment) -> None:
+        """Take an inner step on a batch, at the learning rate of that moment."""
 
     def write(self, fragment: int, applied: Apply) -> None:
         """Write a version into the model."""
@@ -187,8 +189,21 @@ class Rerun(Member):
 
     def step_on(self, share: int, batch: int) -> None:
         """Take an inner step, and book it."""
-        self.model.step(share, batch, self.schedule_tokens(), self.warming_steps())
+        self.model.step(share, batch, self.moment())
         self.boundary(StepDone(self.model.tokens_per_batch, share, batch, None, 0.0, 0.0))
+
+    def change(self, changes: Changes, event: events.Changed) -> None:
+        """Go by so many of the run's changes.
+
+        Raises:
+            RunError: it does not have as many.
+        """
+        if event.changes > len(changes.records):
+            raise RunError(f"its tape goes by change {event.changes}, the run has {len(changes.records)}")
+        self._budget = in_force(self.run.settings, changes.records[: event.changes]).settings.tokens
+
+    def _take_changes(self) -> None:
+        return  # when is on the tape
 
     def begin_fresh(self) -> None:
         """The optimizer state begins anew in a run under way."""
@@ -235,6 +250,7 @@ class Folded:
     """A run's log, folded again; ``histories`` are empty unless they were to be kept."""
 
     run: Run
+    changes: Changes
     data: str | None
     logs: list[verify.FragmentLog]
     histories: list[History]
@@ -273,7 +289,8 @@ async def fold(directory: Path, fragment: int | None, *, keep: bool) -> Folded:
             if keep:
                 first = await outside.log.load_first(index, outside.genesis, outside.genesis_check)
                 histories.append(History(first.replica, entries))
-        return Folded(outside.run, outside.directory.data, logs, histories, time.perf_counter() - began_s)
+        changes, _ = await membership.changes(outside.run)
+        return Folded(outside.run, changes, outside.directory.data, logs, histories, time.perf_counter() - began_s)
 
 
 @dataclass(frozen=True)
@@ -340,6 +357,8 @@ async def _relive(folded: Folded, life: Life, make: MakeModel, kept: _Kept, want
         for place, event in enumerate(life.at.get(step, ())):
             if isinstance(event, events.Apply | events.Reload):
                 member.apply(event)
+            elif isinstance(event, events.Changed):
+                member.change(folded.changes, event)
             elif isinstance(event, events.Offer):
                 if not member.offer(event):
                     done.wrong = f"step {step}: offer {event.number} of fragment {event.fragment} is not the one on the tape"

@@ -200,7 +200,7 @@ def _note(message: Message, stored: list[_Stored], run: bytes) -> None:
             held.messages.append(message.sequence)
             if head:
                 record, _, _ = messages.unpack(message.data, Record, run)
-                if record.entry == "version":
+                if record.makes_version:
                     held.versions.append((message.sequence, record.version))
         elif head:
             keyframe, _, _ = messages.unpack(message.data, Keyframe, run)

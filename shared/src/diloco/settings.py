@@ -178,6 +178,20 @@ class RegionSettings(_Section):
         return self
 
 
+class QuarantineSettings(_Section):
+    """When a learner whose outer gradients are outliers takes part no more (off as long as ``factor`` is 0)."""
+
+    factor: float = Field(
+        0.0,
+        ge=0,
+        le=1e9,
+        description="an offer is an outlier above so many times the median norm of the other learners' recent ones; 0: never",
+    )
+    offers: int = Field(
+        1, ge=1, le=1000, description="so many outliers of one fragment in a row, and its learner is quarantined"
+    )
+
+
 class TaskSettings(_Section):
     """What is trained: a built-in task or the user's own `package.module:attribute`."""
 
@@ -196,7 +210,7 @@ class TaskSettings(_Section):
 
 
 # how the run is spread over machines and links, how its log is kept, and when somebody counts as gone
-DEPLOYMENT = ("shards", "log", "liveness", "regions")
+DEPLOYMENT = ("shards", "log", "liveness", "regions", "quarantine")
 
 
 class RunSettings(_Section):
@@ -218,6 +232,7 @@ class RunSettings(_Section):
     log: LogSettings = LogSettings()
     liveness: LivenessSettings = LivenessSettings()
     regions: RegionSettings = RegionSettings()
+    quarantine: QuarantineSettings = QuarantineSettings()
     task: TaskSettings = TaskSettings()
 
     @model_validator(mode="after")
@@ -231,6 +246,10 @@ class RunSettings(_Section):
             raise ValueError(
                 "regions.merge with merge.against = current: the owner takes each offer against its own newest version, and of "
                 "offers that are merged already it could not; set merge.against = base"
+            )
+        if self.regions.merge and self.quarantine.factor:
+            raise ValueError(
+                "quarantine.factor with regions.merge: an owner sees no norms of offers that are merged before; set one of them"
             )
         if self.outer.optimizer == "adamw":
             self._gradients_alone()
@@ -367,7 +386,7 @@ def _overridden(values: dict[str, Any], overrides: Mapping[str, Any], source: st
     return parse(RunSettings, values, source)
 
 
-def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
+def parse_assignments(assignments: Sequence[str], source: str = "--set") -> dict[str, Any]:
     """``["round.steps=12", "merge.method=rda"]`` as a mapping; values are TOML where they parse as such, else text.
 
     Raises:
@@ -377,7 +396,7 @@ def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
     for item in assignments:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
-            raise SettingsError(f"--set {item}: expected KEY=VALUE, for example round.steps=12")
+            raise SettingsError(f"{source} {item}: expected KEY=VALUE, for example round.steps=12")
         try:
             values[key.strip()] = tomllib.loads(f"v = {text}")["v"]
         except (ValueError, RecursionError):

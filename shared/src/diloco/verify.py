@@ -25,15 +25,16 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from diloco import tape
+from diloco import membership, tape
 from diloco.core import merging
 from diloco.core import tape as events
 from diloco.core.chain import Chain
+from diloco.core.changes import in_force
 from diloco.core.fold import Replica
 from diloco.core.ledger import Ledger
 from diloco.core.round import Held
 from diloco.core.tape import Life
-from diloco.errors import ChainError, HashError, MessageError, RunError
+from diloco.errors import ChainError, HashError, MessageError, RunError, SettingsError
 from diloco.log import Entry, Loaded
 from diloco.outside import Outside, opened
 from diloco.wire.messages import Combined, Member, Offer, Record
@@ -110,9 +111,11 @@ async def check(path: Path) -> Verdict:
         merges = [_Remade(outside, fragment.index) if archived else None for fragment in outside.map.fragments]
         logs = [await read(outside, index, enter, again) for index, again in enumerate(merges)]
         tapes, problems = tape.load_all(path, outside.run.identity)
+        changes = await _changes(outside)
     lives, unreadable = _lives(tapes)
     checks = [
         _log(logs, outside.live),
+        changes,
         _keyframes(logs),
         _merges(merges),
         _tapes(tapes, problems + unreadable),
@@ -191,7 +194,7 @@ def _fold(found: FragmentLog, replica: Replica, entry: Entry, folded: Callable[[
         found.passed_over.append(str(error))
         return
     folded(entry)
-    found.versions += entry.record.entry == "version"
+    found.versions += entry.record.makes_version
     found.members += [(entry.record.version, member) for member in entry.record.members]
 
 
@@ -213,6 +216,8 @@ class _Remade:
     async def redo(self, replica: Replica, entry: Entry) -> None:
         """Compare an entry that is about to be folded into ``replica`` with what its owner's merge must have given."""
         record, chain = entry.record, replica.chain
+        if record.rolled_back is not None:  # nothing is left over of what it undid, and no offer is taken against that
+            self._residuals, self._older = [np.zeros(self.fragment.size, np.float32)], {}
         if record.entry == "takeover":
             zeros = np.zeros(self.fragment.size, np.float32)
             kept = self._keyframe is not None and self._keyframe.replica.chain.version == chain.version
@@ -328,6 +333,17 @@ def _log(logs: Sequence[FragmentLog], live: bool) -> Check:
     if open_:
         found += f"; {open_} of the logs are not closed" + (" yet" if live else "")
     return Check("log", "holds", found)
+
+
+async def _changes(outside: Outside) -> Check:
+    """The list of what was changed since the run was created: its chain, and what follows from it."""
+    try:
+        listed, _ = await membership.changes(outside.run)
+        in_force(outside.run.settings, listed.records)
+    except (MessageError, SettingsError) as error:
+        return Check("changes", "fails", str(error))
+    count = len(listed.records)
+    return Check("changes", "holds", f"{count} changes follow one another" if count else "nothing was changed")
 
 
 def _keyframes(logs: Sequence[FragmentLog]) -> Check:

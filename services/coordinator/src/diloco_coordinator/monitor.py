@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.core import ranges
+from diloco.core.changes import Effective
 from diloco.core.fragments import FragmentMap
 from diloco.core.leases import Shares, Steward
 from diloco.core.ledger import Ledger
@@ -38,7 +39,8 @@ class Monitor:
     """The coordinator's picture of a run; ``now_s`` is always seconds since the run began."""
 
     def __init__(self, name: str, settings: RunSettings, fragment_map: FragmentMap, nats_url: str) -> None:
-        self.name, self.settings, self.map, self.nats_url = name, settings, fragment_map, nats_url
+        self.name, self.map, self.nats_url = name, fragment_map, nats_url
+        self.now = Effective(settings)
         self.learners: dict[str, _Learner] = {}
         self.past: dict[str, dict[str, Any]] = {}  # what an earlier process of this run knew of its learners
         self.merged: dict[str, dict[int, tuple[int, int]]] = {}  # by learner and fragment: versions and tokens
@@ -49,6 +51,7 @@ class Monitor:
         self.crossing: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
         self.validation: list[tuple[float, int, float]] = []
         self.merges: list[dict[str, Any]] = []
+        self.rollbacks: dict[int, dict[str, Any]] = {}  # by the number of the change that asked for it
         self.versions = [0] * len(fragment_map.fragments)
         self.tokens = [0] * len(fragment_map.fragments)
         self.owners = [""] * len(fragment_map.fragments)
@@ -58,7 +61,17 @@ class Monitor:
         self.ends: dict[int, int] = {}  # by share of the data: the batch after the last one merged
         self._drawn: set[tuple[int, int]] = set()  # merges of an earlier process: (fragment, version)
 
+    @property
+    def settings(self) -> RunSettings:
+        """Those that are in force."""
+        return self.now.settings
+
     # ---- what comes in
+
+    def change(self, now: Effective) -> None:
+        """Go by what is in force now."""
+        self.now = now
+        self.steward.lease_s, self.presence.away_s = now.settings.liveness.lease_s, now.settings.regions.away_s
 
     def hear(self, pulse: Pulse, now_s: float) -> None:
         """Take in a learner's or an evaluator's pulse."""
@@ -68,7 +81,8 @@ class Monitor:
                 self.validation.append((now_s, self.tokens_merged(), pulse.loss))
             return
         self.ledger.train((pulse.learner, pulse.incarnation), pulse.trained, pulse.batch_tokens)
-        self.steward.hear(pulse, now_s)
+        if pulse.learner not in self.now.ejected:  # its data is for others
+            self.steward.hear(pulse, now_s)
         self._place(pulse.learner, pulse.region)
         known = self.learners.get(pulse.learner)
         if known is None:
@@ -109,9 +123,14 @@ class Monitor:
         self.owners[index] = record.syncer
         if record.closing:
             self.closed.add(index)
-        if record.entry != "version" or record.version <= self.versions[index]:
+        if not record.makes_version or record.version <= self.versions[index]:
             return
         self.versions[index], self.tokens[index] = record.version, record.tokens_merged
+        if record.rolled_back is not None:  # of its fragments the first
+            change, version = record.rolled_back.change, record.rolled_back.to_version
+            told = {"wall_s": round(now_s, 3), "tokens": self.tokens_processed(), "change": change, "to_version": version}
+            self.rollbacks.setdefault(change, told)
+            return
         self.ledger.merge(record)
         self.ends = ranges.ends((held for member in record.members for held in member.data), self.ends)
         for member in record.members:
@@ -206,6 +225,9 @@ class Monitor:
             "rounds": sum(pulse.rounds for pulse, _ in self.shards.values()),
             "eta_s": left / rate if rate > 0 else None,
             "nats_url": self.nats_url,
+            "changes": self.now.number,
+            "ejected": {name: change.label for name, change in sorted(self.now.ejected.items())},
+            "quarantined": {name: change.label for name, change in sorted(self.now.quarantined.items())},
             "learners": {name: self._learner(learner, now_s) for name, learner in sorted(self.learners.items())},
             "shards": {name: _shard(pulse, now_s - seen_s) for name, (pulse, seen_s) in sorted(self.shards.items())},
             "fragments": [
@@ -238,6 +260,7 @@ class Monitor:
             "shards": {name: _shard(pulse, now_s - seen_s) for name, (pulse, seen_s) in sorted(self.shards.items())},
             "validation": [list(point) for point in self.validation],
             "merges": self.merges,
+            "rollbacks": list(self.rollbacks.values()),
             "places": self.places,
             "absences": [[absence.region, absence.from_s, absence.to_s] for absence in self.presence.absences()],
             "crossing": [
@@ -261,6 +284,8 @@ class Monitor:
             int(learner["tokens"])
             _points(learner)
             _activity_of(learner)
+        # those that an older version wrote know of none
+        rollbacks = {int(told["change"]): dict(told) for told in series.get("rollbacks", ())}
         places = {str(member): str(region) for member, region in series["places"].items()}
         absences = [Absence(str(region), float(a), None if b is None else float(b)) for region, a, b in series["absences"]]
         crossing: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
@@ -269,7 +294,7 @@ class Monitor:
             places[str(syncer)]  # where it is, or the series are damaged
         self._drawn = {(merge["fragment"], merge["version"]) for merge in merges}
         self.presence.resume(absences, float(series["wall_s"]))
-        self.places, self.crossing = places, crossing
+        self.places, self.crossing, self.rollbacks = places, crossing, rollbacks
         self.ledger, self.validation, self.past, self.merges = ledger, validation, past, merges
 
     def _learner(self, learner: _Learner, now_s: float) -> dict[str, Any]:

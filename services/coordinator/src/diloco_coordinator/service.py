@@ -14,6 +14,7 @@ from diloco import __version__, membership, observe, service
 from diloco.core import tape as events
 from diloco.core.leadership import Leadership
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RewoundError
+from diloco.following import Follower
 from diloco.log import heads
 from diloco.membership import Run
 from diloco.metrics import Exporter
@@ -57,6 +58,7 @@ class Coordinator:
         self.subjects = Subjects(run.name)
         self.refused: Counted = Counted(log)
         self._versions = Counted(log, "version_differs")
+        self.follower = Follower(transport, run, log, self._change)
         self.file = settings.state_dir / "series.json"
         self._clock = asyncio.get_running_loop().time
         self._began_s = self._clock()
@@ -150,11 +152,13 @@ class Coordinator:
         """Watch the run until it is finished."""
         self._began_s = self._clock()
         fragment_map = await patiently(partial(membership.find_map, self.run), self.log)
+        await patiently(self.follower.look, self.log)
         monitor = Monitor(self.run.name, self.run.settings, fragment_map, self.settings.nats_url)
+        monitor.change(self.run.now)
         self._resume(monitor)
         self.monitor = monitor
         async with asyncio.TaskGroup() as group:
-            work = (self._follow(monitor), self._save_regularly(), self._assign_shares(monitor))
+            work = (self._follow(monitor), self._save_regularly(), self._assign_shares(monitor), self.follower.follow())
             tasks = [group.create_task(task) for task in work]
             try:
                 await self._until_finished(monitor)
@@ -166,6 +170,10 @@ class Coordinator:
         while monitor.state != "finished":
             await asyncio.sleep(0.1)
         await asyncio.sleep(LAST_PULSES_S)
+
+    def _change(self) -> None:
+        if self.monitor is not None:
+            self.monitor.change(self.run.now)
 
     def now_s(self) -> float:
         """Seconds since the run began, as far as it was watched."""

@@ -13,7 +13,7 @@ import jax
 import optax
 
 from diloco.core.outer import EPSILON
-from diloco.core.schedule import scheduled_rate
+from diloco.core.schedule import Moment, scheduled_rate
 from diloco.settings import RunSettings
 
 
@@ -34,16 +34,15 @@ def optimizer(settings: RunSettings) -> optax.GradientTransformation:
     )
 
 
-def learning_rate(settings: RunSettings, tokens_done: int, warming_steps: int | None = None) -> float:
-    """The rate of a step after the run's ``tokens_done``; 1 where the step is the gradient.
+def learning_rate(settings: RunSettings, at: Moment) -> float:
+    """The rate of a step; 1 where the step is the gradient.
 
-    ``warming_steps`` are those that a learner has taken since its optimizer's state began fresh in mid-run (None: it did not):
-    its rate rises over ``restart_warmup_steps`` of its own.
+    Where a learner's optimizer state began fresh in mid-run, its rate rises over ``restart_warmup_steps`` of its own.
     """
     if settings.outer.optimizer == "adamw":
         return 1.0
     inner = settings.inner
-    rate = scheduled_rate(inner, tokens_done, settings.tokens)
-    if warming_steps is None or warming_steps >= inner.restart_warmup_steps:
+    rate = scheduled_rate(inner, at.tokens, at.budget)
+    if at.warming_steps is None or at.warming_steps >= inner.restart_warmup_steps:
         return rate
-    return rate * (warming_steps + 1) / (inner.restart_warmup_steps + 1)
+    return rate * (at.warming_steps + 1) / (inner.restart_warmup_steps + 1)

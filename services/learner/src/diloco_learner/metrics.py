@@ -51,7 +51,7 @@ class ObservedMember:
 
     def __init__(self, member: Member, transport: NatsTransport, labels: Mapping[str, str]) -> None:
         self.member, self.transport, self.labels = member, transport, labels
-        self.quiet_s = max(SILENT_S, LATE_PULSES * member.run.settings.liveness.pulse_s)
+        self.quiet_s = max(SILENT_S, LATE_PULSES * member.run.now.settings.liveness.pulse_s)
 
     def waits_for(self) -> str | None:
         if self.member.state in WORKING:

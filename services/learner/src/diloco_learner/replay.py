@@ -17,6 +17,7 @@ from diloco.core import tape
 from diloco.core.books import Apply
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.core.leases import data_of
+from diloco.core.schedule import Moment
 from diloco.settings import LearnerSettings, RunSettings
 from diloco_learner.inner import learning_rate
 from diloco_learner.island import Island
@@ -60,13 +61,13 @@ class Redo:
     def tokens_per_batch(self) -> int:
         return self.task.tokens_per_batch
 
-    def step(self, share: int, batch: int, schedule_tokens: int, warming_steps: int | None) -> None:
-        rate = learning_rate(self.settings, schedule_tokens, warming_steps)
+    def step(self, share: int, batch: int, at: Moment) -> None:
+        rate = learning_rate(self.settings, at)
         self.island.step(self._batch(share, batch), rate).wait()
 
     def write(self, fragment: int, applied: Apply) -> None:
         keep = None if applied.reference is None else (applied.reference, applied.factor)
-        alpha = 0.0 if applied.loaded else self.settings.apply.alpha
+        alpha = 0.0 if applied.anew else self.settings.apply.alpha
         self.island.write(self.map.fragments[fragment], applied.theta, keep, alpha)
 
     def read(self, fragment: int) -> NDArray[np.float32]:

@@ -105,8 +105,7 @@ class Trainer:
                 if boundary.stop:
                     self._ended_s = None  # what comes after the budget is nobody's blocked time
                 continue
-            done, warming = self.member.schedule_tokens(), self.member.warming_steps()
-            rate = learning_rate(self.settings, done, warming)
+            rate = learning_rate(self.settings, self.member.moment())
             output = self.island.step(batch.data, rate)
             began_s = time.perf_counter()
             self._boundary.add(began_s - opened_s)
@@ -127,7 +126,7 @@ class Trainer:
         """Write the versions of a boundary into the island, and hand readers to the member."""
         for fragment, applied in boundary.applies:
             keep = None if applied.reference is None else (applied.reference, applied.factor)
-            alpha = 0.0 if applied.loaded else self.settings.apply.alpha
+            alpha = 0.0 if applied.anew else self.settings.apply.alpha
             self.island.write(self.member.map.fragments[fragment], applied.theta, keep, alpha)
         for fragment in boundary.reads:
             self.member.submit(fragment, self.island.read(self.member.map.fragments[fragment]).to_host)

@@ -84,8 +84,9 @@ class Collector:
         )
         self.subjects = Subjects(run.name)
         self.learners: set[str] = set()  # whose offers come from here
-        self._precisions = bandwidth.precisions(run.settings.codec.offer_bits, run.settings)
+        self._precisions = bandwidth.possible(run.settings.codec.offer_bits, run.settings)
         self._takers: dict[int, Taker] = {}
+        self._again = False
         self.combined = False  # whether combined offers are read, and no others
         self._parts: dict[int, Parts] = {}  # by fragment; of bodies whose heads have not come yet
         self._readings: list[_Reading] = []
@@ -97,9 +98,11 @@ class Collector:
         What was held for a fragment that was let go of is not; the stream has every learner's latest. ``combined``: read what
         the region's syncer has made of them in their place.
         """
-        if takers == self._takers and combined == self.combined:
+        if takers == self._takers and combined == self.combined and not self._again:
             return
         await self.stop()
+        if self._again:
+            self._takers, self._again = {}, False
         kept = [index for index in takers if self._takers.get(index) is takers[index] and combined == self.combined]
         before = [reading.read for reading in self._readings if reading.fragments.intersection(kept)]
         read = None if None in before else min(filter(None, before), key=lambda stored: stored.sequence, default=None)
@@ -108,6 +111,10 @@ class Collector:
         self._parts = {index: self._parts.get(index, Parts()) if index in kept else Parts() for index in takers}
         self._start(kept, read, group)
         self._start(takers.keys() - set(kept), None, group)
+
+    def again(self) -> None:
+        """What is read next is read from its beginning: of what was refused, something may be wanted by now."""
+        self._again = True
 
     def replace(self, owned: Owned) -> None:
         """The fragment begins again without the offers that have been read."""
@@ -193,12 +200,13 @@ class Collector:
         """The content of an offer that is as it should be; None if it is of no use."""
         # a learner stops when what it last heard of the others and its own make up the budget; what it heard, and when, may be
         # late, so it may have done the budget twice, and the step that it was in
-        most = 2 * self.run.settings.tokens + MAX_STEP_TOKENS
+        budget = self.run.now.settings.tokens
+        most = 2 * budget + MAX_STEP_TOKENS
         for member in offer.members:
             if offer.bits not in self._precisions or member.tokens > most or member.steps > member.tokens:
                 raise FormatError(
                     f"{what}: {offer.bits} bits, {member.steps} steps, {member.tokens} tokens; the run has "
-                    f"{' or '.join(map(str, self._precisions))} bits and {self.run.settings.tokens} tokens in all"
+                    f"{' or '.join(map(str, self._precisions))} bits and {budget} tokens in all"
                 )
         pieces = parts.take(sender, offer.body)
         if pieces is None:

@@ -49,11 +49,18 @@ class Combiner:
         self.transport, self.run, self.map, self.log = transport, run, fragment_map, log
         self.syncer, self.incarnation, self.region = syncer, incarnation, region
         self.subjects = Subjects(run.name)
-        self.roster = Roster(run.settings)
+        self.roster = Roster(run.now.settings)
         self.gathered: dict[int, Gathered] = {}
         self.news = asyncio.Event()
         self._chains: dict[int, Chain] = {}  # of all fragments that are followed, as of their newest entry
         self._numbers: Counter[int] = Counter()  # by fragment: of the newest combined offer
+
+    def change(self, barred: frozenset[str]) -> None:
+        """Go by what is in force now, and without these learners."""
+        self.roster.change(self.run.now.settings, barred)
+        for gathered in self.gathered.values():
+            gathered.round.changed()
+        self.news.set()
 
     def serve(self, fragments: Collection[int]) -> None:
         """Combine the offers of these fragments, and of no others."""
@@ -61,7 +68,7 @@ class Combiner:
 
     def _begin(self, index: int) -> Gathered:
         fragment = self.map.fragments[index]
-        gathered = Gathered(fragment, Combining(self.run.settings, self.roster, fragment))
+        gathered = Gathered(fragment, Combining(self.roster, fragment))
         if index in self._chains:
             self._follow(gathered, self._chains[index], None)
         return gathered

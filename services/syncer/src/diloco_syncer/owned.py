@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from diloco.core import fold
 from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment
+from diloco.core.outliers import Norms
 from diloco.core.round import Round
 from diloco_syncer.replication import Replication
 
@@ -34,7 +35,9 @@ class Owned:
     checked_at_s: float = -math.inf  # when the fence was last known to be right
     announced_at_s: float = -math.inf
     busy: bool = False  # a version is being made, or the fragment handed over
+    failed_change: int = 0  # number of the newest change that was to roll it back, and for which the log has no state any more
     keyframes: list[int] = field(default_factory=list)  # sequences of all that stay, the oldest first; empty: not known yet
+    norms: Norms = field(default_factory=Norms)  # of its offers
     older: dict[int, Vector] = field(default_factory=dict)  # parameters by version, where merges need them
 
     @property

@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from diloco import __version__, membership
+from diloco import __version__, following, membership
 from diloco.core import fold, merging
 from diloco.core import tape as events
 from diloco.core.bandwidth import Bandwidth, Seen
+from diloco.core.changes import Effective, Quarantine
 from diloco.core.fragments import FragmentMap
+from diloco.core.outliers import Outlier, norm_of
 from diloco.core.ownership import Ownership, OwnersTable
 from diloco.core.retention import keyframes_kept
 from diloco.core.round import Merge, Roster, Round
@@ -31,9 +33,12 @@ from diloco.errors import (
     FormatError,
     MessageError,
     NonFiniteError,
+    RewoundError,
     RunError,
+    SettingsError,
     StorageFullError,
 )
+from diloco.following import Follower
 from diloco.log import Log
 from diloco.membership import Run
 from diloco.metrics import Histogram
@@ -44,7 +49,7 @@ from diloco.tape import Recorder, Unrecorded
 from diloco.tasks import end
 from diloco.transport import Fence, Heard, Transport
 from diloco.wire import messages
-from diloco.wire.messages import Announcement, Mark, Pulse, Record, ShardPulse
+from diloco.wire.messages import Announcement, Mark, Offer, Pulse, Record, ShardPulse
 from diloco_syncer.collector import Collector, Taker
 from diloco_syncer.combiner import Combiner
 from diloco_syncer.copies import Copies, Copy
@@ -53,6 +58,7 @@ from diloco_syncer.regions import Connect, Regions
 from diloco_syncer.replication import OutbidError, Replication
 
 ANNOUNCE_EVERY_S = 0.25
+OUTLIER = "its outer gradients are outliers"
 STORAGE_RETRY_S = 1.0
 SLOW_ROUND_S = 2.0  # a round that is open for so long is checked as often
 TAKEOVERS_AT_ONCE = 8
@@ -85,14 +91,16 @@ class Shard:
         self.store = Log(transport, run.name, run.identity, fragment_map, run.settings)
         self.subjects = self.store.subjects
         self.refused = Counted(log)
-        self.roster = Roster(run.settings)
+        self.roster = Roster(run.now.settings)
         sizes = [fragment.size for fragment in fragment_map.fragments]
         incarnation, takeover_s = int(transport.wall_s() * 1000), run.settings.liveness.takeover_s
         region, away_s = settings.region or "", run.settings.regions.away_s
         self.ownership = Ownership(settings.name, incarnation, sizes, run.settings.shards, takeover_s, region, away_s)
         self.regions: Regions | None = None
-        others = [name for name in run.settings.regions.names if name != region] if run.settings.adapts else []
-        self.bandwidth = Bandwidth(run.settings, others)
+        self._fit_to = [name for name in run.settings.regions.names if name != region] if run.settings.adapts else []
+        self.bandwidth = Bandwidth(run.settings, self._fit_to)
+        self.follower = Follower(transport, run, log, self._change)
+        self._suspects: dict[str, Outlier] = {}  # by learner: whose quarantine is not on record yet
         if run.regions:
             self.regions = Regions(region, self.store, run, fragment_map, connect or {})
         self.owned: dict[int, Owned] = {}
@@ -118,13 +126,14 @@ class Shard:
         Raises:
             RunError: a younger process goes by this one's name.
         """
+        await patiently(self.follower.look, self.log)
         await self.transport.subscribe(self.subjects.shard(), self._hear_shard)
         await self.transport.subscribe(self.subjects.pulse(), self._hear_pulse)
         await self.transport.subscribe(self.subjects.mark, self._hear_mark)
         if self.combiner is not None:
             await self.transport.subscribe(self.subjects.round(), self._hear_round)
         async with asyncio.TaskGroup() as group:
-            pulsing = group.create_task(self._pulse_regularly())
+            pulsing, following = group.create_task(self._pulse_regularly()), group.create_task(self.follower.follow())
             if self.regions is not None:
                 await self._begin_regions(self.regions, group)
             genesis = await patiently(partial(membership.genesis, self.run, self.store, None, list, self.log), self.log)
@@ -136,7 +145,7 @@ class Shard:
                 await self._run_rounds(group)
             await end(governing, checking, combining)
             await self._settle_regions()
-            await end(pulsing, self._following, self._reaching, self._fitting)
+            await end(pulsing, following, self._following, self._reaching, self._fitting)
             for collector in self._collectors.values():
                 await collector.stop()
             if self.regions is not None:
@@ -185,7 +194,7 @@ class Shard:
                 regions.appends[region].broken(now_s)
                 for replication in self._replications():
                     replication.away(region)
-            cycle_s = self.run.settings.round.steps * self.roster.step_s(now_s)
+            cycle_s = self.run.now.settings.round.steps * self.roster.step_s(now_s)
             for change in self.bandwidth.look(now_s, cycle_s, seen):
                 self.log.info(
                     "bandwidth_changed",
@@ -209,6 +218,25 @@ class Shard:
         # a learner's newer offer replaces its older one: what waits to be read does not grow, and its age says little
         offers = Seen(collector.transport.incoming, crossing * values, 0.0)
         return offers, Seen(regions.appends[region].moved, values, age_s)
+
+    def _change(self) -> None:
+        """Go by what is in force now."""
+        settings, before = self.run.now.settings, self.roster.settings
+        barred = self.run.now.barred.union(self._suspects)
+        if barred != self.roster.barred:
+            for collector in self._collectors.values():
+                collector.again()
+        self.roster.change(settings, barred)
+        self.ownership.shards, self.ownership.takeover_s = settings.shards, settings.liveness.takeover_s
+        self.ownership.away_s = settings.regions.away_s
+        if (settings.round, settings.regions) != (before.round, before.regions):
+            self.bandwidth = Bandwidth(settings, self._fit_to)  # it finds out anew what the links have room for
+        for owned in self.owned.values():
+            owned.round.changed()
+        if self.combiner is not None:
+            self.combiner.change(barred)
+        self._governed.set()
+        self._news.set()
 
     def _replications(self) -> list[Replication]:
         """Of the fragments that are owned here, in a run with regions."""
@@ -395,7 +423,7 @@ class Shard:
         if not self.ownership.keeps(index, asyncio.get_running_loop().time()):
             return
         size = fold.keyframe_bytes(copy.replica.theta.size, copy.replica.optimizer.moments)
-        if copy.log_bytes < self.run.settings.log.keyframe_factor * size:
+        if copy.log_bytes < self.run.now.settings.log.keyframe_factor * size:
             return
         try:
             fence = Fence(self.subjects.record(index), chain.sequence)
@@ -405,7 +433,7 @@ class Shard:
             return
         copy.keyframe_version, copy.log_bytes = chain.version, 0
         self.log.info("keyframe_stored", fragment=index, version=chain.version)
-        kept = keyframes_kept(self.run.settings.log, self.map.parameters, copy.replica.optimizer.moments)
+        kept = keyframes_kept(self.run.now.settings.log, self.map.parameters, copy.replica.optimizer.moments)
         sequences = await patiently(partial(self.store.keyframe_sequences, index), self.log)
         if len(sequences) > kept:
             await patiently(partial(self.store.purge_below, index, sequences[-kept]), self.log)
@@ -449,7 +477,7 @@ class Shard:
                 self.map.fragments[index],
                 copy.replica,
                 np.zeros_like(copy.replica.theta) if copy.residual is None else copy.residual,
-                Round(self.run.settings, self.roster, chain, len(self.map.fragments)),
+                Round(self.roster, chain, len(self.map.fragments)),
                 copy.keyframe_sequence,
                 copy.keyframe_version,
                 copy.fence,
@@ -474,7 +502,7 @@ class Shard:
             record = merging.make_marker(
                 owned.replica,
                 "takeover",
-                self.run.settings,
+                self.run.now.settings,
                 syncer=self.settings.name,
                 epoch=owned.replication.epoch if owned.replication else None,
                 now_s=self.transport.wall_s(),
@@ -584,6 +612,11 @@ class Shard:
                 if owned.busy:
                     continue
                 round_, now_s = owned.round, clock()
+                order = self._order(owned)
+                if order is not None:
+                    owned.busy = True
+                    group.create_task(self._roll_back(owned, *order))
+                    continue
                 if round_.due(now_s, self.bandwidth.steps):
                     round_.open(now_s)
                     self.rounds += 1
@@ -621,6 +654,13 @@ class Shard:
     async def _commit(self, owned: Owned, merge: Merge, group: asyncio.TaskGroup) -> None:
         index = owned.fragment.index
         try:
+            outliers = await self._outliers(owned, merge)
+            if outliers:
+                owned.round.without({outlier.learner for outlier in outliers})
+                self._suspects.update({outlier.learner: outlier for outlier in outliers})
+                self._change()
+                group.create_task(self._quarantine(index, outliers))
+                return
             if merge.held:
                 await self._archive(merge)
                 record, inline, parts = await asyncio.to_thread(self._merge, owned, merge)
@@ -628,7 +668,7 @@ class Shard:
                 record = merging.make_marker(
                     owned.replica,
                     "close",
-                    self.run.settings,
+                    self.run.now.settings,
                     syncer=self.settings.name,
                     now_s=self.transport.wall_s(),
                 )
@@ -672,9 +712,81 @@ class Shard:
             owned.busy = False
             self._news.set()
 
+    async def _outliers(self, owned: Owned, merge: Merge) -> list[Outlier]:
+        """Learners whose offers are not to be merged any more, since they are outliers."""
+        settings = self.run.now.settings.quarantine
+        if not settings.factor:
+            return []
+        live = {seen.pulse.learner for seen in self.roster.live(asyncio.get_running_loop().time())}
+        judged = []
+        for item in merge.held:
+            assert isinstance(item.offer, Offer), "the settings refuse this together with combined offers"
+            norm = await asyncio.to_thread(norm_of, item.body, owned.fragment.size, item.offer.bits)
+            judged.append((item.offer, norm))
+        return owned.norms.judge(judged, live, settings)
+
+    async def _quarantine(self, index: int, outliers: Sequence[Outlier]) -> None:
+        """Put on record who is barred here already."""
+
+        def decide(now: Effective) -> list[Quarantine]:
+            return [Quarantine(o.learner, index, o.norm, o.threshold) for o in outliers if o.learner not in now.barred]
+
+        append = partial(following.append, self.transport, self.run, decide, author=self.settings.name, reason=OUTLIER)
+        try:
+            await patiently(append, self.log)
+            await patiently(self.follower.look, self.log)
+        except (MessageError, RunError, SettingsError) as error:  # the list has no room, or is none
+            self.log.error("quarantine_not_recorded", learners=[o.learner for o in outliers], reason=str(error))
+            return
+        for outlier in outliers:
+            self._suspects.pop(outlier.learner, None)
+        self._change()
+
+    def _order(self, owned: Owned) -> tuple[int, int] | None:
+        """The change of the run by which a fragment is to go back now, and to which version."""
+        change, version = self.run.now.rollbacks.get(owned.fragment.index, (0, 0))
+        due = change > owned.failed_change and owned.replica.chain.must_go_back(change, version)
+        return (change, version) if due else None
+
+    async def _roll_back(self, owned: Owned, change: int, version: int) -> None:
+        """Take a fragment back to an earlier version, as a version of its own that everybody folds like any other."""
+        index = owned.fragment.index
+        try:
+            past = await patiently(partial(self.store.state_at, index, version, *self._copies.genesis), self.log)
+            record, inline, parts = await asyncio.to_thread(
+                merging.make_rollback,
+                owned.replica,
+                owned.residual,
+                past,
+                change,
+                self.run.now.settings,
+                syncer=self.settings.name,
+                attempt=self.transport.random_bytes(messages.ATTEMPT_BYTES),
+                now_s=self.transport.wall_s(),
+            )
+            await self._append(owned, record, inline, parts)
+        except RunError as error:
+            # it was there when the change was ordered: somebody has dropped it since
+            self.log.error("rollback_failed", fragment=index, change=change, reason=str(error))
+            owned.failed_change = change
+        except (FenceError, RewoundError) as error:
+            self.log.warning("version_fenced", fragment=index, version=owned.round.version, reason=str(error))
+            self.ownership.distrust()
+            await self._let_go(owned)
+        else:
+            owned.older.clear()
+            owned.round.committed(asyncio.get_running_loop().time())
+            self.versions += 1
+            size_bytes = record.body.size_bytes if record.body else 0
+            self.log.warning("rolled_back", fragment=index, version=record.version, to_version=version, bytes=size_bytes)
+            await self._keyframe(owned)
+        finally:
+            owned.busy = False
+            self._news.set()
+
     def _merge(self, owned: Owned, merge: Merge) -> tuple[Record, bytes, list[bytes]]:
         """Runs in a thread: nobody else touches the fragment while it is busy."""
-        settings, replica = self.run.settings, owned.replica
+        settings, replica = self.run.now.settings, owned.replica
         if settings.merge.against == "current":
             owned.older[replica.chain.version] = replica.theta.copy()
             oldest = replica.chain.version - settings.round.max_staleness_versions
@@ -749,12 +861,12 @@ class Shard:
 
     async def _keyframe(self, owned: Owned) -> None:
         spoilt = any(sequence > owned.keyframe_sequence for sequence in owned.refused)
-        if not spoilt and owned.log_bytes < self.run.settings.log.keyframe_factor * owned.keyframe_bytes:
+        if not spoilt and owned.log_bytes < self.run.now.settings.log.keyframe_factor * owned.keyframe_bytes:
             return
         if not await self._store_keyframe(owned):
             return
         index, moments = owned.fragment.index, owned.replica.optimizer.moments
-        kept = keyframes_kept(self.run.settings.log, self.map.parameters, moments)
+        kept = keyframes_kept(self.run.now.settings.log, self.map.parameters, moments)
         if owned.keyframes:
             owned.keyframes.append(owned.keyframe_sequence)
         else:

@@ -99,6 +99,11 @@ def precisions(best: Bits, settings: RunSettings) -> list[Bits]:
     return [bits for bits in BITS if bits == best or least <= bits < best]
 
 
+def possible(best: Bits, settings: RunSettings) -> list[Bits]:
+    """The same, whatever ``regions.min_bits`` is at the moment: it may be changed while offers are on their way."""
+    return [bits for bits in BITS if bits == best or (settings.adapts and bits < best)]
+
+
 def slowest(settings: RunSettings) -> float:
     """The longest cycle that a run may have, in times ``round.steps``."""
     # whoever waits for a version after round.steps takes no step that a later round could wait for

@@ -48,7 +48,6 @@ def bits_of(held: Sequence[Own]) -> Bits:
 class Combining:
     """One fragment's answers in a region. ``roster`` has the region's learners alone."""
 
-    settings: RunSettings
     roster: Roster
     fragment: Fragment
     chain: Chain | None = None  # the fragment's log as it is known in the region; never changed in place
@@ -64,6 +63,16 @@ class Combining:
     quorum_average: Average = field(default_factory=Average)
     residual: Vector | None = None  # what quantisation left over of the last combined offer that was merged; None: nothing
     _sent: dict[int, Vector | None] = field(default_factory=dict)  # the same of those that may be merged yet, by number
+
+    @property
+    def settings(self) -> RunSettings:
+        """Those that are in force."""
+        return self.roster.settings
+
+    def changed(self) -> None:
+        """The settings, or who is barred, are others: what is held may be unfit by now, and is combined again."""
+        self._keep_fit()
+        self.since_s, self.answered, self.combined_s = None, frozenset(), -math.inf
 
     def hear(self, announced: Announcement, now_s: float) -> None:
         """A round is open."""
@@ -86,8 +95,8 @@ class Combining:
         self.hashes[chain.version] = chain.state_hash
         oldest = chain.version - self.settings.round.max_staleness_versions
         self.hashes = {version: value for version, value in self.hashes.items() if oldest <= version <= chain.version}
-        self.held = {name: own for name, own in self.held.items() if self._unfit(own.offer) is None}
-        if record is None:  # which of them was merged meanwhile is not known
+        self._keep_fit()
+        if record is None or record.rolled_back is not None:  # which of them was merged is not known, or they are void
             self.residual, self._sent = None, {}
             return
         for combination in record.combined:
@@ -176,8 +185,13 @@ class Combining:
                 return True  # it answered before the round was the closing one, and answers again
         return False
 
+    def _keep_fit(self) -> None:
+        self.held = {name: own for name, own in self.held.items() if self._unfit(own.offer) is None}
+
     def _unfit(self, offer: Offer) -> str | None:
         """Why an offer can be in no version to come. Of one that is ahead of the log as known here, nothing can be said yet."""
+        if offer.learner in self.roster.barred:
+            return f"{offer.learner} is ejected or quarantined"
         if self.chain is None or offer.base_version > self.chain.version:
             return None
         return unfit(offer, self.chain, self.hashes, self.settings.round.max_staleness_versions)

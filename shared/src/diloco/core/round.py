@@ -38,17 +38,21 @@ class Seen:
 
 
 class Roster:
-    """The learners as one syncer hears them, by its own clock."""
+    """The learners as one syncer hears them, by its own clock.
+
+    It has the settings that are in force for all fragments' rounds, and who is ``barred``: whoever changes them sets both.
+    """
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
+        self.barred: frozenset[str] = frozenset()  # learners that are not listened to
         self.learners: dict[str, Seen] = {}
         self._live: tuple[float, list[Seen]] | None = None  # at one moment, about which every fragment asks several times
 
     def hear(self, pulse: Pulse, now_s: float) -> bool:
-        """Take in a pulse; False if it is not a learner's or is older than what is known."""
+        """Take in a pulse; False if it is not a learner's, a barred one's, or is older than what is known."""
         known = self.learners.get(pulse.learner)
-        if pulse.role != "learner" or (known and _age(pulse) < _age(known.pulse)):
+        if pulse.learner in self.barred or pulse.role != "learner" or (known and _age(pulse) < _age(known.pulse)):
             return False
         fresh = known is None or known.pulse.incarnation != pulse.incarnation
         seen = Seen(pulse, now_s) if known is None or fresh else known
@@ -59,11 +63,16 @@ class Roster:
         self.learners[pulse.learner] = seen
         return True
 
+    def change(self, settings: RunSettings, barred: frozenset[str]) -> None:
+        """Go by other settings, and without other learners, from now on. What a barred one did so far stays counted."""
+        self.settings, self.barred, self._live = settings, barred, None
+
     def live(self, now_s: float) -> list[Seen]:
         """Learners heard lately that take part, by name."""
         if self._live is None or self._live[0] != now_s:
             dead_s, heard = self.settings.liveness.dead_s, sorted(self.learners.items())
-            self._live = now_s, [s for _, s in heard if now_s - s.at_s < dead_s and s.pulse.state in ACTIVE]
+            taking_part = [seen for name, seen in heard if name not in self.barred and seen.pulse.state in ACTIVE]
+            self._live = now_s, [seen for seen in taking_part if now_s - seen.at_s < dead_s]
         return self._live[1]
 
     def step_s(self, now_s: float) -> float:
@@ -144,6 +153,8 @@ def unfit(offer: Offer | Answer, chain: Chain, hashes: Mapping[int, bytes], max_
         return f"made without knowing that {merged} was merged (it states {offer.after})"
     if offer.base_version > chain.version or offer.round > chain.version + 1:
         return f"from the future: base {offer.base_version}, round {offer.round}, log at {chain.version}"
+    if offer.base_version < chain.floor:
+        return f"its base {offer.base_version} is of before the rollback that made version {chain.floor}"
     if chain.version - offer.base_version > max_staleness_versions:
         return f"its base {offer.base_version} is too old, log at {chain.version}"
     if hashes.get(offer.base_version, offer.base_hash) != offer.base_hash:
@@ -155,7 +166,6 @@ def unfit(offer: Offer | Answer, chain: Chain, hashes: Mapping[int, bytes], max_
 class Round:
     """One fragment's rounds. ``chain`` is the fragment's log as the owner has folded it."""
 
-    settings: RunSettings
     roster: Roster
     chain: Chain
     fragments: int
@@ -170,6 +180,11 @@ class Round:
 
     def __post_init__(self) -> None:
         self.hashes[self.chain.version] = self.chain.state_hash
+
+    @property
+    def settings(self) -> RunSettings:
+        """Those that are in force."""
+        return self.roster.settings
 
     @property
     def version(self) -> int:
@@ -279,12 +294,26 @@ class Round:
         self.hashes[self.chain.version] = self.chain.state_hash
         oldest = self.chain.version - self.settings.round.max_staleness_versions
         self.hashes = {version: value for version, value in self.hashes.items() if version >= oldest}
-        self.held = {name: held for name, held in self.held.items() if all(self._unfit(o) is None for o in held.offer.members)}
+        self._keep_fit()
         self.opened_at_s = self.merge_at_s = None
+
+    def changed(self) -> None:
+        """The settings, or who is barred, are others: what is held may be unfit by now."""
+        self._keep_fit()
+
+    def without(self, learners: Collection[str]) -> None:
+        """The merge is abandoned: it held offers of ``learners``, which are to be in none. The rest needs a quorum again."""
+        self.held = {
+            name: held for name, held in self.held.items() if not any(o.learner in learners for o in held.offer.members)
+        }
+        self.merge_at_s = self.quorum_at_s = None
 
     def abandoned(self) -> None:
         """The merge did not become a version: the round is open again."""
         self.merge_at_s = None
+
+    def _keep_fit(self) -> None:
+        self.held = {name: held for name, held in self.held.items() if all(self._unfit(o) is None for o in held.offer.members)}
 
     def _held(self) -> list[Held]:
         """Each offer once."""
@@ -295,6 +324,8 @@ class Round:
         return {self.held[member.learner] for member in offer.members if member.learner in self.held}
 
     def _unfit(self, offer: Offer | Answer) -> str | None:
+        if offer.learner in self.roster.barred:
+            return f"{offer.learner} is ejected or quarantined"
         return unfit(offer, self.chain, self.hashes, self.settings.round.max_staleness_versions)
 
     def _grace_s(self, now_s: float) -> float:

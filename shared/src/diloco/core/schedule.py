@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from diloco.settings import InnerSettings
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where in a run a learner takes a step."""
+
+    tokens: int  # of all learners so far
+    budget: int  # of the run, which may be changed while it goes on
+    warming_steps: int | None = None  # since its optimizer's state began fresh in mid-run; None: it did not
 
 
 def scheduled_rate(settings: InnerSettings, tokens_done: int, tokens_budget: int) -> float:

@@ -124,6 +124,13 @@ class Copied(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Changed(Event):
+    """From here on the learner goes by the first so many of the run's changes."""
+
+    changes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint(Event):
     """The copy is on the disk; the digest names it."""
 
@@ -202,6 +209,7 @@ KINDS: dict[int, type[Event]] = {
     13: Gap,
     14: Fresh,
     15: Copied,
+    16: Changed,
     32: Owners,
     33: Gone,
     34: Back,

@@ -1,0 +1,270 @@
+"""Changing a run that goes on: settings, its budget, and who takes part. Real processes over a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.services.cluster import Cluster, check_accounts, small, some_versions
+from tests.services.conftest import Launch
+from tests.services.test_verify import ToyModel
+from tests.services.toy import LEARNING_RATE, SAMPLES, Toy, Vector
+
+from diloco import operate, outside, replay, verify
+from diloco.core.schedule import Moment
+from diloco.errors import AdmissionError, BrokerError, RunError, SettingsError
+from diloco.member import Reader
+from diloco.rundir import RunDirectory
+from diloco.transport import Heard
+from diloco.wire import messages
+from diloco.wire.messages import Announcement
+
+LONG = 10**9  # tokens: the run ends when the test sets another budget
+
+
+def directory_of(cluster: Cluster) -> Path:
+    """The cluster's directory as a run's."""
+    RunDirectory(cluster.directory, cluster.name, cluster.url, None, cluster.settings).save()
+    return cluster.directory
+
+
+async def change(path: Path, *assignments: str, reason: str = "") -> None:
+    """``diloco set``."""
+    await asyncio.to_thread(operate.set_, path, list(assignments), reason)
+
+
+async def end(cluster: Cluster, path: Path) -> None:
+    """Give the run a budget that it uses up soon, and wait for its end."""
+    for steps in (100, 400, 1600):
+        with contextlib.suppress(SettingsError):  # the run was faster
+            await change(path, f"tokens={cluster.tokens() + steps * SAMPLES * 3}")
+            break
+    await cluster.ended()
+
+
+async def test_settings_change_while_the_run_goes_on(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = launch(small(tokens=LONG))
+    path = directory_of(cluster)
+    steps: list[int] = []
+
+    async def hear_round(message: Heard) -> None:
+        steps.append(messages.unpack(message.data, Announcement, identity)[0].steps)
+
+    identity = messages.run_id(cluster.name, cluster.settings.digest())
+    await (await cluster.link()).subscribe(cluster.subjects.round(), hear_round)
+    await cluster.begin()
+    await some_versions(cluster)
+
+    await change(path, "outer.learning_rate=0.25", "round.steps=3", reason="it oscillates")
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["change 1: outer.learning_rate = 0.25", "change 2: round.steps = 3"]
+    await cluster.until(
+        lambda: all(
+            len(cluster.events("settings_changed", name)) == 2
+            for name in ("coordinator", "syncer-0", "syncer-1", "toy-0", "toy-1", "toy-2")
+        ),
+        "every service has heard",
+    )
+    await some_versions(cluster, 3)
+    await change(path, "round.steps=3")
+    assert "it is so already" in capsys.readouterr().out
+    await change(path)
+    shown = capsys.readouterr().out
+    assert "outer.learning_rate           0.25" in shown
+    assert "it oscillates: round.steps = 3" in shown
+    await end(cluster, path)
+
+    assert (steps[0], steps[-1]) == (6, 3)
+    folded = await cluster.folded()
+    check_accounts(await cluster.finished_pulses(), folded)
+    for log in folded:  # every version says what it was made with: the old until some version, then the new
+        rates = [record.learning_rate for record in log.versions]
+        assert rates == sorted(rates, reverse=True)
+        assert {rates[0], rates[-1]} == {0.7, 0.25}
+    verdict = await verify.check(path)
+    assert verdict.holds, verdict
+    assert "3 changes" in next(check.found for check in verdict.checks if check.name == "changes")
+
+
+async def test_what_would_break_the_run_is_refused_and_nothing_is_stored(launch: Launch, tmp_path: Path) -> None:
+    cluster = launch(small(tokens=LONG))
+    path = directory_of(cluster)
+    await cluster.begin(coordinator=False)
+    await some_versions(cluster, 1)
+    for assignments, message in (
+        (["seed=4"], "seed cannot be changed while the run goes on"),
+        (["round.step=4"], "did you mean 'round.steps'"),
+        (["round.steps=3", "round.quorum=9"], "round.quorum = 9 must be between 1 and learners = 3"),
+        (["round.steps"], "diloco set round.steps: expected KEY=VALUE"),
+        (["tokens=16"], "are processed already; give more"),
+        (["tokens=many"], "tokens = 'many'"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            await change(path, *assignments)
+    with pytest.raises(RunError, match="one line of at most 400 characters"):
+        await change(path, "round.steps=3", reason="two\nlines")
+    with pytest.raises(RunError, match="no learner 'bob' was ever admitted"):
+        await asyncio.to_thread(operate.eject, path, "bob")
+    with pytest.raises(RunError, match="'toy-0' takes part; ejected or quarantined: nobody"):
+        await asyncio.to_thread(operate.readmit, path, "toy-0")
+    async with outside.reached(path) as reached:
+        assert await reached.run.registry.get("changes") is None
+    nowhere = tmp_path / "nowhere"
+    RunDirectory(nowhere, cluster.name, "nats://127.0.0.1:1", None, cluster.settings).save()
+    with pytest.raises(BrokerError, match="does not answer"):
+        await change(nowhere, "round.steps=3")
+
+
+def follow_the_budget(toy: Toy) -> None:
+    """A learning rate that falls over the budget."""
+    assert toy.member is not None
+    assert toy.task is not None
+    toy.task.rate = rate_at(toy.member.moment())
+
+
+def rate_at(at: Moment) -> float:
+    return LEARNING_RATE * max(0.1, 1 - at.tokens / at.budget)
+
+
+class Falling(ToyModel):
+    def step(self, share: int, batch: int, at: Moment) -> None:
+        self.task.rate = rate_at(at)
+        super().step(share, batch, at)
+
+
+async def test_the_budget_is_extended_and_the_training_can_be_done_again(launch: Launch) -> None:
+    budget = 3 * 120 * SAMPLES
+    cluster = launch(small(tokens=budget))
+    path = directory_of(cluster)
+
+    def step(toy: Toy) -> None:
+        cluster.gate(toy)
+        follow_the_budget(toy)
+
+    cluster.learners(before_step=step)
+    await cluster.begin(coordinator=False)
+    await some_versions(cluster, 2)
+    await change(path, f"tokens={2 * budget}")
+    assert cluster.tokens() < budget, "the machine is too slow for this test"
+    await cluster.until(lambda: cluster.tokens() > budget, "training goes on beyond the first budget")
+    await cluster.ended()
+
+    pulses = await cluster.finished_pulses()
+    assert 2 * budget <= sum(pulse.tokens for pulse in pulses.values()) < 3 * budget
+    with pytest.raises((RunError, SettingsError), match=r"has begun to close|processed already"):
+        await change(path, f"tokens={4 * budget}")
+    verdict = await verify.check(path)
+    assert verdict.holds, verdict
+
+    folded = await replay.fold(path, None, keep=True)
+    redone = await replay.redo(path, folded, Falling)
+    assert [(life.wrong, life.unchecked, life.parameters) for life in redone] == [("", "", True)] * 3
+    # without the change that the tapes name, it would have been another training
+    forgetful = replay.Folded(folded.run, type(folded.changes)(folded.run.identity), *folded_rest(folded))
+    redone = await replay.redo(path, forgetful, Falling)
+    assert all("its tape goes by change 1" in life.unchecked for life in redone)
+
+
+def folded_rest(folded: replay.Folded) -> tuple[Any, ...]:
+    return folded.data, folded.logs, folded.histories, folded.wall_s
+
+
+async def test_an_ejected_learner_ends_and_comes_back_when_it_is_readmitted(launch: Launch) -> None:
+    cluster = launch(small(tokens=LONG, round__quorum="all"))
+    path = directory_of(cluster)
+    for share in (0, 1):
+        cluster.toy(share)
+    third = cluster.toy_process(2)
+    await cluster.begin()
+    await cluster.until(lambda: "toy-2" in cluster.pulses, "the third takes part")
+    await some_versions(cluster, 2)
+
+    await asyncio.to_thread(operate.eject, path, "toy-2", "it lies")
+    [(code, said)] = await cluster.refused(third)
+    assert code == AdmissionError.exit_code
+    assert "learner toy-2 was ejected by change 1 by" in said
+    assert "it lies" in said
+    assert "diloco readmit" in said
+    await some_versions(cluster, 2, of=["toy-0", "toy-1"])  # all that are not ejected are enough
+    settled = cluster.pulses["toy-0"][-1].versions
+    status = await cluster.status()
+    assert list(status["ejected"]) == ["toy-2"]
+
+    again = cluster.toy_process(2)
+    await cluster.until(lambda: bool(cluster.events("waiting_for_readmission", "toy-2")), "it waits")
+    await some_versions(cluster, 2, of=["toy-0", "toy-1"])
+    assert again.process.poll() is None
+    assert len(cluster.events("waiting_for_readmission", "toy-2")) == 1
+    alone = cluster.pulses["toy-0"][-1].versions
+    await asyncio.to_thread(operate.readmit, path, "toy-2")
+    await cluster.until(lambda: len(cluster.events("joined", "toy-2")) == 2, "it joins again")
+    await some_versions(cluster, 2)
+    await end(cluster, path)
+
+    folded = await cluster.folded()
+    for log in folded:
+        merged = [any(m.learner == "toy-2" for m in record.members) for record in log.versions]
+        first, last = settled[log.index], alone[log.index]
+        assert (any(merged[:first]), any(merged[first:last]), any(merged[last:])) == (True, False, True)
+    check_accounts(await cluster.finished_pulses(), folded)
+    verdict = await verify.check(path)
+    assert verdict.holds, verdict
+
+
+class Liar:
+    """A learner's ``before_step`` that makes its outer gradients a hundred times what they are, as long as it lies."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.lies, self._wrapped = cluster, True, False
+
+    def __call__(self, toy: Toy) -> None:
+        self.cluster.gate(toy)
+        if not self._wrapped and toy.member is not None:
+            self._wrapped = True
+            submit = toy.member.submit
+            toy.member.submit = lambda fragment, reader: submit(  # type: ignore[method-assign]
+                fragment, partial(self._read, toy.thetas[fragment], reader)
+            )
+
+    def _read(self, base: Vector, reader: Reader) -> Vector:
+        return base + np.float32(100) * (reader() - base) if self.lies else reader()
+
+
+async def test_a_learner_whose_gradients_are_outliers_is_quarantined_until_it_is_readmitted(launch: Launch) -> None:
+    cluster = launch(small(tokens=LONG, round__quorum="all", quarantine__factor=20.0))
+    path = directory_of(cluster)
+    liar = Liar(cluster)
+    for share, before_step in enumerate((cluster.gate, cluster.gate, liar)):
+        cluster.toy(share, before_step=before_step)
+    await cluster.begin()
+    await cluster.until(lambda: bool(cluster.events("learner_quarantined", "toy-2")), "it is quarantined, and knows it")
+    [seen] = cluster.events("learner_quarantined", "toy-0")
+    assert seen["learner"] == "toy-2"
+    assert seen["author"].startswith("syncer-")
+    assert seen["norm"] > seen["threshold"] > 0
+    await some_versions(cluster, 2)  # the others go on without it, and it follows
+    status = await cluster.status()
+    assert list(status["quarantined"]) == ["toy-2"]
+    assert status["learners"]["toy-2"]["state"] != "gone"
+
+    liar.lies = False
+    await some_versions(cluster, 2)  # what it offers is refused, but it answers
+    alone = cluster.pulses["toy-0"][-1].versions
+    await asyncio.to_thread(operate.readmit, path, "toy-2", "its loss scale was wrong")
+    await some_versions(cluster, 3)
+    await end(cluster, path)
+
+    folded = await cluster.folded()
+    for log in folded:
+        merged = [any(m.learner == "toy-2" for m in record.members) for record in log.versions]
+        assert not any(merged[: alone[log.index]])  # not one of its offers
+        assert any(merged[alone[log.index] :])
+    assert [values["learner"] for values in cluster.events("learner_quarantined", "toy-0")] == ["toy-2"]
+    check_accounts(await cluster.finished_pulses(), folded)
+    verdict = await verify.check(path)
+    assert verdict.holds, verdict
