@@ -110,8 +110,8 @@ def test_the_metrics_page_lists_what_services_tell() -> None:
 
 def permission_rows() -> list[str]:
     """A line for every subject that anybody may publish to or hear, and where each role may."""
-    whose = {role: Who("NAME", role, None if role in ("operator", "observer") else "us") for role in ROLES}
-    whose = {"learner": whose["learner"], "founder": replace(whose["learner"], founder=True)} | whose
+    alike: dict[str, Who] = {role: Who("NAME", role, None if role in ("operator", "observer") else "us") for role in ROLES}
+    whose = {"learner": alike["learner"], "founder": replace(alike["learner"], founder=True)} | alike
     places = {"c": [CONTROL], "h": ["us"], "o": ["eu"]}
     rows = [f"| | {' | '.join(whose)} |", "|---" * (len(whose) + 1) + "|"]
     for what in ("publish", "subscribe"):
