@@ -170,7 +170,7 @@ FORBIDDEN: dict[str, list[str]] = {
         NAMES.round(0),
     ],
     "operator": [
-        *(["$JS.API.STREAM.NAMES"] + NOBODYS + OFFERED + VERSIONS + SIGNS),
+        *(["$JS.API.STREAM.NAMES", *NOBODYS, *OFFERED, *VERSIONS, *SIGNS]),
         NAMES.round(0),
         NAMES.coordinator,
         *OTHERS_OFFERS[1:],
