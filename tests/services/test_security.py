@@ -429,6 +429,7 @@ async def test_a_whole_run_needs_nothing_that_it_may_not(launch: Launch, keys: F
         cluster.identity = str(keys.path / "identities" / "{name}.identity")
         await cluster.begin()
         await cluster.until(lambda: cluster.tokens() > settings.tokens // 12, "training")
+        server.reload()  # as when somebody is added, or revoked: nobody else is disturbed
         as_whom(cluster, keys, "test")
         assert (await inspect.ask(rundir.load(cluster.directory)))["run"] == RUN
         as_whom(cluster, keys, "operator")
