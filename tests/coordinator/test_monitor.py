@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.settings import RunSettings, run_settings
-from diloco.wire.messages import Member, Pulse, Record, ShardPulse
+from diloco.wire.messages import Member, Pulse, Record, RolledBack, ShardPulse
 from diloco_coordinator.monitor import Monitor
 
 
@@ -25,12 +27,21 @@ def pulse(learner: str, region: str, step: int) -> Pulse:
     values: dict[str, Any] = dict.fromkeys(Pulse.__struct_fields__, 0)
     values |= {name: [] for name in ("versions", "steps", "fragment_tokens", "lost_tokens", "trained")}
     values |= {"learner": learner, "region": region, "role": "learner", "state": "stepping", "sending": False, "loss": None}
+    values["software"] = "0.1.0"
     return Pulse(**values | {"step": step, "incarnation": 1})
 
 
 def shard(syncer: str, region: str, *crossing: tuple[str, int, int], incarnation: int = 1) -> ShardPulse:
     values: dict[str, Any] = dict.fromkeys(ShardPulse.__struct_fields__, 0)
-    values |= {"fragments": [], "closed": [], "open": [], "state": "owner", "syncer": syncer, "region": region}
+    values |= {
+        "fragments": [],
+        "closed": [],
+        "open": [],
+        "state": "owner",
+        "syncer": syncer,
+        "region": region,
+        "software": "0.1.0",
+    }
     return ShardPulse(**values | {"incarnation": incarnation, "crossing": list(crossing), "offer_bits": []})
 
 
@@ -100,3 +111,20 @@ def test_every_key_of_the_status_is_described() -> None:
     by_name = [entry for kind in ("learners", "shards", "regions") for entry in status[kind].values()]
     found = {key for entry in [status, *by_name, *status["fragments"]] for key in entry}
     assert found - described == set()
+
+
+def test_a_rollback_is_told_once_and_remembered() -> None:
+    first, second = story(), monitor("us", "eu")
+    for at_s, fragment, change in ((40.0, 0, 3), (40.5, 1, 3), (50.0, 0, 4)):
+        version = first.versions[fragment] + 1
+        entry = record(fragment, version, "s-us")
+        first.entry(replace(entry, entry="rollback", bits=32, rolled_back=RolledBack(change, 1, version)), at_s)
+    assert first.versions == [3, 3]
+    series = json.loads(json.dumps(first.series(60.0)))
+    told = [(entry["wall_s"], entry["change"], entry["to_version"]) for entry in series["rollbacks"]]
+    assert told == [(40.0, 3, 1), (50.0, 4, 1)]
+    assert len(series["merges"]) == 3  # nothing was merged
+    second.resume(series)
+    assert second.series(60.0)["rollbacks"] == series["rollbacks"]
+    second.resume({name: value for name, value in series.items() if name != "rollbacks"})  # an older coordinator's
+    assert second.series(60.0)["rollbacks"] == []

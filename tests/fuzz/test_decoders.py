@@ -44,10 +44,11 @@ from tests.fuzz.hostile import (
     packed,
     sources,
 )
+from tests.shared import test_identity
 from tests.shared.test_messages import EXAMPLES, MESSAGES
 from tests.shared.test_tape import ANY_EVENT, HEADER, written
 
-from diloco import checkpoint, inspect, logs, membership, rundir, state
+from diloco import checkpoint, identity, inspect, logs, membership, rundir, state, volume
 from diloco import tape as tape_files
 from diloco.chaos import undo
 from diloco.core import changes, codec, failures, fold, leases, outer, quantise, tape
@@ -449,6 +450,16 @@ def _(data: bytes) -> None:
     snapshot._parse("stream", data)
 
 
+@decoder("membership.check_protocol", _json({"protocol": 1, "software": "0.1.0"}), RunError)
+def _(data: bytes) -> None:
+    now(membership.check_protocol(run_with(data).registry, "run"))
+
+
+@decoder("volume.claim", _json({"format": 1, "run": "run", "software": "0.1.0"}), RunError)
+def _(data: bytes) -> None:
+    volume.claim(file(data, "volume/volume.json").parent, "run")
+
+
 @decoder("inspect: a coordinator's status", _json({"learners": {}, "state": "running"}), BrokerError)
 def _(data: bytes) -> None:
     assert isinstance(inspect.answered(data, "run"), dict)
@@ -696,6 +707,13 @@ def _(data: bytes) -> None:
 def _(data: bytes) -> None:
     assigned = parse_assignments([data.decode(errors="replace")])
     run_settings("decoupled", assigned)
+
+
+@decoder("identity.load", sources(just(test_identity.GOOD.encode()), hostile_toml(test_identity.GOOD)), SettingsError)
+def _(data: bytes) -> None:
+    path = file(data, "ann.identity")
+    path.chmod(0o600)
+    identity.load(path)
 
 
 @decoder("wan.config.load", _toml("compose/wan.toml"), SettingsError)

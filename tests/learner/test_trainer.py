@@ -136,11 +136,11 @@ def test_a_version_is_between_the_steps_around_its_boundary(island: Island) -> N
     np.testing.assert_allclose(np.asarray(island.params()["x"]), 10 - 2 * rate, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("loaded", "value"), [(False, 5.0), (True, 10.0)])
-def test_a_version_is_mixed_into_the_value_but_a_loaded_one_replaces_it(island: Island, loaded: bool, value: float) -> None:
+@pytest.mark.parametrize(("anew", "value"), [(False, 5.0), (True, 10.0)])
+def test_a_version_is_mixed_into_the_value_but_a_loaded_one_replaces_it(island: Island, anew: bool, value: float) -> None:
     mixing = run_settings(overrides={"apply.alpha": 0.5})
     write = Boundary(
-        [(0, Apply(np.full(4, 10, np.float32), None, 0.0, loaded=loaded))], [0], stop=False, wait=False, finished=False
+        [(0, Apply(np.full(4, 10, np.float32), None, 0.0, anew=anew))], [0], stop=False, wait=False, finished=False
     )
     script, _ = train(island, [write, FINISHED], settings=mixing)
     np.testing.assert_array_equal(script.readers[0](), np.full(4, value, np.float32))  # it was 0

@@ -230,14 +230,14 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
 
     counts = [[3, 3, 0], [24, 12, 0], [24576, 12288, 0], [0, 0, 1024]]
     pulse: list[Any] = ["learner-0", "ap_2", 1700000000000, "learner", "stepping", True, 300, 307200, 0.125, 2.5, *counts]
-    golden.add("pulse", "pulse", [*pulse, [[0, 0, 200], [4, 8, 100]], 1024, 37.5, 0.0625, 70000, 2**32, 0])
+    golden.add("pulse", "pulse", [*pulse, [[0, 0, 200], [4, 8, 100]], 1024, 37.5, 0.0625, 70000, 2**32, 0, "0.1.0"])
     idle = [[0, 0, 0]] * 4
-    evaluator = ["evaluator", "", 1, "evaluator", "starting", False, 0, 0, 0.0, None, *idle, [], 0, 0.0, 0.0, 0, 0, 0]
+    evaluator = ["evaluator", "", 1, "evaluator", "starting", False, 0, 0, 0.0, None, *idle, [], 0, 0.0, 0.0, 0, 0, 0, ""]
     golden.add("pulse_evaluator", "pulse", evaluator)
     shard = ["syncer-1", "us", 1700000000000, 1200, "owner", 7, [0, 2], [1], 9, 8, [[2, 1, 2, 0.75]], 0, 65536, 255]
     crossing = [["eu", 4096, 200], ["ap", 0, 70000]]
-    golden.add("shard", "shard", [*shard, crossing, 8, 1.5, [["ap", 4], ["eu", 8]]])
-    golden.add("coordinator", "coordinator", ["coordinator-1", 3, False])
+    golden.add("shard", "shard", [*shard, crossing, 8, 1.5, [["ap", 4], ["eu", 8]], "0.1.0"])
+    golden.add("coordinator", "coordinator", ["coordinator-1", 3, False, ""])
     golden.add("round", "round", [FRAGMENT, 1, 1, "syncer-1", 0.5, False, 98304, 36, [["eu", 8]]])
 
     golden.add("mark", "mark", [7, [3, 3, 0]])
@@ -326,6 +326,19 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
             theta_first=[float(x) for x in theta[:3]],
             momentum_first=[float(x) for x in momentum[:3]],
         )
+        if version == 1:
+            past = np.concatenate([theta, momentum]).astype("<f4").tobytes(), state
+        if version == 3:
+            # had the run's change 7 taken the fragment back to version 1 here
+            body, inline, _ = describe(past[0], attempt(13))
+            back = [FRAGMENT, "rollback", 4, 1, "syncer-1", previous, [], [], 32, 0.3, 0.9, merged, lost, past[1], False]
+            made = [7, 1, 4]
+            entry = [*back, 1700000006.0, 0.0, 0.0, body, made]
+            check = golden.add("record_rollback", "record", entry, inline, content=past[0])
+            body, inline, _ = describe(past[0] + bytes(4 * SIZE), attempt(14))
+            cursors = [["learner-0", 1700000000000, 3, 3, 12288, 0], ["learner-1", 7, 1, 1, 1000, 24]]
+            fields = [FRAGMENT, 4, 1, check, 9, merged, lost, cursors, [[0, 12], [1, 3], [5, 1]], past[1], False, body, made]
+            golden.add("keyframe_rollback", "keyframe", fields, inline)
     cursors = [["learner-0", 1700000000000, 4, 4, 16384, 0], ["learner-1", 7, 1, 1, 1000, 24]]
     ends = [[0, 16], [1, 3], [5, 1]]
     residual = pattern(SIZE, 3, 11, 1 / 4096)

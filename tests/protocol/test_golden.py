@@ -53,7 +53,8 @@ def golden(name: str) -> bytes:
 def plain(value: Any) -> Any:
     """A message as nested lists, in the order of the wire."""
     if isinstance(value, msgspec.Struct):
-        return [plain(getattr(value, name)) for name in value.__struct_fields__]
+        fields = [plain(getattr(value, name)) for name in value.__struct_fields__]
+        return fields[:-1] if value.__struct_fields__[-1] == "rolled_back" and fields[-1] is None else fields
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
@@ -182,6 +183,26 @@ def test_folding_the_log_of_an_outer_adamw_gives_the_golden_states() -> None:
     np.testing.assert_array_equal(fold.keyframe_body(replica, residual), raw)
 
 
+def test_folding_a_rollback_gives_the_state_of_the_version_that_it_names() -> None:
+    genesis, check, _ = read("genesis")
+    keyframe, raw = _keyframe("keyframe_0")
+    replica, _ = fold.load_keyframe(keyframe, Chain.from_genesis(2, genesis, check), raw)
+    past = b""
+    for sequence, name in enumerate(("record_takeover", "record_1", "record_2", "record_3", "record_rollback"), 5):
+        record, check, inline = read(name)
+        body = None
+        if record.body is not None:
+            size_bytes = quantise.body_bytes(fold.entry_values(record, 81, 1), record.bits)
+            body = open_body(record.body, inline, [], size_bytes, name)
+        replica.fold(record, check, sequence, body)
+        past = replica.theta.tobytes() + replica.momentum.tobytes() if record.version == 1 else past
+    assert replica.theta.tobytes() + replica.momentum.tobytes() == past == MESSAGES["record_rollback"]["content"]
+    assert replica.chain.state_hash == read("record_1")[0].state_hash
+    keyframe, raw = _keyframe("keyframe_rollback")
+    assert Chain.from_keyframe(keyframe) == replica.chain
+    np.testing.assert_array_equal(fold.keyframe_body(replica, None), raw)
+
+
 def test_an_entry_out_of_order_is_refused() -> None:
     genesis, check, _ = read("genesis")
     chain = Chain.from_genesis(2, genesis, check)
@@ -304,10 +325,12 @@ def test_the_text_lists_every_field_in_order(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "struct", [messages.Body, messages.Answer, messages.Member, messages.Combination, messages.Cursor, Admission]
+    "struct",
+    [messages.Body, messages.Answer, messages.Member, messages.Combination, messages.Cursor, messages.RolledBack, Admission],
 )
 def test_the_text_lists_every_nested_field_in_order(struct: type[msgspec.Struct]) -> None:
-    section = re.search(rf"^### Array `{struct.__name__.lower()}`.*?(?=^##)", PROTOCOL.read_text(encoding="utf-8"), re.M | re.S)
+    name = re.sub("(?<!^)(?=[A-Z])", "_", struct.__name__).lower()
+    section = re.search(rf"^### Array `{name}`.*?(?=^##)", PROTOCOL.read_text(encoding="utf-8"), re.M | re.S)
     assert section is not None
     assert re.findall(r"^\| \d+ \| `(\w+)` \|", section.group(), re.M) == list(struct.__struct_fields__)
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tests.services.forking import Forked, Nursery
 from tests.services.toy import Toy
 
-from diloco import logs, membership
+from diloco import identity, logs, membership
 from diloco.core.fragments import Fragment, FragmentMap
 from diloco.errors import MessageError
 from diloco.log import Entry, Log
@@ -148,6 +148,7 @@ class Cluster:
         self.pulses: dict[str, list[Pulse]] = {}
         self.shard_pulses: dict[str, ShardPulse] = {}
         self.gate = Gate()  # of all toys in threads
+        self.identity: str | None = None  # as the setting: where each process's is, and the test's own
         self._link: NatsTransport | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -157,6 +158,8 @@ class Cluster:
         """Start ``python -m module``: what all services share comes from the environment, the rest from a TOML file."""
         config, output = self.directory / f"{name}.toml", self.directory / f"{name}.out"
         shared = {"state_dir": str(self.directory), "log_level": "debug", "run": "the-environment-wins"}
+        if self.identity is not None:
+            shared["identity"] = self.identity
         config.write_text(to_toml({"name": name} | shared | values))
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
         environment |= {"DILOCO_RUN": self.name, "OPENBLAS_NUM_THREADS": "1"}
@@ -191,6 +194,7 @@ class Cluster:
             name=name or f"toy-{share}",
             run=self.name,
             nats_url=self.url,
+            identity=self.identity,
             state_dir=self.directory,
             share=share,
             checkpoint_s=checkpoint_s,
@@ -239,7 +243,8 @@ class Cluster:
     async def link(self) -> NatsTransport:
         """The test's own connection, which also hears the signs of life."""
         if self._link is None:
-            self._link = await NatsTransport.open(self.url, self.url, "test", get_logger(), give_up_after_s=20)
+            own = identity.load(identity.identity_file(self.identity, "test")) if self.identity is not None else None
+            self._link = await NatsTransport.open(self.url, self.url, "test", get_logger(), give_up_after_s=20, identity=own)
             await self._link.control.subscribe(self.subjects.pulse(), cb=self._hear)
             await self._link.control.subscribe(self.subjects.shard(), cb=self._hear)
         return self._link
@@ -451,6 +456,7 @@ async def fold_log(
     chain, folded = start.chain, Folded(index, [], start.theta, start.momentum, 0)
     head, version, epoch, merged, closed = chain.head, chain.version, chain.epoch, chain.tokens_merged, chain.closed
     cursors = {name: (cursor.incarnation, cursor.number) for name, cursor in chain.cursors.items()}
+    states, floor = {version: (folded.theta, folded.momentum)}, 0
     async for entry in _entries(store, index, chain.sequence, folded):
         record = entry.record
         if record.previous != head:
@@ -467,6 +473,14 @@ async def fold_log(
                 rates = record.learning_rate, record.momentum
                 folded.theta, folded.momentum = fold(folded.theta, folded.momentum, delta, *rates)
             version += 1
+        if record.entry == "rollback":
+            assert entry.body is not None
+            assert record.rolled_back is not None
+            assert not closed
+            version += 1
+            folded.theta, folded.momentum = states[record.rolled_back.to_version]
+            assert entry.body.tobytes() == folded.theta.tobytes() + folded.momentum.tobytes()
+            floor = version
         if record.entry == "takeover":  # in a run with regions owners may have claimed the fragment that never wrote
             epoch = max(epoch + 1, record.epoch) if store.regions else epoch + 1
         merged += sum(member.tokens for member in record.members)
@@ -475,8 +489,10 @@ async def fold_log(
         assert [m.learner for m in record.members] == sorted({m.learner for m in record.members})
         for member in record.members:
             assert (member.incarnation, member.number) > cursors.get(member.learner, (0, 0)), "merged twice"
+            assert member.base_version >= floor, "made before a rollback"
             cursors[member.learner] = (member.incarnation, member.number)
         head, closed = entry.check, closed or record.closing
+        states[version] = folded.theta, folded.momentum
         folded.entries.append(record)
     assert closed or not closed_by_now, f"the log of fragment {index} is not closed"
     folded.tokens_merged = merged

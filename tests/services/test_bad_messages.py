@@ -199,7 +199,7 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
 def _pulse_of_two_fragments(forger: Forger) -> Pulse:
     return Pulse(
         MALLORY, "", forger.incarnation, "learner", "stepping", False, 1, 16, 0.1, 1.0, [0, 0], [0, 0], [0, 0], [0, 0],
-        [], 0, 0.0, 0.0, 0, 0, 0,
+        [], 0, 0.0, 0.0, 0, 0, 0, "",
     )  # fmt: skip
 
 

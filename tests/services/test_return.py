@@ -256,6 +256,24 @@ async def test_a_real_learner_returns_with_its_checkpoint_and_without(launch: La
     await some_versions(cluster, 1, of=[name])
     borrowed, lent = cluster.events("state_from_peer", name), cluster.events("state_lent", "learner-0")
     assert len(borrowed) == before + 1  # the first time, it may have come when the other was at work already
-    assert borrowed[-1]["peer"] == "learner-0"
+    assert borrowed[-1]["learner"] == "learner-0"
     assert borrowed[-1]["step"] == lent[-1]["step"] > 0
     assert programs() == compiled != set()  # whoever begins again need not compile its step
+
+
+async def test_of_two_learners_with_one_name_the_older_says_so_and_ends(launch: Launch) -> None:
+    cluster = launch(small(learners=1, shards=1, tokens=10**9, liveness__lease_s=2.0))
+    cluster.coordinator()
+    cluster.syncer(0)
+    await cluster.link()
+    older = cluster.toy_process(0)
+    await cluster.until(lambda: "toy-0" in cluster.pulses, "the older one")
+    younger = cluster.toy_process(0)
+
+    [(code, said)] = await cluster.refused(older)
+
+    assert code == 5
+    assert "a younger process goes by the name 'toy-0'; this one ends" in said
+    step = cluster.pulses["toy-0"][-1].step
+    await cluster.until(lambda: cluster.pulses["toy-0"][-1].step > step + 20, "the younger one to train on")
+    assert younger.process.poll() is None

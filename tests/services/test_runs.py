@@ -23,7 +23,7 @@ async def test_a_run_is_listed_shown_and_removed_once_nobody_is_heard(
     await cluster.begin()
     await some_versions(cluster, 1)
 
-    await asyncio.to_thread(runs.list_, url, None, True)
+    await asyncio.to_thread(runs.list_, url, json_=True)
     listed = {run["run"]: run for run in json.loads(capsys.readouterr().out)}
     seen = listed[cluster.name]
     assert seen["state"] == "going on"
@@ -65,7 +65,7 @@ async def test_what_is_left_of_a_run_without_its_bucket_can_be_seen_and_removed(
     link = await nats.connect(nats_server.url)
     await link.jetstream().delete_stream(f"KV_DILOCO_{cluster.name}")
     await link.close()
-    await asyncio.to_thread(runs.show, cluster.name, nats_server.url, None, True)
+    await asyncio.to_thread(runs.show, cluster.name, nats_server.url, json_=True)
     assert json.loads(capsys.readouterr().out)["state"] == "partial: it has no bucket"
     await asyncio.to_thread(runs.remove, cluster.name, nats_server.url)
     with pytest.raises(RunError, match="nothing of it"):

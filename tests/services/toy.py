@@ -158,7 +158,7 @@ class Toy:
     async def serve(self) -> None:
         """Join the run, and train to its end."""
         self._loop, self._main = asyncio.get_running_loop(), cast("asyncio.Task[None]", asyncio.current_task())
-        link = await service.connect(self.settings, self.log)
+        link = await service.connect(self.settings, self.settings.role, self.log)
         try:
             await self._take_part(link)
         finally:
@@ -245,7 +245,7 @@ class Toy:
         saved = state.save(path, member.run.identity, self.name, plain, arrays | self._params(task), previous)
         member.tape.record(Copied())
         member.note_saved(saved.digest)
-        self.log.info("checkpoint_saved", step=plain["step"])
+        self.log.debug("checkpoint_saved", step=plain["step"])
 
     def _restore(self, member: Member, task: Regression) -> None:
         path, _ = state.generations(self.settings.state_dir, self.name)
@@ -269,7 +269,7 @@ class Toy:
             new = applied.theta
             if applied.reference is not None:
                 new = new + np.float32(applied.factor) * (old - applied.reference)
-            if alpha and not applied.loaded:
+            if alpha and not applied.anew:
                 new = np.float32(alpha) * old + np.float32(1 - alpha) * new
             fragment.scatter(new, task.tensors)
             self.thetas[index] = applied.theta

@@ -18,7 +18,7 @@ from diloco.core.books import Apply, Books, Outstanding
 from diloco.core.chain import Chain
 from diloco.errors import NonFiniteError
 from diloco.settings import CarrySettings
-from diloco.wire.messages import Bits, Body, Cursor, Member, Range, Record
+from diloco.wire.messages import Bits, Body, Cursor, Member, Range, Record, RolledBack
 
 Vector = NDArray[np.float32]
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
@@ -478,7 +478,7 @@ def test_reload_of_the_same_version_changes_nothing() -> None:
     ann.offer()
     ann.step(6, 2, -6)
     applied = ann.books.reload(chain_at(0, (0, 0)), vector(100, 200))
-    assert applied.loaded  # so that apply.alpha mixes nothing of a newcomer's own initial values in
+    assert applied.anew  # so that apply.alpha mixes nothing of a newcomer's own initial values in
     ann.take(applied)
     assert ann.value.tolist() == [106, 202]
     assert (ann.books.tokens, ann.books.lost_tokens, len(ann.books.outstanding)) == (16, 0, 1)
@@ -551,3 +551,61 @@ def test_a_value_that_is_not_finite_is_never_offered(wrong: float) -> None:
     with pytest.raises(NonFiniteError):
         ann.offer(4)
     assert ann.books.dump()[0] == before
+
+
+def rollback_record(version: int, to_version: int) -> Record:
+    back = RolledBack(1, to_version, version)
+    return msgspec.structs.replace(version_record(version), entry="rollback", rolled_back=back)
+
+
+@pytest.mark.parametrize("carry", [{}, {"overlap": 1, "late": 0.5}])
+def test_a_rollback_leaves_nothing_of_what_a_learner_has(carry: dict[str, Any]) -> None:
+    ann = learner(**carry)
+    ann.step(10, 4, 8)
+    merged = ann.offer(4)  # so coarse that something is left over of it
+    ann.version(vector(100, 200), merged)
+    assert ann.books.error is not None
+    ann.step(6, 2, -6)
+    ann.offer()
+    ann.step(5, 1, 1)
+    applied = ann.books.apply(rollback_record(2, 0), vector(0, 0))
+    ann.take(applied)
+    assert applied.anew
+    assert ann.value.tolist() == [0, 0]
+    assert (ann.books.steps, ann.books.tokens, ann.books.lost_tokens) == (0, 0, 11)
+    assert (ann.books.data, ann.books.outstanding, ann.books.carried_since) == ([], [], None)
+    assert ann.books.dump()[1].keys() == {"base"}  # nothing left over
+    assert (ann.books.base_version, ann.books.after) == (2, (7, 1))  # what was merged stays merged
+    assert ann.balanced()
+    # it goes on from there, with a number that no offer had
+    ann.step(8, 1, -1)
+    offer = ann.offer()
+    assert (offer.number, offer.after, offer.base_version, offer.lost_tokens) == (3, (7, 1), 2, 11)
+    assert quantise.dequantise(offer.body, 2, 32).tolist() == [-1, 1]
+
+
+@pytest.mark.parametrize(("cursor", "lost"), [((0, 0), 16), ((7, 1), 6)])
+def test_who_was_away_when_the_log_went_back_keeps_nothing_either(cursor: tuple[int, int], lost: int) -> None:
+    ann = learner()
+    ann.step(10, 4, 8)
+    ann.offer()
+    ann.step(6, 2, -6)
+    ann.merged = 16 - lost
+    chain = chain_at(5, cursor)
+    chain.rolled_back = RolledBack(1, 0, 4)
+    ann.take(ann.books.reload(chain, vector(50, 60)))
+    assert ann.value.tolist() == [50, 60]
+    assert (ann.books.tokens, ann.books.lost_tokens, ann.books.after) == (0, lost, cursor)
+    assert ann.books.outstanding == []
+    assert ann.balanced()
+
+
+def test_what_was_made_since_a_log_went_back_is_carried_over_as_ever() -> None:
+    ann = learner(max_versions=8)
+    ann.step(10, 4, 8)
+    chain = chain_at(5, (0, 0))
+    chain.rolled_back = RolledBack(1, 0, 4)
+    ann.books.base_version = 4
+    ann.take(ann.books.reload(chain, vector(50, 60)))
+    assert ann.value.tolist() == [54, 68]
+    assert (ann.books.tokens, ann.books.lost_tokens) == (10, 0)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from diloco.core.chain import NO_ENTRY, Chain
 from diloco.errors import ChainError
-from diloco.wire.messages import Body, Cursor, Genesis, Keyframe, Member, Range, Record
+from diloco.wire.messages import Body, Cursor, Genesis, Keyframe, Member, Range, Record, RolledBack
 
 GENESIS_CHECK = b"g" * 32
 BODY = Body(size_bytes=3, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
@@ -111,7 +111,7 @@ GOOD = (member("ann", 3, 40, 15), member("bob", 2, 60, 5))  # merged 250 + 100, 
         ({"tokens_merged": 349}, "merged tokens: expected 350, got 349"),
         ({"tokens_lost": 21}, "lost tokens: expected 20, got 21"),
         ({"body": None}, "a body where it makes a version"),
-        ({"members": [], "tokens_merged": 250, "tokens_lost": 10}, "members where it makes a version"),
+        ({"members": [], "tokens_merged": 250, "tokens_lost": 10}, "members where it merges"),
         ({"entry": "takeover"}, "version: expected 2, got 3"),
         ({"members": [member("ann", 2, 40, 15), GOOD[1]]}, "offer 2 of ann .* is not newer than the merged"),
         ({"members": [member("ann", 1, 40, 15), GOOD[1]]}, "offer 1 of ann .* is not newer"),
@@ -207,6 +207,8 @@ def test_a_keyframe_carries_all_that_a_chain_knows() -> None:
     assert again == chain
     again.check(record(chain, *GOOD, tokens_merged=350, tokens_lost=20))
     assert Chain.from_keyframe(replace(keyframe, closing=True)).closed
+    rolled_back = RolledBack(1, 0, 2)
+    assert Chain.from_keyframe(replace(keyframe, rolled_back=rolled_back)).rolled_back == rolled_back
 
 
 def test_totals_replace_what_a_learner_has_lost_and_add_what_is_merged() -> None:
@@ -226,3 +228,59 @@ def test_the_log_says_how_far_each_share_of_the_data_was_merged() -> None:
 
 def test_no_entry_is_what_stands_before_genesis() -> None:
     assert NO_ENTRY == b"\0" * 32
+
+
+def rollback(chain: Chain, change: int, to_version: int, **changes: Any) -> Record:
+    made = RolledBack(change, to_version, chain.version + 1)
+    return record(chain, entry="rollback", **({"bits": 32, "rolled_back": made} | changes))
+
+
+def test_a_rollback_makes_a_version_that_merges_nothing() -> None:
+    chain = two_versions()
+    back = rollback(chain, 4, 1, state_hash=b"t" * 32)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"version": 2}, "version: expected 3, got 2"),
+        ({"epoch": 1}, "epoch: expected 0, got 1"),
+        ({"members": [GOOD[0]], "tokens_merged": 290, "tokens_lost": 15}, "members where it merges"),
+        ({"tokens_merged": 150}, "merged tokens: expected 250, got 150"),
+        ({"closing": True}, "closing: expected False, got True"),
+        ({"body": None}, "a body where"),
+        ({"rolled_back": RolledBack(4, 1, 2)}, "version that a rollback makes: expected 3, got 2"),
+        ({"rolled_back": RolledBack(4, 2, 3)}, "an earlier version to go back to"),
+    ]
+    for changes, rule in wrong:
+        with pytest.raises(ChainError, match=rule):
+            chain.check(replace(back, **changes))
+    chain.check(back)
+    chain.advance(back, b"3" * 32, 23)
+    assert (chain.version, chain.floor, chain.change, chain.state_hash) == (3, 3, 4, b"t" * 32)
+    assert (chain.tokens_merged, chain.cursor("ann"), chain.ends) == (250, (1, 2), {0: 7, 1: 2, 4: 8})
+
+
+def test_each_change_makes_a_log_go_back_once() -> None:
+    chain = two_versions()
+    assert chain.must_go_back(4, 1)
+    assert not chain.must_go_back(4, 2)  # it is there
+    back = rollback(chain, 4, 1)
+    chain.advance(back, b"3" * 32, 23)
+    assert not chain.must_go_back(4, 1)
+    for change in (3, 4):
+        with pytest.raises(ChainError, match="a change after those that were carried out"):
+            chain.check(rollback(chain, change, 1))
+    assert chain.must_go_back(5, 0)
+    chain.check(rollback(chain, 5, 0))
+    chain.closed = True
+    assert not chain.must_go_back(5, 0)
+
+
+def test_what_was_made_before_a_rollback_is_merged_no_more() -> None:
+    chain = two_versions()
+    chain.advance(rollback(chain, 4, 1), b"3" * 32, 23)
+    for base, follows in ((2, False), (3, True)):
+        late = replace(member("bob", 2, 60, 5), base_version=base)
+        entry = record(chain, late, tokens_merged=310, tokens_lost=15)
+        if follows:
+            chain.check(entry)
+        else:
+            with pytest.raises(ChainError, match="offer 2 of bob is made on version 2, from before the rollback that made ver"):
+                chain.check(entry)

@@ -97,7 +97,9 @@ def test_what_is_no_list_is_refused(stored: bytes) -> None:
         changes.unpack(stored, RUN)
 
 
-@given(st.lists(st.sampled_from([Eject("a"), Readmit("a"), Tokens(5), Rollback(3), Set("shards", 1)]), max_size=6), st.data())
+@given(
+    st.lists(st.sampled_from([Eject("a"), Readmit("a"), Tokens(5), Rollback(3, [0]), Set("shards", 1)]), max_size=6), st.data()
+)
 def test_any_damaged_byte_is_noticed(actions: list[Action], data: st.DataObject) -> None:
     made = listed(*actions)
     packed = bytearray(made.pack())
@@ -138,18 +140,19 @@ def test_the_fold_by_hand() -> None:
         Tokens(2000),
         Quarantine("bob", 0, 9.0, 3.0),
         Readmit("cat"),
-        Rollback(7),
+        Rollback(7, [0, 2]),
         Set("round.quorum", "all"),
     )
     now = in_force(settings, made.records)
     assert (now.number, now.settings.round.steps, now.settings.round.quorum, now.settings.tokens) == (8, 12, "all", 2000)
     assert now.barred == {"bob"}
     assert now.ejected["bob"].number == 2
-    assert now.rollback is not None
-    assert now.rollback.number == 7
+    assert now.rollbacks == {0: (7, 7), 2: (7, 7)}
     assert settings.tokens == 1000  # the run's own stay
     assert in_force(settings, made.records[:5]).barred == {"bob", "cat"}
     again = made.then(Readmit("bob"), at_s=9.0, author="ann")
+    later = again.then(Rollback(5, [1, 2]), at_s=10.0, author="ann")  # of each fragment the newest order counts
+    assert in_force(settings, later.records).rollbacks == {0: (7, 7), 1: (10, 5), 2: (10, 5)}
     assert in_force(settings, again.records).barred == frozenset()
 
 
@@ -190,3 +193,13 @@ def test_cross_checks_hold_for_changes_too() -> None:
 def test_a_list_that_sets_what_cannot_be_set_is_refused_whole() -> None:
     with pytest.raises(SettingsError, match="change 2: seed"):
         in_force(run_settings(), listed(Set("round.steps", 3), Set("seed", 3)).records)
+
+
+def test_a_log_that_begins_again_at_a_version_is_not_ordered_back_behind_it() -> None:
+    made = listed(Set("shards", 1), Rollback(7, [0, 1]), Eject("bob"), Rollback(9, [1]))
+    assert made.without_rollbacks(8, [0, 0]).records == made.records[:1]  # what was carried out later is cut off
+    assert made.without_rollbacks(8, [2, 2]) is made  # back to 9 is ahead of it
+    assert made.without_rollbacks(7, [0, 0]) is made  # where it is by now
+    assert made.without_rollbacks(20, [2, 2]).records == made.records[:3]
+    assert made.without_rollbacks(20, [2, 4]) is made
+    assert made.without_rollbacks(8, [0, 0]).then(Eject("cat"), at_s=0.0, author="ann").records[1].number == 2

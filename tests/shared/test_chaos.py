@@ -78,6 +78,7 @@ def pulse(step: int = 1, *, learner: str = "ann", versions: tuple[int, int] = (0
     usual |= {"region": "", "trained": [], "batch_tokens": 10}
     usual |= dict.fromkeys(("step_s", "busy_s", "blocked_s"), 0.0)
     usual |= dict.fromkeys(("bytes_up", "bytes_down", "refused"), 0)
+    usual["software"] = ""
     return Pulse(learner=learner, step=step, versions=list(versions), **usual | values)
 
 
@@ -144,6 +145,7 @@ def test_recoveries_end_when_what_broke_does_its_work_again() -> None:
             record_bits=4,
             pace=1.0,
             offer_bits=[],
+            software="",
             **place | nothing,
         )
     )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from tests.shared.test_round import Learner, commit, hash_of, members_of, offer, pulse, settings_of
 
@@ -19,7 +20,7 @@ from diloco.core.combining import Combining, Own
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.round import Held, Merge, Roster, Round
 from diloco.errors import NonFiniteError
-from diloco.wire.messages import Announcement, Answer, Body, Combination, Combined, Cursor, Offer, Record
+from diloco.wire.messages import Announcement, Answer, Body, Combination, Combined, Cursor, Offer, Record, RolledBack
 
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 RAW = np.zeros(0, np.uint8)
@@ -362,3 +363,20 @@ def test_when_a_learner_is_barred_the_others_are_combined_again_and_so_are_all_w
     combining.changed()
     hold(combining, offer("bob", 2))
     assert names(combining.poll(0.3)) == [("ann", 1), ("bob", 2)]
+
+
+def test_a_region_begins_again_when_the_log_goes_back() -> None:
+    combining = combining_of("ann", "bob")
+    combining.residual = np.ones(64, np.float32)
+    combining.send(1, np.ones(64, np.float32))
+    combining.hear(announced(1), 0.0)
+    for learner in ("ann", "bob"):
+        assert hold(combining, offer(learner)) is None
+    chain = chain_of(1)
+    chain.rolled_back = RolledBack(1, 0, 1)
+    record = replace(version_of(1), entry="rollback", bits=32, rolled_back=chain.rolled_back)
+    combining.follow(chain, record, ME)
+    assert (combining.held, left_over(combining)) == ({}, None)
+    assert "before the rollback" in (hold(combining, offer("ann", 2)) or "")
+    combining.follow(chain_of(2), version_of(2, 1), ME)  # what was sent before is forgotten
+    assert left_over(combining) is None

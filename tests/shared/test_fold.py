@@ -15,7 +15,7 @@ from diloco.core.chain import Chain
 from diloco.core.fold import Replica, keyframe_body, keyframe_bytes, load_keyframe
 from diloco.core.outer import AdamW
 from diloco.errors import ChainError, HashError, NonFiniteError
-from diloco.wire.messages import Bits, Body, Keyframe, Member, Record
+from diloco.wire.messages import Bits, Body, Keyframe, Member, Record, RolledBack
 
 Vector = NDArray[np.float32]
 Raw = NDArray[np.uint8]
@@ -246,3 +246,47 @@ def test_a_residual_that_is_not_finite_is_refused() -> None:
     raw = keyframe_body(replica, np.array([0, np.inf, 0, 0], np.float32))
     with pytest.raises(NonFiniteError):
         load_keyframe(keyframe_of(replica), replica.chain, raw)
+
+
+def rollback_entry(chain: Chain, to_version: int, state_hash: bytes) -> Record:
+    entry = version_entry(chain, 0, state_hash, 32, takeover=True)
+    version = chain.version + 1
+    back = RolledBack(1, to_version, version)
+    return replace(entry, entry="rollback", version=version, epoch=chain.epoch, body=BODY, rolled_back=back)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_rollback_gives_the_state_of_an_earlier_version_to_the_bit(in_place: bool) -> None:
+    theta = np.random.default_rng(7).standard_normal(130).astype(np.float32)
+    entries, *_ = reference_log(theta, 4, 3, seed=7)
+    replica = fresh(theta)
+    for entry in entries[:2]:
+        replica.fold(*entry)
+    past, state, state_hash = replica.copy(), replica.state(), replica.chain.state_hash
+    past.theta = replica.theta.copy()
+    for entry in entries[2:]:
+        replica.fold(*entry)
+    before, kept = replica.theta, replica.theta.copy()
+    assert state.tobytes() == past.theta.tobytes() + past.momentum.tobytes()
+
+    replica.fold(rollback_entry(replica.chain, 1, state_hash), b"b" * 32, 99, state.view(np.uint8), in_place=in_place)
+
+    assert replica.theta.tobytes() == past.theta.tobytes()
+    assert replica.momentum.tobytes() == past.momentum.tobytes()
+    assert (replica.chain.version, replica.chain.state_hash, replica.chain.floor) == (4, state_hash, 4)
+    assert in_place == (replica.theta is before)
+    if not in_place:
+        assert before.tobytes() == kept.tobytes()
+    # and from there it goes on as from that earlier version
+    body = random_body(130, 9)
+    again = [outer.fold(r.theta, r.momentum, body, 16, r.optimizer.at(5, 0.5, 0.25)) for r in (past, replica)]
+    assert again[0] == again[1]
+
+
+def test_a_rollback_to_another_state_than_it_states_is_noticed() -> None:
+    theta = np.linspace(1, 2, 64, dtype=np.float32)
+    replica = fresh(theta)
+    first = replica.state()
+    replica.fold(*reference_log(theta, 32, 1, seed=3)[0][0])
+    with pytest.raises(HashError, match="fragment 0, version 2: folding gives state"):
+        replica.fold(rollback_entry(replica.chain, 0, b"x" * 32), b"b" * 32, 99, first.view(np.uint8))

@@ -22,7 +22,9 @@ LEASE_S = 30.0
 def pulse(learner: str, incarnation: int = 1, role: str = "learner") -> Pulse:
     values: dict[str, Any] = dict.fromkeys(Pulse.__struct_fields__, 0)
     values |= {"learner": learner, "incarnation": incarnation, "role": role, "state": "stepping", "sending": False}
-    values |= {"region": ""} | {name: [] for name in ("versions", "steps", "fragment_tokens", "lost_tokens", "trained")}
+    values |= {"region": "", "software": ""} | {
+        name: [] for name in ("versions", "steps", "fragment_tokens", "lost_tokens", "trained")
+    }
     return Pulse(**values)
 
 

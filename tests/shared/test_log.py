@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from diloco.core import merging
+from diloco.core import merging, outer, quantise
 from diloco.core.fold import Replica
 from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.round import Held, Merge
 from diloco.errors import RunError
 from diloco.log import Loaded, Log
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
 from diloco.settings import run_settings
 from diloco.wire import messages
-from diloco.wire.messages import Genesis, Keyframe
+from diloco.wire.messages import Genesis, Keyframe, Offer
 
 SETTINGS = run_settings()
 SIZE = 360_000  # parameters: a keyframe of noise has three parts
@@ -169,3 +170,77 @@ async def test_nothing_is_purged_below_a_damaged_one(written: Written) -> None:
     await written.drop(await written.part_of(written.heads[2]))
     loaded, _ = await written.load()
     assert (loaded.replica.chain.epoch, loaded.refused) == (2, (bad, written.heads[2]))  # the older of the two that stay
+
+
+async def versions(link: NatsTransport, count: int, keyframes: set[int]) -> tuple[Log, tuple[Genesis, bytes], list[Replica]]:
+    """A log of real versions, the states that they have, and keyframes after some of them."""
+    settings = run_settings("decoupled", {"fragments.count": 1, "shards": 1, "codec.record_bits": 4})
+    fragments, name = build_map([TensorSpec("w", (100,))], 1), f"run-{uuid.uuid4().hex[:8]}"
+    log = Log(link, name, messages.run_id(name, settings.digest()), fragments, settings)
+    await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
+    noise = np.random.default_rng(2)
+    await log.found("ann", settings.digest(), [noise.normal(size=100).astype(np.float32)])
+    genesis = await log.genesis()
+    assert genesis is not None
+    replica, residual, states = (await log.load(0, *genesis)).replica, np.zeros(100, np.float32), list[Replica]()
+    for number in range(1, count + 1):
+        states.append(replace(replica.copy(), theta=replica.theta.copy()))
+        body = quantise.quantise(noise.normal(size=100).astype(np.float32), 32)
+        sent = messages.Body(0, bytes(32), 0, bytes(8))
+        offer = Offer(0, "ann", 1, number, (1, number - 1), number, number - 1, bytes(32), 32, 1, 1, 0, [], sent)
+        merge = Merge(number, (Held(offer, body),), False, 0.0, 0.0)
+        merged = merging.accumulate(fragments.fragments[0], settings, merge.held, lambda version: None, replica.theta)
+        record, inline, parts = merging.make_version(
+            replica, residual, merged, merge, settings, bits=4, syncer="s", attempt=bytes(8), now_s=0.0
+        )
+        sequence = await log.append_record(record, inline, parts, replica.chain.sequence)
+        replica.chain.advance(record, messages.check_of(record, log.run), sequence)
+        if number in keyframes:
+            await log.append_keyframe(replica, residual, None)
+    return log, genesis, [*states, replica]
+
+
+async def test_the_state_at_a_version_is_what_it_was_then(link: NatsTransport) -> None:
+    log, genesis, states = await versions(link, 6, {2, 4})
+    for version in (0, 1, 2, 3, 4, 5, 6):
+        past = await log.state_at(0, version, *genesis)
+        assert past.chain.version == version
+        assert past.state().tobytes() == states[version].state().tobytes()
+    with pytest.raises(RunError, match="fragment 0: version 7 is not in the log, which has those from 4 to 6"):
+        await log.state_at(0, 7, *genesis)
+
+
+async def test_what_was_purged_is_not_made_up(link: NatsTransport) -> None:
+    log, genesis, states = await versions(link, 6, {2, 4})
+    await log.purge_below(0, (await log.keyframe_sequences(0))[1])
+    assert (await log.state_at(0, 3, *genesis)).state().tobytes() == states[3].state().tobytes()
+    for version in (0, 1):
+        with pytest.raises(RunError, match=f"version {version} is not in the log, which has those from 2 to the newest"):
+            await log.state_at(0, version, *genesis)
+
+
+async def test_a_rollback_is_appended_and_loaded_like_any_entry(link: NatsTransport) -> None:
+    log, genesis, states = await versions(link, 3, set())
+    replica, residual, past = states[-1], np.ones(100, np.float32), await log.state_at(0, 1, *genesis)
+    record, inline, parts = merging.make_rollback(
+        replica, residual, past, 5, run_settings(), syncer="s", attempt=bytes(8), now_s=0.0
+    )
+    await log.append_record(record, inline, parts, replica.chain.sequence)
+    again = await log.state_at(0, 4, *genesis)
+    assert again.state().tobytes() == states[1].state().tobytes()
+    assert (again.chain.floor, again.chain.change, again.chain.state_hash) == (4, 5, states[1].chain.state_hash)
+    await log.append_keyframe(again, None, None)
+    assert (await log.load(0, *genesis)).replica.chain == again.chain
+    # what was undone is still there to go back to
+    assert (await log.state_at(0, 3, *genesis)).chain.head == record.previous
+
+
+async def test_a_keyframe_whose_state_is_not_its_entrys_is_refused(written: Written) -> None:
+    """Whoever may write keyframes cannot give those who join other parameters than the log's."""
+    true = written.replica
+    theta = true.theta + np.float32(1)
+    chain = replace(true.chain, state_hash=outer.state_hash(theta, true.momentum))
+    sequence = await written.log.append_keyframe(Replica(chain, theta, true.momentum, true.optimizer), None, None)
+    loaded, refused = await written.load()
+    assert loaded.keyframe_sequence == written.heads[-1]
+    assert [number for number, _ in refused] == [sequence]

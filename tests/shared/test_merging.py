@@ -12,11 +12,11 @@ from diloco.core import codec, outer, quantise
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment, TensorSpec, build_map
-from diloco.core.merging import accumulate, make_marker, make_version
+from diloco.core.merging import accumulate, make_marker, make_rollback, make_version
 from diloco.core.round import Held, Merge
 from diloco.errors import NonFiniteError
 from diloco.settings import RunSettings, run_settings
-from diloco.wire.messages import Answer, Bits, Body, Combination, Combined, Member, Offer, Record, join_parts
+from diloco.wire.messages import Answer, Bits, Body, Combination, Combined, Member, Offer, Record, RolledBack, join_parts
 
 Vector = NDArray[np.float32]
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
@@ -359,3 +359,22 @@ def test_a_square_that_overflows_makes_no_version() -> None:
     replica = adamw_replica(settings, fragment_of(2), 500)
     with pytest.raises(NonFiniteError, match="fragment 0, version 4"):
         version(replica, vector(0, 0), settings, held("ann", vector(1e30, 0), tokens=1))
+
+
+def test_a_rollback_states_what_a_reader_comes_to() -> None:
+    replica, past = replica_of(vector(5, 6)), replica_of(vector(1, 2))
+    past.momentum[:] = 3, 4
+    past.chain.version, past.chain.state_hash = 1, outer.state_hash(past.theta, past.momentum)
+    reader, residual = replica_of(vector(5, 6)), vector(7, 8)
+    record, inline, parts = make_rollback(
+        replica, residual, past, 9, settings_of(), syncer="syncer-1", attempt=ATTEMPT, now_s=17.0
+    )
+    assert (record.entry, record.version, record.epoch, record.members, record.closing) == ("rollback", 4, 2, [], False)
+    assert (record.bits, record.rolled_back, record.state_hash) == (32, RolledBack(9, 1, 4), past.chain.state_hash)
+    assert residual.tolist() == [0, 0]
+    assert record.body is not None
+    body = codec.unpack(join_parts(record.body, inline, parts, "body"), 16)
+    assert body.view("<f4").tolist() == [1, 2, 3, 4]
+    reader.fold(record, b"n" * 32, 10, body)
+    for own in (reader, replica):
+        assert (own.theta.tolist(), own.momentum.tolist()) == ([1, 2], [3, 4])

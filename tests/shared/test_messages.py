@@ -39,6 +39,7 @@ from diloco.wire.messages import (
     Pulse,
     Range,
     Record,
+    RolledBack,
     ShardPulse,
     StateLoan,
     StatePart,
@@ -62,6 +63,7 @@ MEMBER = st.builds(Member, NAME, *[COUNT] * 7, st.floats(0, 1e300), RANGES)
 CURSOR = st.builds(Cursor, NAME, *[COUNT] * 5)
 REGION = st.sampled_from(["", "us", "ap_2"])
 NUMBER = st.integers(1, 2**62)
+SOFTWARE = st.sampled_from(["", "0.1.0", "1.0rc1+local-2"])
 ANSWER = st.builds(Answer, NAME, COUNT, NUMBER, st.tuples(COUNT, COUNT), NUMBER, COUNT, HASH, COUNT, COUNT, COUNT, RANGES)
 ANSWERS = st.lists(ANSWER, min_size=1, max_size=3, unique_by=lambda answer: answer.learner).map(
     lambda answers: sorted(answers, key=lambda answer: answer.learner)
@@ -76,6 +78,15 @@ def some_combined(record: Record) -> st.SearchStrategy[Record]:
     places = st.tuples(st.permutations(range(count)), st.integers(1, count)).map(lambda drawn: drawn[0][: drawn[1]])
     combination = st.builds(Combination, NAME, COUNT, COUNT, places)
     return st.lists(combination, max_size=1).map(lambda combined: msgspec.structs.replace(record, combined=combined))
+
+
+ROLLED_BACK = st.builds(RolledBack, NUMBER, COUNT, NUMBER)
+
+
+def some_rolled_back(record: Record) -> st.SearchStrategy[Record]:
+    """The record, or a rollback that is otherwise like it."""
+    back = st.builds(lambda made: msgspec.structs.replace(record, entry="rollback", bits=32, rolled_back=made), ROLLED_BACK)
+    return st.just(record) | back
 
 
 MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
@@ -102,6 +113,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         COUNT,
         COUNT,
         COUNT,
+        SOFTWARE,
     ),
     ShardPulse: st.builds(
         ShardPulse,
@@ -123,8 +135,9 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         BITS,
         st.floats(1, 16),
         REGION_BITS,
+        SOFTWARE,
     ),
-    CoordinatorPulse: st.builds(CoordinatorPulse, NAME, COUNT, st.booleans()),
+    CoordinatorPulse: st.builds(CoordinatorPulse, NAME, COUNT, st.booleans(), SOFTWARE),
     Announcement: st.builds(
         Announcement, FRAGMENT, COUNT, COUNT, NAME, SECONDS, st.booleans(), COUNT, st.integers(1, 2**62), REGION_BITS
     ),
@@ -167,7 +180,9 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         SECONDS,
         SECONDS,
         st.none() | BODY,
-    ).flatmap(some_combined),
+    )
+    .flatmap(some_combined)
+    .flatmap(some_rolled_back),
     Keyframe: st.builds(
         Keyframe,
         FRAGMENT,
@@ -182,6 +197,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         HASH,
         st.booleans(),
         BODY,
+        st.none() | ROLLED_BACK,
     ),
     Genesis: st.builds(Genesis, NAME, HASH, HASH, st.lists(HASH, min_size=1, max_size=3), SECONDS),
     Claim: st.builds(Claim, FRAGMENT, st.integers(1, 2**62), NAME, COUNT, COUNT, st.booleans(), HASH, COUNT),
@@ -198,12 +214,51 @@ ANY = st.sampled_from(KINDS).flatmap(lambda cls: MESSAGES[cls])
 # an example of each kind that has a value in every field
 EXAMPLES: dict[type[Message], Message] = {
     Pulse: Pulse(
-        "ann", "eu", 1, "learner", "stepping", False, 2, 3, 0.5, 1.25, [1], [2], [3], [4], [(0, 8, 2)], 3, 5.0, 6.0, 7, 8, 9
+        "ann",
+        "eu",
+        1,
+        "learner",
+        "stepping",
+        False,
+        2,
+        3,
+        0.5,
+        1.25,
+        [1],
+        [2],
+        [3],
+        [4],
+        [(0, 8, 2)],
+        3,
+        5.0,
+        6.0,
+        7,
+        8,
+        9,
+        "0.1.0",
     ),
     ShardPulse: ShardPulse(
-        "syncer-0", "us", 12, 34, "owner", 5, [0, 2], [1], 3, 4, [(2, 1, 2, 0.5)], 5, 6, 7, [("eu", 4, 5)], 8, 1.5, [("eu", 4)]
+        "syncer-0",
+        "us",
+        12,
+        34,
+        "owner",
+        5,
+        [0, 2],
+        [1],
+        3,
+        4,
+        [(2, 1, 2, 0.5)],
+        5,
+        6,
+        7,
+        [("eu", 4, 5)],
+        8,
+        1.5,
+        [("eu", 4)],
+        "0.1.0",
     ),
-    CoordinatorPulse: CoordinatorPulse("coordinator", 1, False),
+    CoordinatorPulse: CoordinatorPulse("coordinator", 1, False, "0.1.0"),
     Announcement: Announcement(3, 7, 1, "syncer-0", 0.25, False, 9, 24, [("eu", 8)]),
     Offer: Offer(3, "ann", 1, 2, (1, 1), 4, 3, b"b" * 32, 4, 5, 6, 7, [(2, 9, 5)], Body(8, b"c" * 32, 0, b"attempt.")),
     Combined: Combined(
@@ -498,7 +553,7 @@ def test_a_field_out_of_bounds_is_refused(cls: type[Message], changes: dict[str,
 
 @pytest.mark.parametrize("cls", KINDS)
 def test_a_field_too_many_or_too_few_is_refused(cls: type[Message]) -> None:
-    values = [getattr(EXAMPLES[cls], name) for name in EXAMPLES[cls].__struct_fields__]
+    values = [getattr(EXAMPLES[cls], name) for name in EXAMPLES[cls].__struct_fields__ if name != "rolled_back"]
     for wrong in (values[:-1], [*values, 1]):
         with pytest.raises(FormatError):
             messages.unpack(framed(msgspec.msgpack.encode(wrong), cls.kind), cls, RUN)
@@ -643,3 +698,24 @@ def test_a_fragment_is_named_in_plain_decimal_only(index: str) -> None:
 @pytest.mark.parametrize("subject", ["diloco.r.fragment.1.head.head", "diloco.r.fragment.1.x.head", "diloco.r.delta.1.head"])
 def test_a_head_beside_the_exact_subject_is_none(subject: str) -> None:
     assert not subjects.is_head(subject)
+
+
+BACK = RolledBack(5, 2, 4)
+
+
+@pytest.mark.parametrize("cls", [Record, Keyframe])
+def test_where_nothing_went_back_nothing_of_it_travels(cls: type[Message]) -> None:
+    plain: Any = EXAMPLES[cls]
+    changes = {"rolled_back": BACK} | ({"entry": "rollback", "bits": 32} if cls is Record else {})
+    back = msgspec.structs.replace(plain, **changes)
+    lengths = [len(msgspec.msgpack.decode(msgspec.msgpack.decode(messages.pack(m, RUN))[4])) for m in (plain, back)]
+    assert lengths == [len(cls.__struct_fields__) - 1, len(cls.__struct_fields__)]
+    for message in (plain, back):
+        assert messages.unpack(messages.pack(message, RUN), cls, RUN)[0] == message
+
+
+@pytest.mark.parametrize("changes", [{"entry": "rollback", "bits": 32}, {"rolled_back": BACK, "bits": 32},
+                                     {"entry": "rollback", "rolled_back": BACK}])  # fmt: skip
+def test_a_rollback_says_what_it_came_to_in_32_bits_and_nothing_else_does(changes: dict[str, Any]) -> None:
+    with pytest.raises(FormatError, match="rolled_back: "):
+        messages.unpack(framed(fields_of(EXAMPLES[Record], **changes), "record"), Record, RUN)

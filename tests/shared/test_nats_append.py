@@ -110,7 +110,19 @@ async def test_a_repeated_batch_is_stored_once_and_its_sequence_found(log: Log) 
         assert await log.append(b"head", bodies(3), fence, "same") == 4
     assert (await log.state()).messages == 4
     await log.append(b"next", [], None)
-    assert await log.append(b"head", bodies(3), None, "same") == 0, "stored, but no longer the last"
+    assert await log.append(b"head", bodies(3), None, "same") == 5, "whoever fences nothing is told what is there last"
+
+
+async def test_the_last_sequence_of_a_subject_is_told_to_its_writer(log: Log) -> None:
+    head = f"{log.name}.head"
+    assert await streams.last_sequence(log.link, head) == 0
+    await log.append(b"first", bodies(2), None)
+    assert await streams.last_sequence(log.link, head) == 3
+    await log.append(b"second", [], None)
+    assert await streams.last_sequence(log.link, head) == 4
+    assert (await log.state()).messages == 4, "asking stores nothing"
+    with pytest.raises(AppendUncertainError, match="no answer"):
+        await streams.last_sequence(log.link, "nobody.stores.this")
 
 
 async def test_a_zombie_stores_nothing_not_even_parts(log: Log) -> None:

@@ -190,6 +190,7 @@ class Watch:
             "pace": 1.0,
             "offer_bits": [],
             "crossing": [],
+            "software": "",
         }
         return ShardPulse(**(values | changes))
 

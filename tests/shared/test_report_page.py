@@ -418,3 +418,12 @@ def test_units(text: str, expected: str) -> None:
 @given(st.floats(-1e20, 1e20))
 def test_counts_are_short(value: float) -> None:
     assert len(count(value)) <= 5 + (value < 0) or abs(value) >= 1e17
+
+
+def test_a_rollback_is_marked_in_both_pictures_of_the_loss() -> None:
+    report = fake_report()
+    assert "back to" not in render_html(report)
+    report["series"]["rollbacks"] = [{"wall_s": 30.0, "tokens": 700_000, "change": 2, "to_version": 9}]
+    html = render_html(report)
+    assert html.count(">back to 9</text>") == 2
+    assert "Upright: the run was rolled back" in html

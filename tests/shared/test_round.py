@@ -14,7 +14,20 @@ from hypothesis import strategies as st
 from diloco.core.chain import Chain
 from diloco.core.round import Held, Merge, Roster, Round
 from diloco.settings import RunSettings, run_settings
-from diloco.wire.messages import MAX_FRAME_BYTES, PART_BYTES, Answer, Body, Combined, Cursor, Member, Offer, Pulse, Record, pack
+from diloco.wire.messages import (
+    MAX_FRAME_BYTES,
+    PART_BYTES,
+    Answer,
+    Body,
+    Combined,
+    Cursor,
+    Member,
+    Offer,
+    Pulse,
+    Record,
+    RolledBack,
+    pack,
+)
 
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 RAW = np.zeros(0, np.uint8)
@@ -54,6 +67,7 @@ def pulse(learner: str, step: int = 0, version: int = 0, **changes: Any) -> Puls
         "bytes_up": 0,
         "bytes_down": 0,
         "refused": 0,
+        "software": "",
     }
     return Pulse(**(values | changes))
 
@@ -952,3 +966,16 @@ def test_settings_that_change_count_at_once() -> None:
     round_.roster.hear(pulse("ann", 5), 9.0)
     round_.roster.change(settings_of(**{"round.quorum": 1}), frozenset())
     assert names(round_.poll(9.0)) == [("ann", 1)]
+
+
+def test_what_was_made_before_a_rollback_is_dropped_and_refused_however_young_it_is() -> None:
+    round_ = round_at(5, staleness=8)
+    assert hold(round_, offer("bob", 1, 6)) is None
+    round_.open(0)
+    chain = round_.chain
+    chain.version, chain.state_hash, chain.rolled_back = 6, hash_of(3), RolledBack(1, 3, 6)  # back to version 3
+    round_.committed(0)
+    assert (round_.held, round_.opened_at_s, round_.version) == ({}, None, 7)
+    refused = {base: hold(round_, offer("cat", 1, 7, base_version=base, base_hash=hash_of(base))) for base in (3, 5)}
+    assert refused == {base: f"its base {base} is of before the rollback that made version 6" for base in (3, 5)}
+    assert hold(round_, offer("cat", 1, 7, base_version=6, base_hash=hash_of(3))) is None

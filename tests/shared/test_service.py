@@ -58,7 +58,7 @@ def test_each_process_takes_the_first_number_that_is_free_and_leaves_it_to_the_n
 def test_a_name_without_a_star_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DILOCO_NAME", "syncer-us")
     assert parse_settings(SyncerSettings, "test").name == "syncer-us"
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "names").exists()
 
 
 @pytest.mark.parametrize("name", ["*", "a*b", "Learner-*", "a" * 44 + "*", "a" * 49])
@@ -71,5 +71,13 @@ def test_a_star_stands_at_the_end_of_a_name(name: str, monkeypatch: pytest.Monke
 def test_a_state_directory_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DILOCO_STATE_DIR", str(tmp_path / "file"))
-    with pytest.raises(DilocoError, match=r"syncer-us-\*.*file/names cannot be written: Not a directory"):
+    with pytest.raises(DilocoError, match=r"file: this service's folder \(state_dir\) cannot be written: File exists"):
         parse_settings(SyncerSettings, "test")
+
+
+def test_a_number_counts_only_if_there_is_an_identity_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DILOCO_IDENTITY", str(tmp_path / "{name}.identity"))
+    with pytest.raises(DilocoError, match=r"all names with an identity \(.*\{name\}.identity\) are taken"):
+        parse_settings(SyncerSettings, "test")
+    (tmp_path / "syncer-us-3.identity").touch()
+    assert parse_settings(SyncerSettings, "test").name == "syncer-us-3"

@@ -15,9 +15,9 @@ from tests.simulation.world import World
 BLOCK = 10_000  # schedules of one line of a report
 
 
-def replay(seed: int, regions: bool, merged: bool) -> int:
+def replay(seed: int, kind: dict[str, bool]) -> int:
     """Play one schedule and print all that happened."""
-    outcome = World(seed, verbose=True, regions=regions, merged=merged).run()
+    outcome = World(seed, verbose=True, **kind).run()
     for at_s, who, what in outcome.trace:
         print(f"{at_s:9.4f} {who:<12} {what}")
     print(f"\nseed {seed}: {outcome.virtual_s:.1f} s of virtual time, {dict(sorted(outcome.stats.items()))}")
@@ -26,14 +26,14 @@ def replay(seed: int, regions: bool, merged: bool) -> int:
     return int(outcome.error is not None)
 
 
-def play(first: int, schedules: int, jobs: int, report: Path | None, regions: bool, merged: bool) -> int:
+def play(first: int, schedules: int, jobs: int, report: Path | None, kind: dict[str, bool]) -> int:
     """Play schedules of consecutive seeds, and print rate, faults and the seeds that failed; a line of ``report`` a block."""
     total: Counter[str] = Counter()
     failed = 0
     seconds = cpu_s = 0.0
     for begin in range(first, first + schedules, BLOCK):
         block = range(begin, min(begin + BLOCK, first + schedules))
-        result, seeds = play_all(block, jobs, regions=regions, merged=merged), []
+        result, seeds = play_all(block, jobs, **kind), []
         for outcome in result.outcomes:
             total.update(outcome.stats)
             if outcome.error is not None:
@@ -59,12 +59,14 @@ def main() -> int:
     parser.add_argument("--report", type=Path, metavar="FILE", help=f"append a line of JSON for each {BLOCK:,} schedules")
     parser.add_argument("--regions", action="store_true", help="of clusters in three regions")
     parser.add_argument("--merged", action="store_true", help="of clusters in three regions that merge their own offers")
+    parser.add_argument("--rollbacks", action="store_true", help="of clusters that are ordered back now and then")
     parser.add_argument("--replay", type=int, metavar="SEED", help="play one schedule, and print what happened")
     arguments = parser.parse_args()
-    regions = arguments.regions or arguments.merged
+    kind = {name: getattr(arguments, name) for name in ("regions", "merged", "rollbacks")}
+    kind["regions"] |= kind["merged"]
     if arguments.replay is not None:
-        return replay(arguments.replay, regions, arguments.merged)
-    return play(arguments.seed, arguments.schedules, arguments.jobs, arguments.report, regions, arguments.merged)
+        return replay(arguments.replay, kind)
+    return play(arguments.seed, arguments.schedules, arguments.jobs, arguments.report, kind)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from diloco.core import leases
 from diloco.core.ownership import OwnersTable
 from diloco.settings import RunSettings
 from diloco.wire import messages
-from diloco.wire.messages import Answer, Body, Combined, Genesis, Keyframe, Member, Offer, Record
+from diloco.wire.messages import Answer, Body, Combined, Genesis, Keyframe, Member, Offer, Record, RolledBack
 from diloco.wire.subjects import Subjects
 
 Vector = NDArray[np.float32]
@@ -68,6 +68,7 @@ class FragmentLog:
     momentum: Vector
     merged_tokens: int = 0
     closed: bool = False
+    rolled_back: RolledBack | None = None
     owner: tuple[str, int] | None = None  # the process that appended the last takeover
     cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)  # merged, by learner
@@ -77,8 +78,9 @@ class FragmentLog:
     ends: dict[int, int] = field(default_factory=dict)  # by share: the batch after the last one merged
     sequences: list[int] = field(default_factory=list)  # of its entries
     keyframes: list[tuple[int, int]] = field(default_factory=list)  # sequences of head and entry
-    history: dict[bytes, int] = field(default_factory=dict)  # version by its parameters
+    history: dict[bytes, list[int]] = field(default_factory=dict)  # versions by their parameters
     thetas: list[Vector] = field(default_factory=list)
+    momenta: list[Vector] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     accounts: list[dict[str, int]] = field(default_factory=list)  # by version: merged tokens by learner
     past: list[tuple[int, FragmentLog]] = field(default_factory=list)
@@ -93,8 +95,9 @@ class FragmentLog:
         return version < len(self.hashes) and self.hashes[version] == state
 
     def remember(self) -> None:
-        self.history[self.theta.tobytes()] = self.version
+        self.history.setdefault(self.theta.tobytes(), []).append(self.version)
         self.thetas.append(self.theta)
+        self.momenta.append(self.momentum)
         self.hashes.append(state_hash(self.theta, self.momentum))
         self.accounts.append(dict(self.tokens))
 
@@ -119,6 +122,8 @@ class Reference:
         self.offers: dict[tuple[int, str, int, int], tuple[Offer, Vector]] = {}
         self.versions_made = self.takeovers = self.keyframes = self.members_combined = self.late_combined = 0
         self.bits: Counter[int] = Counter()  # versions by those that their bodies have
+        self.orders: list[tuple[int, int, list[int]]] = []  # changes that order fragments back: number, version, fragments
+        self.rollbacks = 0
         self.forgetful, self.archived = forgetful, archived
         self.rewound = False
         self.lost: set[tuple[int, bytes]] = set()  # by fragment: entries and states of versions that were stored, and lost
@@ -192,6 +197,7 @@ class Reference:
         demand(cursors == log.cursors, f"{what}: cursors {cursors}, the log has {log.cursors}")
         tokens = {cursor.learner: cursor.tokens for cursor in keyframe.cursors}
         demand(tokens == log.tokens, f"{what}: tokens {tokens}, the log has {log.tokens}")
+        demand(keyframe.rolled_back == log.rolled_back, f"{what}: {keyframe.rolled_back}, the log has {log.rolled_back}")
         return what
 
     def _see_offer(self, data: bytes, writer: Writer) -> str:
@@ -286,7 +292,7 @@ class Reference:
         demand(record.previous == log.head, f"{what}: does not follow version {log.version}, epoch {log.epoch}")
         # where there are regions, owners may have claimed the fragment that never wrote
         epoch = max(record.epoch, log.epoch + 1) if takes and self.settings.regions.names else log.epoch + takes
-        expected = (log.version + makes, epoch)
+        expected = (log.version + (makes or record.entry == "rollback"), epoch)
         demand((record.version, record.epoch) == expected, f"{what}: expected version and epoch {expected}")
         if takes:
             log.owner = writer.process
@@ -295,6 +301,8 @@ class Reference:
         demand(takes or not log.closed, f"{what}: the log is closed")
         if makes:
             self._merge(record, log, self._body(record.body, inline) if record.body else np.zeros(0, np.uint8), what)
+        if record.rolled_back is not None:
+            self._go_back(record, log, self._body(record.body, inline) if record.body else np.zeros(0, np.uint8), what)
         log.epoch, log.head, log.version = record.epoch, check, record.version
         demand(record.state_hash == state_hash(log.theta, log.momentum), f"{what}: does not fold to its state hash")
         demand(record.tokens_merged == log.merged_tokens, f"{what}: {record.tokens_merged} tokens, members {log.merged_tokens}")
@@ -308,8 +316,23 @@ class Reference:
         if makes:
             self.versions_made += 1
             self.bits[record.bits] += 1
+        if record.version == len(log.hashes):
             log.remember()
         return f"{what}: {', '.join(f'{m.learner}/{m.number}' for m in record.members)}{' closing' if record.closing else ''}"
+
+    def _go_back(self, record: Record, log: FragmentLog, body: NDArray[np.uint8], what: str) -> None:
+        made = record.rolled_back
+        assert made is not None
+        ordered = [fragments for number, to, fragments in self.orders if (number, to) == (made.change, made.to_version)]
+        demand(any(record.fragment in fragments for fragments in ordered), f"{what}: nobody has ordered {made}")
+        known = log.rolled_back
+        demand(known is None or known.change < made.change, f"{what}: change {made.change} again, or after {known}")
+        demand(made.to_version < log.version and made.version == record.version, f"{what}: {made} at version {log.version}")
+        demand(not record.members and not record.closing, f"{what}: it merges {record.members}")
+        theta, momentum = log.thetas[made.to_version], log.momenta[made.to_version]
+        demand(body.tobytes() == theta.tobytes() + momentum.tobytes(), f"{what}: not the state of version {made.to_version}")
+        log.theta, log.momentum, log.rolled_back = theta, momentum, made
+        self.rollbacks += 1
 
     def _merge(self, record: Record, log: FragmentLog, body: NDArray[np.uint8], what: str) -> None:
         demand(bool(record.members), f"{what}: no members")
@@ -329,10 +352,16 @@ class Reference:
             demand(member.data == offer.data, f"{named}: other batches in the record than in the offer")
             demand(stated == offered, f"{named}: {stated} in the record, {offered} in the offer")
             self._demand_base(log, offer, named)
+            floor = log.rolled_back.version if log.rolled_back else 0
+            demand(
+                offer.base_version >= floor, f"{named}: made on version {offer.base_version}, before the rollback to {floor}"
+            )
             kept = not self.archived or member.learner in together or identity in self._archive
             demand(kept, f"{named}: merged, and not in the archive")
             demand(not self.settings.round.lockstep or member.steps == 1, f"{named}: {member.steps} steps in lockstep")
             if self.exact:
+                held = (self.steps[index].applied.get(record.fragment, 0) for index in np.flatnonzero(values))
+                demand(all(base >= floor for base in held), f"{named}: holds steps from before the rollback that made {floor}")
                 log.steps += values
                 most = int(np.argmax(log.steps))
                 demand(log.steps[most] <= 1.001, f"{named}: step {most} of {self.steps[most].learner} is merged twice")
@@ -382,6 +411,7 @@ class Reference:
                 self.lost |= {(index, kept.head), (index, kept.hashes[kept.version])}
                 kept = kept.past.pop()[1]
             del kept.hashes[kept.version + 1 :], kept.thetas[kept.version + 1 :], kept.accounts[kept.version + 1 :]
+            del kept.momenta[kept.version + 1 :]
             kept.sequences = [own for own in kept.sequences if own <= sequence]
             kept.keyframes = [(head, entry) for head, entry in kept.keyframes if head <= sequence]
             self.logs[index] = kept
@@ -445,7 +475,9 @@ class Reference:
         """
         for index, (version, processed, held, lost) in enumerate(accounts):
             what = f"{learner}'s state for the mark {marked}, fragment {index}"
-            demand(version >= marked[index] and (version == marked[index] or not exact), f"{what}: is at version {version}")
+            # a mark may name versions that a server has lost meanwhile: nobody waits for those
+            at_the_cut = version == marked[index] or self.rewound or not exact
+            demand(version >= marked[index] and at_the_cut, f"{what}: is at version {version}")
             if not self.rewound:
                 merged = self.logs[index].accounts[version].get(learner, 0)
                 demand(processed == merged + held + lost, f"{what}: {processed} tokens, {merged} + {held} + {lost}")
@@ -454,11 +486,13 @@ class Reference:
         """The newest version by fragment."""
         return {index: log.version for index, log in enumerate(self.logs)}
 
-    def applied(self, learner: str, fragment: int, theta: Vector, before: int) -> int:
-        """A learner takes over a version: which one it is."""
-        version = self.logs[fragment].history.get(theta.tobytes()) if self.logs else None
-        if version is None:
+    def applied(self, learner: str, fragment: int, theta: Vector, before: int, newest: int | None) -> int:
+        """A learner takes over a version, at one of its boundaries the last of a fragment being ``newest``: which one it is."""
+        versions = self.logs[fragment].history.get(theta.tobytes()) if self.logs else None
+        if versions is None or (newest is not None and newest not in versions):
             raise Violation(f"{learner} applies parameters of fragment {fragment} that are no version of the log")
+        # after a rollback two versions have the same
+        version = min((v for v in versions if v >= before), default=versions[-1]) if newest is None else newest
         demand(version >= before or self.rewound, f"{learner} applies version {version} of fragment {fragment} after {before}")
         return version
 

@@ -45,6 +45,7 @@ class Step:
     tokens: int
     share: int
     batch: int
+    applied: dict[int, int]  # by fragment: the version that its learner held
 
 
 class Learner:
@@ -97,8 +98,9 @@ class Learner:
             self._look_for_mark(member)
             boundary = member.boundary(self.done)
             self.done = None
-            for index, applied in boundary.applies:
-                self._write(index, applied)
+            last = {index: place for place, (index, _) in enumerate(boundary.applies)}
+            for place, (index, applied) in enumerate(boundary.applies):
+                self._write(index, applied, member.versions()[index] if last[index] == place else None)
             if process.rng.random() < 0.2:
                 await asyncio.sleep(0.003)  # the loop's thread runs between a boundary and what follows from it
             self._hand_over(member, boundary)
@@ -119,19 +121,22 @@ class Learner:
             snapshot = self.values[index].copy()
             member.submit(index, lambda snapshot=snapshot: snapshot)  # type: ignore[misc]
 
-    def _write(self, index: int, applied: Apply) -> None:
-        if applied.loaded and self.mark is not None:
+    def _write(self, index: int, applied: Apply, version: int | None) -> None:
+        if applied.anew and self.mark is not None:
             self.mark = self.mark[0], False  # what was between was never seen
         new = applied.theta.copy()
         if applied.reference is not None:
             new += np.float32(applied.factor) * (self.values[index] - applied.reference)
         self.values[index] = new
-        self.applied[index] = self.world.reference.applied(self.name, index, applied.theta, self.applied.get(index, -1))
+        before, reference = self.applied.get(index, -1), self.world.reference
+        self.applied[index] = reference.applied(self.name, index, applied.theta, before, version)
 
     async def _step(self, member: Member) -> None:
         process, world = self.process, self.world
         share, batch = self.rota.next(member.leased())
-        index = world.take_step(Step(self.name, process.generation, process.tokens, share, batch), self.must_pass)
+        index = world.take_step(
+            Step(self.name, process.generation, process.tokens, share, batch, dict(self.applied)), self.must_pass
+        )
         began_s = world.now_s
         await asyncio.sleep(process.step_s * (0.5 + process.rng.random()))
         for values in self.values:

@@ -14,21 +14,21 @@ from tests.simulation.world import Outcome, World
 COLLECT_EVERY = 50  # schedules: each leaves cycles behind, and looking for them all the time takes a tenth of it
 
 
-def play(seed: int, regions: bool = False, merged: bool = False) -> Outcome:
-    """One schedule, without its trace; with ``regions``, of a cluster in three of them; ``merged``: where offers are merged."""
+def play(seed: int, regions: bool = False, merged: bool = False, rollbacks: bool = False) -> Outcome:
+    """One schedule, without its trace; with ``regions``, of a cluster in three of them; the rest as :class:`World` has it."""
     if seed % COLLECT_EVERY == 0:
         gc.collect()
     began_s = time.process_time()
-    outcome = World(seed, regions=regions, merged=merged).run()
+    outcome = World(seed, regions=regions, merged=merged, rollbacks=rollbacks).run()
     return replace(outcome, trace=[], cpu_s=time.process_time() - began_s)
 
 
 class Playing:
     """Outcomes as they come, in no order, and how long it took: by the clock, and on the cores."""
 
-    def __init__(self, seeds: Sequence[int], jobs: int, regions: bool, merged: bool) -> None:
+    def __init__(self, seeds: Sequence[int], jobs: int, **kind: bool) -> None:
         self.seeds, self.jobs, self.seconds, self.cpu_s = seeds, jobs, 0.0, 0.0
-        self._one = partial(play, regions=regions, merged=merged)
+        self._one = partial(play, **kind)
 
     @property
     def outcomes(self) -> Iterator[Outcome]:
@@ -58,6 +58,6 @@ class Playing:
                 yield from pool.imap_unordered(self._one, self.seeds, chunksize=10)
 
 
-def play_all(seeds: Sequence[int], jobs: int = 1, *, regions: bool = False, merged: bool = False) -> Playing:
-    """Play the schedules of ``seeds`` in so many processes."""
-    return Playing(seeds, jobs, regions, merged)
+def play_all(seeds: Sequence[int], jobs: int = 1, **kind: bool) -> Playing:
+    """Play the schedules of ``seeds`` in so many processes; ``kind``: as :func:`play` has it."""
+    return Playing(seeds, jobs, **kind)

@@ -165,6 +165,9 @@ class Server:
             self._stream_of[subject] = stream
         return stream
 
+    def last(self, subject: str) -> Stored | None:
+        return self.stream_of(subject).last(subject)
+
     def append(self, request: Append, now_s: float, parts: int | None = None) -> int:
         """Store a message behind its parts; with ``parts``, only that many of them.
 

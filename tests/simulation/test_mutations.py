@@ -208,6 +208,36 @@ def not_archived(patch: Patch) -> None:
     patch.setattr(Shard, "_archive", careless)
 
 
+def made_before_a_rollback(patch: Patch) -> None:
+    """What was offered before a rollback is merged after it."""
+    patch.setattr(Chain, "floor", 0)
+
+
+def kept_over_a_rollback(patch: Patch) -> None:
+    """A learner carries what it has done over a rollback."""
+    patch.setattr(Books, "_begin_again", lambda self, theta: self._missed(self.base_version + 1, theta))
+
+
+def rolled_back_again(patch: Patch) -> None:
+    """An order is carried out again by whoever does not remember it."""
+    check = Chain.check
+
+    def lenient(self: Chain, record: Record) -> None:
+        known, self.rolled_back = self.rolled_back, None
+        try:
+            check(self, record)
+        finally:
+            self.rolled_back = known
+
+    patch.setattr(Chain, "check", lenient)
+    patch.setattr(Chain, "change", 0)
+
+
+ROLLBACK_MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
+    (made_before_a_rollback, "made on .* before the rollback"),
+    (kept_over_a_rollback, "holds steps from before the rollback"),
+    (rolled_back_again, "again, or after"),
+]
 MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (no_fence, "does not follow|never taken the fragment over|is closed|is not over"),
     (cursors_unchecked, "merged before|made without knowing|merged twice"),
@@ -229,11 +259,11 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("mutate", "found"), MUTATIONS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("mutate", "found"), MUTATIONS + ROLLBACK_MUTATIONS, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_defect_is_found(mutate: Callable[[Patch], None], found: str, monkeypatch: Patch) -> None:
     mutate(monkeypatch)
     for seed in range(SCHEDULES):
-        error = play(seed).error
+        error = play(seed, rollbacks=mutate in dict(ROLLBACK_MUTATIONS)).error
         if error is not None:
             with pytest.raises(Violation, match=found):
                 raise error

@@ -14,6 +14,7 @@ from tests.simulation.world import FAULTS, LOCKSTEP, World
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = 1500
+ROLLBACK_SCHEDULES = 60
 LOCKSTEP_SCHEDULES = 50  # each as dear as several others: a version of every fragment for every step
 
 # What schedules have found; each was drawn with these seeds when it was. A seed means the same only while services and
@@ -53,6 +54,20 @@ def test_gradients_of_learners_in_lockstep_are_averaged_whatever_goes_wrong() ->
     assert not failed
     assert sum(outcome.stats["version"] for outcome in outcomes) > 20 * LOCKSTEP_SCHEDULES
     assert not any(outcome.stats["state borrowed"] for outcome in outcomes)  # there is none
+
+
+@pytest.mark.parametrize("kind", [{}, {"regions": True}, {"regions": True, "merged": True}])
+def test_a_run_that_is_ordered_back_goes_back_once_whatever_goes_wrong(kind: dict[str, bool]) -> None:
+    total: Counter[str] = Counter()
+    failed = {}
+    schedules = ROLLBACK_SCHEDULES // (2 if kind else 1)
+    for outcome in play_all(range(schedules), rollbacks=True, **kind).outcomes:
+        total.update(outcome.stats)
+        if outcome.error is not None:
+            failed[outcome.seed] = repr(outcome.error)
+    assert not failed, f"replay with `python -m tests.simulation --rollbacks --replay SEED`: {failed}"
+    assert total["rollback ordered"] >= total["rolled back"] > schedules / 4
+    assert total["takeover"] > schedules
 
 
 @pytest.mark.parametrize("seed", FOUND)

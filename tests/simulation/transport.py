@@ -78,6 +78,10 @@ class SimulatedTransport:
         """Whether it and the server that has its streams can talk."""
         return self.process.reaches(self.region)
 
+    @property
+    def founds(self) -> bool:
+        return True
+
     def wall_s(self) -> float:
         return self.process.wall_s()
 
@@ -219,6 +223,10 @@ class SimulatedTransport:
         held = self._stream(stream)
         stored: Stored | None = await self._ask(lambda: held.get(sequence), READ_TIMEOUT_S, f"get {sequence}")
         return stored
+
+    async def last_sequence(self, subject: str) -> int:
+        stored = await self._ask(lambda: self.world.servers[self.region].last(subject), READ_TIMEOUT_S, f"last {subject}")
+        return 0 if stored is None else stored.sequence
 
     async def purge(self, stream: str, subject: str, below_sequence: int) -> None:
         held = self._stream(stream)

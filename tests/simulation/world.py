@@ -31,7 +31,8 @@ import diloco.log
 import diloco.member
 import diloco_syncer.shard
 from diloco import membership, observe
-from diloco.core import bandwidth
+from diloco.core import bandwidth, changes
+from diloco.core.changes import Changes, Rollback
 from diloco.member import Member
 from diloco.observe import Logger
 from diloco.patience import patiently
@@ -353,10 +354,20 @@ class Outcome:
 
 
 class World:
-    """One schedule, of the variant with that number or (None) of the one that the seed draws; ``merged`` is for ``regions``."""
+    """One schedule, of the variant with that number or (None) of the one that the seed draws; ``merged`` is for ``regions``.
+
+    ``rollbacks``: somebody orders the run back now and then.
+    """
 
     def __init__(
-        self, seed: int, *, number: int | None = None, verbose: bool = False, regions: bool = False, merged: bool = False
+        self,
+        seed: int,
+        *,
+        number: int | None = None,
+        verbose: bool = False,
+        regions: bool = False,
+        merged: bool = False,
+        rollbacks: bool = False,
     ) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         self.scheduler = Scheduler()
@@ -410,6 +421,9 @@ class World:
             self.later(self.rng.uniform(0.5, self.chaos.until_s + 1), self._mark)
         if number == THIN:
             self._thin(random.Random(seed))
+        drawing = random.Random(seed)  # its own, so that the rest of a schedule is as it is without
+        for _ in range(drawing.randint(1, 3) if rollbacks else 0):
+            self.later(drawing.uniform(0.5, self.chaos.until_s + 1), self._order_back, drawing)
         self.later(self.chaos.until_s, self._calm)
 
     def run(self) -> Outcome:
@@ -657,6 +671,25 @@ class World:
         for repeat in range(MARKS):
             self.later(MARK_EVERY_S * repeat, self.publish, Message(self.subjects.mark, data, lambda answer: None), region)
 
+    def _order_back(self, rng: random.Random) -> None:
+        """Somebody orders the run back to an earlier version."""
+        versions = self.reference.versions()
+        version = max(0, max(versions.values(), default=0) - rng.randint(1, 4))
+        beyond = [index for index, newest in versions.items() if newest > version and not self.reference.logs[index].closed]
+        if self._is_ending() or not beyond:
+            return
+        bucket, run = self.control.buckets[self.subjects.bucket], self.reference.run
+        stored = bucket.get("changes")
+        listed = Changes(run) if stored is None else changes.unpack(stored[0], run)
+        listed = listed.then(Rollback(version, beyond), at_s=0.0, author="somebody")
+        bucket.write("changes", listed.pack(), None, rng.getrandbits(64))
+        self.reference.orders.append((len(listed.records), version, beyond))
+        self.stats["rollback ordered"] += len(beyond)
+        self.note("world", f"fragments {beyond} are ordered back to {version}")
+        self.publish(
+            Message(self.subjects.changed, b"", lambda answer: None), self.rng.choice(REGIONS) if self.regional else CONTROL
+        )
+
     def _is_ending(self) -> bool:
         """Whether the run has not begun, or somebody may already have left for good, since all logs are closed."""
         return all(log.closed for log in self.reference.logs) or any(process.ended for process in self.processes)
@@ -761,6 +794,7 @@ class World:
         self.stats["version"] += self.reference.versions_made
         self.stats.update({f"version of {bits} bits": count for bits, count in self.reference.bits.items()})
         self.stats["takeover"] += self.reference.takeovers
+        self.stats["rolled back"] += self.reference.rollbacks
         self.stats["keyframe"] += self.reference.keyframes
         if self.settings.regions.merge:
             self.stats["merged in its region"] += self.reference.members_combined

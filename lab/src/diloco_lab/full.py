@@ -314,6 +314,7 @@ class _Member:
             bytes_up=self.up.bytes,
             bytes_down=self.down.bytes,
             refused=0,
+            software="",
         )
         self.world.at(arrives_us, lambda at_us: self.world.syncer.hear_pulse(pulse, at_us, news=news))
 

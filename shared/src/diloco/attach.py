@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from diloco import membership, observe
+from diloco import membership, outside
 from diloco.errors import BrokerError, RunError
-from diloco.nats.transport import NatsTransport
 from diloco.rundir import RunDirectory
 from diloco.settings import RunSettings, parse
 from diloco.wire.subjects import Subjects
@@ -27,17 +27,22 @@ def attach(
     bulk_url: Annotated[
         str | None, typer.Option("--bulk", envvar="DILOCO_NATS_BULK_URL", help="In a run with regions: the server of one.")
     ] = None,
+    identity: Annotated[
+        Path | None, typer.Option(envvar="DILOCO_IDENTITY", help="File that `diloco keys` made: an operator's or observer's.")
+    ] = None,
 ) -> None:
     """Make a run's directory for a run that is there: for status, verify, replay."""
     if (directory / "report.json").exists():
         raise RunError(f"{directory}: holds a finished run; choose another directory")
-    settings = asyncio.run(_settings(run, nats_url, bulk_url))
-    RunDirectory(directory, run, nats_url, None, settings, nats_bulk_url=bulk_url).save()
+    file = None if identity is None else str(identity.resolve())
+    seen = RunDirectory(directory, run, nats_url, None, RunSettings(), nats_bulk_url=bulk_url, identity=file)
+    replace(seen, settings=asyncio.run(_settings(seen))).save()
     print(f"run {run} at {nats_url}: diloco status {directory}")
 
 
-async def _settings(run: str, nats_url: str, bulk_url: str | None) -> RunSettings:
-    transport = await NatsTransport.open(nats_url, bulk_url or nats_url, "attach", observe.get_logger(), ANSWER_TIMEOUT_S)
+async def _settings(seen: RunDirectory) -> RunSettings:
+    run, nats_url = seen.name, seen.nats_url
+    transport = await outside.connect(seen, "attach", ANSWER_TIMEOUT_S)
     try:
         try:
             registry = await transport.bucket(Subjects(run).bucket, create=False)
@@ -49,6 +54,6 @@ async def _settings(run: str, nats_url: str, bulk_url: str | None) -> RunSetting
         settings = parse(RunSettings, membership.settings_of(run, stored[0]), f"run {run!r}")
     finally:
         await transport.close()
-    if settings.regions.names and bulk_url is None:
+    if settings.regions.names and seen.nats_bulk_url is None:
         raise RunError(f"run {run!r} has the regions {', '.join(settings.regions.names)}: give the server of one with --bulk")
     return settings

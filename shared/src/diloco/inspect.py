@@ -7,14 +7,13 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import nats.errors
 import typer
 from rich.console import Console
 
-from diloco import live, observe, rundir
+from diloco import live, outside, rundir
 from diloco import logs as run_logs
 from diloco.errors import BrokerError, RunError
-from diloco.nats.transport import NatsTransport
+from diloco.nats import connection
 from diloco.wire.subjects import Subjects
 
 ANSWER_TIMEOUT_S = 3.0
@@ -90,15 +89,13 @@ async def ask(run: rundir.RunDirectory) -> dict[str, Any]:
     """
     if not run.nats_url:
         raise RunError(f"run {run.name!r} has not been started yet")
-    link = await NatsTransport.open(
-        run.nats_url, run.nats_url, "status", observe.get_logger(), give_up_after_s=ANSWER_TIMEOUT_S
-    )
+    link = await outside.connect(run, "status", ANSWER_TIMEOUT_S)
     try:
-        answer = await link.control.request(Subjects(run.name).status, b"", timeout=ANSWER_TIMEOUT_S)
-        return answered(answer.data, run.name)
-    except (nats.errors.Error, TimeoutError):
-        raise BrokerError(
-            f"run {run.name!r}: no coordinator answers at {run.nats_url}; learners and syncers may be running without it"
-        ) from None
+        answer = await connection.ask(link.control, link.name, Subjects(run.name).status, b"", ANSWER_TIMEOUT_S)
     finally:
         await link.close()
+    if answer is None:
+        raise BrokerError(
+            f"run {run.name!r}: no coordinator answers at {run.nats_url}; learners and syncers may be running without it"
+        )
+    return answered(answer, run.name)

@@ -25,6 +25,7 @@ from diloco.core.quorum import Tip, Undecided
 from diloco.errors import (
     AppendUncertainError,
     BrokerError,
+    ChainError,
     FenceError,
     FormatError,
     HashError,
@@ -229,6 +230,47 @@ class Log:
                 return await self._load(keyframe, chain, inline, stored.sequence)
         raise fault or RunError(f"run {self.subjects.run!r}: fragment {fragment} has no keyframe; the log is damaged")
 
+    async def state_at(self, fragment: int, version: int, genesis: Genesis, genesis_check: bytes) -> Replica:
+        """The fragment as it was at a version: from the newest whole keyframe at or below it, and the entries that follow.
+
+        Raises:
+            RunError: the log does not have it, or not any more; the versions that it does have are named.
+        """
+        loaded, oldest = None, 0
+        newest = await self.transport.last(self.subjects.log_stream, self.subjects.keyframe(fragment))
+        async for stored in self._from_newest(fragment, newest):
+            with contextlib.suppress(MessageError):  # whoever loads the log says so
+                keyframe, _, inline = messages.unpack(stored.data, Keyframe, self.run)
+                chain = Chain.from_keyframe(keyframe)
+                if keyframe.entry_hash == NO_ENTRY or not await self.holds(chain):
+                    continue
+                oldest = keyframe.version
+                if oldest <= version:
+                    loaded = await self._load(keyframe, chain, inline, stored.sequence)
+                    break
+        with contextlib.suppress(MessageError):
+            if loaded is None and await self._begins_with(fragment, genesis_check):
+                loaded, oldest = await self.load_first(fragment, genesis, genesis_check), 0
+        end = await self.end_sequence(fragment)
+        replica = loaded.replica if loaded else None
+        if replica is not None and replica.chain.version < version and replica.chain.sequence < end:
+            async for entry in self.follow([fragment], replica.chain.sequence + 1, lambda _, __: None, end):
+                try:
+                    await asyncio.to_thread(replica.fold, entry.record, entry.check, entry.sequence, entry.body)
+                except ChainError:
+                    continue  # passed over by everybody
+                except HashError as error:
+                    raise RunError(f"run {self.subjects.run!r}: {error}") from None
+                if replica.chain.version == version:
+                    break
+        if replica is None or replica.chain.version != version:
+            last = replica.chain.version if replica else "the newest"
+            raise RunError(
+                f"run {self.subjects.run!r}, fragment {fragment}: version {version} is not in the log, which has those from "
+                f"{oldest} to {last}; how far back it goes is set by log.keep_keyframes and log.keep_bytes"
+            )
+        return replica
+
     async def keyframes(self, fragment: int, refused: Callable[[int, MessageError], None]) -> AsyncIterator[Loaded]:
         """All of the fragment's keyframes after genesis that are stored by now, the oldest first.
 
@@ -269,27 +311,31 @@ class Log:
 
     async def _begins_with(self, fragment: int, genesis_check: bytes) -> bool:
         """Whether the log still has the fragment's first entry, or never had any."""
-        head = self.subjects.record(fragment)
-        if not await self.head_sequence(fragment):
+        newest = await self.head_sequence(fragment)
+        if not newest:
             return True
-        async for stored in self.transport.pull(self.subjects.log_stream, [head], 1):
-            with contextlib.suppress(MessageError):
+        async for stored in self.transport.pull(self.subjects.log_stream, [self.subjects.record(fragment)], 1):
+            with contextlib.suppress(MessageError):  # in a run with regions claims stand before it
                 return messages.unpack(stored.data, Record, self.run)[0].previous == genesis_check
-            break
+            if stored.sequence >= newest:
+                break
         return False
 
     async def holds(self, chain: Chain) -> bool:
-        """Whether the log still has the chain's head: it may be purged, or lost with a server's last unsynced writes."""
+        """Whether the log still has the chain's head, and with this state after it.
+
+        It may be purged, or lost with a server's last unsynced writes; or a keyframe lies about it.
+        """
         if not chain.sequence:
             return True
         stored = await self.transport.get(self.subjects.log_stream, chain.sequence)
         if stored is None:
             return False
         try:
-            _, check, _ = messages.unpack(stored.data, Record, self.run)
+            record, check, _ = messages.unpack(stored.data, Record, self.run)
         except MessageError:
             return False
-        return check == chain.head
+        return (check, record.state_hash) == (chain.head, chain.state_hash)
 
     async def follow(
         self,
@@ -398,10 +444,11 @@ class Log:
         if record.body is None:
             return None
         what = f"fragment {record.fragment}, version {record.version}"
-        size = self.map.fragments[record.fragment].size
-        raw_bytes = quantise.body_bytes(size, record.bits)
+        size, moments = self.map.fragments[record.fragment].size, self._optimizers[record.fragment].moments
+        values = fold.entry_values(record, size, moments)
+        raw_bytes = quantise.body_bytes(values, record.bits)
         body = await asyncio.to_thread(open_body, record.body, packed.inline, packed.parts, raw_bytes, what)
-        await asyncio.to_thread(quantise.validate, body, size, record.bits)
+        await asyncio.to_thread(quantise.validate, body, values, record.bits)
         return body
 
     async def _until(self, pulled: AsyncIterator[Stored], stop_sequence: int) -> AsyncIterator[Stored]:
@@ -457,6 +504,7 @@ class Log:
             state_hash=chain.state_hash,
             closing=chain.closed,
             body=body,
+            rolled_back=chain.rolled_back,
         )
         head = self.subjects.keyframe(chain.fragment)
         return await self._append(head, messages.pack(keyframe, self.run, inline), parts, body.attempt, fence)
@@ -721,7 +769,8 @@ class Log:
 
     def _limit(self, fragment: int) -> int:
         """Most bytes that the zstd frame of an entry may have."""
-        return codec.packed_limit(4 * self.map.fragments[fragment].size + quantise.BLOCK * 8)
+        values = (1 + self._optimizers[fragment].moments) * self.map.fragments[fragment].size  # of a rollback, the largest
+        return codec.packed_limit(4 * values + quantise.BLOCK * 8)
 
     async def _append(
         self, head: str, frame: bytes, parts: Sequence[bytes], attempt: bytes, fence: Fence | None, stream: str | None = None

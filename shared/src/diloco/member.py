@@ -19,10 +19,9 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco import membership, shares
+from diloco import __version__, membership, shares
 from diloco.core import bandwidth, codec, ranges
 from diloco.core import tape as events
 from diloco.core.books import Apply, Books, Outstanding
@@ -41,12 +40,13 @@ from diloco.errors import (
     MessageError,
     NonFiniteError,
     RewoundError,
+    RunError,
     StorageFullError,
 )
 from diloco.following import Follower
 from diloco.log import Entry, Log
 from diloco.membership import Run
-from diloco.observe import Counted, Logger
+from diloco.observe import Counted, Logger, Progress
 from diloco.patience import patiently
 from diloco.peer import Borrower, Layout, Lender, Loan
 from diloco.settings import Bits, LearnerSettings
@@ -151,7 +151,7 @@ class _Fragment:
     steps_between: int = 0  # two rounds, as its owner said last
     bits: Bits = 32  # of an answer to that round
     answered: int = 0  # version of the newest round answered
-    sent: bytes | None = None  # hash of the head of the newest offer sent
+    sent: int = 0  # stream sequence of the newest offer's head
     encoding: bool = False
     sending: bool = False
     spoilt: bool = False  # the learner's value is not finite: begin again from the global one
@@ -236,12 +236,11 @@ class Member:
         await patiently(self.follower.look, self.log)
         self._spawn(self.follower.follow())
         await self._readmitted()
-        digest = self.run.settings.digest()
         if self.settings.role == "learner":
-            join = partial(membership.join, self.run, self.settings.name, self.incarnation, self.map, digest)
-            admitted = await patiently(join, self.log)
-            self.incarnation = self.shares.incarnation = admitted
-        founder = self.settings.name if self.settings.role == "learner" else None
+            if not self.transport.founds and await patiently(partial(self.run.registry.get, "map"), self.log) is None:
+                self.log.info("waiting_for_founder")
+            self.incarnation = self.shares.incarnation = await patiently(self._be_admitted, self.log)
+        founder = self.settings.name if self.settings.role == "learner" and self.transport.founds else None
         begin = partial(membership.genesis, self.run, self.store, founder, initial, self.log)
         genesis, check = await patiently(begin, self.log)
         sequences = []
@@ -313,7 +312,7 @@ class Member:
         else:
             self.tape.record(events.Borrowed(loan.peer, loan.content_hash[: events.DIGEST_BYTES]))
             self.log.info(
-                "state_from_peer", peer=loan.peer, step=loan.step, version_min=min(loan.versions), bytes=layout.size_bytes
+                "state_from_peer", learner=loan.peer, step=loan.step, version_min=min(loan.versions), bytes=layout.size_bytes
             )
         return loan
 
@@ -377,12 +376,21 @@ class Member:
                 return False
         return True
 
+    async def _be_admitted(self) -> int:
+        """As :func:`diloco.membership.join`."""
+        digest, founds = self.run.settings.digest(), self.transport.founds
+        return await membership.join(self.run, self.settings.name, self.incarnation, self.map, digest, founds=founds)
+
     async def _look_at_admission(self) -> None:
         admitted = await membership.admitted(self.run, self.settings.name, self.map.digest)
+        if admitted is not None and admitted > self.incarnation:
+            raise RunError(
+                f"run {self.run.name!r}: a younger process goes by the name {self.settings.name!r}; this one ends: give every "
+                "learner a name, and an identity, of its own"
+            )
         if admitted is None or admitted < self.incarnation:
             self.log.warning("admission_lost", incarnation=self.incarnation)
-            digest = self.run.settings.digest()
-            await membership.join(self.run, self.settings.name, self.incarnation, self.map, digest)
+            await self._be_admitted()
             with self._lock:
                 for state in self._fragments:
                     state.answered = 0  # what was sent meanwhile was refused
@@ -394,10 +402,9 @@ class Member:
             answered = {state.index: state.answered for state in open_ if state.answered == state.open_version}
         for index, version in answered.items():
             state = self._fragments[index]
-            if before.get(index) != version or state.sent is None:
+            if before.get(index) != version or not state.sent:
                 continue
-            stored = await self.transport.last(self.subjects.offer_stream, self.subjects.offer(index, self.settings.name))
-            if stored is None or blake3(stored.data).digest() != state.sent:
+            if await self.transport.last_sequence(self.subjects.offer(index, self.settings.name)) != state.sent:
                 with self._lock:
                     if state.answered == version and not state.sending:
                         self.log.warning("offer_lost", fragment=index, version=version)
@@ -498,7 +505,7 @@ class Member:
     def _queue(self, state: _Fragment, record: Record | None) -> None:
         """Let the next boundary apply what the replica is after ``record`` (None: it was loaded anew); the lock is held."""
         state.newest = _Pending.of(state.replica)
-        if record is None or record.entry == "version":
+        if record is None or record.makes_version:
             state.pending.append(replace(state.newest, record=record))
 
     async def _newest_replica(self, index: int, genesis: Genesis, check: bytes) -> Replica:
@@ -654,11 +661,10 @@ class Member:
     async def _send(self, offer: Offer, inline: bytes, parts: Sequence[bytes]) -> None:
         head = self.subjects.offer(offer.fragment, self.settings.name)
         frame = messages.pack(offer, self.run.identity, inline)
-        self._fragments[offer.fragment].sent = blake3(frame).digest()
         complained = False
         while True:
             try:
-                await self.transport.append(
+                self._fragments[offer.fragment].sent = await self.transport.append(
                     head,
                     frame,
                     parts=parts,
@@ -678,9 +684,18 @@ class Member:
                 await asyncio.sleep(STORAGE_RETRY_S)
 
     async def _pulse_regularly(self) -> None:
+        progress = Progress(self.log, self._loop.time(), self._progress)
         while True:
             await self._send_pulse()
+            progress.look(self._loop.time())
             await asyncio.sleep(self.run.now.settings.liveness.pulse_s)
+
+    def _progress(self) -> tuple[dict[str, int], dict[str, Any]]:
+        pulse = self.pulse()
+        counts = {"steps": pulse.step, "tokens": pulse.tokens, "bytes_up": pulse.bytes_up, "bytes_down": pulse.bytes_down}
+        loss = None if pulse.loss is None else round(pulse.loss, 4)
+        values = {"state": pulse.state, "loss": loss, "step_s": round(pulse.step_s, 4), "refused": pulse.refused}
+        return counts, values | {"version_min": min(pulse.versions), "version_max": max(pulse.versions)}
 
     async def _send_pulse(self) -> None:
         frame = messages.pack(self.pulse(), self.run.identity)
@@ -712,6 +727,7 @@ class Member:
                 bytes_up=self.transport.bytes_out,
                 bytes_down=self.transport.bytes_in,
                 refused=self.refused.total,
+                software=__version__,
             )
 
     def _refuse(self, sender: str, error: MessageError, **values: Any) -> None:
@@ -999,7 +1015,7 @@ class Member:
             applied = state.books.apply(record, pending.theta)
             merged = any(member.learner == self.settings.name for member in record.members)
             self.rounds_merged += merged
-            self.rounds_missed += not merged
+            self.rounds_missed += not merged and record.rolled_back is None
             stated = record.tokens_merged + record.tokens_lost
         if applied.forgotten:
             # none: the log was rewound to before this learner's first merged offer

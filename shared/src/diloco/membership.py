@@ -1,24 +1,27 @@
 """Creating, finding and joining a run: settings, fragment map, admission and genesis, through a small key-value bucket.
 
-Keys: ``run`` (settings as JSON), ``map`` (the fragment map), ``member.<learner>`` (admission), ``founder`` (who publishes
-version 0), ``genesis`` (the genesis record, where there are several logs), ``owners`` (which syncer owns which fragments),
-``shares`` (which learner holds which share of the data), ``changes`` (what was changed since the run was created). All are
-written by compare-and-set or are idempotent, so that any member may do it, and a dead one is replaced.
+Keys: ``protocol`` (what members must speak), ``run`` (settings as JSON), ``map`` (the fragment map), ``member.<learner>``
+(admission), ``founder`` (who publishes version 0), ``genesis`` (the genesis record, where there are several logs), ``owners``
+(which syncer owns which fragments), ``shares`` (which learner holds which share of the data), ``changes`` (what was changed
+since the run was created). All are written by compare-and-set or are idempotent, so that any member may do it, and a dead one
+is replaced.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco import __version__
 from diloco.core import changes as listing
 from diloco.core import leases
 from diloco.core.changes import Action, Changes, Effective, in_force
@@ -29,9 +32,10 @@ from diloco.errors import AdmissionError, AppendUncertainError, BrokerError, Fen
 from diloco.log import Log
 from diloco.nats.registry import MAX_VALUE_BYTES
 from diloco.observe import Logger
+from diloco.patience import patiently
 from diloco.settings import RunSettings, parse
 from diloco.transport import Bucket, Transport
-from diloco.wire.messages import Count, Genesis, Hash, MemberName, run_id
+from diloco.wire.messages import OLDEST, VERSION, Count, Genesis, Hash, MemberName, Software, run_id
 from diloco.wire.subjects import Subjects
 
 POLL_S = 0.2
@@ -44,6 +48,13 @@ class Admission(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fro
     incarnation: Count
     settings_digest: Hash
     map_digest: Hash
+
+
+class Protocol(msgspec.Struct, frozen=True):
+    """The bucket's key ``protocol``, as JSON, to which later versions may add: what every version must be able to read."""
+
+    protocol: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+    software: Software  # that made the run
 
 
 @dataclass
@@ -72,11 +83,15 @@ async def create(transport: Transport, name: str, settings: RunSettings, offer_b
     """Make the run's streams and bucket and store its settings; a run that exists with the same settings is as good.
 
     Raises:
-        RunError: a run of that name exists with other settings; the first that differs is named.
+        RunError: a run of that name exists with other settings, the first that differs is named; or of another protocol.
     """
     await make_streams(transport, name, settings, offer_bytes)
     replicas = settings.regions.control_replicas if settings.regions.names else settings.log.replicas
     registry = await transport.bucket(Subjects(name).bucket, create=True, replicas=replicas)
+    # before the settings: who finds them finds this
+    with contextlib.suppress(FenceError):
+        await registry.create("protocol", msgspec.json.encode(Protocol(VERSION, __version__)))
+    await check_protocol(registry, name)
     try:
         await registry.create("run", settings.canonical())
     except FenceError:
@@ -107,7 +122,7 @@ async def find(transport: Transport, name: str, log: Logger) -> Run:
     """Wait until the run exists, and read its settings.
 
     Raises:
-        RunError: what is stored are no settings of this version.
+        RunError: the run is of a protocol that this version does not speak, or what is stored are no settings of this version.
     """
     bucket, waiting = Subjects(name).bucket, False
     while True:
@@ -122,10 +137,34 @@ async def find(transport: Transport, name: str, log: Logger) -> Run:
             log.info("waiting_for_run")
             waiting = True
         await asyncio.sleep(POLL_S)
+    made_by = (await patiently(partial(check_protocol, registry, name), log)).software
+    if made_by != __version__:
+        log.info("version_differs", sender="run", kind=made_by, here=__version__)
     try:
         return Run(name, parse(RunSettings, settings_of(name, stored[0]), f"run {name!r}"), registry)
     except SettingsError as error:
         raise RunError(f"run {name!r} was made by another version: {error}") from None
+
+
+async def check_protocol(registry: Bucket, name: str) -> Protocol:
+    """What the members of a run must speak.
+
+    Raises:
+        RunError: this version does not: one that is older than the run, after a downgrade, or much newer.
+    """
+    stored = await registry.get("protocol")
+    try:
+        found = Protocol(VERSION, "") if stored is None else msgspec.json.decode(stored[0], type=Protocol)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise RunError(f"run {name!r}: the bucket's key 'protocol' is damaged ({error}); choose another run name") from None
+    if not OLDEST <= found.protocol <= VERSION:
+        ours = str(VERSION) if OLDEST == VERSION else f"{OLDEST} to {VERSION}"
+        raise RunError(
+            f"run {name!r} was made by diloco {found.software} and speaks protocol {found.protocol}; this is diloco "
+            f"{__version__}, which speaks {ours}: "
+            + ("update it" if found.protocol > VERSION else f"use diloco {found.software}, or begin another run")
+        )
+    return found
 
 
 def settings_of(name: str, stored: bytes) -> dict[str, Any]:
@@ -154,10 +193,13 @@ async def find_map(run: Run) -> FragmentMap:
         await asyncio.sleep(POLL_S)
 
 
-async def join(run: Run, learner: str, incarnation: int, ours: FragmentMap, settings_digest: bytes) -> int:
+async def join(
+    run: Run, learner: str, incarnation: int, ours: FragmentMap, settings_digest: bytes, *, founds: bool = True
+) -> int:
     """Propose the fragment map, or find that it is the run's already, and admit the learner; the incarnation it is admitted as.
 
-    That is ``incarnation``, or one more than the one admitted before where that is larger: a clock may have jumped back.
+    One who may not found a run waits until it has a map. The incarnation is
+    ``incarnation``, or one more than the one admitted before where that is larger: a clock may have jumped back.
 
     Raises:
         AdmissionError: this learner's model is not the run's; the first differing tensor is named.
@@ -168,9 +210,7 @@ async def join(run: Run, learner: str, incarnation: int, ours: FragmentMap, sett
             f"run {run.name!r}: the list of this model's {len(ours.tensors)} tensors has {len(packed)} bytes, at most "
             f"{MAX_VALUE_BYTES} are allowed; use fewer tensors, or shorter names"
         )
-    try:
-        await run.registry.create("map", packed)
-    except FenceError:
+    if not founds or not await _propose(run, packed):
         check_same_map(ours, await find_map(run), run.name)
     if settings_digest != run.settings.digest():
         raise AdmissionError(f"run {run.name!r}: learner {learner} was made for other settings than the run's")
@@ -189,6 +229,15 @@ async def join(run: Run, learner: str, incarnation: int, ours: FragmentMap, sett
             return incarnation
         except FenceError:  # another process of this name: the later one is admitted
             continue
+
+
+async def _propose(run: Run, packed: bytes) -> bool:
+    """Whether this map has become the run's, and not somebody else's."""
+    try:
+        await run.registry.create("map", packed)
+    except FenceError:
+        return False
+    return True
 
 
 def _admission(stored: bytes) -> Admission | None:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,6 +17,7 @@ from diloco.core.changes import in_force
 from diloco.core.fragments import FragmentMap, unpack_map
 from diloco.embedded import CONTROL, server_name
 from diloco.errors import BrokerError, RunError
+from diloco.identity import of_command
 from diloco.log import Log
 from diloco.membership import Run
 from diloco.nats.server import Server
@@ -40,6 +41,18 @@ class Outside:
     genesis: Genesis
     genesis_check: bytes
     live: bool  # read from the run's own server
+
+
+async def connect(directory: RunDirectory, name: str, give_up_after_s: float) -> NatsTransport:
+    """Connect to a run's servers as a command of this ``name``.
+
+    Raises:
+        SettingsError: the identity that the directory names cannot be used.
+        BrokerError: a server does not answer in time, or turns us away.
+    """
+    identity = None if directory.identity is None else of_command(Path(directory.identity), directory.name)
+    url, bulk_url = directory.nats_url, directory.nats_bulk_url or directory.nats_url
+    return await NatsTransport.open(url, bulk_url, name, observe.get_logger(), give_up_after_s, identity)
 
 
 @dataclass(frozen=True)
@@ -128,7 +141,8 @@ async def _transport(directory: RunDirectory) -> AsyncIterator[tuple[NatsTranspo
             servers.append(Server(Path(folder) / name))
             servers[-1].start()
             started.callback(servers[-1].stop)
-        transport = await connect(servers[0].url, servers[-1].url)
+        copied = replace(directory, nats_url=servers[0].url, nats_bulk_url=servers[-1].url, identity=None)
+        transport = await connect(copied, "outside", ANSWER_TIMEOUT_S)
         try:
             await _check_settings(transport, directory)
             yield transport, False
@@ -141,7 +155,7 @@ async def _live(directory: RunDirectory) -> NatsTransport | None:
     if not await _anybody_listens(directory.nats_url):
         return None
     try:
-        transport = await connect(directory.nats_url, directory.nats_bulk_url or directory.nats_url)
+        transport = await connect(directory, "outside", ANSWER_TIMEOUT_S)
     except BrokerError:
         return None
     try:
@@ -162,15 +176,6 @@ async def _anybody_listens(urls: str) -> bool:
             writer.close()
             return True
     return False
-
-
-async def connect(url: str, bulk_url: str) -> NatsTransport:
-    """A command's connection to servers, which are there or not.
-
-    Raises:
-        BrokerError: one of them does not answer.
-    """
-    return await NatsTransport.open(url, bulk_url, "outside", observe.get_logger(), give_up_after_s=ANSWER_TIMEOUT_S)
 
 
 async def _check_settings(transport: NatsTransport, directory: RunDirectory) -> None:

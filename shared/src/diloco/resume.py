@@ -19,6 +19,7 @@ from typing import Any
 
 from diloco import checkpoint, membership, observe, outside, rundir
 from diloco.checkpoint import Checkpoint
+from diloco.core import changes
 from diloco.core.changes import SETTABLE, Action, Effective, Set
 from diloco.errors import MessageError, RunError
 from diloco.nats import snapshot, streams
@@ -35,6 +36,7 @@ from diloco.wire.subjects import Subjects
 
 CONNECT_TIMEOUT_S = 20.0
 KEY_OF_SHARES = "shares"
+KEY_OF_CHANGES = "changes"
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,13 @@ async def _restore(source: Checkpoint, directory: RunDirectory, url: str, at: in
             taken = Snapshot(stream.config, stream.state, stream.saved.size_bytes, stream.saved.blake3)
             await snapshot.restore(transport, taken, source.path / stream.saved.file, replicas=settings.log.replicas)
             made.append(str(stream.config["name"]))
-        await _shorten(transport, source, names, at)
+        carried_out = await _shorten(transport, source, names, at)
         registry = await transport.bucket(names.bucket, create=False)
         if at is not None:
+            stored = await registry.get(KEY_OF_CHANGES)
+            if stored is not None:
+                listed = changes.unpack(stored[0], messages.run_id(manifest.run, source.settings.digest()))
+                await registry.put(KEY_OF_CHANGES, listed.without_rollbacks(at, carried_out).pack())
             # leases go on from where they were: at an earlier version that is too far
             last = await registry.get(KEY_OF_SHARES)
             if last is not None:
@@ -177,12 +183,18 @@ class _Stored:
 
     messages: list[int] = field(default_factory=list)  # of entries, parts included
     versions: list[tuple[int, int]] = field(default_factory=list)  # sequence and version, where an entry made one
+    rollbacks: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # sequence of an entry or keyframe, change carried out by then
     keyframes: list[tuple[int, str, Keyframe]] = field(default_factory=list)  # sequence and attempt of its parts
     parts: list[tuple[int, str]] = field(default_factory=list)  # of keyframes: sequence and attempt
 
 
-async def _shorten(link: Link, source: Checkpoint, names: Subjects, at: int | None) -> None:
-    """Drop what a restored log holds beyond a cut: the checkpoint's, or every fragment's version ``at``."""
+async def _shorten(link: Link, source: Checkpoint, names: Subjects, at: int | None) -> list[int]:
+    """Drop what a restored log holds beyond a cut: the checkpoint's, or every fragment's version ``at``.
+
+    Returns, by fragment, the change of the run by which what is left was rolled back last; 0 for none.
+    """
     cuts = source.manifest.fragments
     stored = [_Stored() for _ in cuts]
     async for message in Puller(link, names.log_stream, [names.record_tree("*"), names.keyframe_tree("*")], 1):
@@ -190,15 +202,18 @@ async def _shorten(link: Link, source: Checkpoint, names: Subjects, at: int | No
         if not message.pending:
             break
     doomed: list[int] = []
+    carried_out: list[int] = []
     for index, held in enumerate(stored):
         end = cuts[index].sequence if at is None else _end_of(source, index, held, at)
         if not any(keyframe.entry_sequence <= end for _, _, keyframe in held.keyframes):
             raise RunError(f"{source.path}: fragment {index}: its log begins only after the version to go on from")
         doomed += [sequence for sequence in held.messages if sequence > end]
+        carried_out.append(max((change for sequence, change in held.rollbacks if sequence <= end), default=0))
         kept = {attempt for _, attempt, keyframe in held.keyframes if keyframe.entry_sequence <= end}
         doomed += [sequence for sequence, _, keyframe in held.keyframes if keyframe.entry_sequence > end]
         doomed += [sequence for sequence, attempt in held.parts if attempt not in kept]
     await streams.drop(link, names.log_stream, doomed)
+    return carried_out
 
 
 def _note(message: Message, stored: list[_Stored], run: bytes) -> None:
@@ -211,11 +226,15 @@ def _note(message: Message, stored: list[_Stored], run: bytes) -> None:
             held.messages.append(message.sequence)
             if head:
                 record, _, _ = messages.unpack(message.data, Record, run)
-                if record.entry == "version":
+                if record.makes_version:
                     held.versions.append((message.sequence, record.version))
+                if record.rolled_back is not None:
+                    held.rollbacks.append((message.sequence, record.rolled_back.change))
         elif head:
             keyframe, _, _ = messages.unpack(message.data, Keyframe, run)
             held.keyframes.append((message.sequence, keyframe.body.attempt.hex(), keyframe))
+            if keyframe.rolled_back is not None:
+                held.rollbacks.append((keyframe.entry_sequence, keyframe.rolled_back.change))
         elif len(tokens) > 5:
             held.parts.append((message.sequence, tokens[5]))
     except MessageError:

@@ -28,6 +28,7 @@ class RunDirectory:
     settings: RunSettings
     learners: int | None = None  # that are started here; None: as many as the data has shares
     nats_bulk_url: str | None = None  # of the region from which the log is read, in a run with regions
+    identity: str | None = None  # file of the one as whom commands connect
     wan_control: str | None = None  # where the links between them are commanded, if they are emulated here
 
     @property
@@ -64,7 +65,7 @@ def load(path: Path) -> RunDirectory:
             )
         settings = parse(RunSettings, values["settings"], str(file))
         kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "learners": int | None}
-        kinds |= {"nats_bulk_url": str | None, "wan_control": str | None}
+        kinds |= {"nats_bulk_url": str | None, "wan_control": str | None, "identity": str | None}
         for key, kind in kinds.items():
             if not isinstance(values.get(key), kind):
                 raise TypeError(f"{key} = {values.get(key)!r}")

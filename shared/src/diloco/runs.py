@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -21,10 +22,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from diloco import membership, outside
+from diloco import membership, observe, outside
 from diloco.core.changes import in_force
 from diloco.core.fragments import unpack_map
 from diloco.errors import BrokerError, MessageError, RunError, SettingsError
+from diloco.identity import Identity, load, of_command
 from diloco.membership import Run
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
@@ -45,6 +47,9 @@ Nats = Annotated[str, typer.Option("--nats", envvar="DILOCO_NATS_URL", help="NAT
 Bulk = Annotated[
     list[str] | None,
     typer.Option("--bulk", envvar="DILOCO_NATS_BULK_URL", help="With regions: each region's server; repeatable."),
+]
+As = Annotated[
+    Path | None, typer.Option("--identity", envvar="DILOCO_IDENTITY", help="An operator's, whose run alone is looked at.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
@@ -93,9 +98,9 @@ class Found:
 
 
 @runs.command("list")
-def list_(nats_url: Nats = LOCAL, bulk: Bulk = None, json_: Json = False) -> None:
+def list_(nats_url: Nats = LOCAL, bulk: Bulk = None, identity: As = None, json_: Json = False) -> None:
     """All runs of which servers hold something."""
-    found = asyncio.run(_found(nats_url, bulk or [], None))
+    found = asyncio.run(_found(nats_url, bulk or [], None if identity is None else load(identity), None))
     if json_:
         print(json.dumps([_plain(run) for run in found]))
         return
@@ -106,9 +111,9 @@ def list_(nats_url: Nats = LOCAL, bulk: Bulk = None, json_: Json = False) -> Non
 
 
 @runs.command()
-def show(run: Name, nats_url: Nats = LOCAL, bulk: Bulk = None, json_: Json = False) -> None:
+def show(run: Name, nats_url: Nats = LOCAL, bulk: Bulk = None, identity: As = None, json_: Json = False) -> None:
     """What servers hold of a run."""
-    [found] = asyncio.run(_found(nats_url, bulk or [], run))
+    [found] = asyncio.run(_found(nats_url, bulk or [], None if identity is None else of_command(identity, run), run))
     if json_:
         print(json.dumps(_plain(found)))
         return
@@ -128,19 +133,20 @@ def remove(
     run: Name,
     nats_url: Nats = LOCAL,
     bulk: Bulk = None,
+    identity: As = None,
     force: Annotated[bool, typer.Option("--force", help="Also while members of it are heard.")] = False,
 ) -> None:
     """Delete all that servers hold of a run, for good. Its directories stay."""
-    asyncio.run(_remove(run, nats_url, bulk or [], force=force))
+    asyncio.run(_remove(run, nats_url, bulk or [], None if identity is None else of_command(identity, run), force=force))
 
 
-async def _found(url: str, bulk: Sequence[str], name: str | None) -> list[Found]:
-    async with _links(url, bulk) as links:
+async def _found(url: str, bulk: Sequence[str], identity: Identity | None, name: str | None) -> list[Found]:
+    async with _links(url, bulk, identity) as links:
         return await _look(links, name)
 
 
-async def _remove(name: str, url: str, bulk: Sequence[str], *, force: bool) -> None:
-    async with _links(url, bulk) as links:
+async def _remove(name: str, url: str, bulk: Sequence[str], identity: Identity | None, *, force: bool) -> None:
+    async with _links(url, bulk, identity) as links:
         [found] = await _look(links, name)
         if found.members and not force:
             raise RunError(f"run {name!r} is going on: {', '.join(found.members)} heard; stop it first, or give --force")
@@ -154,13 +160,14 @@ async def _remove(name: str, url: str, bulk: Sequence[str], *, force: bool) -> N
 
 
 @asynccontextmanager
-async def _links(url: str, bulk: Sequence[str]) -> AsyncIterator[dict[str, NatsTransport]]:
+async def _links(url: str, bulk: Sequence[str], identity: Identity | None) -> AsyncIterator[dict[str, NatsTransport]]:
     """A connection to each server, by its address; the control server's is the first."""
     async with AsyncExitStack() as stack:
         links: dict[str, NatsTransport] = {}
         for server in (url, *bulk):
             if _place(server) not in links:
-                links[_place(server)] = transport = await outside.connect(server, server)
+                opening = NatsTransport.open(server, server, "runs", observe.get_logger(), outside.ANSWER_TIMEOUT_S, identity)
+                links[_place(server)] = transport = await opening
                 stack.push_async_callback(transport.close)
         yield links
 
@@ -172,6 +179,8 @@ async def _look(links: dict[str, NatsTransport], name: str | None) -> list[Found
         RunError: there is none of that name.
     """
     control = next(iter(links.values()))
+    if control.identity is not None:  # which may hear and see nothing of others
+        name = control.identity.run
     heard: dict[str, set[str]] = {}
 
     async def hear(message: Heard) -> None:
@@ -179,7 +188,8 @@ async def _look(links: dict[str, NatsTransport], name: str | None) -> list[Found
         heard.setdefault(tokens[1], set()).add(tokens[3] if len(tokens) > 3 else tokens[2])
 
     for sign in SIGNS:
-        await control.subscribe(f"diloco.*.{sign}" if sign == "coordinator" else f"diloco.*.{sign}.*", hear)
+        subject = f"diloco.{name or '*'}.{sign}"
+        await control.subscribe(subject if sign == "coordinator" else f"{subject}.*", hear)
     began_s = time.monotonic()
     found: dict[str, Found] = {}
     for server, link in links.items():

@@ -10,14 +10,15 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from diloco import membership, observe
+from diloco import membership, observe, volume
 from diloco.errors import DilocoError
+from diloco.identity import Role, identity_file, of_service
 from diloco.membership import Run
 from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger
-from diloco.settings import ServiceSettings, check_region, load_service
+from diloco.settings import LearnerSettings, ServiceSettings, check_region, load_service
 
 S = TypeVar("S", bound=ServiceSettings)
 MAX_NUMBERS = 4096
@@ -28,17 +29,23 @@ def parse_settings(cls: type[S], program: str) -> S:
 
     Raises:
         SettingsError: something in them is wrong.
+        RunError: their state directory is another run's, or a newer version's.
         DilocoError: a name that ends in a star cannot be settled.
     """
     parser = argparse.ArgumentParser(prog=program)
     parser.add_argument("--config", type=Path, help="TOML file; DILOCO_* variables in the environment win over it")
-    settings = _named(load_service(cls, parser.parse_args().config))
-    logs = settings.state_dir / "logs" / f"{settings.name}.jsonl" if settings.log_format == "json" else None
-    observe.configure(settings.name, settings.run, level=settings.log_level, fmt=settings.log_format, file=logs)
+    loaded = load_service(cls, parser.parse_args().config)
+    volume.claim(loaded.state_dir, loaded.run)
+    settings = named(loaded)
+    to_file = settings.log_format == "json" and settings.log_to == "file"
+    logs = settings.state_dir / "logs" / f"{settings.name}.jsonl" if to_file else None
+    role = settings.role if isinstance(settings, LearnerSettings) else program.removeprefix("diloco-")
+    about: dict[str, Any] = {"role": role, "region": settings.region or ""}
+    observe.configure(settings.name, settings.run, **about, level=settings.log_level, fmt=settings.log_format, file=logs)
     return settings
 
 
-def _named(settings: S) -> S:
+def named(settings: S) -> S:
     """Settle a name that ends in a star: the first number whose lock no living process holds.
 
     A container that is made anew gets back the name, and with it the checkpoint and the accounts, of one that is gone. The
@@ -54,6 +61,8 @@ def _named(settings: S) -> S:
         folder.mkdir(parents=True, exist_ok=True)
         for number in range(MAX_NUMBERS):
             name = f"{settings.name[:-1]}{number}"
+            if settings.identity is not None and not identity_file(settings.identity, name).exists():
+                continue
             lock = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,12 +70,20 @@ def _named(settings: S) -> S:
             os.close(lock)
     except OSError as error:
         raise DilocoError(f"name = {settings.name!r}: {folder} cannot be written: {error.strerror}") from None
-    raise DilocoError(f"name = {settings.name!r}: all {MAX_NUMBERS} numbers are taken by processes that share {folder}")
+    taken = f"all {MAX_NUMBERS} numbers" if settings.identity is None else f"all names with an identity ({settings.identity})"
+    raise DilocoError(f"name = {settings.name!r}: {taken} are taken by processes that share {folder}")
 
 
-async def connect(settings: ServiceSettings, log: Logger) -> NatsTransport:
-    """Connect to NATS, however long it takes to be there."""
-    transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, settings.name, log, give_up_after_s=None)
+async def connect(settings: ServiceSettings, role: Role, log: Logger) -> NatsTransport:
+    """Connect to NATS, however long it takes to be there.
+
+    Raises:
+        SettingsError: the identity is not one for ``role`` and these settings.
+    """
+    identity = None
+    if settings.identity is not None:
+        identity = of_service(settings.identity, settings.name, settings.run, settings.region, role)
+    transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, settings.name, log, None, identity)
     transport.clock_file, transport.alive_file = settings.clock_file, settings.alive_file
     return transport
 

@@ -495,11 +495,18 @@ class ServiceSettings(BaseSettings):
     nats_url: str = Field("nats://127.0.0.1:4222", description="control traffic; bulk too unless nats_bulk_url is set")
     nats_bulk_url: str | None = None
     region: RegionName | None = Field(None, description="where this service is, in a run with regions")
+    identity: str | None = Field(
+        None,
+        description="file of `diloco keys` for this process, {name} in it being its name; none: no TLS, no credentials",
+    )
     state_dir: Path = Field(Path("."), description="where this process may keep files of its own")
     alive_file: Path | None = Field(None, description="touched at each sign of life that goes out, for health checks")
     clock_file: Path | None = Field(None, description="seconds that this process's wall clock is to be wrong by, for chaos")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["json", "console"] = "json"
+    log_format: Literal["json", "console"] = Field("json", description="console: for people, on standard error")
+    log_to: Literal["file", "stderr"] = Field(
+        "file", description="where JSON goes: state_dir/logs/NAME.jsonl, or standard error (for containers and journald)"
+    )
     metrics_address: str = Field("", description="HOST:PORT that /metrics, /healthz and /readyz are served at; empty: nowhere")
 
     @field_validator("metrics_address")

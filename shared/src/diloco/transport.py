@@ -82,6 +82,10 @@ class Transport(Protocol):
     def incoming(self) -> Moved:
         """What came in, as far as it could be seen how fast, where streams are read."""
 
+    @property
+    def founds(self) -> bool:
+        """Whether this process may propose a run's fragment map and publish version 0."""
+
     def wall_s(self) -> float:
         """Unix time; it may jump, so nothing but a label follows from it."""
 
@@ -127,6 +131,9 @@ class Transport(Protocol):
 
     async def get(self, stream: str, sequence: int) -> Stored | None:
         """The message with a stream sequence, or None if it is gone."""
+
+    async def last_sequence(self, subject: str) -> int:
+        """The stream sequence of the last message on a subject that this process writes to, 0 if there is none."""
 
     async def purge(self, stream: str, subject: str, below_sequence: int) -> None:
         """Drop a subject's messages (wildcards allowed) with a smaller sequence."""

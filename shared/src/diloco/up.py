@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import nats.errors
 import typer
 from rich.console import Console
 
@@ -27,7 +26,7 @@ from diloco.errors import BrokerError, DataError, RunError, SettingsError, WanEr
 from diloco.log import Log
 from diloco.membership import Run
 from diloco.nats import streams
-from diloco.nats.connection import checked, malloc_environment, shown
+from diloco.nats.connection import ask, checked, malloc_environment, shown
 from diloco.nats.transport import NatsTransport
 from diloco.report import build, page
 from diloco.report.units import count, decimal, duration, share, size
@@ -43,6 +42,7 @@ POLL_S = 0.5
 PLAIN_EVERY_S = 5.0
 NEAR_END_S = 15.0
 NATS_TIMEOUT_S = 20.0
+STATUS_TIMEOUT_S = 1.0
 MAX_LEARNERS = 4096
 
 
@@ -361,9 +361,9 @@ class Launcher:
         said_s, next_s = -PLAIN_EVERY_S, POLL_S
         with self._view() as view:
             while True:
-                with suppress(nats.errors.Error, TimeoutError, asyncio.TimeoutError, BrokerError):
-                    answer = await link.control.request(subject, b"", timeout=1)
-                    status = inspect.answered(answer.data, self.directory.name)
+                with suppress(BrokerError):
+                    answer = await ask(link.control, link.name, subject, b"", STATUS_TIMEOUT_S)
+                    status = {} if answer is None else inspect.answered(answer, self.directory.name)
                     if "learners" in status:
                         self._keep_status(status)
                         quiet = view is None and (status["eta_s"] or 0.0) > NEAR_END_S

@@ -194,7 +194,7 @@ def _fold(found: FragmentLog, replica: Replica, entry: Entry, folded: Callable[[
         found.passed_over.append(str(error))
         return
     folded(entry)
-    found.versions += entry.record.entry == "version"
+    found.versions += entry.record.makes_version
     found.members += [(entry.record.version, member) for member in entry.record.members]
 
 
@@ -216,6 +216,8 @@ class _Remade:
     async def redo(self, replica: Replica, entry: Entry) -> None:
         """Compare an entry that is about to be folded into ``replica`` with what its owner's merge must have given."""
         record, chain = entry.record, replica.chain
+        if record.rolled_back is not None:  # nothing is left over of what it undid, and no offer is taken against that
+            self._residuals, self._older = [np.zeros(self.fragment.size, np.float32)], {}
         if record.entry == "takeover":
             zeros = np.zeros(self.fragment.size, np.float32)
             kept = self._keyframe is not None and self._keyframe.replica.chain.version == chain.version

@@ -51,6 +51,7 @@ class Monitor:
         self.crossing: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
         self.validation: list[tuple[float, int, float]] = []
         self.merges: list[dict[str, Any]] = []
+        self.rollbacks: dict[int, dict[str, Any]] = {}  # by the number of the change that asked for it
         self.versions = [0] * len(fragment_map.fragments)
         self.tokens = [0] * len(fragment_map.fragments)
         self.owners = [""] * len(fragment_map.fragments)
@@ -122,9 +123,14 @@ class Monitor:
         self.owners[index] = record.syncer
         if record.closing:
             self.closed.add(index)
-        if record.entry != "version" or record.version <= self.versions[index]:
+        if not record.makes_version or record.version <= self.versions[index]:
             return
         self.versions[index], self.tokens[index] = record.version, record.tokens_merged
+        if record.rolled_back is not None:  # of its fragments the first
+            change, version = record.rolled_back.change, record.rolled_back.to_version
+            told = {"wall_s": round(now_s, 3), "tokens": self.tokens_processed(), "change": change, "to_version": version}
+            self.rollbacks.setdefault(change, told)
+            return
         self.ledger.merge(record)
         self.ends = ranges.ends((held for member in record.members for held in member.data), self.ends)
         for member in record.members:
@@ -254,6 +260,7 @@ class Monitor:
             "shards": {name: _shard(pulse, now_s - seen_s) for name, (pulse, seen_s) in sorted(self.shards.items())},
             "validation": [list(point) for point in self.validation],
             "merges": self.merges,
+            "rollbacks": list(self.rollbacks.values()),
             "places": self.places,
             "absences": [[absence.region, absence.from_s, absence.to_s] for absence in self.presence.absences()],
             "crossing": [
@@ -277,6 +284,8 @@ class Monitor:
             int(learner["tokens"])
             _points(learner)
             _activity_of(learner)
+        # those that an older version wrote know of none
+        rollbacks = {int(told["change"]): dict(told) for told in series.get("rollbacks", ())}
         places = {str(member): str(region) for member, region in series["places"].items()}
         absences = [Absence(str(region), float(a), None if b is None else float(b)) for region, a, b in series["absences"]]
         crossing: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
@@ -285,7 +294,7 @@ class Monitor:
             places[str(syncer)]  # where it is, or the series are damaged
         self._drawn = {(merge["fragment"], merge["version"]) for merge in merges}
         self.presence.resume(absences, float(series["wall_s"]))
-        self.places, self.crossing = places, crossing
+        self.places, self.crossing, self.rollbacks = places, crossing, rollbacks
         self.ledger, self.validation, self.past, self.merges = ledger, validation, past, merges
 
     def _learner(self, learner: _Learner, now_s: float) -> dict[str, Any]:
@@ -311,6 +320,7 @@ class Monitor:
             "rounds_merged": rounds_merged,
             "rounds_missed": sum(self.versions) - rounds_merged,
             "seen_s_ago": now_s - learner.seen_s,
+            "software": pulse.software,
         }
 
     def _regions(self, now_s: float) -> dict[str, Any]:
@@ -371,6 +381,7 @@ def _shard(pulse: ShardPulse, ago_s: float) -> dict[str, Any]:
         "pace": pulse.pace,
         "offer_bits": dict(pulse.offer_bits),
         "seen_s_ago": ago_s,
+        "software": pulse.software,
     }
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import sys
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
-from diloco import membership, observe, service
+from diloco import __version__, membership, observe, service
 from diloco.core import tape as events
 from diloco.core.leadership import Leadership
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RewoundError
@@ -18,7 +19,7 @@ from diloco.following import Follower
 from diloco.log import heads
 from diloco.membership import Run
 from diloco.metrics import Exporter
-from diloco.observe import Counted, Logger
+from diloco.observe import Counted, Logger, Progress
 from diloco.patience import patiently
 from diloco.rundir import write_json
 from diloco.settings import CoordinatorSettings, check_region
@@ -57,6 +58,7 @@ class Coordinator:
         self.transport, self.run, self.settings, self.log = transport, run, settings, log
         self.subjects = Subjects(run.name)
         self.refused: Counted = Counted(log)
+        self._versions = Counted(log, "version_differs")
         self.follower = Follower(transport, run, log, self._change)
         self.file = settings.state_dir / "series.json"
         self._clock = asyncio.get_running_loop().time
@@ -135,7 +137,7 @@ class Coordinator:
             return None
 
     async def _pulse(self) -> None:
-        pulse = CoordinatorPulse(self.settings.name, self._leadership.revision, self._finished)
+        pulse = CoordinatorPulse(self.settings.name, self._leadership.revision, self._finished, __version__)
         await self.transport.publish(self.subjects.coordinator, messages.pack(pulse, self.run.identity))
 
     async def _hear_coordinator(self, message: Heard) -> None:
@@ -157,7 +159,12 @@ class Coordinator:
         self._resume(monitor)
         self.monitor = monitor
         async with asyncio.TaskGroup() as group:
-            work = (self._follow(monitor), self._save_regularly(), self._assign_shares(monitor), self.follower.follow())
+            work = (
+                self._follow(monitor),
+                self._save_regularly(monitor),
+                self._assign_shares(monitor),
+                self.follower.follow(),
+            )
             tasks = [group.create_task(task) for task in work]
             try:
                 await self._until_finished(monitor)
@@ -203,6 +210,7 @@ class Coordinator:
         except MessageError as error:
             self.refused.note(message.subject, type(error).__name__, reason=str(error))
             return
+        self._note_version(pulse.learner, pulse.software)
         self.monitor.hear(pulse, self.now_s())
 
     async def _hear_shard(self, message: Heard) -> None:
@@ -213,7 +221,13 @@ class Coordinator:
         except MessageError as error:
             self.refused.note(message.subject, type(error).__name__, reason=str(error))
             return
+        self._note_version(pulse.syncer, pulse.software)
         self.monitor.hear_shard(pulse, self.now_s())
+
+    def _note_version(self, member: str, software: str) -> None:
+        """Say once that a member runs another version, as while services are upgraded one after another."""
+        if software != __version__:
+            self._versions.note(member, software or "unknown", here=__version__)
 
     async def _follow(self, monitor: Monitor) -> None:
         while True:
@@ -260,18 +274,27 @@ class Coordinator:
     def _note_regions(self, monitor: Monitor) -> None:
         away = monitor.presence.away()
         for region in sorted(away.keys() - self._away.keys()):
-            self.log.warning("region_away", region=region, silent_s=round(self.now_s() - away[region], 1))
+            self.log.warning("region_away", other_region=region, silent_s=round(self.now_s() - away[region], 1))
         for region in sorted(self._away.keys() - away.keys()):
-            self.log.info("region_back", region=region, away_s=round(self.now_s() - self._away[region], 1))
+            self.log.info("region_back", other_region=region, away_s=round(self.now_s() - self._away[region], 1))
         self._away = away
 
     def _at_ms(self) -> int:
         return int(self.transport.wall_s() * 1000)
 
-    async def _save_regularly(self) -> None:
+    async def _save_regularly(self, monitor: Monitor) -> None:
+        progress = Progress(self.log, self._clock(), partial(self._progress, monitor))
         while True:
             await asyncio.sleep(SAVE_EVERY_S)
+            progress.look(self._clock())
             await asyncio.to_thread(self.save)
+
+    def _progress(self, monitor: Monitor) -> tuple[dict[str, int], dict[str, Any]]:
+        counts = {"versions": sum(monitor.versions), "tokens": monitor.tokens_processed()}
+        live = [pulse for pulse in monitor.live(self.now_s()) if pulse.role == "learner"]
+        losses = [pulse.loss for pulse in live if pulse.loss is not None]
+        loss = round(statistics.fmean(losses), 4) if losses else None
+        return counts, {"state": monitor.state, "learners": len(live), "loss": loss, "refused": self.refused.total}
 
     def save(self) -> None:
         """Write the series to the state directory, if it is this process that leads."""
@@ -304,7 +327,7 @@ async def serve(settings: CoordinatorSettings) -> None:
 
 
 async def _serve(settings: CoordinatorSettings, exporter: Exporter, log: Logger) -> None:
-    transport = exporter.transport = await service.connect(settings, log)
+    transport = exporter.transport = await service.connect(settings, "coordinator", log)
     coordinator: Coordinator | None = None
     try:
         run = await patiently(partial(membership.create, transport, settings.run, settings.settings), log)

@@ -67,7 +67,7 @@ class Redo:
 
     def write(self, fragment: int, applied: Apply) -> None:
         keep = None if applied.reference is None else (applied.reference, applied.factor)
-        alpha = 0.0 if applied.loaded else self.settings.apply.alpha
+        alpha = 0.0 if applied.anew else self.settings.apply.alpha
         self.island.write(self.map.fragments[fragment], applied.theta, keep, alpha)
 
     def read(self, fragment: int) -> NDArray[np.float32]:

@@ -71,7 +71,7 @@ class LoopThread:
 
 async def _find(settings: LearnerSettings, exporter: Exporter, log: Logger) -> tuple[NatsTransport, Run]:
     await exporter.start()
-    transport = exporter.transport = await service.connect(settings, log)
+    transport = exporter.transport = await service.connect(settings, settings.role, log)
     return transport, await service.find_run(transport, settings, log)
 
 

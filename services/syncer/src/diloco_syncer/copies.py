@@ -136,7 +136,7 @@ class Copies:
 
     async def _fold(self, copy: Copy, entry: Entry) -> None:
         await asyncio.to_thread(copy.replica.fold, entry.record, entry.check, entry.sequence, entry.body)
-        if entry.record.entry == "version":
+        if entry.record.makes_version:
             copy.residual = None
         copy.log_bytes += entry.size_bytes
 

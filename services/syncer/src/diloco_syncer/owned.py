@@ -35,6 +35,7 @@ class Owned:
     checked_at_s: float = -math.inf  # when the fence was last known to be right
     announced_at_s: float = -math.inf
     busy: bool = False  # a version is being made, or the fragment handed over
+    failed_change: int = 0  # number of the newest change that was to roll it back, and for which the log has no state any more
     keyframes: list[int] = field(default_factory=list)  # sequences of all that stay, the oldest first; empty: not known yet
     norms: Norms = field(default_factory=Norms)  # of its offers
     older: dict[int, Vector] = field(default_factory=dict)  # parameters by version, where merges need them

@@ -8,6 +8,7 @@ from functools import partial
 
 from diloco import membership, observe, service
 from diloco.errors import SettingsError
+from diloco.identity import Identity
 from diloco.membership import Run
 from diloco.metrics import Exporter
 from diloco.nats.transport import NatsTransport
@@ -19,6 +20,7 @@ from diloco.tasks import end
 from diloco_syncer.metrics import ObservedShard
 from diloco_syncer.regions import Connect
 from diloco_syncer.shard import Shard
+from diloco_syncer.sweeper import Sweeper
 
 LEAVE_S = 5.0
 
@@ -31,16 +33,17 @@ async def serve(settings: SyncerSettings) -> None:
 
 
 async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> None:
-    transport = exporter.transport = await service.connect(settings, log)
+    transport = exporter.transport = await service.connect(settings, "syncer", log)
     try:
         run = await service.find_run(transport, settings, log)
-        connect = _ways(settings, run, log)
+        connect = _ways(settings, run, transport.identity, log)
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
         exporter.starting = "the first learner, whose model is the run's"
         fragment_map = await patiently(partial(membership.find_map, run), log)
         shard = Shard(transport, run, fragment_map, settings, log, tape, connect)
         exporter.observed = ObservedShard(shard, transport, exporter.labels())
         serving = asyncio.ensure_future(shard.serve())
+        sweeping = asyncio.ensure_future(Sweeper(transport, run.name, fragment_map, log).work())
         try:
             await asyncio.shield(serving)
         except asyncio.CancelledError:
@@ -49,12 +52,12 @@ async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> N
                 await asyncio.wait([serving], timeout=LEAVE_S)
             raise
         finally:
-            await end(serving)
+            await end(serving, sweeping)
     finally:
         await transport.close()
 
 
-def _ways(settings: SyncerSettings, run: Run, log: Logger) -> dict[str, Connect]:
+def _ways(settings: SyncerSettings, run: Run, identity: Identity | None, log: Logger) -> dict[str, Connect]:
     """How to reach the other regions.
 
     Raises:
@@ -72,7 +75,7 @@ def _ways(settings: SyncerSettings, run: Run, log: Logger) -> dict[str, Connect]
 
     def way(region: str) -> Connect:
         url = settings.region_urls[region]
-        return lambda: NatsTransport.open_bulk(url, f"{settings.name}-{region}", log.bind(region=region))
+        return lambda: NatsTransport.open_bulk(url, f"{settings.name}-{region}", log.bind(other_region=region), identity)
 
     return {name: way(name) for name in others}
 

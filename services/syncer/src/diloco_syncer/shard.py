@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from diloco import following, membership
+from diloco import __version__, following, membership
 from diloco.core import fold, merging
 from diloco.core import tape as events
 from diloco.core.bandwidth import Bandwidth, Seen
@@ -33,6 +33,7 @@ from diloco.errors import (
     FormatError,
     MessageError,
     NonFiniteError,
+    RewoundError,
     RunError,
     SettingsError,
     StorageFullError,
@@ -41,7 +42,7 @@ from diloco.following import Follower
 from diloco.log import Log
 from diloco.membership import Run
 from diloco.metrics import Histogram
-from diloco.observe import Counted, Logger
+from diloco.observe import Counted, Logger, Progress
 from diloco.patience import patiently
 from diloco.settings import SyncerSettings
 from diloco.tape import Recorder, Unrecorded
@@ -197,7 +198,7 @@ class Shard:
             for change in self.bandwidth.look(now_s, cycle_s, seen):
                 self.log.info(
                     "bandwidth_changed",
-                    region=change.region,
+                    other_region=change.region,
                     way=change.way,
                     bits=change.level.bits,
                     pace=change.level.pace,
@@ -431,7 +432,7 @@ class Shard:
             self.log.debug("keyframe_not_stored", fragment=index, version=chain.version, reason=str(error))
             return
         copy.keyframe_version, copy.log_bytes = chain.version, 0
-        self.log.info("keyframe_stored", fragment=index, version=chain.version)
+        self.log.debug("keyframe_stored", fragment=index, version=chain.version)
         kept = keyframes_kept(self.run.now.settings.log, self.map.parameters, copy.replica.optimizer.moments)
         sequences = await patiently(partial(self.store.keyframe_sequences, index), self.log)
         if len(sequences) > kept:
@@ -611,6 +612,11 @@ class Shard:
                 if owned.busy:
                     continue
                 round_, now_s = owned.round, clock()
+                order = self._order(owned)
+                if order is not None:
+                    owned.busy = True
+                    group.create_task(self._roll_back(owned, *order))
+                    continue
                 if round_.due(now_s, self.bandwidth.steps):
                     round_.open(now_s)
                     self.rounds += 1
@@ -691,7 +697,7 @@ class Shard:
                 self.merged_members += len(record.members)
                 self.quorum_times.observe(record.quorum_s)
                 self.round_times.observe(record.round_s)
-            self.log.info(
+            self.log.debug(
                 "version_committed",
                 fragment=index,
                 version=record.version,
@@ -735,6 +741,48 @@ class Shard:
         for outlier in outliers:
             self._suspects.pop(outlier.learner, None)
         self._change()
+
+    def _order(self, owned: Owned) -> tuple[int, int] | None:
+        """The change of the run by which a fragment is to go back now, and to which version."""
+        change, version = self.run.now.rollbacks.get(owned.fragment.index, (0, 0))
+        due = change > owned.failed_change and owned.replica.chain.must_go_back(change, version)
+        return (change, version) if due else None
+
+    async def _roll_back(self, owned: Owned, change: int, version: int) -> None:
+        """Take a fragment back to an earlier version, as a version of its own that everybody folds like any other."""
+        index = owned.fragment.index
+        try:
+            past = await patiently(partial(self.store.state_at, index, version, *self._copies.genesis), self.log)
+            record, inline, parts = await asyncio.to_thread(
+                merging.make_rollback,
+                owned.replica,
+                owned.residual,
+                past,
+                change,
+                self.run.now.settings,
+                syncer=self.settings.name,
+                attempt=self.transport.random_bytes(messages.ATTEMPT_BYTES),
+                now_s=self.transport.wall_s(),
+            )
+            await self._append(owned, record, inline, parts)
+        except RunError as error:
+            # it was there when the change was ordered: somebody has dropped it since
+            self.log.error("rollback_failed", fragment=index, change=change, reason=str(error))
+            owned.failed_change = change
+        except (FenceError, RewoundError) as error:
+            self.log.warning("version_fenced", fragment=index, version=owned.round.version, reason=str(error))
+            self.ownership.distrust()
+            await self._let_go(owned)
+        else:
+            owned.older.clear()
+            owned.round.committed(asyncio.get_running_loop().time())
+            self.versions += 1
+            size_bytes = record.body.size_bytes if record.body else 0
+            self.log.warning("rolled_back", fragment=index, version=record.version, to_version=version, bytes=size_bytes)
+            await self._keyframe(owned)
+        finally:
+            owned.busy = False
+            self._news.set()
 
     def _merge(self, owned: Owned, merge: Merge) -> tuple[Record, bytes, list[bytes]]:
         """Runs in a thread: nobody else touches the fragment while it is busy."""
@@ -837,18 +885,27 @@ class Shard:
             self.log.warning("keyframe_not_stored", fragment=index, version=chain.version, reason=str(error))
             return False
         owned.keyframe_sequence, owned.keyframe_version, owned.log_bytes = sequence, chain.version, 0
-        self.log.info("keyframe_stored", fragment=index, version=chain.version, bytes=owned.keyframe_bytes)
+        self.log.debug("keyframe_stored", fragment=index, version=chain.version, bytes=owned.keyframe_bytes)
         return True
 
     # ---- signs of life
 
     async def _pulse_regularly(self) -> None:
+        clock = asyncio.get_running_loop().time
+        progress = Progress(self.log, clock(), self._progress)
         while True:
+            progress.look(clock())
             if self.regions is not None:
                 self._look_around(self.regions)
             if self.transport.connected:  # what would be sent later says nothing about now
                 await self._pulse()
             await asyncio.sleep(self.ownership.pulse_s)
+
+    def _progress(self) -> tuple[dict[str, int], dict[str, Any]]:
+        pulse = self.pulse()
+        counts = {"versions": pulse.versions, "rounds": pulse.rounds}
+        counts |= {"bytes_up": pulse.bytes_up, "bytes_down": pulse.bytes_down}
+        return counts, {"state": pulse.state, "fragments": len(pulse.fragments), "refused": pulse.refused}
 
     def _look_around(self, regions: Regions) -> None:
         """Find out whether anything can be committed from here, and say when that changes."""
@@ -895,6 +952,7 @@ class Shard:
             record_bits=self.bandwidth.record_bits,
             pace=self.bandwidth.pace,
             offer_bits=self.bandwidth.offer_bits,
+            software=__version__,
         )
 
     def waits_for(self) -> str | None:

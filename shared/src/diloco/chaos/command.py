@@ -352,7 +352,7 @@ async def _read_again(path: Path) -> dict[tuple[int, int], set[bytes]]:
             async for message in seen.log.transport.pull(names.log_stream, [names.record("*")], 1):
                 with suppress(MessageError):
                     record, check, _ = messages.unpack(message.data, Record, seen.run.identity)
-                    if record.entry == "version":
+                    if record.makes_version:
                         stored.setdefault((record.fragment, record.version), set()).add(check)
                 if message.sequence >= stop:
                     break

@@ -72,7 +72,7 @@ class Witness:
         chain.advance(record, check, sequence)
         self._followers[record.fragment, record.previous] = check
         self.takeovers += record.entry == "takeover"
-        if record.entry == "version":
+        if record.makes_version:
             self.versions[record.fragment, record.version] = check
             for member in record.members:
                 series = self._merged.setdefault((record.fragment, member.learner), [(0, 0)])

@@ -9,6 +9,7 @@ the version                                            the learner's value becom
 merges the offer that answered its own round           Theta + carry.overlap * (since the offer)
 merges an offer that came too late for its own round   Theta + carry.late * (since the offer)
 merges none of this learner's                          Theta + carry.late * (all displacement)
+is a rollback                                          Theta
 =====================================================  ==========================================
 
 Steps and tokens follow the same split; what is not kept is counted as lost, and counted back should a version still merge it.
@@ -62,7 +63,7 @@ class Apply:
     reference: Vector | None
     factor: float
     forgotten: bool = False  # an offer was merged that the books know nothing of: it was made before a restart
-    loaded: bool = False  # the log was loaded: the value may be anybody's, and nothing of it is to be mixed in (apply.alpha)
+    anew: bool = False  # the log was loaded or rolled back: nothing of the value is to be mixed in (apply.alpha)
 
 
 @dataclass
@@ -170,7 +171,9 @@ class Books:
     def apply(self, record: Record, theta: Vector) -> Apply:
         """Take over a version: ``theta`` is the fragment after ``record``, and becomes the base."""
         mine = next((member for member in record.members if member.learner == self.learner), None)
-        if mine is None:
+        if record.rolled_back is not None:
+            applied = replace(self._begin_again(theta), anew=True)
+        elif mine is None:
             applied = self._missed(record.version, theta)
         else:
             applied = self._merged(record.version, theta, (mine.incarnation, mine.number), mine.round)
@@ -190,12 +193,10 @@ class Books:
             applied = self._keep(theta, self.base, 1.0 if self.tokens else 0.0)
         else:
             applied = self._missed(chain.version, theta)
-        if spoilt:
-            self.outstanding.clear()
-            self.error = None
-            applied = self._keep(theta, self.base, 0.0)
+        if spoilt or self.base_version < chain.floor:
+            applied = replace(self._begin_again(theta), forgotten=applied.forgotten)
         self.base, self.base_version, self.base_hash = theta, chain.version, chain.state_hash
-        return replace(applied, loaded=True)
+        return replace(applied, anew=True)
 
     def dump(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """All that a checkpoint needs: plain values, and arrays by name."""
@@ -269,6 +270,12 @@ class Books:
         if self.error_feedback:
             self.error = np.zeros_like(self.base) if offer.rest is None else offer.rest
         return self._keep(theta, reference, factor)
+
+    def _begin_again(self, theta: Vector) -> Apply:
+        """Keep nothing: neither the displacement nor what was left over of merged offers, and wait for no offer's fate."""
+        self.outstanding.clear()
+        self.error = None
+        return self._keep(theta, self.base, 0.0)
 
     def _keep(self, theta: Vector, reference: Vector, factor: float) -> Apply:
         kept = int(factor * self.tokens)

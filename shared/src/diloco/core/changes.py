@@ -21,11 +21,11 @@ from msgspec import Meta, Struct
 
 from diloco.errors import ChainError, FormatError, RunError, SettingsError
 from diloco.settings import RunSettings, all_names, changed_settings, nearest
-from diloco.wire.messages import Count, FragmentIndex, Hash, MemberName, Seconds
+from diloco.wire.messages import MAX_FRAGMENTS, Count, FragmentIndex, Hash, MemberName, Seconds
 
 MAX_CHANGES = 4096
 MAX_BYTES = 1 << 19  # of the whole list: half of what a key may hold
-MAX_CHANGE_BYTES = 4096
+MAX_CHANGE_BYTES = 1 << 14
 MAX_REASON = 400  # characters, as MAX_AUTHOR
 MAX_AUTHOR = 100
 _DOMAIN = b"DLC1change\x00"
@@ -105,9 +105,13 @@ class Readmit(_Action, frozen=True, tag="readmit"):
 
 
 class Rollback(_Action, frozen=True, tag="rollback"):
-    """Every fragment goes back to a version."""
+    """Fragments go back to what they were at a version.
+
+    They are named, since a fragment that is not beyond it by now may be by the time that its owner hears of this.
+    """
 
     version: Count
+    fragments: Annotated[list[FragmentIndex], Meta(min_length=1, max_length=MAX_FRAGMENTS)]
 
 
 Action: TypeAlias = Set | Tokens | Eject | Quarantine | Readmit | Rollback
@@ -149,6 +153,19 @@ class Changes:
     def extends(self, other: Changes) -> bool:
         """Whether this is ``other``, or goes on from it."""
         return self.packed[: len(other.packed)] == other.packed
+
+    def without_rollbacks(self, version: int, carried_out: Sequence[int]) -> Changes:
+        """The list up to the first order that would take a log, which begins again at ``version``, back behind that.
+
+        ``carried_out``: by fragment, the change by which its log was rolled back last.
+        """
+        for change in self.records:
+            action, kept = change.action, change.number - 1
+            if not isinstance(action, Rollback) or action.version >= version:
+                continue
+            if any(number < change.number for index, number in enumerate(carried_out) if index in action.fragments):
+                return replace(self, records=self.records[:kept], packed=self.packed[:kept])
+        return self
 
     def then(self, action: Action, *, at_s: float, author: str, reason: str = "") -> Changes:
         """The list with a record more.
@@ -220,7 +237,8 @@ class Effective:
     number: int = 0
     ejected: Mapping[str, Change] = field(default_factory=dict)  # by learner: what ejected it
     quarantined: Mapping[str, Change] = field(default_factory=dict)
-    rollback: Change | None = None  # the newest order
+    rollbacks: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    # by fragment: the newest change that orders it back, and to which version
 
     def after(self, change: Change) -> Effective:
         """What is in force once ``change``, the next one, is.
@@ -238,7 +256,8 @@ class Effective:
         if isinstance(action, Tokens):
             return replace(self, settings=changed_settings(self.settings, {"tokens": action.budget}, what))
         if isinstance(action, Rollback):
-            return replace(self, rollback=change)
+            orders = dict.fromkeys(action.fragments, (change.number, action.version))
+            return replace(self, rollbacks=dict(self.rollbacks) | orders)
         ejected = {name: other for name, other in self.ejected.items() if name != action.learner}
         quarantined = {name: other for name, other in self.quarantined.items() if name != action.learner}
         if isinstance(action, Eject):

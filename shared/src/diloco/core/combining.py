@@ -96,7 +96,7 @@ class Combining:
         oldest = chain.version - self.settings.round.max_staleness_versions
         self.hashes = {version: value for version, value in self.hashes.items() if oldest <= version <= chain.version}
         self._keep_fit()
-        if record is None:  # which of them was merged meanwhile is not known
+        if record is None or record.rolled_back is not None:  # which of them was merged is not known, or they are void
             self.residual, self._sent = None, {}
             return
         for combination in record.combined:

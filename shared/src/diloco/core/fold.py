@@ -44,7 +44,12 @@ class Replica:
             HashError: the result is not what the entry states; the replica is spoilt and must be loaded again.
         """
         self.chain.check(record)
-        if body is not None:
+        if body is not None and record.rolled_back is not None:
+            if not in_place:
+                self.theta = np.empty_like(self.theta)
+            self.set_state(body.view(np.dtype("<f4")))
+            state_hash = outer.state_hash(self.theta, self.momentum)
+        elif body is not None:
             theta = self.theta if in_place else np.empty_like(self.theta)
             step = self.optimizer.at(record.version, record.learning_rate, record.momentum)
             out = None if in_place else theta
@@ -59,6 +64,15 @@ class Replica:
             )
         self.chain.advance(record, check, sequence)
 
+    def set_state(self, values: NDArray[np.float32]) -> None:
+        """Become what :meth:`state` of another version gave; the chain stays."""
+        n = self.theta.size
+        self.theta[:], self.momentum[:] = values[:n], values[n:]
+
+    def state(self) -> NDArray[np.float32]:
+        """Theta and momentum, one after the other."""
+        return np.concatenate([self.theta, self.momentum], dtype=np.dtype("<f4"))
+
 
 def keyframe_body(replica: Replica, residual: NDArray[np.float32] | None) -> NDArray[np.uint8]:
     """Theta, momentum and residual (zeros if None) as the raw bytes of a keyframe's body."""
@@ -66,6 +80,11 @@ def keyframe_body(replica: Replica, residual: NDArray[np.float32] | None) -> NDA
         residual = np.zeros_like(replica.theta)
     body = np.concatenate([replica.theta, replica.momentum, residual], dtype=np.dtype("<f4"))
     return body.view(np.uint8)
+
+
+def entry_values(record: Record, size: int, moments: int) -> int:
+    """How many values an entry's body has, for a fragment of ``size`` parameters and so many moments of each."""
+    return size if record.rolled_back is None else (1 + moments) * size
 
 
 def keyframe_bytes(size: int, moments: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from diloco.core import codec, kernels, outer, quantise
@@ -18,7 +19,7 @@ from diloco.core.schedule import scheduled_rate
 from diloco.core.weights import weight
 from diloco.errors import NonFiniteError
 from diloco.settings import Bits, RunSettings
-from diloco.wire.messages import Body, Combination, Combined, Member, Record, describe_body
+from diloco.wire.messages import Body, Combination, Combined, Member, Record, RolledBack, describe_body
 
 Vector = NDArray[np.float32]
 
@@ -169,6 +170,41 @@ def version_record(
         round_s=merge.round_s,
         body=body,
     )
+
+
+def make_rollback(
+    replica: Replica,
+    residual: Vector,
+    past: Replica,
+    change: int,
+    settings: RunSettings,
+    *,
+    syncer: str,
+    attempt: bytes,
+    now_s: float,
+) -> tuple[Record, bytes, list[bytes]]:
+    """The entry that takes a fragment back to what it was at ``past``, as ``change`` of the run asks; as :func:`make_version`.
+
+    The momentum goes back with the parameters: it is of merges before the one to go back to, and what came after is gone from
+    both. Nothing is left over of what quantisation took from versions that are no more.
+    """
+    chain, state = replica.chain, past.state()
+    raw = state.view(np.uint8)
+    replica.set_state(state)
+    residual[:] = 0
+    body, inline, parts = describe_body(codec.pack(raw, settings.codec.zstd_level), codec.content_hash(raw), attempt)
+    marker = make_marker(replica, "takeover", settings, syncer=syncer, now_s=now_s, epoch=chain.epoch)
+    rolled_back = RolledBack(change, past.chain.version, chain.version + 1)
+    record = replace(
+        marker,
+        entry="rollback",
+        version=rolled_back.version,
+        bits=32,
+        state_hash=past.chain.state_hash,
+        body=body,
+        rolled_back=rolled_back,
+    )
+    return record, inline, parts
 
 
 def make_marker(

@@ -7,7 +7,7 @@ one subject be on their way (error 10164), so there it does stand on the head al
 
 On nats-server 2.15.1 a retry of a stored single message with the same id is answered as a duplicate, unless its fence has
 moved meanwhile, which is reported first: a caller who is not sure reads the head back and compares. The answer to a batch
-that was stored before carries no sequence; it is looked up.
+that was stored before carries no sequence; it is looked up, without a fence by one who may not read the stream.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ async def append(
         message_id: of this append, the same when it is tried again: the server stores it once.
         timeout_s: how long the server may be silent.
 
-    Returns 0 if an earlier attempt had stored a batch and its head is no longer the last message on ``subject``.
+    If an earlier attempt had stored a batch and its head is no longer the last message on ``subject``, returns 0; without a
+    fence, the sequence of whatever is the last one.
 
     Raises:
         FenceError: somebody else appended; nothing was stored.
@@ -111,6 +112,8 @@ async def _append_batch(
         await batch.stop()
     if sequence:
         return sequence
+    if fence is None:  # nobody else writes there
+        return await streams.last_sequence(link, subject)
     stored = await streams.last(link, batch.stream, subject)
     return stored.sequence if stored is not None and stored.data == data else 0
 

@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import math
 import re
+import ssl
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
 
 import nats.aio.client
+import nats.aio.transport
 import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
@@ -19,7 +22,10 @@ from nats.protocol.parser import Parser
 
 from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, SettingsError
+from diloco.identity import Identity
+from diloco.nkey import NatsKey
 from diloco.observe import Logger
+from diloco.wire import subjects
 
 # nats-py reads into a buffer of 32 KiB; 1 MiB doubles the receive rate
 READ_BUFFER_BYTES = 1 << 20
@@ -31,6 +37,7 @@ RETRY_S = 0.5
 PING_S = 2.0  # a frozen server is noticed at the third ping
 POLL_S = 0.05
 COMPLAIN_EVERY_S = 10.0
+TURNED_AWAY_S = 10.0  # whom a server does not know any more for so long is not to come back
 STALL_S = 1.0  # a longer pause in the middle of a message is a cut: a slow link goes on, packet by packet
 
 
@@ -76,9 +83,11 @@ class _Client(Client):  # type: ignore[misc]  # nats-py is not typed
     for; and who connects anew has it sent again, without end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, identity: Identity | None) -> None:
         super().__init__()
         self._ps = _Parser(self)
+        self._identity = identity
+        self._public_nkey = None if identity is None else identity.public_key
 
     @property
     def incoming(self) -> Moved:
@@ -89,54 +98,89 @@ class _Client(Client):  # type: ignore[misc]  # nats-py is not typed
         """Something came."""
         self._pings_outstanding = 0
 
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        # before anything is answered: somebody on the way may have taken the offer of TLS out
+        if self._identity is not None and initial_connection and not info.get("tls_required"):
+            raise nats.errors.Error(
+                "the server offers no TLS, which an identity is never used without: add a tls block to its configuration"
+            )
+        await super()._process_info(info, initial_connection=initial_connection)
+
+
+class _Protocol(asyncio.StreamReaderProtocol):
+    def eof_received(self) -> bool:
+        super().eof_received()
+        return False  # asyncio complains about anything else over TLS
+
+
+class _Transport(nats.aio.transport.TcpTransport):  # type: ignore[misc]  # nats-py is not typed
+    """As nats-py's, but what comes in over TLS is read by as much at once as without it, not by 64 KiB."""
+
+    async def connect_tls(self, uri: str, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: float) -> None:
+        loop, plain = asyncio.get_running_loop(), self._bare_io_writer.transport
+        protocol = _Protocol(reader := asyncio.StreamReader(limit=buffer_size))
+        async with asyncio.timeout(connect_timeout):
+            secure: Any = await loop.start_tls(plain, protocol, ssl_context, server_hostname=uri)
+        self._io_reader, self._io_writer = reader, asyncio.StreamWriter(secure, protocol, reader, loop)
+
 
 class Link:
     """Two connections that are remade for ever. Made by :meth:`open`."""
 
-    def __init__(self, control: Client, bulk: Client, *, far: bool = False) -> None:
+    def __init__(self, control: Client, bulk: Client, name: str, identity: Identity | None, *, far: bool = False) -> None:
         """``far``: over links that may be thin, where a message may be on its way for long."""
-        self.control, self.bulk, self.far = control, bulk, far
+        self.control, self.bulk, self.identity, self.far = control, bulk, identity, far
+        self.name = name if identity is None else identity.name  # what answers to it are addressed to
         self.fences_heads_only = False  # found out by :func:`diloco.nats.append.append`
         self.replicas: dict[str, int] = {}  # by stream, found out by :mod:`diloco.nats.streams`
 
     @classmethod
-    async def open(cls, control_url: str, bulk_url: str, name: str, log: Logger, give_up_after_s: float | None = None) -> Self:
+    async def open(
+        cls,
+        control_url: str,
+        bulk_url: str,
+        name: str,
+        log: Logger,
+        give_up_after_s: float | None = None,
+        identity: Identity | None = None,
+    ) -> Self:
         """Connect, waiting for a server that is not there yet: for ever, or ``give_up_after_s``.
 
-        A URL may be several of one cluster, with commas between them: when a server is gone, the next one is used.
+        A URL may be several of one cluster, with commas between them: when a server is gone, the next one is used. With an
+        ``identity`` both sides must show a certificate of its authority, and no byte goes out in plain text.
 
         Raises:
-            SettingsError: a URL is none of NATS.
-            BrokerError: no server in time, or one that is too old or without JetStream; the URL is named.
+            SettingsError: a URL is none of NATS, or the identity is damaged.
+            BrokerError: no server in time, one that turns us away, is too old or without JetStream; the URL is named.
         """
         control_urls, bulk_urls = checked(control_url), checked(bulk_url)
         async with contextlib.AsyncExitStack() as opened:
-            control = await _connect(control_urls, f"{name}-control", log, give_up_after_s)
+            control = await connect(control_urls, f"{name}-control", log, give_up_after_s, identity)
             opened.push_async_callback(_close, control)
-            bulk = await _connect(bulk_urls, f"{name}-bulk", log, give_up_after_s)
+            bulk = await connect(bulk_urls, f"{name}-bulk", log, give_up_after_s, identity)
             opened.push_async_callback(_close, bulk)
             for client, urls in ((control, control_urls), (bulk, bulk_urls)):
                 await _check_server(client, urls, log, give_up_after_s)
             opened.pop_all()
-        return cls(control, bulk)
+        return cls(control, bulk, name, identity)
 
     @classmethod
-    async def open_bulk(cls, url: str, name: str, log: Logger) -> Self:
+    async def open_bulk(cls, url: str, name: str, log: Logger, identity: Identity | None = None) -> Self:
         """Connect to another region's server, whose streams alone are of interest: one connection, which serves for both.
 
         A server that cannot be used, too, is that region's own trouble: it is waited for until it is another one.
 
         Raises:
-            SettingsError: a URL is none of NATS.
+            SettingsError: a URL is none of NATS, or the identity is damaged.
             BrokerError: the server turns us away; the URL is named.
         """
         urls = checked(url)
         async with contextlib.AsyncExitStack() as opened:
-            bulk = await _connect(urls, f"{name}-bulk", log, None)
+            bulk = await connect(urls, f"{name}-bulk", log, None, identity)
             opened.push_async_callback(_close, bulk)
             await _check_server(bulk, urls, log, None, wait_for_another=True)
             opened.pop_all()
-        return cls(bulk, bulk, far=True)
+        return cls(bulk, bulk, name, identity, far=True)
 
     @property
     def bytes_in(self) -> int:
@@ -239,24 +283,33 @@ def _version(client: Client) -> tuple[int, ...] | None:
     return numbers if any(numbers) else None
 
 
-async def _connect(urls: list[str], name: str, log: Logger, give_up_after_s: float | None) -> Client:
-    nats.aio.client.DEFAULT_BUFFER_SIZE = READ_BUFFER_BYTES
-    client = _Client()
+async def connect(urls: list[str], name: str, log: Logger, give_up_after_s: float | None, identity: Identity | None) -> Client:
+    nats.aio.client.DEFAULT_BUFFER_SIZE, nats.aio.client.TcpTransport = READ_BUFFER_BYTES, _Transport
+    client = _Client(identity)
     clock = asyncio.get_running_loop().time
     began_s = complained_s = clock()
-    reason = "no answer"
+    reason, turned_away_s = "no answer; start a server there, or give another URL", math.inf
 
     async def on_error(error: Exception) -> None:
-        nonlocal complained_s, reason
-        said = str(error) or type(error).__name__
+        nonlocal complained_s, reason, turned_away_s
+        said = _said(error, identity)
         if connecting.done():
+            if _turns_away(error):
+                if turned_away_s == math.inf:
+                    turned_away_s = clock()
+                    log.error("nats_turns_away", connection=name, url=shown(urls), reason=said)
+                elif clock() - turned_away_s >= TURNED_AWAY_S:
+                    await client.close()
+                return
             # after the end nobody asks, while it is being remade every attempt fails, and a lost server is told as a disconnect
             expected = client.is_closed or client.is_reconnecting or isinstance(error, nats.errors.UnexpectedEOF)
-            if not expected:
+            if not expected and "permissions violation" in said.lower():  # nothing else tells: what was asked for has no answer
+                log.error("permission_denied", connection=name, reason=said)
+            elif not expected:
                 log.warning("nats_error", connection=name, reason=said)
             return
         reason = said
-        if "authorization" in reason.lower():
+        if _turns_away(error):
             raise error  # waiting would not help
         if clock() - complained_s >= COMPLAIN_EVERY_S or complained_s == began_s:
             complained_s = clock()
@@ -267,6 +320,8 @@ async def _connect(urls: list[str], name: str, log: Logger, give_up_after_s: flo
             log.warning("nats_disconnected", connection=name, url=shown(urls))
 
     async def on_reconnect() -> None:
+        nonlocal turned_away_s
+        turned_away_s = math.inf
         log.info("nats_reconnected", connection=name, url=shown(urls))
 
     # without a limit of attempts the client also waits by itself for a server that is not there yet
@@ -283,6 +338,7 @@ async def _connect(urls: list[str], name: str, log: Logger, give_up_after_s: flo
             error_cb=on_error,
             disconnected_cb=on_disconnect,
             reconnected_cb=on_reconnect,
+            **_credentials(identity),
         )
     )
     try:
@@ -291,16 +347,61 @@ async def _connect(urls: list[str], name: str, log: Logger, give_up_after_s: flo
             connecting.result()
             return client
     except (nats.errors.Error, OSError, ValueError) as error:
-        reason = str(error) or type(error).__name__
+        reason = _said(error, identity)
     finally:
         if not client.is_connected:
             connecting.cancel()
             await asyncio.wait({connecting})
             await client.close()
-    raise BrokerError(
-        f"NATS: no connection to {shown(urls)} (tried for {clock() - began_s:.0f} s): {reason}; "
-        "start a server there, or give another URL"
-    )
+    raise BrokerError(f"NATS: no connection to {shown(urls)} (tried for {clock() - began_s:.0f} s): {reason}")
+
+
+def _turns_away(error: Exception) -> bool:
+    return "authorization" in str(error).lower()
+
+
+def _said(error: Exception, identity: Identity | None) -> str:
+    """What went wrong, in words that say whose certificate or name it is about."""
+    text = str(error) or type(error).__name__
+    if _turns_away(error):
+        who = "who we are: set an identity" if identity is None else f"the identity {identity.path}, or it is revoked there"
+        return f"{text}: the server does not know {who}"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        hint = "the server wants TLS: set an identity" if identity is None else "make it with 'diloco keys add server'"
+        return f"the server's certificate is not accepted: {error.verify_message.rstrip('.')}; {hint}"
+    if isinstance(error, ssl.SSLError):
+        whose = "ours" if identity is None else f"that of {identity.path}"
+        return f"TLS fails, the server may not accept our certificate ({whose}): {error.reason or text}"
+    if isinstance(error, ConnectionRefusedError | TimeoutError):
+        return f"{text}; start a server there, or give another URL"
+    return text
+
+
+def _credentials(identity: Identity | None) -> dict[str, Any]:
+    if identity is None:
+        return {}
+    return {"tls": identity.tls, "signature_cb": NatsKey.from_seed(identity.seed).sign, "inbox_prefix": identity.inbox}
+
+
+async def ask(client: Client, name: str, subject: str, data: bytes, timeout_s: float) -> bytes | None:
+    """The first answer to a message of ours; None if there is none in time, or nobody listens.
+
+    It comes on a subject of the run that only ``name`` may listen to: whoever answers need not be allowed to write to inboxes,
+    where the server's own answers are waited for.
+    """
+    answer_subject = subjects.answer_to(subject, name, uuid.uuid4().hex)
+    try:
+        subscription = await client.subscribe(answer_subject, max_msgs=1)
+        try:
+            await client.publish(subject, data, reply=answer_subject)
+            answer = await subscription.next_msg(timeout_s)
+        finally:
+            with contextlib.suppress(nats.errors.Error):
+                await subscription.unsubscribe()
+    except (nats.errors.Error, TimeoutError):
+        return None
+    nobody = answer.headers is not None and answer.headers.get("Status") == "503"
+    return None if nobody else bytes(answer.data)
 
 
 async def subscribe(client: Client, subject: str, heard: Callable[[Any], Awaitable[None]]) -> Subscription:

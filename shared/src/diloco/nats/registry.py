@@ -14,6 +14,7 @@ import nats.js.errors
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError
 from diloco.nats.append import HEADER_BYTES, ID_HEADER, append_one
 from diloco.nats.connection import Link, check_open
+from diloco.nats.streams import DUPLICATE_WINDOW_S
 from diloco.transport import Fence
 
 TIMEOUT_S = 5.0
@@ -43,9 +44,19 @@ class Registry:
             BrokerError: there is no such bucket, or the server refuses or is silent.
         """
         api = link.control.jetstream(timeout=TIMEOUT_S)
+        # the client's own configuration of a bucket lets a header of any message empty it
+        config = nats.js.api.StreamConfig(
+            name=f"KV_{bucket}",
+            subjects=[f"$KV.{bucket}.>"],
+            discard=nats.js.api.DiscardPolicy.NEW,
+            max_msgs_per_subject=1,
+            num_replicas=replicas,
+            duplicate_window=DUPLICATE_WINDOW_S,
+            deny_delete=True,
+        )
         try:
             if create:
-                await api.create_key_value(nats.js.api.KeyValueConfig(bucket=bucket, history=1, replicas=replicas))
+                await api.add_stream(config)
             else:
                 await api.key_value(bucket)
         except nats.js.errors.NotFoundError:

@@ -52,13 +52,21 @@ class Server:
     """A server process with JetStream in ``directory``. Every acknowledged message is on disk (``sync_interval: always``).
 
     It ends with the process that started it, however that ends: two servers on one directory would destroy it.
-    ``routes`` are the cluster ports of all servers of a cluster, this one's first.
+    ``routes`` are the cluster ports of all servers of a cluster, this one's first. With ``keys``, the folder that
+    ``diloco keys`` made for this server, only identities are let in, over TLS.
     """
 
     def __init__(
-        self, directory: Path, port: int | None = None, *, max_file_bytes: int | None = None, routes: Sequence[int] = ()
+        self,
+        directory: Path,
+        port: int | None = None,
+        *,
+        max_file_bytes: int | None = None,
+        routes: Sequence[int] = (),
+        keys: Path | None = None,
     ) -> None:
         self.directory = directory
+        self.keys = keys
         self.routes = routes
         self.port = free_port() if port is None else port
         self.max_file_bytes = max_file_bytes
@@ -92,16 +100,8 @@ class Server:
             BrokerError: it did not come up; with the end of its log.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        limit = "" if self.max_file_bytes is None else f", max_file: {self.max_file_bytes}"
-        config, secret = self.directory / "nats-server.conf", secrets.token_hex(16)
-        config.write_text(
-            f'listen: "127.0.0.1:{self.port}"\n'
-            "max_payload: 1MB\n"
-            'ping_interval: "2s"\n'
-            f'jetstream {{ store_dir: "{self.directory / "jetstream"}", sync_interval: always{limit} }}\n'
-            f'accounts {{ $SYS {{ users: [ {{ user: "admin", password: "{secret}" }} ] }} }}\n' + self._cluster()
-        )
-        self.admin_file.write_text(f"nats://admin:{secret}@127.0.0.1:{self.port}\n")
+        config = self.directory / "nats-server.conf"
+        config.write_text(self._configuration())
         with self.log_file.open("ab") as log:
             old_bytes = log.tell()
             # a session of its own: Ctrl-C reaches the launcher, which stops the server last
@@ -110,18 +110,53 @@ class Server:
             )
         self._guard = Guard()
         self._guard.watch([self._process.pid])
+        # its own word, not the port: another process may be listening there
+        if not self._says(b"Server is ready", old_bytes):
+            self.kill()
+            raise BrokerError(
+                f"nats-server: did not come up on port {self.port}: {self._log_end()}; all of it is in {self.log_file}"
+            )
+
+    def reload(self) -> None:
+        """Have a running server go by its keys as they are now; who is not known any more is cut off.
+
+        Raises:
+            BrokerError: it does not take them; with the end of its log.
+        """
+        old_bytes = self.log_file.stat().st_size
+        (self.directory / "nats-server.conf").write_text(self._configuration())
+        self.send_signal(signal.SIGHUP)
+        if not self._says(b"Reloaded server configuration", old_bytes):
+            raise BrokerError(f"nats-server: goes on as it was: {self._log_end()}; all of it is in {self.log_file}")
+
+    def _says(self, word: bytes, old_bytes: int) -> bool:
+        """Wait until it says something in what is new of its log; whether it does, in time."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            if self._process.poll() is not None:
-                break
-            # its own word, not the port: another process may be listening there
-            if b"Server is ready" in self.log_file.read_bytes()[old_bytes:]:
-                return
+        while self.running and time.monotonic() < deadline_s:
+            if word in self.log_file.read_bytes()[old_bytes:]:
+                return True
             time.sleep(0.02)
-        self.kill()
-        raise BrokerError(
-            f"nats-server: did not come up on port {self.port}: {self._log_end()}; all of it is in {self.log_file}"
-        )
+        return False
+
+    def _configuration(self) -> str:
+        limit = "" if self.max_file_bytes is None else f", max_file: {self.max_file_bytes}"
+        lines = [
+            f'listen: "127.0.0.1:{self.port}"',
+            "max_payload: 1MB",
+            'ping_interval: "2s"',
+            f'jetstream {{ store_dir: "{self.directory / "jetstream"}", sync_interval: always{limit} }}',
+            self._admin() if self.keys is None else self._identities(self.keys),
+        ]
+        return "\n".join(lines) + "\n" + self._cluster()
+
+    def _admin(self) -> str:
+        secret = secrets.token_hex(16)
+        self.admin_file.write_text(f"nats://admin:{secret}@127.0.0.1:{self.port}\n")
+        return f'accounts {{ $SYS {{ users: [ {{ user: "admin", password: "{secret}" }} ] }} }}'
+
+    def _identities(self, keys: Path) -> str:
+        files = f'cert_file: "{keys / "server.pem"}", key_file: "{keys / "server.key"}", ca_file: "{keys / "ca.pem"}"'
+        return f"tls {{ {files}, verify: true, timeout: 5 }}\n{(keys / 'auth.conf').read_text()}"
 
     def _cluster(self) -> str:
         if not self.routes:

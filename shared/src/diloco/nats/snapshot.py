@@ -88,7 +88,8 @@ async def restore(link: Link, snapshot: Snapshot, path: Path, *, replicas: int =
         AppendUncertainError: the server fell silent.
         OSError: the file cannot be read.
     """
-    config = dict(snapshot.config) | {"num_replicas": replicas}
+    # buckets of earlier versions obeyed headers of messages
+    config = dict(snapshot.config) | {"num_replicas": replicas, "allow_rollup_hdrs": False, "allow_msg_ttl": False}
     stream = str(config["name"])
     request = {"config": config, "state": snapshot.state}
     answer = await _ask(link, f"$JS.API.STREAM.RESTORE.{stream}", request, stream)

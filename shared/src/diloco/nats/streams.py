@@ -25,7 +25,11 @@ DROPS_AT_ONCE = 64
 _EXACT = ("subjects", "retention", "discard", "max_msgs_per_subject", "allow_direct", "allow_batched")
 _AT_LEAST = ("max_msgs", "max_bytes", "max_age", "max_msg_size", "num_replicas", "duplicate_window")
 
+_EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"
+_NEVER = 1 << 62
+
 # error codes of the JetStream API
+_WRONG_LAST_SEQUENCE = 10071
 _NO_STREAM = 10059
 _OTHER_CONFIGURATION = 10058
 _GONE = (10043, 10057)
@@ -99,6 +103,29 @@ async def get(link: Link, stream: str, sequence: int) -> Stored | None:
     return await _get(link, stream, seq=sequence)
 
 
+async def last_sequence(link: Link, subject: str) -> int:
+    """The stream sequence of the last message on a subject that we may write to, 0 if there is none.
+
+    It is what the server says when it refuses an append behind a sequence that no message ever has, so whoever may write the
+    subject can ask, without being allowed to read anything.
+
+    Raises:
+        AppendUncertainError: no answer.
+        BrokerError: the server refuses for another reason.
+    """
+    headers = {_EXPECTED_SEQUENCE: str(_NEVER)}
+    try:
+        answer = json.loads((await link.bulk.request(subject, b"", timeout=TIMEOUT_S, headers=headers)).data)
+        error = answer["error"]
+        if error["err_code"] == _WRONG_LAST_SEQUENCE:
+            return int(error["description"].removeprefix("wrong last sequence: "))
+    except (nats.errors.Error, TimeoutError) as silence:
+        raise AppendUncertainError(f"{subject}: no answer: {silence!r}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise AppendUncertainError(f"{subject}: the server does not say what was stored last") from None
+    raise BrokerError(f"{subject}: the server refuses: {error.get('description')} (code {error['err_code']})")
+
+
 async def purge(link: Link, stream: str, subject: str, below_sequence: int) -> None:
     """Drop a subject's messages (wildcards allowed) with a smaller sequence; raises as :func:`last`."""
     api = link.bulk.jetstream(timeout=TIMEOUT_S)
@@ -106,6 +133,22 @@ async def purge(link: Link, stream: str, subject: str, below_sequence: int) -> N
         await _answer(api.purge_stream(stream, seq=below_sequence, subject=subject), stream)
     except nats.js.errors.NotFoundError:
         raise _missing(stream) from None
+
+
+async def subjects(link: Link, stream: str, within: str) -> list[str]:
+    """All subjects of stored messages that match ``within``; raises as :func:`last`."""
+    found: list[str] = []
+    while True:
+        request = json.dumps({"subjects_filter": within, "offset": len(found)}).encode()
+        reply = await _answer(link.bulk.request(f"$JS.API.STREAM.INFO.{stream}", request, timeout=TIMEOUT_S), stream)
+        try:
+            answer = json.loads(reply.data)
+            page, total = list(answer["state"].get("subjects", ())), int(answer.get("total", 0))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise BrokerError(f"stream {stream}: {bytes(reply.data[:80])!r} came for its subjects") from None
+        found += page
+        if not page or len(found) >= total:
+            return found
 
 
 async def drop(link: Link, stream: str, sequences: Iterable[int]) -> None:

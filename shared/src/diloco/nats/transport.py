@@ -11,11 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import nats.errors
-
 from diloco.errors import AppendUncertainError
 from diloco.nats import append, streams
-from diloco.nats.connection import POLL_S, Link, subscribe, wait_connected
+from diloco.nats.connection import POLL_S, Link, ask, subscribe, wait_connected
 from diloco.nats.pull import Puller
 from diloco.nats.registry import Registry
 from diloco.transport import Fence, Heard, Stored
@@ -29,6 +27,10 @@ class NatsTransport(Link):
     alive_file: Path | None = None  # touched whenever something is published with both connections there
     published_s: float | None = None  # when something last was, likewise, by the loop's clock
     clock_file: Path | None = None  # holds the seconds that the wall clock is to be wrong by (``diloco chaos``)
+
+    @property
+    def founds(self) -> bool:
+        return self.identity is None or self.identity.founder
 
     @property
     def connected(self) -> bool:
@@ -64,10 +66,7 @@ class NatsTransport(Link):
         await subscribe(self.bulk, subject, heard)
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes | None:
-        try:
-            return bytes((await self.bulk.request(subject, data, timeout=timeout_s)).data)
-        except (nats.errors.Error, TimeoutError):
-            return None
+        return await ask(self.bulk, self.name, subject, data, timeout_s)
 
     async def ensure_stream(
         self, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1
@@ -134,6 +133,9 @@ class NatsTransport(Link):
 
     async def get(self, stream: str, sequence: int) -> Stored | None:
         return await self._asked(partial(streams.get, self, stream, sequence), stream)
+
+    async def last_sequence(self, subject: str) -> int:
+        return await self._asked(partial(streams.last_sequence, self, subject), subject)
 
     async def purge(self, stream: str, subject: str, below_sequence: int) -> None:
         await streams.purge(self, stream, subject, below_sequence)

@@ -165,6 +165,7 @@ def build(
             "global": validation,
             "activity": {name: heard["activity"] for name, heard in series["learners"].items()},
             "merges": series["merges"],
+            "rollbacks": list(series.get("rollbacks", ())),
         },
     }
 

@@ -80,8 +80,13 @@ def loss_range(lines: Sequence[Line], references: Mapping[str, float]) -> Point:
     return max(0.0, low - margin), high + margin
 
 
-def line_chart(lines: Sequence[Line], references: Mapping[str, float], *, time: bool, label: str) -> str:
-    """Loss over time (s) or over tokens, with dashed lines at the references; answers the pointer with every line's value."""
+def line_chart(
+    lines: Sequence[Line], references: Mapping[str, float], *, time: bool, label: str, moments: Sequence[tuple[float, str]] = ()
+) -> str:
+    """Loss over time (s) or over tokens, with dashed lines at the references; answers the pointer with every line's value.
+
+    ``moments``: where on the level axis something happened to the whole run, and what.
+    """
     wide, high, left, right, top, bottom = 560, 320, 44, 12, 14, 40
     lines = [Line(line.name, line.css, thin(line.points), line.strong) for line in lines if line.points]
     if not lines:
@@ -109,6 +114,10 @@ def line_chart(lines: Sequence[Line], references: Mapping[str, float], *, time: 
         if low <= value <= top_value:
             parts.append(across("reference", left, wide - right, y(value)))
             parts.append(text_at("reference", wide - right, y(value) - 5, "end", f"{name} {value:.2f}"))
+    for at, name in moments:
+        parts.append(f'<line class="reference" x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{top}" y2="{high - bottom}"/>')
+        beyond = x(at) > (left + wide - right) / 2
+        parts.append(text_at("reference", x(at) + (-5 if beyond else 5), top + 10, "end" if beyond else "start", name))
     for line in sorted(lines, key=lambda line: line.strong):
         path = "".join(f"{'L' if n else 'M'}{x(px):.1f} {y(py):.1f}" for n, (px, py) in enumerate(line.points))
         kind = "line strong" if line.strong else "line"

@@ -115,13 +115,18 @@ def _losses(report: Report) -> str:
     over_time.append(charts.Line("global", "var(--global)", [(point[0], point[2]) for point in known], strong=True))
     over_tokens.append(charts.Line("global", "var(--global)", [(point[1], point[2]) for point in known], strong=True))
     references = _baselines(report)
-    by_tokens = charts.line_chart(over_tokens, references, time=False, label="tokens")
-    by_time = charts.line_chart(over_time, references, time=True, label="wall time")
+    rolled_back = [(told, f"back to {told['to_version']}") for told in series.get("rollbacks") or []]
+    by_tokens = charts.line_chart(
+        over_tokens, references, time=False, label="tokens", moments=[(told["tokens"], text) for told, text in rolled_back]
+    )
+    by_time = charts.line_chart(
+        over_time, references, time=True, label="wall time", moments=[(told["wall_s"], text) for told, text in rolled_back]
+    )
     return html.section(
         "Loss",
         "Nats per byte. Learners: training loss, as a mean over each short stretch. Global: validation loss of the model that "
         "the log holds, against the tokens merged by then. Dashed: models that only count which bytes follow which, fitted "
-        "on the same text.",
+        "on the same text." + (" Upright: the run was rolled back to that version." if rolled_back else ""),
         _toggles((line.name, line.css) for line in over_time)
         + html.pair(f"<h3>Over tokens of the whole run</h3>{by_tokens}", f"<h3>Over time</h3>{by_time}"),
     )

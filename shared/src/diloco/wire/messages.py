@@ -23,7 +23,8 @@ from msgspec import Meta, Struct
 from diloco.errors import FormatError, HashError
 
 MAGIC = "DLC"
-VERSION = 1
+VERSION = 1  # the protocol that frames are of
+OLDEST = 1  # a run of this one or a newer one, to VERSION, can be taken part in
 PART_BYTES = 512 * 1024
 ATTEMPT_BYTES = 8
 MAX_MEMBERS = 4096
@@ -39,6 +40,7 @@ Count = Annotated[int, Meta(ge=0, le=2**62)]
 FragmentIndex = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
 MemberName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}\Z")]  # "$" would let a line break pass
 Region = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9_]{0,15})?\Z")]  # empty: the run has no regions
+Software = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.+-]{0,32}\Z")]  # the version of diloco; empty: not said
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Attempt = Annotated[bytes, Meta(min_length=ATTEMPT_BYTES, max_length=ATTEMPT_BYTES)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
@@ -97,6 +99,7 @@ class Pulse(Message, frozen=True):
     bytes_up: Count
     bytes_down: Count
     refused: Count
+    software: Software
 
 
 class ShardPulse(Message, frozen=True):
@@ -124,6 +127,7 @@ class ShardPulse(Message, frozen=True):
     record_bits: Bits
     pace: Pace  # of its rounds: so many times round.steps lie between two of them
     offer_bits: RegionBits  # that it asks for
+    software: Software
 
 
 class CoordinatorPulse(Message, frozen=True):
@@ -134,6 +138,7 @@ class CoordinatorPulse(Message, frozen=True):
     coordinator: MemberName
     revision: Count  # of the bucket's key `coordinator` that names it
     finished: bool  # the run is over: whoever stands by may end
+    software: Software
 
 
 class Announcement(Message, frozen=True):
@@ -254,17 +259,26 @@ class Combination(Struct, array_like=True, forbid_unknown_fields=True, frozen=Tr
     # places in the record's members
 
 
+class RolledBack(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """That a fragment went back to the state of an earlier version."""
+
+    change: Annotated[int, Meta(ge=1, le=2**62)]  # number of the run's change that asked for it
+    to_version: Count
+    version: Annotated[int, Meta(ge=1, le=2**62)]  # that it made
+
+
 class Record(Message, frozen=True):
     """One entry of a fragment's log.
 
     ``version``: a committed version. ``takeover``: a new owner's first word, which raises the epoch and makes no version.
-    ``close``: the budget is used up and there was nothing left to merge, so no version is made.
+    ``close``: the budget is used up and there was nothing left to merge, so no version is made. ``rollback``: a version that
+    merges nothing, and has the state of an earlier one.
     """
 
     kind = "record"
 
     fragment: FragmentIndex
-    entry: Literal["version", "takeover", "close"]
+    entry: Literal["version", "takeover", "close", "rollback"]
     version: Count
     epoch: Count
     syncer: MemberName
@@ -281,10 +295,18 @@ class Record(Message, frozen=True):
     committed_at_s: Seconds  # Unix time at the syncer
     quorum_s: Seconds  # from opening the round to its quorum
     round_s: Seconds  # from opening the round to the merge
-    body: Body | None
+    body: Body | None  # of a version: the merged outer gradient; of a rollback, in 32 bits: Theta and momentum
+    rolled_back: RolledBack | None = None  # of a rollback; of all others it is not on the wire
+
+    @property
+    def makes_version(self) -> bool:
+        """Whether the state after it is a version of its own."""
+        return self.entry in ("version", "rollback")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.entry == "rollback") != (self.rolled_back is not None) or (self.rolled_back is not None and self.bits != 32):
+            raise ValueError(f"rolled_back: {self.rolled_back} in an entry {self.entry!r} of {self.bits} bits")
         places = [place for combination in self.combined for place in combination.members]
         if len(set(places)) < len(places) or max(places, default=-1) >= len(self.members):
             raise ValueError(f"combined: names places {places[:8]} of {len(self.members)} members, each may be named once")
@@ -319,6 +341,7 @@ class Keyframe(Message, frozen=True):
     state_hash: Hash
     closing: bool
     body: Body  # float32: Theta, momentum, residual
+    rolled_back: RolledBack | None = None  # the last time; it is not on the wire where there was none
 
 
 class Genesis(Message, frozen=True):
@@ -461,12 +484,12 @@ def run_id(run: str, settings_digest: bytes) -> bytes:
 
 def check_of(message: Message, run: bytes) -> bytes:
     """The hash (32 bytes) that a frame of ``message`` carries; for a record, the name of that log entry."""
-    return _check(message.kind, run, _ENCODER.encode(message))
+    return _check(message.kind, run, _encode(message))
 
 
 def pack(message: Message, run: bytes, inline: bytes = b"") -> bytes:
     """The frame of ``message``."""
-    fields = _ENCODER.encode(message)
+    fields = _encode(message)
     return _ENCODER.encode((MAGIC, VERSION, message.kind, run, fields, _check(message.kind, run, fields), inline))
 
 
@@ -559,6 +582,12 @@ def _check_order(ranges: Sequence[Range]) -> None:
     for (share, first, count), (next_share, next_first, _) in pairwise(ranges):
         if (share, first + count) >= (next_share, next_first):
             raise ValueError(f"data: range {next_first} of share {next_share} touches or precedes the one before")
+
+
+def _encode(message: Message) -> bytes:
+    if isinstance(message, Record | Keyframe) and message.rolled_back is None:
+        return _ENCODER.encode(msgspec.structs.astuple(message)[:-1])
+    return _ENCODER.encode(message)
 
 
 def _check(kind: str, run: bytes, fields: bytes) -> bytes:

@@ -1,0 +1,1 @@
+"""Who may take part in a run, made and kept by its operator: ``diloco keys``."""

@@ -1,0 +1,292 @@
+"""The files of ``deploy/`` say what the code says; no daemon, cluster or network is needed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from tests.deploy import kustomize
+
+from diloco.metrics import PATHS
+from diloco.nats.connection import malloc_environment
+from diloco.observe import _Stamp
+from diloco.settings import (
+    CoordinatorSettings,
+    LearnerSettings,
+    RunSettings,
+    ServiceSettings,
+    SyncerSettings,
+    parse,
+    read_toml,
+)
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+DATACENTER = DEPLOY / "datacenter"
+OVERLAYS = sorted(path.name for path in (DEPLOY / "kubernetes" / "overlays").iterdir())
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+SETTINGS: dict[str, type[ServiceSettings]] = {
+    "learner": LearnerSettings,
+    "evaluator": LearnerSettings,
+    "syncer": SyncerSettings,
+    "coordinator": CoordinatorSettings,
+}
+SERVERS = {"nats", "control", "control-of-three"}
+SECRETS = re.compile(r"BEGIN|password|\bSU[A-Z0-9]{56}")
+
+
+def variables(service: str) -> set[str]:
+    return {f"DILOCO_{name.upper()}" for name in SETTINGS[service].model_fields}
+
+
+# ---- compose
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((DATACENTER / "compose.yml").read_text())
+    return loaded
+
+
+def test_each_service_is_told_what_it_knows_and_sees_the_keys_of_its_role_alone(compose: dict[str, Any]) -> None:
+    assert compose["services"].keys() == SETTINGS.keys() | SERVERS
+    for name, service in compose["services"].items():
+        keys = [volume for volume in service["volumes"] if isinstance(volume, dict) and volume["target"] == "/keys"]
+        folder = "control" if name.startswith("control") else name
+        assert [(volume["source"], volume["read_only"]) for volume in keys] == [(f"./keys/{folder}", True)]
+        assert service["profiles"] == [name]
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        if name not in SERVERS:
+            assert service["environment"].keys() <= variables(name), name
+            assert service["environment"]["DILOCO_IDENTITY"] == "/keys/{name}.identity"
+            assert "ports" not in service, "nothing but servers is reached from outside"
+
+
+def test_the_example_of_env_names_only_what_the_compose_file_takes(compose: dict[str, Any]) -> None:
+    said = re.findall(r"^#?([A-Z_]+)=", (DATACENTER / ".env.example").read_text(), re.MULTILINE)
+    text = (DATACENTER / "compose.yml").read_text()
+    for name in set(said) - {"COMPOSE_PROFILES"}:
+        assert re.search(rf"\$\{{{name}\b|^ +{name}:$", text, re.MULTILINE), name
+    profiles = re.search(r"^COMPOSE_PROFILES=(.*)", (DATACENTER / ".env.example").read_text(), re.MULTILINE)
+    assert profiles is not None
+    assert set(profiles[1].split(",")) <= compose["services"].keys()
+
+
+def test_the_example_of_a_run_is_one() -> None:
+    for path in (DATACENTER / "run.example.toml", DEPLOY / "kubernetes" / "coordinator" / "run.toml"):
+        assert parse(RunSettings, read_toml(path)["settings"], str(path)).regions.names == ["us", "eu", "ap"]
+
+
+def test_no_secret_is_in_any_file() -> None:
+    for path in DEPLOY.rglob("*"):
+        if path.is_file():
+            assert not SECRETS.search(path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    ("names", "files"),
+    [
+        (["nats-eu", "syncer-eu-*"], ["nats/auth.conf", "nats/server.key", "syncer/syncer-eu-0.identity"]),
+        (["control-us", "learner-eu-1"], ["control/server.key", "learner/learner-eu-1.identity"]),
+    ],
+)
+def test_a_bundle_has_what_was_asked_for_by_role_and_for_nobody_else_to_read(
+    operator: Path, tmp_path: Path, names: list[str], files: list[str]
+) -> None:
+    bundle = tmp_path / "eu.tar"
+    with bundle.open("wb") as out:
+        subprocess.run([DATACENTER / "bundle", operator, *names], stdout=out, check=True)
+    with tarfile.open(bundle) as tar:
+        members = tar.getmembers()
+    assert sorted(member.name for member in members if member.isfile()) == [f"keys/{name}" for name in files]
+    assert {(member.uid, member.gid) for member in members} == {(10001, 10001)}
+    assert {member.mode & 0o077 for member in members} == {0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["OPERATOR"], "bundle: expected the folder of 'diloco keys' and names of servers or identities"),
+        (["nowhere", "nats-eu"], "bundle: nowhere: no keys.toml; is it the folder of 'diloco keys'?"),
+        (["OPERATOR", "nats-eu", "nats-xx"], "bundle: OPERATOR: neither a server nor an identity is called nats-xx"),
+    ],
+)
+def test_what_cannot_be_bundled_is_said_in_one_line(operator: Path, arguments: list[str], said: str) -> None:
+    given = [str(operator) if argument == "OPERATOR" else argument for argument in arguments]
+    ended = subprocess.run([DATACENTER / "bundle", *given], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == said.replace("OPERATOR", str(operator)) + "\n"
+
+
+@pytest.fixture
+def operator(tmp_path: Path) -> Path:
+    """A folder as ``diloco keys`` leaves it."""
+    made = tmp_path / "operator"
+    for name, text in {
+        "keys.toml": "",
+        "ca.key": "secret",
+        "servers/nats-eu/server.key": "secret",
+        "servers/nats-eu/auth.conf": "",
+        "servers/control-us/server.key": "secret",
+        "identities/syncer-eu-0.identity": 'format = 1\nrole = "syncer"\n',
+        "identities/learner-eu-1.identity": 'format = 1\nrole = "learner"\n',
+        "identities/coordinator.identity": 'format = 1\nrole = "coordinator"\n',
+    }.items():
+        path = made / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o644)
+    return made
+
+
+# ---- Kubernetes
+
+
+def pods(resources: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for item in resources:
+        if item["kind"] in ("StatefulSet", "Deployment"):
+            yield item["metadata"]["name"], item["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_resources_are_what_kubernetes_takes(overlay: str) -> None:
+    resources = kustomize.build(DEPLOY / "kubernetes" / "overlays" / overlay)
+    for version in ("1.28", "1.32", kubernetes_validate.latest_version()):
+        for item in resources:
+            kubernetes_validate.validate(item, version, strict=True)
+    kinds = [item["kind"] for item in resources]
+    assert {"StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy", "ConfigMap"} <= set(kinds)
+    assert ("Deployment" in kinds) == (overlay == "us")
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kubectl_renders_the_same(overlay: str) -> None:
+    folder = DEPLOY / "kubernetes" / "overlays" / overlay
+    said = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=True).stdout
+
+    def key(item: dict[str, Any]) -> tuple[str, str]:
+        return item["kind"], item["metadata"]["name"]
+
+    assert sorted(yaml.safe_load_all(said), key=key) == sorted(kustomize.build(folder), key=key)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_are_as_closed_as_they_can_be_and_told_what_they_know(overlay: str) -> None:
+    resources = kustomize.build(DEPLOY / "kubernetes" / "overlays" / overlay)
+    maps = {item["metadata"]["name"]: item["data"] for item in resources if item["kind"] == "ConfigMap"}
+    for name, pod in pods(resources):
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in [*pod.get("initContainers", ()), *pod["containers"]]:
+            closed = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+            assert container["securityContext"] == closed
+            assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+            assert container["image"].startswith("registry.example.org/diloco-")
+        (container,) = pod["containers"]
+        secrets = {volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
+        if name in SERVERS:
+            assert secrets == {f"{name}-keys"}
+            continue
+        assert secrets == {f"{name}-identities"}
+        told = {variable["name"] for variable in container["env"]} | maps["datacenter"].keys()
+        assert told - {"INDEX"} <= variables(name)
+        paths = {container[probe]["httpGet"]["path"] for probe in ("readinessProbe", "livenessProbe")}
+        assert paths == {"/readyz", "/healthz"} <= set(PATHS)
+
+
+def test_the_servers_configuration_is_the_same_everywhere() -> None:
+    assert (DEPLOY / "kubernetes" / "base" / "nats.conf").read_text() == (DATACENTER / "nats.conf").read_text()
+    assert (DEPLOY / "kubernetes" / "coordinator" / "run.toml").read_text() == (DATACENTER / "run.example.toml").read_text()
+
+
+# ---- systemd
+
+HARDENED = {
+    "NoNewPrivileges": "yes",
+    "ProtectSystem": "strict",
+    "ProtectHome": "yes",
+    "PrivateTmp": "yes",
+    "CapabilityBoundingSet": "",
+    "RestrictNamespaces": "yes",
+    "RestrictSUIDSGID": "yes",
+    "SystemCallFilter": "@system-service",
+    "UMask": "0077",
+}
+
+
+def lines(unit: Path) -> list[tuple[str, str]]:
+    found = re.findall(r"^([A-Za-z]+)=(.*)$", unit.read_text(), re.MULTILINE)
+    return [(key, value) for key, value in found]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+def test_a_unit_is_hardened_and_told_what_its_service_knows(unit: Path) -> None:
+    said = lines(unit)
+    values = dict(said)
+    assert HARDENED.items() <= values.items()
+    assert values["User"].startswith("diloco")
+    if "nats" in unit.name:
+        return
+    service = unit.name.removeprefix("diloco-").removesuffix(".service").removesuffix("@")
+    assert values["ExecStart"].split()[0] == f"/opt/diloco/bin/diloco-{service}"
+    assert f'diloco-{service} = "' in (ROOT / "services" / service / "pyproject.toml").read_text()
+    told = dict(item.split("=", 1) for key, value in said if key == "Environment" for item in value.split())
+    assert {name for name in told if name.startswith("DILOCO_")} <= variables(service)
+    assert {name: value for name, value in told.items() if name.startswith("MALLOC_")} == malloc_environment()
+    assert values["TemporaryFileSystem"] == "/etc/diloco/keys:ro"
+    assert values["BindReadOnlyPaths"] == told["DILOCO_IDENTITY"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
+def test_systemd_takes_the_units(tmp_path: Path) -> None:
+    folder = tmp_path / "etc" / "systemd" / "system"
+    folder.mkdir(parents=True)
+    for name in (
+        "sysinit.target",
+        "basic.target",
+        "shutdown.target",
+        "network-online.target",
+        "multi-user.target",
+        "system.slice",
+    ):
+        (folder / name).write_text("[Unit]\nDescription=stands for the system's\nDefaultDependencies=no\n")
+    (folder / "system.slice").write_text("[Unit]\nDescription=stands for the system's\n")
+    commands = {value.split()[0] for unit in UNITS for key, value in lines(unit) if key.startswith("Exec")}
+    for command in commands:
+        path = tmp_path / command.lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+    for unit in UNITS:
+        shutil.copy(unit, folder)
+    names = [unit.name.replace("@.", "@learner-us-0.") for unit in UNITS]
+    verify = ["systemd-analyze", "verify", "--man=no", f"--root={tmp_path}", *names]
+    ended = subprocess.run(verify, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+# ---- logs
+
+
+def test_loki_labels_are_fields_of_every_event_and_few() -> None:
+    text = (DEPLOY / "loki" / "config.alloy").read_text()
+    labels = re.search(r"stage\.labels \{\s+values = \{(.*)\}", text)
+    expressions = re.search(r"expressions = \{(.*)\}", text)
+    assert labels is not None
+    assert expressions is not None
+    assert re.findall(r"(\w+) =", labels[1]) == ["run", "service", "level"]
+    event = {"event": "joined", "level": "info"}
+    stamped = _Stamp("learner-0", "learner", "demo", "us")(None, "info", event)
+    assert {name for name, _ in re.findall(r"(\w+) = \"(\w+)\"", expressions[1])} <= stamped.keys()

@@ -1,0 +1,246 @@
+"""Runs that go back to an earlier version while they go on: everybody does, once, and what was done since is merged no more."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.services.apart import REGIONS, apart, demand_one_log
+from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
+from tests.services.conftest import Launch, Regions
+from tests.services.test_takeover import until_owned_by
+from tests.services.test_verify import redo
+from tests.services.toy import SAMPLES, Regression, Toy
+
+from diloco import outside, rollback, verify
+from diloco.errors import RunError
+from diloco.membership import Run
+from diloco.rundir import RunDirectory
+from diloco.settings import RunSettings
+
+WAITS: dict[str, Any] = {"round__learners_wait": True, "round__quorum": "all"}  # so that the pace makes no difference
+
+
+def settings(steps: int = 200, **changes: Any) -> RunSettings:
+    return small(**({"carry__overlap": 1.0, "tokens": 3 * steps * SAMPLES} | WAITS | changes))
+
+
+def save(cluster: Cluster) -> Path:
+    """Let commands find the run."""
+    RunDirectory(cluster.directory, cluster.name, cluster.url, None, cluster.settings).save()
+    return cluster.directory
+
+
+async def go_back(cluster: Cluster, version: int, reason: str = "a spike") -> int:
+    """``diloco rollback``, in this process."""
+    return await asyncio.to_thread(rollback.rollback, save(cluster), version, reason)
+
+
+def newest(cluster: Cluster) -> list[int]:
+    """By fragment: the version that all learners have applied."""
+    heard = [pulses[-1].versions for pulses in cluster.pulses.values()]
+    versions: list[int] = np.min(heard, axis=0).tolist()
+    return versions
+
+
+async def distance(cluster: Cluster, version: int) -> float:
+    """How far the global model was from the truth at a version: 1 for the initial zeros."""
+    async with outside.opened(save(cluster)) as seen:
+        tensors = seen.map.empty()
+        for fragment in seen.map.fragments:
+            fragment.scatter(
+                (await seen.log.state_at(fragment.index, version, seen.genesis, seen.genesis_check)).theta, tensors
+            )
+        return Regression(cluster.settings).distance(tensors)
+
+
+def rollbacks(folded: list[Folded]) -> dict[int, list[tuple[int, int]]]:
+    """By fragment: number of the change and version gone back to."""
+    return {
+        log.index: [(e.rolled_back.change, e.rolled_back.to_version) for e in log.entries if e.rolled_back] for log in folded
+    }
+
+
+async def demand_one_run(cluster: Cluster) -> list[Folded]:
+    """The run has ended by itself: all hold what the log says, accounts add up, and a look from outside finds nothing wrong."""
+    await cluster.ended()
+    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    check_accounts(pulses, folded)
+    for log in folded:
+        assert log.passed_over == 0
+        for toy in cluster.toys:
+            np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
+    verdict = await verify.check(save(cluster))
+    wrong = [check for check in verdict.checks if check.state == "fails"]
+    assert not wrong
+    return folded
+
+
+class Spoiler:
+    """Pushes a learner's parameters away from the truth before each step, while it is on."""
+
+    def __init__(self, gate: Callable[[Toy], None]) -> None:
+        self.gate, self.on = gate, False
+
+    def __call__(self, toy: Toy) -> None:
+        self.gate(toy)
+        if self.on and toy.task is not None:
+            for tensor in toy.task.tensors.values():
+                tensor += np.float32(3)
+
+
+async def test_a_run_that_a_bad_learner_drove_off_goes_on_from_where_it_was(launch: Launch) -> None:
+    cluster = launch(settings(steps=160, log__archive=True))
+    spoiler = Spoiler(cluster.gate)
+    for share in range(2):
+        cluster.toy(share)
+    cluster.toy(2, before_step=spoiler)
+    await cluster.begin()
+    await some_versions(cluster, 5)
+    good = min(newest(cluster))
+    at_good = await distance(cluster, good)
+    spoiler.on = True
+    await some_versions(cluster, 3)
+    bad = min(newest(cluster))
+    assert await distance(cluster, bad) > 10 * at_good
+    spoiler.on = False
+
+    assert await go_back(cluster, good) == 0
+
+    folded = await demand_one_run(cluster)
+    assert rollbacks(folded) == {index: [(1, good)] for index in range(4)}
+    for log in folded:
+        [back] = [entry for entry in log.entries if entry.entry == "rollback"]
+        [past] = [entry for entry in log.versions if entry.version == good]
+        assert back.state_hash == past.state_hash
+        assert back.version > bad
+        after = [entry for entry in log.versions if entry.version > back.version]
+        assert len(after) > 5  # it goes on
+        assert {m.learner for entry in after for m in entry.members} == {"toy-0", "toy-1", "toy-2"}
+    assert Regression(cluster.settings).distance(await cluster.tensors(folded)) < at_good
+    assert len(cluster.events("rolled_back")) == 4
+    # the training can be done again across it, bit by bit, but for what no tape has; and so can the merges
+    lives = await redo(cluster.directory)
+    assert [(life.learner, bool(life.wrong)) for life in lives] == [("toy-0", False), ("toy-1", False), ("toy-2", True)]
+    verdict = await verify.check(cluster.directory)
+    assert {check.name: check.state for check in verdict.checks}["merges"] == "holds"
+
+
+async def test_owners_that_die_or_freeze_over_an_order_leave_it_to_others_who_carry_it_out_once(launch: Launch) -> None:
+    cluster = launch(settings(steps=200))
+    await cluster.create()
+    services = {service.name: service for service in [cluster.syncer(index) for index in range(4)]}
+    cluster.learners()
+    await cluster.link()
+    await cluster.all_ready()
+    cluster.gate.open()
+    await some_versions(cluster, 2)
+    good = min(newest(cluster))
+    await some_versions(cluster, 2)
+    [killed, frozen] = [name for name in services if cluster.shard_pulses[name].fragments]
+    services[frozen].process.send_signal(signal.SIGSTOP)
+    services[killed].process.send_signal(signal.SIGSTOP)
+    ordered = asyncio.create_task(go_back(cluster, good))
+    await asyncio.sleep(0)
+    services[killed].kill()
+
+    assert await ordered == 0
+
+    services[frozen].process.send_signal(signal.SIGCONT)
+    standbys = sorted(services.keys() - {killed, frozen})
+    await until_owned_by(cluster, *standbys)
+    at = newest(cluster)
+    # and once more, to what the run was after the first: by then there are two versions of that state
+    await some_versions(cluster, 2)
+    assert await go_back(cluster, max(at)) == 0
+    folded = await demand_one_run(cluster)
+    assert rollbacks(folded) == {index: [(1, good), (2, max(at))] for index in range(4)}
+    assert {entry.syncer for log in folded for entry in log.entries if entry.rolled_back} == set(standbys)
+
+
+async def test_a_learner_that_was_away_goes_on_from_where_the_run_went_and_not_from_what_it_had_saved(launch: Launch) -> None:
+    cluster = launch(settings(steps=150, round__quorum=2))
+    cluster.toy(0)
+    cluster.toy(1)
+    cluster.toy(2, checkpoint_s=0.2, leave_s=0.0)
+    await cluster.begin()
+    await some_versions(cluster, 4)
+    good = min(newest(cluster))
+    await some_versions(cluster, 2)
+    leaver = cluster.toys[2]
+    leaver.leave()  # with work that nobody merges any more, on its disk
+    await cluster.until(lambda: not leaver.running, "it has left")
+    cluster.toys.remove(leaver)
+    cluster.pulses.pop("toy-2")
+    assert await go_back(cluster, good) == 0
+    back = cluster.toy(2)
+    await cluster.until(lambda: "toy-2" in cluster.pulses, "it is back")
+    assert cluster.events("checkpoint_restored", "toy-2")
+    folded = await demand_one_run(cluster)
+    assert back.finished
+    for log in folded:
+        [went_back] = [entry for entry in log.entries if entry.rolled_back]
+        after = [entry for entry in log.versions if entry.version > went_back.version]
+        bases = [member.base_version for entry in after for member in entry.members if member.learner == "toy-2"]
+        assert bases
+        assert min(bases) >= went_back.version
+
+
+async def test_what_cannot_be_gone_back_to_is_refused_before_anything_is_ordered(launch: Launch) -> None:
+    # a keyframe at every version, and of the log what is between the last two of them
+    cluster = launch(settings(steps=60, log__keyframe_factor=0.001, log__keep_bytes=0))
+    await cluster.begin()
+    await some_versions(cluster, 5)
+    with pytest.raises(
+        RunError, match=r"fragment 0: version 1 is not in the log, which has those from \d+ to the newest; how far"
+    ):
+        await go_back(cluster, 1)
+    with pytest.raises(RunError, match="nothing is beyond version 9999; its fragments are at "):
+        await go_back(cluster, 9999)
+    link = await cluster.link()
+    registry = await link.bucket(cluster.subjects.bucket, create=False)
+    assert await registry.get("changes") is None
+    await cluster.ended()
+    with pytest.raises(RunError, match="ends: the logs of 4 of its 4 fragments are closed"):
+        await go_back(cluster, 5)
+
+
+async def test_where_a_run_cannot_go_back_it_is_told_another_way(tmp_path: Path) -> None:
+    def refused(settings: RunSettings, *, live: bool) -> str:
+        directory = RunDirectory(tmp_path, "run", "nats://127.0.0.1:1", None, settings)
+        seen = outside.Outside(directory, None, Run("run", settings, None), None, None, None, b"", live)  # type: ignore[arg-type]
+        with pytest.raises(RunError) as error:
+            asyncio.run(rollback.order(seen, 3, "", print))
+        return str(error.value)
+
+    another_way = f"diloco up NEW --resume {tmp_path} --resume-at 3"
+    lockstep = await asyncio.to_thread(refused, small("data-parallel"), live=True)
+    assert "trains in lockstep" in lockstep
+    assert another_way in lockstep
+    stopped = await asyncio.to_thread(refused, settings(), live=False)
+    assert "run 'run' is not going on" in stopped
+    assert another_way in stopped
+
+
+@pytest.mark.parametrize("merge", [pytest.param(False, marks=pytest.mark.slow), True])
+async def test_a_run_in_regions_goes_back_in_all_of_them(regions: Regions, merge: bool) -> None:
+    changes = {"regions__merge": merge, "regions__away_s": 600.0}
+    run = await regions(apart(learners=6 if merge else 3, tokens=(6 if merge else 3) * 45 * SAMPLES, **WAITS, **changes))
+    await run.begin()
+    await some_versions(run, 2)
+    good = min(newest(run))
+    await some_versions(run, 2)
+    run.save()
+    assert await asyncio.to_thread(rollback.rollback, run.directory, good, "") == 0
+    await run.ended()
+    read = {region: await run.read(region) for region in REGIONS}
+    demand_one_log(*read.values())
+    check_accounts(await run.finished_pulses(), read["us"])
+    assert rollbacks(read["us"]) == {index: [(1, good)] for index in range(len(read["us"]))}
+    verdict = await verify.check(run.directory)
+    assert verdict.holds, verdict

@@ -1,0 +1,518 @@
+"""A run whose servers let in nobody without an identity, and nobody do what is not its own to do: tried, and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import ssl
+import tomllib
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import nats
+import nats.errors
+import pytest
+from tests.services.cluster import Cluster, Events, Service, check_accounts, small, some_versions
+from tests.services.conftest import Launch
+from tests.services.forking import Nursery
+from tests.services.secured import make_keys, members, put
+
+from diloco import checkpoint, identity, inspect, membership, rundir, verify
+from diloco.core.fragments import TensorSpec, build_map
+from diloco.errors import BrokerError
+from diloco.nats import streams
+from diloco.nats.server import Server
+from diloco.nats.transport import NatsTransport
+from diloco.observe import Logger
+from diloco.rundir import RunDirectory
+from diloco.wire.subjects import Subjects
+from diloco_coordinator.keys.folder import Folder
+from diloco_coordinator.keys.permissions import Who
+from diloco_syncer.sweeper import Sweeper
+
+RUN = "guarded"
+OTHER = "other"
+NAMES = Subjects(RUN)
+LOG, OFFERS, STORE = NAMES.log_stream, NAMES.offer_stream, f"KV_{NAMES.bucket}"
+DEADLINE_S = 20.0
+REGIONS = ("eu", "us")
+LEARNER = "toy-1"  # does not found
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    return make_keys(tmp_path_factory.mktemp("keys") / "run", RUN, members(3, 2))
+
+
+@pytest.fixture(scope="module")
+def guarded(keys: Folder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("guarded"), keys=keys.server_folder("nats"))
+    server.start()
+    yield server
+    server.kill()
+
+
+class Guest:
+    """A connection under an identity, and what the server says to it."""
+
+    def __init__(self, link: NatsTransport, events: Events) -> None:
+        self.link, self.events = link, events
+
+    @property
+    def told(self) -> str:
+        """All that the server has refused."""
+        return " ".join(
+            str(values.get("reason")) for _, event, values in self.events.entries if event == "permission_denied"
+        ).lower()
+
+    def count(self, event: str) -> int:
+        return [name for _, name, _ in self.events.entries].count(event)
+
+    async def refused(self, *subjects: str) -> list[str]:
+        """Wait until the server has refused every one of these; those that it has not."""
+        for _ in range(2):  # what the server had to say before comes before its pong
+            await self.link.bulk.flush()
+            await self.link.control.flush()
+        return [subject for subject in subjects if f'"{subject.lower()}"' not in self.told]
+
+
+@contextlib.asynccontextmanager
+async def guest(server: Server, keys: Folder, name: str) -> AsyncIterator[Guest]:
+    events, own = Events(), identity.load(keys.identity_file(name))
+    link = await NatsTransport.open(server.url, server.url, name, cast(Logger, events), DEADLINE_S, identity=own)
+    try:
+        yield Guest(link, events)
+    finally:
+        await link.close()
+
+
+@pytest.fixture
+async def run(guarded: Server, keys: Folder) -> AsyncIterator[Guest]:
+    """The run is there, as its coordinator has made it; a syncer's connection."""
+    async with guest(guarded, keys, "coordinator") as coordinator:
+        await membership.create(coordinator.link, RUN, small())
+    async with guest(guarded, keys, "syncer-0") as syncer:
+        yield syncer
+
+
+# ---- what each may not do
+
+NOBODYS = [
+    f"$JS.API.STREAM.UPDATE.{LOG}",
+    f"$JS.API.STREAM.CREATE.DILOCO_{OTHER}_LOG",
+    f"$JS.API.STREAM.DELETE.DILOCO_{OTHER}_LOG",
+    f"$JS.API.STREAM.INFO.DILOCO_{OTHER}_LOG",
+    f"$JS.API.STREAM.MSG.GET.KV_DILOCO_{OTHER}",
+    f"$JS.API.DIRECT.GET.DILOCO_{OTHER}_LOG",
+    f"$JS.API.CONSUMER.CREATE.DILOCO_{OTHER}_LOG",
+    f"$JS.API.CONSUMER.CREATE.{LOG}.named",
+    f"$JS.API.CONSUMER.DURABLE.CREATE.{LOG}.lasting",
+    f"$JS.API.CONSUMER.DELETE.{LOG}.theirs",
+    f"$JS.API.CONSUMER.LIST.{LOG}",
+    f"$JS.API.CONSUMER.NAMES.{LOG}",
+    f"diloco.{OTHER}.pulse.{LEARNER}",
+    f"diloco.{OTHER}.round.0",
+    f"$KV.DILOCO_{OTHER}.run",
+    "$SYS.REQ.SERVER.PING",
+    "_INBOX.anything",
+    "_INBOX_toy-2.anything",
+    "anything",
+]
+STREAMS = [
+    *(f"$JS.API.STREAM.{call}.{name}" for call in ("DELETE", "SNAPSHOT", "RESTORE") for name in (LOG, OFFERS, STORE)),
+    f"$JS.API.STREAM.PURGE.{STORE}",
+    f"$JS.API.STREAM.MSG.DELETE.{LOG}",
+    f"$JS.API.STREAM.MSG.DELETE.{STORE}",
+    "$JS.API.STREAM.NAMES",
+    "$JS.API.STREAM.LIST",
+]
+VERSIONS = [
+    NAMES.record(0),
+    f"diloco.{RUN}.fragment.0.part.0011223344556677.0",
+    NAMES.notice(0),
+    NAMES.keyframe(0),
+    f"diloco.{RUN}.keyframe.0.part.0011223344556677.0",
+    NAMES.genesis,
+    NAMES.combined(0, "syncer-0"),
+    NAMES.archived(0, "toy-2", 1, 1),
+]
+OFFERED = [NAMES.offer(0, "toy-2"), f"diloco.{RUN}.delta.0.toy-2.part.0"]
+OTHERS_OFFERS = [
+    f"$JS.API.{call}.{OFFERS}" for call in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET", "CONSUMER.CREATE", "STREAM.PURGE")
+]
+SIGNS = [NAMES.shard("syncer-1"), NAMES.pulse("toy-2"), NAMES.marked("toy-2")]
+DECIDING = [NAMES.round(0), NAMES.shard("syncer-0"), NAMES.coordinator, NAMES.mark, NAMES.changed]
+
+FORBIDDEN: dict[str, list[str]] = {
+    LEARNER: [
+        *(NOBODYS + STREAMS + VERSIONS + OFFERED + OTHERS_OFFERS + SIGNS + DECIDING),
+        f"$JS.API.STREAM.CREATE.{LOG}",
+        f"$JS.API.STREAM.PURGE.{LOG}",
+        *(f"$KV.{NAMES.bucket}.{key}" for key in ("run", "map", "founder", "genesis", "owners", "coordinator", "changes")),
+        f"$KV.{NAMES.bucket}.member.toy-2",
+    ],
+    "syncer-0": [
+        *(NOBODYS + STREAMS + OFFERED + SIGNS),
+        *(f"$KV.{NAMES.bucket}.{key}" for key in ("run", "map", "founder", "genesis", "coordinator", "shares", "member.toy-2")),
+        NAMES.coordinator,
+        NAMES.mark,
+    ],
+    "coordinator": [
+        *(NOBODYS + STREAMS + OFFERED + VERSIONS + SIGNS),
+        *(f"$KV.{NAMES.bucket}.{key}" for key in ("map", "founder", "genesis", "owners", "member.toy-2")),
+        f"$JS.API.STREAM.PURGE.{LOG}",
+        *OTHERS_OFFERS[1:],
+        NAMES.round(0),
+    ],
+    "operator": [*(NOBODYS + OFFERED + VERSIONS + SIGNS), NAMES.round(0), NAMES.coordinator, *OTHERS_OFFERS[1:]],
+    "test": [*(NOBODYS + STREAMS + OFFERED + VERSIONS + SIGNS + OTHERS_OFFERS + DECIDING), f"$KV.{NAMES.bucket}.shares"],
+}
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+async def test_what_is_not_ones_own_is_refused_by_the_server(run: Guest, guarded: Server, keys: Folder, name: str) -> None:
+    async with guest(guarded, keys, name) as somebody:
+        for subject in FORBIDDEN[name]:
+            await somebody.link.bulk.publish(subject, b"x")
+        assert await somebody.refused(*FORBIDDEN[name]) == []
+        assert somebody.told.count("permissions violation for publish to") == len(FORBIDDEN[name])
+
+
+async def test_a_founder_writes_keyframes_and_genesis_and_no_versions(run: Guest, guarded: Server, keys: Folder) -> None:
+    async with guest(guarded, keys, "toy-0") as founder:
+        forbidden = [subject for subject in VERSIONS if "keyframe" not in subject and "genesis" not in subject]
+        for subject in forbidden:
+            await founder.link.bulk.publish(subject, b"x")
+        assert await founder.refused(*forbidden) == []
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "_INBOX_toy-2.>",
+        "_INBOX.>",
+        ">",
+        "*.>",
+        f"diloco.{RUN}.>",
+        f"diloco.{OTHER}.>",
+        f"diloco.{RUN}.delta.>",
+        NAMES.answers("toy-2"),
+        NAMES.state("toy-2"),
+        NAMES.pulse(),
+        f"$KV.{NAMES.bucket}.>",
+        "$JS.EVENT.>",
+        "$JS.API.>",
+        "$SYS.>",
+    ],
+)
+async def test_what_is_said_to_others_is_not_heard(run: Guest, guarded: Server, keys: Folder, subject: str) -> None:
+    async with guest(guarded, keys, LEARNER) as learner:
+        await learner.link.bulk.subscribe(subject)
+        assert await learner.refused(subject) == []
+        assert "permissions violation for subscription" in learner.told
+
+
+async def test_what_is_ones_own_is_allowed(run: Guest, guarded: Server, keys: Folder) -> None:
+    own = NAMES.offer(0, LEARNER)
+    async with guest(guarded, keys, LEARNER) as learner:
+        stored = await learner.link.append(own, b"offer", message_id="1", fence=None, timeout_s=DEADLINE_S)
+        assert await learner.link.last_sequence(own) == stored
+        found = await run.link.get(OFFERS, stored)
+        assert found is not None
+        assert (found.subject, found.data) == (own, b"offer")
+        assert learner.told == ""
+
+
+# ---- what a server could be made to do for one who may not
+
+
+async def holds(run: Guest) -> dict[str, int]:
+    api = run.link.bulk.jetstream()
+    return {name: (await api.stream_info(name)).state.messages for name in (LOG, OFFERS, STORE)}
+
+
+async def test_answers_of_the_server_are_sent_to_nobody_but_who_asked(run: Guest, guarded: Server, keys: Folder) -> None:
+    """nats-server answers to any subject that it is told, with the rights of its own."""
+    theirs = NAMES.offer(0, "toy-2")
+    async with guest(guarded, keys, "toy-2") as other, guest(guarded, keys, LEARNER) as learner:
+        await other.link.append(theirs, b"their offer", message_id="a", fence=None, timeout_s=DEADLINE_S)
+        await run.link.append(NAMES.record(0), b"an entry", message_id="b", fence=None, timeout_s=DEADLINE_S)
+        await learner.link.append(NAMES.offer(0, LEARNER), b"x", message_id="c", fence=None, timeout_s=DEADLINE_S)
+        before = await holds(run)
+        assert all(before.values())
+        asked = {
+            f"$JS.API.DIRECT.GET.{LOG}.nothing": b"",  # whose answer is empty, as a request to delete is
+            f"$JS.API.DIRECT.GET.{LOG}.{NAMES.record(0)}": b"",
+            f"$JS.API.STREAM.INFO.{LOG}": b"",
+            f"$JS.API.STREAM.MSG.GET.{STORE}": json.dumps({"last_by_subj": f"$KV.{NAMES.bucket}.run"}).encode(),
+            NAMES.offer(0, LEARNER): b"x",
+        }
+        targets = [*(f"$JS.API.STREAM.{call}.{name}" for call in ("DELETE", "PURGE") for name in (LOG, OFFERS, STORE))]
+        for target in [*targets, NAMES.record(0), theirs, f"$KV.{NAMES.bucket}.run", NAMES.round(0)]:
+            for subject, data in asked.items():
+                await learner.link.bulk.publish(subject, data, reply=target)
+        for target in (targets[0], theirs):
+            config = {"ack_policy": "none", "deliver_subject": target, "idle_heartbeat": 100_000_000}
+            request = json.dumps({"stream_name": LOG, "config": config}).encode()
+            await learner.link.bulk.publish(f"$JS.API.CONSUMER.CREATE.{LOG}", request)
+        await learner.refused()
+        await asyncio.sleep(0.5)  # a heartbeat, which is empty, would have come by now
+        assert await holds(run) == before
+        stored = await run.link.last(OFFERS, theirs)
+        assert stored is not None
+        assert stored.data == b"their offer"
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [("Nats-Rollup", "all"), ("Nats-Rollup", "sub"), ("Nats-TTL", "1s"), ("Nats-Schedule", "@every 1s")],
+)
+async def test_headers_that_would_empty_a_stream_are_refused(
+    run: Guest, guarded: Server, keys: Folder, header: str, value: str
+) -> None:
+    before = await holds(run)
+    async with guest(guarded, keys, LEARNER) as learner:
+        for subject in (NAMES.offer(0, LEARNER), f"$KV.{NAMES.bucket}.shares"):
+            answer = json.loads((await learner.link.bulk.request(subject, b"x", headers={header: value})).data)
+            assert "error" in answer, (subject, answer)
+    assert await holds(run) == before
+
+
+async def test_what_no_offer_is_made_of_is_dropped_with_all_of_its_sender(run: Guest, guarded: Server, keys: Folder) -> None:
+    """Two fragments of 10 and 200,000 values: of one part and of two at most."""
+    specs = [TensorSpec("a", (10,), False), TensorSpec("b", (20_000, 10), True)]
+    fragments = build_map(specs, 2, "balanced")
+    sizes = [fragment.size for fragment in fragments.fragments]
+    small_, large = sizes.index(10), sizes.index(200_000)
+    events = Events()
+    sweeper = Sweeper(run.link, RUN, fragments, cast(Logger, events))
+    async with guest(guarded, keys, LEARNER) as liar, guest(guarded, keys, "toy-2") as honest:
+
+        async def stored(somebody: Guest, name: str, *rest: str) -> None:
+            for tail in rest:
+                subject = f"diloco.{RUN}.delta.{tail.replace('NAME', name)}"
+                await somebody.link.append(subject, b"x", message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S)
+
+        real = [f"{small_}.NAME.head", f"{small_}.NAME.part.0", f"{large}.NAME.head", f"{large}.NAME.part.1"]
+        await stored(honest, "toy-2", *real)
+        await stored(liar, LEARNER, *real)
+        for stray in (f"{small_}.NAME.part.1", f"{large}.NAME.part.2", "2.NAME.head", "x.NAME.part.0", f"{large}.NAME.part.01"):
+            await sweeper.sweep()
+            assert len(await streams.subjects(run.link, OFFERS, f"diloco.{RUN}.delta.*.{LEARNER}.>")) >= 3
+            await stored(liar, LEARNER, stray)
+            await sweeper.sweep()
+            assert await streams.subjects(run.link, OFFERS, f"diloco.{RUN}.delta.*.{LEARNER}.>") == []
+            await stored(liar, LEARNER, *real)
+        kept = await streams.subjects(run.link, OFFERS, f"diloco.{RUN}.delta.*.toy-2.>")
+        assert kept.count(f"diloco.{RUN}.delta.{small_}.toy-2.head") == 1
+        assert len(kept) >= 4
+    assert sweeper.swept.counts() == {(LEARNER, "stray"): 5}
+    assert [event for _, event, _ in events.entries] == ["offers_dropped"]  # said once
+
+
+# ---- who is let in
+
+
+async def comes_in(url: str, file: Path | None, **changes: Any) -> str:
+    """Connect with what an identity file holds, checked by nobody here; what goes wrong, or nothing."""
+    options: dict[str, Any] = {}
+    if file is not None:
+        values = tomllib.loads(file.read_text())  # noqa: ASYNC240
+        context = ssl.create_default_context(cadata=changes.pop("trusted", values["ca"]))
+        if changes.pop("certificate", True):
+            context.load_cert_chain(file)
+        options = {"tls": context, "nkeys_seed_str": values["seed"]}
+    errors: list[str] = []
+
+    async def note(error: Exception) -> None:
+        errors.append(repr(error))
+
+    try:
+        client = await nats.connect(url, allow_reconnect=False, connect_timeout=5, error_cb=note, **options | changes)
+        await client.flush()
+        await client.close()
+    except (nats.errors.Error, OSError, asyncio.IncompleteReadError) as error:
+        errors.append(repr(error))
+    return " ".join(errors)
+
+
+async def test_strangers_are_turned_away(guarded: Server, keys: Folder, tmp_path: Path) -> None:
+    strangers = make_keys(tmp_path / "strangers", RUN, [Who(LEARNER, "learner")])
+    own, theirs = keys.identity_file(LEARNER), strangers.identity_file(LEARNER)
+    old = put(keys, Who("old", "learner"), timedelta(minutes=-5))
+    guarded.reload()  # its key is known; its certificate has ended
+    seed = tomllib.loads(own.read_text())["seed"]
+    trusted = tomllib.loads(own.read_text())["ca"]
+    tls = guarded.url
+    assert await comes_in(tls, own) == ""
+    assert await comes_in(tls, None)  # no TLS
+    assert await comes_in(tls, None, nkeys_seed_str=seed)  # no TLS, and a good key
+    assert await comes_in(tls, own, certificate=False)
+    assert await comes_in(
+        tls, theirs, trusted=trusted, nkeys_seed_str=seed
+    )  # a certificate of another authority, and a good key
+    assert await comes_in(tls, old)
+    assert "authorization" in (await comes_in(tls, own, nkeys_seed_str=tomllib.loads(theirs.read_text())["seed"])).lower()
+    assert "certificate" in (await comes_in(tls, theirs)).lower()  # it knows a server of another authority when it sees one
+    said = guarded.log_file.read_text()
+    for reason in (
+        "didn't provide a certificate",
+        "unknown authority",
+        "expired",
+        "Authentication Failure|authentication error",
+    ):
+        assert re.search(reason, said, re.IGNORECASE), (reason, said[-3000:])
+
+
+async def test_nothing_is_read_by_one_who_only_listens(guarded: Server) -> None:
+    """All that is said in plain text is the greeting."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", guarded.port)
+    greeting = await reader.readline()
+    assert json.loads(greeting.removeprefix(b"INFO "))["tls_required"] is True
+    writer.write(b'CONNECT {"verbose":true}\r\nPING\r\n')
+    assert b"PONG" not in await reader.read()
+    writer.close()
+
+
+async def test_who_is_revoked_is_cut_off_and_not_let_in_again(keys: Folder, guarded: Server) -> None:
+    put(keys, Who("leaver", "learner"))
+    guarded.reload()
+    file = keys.identity_file("leaver")
+    kept = file.read_bytes()
+    async with guest(guarded, keys, "leaver") as leaver:
+        entry = keys.roster.identity("leaver")
+        assert entry is not None
+        keys.replace(entry.model_copy(update={"revoked": True}))
+        guarded.reload()
+        async with asyncio.timeout(DEADLINE_S):
+            while leaver.count("nats_turns_away") < 2:  # both connections have been cut, and refused since
+                await asyncio.sleep(0.05)
+        assert not leaver.link.connected
+    assert file.read_bytes() == kept  # it still has its file
+    with pytest.raises(BrokerError, match=r"(?i)authorization.*is revoked"):
+        async with guest(guarded, keys, "leaver"):
+            pass
+
+
+# ---- whole runs
+
+
+def violations(server: Server, cluster: Cluster) -> list[str]:
+    """What a server refused, as it says, and what services were told."""
+    said = [
+        line for line in server.log_file.read_text().splitlines() if re.search("violation|authentication", line, re.IGNORECASE)
+    ]
+    return said + [str(values) for values in cluster.events("permission_denied")]
+
+
+@contextlib.contextmanager
+def empty(keys: Folder, tmp_path: Path) -> Iterator[Server]:
+    """A server without any run yet."""
+    server = Server(tmp_path / "nats", keys=keys.server_folder("nats"))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+async def test_a_whole_run_needs_nothing_that_it_may_not(launch: Launch, keys: Folder, tmp_path: Path) -> None:
+    # long enough for a checkpoint on the way
+    settings = small(tokens=3 * 240 * 16, carry__overlap=1.0, carry__late=1.0, log__archive=True, log__keyframe_factor=1.0)
+    with empty(keys, tmp_path) as server:
+        cluster = launch(settings, server.url, RUN)
+        cluster.identity = str(keys.path / "identities" / "{name}.identity")
+        await cluster.begin()
+        await cluster.until(lambda: cluster.tokens() > settings.tokens // 12, "training")
+        server.reload()  # as when somebody is added, or revoked: nobody else is disturbed
+        as_whom(cluster, keys, "test")
+        assert (await inspect.ask(rundir.load(cluster.directory)))["run"] == RUN
+        as_whom(cluster, keys, "operator")
+        taken, problems = await checkpoint.take(cluster.directory)
+        assert sorted(taken.manifest.learners) == ["toy-0", "toy-1", "toy-2"], problems
+        await cluster.ended()
+        as_whom(cluster, keys, "test")
+        assert (await verify.check(cluster.directory)).holds
+        assert violations(server, cluster) == []
+
+
+def as_whom(cluster: Cluster, keys: Folder, name: str) -> None:
+    """Have commands connect to the run under an identity."""
+    own = str(keys.identity_file(name))
+    RunDirectory(cluster.directory, RUN, cluster.url, None, cluster.settings, identity=own).save()
+
+
+async def test_what_was_sent_before_and_is_sent_again_is_merged_once(launch: Launch, keys: Folder, tmp_path: Path) -> None:
+    """A learner that lies stores its own old offers once more, and those of another learner as its own."""
+    settings = small(carry__overlap=1.0, carry__late=1.0)
+    with empty(keys, tmp_path) as server:
+        cluster = launch(settings, server.url, RUN)
+        cluster.identity = str(keys.path / "identities" / "{name}.identity")
+        await cluster.begin()
+        await some_versions(cluster, 2)
+        async with guest(server, keys, "syncer-0") as syncer, guest(server, keys, LEARNER) as liar:
+            own, others = NAMES.offer(0, LEARNER), NAMES.offer(0, "toy-2")
+            old, theirs = [await syncer.link.last(OFFERS, subject) for subject in (own, others)]
+            assert old is not None
+            assert theirs is not None
+            await some_versions(cluster, 2)  # both have been merged
+            cluster.gate.close()
+            for number, data in enumerate((old.data, theirs.data, old.data)):
+                await liar.link.append(own, data, message_id=f"again-{number}", fence=None, timeout_s=DEADLINE_S)
+            cluster.gate.open()
+            assert liar.told == ""  # the server has nothing against it
+        await cluster.ended()
+        pulses, folded = await cluster.finished_pulses(), await cluster.folded()  # which asserts that nothing is merged twice
+        check_accounts(pulses, folded)
+        assert {log.passed_over for log in folded} == {0}
+        [refusal] = cluster.events("message_refused")
+        assert "it says fragment 0, learner toy-2" in refusal["reason"]
+        assert [values["sender"] for values in cluster.events("offer_passed_over") if values["fragment"] == 0].count(
+            LEARNER
+        ) >= 1
+
+
+class Apart(Cluster):
+    """A cluster in two regions, whose servers know each other as little as those who may use them."""
+
+    servers: Mapping[str, Server] = {}
+
+    def place(self, number: int) -> dict[str, Any]:
+        region = REGIONS[number % len(REGIONS)]
+        return {"region": region, "nats_bulk_url": self.servers[region].url}
+
+    def coordinator(self) -> Service:
+        return self.start("coordinator", "diloco_coordinator", settings=self.settings.model_dump(), **self.place(0))
+
+    def syncer(self, index: int) -> Service:
+        own = self.place(index)
+        urls = {region: self.servers[region].url for region in REGIONS if region != own["region"]}
+        return self.start(f"syncer-{index}", "diloco_syncer", region_urls=urls, **own)
+
+
+async def test_a_whole_run_in_regions_needs_nothing_that_it_may_not(nursery: Nursery, tmp_path: Path) -> None:
+    settings = small(shards=2, learners=2, tokens=2 * 40 * 16, regions__names=list(REGIONS), regions__merge=True)
+    places = {"nats": ["control"], **{region: [region] for region in REGIONS}}
+    keys = make_keys(tmp_path / "keys", RUN, members(2, 2, REGIONS), regions=REGIONS, servers=places)
+    servers = {name: Server(tmp_path / name, keys=keys.server_folder(name)) for name in places}
+    with contextlib.ExitStack() as started:
+        for server in servers.values():
+            server.start()
+            started.callback(server.kill)
+        cluster = Apart(nursery, tmp_path / RUN, servers["nats"].url, RUN, settings)
+        cluster.servers, cluster.identity = servers, str(keys.path / "identities" / "{name}.identity")
+        try:
+            cluster.coordinator()
+            cluster.syncers()
+            for share in range(settings.learners):
+                cluster.toy_process(share, **cluster.place(share))
+            await cluster.ended()
+            assert [violations(server, cluster) for server in servers.values()] == [[]] * 3
+            assert cluster.events("version_committed")
+        finally:
+            await cluster.close()
