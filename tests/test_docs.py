@@ -16,6 +16,7 @@ import diloco_coordinator.metrics
 import diloco_learner.metrics
 import diloco_syncer.metrics
 from diloco import metrics
+from diloco.core.changes import SETTABLE
 from diloco.metrics import Metric
 from diloco.settings import PRESETS, RunSettings, all_names, run_settings
 
@@ -25,8 +26,8 @@ METRICS = ROOT / "docs" / "metrics.md"
 HEAD = """# Settings of a run
 
 Made from the code by `python tests/test_docs.py`; a test compares. Set them with `--set NAME=VALUE`. One set holds for all
-members, is stored with the run, and cannot change while it goes on. "Unpublished" marks what the paper (arXiv 2604.21428)
-does not say.
+members and is stored with the run. What has a ↻ can be changed while it goes on, by `diloco set` (operations.md).
+"Unpublished" marks what the paper (arXiv 2604.21428) does not say.
 
 """
 
@@ -39,7 +40,8 @@ def settings_page() -> str:
         field = _field(name)
         values = [_value(preset, name) for preset in presets]
         shown = [f"`{values[0]}`"] + [f"**`{value}`**" if value != values[0] else "" for value in values[1:]]
-        rows.append(f"| `{name}` | {' | '.join(shown)} | {_allowed(field)} | {field.description or ''} |")
+        mark = " ↻" if name in ("tokens", *SETTABLE) else ""
+        rows.append(f"| `{name}`{mark} | {' | '.join(shown)} | {_allowed(field)} | {field.description or ''} |")
     return HEAD + "\n".join(rows) + "\n\nAn empty cell: as in `decoupled`.\n"
 
 

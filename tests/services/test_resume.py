@@ -19,7 +19,7 @@ from tests.services.cluster import Cluster, Folded, check_accounts, small, some_
 from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES
 
-from diloco import checkpoint, resume, rollback
+from diloco import checkpoint, operate, outside, resume, rollback
 from diloco.checkpoint import Checkpoint
 from diloco.errors import DilocoError, RunError
 from diloco.nats.server import Server
@@ -123,10 +123,15 @@ async def test_with_other_members_nothing_that_was_merged_is_lost(
     await run.begin()
     await some_versions(run)
 
-    taken, _ = await checkpoint.take(as_directory(run))
+    path = as_directory(run)
+    await asyncio.to_thread(operate.set_, path, ["outer.learning_rate=0.25", "liveness.dead_s=9.0"])
+    taken, _ = await checkpoint.take(path)
 
     await stop(run)
-    resumed = await restored(taken, launch, make_server(), tmp_path / "resumed", shards=1)
+    resumed = await restored(taken, launch, make_server(), tmp_path / "resumed", shards=1, liveness__dead_s=8.0)
+    async with outside.reached(resumed.directory) as reached:  # changes stay in force, but for what is given now
+        now = reached.run.now
+        assert (now.settings.outer.learning_rate, now.settings.liveness.dead_s, now.number) == (0.25, 8.0, 3)
     folded = await go_on(resumed, learners=2)  # the third one's share of the data is theirs in time
     assert len([service for service in resumed.services if service.name.startswith("syncer")]) == 1
     pulses = await resumed.finished_pulses()

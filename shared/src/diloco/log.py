@@ -24,6 +24,7 @@ from diloco.core.fragments import FragmentMap
 from diloco.core.quorum import Tip, Undecided
 from diloco.errors import (
     AppendUncertainError,
+    BrokerError,
     ChainError,
     FenceError,
     FormatError,
@@ -595,6 +596,17 @@ class Log:
         raw = await asyncio.to_thread(open_body, offer.body, inline, pieces, raw_bytes, what)
         await asyncio.to_thread(quantise.validate, raw, size, offer.bits)
         return offer, raw
+
+    async def closed(self) -> bool:
+        """Whether every fragment's newest entry closes its log, as far as can be told."""
+        for fragment in self.map.fragments:
+            try:
+                stored = await self.transport.last(self.subjects.log_stream, self.subjects.record(fragment.index))
+                if stored is None or not messages.unpack(stored.data, Record, self.run)[0].closing:
+                    return False
+            except (MessageError, BrokerError):
+                return False
+        return True
 
     async def head_sequence(self, fragment: int) -> int:
         """Stream sequence of the last message on the fragment's head subject, which a fence names; 0 if there is none."""

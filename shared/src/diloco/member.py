@@ -32,10 +32,10 @@ from diloco.core.lockstep import Lockstep
 from diloco.core.pace import Average, first_due_steps
 from diloco.core.schedule import Moment
 from diloco.errors import (
-    AdmissionError,
     AppendUncertainError,
     BrokerError,
     ChainError,
+    EjectedError,
     HashError,
     MessageError,
     NonFiniteError,
@@ -67,6 +67,7 @@ OFFER_TIMEOUT_S = 15.0
 STORAGE_RETRY_S = 1.0
 LEAVE_TIMEOUT_S = 10.0
 FREE_TIMEOUT_S = 2.0
+READMITTED_S = 0.5
 # of a step: how early a fragment is kept readable for a round that is expected, so that it can be answered in mid-step
 PREDICTION_STEPS = 1.25
 
@@ -260,22 +261,29 @@ class Member:
         self._spawn(self._look_at_server(genesis, check))
         self._spawn(self._pulse_regularly())
         versions = [state.books.base_version for state in self._fragments]
+        self._change()
         self.log.info("joined", fragments=len(versions), version_min=min(versions), version_max=max(versions))
 
     async def _readmitted(self) -> None:
+        """Wait while this learner is ejected, but not beyond the run's end."""
         complained = False
         while (ejected := self.run.now.ejected.get(self.settings.name)) is not None:
             if not complained:
                 self.log.warning("waiting_for_readmission", reason=ejected.label)
             complained = True
-            await asyncio.sleep(membership.POLL_S)
+            if await self.store.closed():
+                return
+            await asyncio.sleep(READMITTED_S)
 
     def _change(self) -> None:
-        """Something was changed: whoever was ejected ends, if it has joined."""
+        """Something was changed: a learner that was ejected ends."""
+        if len(self._fragments) < len(self.map.fragments):
+            return  # it is told when it has joined
         with self._lock:
             ejected = self.run.now.ejected.get(self.settings.name)
-            if ejected is not None and self._fragments:
-                self.failure = self.failure or AdmissionError(
+            over = all(state.newest.chain.closed for state in self._fragments)
+            if ejected is not None and not over:
+                self.failure = self.failure or EjectedError(
                     f"run {self.run.name!r}: learner {self.settings.name} was ejected by {ejected.label}; it may come back "
                     f"after diloco readmit DIR {self.settings.name}"
                 )

@@ -1,9 +1,10 @@
 """Going on from a checkpoint of a whole run, in a new directory: ``diloco up --resume PATH``.
 
 The new directory gets a server of its own with the log and the bucket as they were, shortened to the checkpoint's cut, and the
-learners' states. The run keeps its name and its identity, so all that was hashed stays valid. What of its settings a run
-may have otherwise now is :data:`diloco.settings.DEPLOYMENT`; how many learners are started is the launcher's choice anyway,
-since shares of the data are leased. With ``at`` every fragment begins again at that version, and learners from the log.
+learners' states. The run keeps its name and its identity, so all that was hashed stays valid, and what was changed while it
+went on stays in force. What of its settings a run may have otherwise now is :data:`diloco.settings.DEPLOYMENT`; how many
+learners are started is the launcher's choice anyway, since shares of the data are leased. With ``at`` every fragment begins
+again at that version, and learners from the log.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import asyncio
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from diloco import checkpoint, membership, observe, outside, rundir
 from diloco.checkpoint import Checkpoint
 from diloco.core import changes
+from diloco.core.changes import SETTABLE, Action, Effective, Set
 from diloco.errors import MessageError, RunError
 from diloco.nats import snapshot, streams
 from diloco.nats.connection import Link
@@ -26,7 +29,7 @@ from diloco.nats.server import Server
 from diloco.nats.snapshot import Snapshot
 from diloco.nats.transport import NatsTransport
 from diloco.rundir import RunDirectory
-from diloco.settings import DEPLOYMENT, RunSettings, changed_settings
+from diloco.settings import DEPLOYMENT, RunSettings, changed_settings, value_of
 from diloco.wire import messages, subjects
 from diloco.wire.messages import Keyframe, Record
 from diloco.wire.subjects import Subjects
@@ -157,7 +160,9 @@ async def _restore(source: Checkpoint, directory: RunDirectory, url: str, at: in
             if last is not None:
                 await streams.purge(transport, f"KV_{names.bucket}", f"$KV.{names.bucket}.{KEY_OF_SHARES}", last[1] + 1)
         await registry.put("run", settings.canonical())
-        await membership.create(transport, directory.name, settings)
+        run = await membership.create(transport, directory.name, settings)
+        overridden = partial(_overridden, source.settings, settings)
+        await membership.append_changes(run, overridden, at_s=transport.wall_s(), author="resume", reason="resumed with it")
     except BaseException:
         for name in made:
             await streams.delete(transport, name)
@@ -166,15 +171,19 @@ async def _restore(source: Checkpoint, directory: RunDirectory, url: str, at: in
         await transport.close()
 
 
+def _overridden(before: RunSettings, wanted: RunSettings, now: Effective) -> list[Action]:
+    """What the run is to go on with, where a change that was made while it went on would prevail."""
+    given = [key for key in SETTABLE if value_of(wanted, key) != value_of(before, key)]
+    return [Set(key, value_of(wanted, key)) for key in given if value_of(wanted, key) != value_of(now.settings, key)]
+
+
 @dataclass
 class _Stored:
     """What a log holds of one fragment, by sequence."""
 
     messages: list[int] = field(default_factory=list)  # of entries, parts included
     versions: list[tuple[int, int]] = field(default_factory=list)  # sequence and version, where an entry made one
-    rollbacks: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # sequence of an entry or keyframe, change carried out by then
+    rollbacks: list[tuple[int, int]] = field(default_factory=list)  # sequence of an entry, and change carried out with it
     keyframes: list[tuple[int, str, Keyframe]] = field(default_factory=list)  # sequence and attempt of its parts
     parts: list[tuple[int, str]] = field(default_factory=list)  # of keyframes: sequence and attempt
 

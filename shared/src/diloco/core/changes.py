@@ -310,3 +310,31 @@ def with_setting(settings: RunSettings, key: str, value: Any, source: str) -> Ru
             "with others the same offers would merge otherwise"
         )
     return changed
+
+
+def described(change: Change) -> tuple[str, dict[str, Any]]:
+    """The event that a change is in logs, and its fields."""
+    action = change.action
+    match action:
+        case Set():
+            return "settings_changed", {"key": action.key, "value": action.value}
+        case Tokens():
+            return "settings_changed", {"key": "tokens", "value": action.budget}
+        case Eject():
+            return "learner_ejected", {"learner": action.learner}
+        case Readmit():
+            return "learner_readmitted", {"learner": action.learner}
+        case Quarantine():
+            norms = {"norm": action.norm, "threshold": action.threshold}
+            return "learner_quarantined", {"learner": action.learner, "fragment": action.fragment} | norms
+        case Rollback():
+            return "rollback_ordered", {"version": action.version}
+
+
+def text_of(change: Change) -> str:
+    """What a change does, in a line."""
+    _, values = described(change)
+    if "key" in values:
+        return f"{values['key']} = {values['value']}"
+    shown = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in values.values())
+    return f"{type(change.action).__name__.lower()} {', '.join(shown)}"

@@ -7,7 +7,7 @@ import enum
 import json
 import math
 from collections.abc import Awaitable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import nats.errors
 import nats.js.api
@@ -158,6 +158,28 @@ async def delete(link: Link, stream: str) -> None:
         await _answer(link.bulk.jetstream(timeout=TIMEOUT_S).delete_stream(stream), stream)
     except nats.js.errors.NotFoundError:
         return
+
+
+async def listed(link: Link) -> list[dict[str, Any]]:
+    """What the server says of each of its streams: ``config``, ``state`` and ``created``, as in its API.
+
+    Raises:
+        BrokerError: the server refuses, or what it says is no list of streams.
+    """
+    found: list[dict[str, Any]] = []
+    while True:
+        request = json.dumps({"offset": len(found)}).encode()
+        reply = await _answer(link.bulk.request("$JS.API.STREAM.LIST", request, timeout=TIMEOUT_S), "*")
+        try:
+            answer = json.loads(reply.data)
+            if "error" in answer:
+                raise BrokerError(f"the list of streams: {answer['error'].get('description')}")
+            page, total = list(answer["streams"] or []), int(answer["total"])
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise BrokerError(f"the list of streams: the server answers {reply.data[:40]!r} ({error!r})") from None
+        found += page
+        if not page or len(found) >= total:
+            return found
 
 
 async def exists(link: Link, stream: str) -> bool:
