@@ -298,7 +298,7 @@ async def test_a_region_whose_storage_is_full_keeps_only_itself_waiting(regions:
 
     await run.until(lambda: heard("offer_not_stored", "toy-1"), "eu's learner says why its work has to wait")
     await run.until(
-        lambda: all(heard("storage_full", f"syncer-{i}", region="eu") for i in range(3)), "all syncers say it of eu"
+        lambda: all(heard("storage_full", f"syncer-{i}", other_region="eu") for i in range(3)), "all syncers say it of eu"
     )
     toy = run.toys[1].member
     assert toy is not None

@@ -223,7 +223,7 @@ def test_permissions() -> None:
 def test_what_is_tried_is_the_service_s_own() -> None:
     learner = deeds.at_control("learner", "demo", "a") + deeds.at_bulk("learner", "demo", "a")
     assert learner.stores == ("$KV.DILOCO_demo.member.a", "$KV.DILOCO_demo.shares", "diloco.demo.delta.0.a.head")
-    assert learner.listens == ("diloco.demo.round.*", "diloco.demo.mark", "diloco.demo.state.a")
+    assert learner.listens == ("diloco.demo.round.*", "diloco.demo.mark", "diloco.demo.changed", "diloco.demo.state.a")
     assert deeds.at_bulk("syncer", "demo", "b") == deeds.other_region("demo")
 
 

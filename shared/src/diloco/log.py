@@ -322,17 +322,20 @@ class Log:
         return False
 
     async def holds(self, chain: Chain) -> bool:
-        """Whether the log still has the chain's head: it may be purged, or lost with a server's last unsynced writes."""
+        """Whether the log still has the chain's head, and with this state after it.
+
+        It may be purged, or lost with a server's last unsynced writes; or a keyframe lies about it.
+        """
         if not chain.sequence:
             return True
         stored = await self.transport.get(self.subjects.log_stream, chain.sequence)
         if stored is None:
             return False
         try:
-            _, check, _ = messages.unpack(stored.data, Record, self.run)
+            record, check, _ = messages.unpack(stored.data, Record, self.run)
         except MessageError:
             return False
-        return check == chain.head
+        return (check, record.state_hash) == (chain.head, chain.state_hash)
 
     async def follow(
         self,

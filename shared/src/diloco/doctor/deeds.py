@@ -25,10 +25,10 @@ def at_control(role: Role, run: str, name: str) -> Deeds:
     keys = {"learner": (f"member.{name}", "shares"), "evaluator": (), "syncer": ("owners",), "coordinator": ("coordinator",)}
     stores = tuple(f"$KV.{subjects.bucket}.{key}" for key in keys[role])
     listens = {
-        "learner": (subjects.round(), subjects.mark),
-        "evaluator": (subjects.round(),),
-        "syncer": (subjects.pulse(), subjects.shard(), subjects.mark),
-        "coordinator": (subjects.pulse(), subjects.shard(), subjects.coordinator, subjects.status),
+        "learner": (subjects.round(), subjects.mark, subjects.changed),
+        "evaluator": (subjects.round(), subjects.changed),
+        "syncer": (subjects.pulse(), subjects.shard(), subjects.mark, subjects.changed),
+        "coordinator": (subjects.pulse(), subjects.shard(), subjects.coordinator, subjects.status, subjects.changed),
     }
     return Deeds(listens[role], stores)
 

@@ -13,13 +13,13 @@ from typing import Any, cast, get_args
 
 import nats.errors
 
-from diloco import __version__, identity, membership, service
+from diloco import __version__, identity, membership, service, volume
 from diloco.core.fragments import FragmentMap, unpack_map
 from diloco.doctor import deeds, machine, needs, server, verdicts
 from diloco.doctor.check import Check, Role, skipped
 from diloco.doctor.needs import Model
 from diloco.doctor.server import Listener, Place
-from diloco.errors import BrokerError, DilocoError, SettingsError
+from diloco.errors import BrokerError, DilocoError, RunError, SettingsError
 from diloco.identity import Identity
 from diloco.membership import Run
 from diloco.nats import connection
@@ -148,6 +148,11 @@ class Examination:
             )
             return
         needed = needs.disk_bytes(self.role, model.parameters if model else 0, self.settings.checkpoint_s > 0)
+        try:
+            volume.check(path, self.settings.run)
+        except RunError as error:
+            yield Check("state_dir", "failed", str(error))
+            return
         foreign = machine.foreign_files(path, run.identity) if run else []
         yield verdicts.state_dir(path, disk.free_bytes, disk.total_bytes, needed, disk.sync_s, foreign)
 
@@ -311,6 +316,7 @@ class Examination:
         if stored is None:
             return verdicts.no_run(name, self.role, "it has no settings")
         try:
+            await membership.check_protocol(registry, name)
             settings = parse(RunSettings, membership.settings_of(name, stored[0]), f"run {name!r}")
             check_region(self.settings.region, settings.regions.names, name)
             self._run = Run(name, settings, registry)

@@ -421,6 +421,7 @@ class Ear:
         self._run, self._name = run, name
         self._step_s: dict[str, float] = {}
         self._heard: set[str] = set()
+        self._software: set[str] = set()
         self._same = self._unreadable = ""
 
     async def listen(self, client: Client, listener: Listener, subjects: Sequence[str], listen_s: float) -> list[str]:
@@ -438,7 +439,7 @@ class Ear:
     def members(self) -> Members:
         """What was heard."""
         steps_s = statistics.median(self._step_s.values()) if self._step_s else None
-        return Members(len(self._heard), self._same, steps_s, self._unreadable)
+        return Members(len(self._heard), self._same, steps_s, self._unreadable, tuple(sorted(self._software)))
 
     async def _hear(self, message: Any) -> None:
         data = bytes(message.data)
@@ -446,23 +447,25 @@ class Ear:
         try:
             if kind == Pulse.kind:
                 pulse = messages.unpack(data, Pulse, self._run)[0]
-                self._note(pulse.learner, pulse.role, pulse.region, pulse.state if pulse.state != "left" else "")
+                state = "" if pulse.state == "left" else pulse.state
+                self._note(pulse.learner, pulse.role, pulse.region, state, pulse.software)
                 if pulse.role == "learner" and pulse.state == "stepping" and pulse.step_s > 0:
                     self._step_s[pulse.learner] = pulse.step_s
             elif kind == ShardPulse.kind:
                 shard = messages.unpack(data, ShardPulse, self._run)[0]
-                self._note(shard.syncer, "syncer", shard.region, shard.state)
+                self._note(shard.syncer, "syncer", shard.region, shard.state, shard.software)
             elif kind == CoordinatorPulse.kind:
                 coordinator = messages.unpack(data, CoordinatorPulse, self._run)[0]
-                self._note(coordinator.coordinator, "coordinator", "", "leading")
+                self._note(coordinator.coordinator, "coordinator", "", "leading", coordinator.software)
             else:
                 raise FormatError(f"{message.subject}: no sign of life of this protocol")
         except MessageError as error:
             self._unreadable = str(error)
 
-    def _note(self, name: str, role: str, region: str, state: str) -> None:
+    def _note(self, name: str, role: str, region: str, state: str, software: str) -> None:
         if not state:
             return
         self._heard.add(name)
+        self._software |= {software} - {""}
         if name == self._name:
             self._same = f"{role}{f' in {region}' if region else ''}, {state}"

@@ -61,6 +61,7 @@ class Members:
     same_name: str  # what a process of the own name said of itself; empty: there is none
     step_s: float | None  # median of learners that step
     unreadable: str  # why a sign of life could not be read; empty: all could
+    software: tuple[str, ...] = ()  # versions of diloco that they are of
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -189,6 +190,7 @@ def listening(address: str, error: str) -> Check:
 def members(name: str, found: Members, listened_s: float) -> list[Check]:
     """Of what was heard: whether the own name is taken, and whether all speak this version's protocol."""
     heard = f"{found.heard} members heard in {listened_s:.2g} s"
+    heard += f", of diloco {', '.join(found.software)}" if found.software else ""
     checks = [Check("name", "ok", f"nobody is {name}")]
     if found.same_name:
         checks = [

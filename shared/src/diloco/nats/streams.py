@@ -135,6 +135,22 @@ async def purge(link: Link, stream: str, subject: str, below_sequence: int) -> N
         raise _missing(stream) from None
 
 
+async def subjects(link: Link, stream: str, within: str) -> list[str]:
+    """All subjects of stored messages that match ``within``; raises as :func:`last`."""
+    found: list[str] = []
+    while True:
+        request = json.dumps({"subjects_filter": within, "offset": len(found)}).encode()
+        reply = await _answer(link.bulk.request(f"$JS.API.STREAM.INFO.{stream}", request, timeout=TIMEOUT_S), stream)
+        try:
+            answer = json.loads(reply.data)
+            page, total = list(answer["state"].get("subjects", ())), int(answer.get("total", 0))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise BrokerError(f"stream {stream}: {bytes(reply.data[:80])!r} came for its subjects") from None
+        found += page
+        if not page or len(found) >= total:
+            return found
+
+
 async def drop(link: Link, stream: str, sequences: Iterable[int]) -> None:
     """Drop single messages; those that are gone are as good. Raises as :func:`last`."""
     limit = asyncio.Semaphore(DROPS_AT_ONCE)

@@ -1,0 +1,210 @@
+"""``docs/deploy.md`` is typed in, block by block: two datacenters that share nothing but what they publish.
+
+Each machine is a home directory and a compose project with a network of its own; ``git``, ``sudo`` and ``ssh`` are stood in
+for, so that "the other machine" is the other directory. Both have this machine's address, with ports of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.compose.test_run import BASES, CONNECT, POLL_S, ROOT, docker, works
+
+from diloco.nats.server import free_ports
+
+PAGE = ROOT / "docs" / "deploy.md"
+BLOCK = re.compile(r"^```sh (us|eu)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HOSTS = ("us", "eu")
+MAX_COMMANDS = 10
+DEADLINE_S = 300.0
+COMMAND_S = 900.0  # images may have to be built
+
+# what stands in for programs that would leave this machine, or this user
+STANDINS = {
+    "git": 'test "$1" = clone && cp -r "$PUBLISHED" diloco',
+    # the containers' user owns the keys then, whoever runs the tests
+    "sudo": 'exec docker run --rm -i --user 0 -v "$HOME:$HOME" -w "$PWD" --entrypoint "$1" python:3.11-slim-bookworm "${@:2}"',
+    "ssh": 'cd "$HOSTS/${1%%.*}" && exec sh -c "$2"',
+}
+
+
+def sections() -> dict[str, str]:
+    """The page's text by heading."""
+    parts = re.split(r"^## (.*)$", PAGE.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def commands(block: str) -> list[str]:
+    """What is typed: lines, without the text that some of them are given."""
+    return re.sub(r"(<<'END'.*?)\n.*?^END$", r"\1", block, flags=re.MULTILINE | re.DOTALL).splitlines()
+
+
+def test_a_learner_has_joined_after_at_most_ten_commands() -> None:
+    by_heading = sections()
+    first = [command for _, block in BLOCK.findall(by_heading["The first datacenter"]) for command in commands(block)]
+    until_joined = by_heading["A second datacenter joins"].split("A minute later")[0]
+    second = [command for _, block in BLOCK.findall(until_joined) for command in commands(block)]
+    assert first[0] == "git clone https://example.org/diloco.git"
+    assert [first[-1], second[-1]] == ["docker compose up -d", "docker compose up -d --build"]
+    assert max(len(first), len(second)) <= MAX_COMMANDS
+    numbers = {9: "Nine"}  # as the page counts
+    for heading, found in (("The first datacenter", first), ("A second datacenter joins", second)):
+        assert by_heading[heading].lstrip().startswith(f"{numbers[len(found)]} commands"), found
+
+
+@dataclass
+class Machine:
+    """A host of one datacenter."""
+
+    name: str
+    home: Path
+    environment: dict[str, str]
+    rewritten: Callable[[str], str]
+    place: Path = field(init=False)  # where its shell is
+
+    def __post_init__(self) -> None:
+        self.home.mkdir(parents=True)
+        self.place = self.home
+
+    def type(self, block: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run a block as it stands on the page."""
+        script = f"set -euo pipefail\n{self.rewritten(block)}\npwd > ~/.place\n"
+        ended = subprocess.run(
+            ["bash", "-c", script],
+            cwd=self.place,
+            env=os.environ | self.environment | {"HOME": str(self.home)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+            check=False,
+        )
+        assert ended.returncode == 0 or not check, f"{self.name}: {block}\n{ended.stdout[-3000:]}\n{ended.stderr[-5000:]}"
+        if ended.returncode == 0:
+            self.place = Path((self.home / ".place").read_text().strip())
+        return ended
+
+    def until(self, what: str, block: str, holds: Callable[[str], bool]) -> str:
+        """Type a block again and again until what it prints is so."""
+        end_s = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end_s:
+            ended = self.type(block, check=False)
+            if ended.returncode == 0 and holds(ended.stdout):
+                return ended.stdout
+            time.sleep(POLL_S)
+        logs = self.type("docker compose logs --tail 25", check=False).stdout
+        raise AssertionError(
+            f"{what}: not within {DEADLINE_S:g} s; {ended.stdout[-2000:]}\n{ended.stderr[-2000:]}\n{logs[-9000:]}"
+        )
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
+    if shutil.which("docker") is None or not works("info") or not works("compose", "version"):
+        pytest.skip("no docker daemon with compose answers")
+    for image in BASES:
+        if not works("image", "inspect", image) and not works("pull", "-q", image, timeout_s=300):
+            pytest.skip(f"the image {image} is not here and cannot be pulled")
+    published, bin_, hosts = tmp_path / "published", tmp_path / "bin", tmp_path / "hosts"
+    published.mkdir()
+    for name in ("Dockerfile", ".dockerignore"):
+        shutil.copy(ROOT / name, published)
+    for name in ("requirements", "shared", "services"):
+        shutil.copytree(ROOT / name, published / name, ignore=shutil.ignore_patterns("__pycache__"))
+    left_out = shutil.ignore_patterns(".env", "run.toml", "keys", "operator", "data")
+    shutil.copytree(ROOT / "deploy" / "datacenter", published / "deploy" / "datacenter", ignore=left_out)
+    bin_.mkdir()
+    for name, text in STANDINS.items():
+        (bin_ / name).write_text(f"#!/bin/bash\n{text}\n")
+        (bin_ / name).chmod(0o755)
+    address = docker("network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Gateway}}").strip()
+    address = address or "172.17.0.1"  # a daemon that does not say has its own default
+    marked, ports = uuid.uuid4().hex[:8], free_ports(4)
+    places = dict(
+        zip(("us.example.org:4222", "us.example.org:4223", "eu.example.org:4222", "ap.example.org:4222"), ports, strict=True)
+    )
+
+    def rewritten(block: str) -> str:
+        for place, port in places.items():
+            block = block.replace(place, f"{address}:{port}")
+        return re.sub(r"(--host )\w+\.example\.org", rf"\g<1>{address}", block)
+
+    made = {}
+    for host, nats, control in (("us", ports[0], ports[1]), ("eu", ports[2], 0)):
+        environment = {
+            "PATH": f"{bin_}:{os.environ['PATH']}",
+            "PUBLISHED": str(published),
+            "HOSTS": str(hosts),
+            "COMPOSE_PROJECT_NAME": f"diloco-test-{marked}-{host}",
+            "TAG": f"test-{marked}",
+            "SYNCERS": "1",
+            "NATS_PORT": str(nats),
+        }
+        made[host] = Machine(host, hosts / host, environment | ({"CONTROL_PORT": str(control)} if control else {}), rewritten)
+    try:
+        yield made
+    finally:
+        for machine in made.values():
+            machine.type("docker compose down --volumes --timeout 5", check=False)
+        for name in ("nats", "syncer", "learner", "coordinator"):
+            works("image", "rm", f"diloco-{name}:test-{marked}")
+        # what belongs to the containers' user is theirs to remove
+        works(
+            "run", "--rm", "--user", "0", "-v", f"{hosts}:/hosts", BASES[0], "rm", "-rf", *(f"/hosts/{host}" for host in HOSTS)
+        )
+
+
+@pytest.mark.compose
+def test_what_the_page_says_brings_a_learner_of_a_second_datacenter_into_the_merges(machines: dict[str, Machine]) -> None:
+    us, eu = machines["us"], machines["eu"]
+    typed = []
+    for host, block in BLOCK.findall(PAGE.read_text()):
+        machine = machines[host]
+        if "logs learner" in block:
+            machine.until("the learner joins", block, lambda said: '"event":"joined"' in said)
+        elif "diloco attach" in block:
+            machine.until("the coordinator has made the run", block, bool)
+            merged = machine.until("its work is merged", "./diloco status seen --json", merges("learner-eu-0"))
+            assert json.loads(merged)["learners"]["learner-us-0"]["region"] == "us"
+            check_apart(us, eu)
+        else:
+            machine.type(block)
+        typed.append(commands(block)[0].split()[0])
+    assert typed.count("git") == 2
+    check_nothing_secret(us, eu)
+
+
+def merges(learner: str) -> Callable[[str], bool]:
+    def holds(said: str) -> bool:
+        status: dict[str, Any] = json.loads(said)
+        return bool(status.get("learners", {}).get(learner, {}).get("rounds_merged"))
+
+    return holds
+
+
+def check_apart(us: Machine, eu: Machine) -> None:
+    """From one datacenter the other is reached at its servers' ports alone."""
+    project = us.environment["COMPOSE_PROJECT_NAME"]
+    [network] = json.loads(docker("inspect", f"{project}-learner-1"))[0]["NetworkSettings"]["Networks"].values()
+    script = CONNECT.replace("sys.argv[1], int(sys.argv[2])", f"'{network['IPAddress']}', 9464")
+    said = eu.type(f'docker compose exec -T learner python -c "{script}"').stdout.strip()
+    assert said in ("TimeoutError", "OSError"), said
+
+
+def check_nothing_secret(*machines: Machine) -> None:
+    """No seed or private key is in a log, an argument, or what a container was told."""
+    for machine in machines:
+        said = machine.type("docker compose logs; docker compose ps -aq | xargs docker inspect").stdout
+        assert "PRIVATE KEY" not in said
+        assert not re.search(r"\bSU[A-Z2-7]{56}\b", said)
