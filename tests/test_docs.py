@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -16,17 +16,22 @@ import diloco_coordinator.metrics
 import diloco_learner.metrics
 import diloco_syncer.metrics
 from diloco import metrics
+from diloco.core.changes import SETTABLE
+from diloco.identity import ROLES
 from diloco.metrics import Metric
 from diloco.settings import PRESETS, RunSettings, all_names, run_settings
+from diloco_coordinator.keys.permissions import CONTROL, Who, is_known, permissions
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = ROOT / "docs" / "settings.md"
 METRICS = ROOT / "docs" / "metrics.md"
+SECURITY = ROOT / "docs" / "security.md"
+TABLE_BEGINS, TABLE_ENDS = "<!-- made from the code -->\n", "\n<!-- end -->"
 HEAD = """# Settings of a run
 
 Made from the code by `python tests/test_docs.py`; a test compares. Set them with `--set NAME=VALUE`. One set holds for all
-members, is stored with the run, and cannot change while it goes on. "Unpublished" marks what the paper (arXiv 2604.21428)
-does not say.
+members and is stored with the run. What has a ↻ can be changed while it goes on, by `diloco set` (operations.md).
+"Unpublished" marks what the paper (arXiv 2604.21428) does not say.
 
 """
 
@@ -39,7 +44,8 @@ def settings_page() -> str:
         field = _field(name)
         values = [_value(preset, name) for preset in presets]
         shown = [f"`{values[0]}`"] + [f"**`{value}`**" if value != values[0] else "" for value in values[1:]]
-        rows.append(f"| `{name}` | {' | '.join(shown)} | {_allowed(field)} | {field.description or ''} |")
+        mark = " ↻" if name in ("tokens", *SETTABLE) else ""
+        rows.append(f"| `{name}`{mark} | {' | '.join(shown)} | {_allowed(field)} | {field.description or ''} |")
     return HEAD + "\n".join(rows) + "\n\nAn empty cell: as in `decoupled`.\n"
 
 
@@ -102,6 +108,37 @@ def test_the_metrics_page_lists_what_services_tell() -> None:
         assert name.endswith("_total") == ("| counter |" in row), name
 
 
+def permission_rows() -> list[str]:
+    """A line for every subject that anybody may publish to or hear, and where each role may."""
+    alike: dict[str, Who] = {role: Who("NAME", role, None if role in ("operator", "observer") else "us") for role in ROLES}
+    whose = {"learner": alike["learner"], "founder": replace(alike["learner"], founder=True)} | alike
+    places = {"c": [CONTROL], "h": ["us"], "o": ["eu"]}
+    rows = [f"| | {' | '.join(whose)} |", "|---" * (len(whose) + 1) + "|"]
+    for what in ("publish", "subscribe"):
+        may = {
+            (role, place): getattr(permissions(who, "R", ["us", "eu"], serves), what)
+            for role, who in whose.items()
+            for place, serves in places.items()
+            if is_known(who, ["us", "eu"], serves)
+        }
+        subjects = dict.fromkeys(subject for allowed in may.values() for subject in allowed)
+        rows.append(f"| **{what}** |{' |' * len(whose)}")
+        for subject in subjects:
+            cells = ["".join(place for place in places if subject in may.get((role, place), ())) for role in whose]
+            rows.append(f"| `{subject}` | {' | '.join(cells)} |")
+    return rows
+
+
+def security_page() -> str:
+    """``docs/security.md`` with its table as the code has it."""
+    before, _, rest = SECURITY.read_text().partition(TABLE_BEGINS)
+    return before + TABLE_BEGINS + "\n".join(permission_rows()) + rest[rest.index(TABLE_ENDS) :]
+
+
+def test_the_table_of_permissions_is_made_from_the_code() -> None:
+    assert SECURITY.read_text() == security_page(), "run: python tests/test_docs.py"
+
+
 @pytest.mark.parametrize("page", sorted(p.name for p in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]))
 def test_commands_and_settings_that_the_docs_name_exist(page: str) -> None:
     text = (ROOT / page if page == "README.md" else ROOT / "docs" / page).read_text()
@@ -116,4 +153,5 @@ def test_commands_and_settings_that_the_docs_name_exist(page: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if SETTINGS.write_text(settings_page()) else 1)
+    SETTINGS.write_text(settings_page())
+    SECURITY.write_text(security_page())

@@ -288,5 +288,5 @@ def test_loki_labels_are_fields_of_every_event_and_few() -> None:
     assert expressions is not None
     assert re.findall(r"(\w+) =", labels[1]) == ["run", "service", "level"]
     event = {"event": "joined", "level": "info"}
-    stamped = _Stamp("learner-0", "demo")(None, "info", event)
+    stamped = _Stamp("learner-0", "learner", "demo", "us")(None, "info", event)
     assert {name for name, _ in re.findall(r"(\w+) = \"(\w+)\"", expressions[1])} <= stamped.keys()

@@ -10,6 +10,7 @@ from tests.services.cluster import Cluster, small
 from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, Toy
 
+from diloco.core.changes import Changes
 from diloco.report import build
 from diloco.rundir import RunDirectory
 
@@ -38,7 +39,7 @@ async def reported(cluster: Cluster) -> dict[str, Any]:
     directory = RunDirectory(cluster.directory, cluster.name, cluster.url, None, cluster.settings)
     series = json.loads((cluster.directory / "series.json").read_text())
     ledger = build.read_ledger(directory, store.run, series, len(chains))
-    return build.build(directory, fragments, chains, [""] * len(chains), series, ledger, {}, {})
+    return build.build(directory, fragments, chains, [""] * len(chains), series, ledger, {}, {}, Changes(bytes(8)))
 
 
 def whole(batches: Counter[Batch], share: int) -> bool:

@@ -243,7 +243,7 @@ async def test_a_region_whose_server_cannot_be_used_keeps_only_itself_waiting(
         await some_versions(run)
         for name in ("syncer-0", "syncer-2"):
             waited = run.events("waiting_for_nats", name)
-            assert {values["region"] for values in waited} == {"eu"}
+            assert {values["other_region"] for values in waited} == {"eu"}
             assert reason in str(waited[-1]["reason"])
 
     server.start()
@@ -271,7 +271,7 @@ async def test_a_region_whose_server_comes_back_empty_begins_anew_and_the_others
     server.start()
     await some_versions(run, of=["toy-0", "toy-2"])
     missing = [values for values in run.events("waiting_for_offers") if "does not exist" in str(values["reason"])]
-    assert {values["region"] for values in missing} == {"eu"}
+    assert {values["other_region"] for values in missing} == {"eu"}
 
     run.services.remove(syncer)
     run.syncer(1)
@@ -298,7 +298,7 @@ async def test_a_region_whose_storage_is_full_keeps_only_itself_waiting(regions:
 
     await run.until(lambda: heard("offer_not_stored", "toy-1"), "eu's learner says why its work has to wait")
     await run.until(
-        lambda: all(heard("storage_full", f"syncer-{i}", region="eu") for i in range(3)), "all syncers say it of eu"
+        lambda: all(heard("storage_full", f"syncer-{i}", other_region="eu") for i in range(3)), "all syncers say it of eu"
     )
     toy = run.toys[1].member
     assert toy is not None
@@ -366,7 +366,7 @@ async def test_precision_follows_a_link_that_becomes_slow_and_recovers(regions: 
     def went(bits: int, reasons: set[str], way: str) -> set[str]:
         """The syncers whose way to or from eu went by so many bits for such a reason."""
         found = [(name, run.events("bandwidth_changed", name)) for name in ("syncer-0", "syncer-2")]
-        changed = {"region": "eu", "bits": bits, "way": way}
+        changed = {"other_region": "eu", "bits": bits, "way": way}
         return {name for name, events in found for e in events if e["reason"] in reasons and changed.items() <= e.items()}
 
     for way in ("records", "offers"):

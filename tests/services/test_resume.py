@@ -19,7 +19,7 @@ from tests.services.cluster import Cluster, Folded, check_accounts, small, some_
 from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES
 
-from diloco import checkpoint, resume
+from diloco import checkpoint, operate, outside, resume, rollback
 from diloco.checkpoint import Checkpoint
 from diloco.errors import DilocoError, RunError
 from diloco.nats.server import Server
@@ -123,10 +123,15 @@ async def test_with_other_members_nothing_that_was_merged_is_lost(
     await run.begin()
     await some_versions(run)
 
-    taken, _ = await checkpoint.take(as_directory(run))
+    path = as_directory(run)
+    await asyncio.to_thread(operate.set_, path, ["outer.learning_rate=0.25", "liveness.dead_s=9.0"])
+    taken, _ = await checkpoint.take(path)
 
     await stop(run)
-    resumed = await restored(taken, launch, make_server(), tmp_path / "resumed", shards=1)
+    resumed = await restored(taken, launch, make_server(), tmp_path / "resumed", shards=1, liveness__dead_s=8.0)
+    async with outside.reached(resumed.directory) as reached:  # changes stay in force, but for what is given now
+        now = reached.run.now
+        assert (now.settings.outer.learning_rate, now.settings.liveness.dead_s, now.number) == (0.25, 8.0, 3)
     folded = await go_on(resumed, learners=2)  # the third one's share of the data is theirs in time
     assert len([service for service in resumed.services if service.name.startswith("syncer")]) == 1
     pulses = await resumed.finished_pulses()
@@ -147,7 +152,9 @@ async def test_with_other_members_nothing_that_was_merged_is_lost(
 async def test_a_run_begins_again_at_an_earlier_version(make_server: MakeServer, launch: Launch, tmp_path: Path) -> None:
     run = launch(small(tokens=3 * 120 * SAMPLES, log__keyframe_factor=0.2))
     await run.begin()
-    await some_versions(run, more=4)
+    await some_versions(run, more=3)
+    await asyncio.to_thread(rollback.rollback, as_directory(run), 1, "")  # which at an earlier version nobody has ordered yet
+    await some_versions(run, more=1)
     taken, _ = await checkpoint.take(as_directory(run))
     await run.ended()
     before = await whole(run)
@@ -169,6 +176,8 @@ async def test_a_run_begins_again_at_an_earlier_version(make_server: MakeServer,
     check_accounts(await resumed.finished_pulses(), folded)
     for old, new in zip(before, folded, strict=True):
         assert new.passed_over == 0
+        assert [r.entry for log in (old, new) for r in log.entries if r.rolled_back] == ["rollback"]
+        assert not any(r.rolled_back for r in new.entries)
         assert [r.state_hash for r in new.versions if r.version <= 2] == [r.state_hash for r in old.versions if r.version <= 2]
         assert new.versions[-1].version > 2
         assert next(r for r in new.versions if r.version == 3).state_hash not in {r.state_hash for r in old.versions}

@@ -256,7 +256,7 @@ async def test_a_real_learner_returns_with_its_checkpoint_and_without(launch: La
     await some_versions(cluster, 1, of=[name])
     borrowed, lent = cluster.events("state_from_peer", name), cluster.events("state_lent", "learner-0")
     assert len(borrowed) == before + 1  # the first time, it may have come when the other was at work already
-    assert borrowed[-1]["peer"] == "learner-0"
+    assert borrowed[-1]["learner"] == "learner-0"
     assert borrowed[-1]["step"] == lent[-1]["step"] > 0
     assert programs() == compiled != set()  # whoever begins again need not compile its step
 

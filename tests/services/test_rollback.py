@@ -19,6 +19,7 @@ from tests.services.toy import SAMPLES, Regression, Toy
 
 from diloco import outside, rollback, verify
 from diloco.errors import RunError
+from diloco.membership import Run
 from diloco.rundir import RunDirectory
 from diloco.settings import RunSettings
 
@@ -94,26 +95,23 @@ class Spoiler:
 
 
 async def test_a_run_that_a_bad_learner_drove_off_goes_on_from_where_it_was(launch: Launch) -> None:
-    cluster = launch(settings(steps=400, log__archive=True))
+    cluster = launch(settings(steps=160, log__archive=True))
     spoiler = Spoiler(cluster.gate)
     for share in range(2):
         cluster.toy(share)
     cluster.toy(2, before_step=spoiler)
     await cluster.begin()
-    await some_versions(cluster, 6)
+    await some_versions(cluster, 5)
     good = min(newest(cluster))
     at_good = await distance(cluster, good)
     spoiler.on = True
-    await some_versions(cluster, 4)
+    await some_versions(cluster, 3)
     bad = min(newest(cluster))
-    assert await distance(cluster, bad) > 20 * at_good
+    assert await distance(cluster, bad) > 10 * at_good
     spoiler.on = False
 
     assert await go_back(cluster, good) == 0
 
-    async with outside.opened(cluster.directory) as seen:
-        chains = [(await seen.log.load(f.index, seen.genesis, seen.genesis_check)).replica.chain for f in seen.map.fragments]
-    assert len(chains) == 4
     folded = await demand_one_run(cluster)
     assert rollbacks(folded) == {index: [(1, good)] for index in range(4)}
     for log in folded:
@@ -122,23 +120,28 @@ async def test_a_run_that_a_bad_learner_drove_off_goes_on_from_where_it_was(laun
         assert back.state_hash == past.state_hash
         assert back.version > bad
         after = [entry for entry in log.versions if entry.version > back.version]
-        assert len(after) > 10  # it goes on
+        assert len(after) > 5  # it goes on
         assert {m.learner for entry in after for m in entry.members} == {"toy-0", "toy-1", "toy-2"}
     assert Regression(cluster.settings).distance(await cluster.tensors(folded)) < at_good
     assert len(cluster.events("rolled_back")) == 4
+    # the training can be done again across it, bit by bit, but for what no tape has; and so can the merges
+    lives = await redo(cluster.directory)
+    assert [(life.learner, bool(life.wrong)) for life in lives] == [("toy-0", False), ("toy-1", False), ("toy-2", True)]
+    verdict = await verify.check(cluster.directory)
+    assert {check.name: check.state for check in verdict.checks}["merges"] == "holds"
 
 
 async def test_owners_that_die_or_freeze_over_an_order_leave_it_to_others_who_carry_it_out_once(launch: Launch) -> None:
-    cluster = launch(settings(steps=300))
+    cluster = launch(settings(steps=200))
     await cluster.create()
     services = {service.name: service for service in [cluster.syncer(index) for index in range(4)]}
     cluster.learners()
     await cluster.link()
     await cluster.all_ready()
     cluster.gate.open()
-    await some_versions(cluster, 4)
+    await some_versions(cluster, 2)
     good = min(newest(cluster))
-    await some_versions(cluster, 3)
+    await some_versions(cluster, 2)
     [killed, frozen] = [name for name in services if cluster.shard_pulses[name].fragments]
     services[frozen].process.send_signal(signal.SIGSTOP)
     services[killed].process.send_signal(signal.SIGSTOP)
@@ -153,36 +156,15 @@ async def test_owners_that_die_or_freeze_over_an_order_leave_it_to_others_who_ca
     await until_owned_by(cluster, *standbys)
     at = newest(cluster)
     # and once more, to what the run was after the first: by then there are two versions of that state
-    await some_versions(cluster, 3)
+    await some_versions(cluster, 2)
     assert await go_back(cluster, max(at)) == 0
     folded = await demand_one_run(cluster)
     assert rollbacks(folded) == {index: [(1, good), (2, max(at))] for index in range(4)}
     assert {entry.syncer for log in folded for entry in log.entries if entry.rolled_back} == set(standbys)
 
 
-async def test_a_learner_that_was_away_comes_back_to_what_the_run_went_back_to(launch: Launch) -> None:
-    cluster = launch(settings(steps=300, round__quorum=2))
-    await cluster.begin()
-    await some_versions(cluster, 4)
-    good = min(newest(cluster))
-    await some_versions(cluster, 2)
-    away = cluster.toys[2]
-    await asyncio.to_thread(away.stop)  # in the middle of its work, which its disk has not
-    cluster.toys.remove(away)
-    cluster.pulses.pop("toy-2")
-    assert await go_back(cluster, good) == 0
-    await some_versions(cluster, 2)
-    cluster.toy(2)
-    folded = await demand_one_run(cluster)
-    for log in folded:
-        [back] = [entry for entry in log.entries if entry.rolled_back]
-        bases = [m.base_version for e in log.versions if e.version > back.version for m in e.members if m.learner == "toy-2"]
-        assert bases
-        assert min(bases) >= back.version
-
-
-async def test_what_was_saved_before_a_rollback_is_lost_and_counted(launch: Launch) -> None:
-    cluster = launch(settings(steps=300, round__quorum=2))
+async def test_a_learner_that_was_away_goes_on_from_where_the_run_went_and_not_from_what_it_had_saved(launch: Launch) -> None:
+    cluster = launch(settings(steps=150, round__quorum=2))
     cluster.toy(0)
     cluster.toy(1)
     cluster.toy(2, checkpoint_s=0.2, leave_s=0.0)
@@ -194,22 +176,26 @@ async def test_what_was_saved_before_a_rollback_is_lost_and_counted(launch: Laun
     leaver.leave()  # with work that nobody merges any more, on its disk
     await cluster.until(lambda: not leaver.running, "it has left")
     cluster.toys.remove(leaver)
-    held = max(cluster.pulses.pop("toy-2")[-1].fragment_tokens)
+    cluster.pulses.pop("toy-2")
     assert await go_back(cluster, good) == 0
     back = cluster.toy(2)
     await cluster.until(lambda: "toy-2" in cluster.pulses, "it is back")
     assert cluster.events("checkpoint_restored", "toy-2")
-    await demand_one_run(cluster)
+    folded = await demand_one_run(cluster)
     assert back.finished
-    lost = max(cluster.pulses["toy-2"][-1].lost_tokens)
-    assert lost >= held > 0
+    for log in folded:
+        [went_back] = [entry for entry in log.entries if entry.rolled_back]
+        after = [entry for entry in log.versions if entry.version > went_back.version]
+        bases = [member.base_version for entry in after for member in entry.members if member.learner == "toy-2"]
+        assert bases
+        assert min(bases) >= went_back.version
 
 
 async def test_what_cannot_be_gone_back_to_is_refused_before_anything_is_ordered(launch: Launch) -> None:
-    # three keyframes a fragment, and no more of the log
-    cluster = launch(settings(steps=300, log__keyframe_factor=0.3, log__keep_bytes=0))
+    # a keyframe at every version, and of the log what is between the last two of them
+    cluster = launch(settings(steps=60, log__keyframe_factor=0.001, log__keep_bytes=0))
     await cluster.begin()
-    await cluster.until(lambda: len(cluster.events("keyframe_stored")) > 20, "keyframes are stored")
+    await some_versions(cluster, 5)
     with pytest.raises(
         RunError, match=r"fragment 0: version 1 is not in the log, which has those from \d+ to the newest; how far"
     ):
@@ -224,34 +210,27 @@ async def test_what_cannot_be_gone_back_to_is_refused_before_anything_is_ordered
         await go_back(cluster, 5)
 
 
-async def test_lockstep_is_told_another_way_back(launch: Launch) -> None:
-    cluster = launch(small("data-parallel", tokens=3 * 20 * SAMPLES))
-    await cluster.begin()
-    await some_versions(cluster, 3)
-    with pytest.raises(RunError, match=r"trains in lockstep .*: diloco up NEW --resume .* --resume-at 1"):
-        await go_back(cluster, 1)
-    await cluster.ended()
+async def test_where_a_run_cannot_go_back_it_is_told_another_way(tmp_path: Path) -> None:
+    def refused(settings: RunSettings, *, live: bool) -> str:
+        directory = RunDirectory(tmp_path, "run", "nats://127.0.0.1:1", None, settings)
+        seen = outside.Outside(directory, None, Run("run", settings, None), None, None, None, b"", live)  # type: ignore[arg-type]
+        with pytest.raises(RunError) as error:
+            asyncio.run(rollback.order(seen, 3, "", print))
+        return str(error.value)
+
+    another_way = f"diloco up NEW --resume {tmp_path} --resume-at 3"
+    lockstep = await asyncio.to_thread(refused, small("data-parallel"), live=True)
+    assert "trains in lockstep" in lockstep
+    assert another_way in lockstep
+    stopped = await asyncio.to_thread(refused, settings(), live=False)
+    assert "run 'run' is not going on" in stopped
+    assert another_way in stopped
 
 
-async def test_training_can_be_done_again_across_a_rollback(launch: Launch) -> None:
-    cluster = launch(settings(steps=100, shards=1, log__archive=True))
-    await cluster.begin()
-    await some_versions(cluster, 3)
-    good = min(newest(cluster))
-    await some_versions(cluster, 2)
-    assert await go_back(cluster, good) == 0
-    await demand_one_run(cluster)
-    lives = await redo(cluster.directory)
-    assert [(life.wrong, life.unchecked) for life in lives] == [("", "")] * 3
-    verdict = await verify.check(cluster.directory)
-    found = {check.name: (check.state, check.found) for check in verdict.checks}
-    assert found["merges"][0] == "holds", found
-
-
-@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("merge", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_a_run_in_regions_goes_back_in_all_of_them(regions: Regions, merge: bool) -> None:
     changes = {"regions__merge": merge, "regions__away_s": 600.0}
-    run = await regions(apart(learners=6 if merge else 3, tokens=(6 if merge else 3) * 60 * SAMPLES, **WAITS, **changes))
+    run = await regions(apart(learners=6 if merge else 3, tokens=(6 if merge else 3) * 45 * SAMPLES, **WAITS, **changes))
     await run.begin()
     await some_versions(run, 2)
     good = min(newest(run))

@@ -8,6 +8,7 @@ import json
 import re
 import ssl
 import tomllib
+import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,9 @@ from tests.services.forking import Nursery
 from tests.services.secured import make_keys, members, put
 
 from diloco import checkpoint, identity, inspect, membership, rundir, verify
+from diloco.core.fragments import TensorSpec, build_map
 from diloco.errors import BrokerError
+from diloco.nats import streams
 from diloco.nats.server import Server
 from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger
@@ -30,6 +33,7 @@ from diloco.rundir import RunDirectory
 from diloco.wire.subjects import Subjects
 from diloco_coordinator.keys.folder import Folder
 from diloco_coordinator.keys.permissions import Who
+from diloco_syncer.sweeper import Sweeper
 
 RUN = "guarded"
 OTHER = "other"
@@ -279,6 +283,38 @@ async def test_headers_that_would_empty_a_stream_are_refused(
     assert await holds(run) == before
 
 
+async def test_what_no_offer_is_made_of_is_dropped_with_all_of_its_sender(run: Guest, guarded: Server, keys: Folder) -> None:
+    """Two fragments of 10 and 200,000 values: of one part and of two at most."""
+    specs = [TensorSpec("a", (10,), False), TensorSpec("b", (20_000, 10), True)]
+    fragments = build_map(specs, 2, "balanced")
+    sizes = [fragment.size for fragment in fragments.fragments]
+    small_, large = sizes.index(10), sizes.index(200_000)
+    events = Events()
+    sweeper = Sweeper(run.link, RUN, fragments, cast(Logger, events))
+    async with guest(guarded, keys, LEARNER) as liar, guest(guarded, keys, "toy-2") as honest:
+
+        async def stored(somebody: Guest, name: str, *rest: str) -> None:
+            for tail in rest:
+                subject = f"diloco.{RUN}.delta.{tail.replace('NAME', name)}"
+                await somebody.link.append(subject, b"x", message_id=uuid.uuid4().hex, fence=None, timeout_s=DEADLINE_S)
+
+        real = [f"{small_}.NAME.head", f"{small_}.NAME.part.0", f"{large}.NAME.head", f"{large}.NAME.part.1"]
+        await stored(honest, "toy-2", *real)
+        await stored(liar, LEARNER, *real)
+        for stray in (f"{small_}.NAME.part.1", f"{large}.NAME.part.2", "2.NAME.head", "x.NAME.part.0", f"{large}.NAME.part.01"):
+            await sweeper.sweep()
+            assert len(await streams.subjects(run.link, OFFERS, f"diloco.{RUN}.delta.*.{LEARNER}.>")) >= 3
+            await stored(liar, LEARNER, stray)
+            await sweeper.sweep()
+            assert await streams.subjects(run.link, OFFERS, f"diloco.{RUN}.delta.*.{LEARNER}.>") == []
+            await stored(liar, LEARNER, *real)
+        kept = await streams.subjects(run.link, OFFERS, f"diloco.{RUN}.delta.*.toy-2.>")
+        assert kept.count(f"diloco.{RUN}.delta.{small_}.toy-2.head") == 1
+        assert len(kept) >= 4
+    assert sweeper.swept.counts() == {(LEARNER, "stray"): 5}
+    assert [event for _, event, _ in events.entries] == ["offers_dropped"]  # said once
+
+
 # ---- who is let in
 
 
@@ -393,6 +429,7 @@ async def test_a_whole_run_needs_nothing_that_it_may_not(launch: Launch, keys: F
         cluster.identity = str(keys.path / "identities" / "{name}.identity")
         await cluster.begin()
         await cluster.until(lambda: cluster.tokens() > settings.tokens // 12, "training")
+        server.reload()  # as when somebody is added, or revoked: nobody else is disturbed
         as_whom(cluster, keys, "test")
         assert (await inspect.ask(rundir.load(cluster.directory)))["run"] == RUN
         as_whom(cluster, keys, "operator")

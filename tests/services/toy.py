@@ -245,7 +245,7 @@ class Toy:
         saved = state.save(path, member.run.identity, self.name, plain, arrays | self._params(task), previous)
         member.tape.record(Copied())
         member.note_saved(saved.digest)
-        self.log.info("checkpoint_saved", step=plain["step"])
+        self.log.debug("checkpoint_saved", step=plain["step"])
 
     def _restore(self, member: Member, task: Regression) -> None:
         path, _ = state.generations(self.settings.state_dir, self.name)

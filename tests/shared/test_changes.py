@@ -193,3 +193,13 @@ def test_cross_checks_hold_for_changes_too() -> None:
 def test_a_list_that_sets_what_cannot_be_set_is_refused_whole() -> None:
     with pytest.raises(SettingsError, match="change 2: seed"):
         in_force(run_settings(), listed(Set("round.steps", 3), Set("seed", 3)).records)
+
+
+def test_a_log_that_begins_again_at_a_version_is_not_ordered_back_behind_it() -> None:
+    made = listed(Set("shards", 1), Rollback(7, [0, 1]), Eject("bob"), Rollback(9, [1]))
+    assert made.without_rollbacks(8, [0, 0]).records == made.records[:1]  # what was carried out later is cut off
+    assert made.without_rollbacks(8, [2, 2]) is made  # back to 9 is ahead of it
+    assert made.without_rollbacks(7, [0, 0]) is made  # where it is by now
+    assert made.without_rollbacks(20, [2, 2]).records == made.records[:3]
+    assert made.without_rollbacks(20, [2, 4]) is made
+    assert made.without_rollbacks(8, [0, 0]).then(Eject("cat"), at_s=0.0, author="ann").records[1].number == 2

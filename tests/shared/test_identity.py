@@ -8,10 +8,11 @@ import pytest
 
 from diloco import identity
 from diloco.errors import SettingsError
-from diloco.nkey import NatsKey
 
-KEY = NatsKey.new()
-SEED, PUBLIC_KEY = KEY.seed, KEY.public_key
+# of 32 bytes 1, and of 32 bytes 2: nobody's secret
+SEED = "SUAACAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAN7EY"
+PUBLIC_KEY = "UCFIRY65OQE7DFP5KLNS2PF2LVZMUZYJX4OZIEQ36N2IQANUB5XVZ45L"
+ANOTHER_SEED = "SUAAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAT6EE"
 GOOD = f"""
 format = 1
 run = "demo"
@@ -77,7 +78,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         ('region = "us"', "colour = 3", "no such key: 'colour'"),
         ("2999-01-01T00:00:00Z", "2999-01-01", "expires must be a time with a zone"),
         ("2999-01-01T00:00:00Z", "2020-01-01T00:00:00Z", "its certificate ended on 2020-01-01"),
-        (SEED, NatsKey.new().seed, "seed and public_key do not belong together"),
+        (SEED, ANOTHER_SEED, "seed and public_key do not belong together"),
         (SEED, SEED[:-1], "seed is no key of NATS"),
         (SEED, "", "seed is no key of NATS"),
         (SEED, "é", "seed is no key of NATS"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from diloco.core import merging, quantise
+from diloco.core import merging, outer, quantise
 from diloco.core.fold import Replica
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.round import Held, Merge
@@ -233,3 +233,14 @@ async def test_a_rollback_is_appended_and_loaded_like_any_entry(link: NatsTransp
     assert (await log.load(0, *genesis)).replica.chain == again.chain
     # what was undone is still there to go back to
     assert (await log.state_at(0, 3, *genesis)).chain.head == record.previous
+
+
+async def test_a_keyframe_whose_state_is_not_its_entrys_is_refused(written: Written) -> None:
+    """Whoever may write keyframes cannot give those who join other parameters than the log's."""
+    true = written.replica
+    theta = true.theta + np.float32(1)
+    chain = replace(true.chain, state_hash=outer.state_hash(theta, true.momentum))
+    sequence = await written.log.append_keyframe(Replica(chain, theta, true.momentum, true.optimizer), None, None)
+    loaded, refused = await written.load()
+    assert loaded.keyframe_sequence == written.heads[-1]
+    assert [number for number, _ in refused] == [sequence]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -44,6 +45,16 @@ async def test_what_is_set_is_read_with_its_revision(registry: Registry) -> None
     assert await registry.update("key", b"b", 1) == 3
     assert await registry.put("key", b"c") == 4
     assert await registry.get("key") == (b"c", 4)
+
+
+@pytest.mark.parametrize("header", [{"Nats-Rollup": "all"}, {"Nats-Rollup": "sub"}, {"Nats-TTL": "1s"}])
+async def test_no_header_of_a_message_empties_it(registry: Registry, bucket: str, link: Link, header: dict[str, str]) -> None:
+    """Who may write one key could otherwise drop all others."""
+    await registry.create("key", b"a")
+    answer = json.loads((await link.bulk.request(f"$KV.{bucket}.other", b"b", headers=header)).data)
+    assert "error" in answer
+    assert await registry.get("key") == (b"a", 1)
+    assert await registry.get("other") is None
 
 
 async def test_compare_and_set_refuses_what_has_moved(registry: Registry, bucket: str) -> None:

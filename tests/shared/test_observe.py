@@ -41,9 +41,47 @@ def read(path: Path) -> list[dict[str, Any]]:
 def test_an_event_is_one_json_line_with_the_fixed_keys_first(file: Path) -> None:
     observe.get_logger(shard=1).info("round_closed", fragment=3, weight=0.5, members=["learner-0"])
     (event,) = read(file)
-    assert list(event) == ["time", "level", "service", "run", "event", "shard", "fragment", "weight", "members"]
+    assert list(event) == [
+        "time",
+        "level",
+        "service",
+        "role",
+        "run",
+        "region",
+        "event",
+        "shard",
+        "fragment",
+        "weight",
+        "members",
+    ]
     assert (event["level"], event["service"], event["run"], event["event"]) == ("info", "learner-0", "run", "round_closed")
     assert [entry.event for entry in logs.merge(file.parent.parent)] == ["round_closed"]
+
+
+def test_every_event_says_who_and_where(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    observe.configure("toy-1", "demo", role="learner", region="eu", file=path)
+    observe.log.info("region_away", other_region="us", region="ap", role="other")
+    (event,) = read(path)
+    assert list(event)[:7] == list(logs.FIXED_KEYS)
+    assert (event["service"], event["role"], event["run"], event["region"]) == ("toy-1", "learner", "demo", "eu")
+    assert (event["other_region"], event["region_"], event["role_"]) == ("us", "ap", "other")
+    observe.configure("up", "demo", file=path)
+    observe.log.info("starting")
+    assert (read(path)[-1]["role"], read(path)[-1]["region"]) == ("up", "")
+
+
+def test_progress_is_told_every_half_minute_with_rates(file: Path) -> None:
+    counts = {"steps": 100, "tokens": 1600}
+    progress = observe.Progress(observe.get_logger(), 1000.0, lambda: (dict(counts), {"state": "stepping"}))
+    for now_s, steps in ((1000.0, 100), (1029.9, 158), (1032.0, 164), (1061.9, 200), (1062.0, 224)):
+        counts.update(steps=steps, tokens=16 * steps)
+        progress.look(now_s)
+    first, second = read(file)
+    assert (first["event"], first["level"], first["state"]) == ("progress", "info", "stepping")
+    # 64 steps in 32 s, of a process that had 100 behind it; then 60 in 30 s
+    assert (first["steps"], first["steps_per_s"], first["tokens_per_s"]) == (164, 2.0, 32.0)
+    assert (second["steps"], second["steps_per_s"]) == (224, 2.0)
 
 
 def test_values_of_any_kind_are_written(file: Path) -> None:

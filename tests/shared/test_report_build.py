@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from diloco.core.chain import Chain
+from diloco.core.changes import Changes, Tokens
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.ledger import Ledger
 from diloco.report import build
+from diloco.report.page import render_html
 from diloco.rundir import RunDirectory
 from diloco.settings import run_settings
 from diloco.wire.messages import Cursor
@@ -22,8 +24,17 @@ HEARD: dict[str, Any] = {
 }  # fmt: skip
 
 
+NOTHING = Changes(bytes(8))
+CHANGES = NOTHING.then(Tokens(900), at_s=1.5, author="ann", reason="enough")
+
+
 def report(
-    tmp_path: Path, ledger: Ledger, heard: dict[str, int], *merged: dict[str, tuple[int, int]], **places: Any
+    tmp_path: Path,
+    ledger: Ledger,
+    heard: dict[str, int],
+    *merged: dict[str, tuple[int, int]],
+    changes: Changes = NOTHING,
+    **places: Any,
 ) -> dict[str, Any]:
     """Of a run of 1000 tokens; ``heard``: tokens by learner; ``merged``: of each fragment, merged and lost by learner."""
     fragments = build_map([TensorSpec("a", (4,)), TensorSpec("b", (4,))], 2, "balanced")
@@ -45,7 +56,7 @@ def report(
     settings = run_settings("decoupled", {"tokens": 1000, "learners": 2, "regions.names": places.pop("names", [])})
     links = places.pop("links", {})
     directory = RunDirectory(tmp_path, "run", "nats://127.0.0.1:4222", None, settings)
-    return build.build(directory, fragments, chains, ["s", "s"], series | places, ledger, {}, links)
+    return build.build(directory, fragments, chains, ["s", "s"], series | places, ledger, {}, links, changes)
 
 
 def sums(made: dict[str, Any]) -> list[int]:
@@ -120,3 +131,11 @@ def test_every_key_of_a_run_with_regions_is_described(tmp_path: Path) -> None:
     assert made["regions"]["us"] == {"learners": ["ann"], "syncers": ["s"], "fragments": 2, "absences": []}
     assert [period["versions"] for period in made["together"]] == [0, 1, 0]
     assert made["traffic"]["borders"][0] == {"from": "us", "to": "eu", "payload_bytes": 10, "link": link}
+
+
+def test_the_budget_is_the_one_in_force_at_the_end(tmp_path: Path) -> None:
+    made = report(tmp_path, Ledger(2), {"ann": 960}, {"ann": (900, 60)}, {"ann": (900, 60)}, changes=CHANGES)
+    assert (made["tokens_budget"], made["tokens_overshoot"]) == (900, 60)
+    [change] = made["changes"]
+    assert change == {"number": 1, "at_s": 1.5, "author": "ann", "reason": "enough", "text": "tokens = 900"}
+    assert "<td>1970-01-01 00:00:01</td><td>tokens = 900</td><td>ann</td><td>enough</td>" in render_html(made)

@@ -16,6 +16,7 @@ import pytest
 from tests.services.cluster import Events
 
 from diloco import supervise
+from diloco.errors import EjectedError
 from diloco.observe import Logger
 from diloco.supervise import ServiceFailed, Supervisor
 
@@ -70,6 +71,16 @@ def mortals(tmp_path: Path) -> Iterator[Mortals]:
     made = Mortals(tmp_path)
     yield made
     made.supervisor.end(["mortal"])
+
+
+def test_a_learner_that_was_ejected_is_begun_again_to_wait_and_ends_nothing(mortals: Mortals) -> None:
+    mortals.start("a", str(EjectedError.exit_code), "0")
+    mortals.start("b", "0")
+    mortals.tend_until(mortals.supervisor.tend)
+    assert (mortals.lives("a"), mortals.lives("b")) == (2, 1)
+    assert [(event, values["ejected"]) for _, event, values in mortals.events.entries if "ejected" in values] == [
+        ("service_ejected", "a")
+    ]
 
 
 def test_what_a_signal_killed_is_begun_again(mortals: Mortals, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ A message names the run, fragment, tensor or setting; says what was expected and
     │   ├── HashError                    the content is not what its hash says
     │   ├── ChainError                   a record that does not follow the one before it
     │   └── NonFiniteError               NaN or infinity in a delta
-    └── WanError                     8   the relay of an emulated WAN does not answer, or cannot do what was asked for
+    ├── WanError                     8   the relay of an emulated WAN does not answer, or cannot do what was asked for
+    └── EjectedError                 9   an operator has ejected this learner from the run
 """
 
 from __future__ import annotations
@@ -75,6 +76,12 @@ class AdmissionError(DilocoError):
     """A member's model, fragment map or settings differ from the run's."""
 
     exit_code = 6
+
+
+class EjectedError(DilocoError):
+    """An operator has ejected this learner. Begun again, it waits until it is readmitted."""
+
+    exit_code = 9
 
 
 class MessageError(DilocoError):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from diloco import membership
-from diloco.core.changes import Action, Change, Changes, Effective, Eject, Quarantine, Readmit, Rollback, Set, Tokens, in_force
+from diloco.core.changes import Action, Changes, Effective, described, in_force
 from diloco.errors import BrokerError, MessageError, SettingsError
 from diloco.membership import Run
 from diloco.observe import Logger
@@ -79,22 +78,3 @@ async def append(
     listed = await membership.append_changes(run, decide, at_s=transport.wall_s(), author=author, reason=reason)
     await transport.publish(Subjects(run.name).changed, b"")
     return listed
-
-
-def described(change: Change) -> tuple[str, dict[str, Any]]:
-    """The event that a change is in logs, and its fields."""
-    action = change.action
-    match action:
-        case Set():
-            return "settings_changed", {"key": action.key, "value": action.value}
-        case Tokens():
-            return "settings_changed", {"key": "tokens", "value": action.budget}
-        case Eject():
-            return "learner_ejected", {"learner": action.learner}
-        case Readmit():
-            return "learner_readmitted", {"learner": action.learner}
-        case Quarantine():
-            norms = {"norm": action.norm, "threshold": action.threshold}
-            return "learner_quarantined", {"learner": action.learner, "fragment": action.fragment} | norms
-        case Rollback():
-            return "rollback_ordered", {"version": action.version, "fragments": action.fragments}

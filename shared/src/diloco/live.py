@@ -57,6 +57,8 @@ _STATES = {
     "finished": "grey70",
     "left": "grey70",
     "gone": "#e2557a",
+    "ejected": "#e2557a",
+    "quarantined": "#e2557a",
     "training": "#2fae72",
 }
 

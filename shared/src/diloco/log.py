@@ -24,6 +24,7 @@ from diloco.core.fragments import FragmentMap
 from diloco.core.quorum import Tip, Undecided
 from diloco.errors import (
     AppendUncertainError,
+    BrokerError,
     ChainError,
     FenceError,
     FormatError,
@@ -321,17 +322,20 @@ class Log:
         return False
 
     async def holds(self, chain: Chain) -> bool:
-        """Whether the log still has the chain's head: it may be purged, or lost with a server's last unsynced writes."""
+        """Whether the log still has the chain's head, and with this state after it.
+
+        It may be purged, or lost with a server's last unsynced writes; or a keyframe lies about it.
+        """
         if not chain.sequence:
             return True
         stored = await self.transport.get(self.subjects.log_stream, chain.sequence)
         if stored is None:
             return False
         try:
-            _, check, _ = messages.unpack(stored.data, Record, self.run)
+            record, check, _ = messages.unpack(stored.data, Record, self.run)
         except MessageError:
             return False
-        return check == chain.head
+        return (check, record.state_hash) == (chain.head, chain.state_hash)
 
     async def follow(
         self,
@@ -595,6 +599,17 @@ class Log:
         raw = await asyncio.to_thread(open_body, offer.body, inline, pieces, raw_bytes, what)
         await asyncio.to_thread(quantise.validate, raw, size, offer.bits)
         return offer, raw
+
+    async def closed(self) -> bool:
+        """Whether every fragment's newest entry closes its log, as far as can be told."""
+        for fragment in self.map.fragments:
+            try:
+                stored = await self.transport.last(self.subjects.log_stream, self.subjects.record(fragment.index))
+                if stored is None or not messages.unpack(stored.data, Record, self.run)[0].closing:
+                    return False
+            except (MessageError, BrokerError):
+                return False
+        return True
 
     async def head_sequence(self, fragment: int) -> int:
         """Stream sequence of the last message on the fragment's head subject, which a fence names; 0 if there is none."""

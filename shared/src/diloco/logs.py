@@ -24,7 +24,7 @@ from rich.text import Text
 from diloco.errors import RunError
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
-FIXED_KEYS = ("time", "level", "service", "run", "event")
+FIXED_KEYS = ("time", "level", "service", "role", "run", "region", "event")
 MAX_LINE_BYTES = 1 << 20
 
 # Distinct at a glance on dark and on light backgrounds; learners and syncers take theirs by number, so that a service has

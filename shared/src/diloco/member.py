@@ -32,10 +32,10 @@ from diloco.core.lockstep import Lockstep
 from diloco.core.pace import Average, first_due_steps
 from diloco.core.schedule import Moment
 from diloco.errors import (
-    AdmissionError,
     AppendUncertainError,
     BrokerError,
     ChainError,
+    EjectedError,
     HashError,
     MessageError,
     NonFiniteError,
@@ -46,7 +46,7 @@ from diloco.errors import (
 from diloco.following import Follower
 from diloco.log import Entry, Log
 from diloco.membership import Run
-from diloco.observe import Counted, Logger
+from diloco.observe import Counted, Logger, Progress
 from diloco.patience import patiently
 from diloco.peer import Borrower, Layout, Lender, Loan
 from diloco.settings import Bits, LearnerSettings
@@ -67,6 +67,7 @@ OFFER_TIMEOUT_S = 15.0
 STORAGE_RETRY_S = 1.0
 LEAVE_TIMEOUT_S = 10.0
 FREE_TIMEOUT_S = 2.0
+READMITTED_S = 0.5
 # of a step: how early a fragment is kept readable for a round that is expected, so that it can be answered in mid-step
 PREDICTION_STEPS = 1.25
 
@@ -260,22 +261,29 @@ class Member:
         self._spawn(self._look_at_server(genesis, check))
         self._spawn(self._pulse_regularly())
         versions = [state.books.base_version for state in self._fragments]
+        self._change()
         self.log.info("joined", fragments=len(versions), version_min=min(versions), version_max=max(versions))
 
     async def _readmitted(self) -> None:
+        """Wait while this learner is ejected, but not beyond the run's end."""
         complained = False
         while (ejected := self.run.now.ejected.get(self.settings.name)) is not None:
             if not complained:
                 self.log.warning("waiting_for_readmission", reason=ejected.label)
             complained = True
-            await asyncio.sleep(membership.POLL_S)
+            if await self.store.closed():
+                return
+            await asyncio.sleep(READMITTED_S)
 
     def _change(self) -> None:
-        """Something was changed: whoever was ejected ends, if it has joined."""
+        """Something was changed: a learner that was ejected ends."""
+        if len(self._fragments) < len(self.map.fragments):
+            return  # it is told when it has joined
         with self._lock:
             ejected = self.run.now.ejected.get(self.settings.name)
-            if ejected is not None and self._fragments:
-                self.failure = self.failure or AdmissionError(
+            over = all(state.newest.chain.closed for state in self._fragments)
+            if ejected is not None and not over:
+                self.failure = self.failure or EjectedError(
                     f"run {self.run.name!r}: learner {self.settings.name} was ejected by {ejected.label}; it may come back "
                     f"after diloco readmit DIR {self.settings.name}"
                 )
@@ -304,7 +312,7 @@ class Member:
         else:
             self.tape.record(events.Borrowed(loan.peer, loan.content_hash[: events.DIGEST_BYTES]))
             self.log.info(
-                "state_from_peer", peer=loan.peer, step=loan.step, version_min=min(loan.versions), bytes=layout.size_bytes
+                "state_from_peer", learner=loan.peer, step=loan.step, version_min=min(loan.versions), bytes=layout.size_bytes
             )
         return loan
 
@@ -676,9 +684,18 @@ class Member:
                 await asyncio.sleep(STORAGE_RETRY_S)
 
     async def _pulse_regularly(self) -> None:
+        progress = Progress(self.log, self._loop.time(), self._progress)
         while True:
             await self._send_pulse()
+            progress.look(self._loop.time())
             await asyncio.sleep(self.run.now.settings.liveness.pulse_s)
+
+    def _progress(self) -> tuple[dict[str, int], dict[str, Any]]:
+        pulse = self.pulse()
+        counts = {"steps": pulse.step, "tokens": pulse.tokens, "bytes_up": pulse.bytes_up, "bytes_down": pulse.bytes_down}
+        loss = None if pulse.loss is None else round(pulse.loss, 4)
+        values = {"state": pulse.state, "loss": loss, "step_s": round(pulse.step_s, 4), "refused": pulse.refused}
+        return counts, values | {"version_min": min(pulse.versions), "version_max": max(pulse.versions)}
 
     async def _send_pulse(self) -> None:
         frame = messages.pack(self.pulse(), self.run.identity)

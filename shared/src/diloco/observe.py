@@ -33,6 +33,7 @@ from diloco.errors import DilocoError
 Logger = FilteringBoundLogger
 Level = Literal["debug", "info", "warning", "error"]
 
+PROGRESS_S = 30.0
 EXIT_INTERRUPTED = 130
 EXIT_INTERNAL = 70  # EX_SOFTWARE of sysexits.h
 
@@ -53,6 +54,8 @@ def configure(
     service: str,
     run: str,
     *,
+    role: str | None = None,
+    region: str = "",
     level: Level = "info",
     fmt: Literal["json", "console"] = "json",
     file: Path | None = None,
@@ -62,6 +65,8 @@ def configure(
     Args:
         service: name of the process, in every event.
         run: name of the run, in every event.
+        role: what kind of service it is, in every event; None where there is one of a kind, which its name says.
+        region: where the process is, in every event; empty in a run without regions.
         level: what is below it is not written.
         fmt: what stderr gets: JSON lines, or coloured lines for people. With a ``file``, stderr gets nothing as JSON.
         file: appended to, as JSON lines, whatever ``fmt`` is; its folder is made.
@@ -85,7 +90,7 @@ def configure(
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             _describe_exception,
-            _Stamp(service, run),
+            _Stamp(service, role or service, run, region),
             _hand_over,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
@@ -148,6 +153,28 @@ class Counted:
             return dict(self._counts)
 
 
+class Progress:
+    """Says every half minute, at level info, what a process has done: event ``progress``, the same of all services.
+
+    Whatever happens more often than that in a healthy run is told at level debug.
+    """
+
+    def __init__(self, logger: Logger, now_s: float, tell: Callable[[], tuple[Mapping[str, int], Mapping[str, Any]]]) -> None:
+        """``tell``: what was counted so far, of which it is also said how many a second there were; and other values."""
+        self._log, self._told_s, self._tell = logger, now_s, tell
+        self._before, _ = tell()
+
+    def look(self, now_s: float) -> None:
+        """Tell it if it is time to."""
+        elapsed_s = now_s - self._told_s
+        if elapsed_s < PROGRESS_S:
+            return
+        counts, values = self._tell()
+        rates = {f"{name}_per_s": round((count - self._before[name]) / elapsed_s, 3) for name, count in counts.items()}
+        self._told_s, self._before = now_s, counts
+        self._log.info("progress", **values, **counts, **rates)
+
+
 def run_main(main: Callable[[], int | None], program: str = "diloco") -> int:
     """Run a command or a service to its end and return the process's exit code, for ``sys.exit``.
 
@@ -189,7 +216,7 @@ def _record_defect(program: str, error: BaseException) -> str:
         log.critical("internal_error", exc_info=error)
         return _log_place
     values: EventDict = {"event": "internal_error", "level": "critical", "exc_info": error}
-    for process in (_describe_exception, _Stamp(program, "")):
+    for process in (_describe_exception, _Stamp(program, program, "", "")):
         process(None, "critical", values)
     handle, path = tempfile.mkstemp(prefix="diloco-", suffix=".jsonl")
     with os.fdopen(handle, "wb") as file:
@@ -282,15 +309,14 @@ class _Fan:
 
 
 class _Stamp:
-    """Puts time, level, service, run and event in front of an event's own keys."""
+    """Puts the fixed keys in front of an event's own ones."""
 
-    def __init__(self, service: str, run: str) -> None:
-        self._service = service
-        self._run = run
+    def __init__(self, service: str, role: str, run: str, region: str) -> None:
+        self._about = {"service": service, "role": role, "run": run, "region": region}
 
     def __call__(self, logger: Any, method: str, values: EventDict) -> EventDict:
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        first = {"time": now, "level": values.pop("level"), "service": self._service, "run": self._run}
+        first = {"time": now, "level": values.pop("level"), **self._about}
         own = {f"{key}_" if key in first else key: value for key, value in values.items() if key != "event"}
         event = values["event"]
         values.clear()

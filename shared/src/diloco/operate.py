@@ -7,7 +7,6 @@ import getpass
 import socket
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,18 +20,19 @@ from diloco.core.changes import (
     MAX_AUTHOR,
     SETTABLE,
     Action,
-    Change,
     Changes,
     Effective,
     Eject,
     Readmit,
     Set,
     Tokens,
+    text_of,
     with_setting,
 )
 from diloco.errors import MessageError, RunError, SettingsError
 from diloco.outside import Reached
-from diloco.settings import RunSettings, changed_settings, parse_assignments
+from diloco.report import units
+from diloco.settings import RunSettings, changed_settings, parse_assignments, value_of
 from diloco.transport import Heard
 from diloco.wire import messages
 from diloco.wire.messages import Announcement, MemberName, Pulse, Record
@@ -149,23 +149,6 @@ def author() -> str:
     return "".join(c if c.isprintable() else "?" for c in text)[:MAX_AUTHOR]
 
 
-def text_of(change: Change) -> str:
-    """What a change does, in a line."""
-    _, values = following.described(change)
-    name = type(change.action).__name__.lower()
-    if isinstance(change.action, Set | Tokens):
-        return f"{values['key']} = {values['value']}"
-    return f"{name} " + ", ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values.values())
-
-
-def value_of(settings: RunSettings, key: str) -> Any:
-    """A setting by its dotted name."""
-    value: Any = settings
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _show(created: RunSettings, now: Effective, listed: Changes) -> None:
     console = Console(soft_wrap=True)
     table = Table("setting", "now", "at first", box=None, pad_edge=False)
@@ -177,8 +160,7 @@ def _show(created: RunSettings, now: Effective, listed: Changes) -> None:
         for learner, change in sorted(barred.items()):
             console.print(f"{title}: {learner}, by {change.label}", markup=False, highlight=False)
     for change in listed.records:
-        at = datetime.fromtimestamp(change.at_s).isoformat(" ", "seconds")
-        console.print(f"{at}  {change.label}: {text_of(change)}", markup=False, highlight=False)
+        console.print(f"{units.moment(change.at_s)}  {change.label}: {text_of(change)}", markup=False, highlight=False)
 
 
 class _Heard:

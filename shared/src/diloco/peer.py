@@ -163,9 +163,9 @@ class Borrower:
             try:
                 return await self._borrow_from(peer)
             except _Unavailable as error:
-                self.log.info("state_not_lent", peer=peer, reason=str(error))
+                self.log.info("state_not_lent", learner=peer, reason=str(error))
             except MessageError as error:
-                self.log.warning("state_refused", peer=peer, reason=str(error))
+                self.log.warning("state_refused", learner=peer, reason=str(error))
         return None
 
     async def _borrow_from(self, peer: str) -> Loan:

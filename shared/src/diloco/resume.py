@@ -1,9 +1,10 @@
 """Going on from a checkpoint of a whole run, in a new directory: ``diloco up --resume PATH``.
 
 The new directory gets a server of its own with the log and the bucket as they were, shortened to the checkpoint's cut, and the
-learners' states. The run keeps its name and its identity, so all that was hashed stays valid. What of its settings a run
-may have otherwise now is :data:`diloco.settings.DEPLOYMENT`; how many learners are started is the launcher's choice anyway,
-since shares of the data are leased. With ``at`` every fragment begins again at that version, and learners from the log.
+learners' states. The run keeps its name and its identity, so all that was hashed stays valid, and what was changed while it
+went on stays in force. What of its settings a run may have otherwise now is :data:`diloco.settings.DEPLOYMENT`; how many
+learners are started is the launcher's choice anyway, since shares of the data are leased. With ``at`` every fragment begins
+again at that version, and learners from the log.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import asyncio
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from diloco import checkpoint, membership, observe, outside, rundir
 from diloco.checkpoint import Checkpoint
+from diloco.core import changes
+from diloco.core.changes import SETTABLE, Action, Effective, Set
 from diloco.errors import MessageError, RunError
 from diloco.nats import snapshot, streams
 from diloco.nats.connection import Link
@@ -25,13 +29,14 @@ from diloco.nats.server import Server
 from diloco.nats.snapshot import Snapshot
 from diloco.nats.transport import NatsTransport
 from diloco.rundir import RunDirectory
-from diloco.settings import DEPLOYMENT, RunSettings, changed_settings
+from diloco.settings import DEPLOYMENT, RunSettings, changed_settings, value_of
 from diloco.wire import messages, subjects
 from diloco.wire.messages import Keyframe, Record
 from diloco.wire.subjects import Subjects
 
 CONNECT_TIMEOUT_S = 20.0
 KEY_OF_SHARES = "shares"
+KEY_OF_CHANGES = "changes"
 
 
 @dataclass(frozen=True)
@@ -143,15 +148,21 @@ async def _restore(source: Checkpoint, directory: RunDirectory, url: str, at: in
             taken = Snapshot(stream.config, stream.state, stream.saved.size_bytes, stream.saved.blake3)
             await snapshot.restore(transport, taken, source.path / stream.saved.file, replicas=settings.log.replicas)
             made.append(str(stream.config["name"]))
-        await _shorten(transport, source, names, at)
+        carried_out = await _shorten(transport, source, names, at)
         registry = await transport.bucket(names.bucket, create=False)
         if at is not None:
+            stored = await registry.get(KEY_OF_CHANGES)
+            if stored is not None:
+                listed = changes.unpack(stored[0], messages.run_id(manifest.run, source.settings.digest()))
+                await registry.put(KEY_OF_CHANGES, listed.without_rollbacks(at, carried_out).pack())
             # leases go on from where they were: at an earlier version that is too far
             last = await registry.get(KEY_OF_SHARES)
             if last is not None:
                 await streams.purge(transport, f"KV_{names.bucket}", f"$KV.{names.bucket}.{KEY_OF_SHARES}", last[1] + 1)
         await registry.put("run", settings.canonical())
-        await membership.create(transport, directory.name, settings)
+        run = await membership.create(transport, directory.name, settings)
+        overridden = partial(_overridden, source.settings, settings)
+        await membership.append_changes(run, overridden, at_s=transport.wall_s(), author="resume", reason="resumed with it")
     except BaseException:
         for name in made:
             await streams.delete(transport, name)
@@ -160,18 +171,30 @@ async def _restore(source: Checkpoint, directory: RunDirectory, url: str, at: in
         await transport.close()
 
 
+def _overridden(before: RunSettings, wanted: RunSettings, now: Effective) -> list[Action]:
+    """What the run is to go on with, where a change that was made while it went on would prevail."""
+    given = [key for key in SETTABLE if value_of(wanted, key) != value_of(before, key)]
+    return [Set(key, value_of(wanted, key)) for key in given if value_of(wanted, key) != value_of(now.settings, key)]
+
+
 @dataclass
 class _Stored:
     """What a log holds of one fragment, by sequence."""
 
     messages: list[int] = field(default_factory=list)  # of entries, parts included
     versions: list[tuple[int, int]] = field(default_factory=list)  # sequence and version, where an entry made one
+    rollbacks: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # sequence of an entry or keyframe, change carried out by then
     keyframes: list[tuple[int, str, Keyframe]] = field(default_factory=list)  # sequence and attempt of its parts
     parts: list[tuple[int, str]] = field(default_factory=list)  # of keyframes: sequence and attempt
 
 
-async def _shorten(link: Link, source: Checkpoint, names: Subjects, at: int | None) -> None:
-    """Drop what a restored log holds beyond a cut: the checkpoint's, or every fragment's version ``at``."""
+async def _shorten(link: Link, source: Checkpoint, names: Subjects, at: int | None) -> list[int]:
+    """Drop what a restored log holds beyond a cut: the checkpoint's, or every fragment's version ``at``.
+
+    Returns, by fragment, the change of the run by which what is left was rolled back last; 0 for none.
+    """
     cuts = source.manifest.fragments
     stored = [_Stored() for _ in cuts]
     async for message in Puller(link, names.log_stream, [names.record_tree("*"), names.keyframe_tree("*")], 1):
@@ -179,15 +202,18 @@ async def _shorten(link: Link, source: Checkpoint, names: Subjects, at: int | No
         if not message.pending:
             break
     doomed: list[int] = []
+    carried_out: list[int] = []
     for index, held in enumerate(stored):
         end = cuts[index].sequence if at is None else _end_of(source, index, held, at)
         if not any(keyframe.entry_sequence <= end for _, _, keyframe in held.keyframes):
             raise RunError(f"{source.path}: fragment {index}: its log begins only after the version to go on from")
         doomed += [sequence for sequence in held.messages if sequence > end]
+        carried_out.append(max((change for sequence, change in held.rollbacks if sequence <= end), default=0))
         kept = {attempt for _, attempt, keyframe in held.keyframes if keyframe.entry_sequence <= end}
         doomed += [sequence for sequence, _, keyframe in held.keyframes if keyframe.entry_sequence > end]
         doomed += [sequence for sequence, attempt in held.parts if attempt not in kept]
     await streams.drop(link, names.log_stream, doomed)
+    return carried_out
 
 
 def _note(message: Message, stored: list[_Stored], run: bytes) -> None:
@@ -202,9 +228,13 @@ def _note(message: Message, stored: list[_Stored], run: bytes) -> None:
                 record, _, _ = messages.unpack(message.data, Record, run)
                 if record.makes_version:
                     held.versions.append((message.sequence, record.version))
+                if record.rolled_back is not None:
+                    held.rollbacks.append((message.sequence, record.rolled_back.change))
         elif head:
             keyframe, _, _ = messages.unpack(message.data, Keyframe, run)
             held.keyframes.append((message.sequence, keyframe.body.attempt.hex(), keyframe))
+            if keyframe.rolled_back is not None:
+                held.rollbacks.append((keyframe.entry_sequence, keyframe.rolled_back.change))
         elif len(tokens) > 5:
             held.parts.append((message.sequence, tokens[5]))
     except MessageError:

@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from diloco import membership, observe, volume
 from diloco.errors import DilocoError, SettingsError
@@ -18,7 +18,7 @@ from diloco.identity import Role, identity_file, of_service
 from diloco.membership import Run
 from diloco.nats.transport import NatsTransport
 from diloco.observe import Logger
-from diloco.settings import ServiceSettings, check_region, load_service
+from diloco.settings import LearnerSettings, ServiceSettings, check_region, load_service
 
 S = TypeVar("S", bound=ServiceSettings)
 MAX_NUMBERS = 4096
@@ -36,14 +36,16 @@ def parse_settings(cls: type[S], program: str) -> S:
     parser.add_argument("--config", type=Path, help="TOML file; DILOCO_* variables in the environment win over it")
     loaded = load_service(cls, parser.parse_args().config)
     volume.claim(loaded.state_dir, loaded.run)
-    settings = _named(loaded)
+    settings = named(loaded)
     to_file = settings.log_format == "json" and settings.log_to == "file"
     logs = settings.state_dir / "logs" / f"{settings.name}.jsonl" if to_file else None
-    observe.configure(settings.name, settings.run, level=settings.log_level, fmt=settings.log_format, file=logs)
+    role = settings.role if isinstance(settings, LearnerSettings) else program.removeprefix("diloco-")
+    about: dict[str, Any] = {"role": role, "region": settings.region or ""}
+    observe.configure(settings.name, settings.run, **about, level=settings.log_level, fmt=settings.log_format, file=logs)
     return settings
 
 
-def _named(settings: S) -> S:
+def named(settings: S) -> S:
     """Settle a name that ends in a star: the first number whose lock no living process holds.
 
     A container that is made anew gets back the name, and with it the checkpoint and the accounts, of one that is gone. The

@@ -415,6 +415,14 @@ def all_names(cls: type[BaseModel] = RunSettings, prefix: str = "") -> list[str]
     return names
 
 
+def value_of(settings: RunSettings, key: str) -> Any:
+    """A setting by its dotted name."""
+    value: Any = settings
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
 def _put(values: dict[str, Any], key: str, value: Any, source: str) -> None:
     *sections, last = key.split(".")
     for section in sections:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, EjectedError
 from diloco.observe import Logger
 
 STOP_TIMEOUT_S = 20.0
@@ -89,7 +89,8 @@ class Supervisor:
     """The services of one run.
 
     A service that a signal killed is begun again with its own configuration: at once, and later and later if it keeps dying.
-    One that ends with an error code ends the run, since wrong settings would only fail again; one that ends with 0 is done.
+    One that ends with an error code ends the run, since wrong settings would only fail again; a learner that was ejected is
+    begun again and waits. One that ends with 0 is done.
     """
 
     def __init__(self, log: Logger) -> None:
@@ -123,9 +124,12 @@ class Supervisor:
             code = service.process.poll()
             if code is None or code == 0:
                 continue
-            if code > 0:
+            if code > 0 and code != EjectedError.exit_code:
                 raise ServiceFailed(f"{service.name}: {_last_words(service, code)}", code)
-            if service.due_s is None:
+            if service.due_s is None and code > 0:  # it waits until it is readmitted
+                self.log.warning("service_ejected", ejected=service.name)
+                service.due_s = now_s
+            elif service.due_s is None:
                 self._note_death(service, -code, now_s)
             elif now_s >= service.due_s:
                 self._begin_again(service, now_s)

@@ -415,10 +415,11 @@ class Launcher:
         series = build.load_json(directory.path / "series.json")
         evaluation = build.load_json(directory.path / "evaluation.json")
         links = await asyncio.to_thread(self._links)
+        changes, _ = await membership.changes(run)
         try:
             owners = [fragment["owner"] for fragment in status["fragments"]]
             ledger = build.read_ledger(directory, run.identity, series, len(chains))
-            report = build.build(directory, fragment_map, chains, owners, series, ledger, evaluation, links)
+            report = build.build(directory, fragment_map, chains, owners, series, ledger, evaluation, links, changes)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(
                 f"{directory.path}: the run is over, but there is no report: series.json, status.json or evaluation.json is "

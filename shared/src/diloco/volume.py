@@ -36,6 +36,25 @@ def claim(folder: Path, run: str) -> None:
         raise _damaged(path, error) from None
     except OSError as error:
         raise RunError(f"{folder}: this service's folder (state_dir) cannot be written: {error.strerror}") from None
+    _check(path, text, run)
+
+
+def check(folder: Path, run: str) -> None:
+    """As :func:`claim`, of a folder that stays as it is."""
+    path = folder / NAME
+    try:
+        with path.open() as file:
+            text = file.read(MAX_BYTES)
+    except OSError:  # nobody's yet
+        return
+    except UnicodeDecodeError as error:
+        raise _damaged(path, error) from None
+    if text:
+        _check(path, text, run)
+
+
+def _check(path: Path, text: str, run: str) -> None:
+    folder = path.parent
     try:
         said: Any = json.loads(text)
         written, owner = int(said["format"]), str(said["run"])

@@ -302,8 +302,10 @@ class Monitor:
         merged = self.merged.get(pulse.learner, {})
         rounds_merged = sum(versions for versions, _ in merged.values())
         gone = now_s - learner.seen_s > GONE_S and pulse.state != "finished"
+        by_kind = (("ejected", self.now.ejected), ("quarantined", self.now.quarantined))
+        barred = next((kind for kind, learners in by_kind if pulse.learner in learners), None)
         return {
-            "state": "gone" if gone else _activity(pulse),
+            "state": barred or ("gone" if gone else _activity(pulse)),
             "region": pulse.region or None,
             "step": pulse.step,
             "tokens": pulse.tokens,

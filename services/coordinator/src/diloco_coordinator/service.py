@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import sys
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -18,7 +19,7 @@ from diloco.following import Follower
 from diloco.log import heads
 from diloco.membership import Run
 from diloco.metrics import Exporter
-from diloco.observe import Counted, Logger
+from diloco.observe import Counted, Logger, Progress
 from diloco.patience import patiently
 from diloco.rundir import write_json
 from diloco.settings import CoordinatorSettings, check_region
@@ -158,7 +159,12 @@ class Coordinator:
         self._resume(monitor)
         self.monitor = monitor
         async with asyncio.TaskGroup() as group:
-            work = (self._follow(monitor), self._save_regularly(), self._assign_shares(monitor), self.follower.follow())
+            work = (
+                self._follow(monitor),
+                self._save_regularly(monitor),
+                self._assign_shares(monitor),
+                self.follower.follow(),
+            )
             tasks = [group.create_task(task) for task in work]
             try:
                 await self._until_finished(monitor)
@@ -268,18 +274,27 @@ class Coordinator:
     def _note_regions(self, monitor: Monitor) -> None:
         away = monitor.presence.away()
         for region in sorted(away.keys() - self._away.keys()):
-            self.log.warning("region_away", region=region, silent_s=round(self.now_s() - away[region], 1))
+            self.log.warning("region_away", other_region=region, silent_s=round(self.now_s() - away[region], 1))
         for region in sorted(self._away.keys() - away.keys()):
-            self.log.info("region_back", region=region, away_s=round(self.now_s() - self._away[region], 1))
+            self.log.info("region_back", other_region=region, away_s=round(self.now_s() - self._away[region], 1))
         self._away = away
 
     def _at_ms(self) -> int:
         return int(self.transport.wall_s() * 1000)
 
-    async def _save_regularly(self) -> None:
+    async def _save_regularly(self, monitor: Monitor) -> None:
+        progress = Progress(self.log, self._clock(), partial(self._progress, monitor))
         while True:
             await asyncio.sleep(SAVE_EVERY_S)
+            progress.look(self._clock())
             await asyncio.to_thread(self.save)
+
+    def _progress(self, monitor: Monitor) -> tuple[dict[str, int], dict[str, Any]]:
+        counts = {"versions": sum(monitor.versions), "tokens": monitor.tokens_processed()}
+        live = [pulse for pulse in monitor.live(self.now_s()) if pulse.role == "learner"]
+        losses = [pulse.loss for pulse in live if pulse.loss is not None]
+        loss = round(statistics.fmean(losses), 4) if losses else None
+        return counts, {"state": monitor.state, "learners": len(live), "loss": loss, "refused": self.refused.total}
 
     def save(self) -> None:
         """Write the series to the state directory, if it is this process that leads."""

@@ -106,7 +106,7 @@ class Keeper:
             return None
         self._complained = False
         took_s = round(time.monotonic() - began_s, 3)
-        self.log.info("checkpoint_saved", file=path.name, step=books["step"], bytes=saved.size_bytes, took_s=took_s)
+        self.log.debug("checkpoint_saved", file=path.name, step=books["step"], bytes=saved.size_bytes, took_s=took_s)
         return saved
 
     def _lend(self, step: int, versions: list[int], copies: Mapping[str, jax.Array]) -> None:

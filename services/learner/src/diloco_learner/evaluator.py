@@ -49,7 +49,7 @@ class Evaluator:
                 evaluated_s, changed = now_s, False
                 loss = self.island.evaluate()
                 self.member.report_loss(loss)
-                self.log.info("evaluated", val_loss=round(loss, 4), finished=boundary.finished)
+                self.log.debug("evaluated", val_loss=round(loss, 4), finished=boundary.finished)
                 if boundary.finished:
                     self._save(initial, loss)
                     return

@@ -117,7 +117,7 @@ class Trainer:
                 self._blocked_s += max(0.0, began_s - self._ended_s)
             if began_s - self._logged_s >= LOG_EVERY_S and self._loss is not None:
                 self._logged_s = began_s
-                self.log.info("stepping", step=self.member.step, loss=round(self._loss, 4), learning_rate=round(rate, 6))
+                self.log.debug("stepping", step=self.member.step, loss=round(self._loss, 4), learning_rate=round(rate, 6))
 
     def _may_end(self) -> bool:
         return self._leave_by_s is not None and (self.member.left or time.perf_counter() >= self._leave_by_s)

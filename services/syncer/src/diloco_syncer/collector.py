@@ -148,7 +148,7 @@ class Collector:
                 if self.elsewhere is None:
                     raise
                 if str(error) != complaint:
-                    self.log.warning("waiting_for_offers", region=self.elsewhere, reason=str(error))
+                    self.log.warning("waiting_for_offers", other_region=self.elsewhere, reason=str(error))
                 complaint, reading.read = str(error), None
                 await asyncio.sleep(RETRY_S)
 

@@ -106,7 +106,7 @@ class Regions:
                         break
                     except StorageFullError as error:
                         if not complained:
-                            log.error("storage_full", region=self.own, reason=str(error))
+                            log.error("storage_full", reason=str(error))
                         complained = True
                     except (BrokerError, MessageError, RunError) as error:
                         log.debug("genesis_not_brought", reason=str(error))

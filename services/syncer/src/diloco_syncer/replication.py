@@ -118,7 +118,7 @@ class Replication:
                 raise
             except BrokerError as error:
                 complained = self._complain(place, error, complained)
-                self.log.debug("claim_retried", fragment=self.fragment, region=place.region, reason=str(error))
+                self.log.debug("claim_retried", fragment=self.fragment, other_region=place.region, reason=str(error))
                 await asyncio.sleep(RETRY_S)
 
     async def _between(self, source: Log, chain: Chain, tip: Tip) -> list[Packed] | None:
@@ -218,7 +218,7 @@ class Replication:
             except (FenceError, RewoundError):
                 place.at = None
             except MessageError as error:
-                self.log.error("region_log_damaged", fragment=self.fragment, region=place.region, reason=str(error))
+                self.log.error("region_log_damaged", fragment=self.fragment, other_region=place.region, reason=str(error))
                 place.at = None
                 await asyncio.sleep(DAMAGED_RETRY_S)
             except BrokerError as error:
@@ -230,7 +230,7 @@ class Replication:
         self.regions.tried(place.region, stored=False)
         if complained or not isinstance(error, StorageFullError):
             return complained
-        self.log.error("storage_full", fragment=self.fragment, region=place.region, reason=str(error))
+        self.log.error("storage_full", fragment=self.fragment, other_region=place.region, reason=str(error))
         return True
 
     def _is_behind(self, place: _Place) -> bool:
@@ -327,7 +327,7 @@ class Replication:
         if jumped is None:
             raise AppendUncertainError(f"fragment {self.fragment}: the own region has no keyframe to go on from")
         place.fence = jumped.entry_sequence
-        self.log.info("region_given_keyframe", fragment=self.fragment, region=place.region, version=jumped.version)
+        self.log.info("region_given_keyframe", fragment=self.fragment, other_region=place.region, version=jumped.version)
         await self._reached(place, jumped.entry_hash, jumped.version, place.fence)
         return []
 

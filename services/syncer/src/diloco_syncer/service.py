@@ -20,6 +20,7 @@ from diloco.tasks import end
 from diloco_syncer.metrics import ObservedShard
 from diloco_syncer.regions import Connect
 from diloco_syncer.shard import Shard
+from diloco_syncer.sweeper import Sweeper
 
 LEAVE_S = 5.0
 
@@ -42,6 +43,7 @@ async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> N
         shard = Shard(transport, run, fragment_map, settings, log, tape, connect)
         exporter.observed = ObservedShard(shard, transport, exporter.labels())
         serving = asyncio.ensure_future(shard.serve())
+        sweeping = asyncio.ensure_future(Sweeper(transport, run.name, fragment_map, log).work())
         try:
             await asyncio.shield(serving)
         except asyncio.CancelledError:
@@ -50,7 +52,7 @@ async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> N
                 await asyncio.wait([serving], timeout=LEAVE_S)
             raise
         finally:
-            await end(serving)
+            await end(serving, sweeping)
     finally:
         await transport.close()
 
@@ -73,7 +75,7 @@ def _ways(settings: SyncerSettings, run: Run, identity: Identity | None, log: Lo
 
     def way(region: str) -> Connect:
         url = settings.region_urls[region]
-        return lambda: NatsTransport.open_bulk(url, f"{settings.name}-{region}", log.bind(region=region), identity)
+        return lambda: NatsTransport.open_bulk(url, f"{settings.name}-{region}", log.bind(other_region=region), identity)
 
     return {name: way(name) for name in others}
 

@@ -42,7 +42,7 @@ from diloco.following import Follower
 from diloco.log import Log
 from diloco.membership import Run
 from diloco.metrics import Histogram
-from diloco.observe import Counted, Logger
+from diloco.observe import Counted, Logger, Progress
 from diloco.patience import patiently
 from diloco.settings import SyncerSettings
 from diloco.tape import Recorder, Unrecorded
@@ -198,7 +198,7 @@ class Shard:
             for change in self.bandwidth.look(now_s, cycle_s, seen):
                 self.log.info(
                     "bandwidth_changed",
-                    region=change.region,
+                    other_region=change.region,
                     way=change.way,
                     bits=change.level.bits,
                     pace=change.level.pace,
@@ -432,7 +432,7 @@ class Shard:
             self.log.debug("keyframe_not_stored", fragment=index, version=chain.version, reason=str(error))
             return
         copy.keyframe_version, copy.log_bytes = chain.version, 0
-        self.log.info("keyframe_stored", fragment=index, version=chain.version)
+        self.log.debug("keyframe_stored", fragment=index, version=chain.version)
         kept = keyframes_kept(self.run.now.settings.log, self.map.parameters, copy.replica.optimizer.moments)
         sequences = await patiently(partial(self.store.keyframe_sequences, index), self.log)
         if len(sequences) > kept:
@@ -697,7 +697,7 @@ class Shard:
                 self.merged_members += len(record.members)
                 self.quorum_times.observe(record.quorum_s)
                 self.round_times.observe(record.round_s)
-            self.log.info(
+            self.log.debug(
                 "version_committed",
                 fragment=index,
                 version=record.version,
@@ -885,18 +885,27 @@ class Shard:
             self.log.warning("keyframe_not_stored", fragment=index, version=chain.version, reason=str(error))
             return False
         owned.keyframe_sequence, owned.keyframe_version, owned.log_bytes = sequence, chain.version, 0
-        self.log.info("keyframe_stored", fragment=index, version=chain.version, bytes=owned.keyframe_bytes)
+        self.log.debug("keyframe_stored", fragment=index, version=chain.version, bytes=owned.keyframe_bytes)
         return True
 
     # ---- signs of life
 
     async def _pulse_regularly(self) -> None:
+        clock = asyncio.get_running_loop().time
+        progress = Progress(self.log, clock(), self._progress)
         while True:
+            progress.look(clock())
             if self.regions is not None:
                 self._look_around(self.regions)
             if self.transport.connected:  # what would be sent later says nothing about now
                 await self._pulse()
             await asyncio.sleep(self.ownership.pulse_s)
+
+    def _progress(self) -> tuple[dict[str, int], dict[str, Any]]:
+        pulse = self.pulse()
+        counts = {"versions": pulse.versions, "rounds": pulse.rounds}
+        counts |= {"bytes_up": pulse.bytes_up, "bytes_down": pulse.bytes_down}
+        return counts, {"state": pulse.state, "fragments": len(pulse.fragments), "refused": pulse.refused}
 
     def _look_around(self, regions: Regions) -> None:
         """Find out whether anything can be committed from here, and say when that changes."""

@@ -154,6 +154,19 @@ class Changes:
         """Whether this is ``other``, or goes on from it."""
         return self.packed[: len(other.packed)] == other.packed
 
+    def without_rollbacks(self, version: int, carried_out: Sequence[int]) -> Changes:
+        """The list up to the first order that would take a log, which begins again at ``version``, back behind that.
+
+        ``carried_out``: by fragment, the change by which its log was rolled back last.
+        """
+        for change in self.records:
+            action, kept = change.action, change.number - 1
+            if not isinstance(action, Rollback) or action.version >= version:
+                continue
+            if any(number < change.number for index, number in enumerate(carried_out) if index in action.fragments):
+                return replace(self, records=self.records[:kept], packed=self.packed[:kept])
+        return self
+
     def then(self, action: Action, *, at_s: float, author: str, reason: str = "") -> Changes:
         """The list with a record more.
 
@@ -297,3 +310,31 @@ def with_setting(settings: RunSettings, key: str, value: Any, source: str) -> Ru
             "with others the same offers would merge otherwise"
         )
     return changed
+
+
+def described(change: Change) -> tuple[str, dict[str, Any]]:
+    """The event that a change is in logs, and its fields."""
+    action = change.action
+    match action:
+        case Set():
+            return "settings_changed", {"key": action.key, "value": action.value}
+        case Tokens():
+            return "settings_changed", {"key": "tokens", "value": action.budget}
+        case Eject():
+            return "learner_ejected", {"learner": action.learner}
+        case Readmit():
+            return "learner_readmitted", {"learner": action.learner}
+        case Quarantine():
+            norms = {"norm": action.norm, "threshold": action.threshold}
+            return "learner_quarantined", {"learner": action.learner, "fragment": action.fragment} | norms
+        case Rollback():
+            return "rollback_ordered", {"version": action.version}
+
+
+def text_of(change: Change) -> str:
+    """What a change does, in a line."""
+    _, values = described(change)
+    if "key" in values:
+        return f"{values['key']} = {values['value']}"
+    shown = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in values.values())
+    return f"{type(change.action).__name__.lower()} {', '.join(shown)}"

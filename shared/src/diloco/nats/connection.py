@@ -155,9 +155,9 @@ class Link:
         """
         control_urls, bulk_urls = checked(control_url), checked(bulk_url)
         async with contextlib.AsyncExitStack() as opened:
-            control = await _connect(control_urls, f"{name}-control", log, give_up_after_s, identity)
+            control = await connect(control_urls, f"{name}-control", log, give_up_after_s, identity)
             opened.push_async_callback(_close, control)
-            bulk = await _connect(bulk_urls, f"{name}-bulk", log, give_up_after_s, identity)
+            bulk = await connect(bulk_urls, f"{name}-bulk", log, give_up_after_s, identity)
             opened.push_async_callback(_close, bulk)
             for client, urls in ((control, control_urls), (bulk, bulk_urls)):
                 await _check_server(client, urls, log, give_up_after_s)
@@ -176,7 +176,7 @@ class Link:
         """
         urls = checked(url)
         async with contextlib.AsyncExitStack() as opened:
-            bulk = await _connect(urls, f"{name}-bulk", log, None, identity)
+            bulk = await connect(urls, f"{name}-bulk", log, None, identity)
             opened.push_async_callback(_close, bulk)
             await _check_server(bulk, urls, log, None, wait_for_another=True)
             opened.pop_all()
@@ -267,6 +267,8 @@ async def _unfit(client: Client) -> tuple[str, bool] | None:
     try:
         await client.jetstream(timeout=JETSTREAM_TIMEOUT_S).account_info()
     except (nats.js.errors.ServiceUnavailableError, nats.errors.NoRespondersError, nats.js.errors.NotFoundError):
+        if client._server_info.get("jetstream"):  # its configuration has it, so the server, or its cluster, is still starting
+            return "JetStream is not there yet, or not for the account of this identity", True
         return "JetStream is not enabled; start nats-server with -js, or put `jetstream {}` into its configuration", False
     except (nats.errors.Error, TimeoutError) as error:
         return f"JetStream does not answer: {str(error) or type(error).__name__}", True
@@ -283,7 +285,7 @@ def _version(client: Client) -> tuple[int, ...] | None:
     return numbers if any(numbers) else None
 
 
-async def _connect(urls: list[str], name: str, log: Logger, give_up_after_s: float | None, identity: Identity | None) -> Client:
+async def connect(urls: list[str], name: str, log: Logger, give_up_after_s: float | None, identity: Identity | None) -> Client:
     nats.aio.client.DEFAULT_BUFFER_SIZE, nats.aio.client.TcpTransport = READ_BUFFER_BYTES, _Transport
     client = _Client(identity)
     clock = asyncio.get_running_loop().time

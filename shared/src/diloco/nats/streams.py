@@ -7,7 +7,7 @@ import enum
 import json
 import math
 from collections.abc import Awaitable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import nats.errors
 import nats.js.api
@@ -135,6 +135,22 @@ async def purge(link: Link, stream: str, subject: str, below_sequence: int) -> N
         raise _missing(stream) from None
 
 
+async def subjects(link: Link, stream: str, within: str) -> list[str]:
+    """All subjects of stored messages that match ``within``; raises as :func:`last`."""
+    found: list[str] = []
+    while True:
+        request = json.dumps({"subjects_filter": within, "offset": len(found)}).encode()
+        reply = await _answer(link.bulk.request(f"$JS.API.STREAM.INFO.{stream}", request, timeout=TIMEOUT_S), stream)
+        try:
+            answer = json.loads(reply.data)
+            page, total = list(answer["state"].get("subjects", ())), int(answer.get("total", 0))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise BrokerError(f"stream {stream}: {bytes(reply.data[:80])!r} came for its subjects") from None
+        found += page
+        if not page or len(found) >= total:
+            return found
+
+
 async def drop(link: Link, stream: str, sequences: Iterable[int]) -> None:
     """Drop single messages; those that are gone are as good. Raises as :func:`last`."""
     limit = asyncio.Semaphore(DROPS_AT_ONCE)
@@ -158,6 +174,28 @@ async def delete(link: Link, stream: str) -> None:
         await _answer(link.bulk.jetstream(timeout=TIMEOUT_S).delete_stream(stream), stream)
     except nats.js.errors.NotFoundError:
         return
+
+
+async def listed(link: Link) -> list[dict[str, Any]]:
+    """What the server says of each of its streams: ``config``, ``state`` and ``created``, as in its API.
+
+    Raises:
+        BrokerError: the server refuses, or what it says is no list of streams.
+    """
+    found: list[dict[str, Any]] = []
+    while True:
+        request = json.dumps({"offset": len(found)}).encode()
+        reply = await _answer(link.bulk.request("$JS.API.STREAM.LIST", request, timeout=TIMEOUT_S), "*")
+        try:
+            answer = json.loads(reply.data)
+            if "error" in answer:
+                raise BrokerError(f"the list of streams: {answer['error'].get('description')}")
+            page, total = list(answer["streams"] or []), int(answer["total"])
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise BrokerError(f"the list of streams: the server answers {reply.data[:40]!r} ({error!r})") from None
+        found += page
+        if not page or len(found) >= total:
+            return found
 
 
 async def exists(link: Link, stream: str) -> bool:

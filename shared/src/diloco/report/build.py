@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco.core.chain import Chain
+from diloco.core.changes import Changes, in_force, text_of
 from diloco.core.fragments import FragmentMap
 from diloco.core.ledger import Ledger
 from diloco.errors import ChainError, RunError
@@ -70,13 +71,16 @@ def build(
     ledger: Ledger,
     evaluation: Mapping[str, Any],
     links: Mapping[str, Any],
+    changes: Changes,
 ) -> dict[str, Any]:
     """The report as ``docs/report.md`` describes it. ``links``: of an emulated WAN, by name; empty without one.
 
     Raises:
+        SettingsError: the run's changes make no sense here.
         KeyError, TypeError, ValueError, AttributeError: the series or the evaluation are damaged.
     """
     settings = directory.settings
+    budget = in_force(settings, changes.records).settings.tokens
     sizes = [fragment.size for fragment in fragment_map.fragments]
     validation = [list(point) for point in series["validation"]]
     counted = _accounts(series, chains)
@@ -101,9 +105,9 @@ def build(
         "val_loss": final_loss,
         "val_loss_initial": evaluation.get("val_loss_initial"),
         "baselines": evaluation.get("baselines", {}),
-        "tokens_budget": settings.tokens,
+        "tokens_budget": budget,
         "tokens_processed": processed,
-        "tokens_overshoot": sum(counted.values()) - settings.tokens,
+        "tokens_overshoot": sum(counted.values()) - budget,
         "tokens_forgotten": processed - sum(counted.values()),
         "tokens_merged": merged,
         "tokens_lost": processed - merged,
@@ -148,6 +152,10 @@ def build(
         "regions": places,
         "together": regions.together(places, series["merges"], series["wall_s"]) if places else [],
         "settings": settings.model_dump(),
+        "changes": [
+            {"number": c.number, "at_s": c.at_s, "author": c.author, "reason": c.reason, "text": text_of(c)}
+            for c in changes.records
+        ],
         "sample": evaluation.get("sample"),
         "series": {
             "learners": {

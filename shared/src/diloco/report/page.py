@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.report import charts, html
-from diloco.report.units import MISSING, count, decimal, duration, share, size
+from diloco.report.units import MISSING, count, decimal, duration, moment, share, size
 
 Report = Mapping[str, Any]
 
@@ -49,6 +49,7 @@ def render_html(report: Report) -> str:
             _data(report),
             _sample(report),
             _settings(report),
+            _changes(report),
         )
         if part
     )
@@ -357,7 +358,19 @@ def _settings(report: Report) -> str:
         for group, values in groups.items()
         if values
     )
-    return html.section("Settings", "As every member of the run used them.", f'<div class="settings">{body}</div>')
+    return html.section("Settings", "As the run was created with them.", f'<div class="settings">{body}</div>')
+
+
+def _changes(report: Report) -> str:
+    changes: Sequence[Mapping[str, Any]] = report.get("changes") or []
+    if not changes:
+        return ""
+    rows = [
+        [moment(change.get("at_s")), *(escape(str(change.get(key, ""))) for key in ("text", "author", "reason"))]
+        for change in changes
+    ]
+    head = ["when", "what", "by", "why"]
+    return html.section("Changes", "What was changed while the run went on.", html.wide(html.table(head, rows)))
 
 
 # --- small parts ----------------------------------------------------------------------------------------------------

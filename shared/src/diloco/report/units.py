@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 
 MISSING = "–"
 
@@ -48,6 +49,17 @@ def duration(value_s: object) -> str:
     minutes, seconds = divmod(round(number), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def moment(value_s: object) -> str:
+    """Unix time as ``2026-11-22 08:30:00`` UTC."""
+    number = _known(value_s)
+    if number is None:
+        return MISSING
+    try:
+        return datetime.fromtimestamp(number, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # after the year 9999
+        return MISSING
 
 
 def share(value: object, digits: int = 0) -> str:

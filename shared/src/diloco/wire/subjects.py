@@ -66,6 +66,10 @@ class Subjects:
         """Heads and parts of all learners' offers of one fragment."""
         return f"diloco.{self.run}.delta.{fragment}.>"
 
+    def offers_of(self, sender: str) -> list[str]:
+        """Heads and parts of all that a learner or a syncer has offered."""
+        return [f"diloco.{self.run}.{kind}.*.{sender}.>" for kind in ("delta", "combined")]
+
     def combined(self, fragment: int | str, syncer: str = "*") -> str:
         """Heads of the offers of one fragment that a syncer has combined."""
         return f"diloco.{self.run}.combined.{fragment}.{syncer}.head"
@@ -172,6 +176,12 @@ def fragment_of(subject: str) -> int | None:
     if len(tokens) > 3 and tokens[2] in ("fragment", "keyframe", "delta", "combined", "round") and _INDEX.fullmatch(tokens[3]):
         return int(tokens[3])
     return None
+
+
+def part_of_offer(subject: str) -> int | None:
+    """The index in plain decimal of an offer's part, or None if it is none."""
+    tokens = subject.split(".")
+    return int(tokens[6]) if len(tokens) == 7 and tokens[5] == "part" and _INDEX.fullmatch(tokens[6]) else None
 
 
 def sender_of(subject: str) -> str | None:

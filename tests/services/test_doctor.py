@@ -1,0 +1,375 @@
+"""``diloco doctor`` at real servers: what is fine, what is named, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import MakeServer
+
+from diloco import cli, membership, observe
+from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.core.tape import Header
+from diloco.doctor.check import Check
+from diloco.doctor.command import doctor
+from diloco.doctor.examination import DoctorSettings, Examination
+from diloco.membership import Run
+from diloco.nats.server import Server, find_binary, free_port
+from diloco.nats.transport import NatsTransport
+from diloco.observe import get_logger
+from diloco.settings import RunSettings, run_settings
+from diloco.wan.config import checked
+from diloco.wan.relay import Relay
+from diloco.wire import messages
+from diloco.wire.messages import Pulse, ShardPulse
+from diloco.wire.subjects import Subjects
+
+START_S = 20.0
+RATE_BITS_PER_S, DELAY_S = 2e6, 0.02
+
+# of runs that are short to listen to
+QUICK: dict[str, Any] = {"liveness.pulse_s": 0.1, "liveness.takeover_s": 0.6, "log.keep_bytes": 0}
+# 1000 blocks of 64 values, which take 34 bytes each in four bits
+MAP = build_map([TensorSpec("w", (1000, 64))], 4)
+
+
+@pytest.fixture
+def name() -> str:
+    return f"run-{uuid.uuid4().hex[:8]}"
+
+
+async def create(transport: NatsTransport, name: str, settings: RunSettings | None = None, model: FragmentMap = MAP) -> Run:
+    """A run that its first learner has joined."""
+    run = await membership.create(transport, name, settings or run_settings(overrides=QUICK))
+    await run.registry.create("map", model.pack())
+    return run
+
+
+async def examined(settings: DoctorSettings, step_s: float | None = None) -> dict[str, Check]:
+    found = [check async for check in Examination(settings, None, step_s).checks()]
+    assert len({check.name for check in found}) == len(found)
+    return {check.name: check for check in found}
+
+
+def named(found: dict[str, Check], verdict: str) -> list[str]:
+    return [name for name, check in found.items() if check.verdict == verdict]
+
+
+@contextlib.asynccontextmanager
+async def alive(transport: NatsTransport, run: Run, **steps_s: float) -> AsyncIterator[None]:
+    """Learners that are heard, by name with the time of their steps; and a syncer."""
+    subjects = Subjects(run.name)
+
+    async def pulse() -> None:
+        while True:
+            for learner, step_s in steps_s.items():
+                values: dict[str, Any] = {"learner": learner, "role": "learner", "region": "", "state": "stepping"}
+                values |= {
+                    "sending": False,
+                    "loss": 1.0,
+                    "software": "0.2.0",
+                    "step_s": step_s,
+                    "busy_s": 1.0,
+                    "blocked_s": 0.0,
+                }
+                counts = {field: 0 for field in Pulse.__struct_fields__ if field not in values}
+                lists: dict[str, list[int]] = {
+                    each: [] for each in ("versions", "steps", "fragment_tokens", "lost_tokens", "trained")
+                }
+                frame = messages.pack(Pulse(**{**counts, **lists, **values}), run.identity)
+                await transport.publish(subjects.pulse(learner), frame)
+            shard: dict[str, Any] = dict.fromkeys(ShardPulse.__struct_fields__, 0)
+            shard |= {"syncer": "syncer-0", "region": "", "state": "owner", "record_bits": 4, "pace": 1.0, "software": "0.1.0"}
+            shard |= {each: [] for each in ("fragments", "closed", "open", "crossing", "offer_bits")}
+            await transport.publish(subjects.shard("syncer-0"), messages.pack(ShardPulse(**shard), run.identity))
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(pulse())
+    yield
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_a_learner_that_may_join(link: NatsTransport, nats_server: Server, name: str, tmp_path: Path) -> None:
+    run = await create(link, name)
+    before = {info.config.name: info.state.messages for info in await link.bulk.jetstream().streams_info()}
+    settings = DoctorSettings(name="learner-9", run=name, nats_url=nats_server.url, state_dir=tmp_path / "state")
+    async with alive(link, run, a=0.1, b=3.0, c=0.4):
+        found = await examined(settings)
+    assert named(found, "failed") == []
+    assert re.fullmatch("4 members heard in .* s, of diloco 0.1.0, 0.2.0", found["members"].found)
+    assert found["name"].found == "nobody is learner-9"
+    assert found["run"].found == f"{name}: preset decoupled, 24 fragments, 64.0k parameters"
+    # 34,000 bytes in 0.8 of 24 steps of 0.4 s, the median
+    assert found["nats link"].needed == "0.0354 Mbit/s there, 0.0354 Mbit/s back, at 0.4 s a step"
+    assert {found[check].verdict for check in ("nats link", "nats round", "nats storage", "nats room", "memory")} == {"ok"}
+    assert found["nats clock"].verdict == "ok"  # it is this machine's own
+    assert found["nats permissions"].found == "7 things that its role does are allowed"
+    # nothing is left: no message, no stream, no file
+    assert {info.config.name: info.state.messages for info in await link.bulk.jetstream().streams_info()} == before
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_name_that_is_taken(link: NatsTransport, nats_server: Server, name: str, tmp_path: Path) -> None:
+    run = await create(link, name)
+    async with alive(link, run, a=0.1):
+        for taken, role, said in (("a", "learner", "learner, stepping"), ("syncer-0", "syncer", "syncer, owner")):
+            settings = DoctorSettings(name=taken, role=role, run=name, nats_url=nats_server.url, state_dir=tmp_path)
+            found = await examined(settings)
+            assert named(found, "failed") == ["name"]
+            assert found["name"].found == f"{taken} is there already: {said}"
+
+
+async def test_members_of_another_protocol(link: NatsTransport, nats_server: Server, name: str, tmp_path: Path) -> None:
+    await create(link, name)
+    frame = messages._ENCODER.encode((messages.MAGIC, 2, "pulse", b"", b"", b"", b""))
+
+    async def pulse() -> None:
+        while True:
+            await link.publish(Subjects(name).pulse("newer"), frame)
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(pulse())
+    found = await examined(DoctorSettings(name="a", run=name, nats_url=nats_server.url, state_dir=tmp_path))
+    task.cancel()
+    assert found["members"].verdict == "warning"
+    assert "protocol version 2, expected 1; update the older member" in found["members"].found
+
+
+async def test_a_run_that_is_another_one(link: NatsTransport, nats_server: Server, name: str, tmp_path: Path) -> None:
+    run = await create(link, name)
+    shared: dict[str, Any] = {"nats_url": nats_server.url, "state_dir": tmp_path}
+    missing = await examined(DoctorSettings(name="a", run="nowhere", **shared))
+    assert (missing["run"].verdict, missing["memory"].verdict) == ("warning", "skipped")
+    assert "bucket DILOCO_nowhere: does not exist" in missing["run"].found
+    new = await examined(DoctorSettings(name="a", role="coordinator", run="nowhere", **shared))
+    assert new["run"].verdict == "ok"
+    elsewhere = await examined(DoctorSettings(name="a", run=name, region="us", **shared))
+    assert named(elsewhere, "failed") == ["run"]
+    assert "not a region of run" in elsewhere["run"].found
+    other = await examined(DoctorSettings(name="a", role="coordinator", run=name, settings=run_settings("diloco"), **shared))
+    assert named(other, "failed") == ["run"]
+
+    (tmp_path / "tapes").mkdir()
+    (tmp_path / "tapes" / "a.tape").write_bytes(Header(messages.run_id("another", run.settings.digest()), "a").pack())
+    foreign = await examined(DoctorSettings(name="a", run=name, **shared))
+    assert named(foreign, "failed") == ["state_dir"]
+    assert "tapes/a.tape belongs to another run" in foreign["state_dir"].found
+
+
+async def test_servers_that_are_none(tmp_path: Path) -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example ESMTP\r\n")
+        writer.close()
+
+    other = await asyncio.start_server(greet, "127.0.0.1", 0)
+    port = other.sockets[0].getsockname()[1]
+    settings = DoctorSettings(
+        name="syncer-0",
+        role="syncer",
+        nats_url=f"nats://127.0.0.1:{free_port()}",
+        nats_bulk_url=f"nats://127.0.0.1:{port}",
+        region="us",
+        region_urls={"eu": "nats://no-such-host.invalid:4222", "ap": "http://127.0.0.1:4222"},
+        state_dir=tmp_path,
+    )
+    found = await examined(settings)
+    other.close()
+    assert named(found, "failed") == ["control reach", "us server", "eu reach", "ap reach"]
+    assert "Connection refused" in found["control reach"].found
+    assert "no NATS server: it says b'220 mail.example ESMTP" in found["us server"].found
+    assert "the name 'no-such-host.invalid' is not resolved" in found["eu reach"].found
+    assert "not the address of a server" in found["ap reach"].found
+    assert found["run"].verdict == "skipped"
+    assert found["state_dir"].verdict == "ok"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], str]]:
+    """``start(configuration)``: the URL of a server with just that."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def make(text: str) -> str:
+        port, config = free_port(), tmp_path / "nats.conf"
+        config.write_text(f'listen: "127.0.0.1:{port}"\n{text}')
+        running.append(subprocess.Popen([find_binary(), "-c", config], stderr=subprocess.DEVNULL))
+        return f"127.0.0.1:{port}"
+
+    yield make
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+async def up(url: str) -> None:
+    """Wait until a server listens."""
+    host, port = url.split(":")
+    async with asyncio.timeout(START_S):
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.close()
+                return
+            await asyncio.sleep(0.02)
+
+
+async def test_a_server_without_jetstream(start: Callable[[str], str], tmp_path: Path) -> None:
+    url = start("")
+    await up(url)
+    found = await examined(DoctorSettings(name="a", nats_url=url, state_dir=tmp_path / "state"))
+    assert named(found, "failed") == ["nats server"]
+    assert found["nats server"].mend == "start it with -js, or put a jetstream block into its configuration"
+    assert found["nats storage"].verdict == "skipped"
+    assert found["nats link"].found.startswith("round trip ")  # what can be seen is looked at
+
+
+async def test_what_a_server_forbids(start: Callable[[str], str], name: str, tmp_path: Path) -> None:
+    subjects = Subjects(name)
+    forbidden = f'["{subjects.offer(0, "a")}", "$JS.API.STREAM.CREATE.>"]'
+    listening = f'["{subjects.pulse()}", "{subjects.mark}"]'
+    url = start(
+        f'jetstream {{ store_dir: "{tmp_path / "js"}" }}\n'
+        "authorization { users: [ { user: boss, password: b }, { user: a, password: a, permissions: {\n"
+        f"publish: {{ deny: {forbidden} }}, subscribe: {{ deny: {listening} }} }} }} ] }}\n"
+    )
+    await up(url)
+    boss = await NatsTransport.open(f"boss:b@{url}", f"boss:b@{url}", "boss", get_logger(), give_up_after_s=START_S)
+    await create(boss, name)
+    await boss.close()
+    found = await examined(DoctorSettings(name="a", run=name, nats_url=f"a:a@{url}", state_dir=tmp_path / "state"))
+    assert named(found, "failed") == ["nats permissions"]
+    said = found["nats permissions"].found
+    assert said == f"refused: to listen to {subjects.mark}, to write to {subjects.offer(0, 'a')}"
+    # who may not hear others, nor make streams, cannot know
+    assert named(found, "skipped") == ["identity", "metrics", "name", "nats room", "nats sync"]
+    wrong = await examined(DoctorSettings(name="a", run=name, nats_url=f"a:wrong@{url}", state_dir=tmp_path / "state"))
+    assert named(wrong, "failed") == ["nats login"]
+    assert "wrong" not in wrong["nats login"].found
+
+
+async def test_a_server_that_is_too_small(make_server: MakeServer, name: str, tmp_path: Path) -> None:
+    server = make_server(max_file_bytes=20_000_000)
+    transport = await NatsTransport.open(server.url, server.url, "test", get_logger(), give_up_after_s=START_S)
+    # two keyframes of 12 bytes a parameter with their records, and the next one: 5 x 768 kB; with the bucket 14 MB
+    await create(transport, name)
+    settings = DoctorSettings(name="a", run=name, nats_url=server.url, state_dir=tmp_path / "state")
+    assert (await examined(settings))["nats room"].verdict == "ok"
+    await transport.bulk.jetstream().delete_key_value(Subjects(name).bucket)
+    await create(transport, name, run_settings())
+    await transport.close()
+    found = await examined(settings)
+    assert named(found, "failed") == ["nats room"]
+    assert "insufficient storage" in found["nats room"].found
+
+
+async def test_a_link_between_regions(make_server: MakeServer, name: str, tmp_path: Path) -> None:
+    """A syncer of us: its own server is near, that of eu is behind 2 Mbit/s and a round trip of 40 ms."""
+    here, there = make_server(), make_server()
+    route = {"from": "us", "to": "eu", "listen": "127.0.0.1:0", "target": there.url.removeprefix("nats://"), "traffic": "bulk"}
+    conditions = {"rate_bits_per_s": RATE_BITS_PER_S, "delay_s": DELAY_S}
+    relay = Relay(checked({"defaults": conditions, "routes": [route]}, "test"), get_logger())
+    await relay.start()
+    transport = await NatsTransport.open(here.url, here.url, "test", get_logger(), give_up_after_s=START_S)
+    await create(transport, name, run_settings(overrides=QUICK | {"regions.names": ["us", "eu"]}))
+    settings = DoctorSettings(
+        name="syncer-us",
+        role="syncer",
+        run=name,
+        region="us",
+        nats_url=here.url,
+        region_urls={"eu": f"nats://{relay.addresses[0]}"},
+        state_dir=tmp_path / "state",
+    )
+    try:
+        found = await examined(settings, 1.0)
+        assert named(found, "failed") == []
+        round_trip, up, down = (
+            float(part.split()[-2]) for part in found["eu link"].found.replace(" there", "").replace(" back", "").split(", ")
+        )
+        assert 40 <= round_trip < 400
+        assert all(1.0 < rate <= 2.2 for rate in (up, down)), found["eu link"]
+        # entries of its half, 17,000 bytes, and the offers of two learners there, in 19.2 s
+        assert found["eu link"].needed == "0.00708 Mbit/s there, 0.0142 Mbit/s back, at 1 s a step"
+    finally:
+        await transport.close()
+        await relay.close()
+
+
+# ---- the command
+
+
+@dataclass(frozen=True)
+class _Point:
+    """Its entry point."""
+
+    name: str = "doctor"
+
+    def load(self) -> Callable[..., int]:
+        return doctor
+
+
+Diloco = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def diloco(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Diloco]:
+    """``diloco doctor ...`` in this process: its code, what it prints, and what it complains of."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "entry_points", lambda group: [_Point()])
+
+    def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
+        for variable, value in environment.items():
+            monkeypatch.setenv(f"DILOCO_{variable}", value)
+        monkeypatch.setattr(sys, "argv", ["diloco", "doctor", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        seen = capfd.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, seen.out, seen.err
+
+    yield run
+    observe.reset()
+
+
+def test_the_command(diloco: Diloco, nats_server: Server, tmp_path: Path) -> None:
+    (tmp_path / "learner.toml").write_text(
+        f'name = "learner-0"\nrun = "none-yet"\nnats_url = "{nats_server.url}"\ncheckpoint_s = 5\n'
+    )
+    code, out, err = diloco("--config", "learner.toml", "--role", "coordinator")
+    assert (code, err) == (0, "")
+    *checks, summary = out.splitlines()
+    assert {line.split()[0] for line in checks} <= {"ok", "warning", "skipped"}
+    assert " 0 failed" in summary
+    assert "ok      run              none-yet is not there yet; this coordinator will create it" in out
+    code, out, err = diloco("--config", "learner.toml", "--json", NATS_URL=f"nats://127.0.0.1:{free_port()}")
+    assert (code, err) == (1, "")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [check["name"] for check in found if check["verdict"] == "failed"] == ["nats reach"]
+    assert set(found[0]) == {"name", "verdict", "found", "needed", "mend"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "said"),
+    [
+        ([], {}, "diloco: environment: name = "),
+        ([], {"NAME": "a", "ROLL": "syncer"}, "diloco: environment: no setting DILOCO_ROLL (did you mean 'DILOCO_ROLE'?)"),
+        (["--step-s", "0"], {"NAME": "a"}, "diloco: --step-s 0: expected a number of seconds above 0"),
+        (["--config", "none.toml"], {}, "diloco: none.toml: cannot be read: No such file or directory"),
+    ],
+)
+def test_what_it_cannot_be_told(diloco: Diloco, arguments: list[str], environment: dict[str, str], said: str) -> None:
+    code, out, err = diloco(*arguments, **environment)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(said)

@@ -1,0 +1,80 @@
+"""``diloco runs``: what servers hold of runs, and removing it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import nats
+import pytest
+from tests.services.cluster import small, some_versions
+from tests.services.conftest import Launch
+
+from diloco import runs
+from diloco.errors import RunError
+from diloco.nats.server import Server
+
+
+async def test_a_run_is_listed_shown_and_removed_once_nobody_is_heard(
+    launch: Launch, nats_server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = nats_server.url
+    cluster = launch(small(tokens=10**9, log__archive=True))
+    await cluster.begin()
+    await some_versions(cluster, 1)
+
+    await asyncio.to_thread(runs.list_, url, json_=True)
+    listed = {run["run"]: run for run in json.loads(capsys.readouterr().out)}
+    seen = listed[cluster.name]
+    assert seen["state"] == "going on"
+    assert {"coordinator", "syncer-0", "syncer-1", "toy-0", "toy-1", "toy-2"} <= set(seen["members"])
+    streams = [f"DILOCO_{cluster.name}_{kind}" for kind in ("ARCHIVE", "LOG", "OFFERS")] + [f"KV_DILOCO_{cluster.name}"]
+    assert [part["stream"] for part in seen["streams"]] == streams
+    assert seen["created_s"] <= seen["last_s"]
+    with pytest.raises(RunError, match=r"is going on: .*toy-0.* heard; stop it first, or give --force"):
+        await asyncio.to_thread(runs.remove, cluster.name, url)
+
+    other = launch(small())
+    await other.create()
+    for toy in cluster.toys:
+        await asyncio.to_thread(toy.stop)
+    for service in cluster.services:
+        service.kill()
+    capsys.readouterr()
+    await asyncio.to_thread(runs.show, cluster.name, url)
+    shown = capsys.readouterr().out
+    assert f"run {cluster.name}: stopped after" in shown
+    assert "members heard: nobody" in shown
+    await asyncio.to_thread(runs.remove, cluster.name, url)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in said] == streams  # the bucket last
+    with pytest.raises(RunError, match="nothing of it is at"):
+        await asyncio.to_thread(runs.remove, cluster.name, url)
+    await asyncio.to_thread(runs.list_, url)
+    left = capsys.readouterr().out
+    assert cluster.name not in left
+    assert f"{other.name}" in left  # untouched
+    assert "not begun" in left
+
+
+async def test_what_is_left_of_a_run_without_its_bucket_can_be_seen_and_removed(
+    launch: Launch, nats_server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = launch(small())
+    await cluster.create()
+    link = await nats.connect(nats_server.url)
+    await link.jetstream().delete_stream(f"KV_DILOCO_{cluster.name}")
+    await link.close()
+    await asyncio.to_thread(runs.show, cluster.name, nats_server.url, json_=True)
+    assert json.loads(capsys.readouterr().out)["state"] == "partial: it has no bucket"
+    await asyncio.to_thread(runs.remove, cluster.name, nats_server.url)
+    with pytest.raises(RunError, match="nothing of it"):
+        await asyncio.to_thread(runs.show, cluster.name, nats_server.url)
+
+
+async def test_of_a_run_with_regions_every_server_is_to_be_named(launch: Launch, nats_server: Server) -> None:
+    cluster = launch(small(shards=2, regions__names=["us", "eu"]))
+    await cluster.create()
+    with pytest.raises(RunError, match="has the regions us, eu: give the server of each with --bulk"):
+        await asyncio.to_thread(runs.remove, cluster.name, nats_server.url)
+    await asyncio.to_thread(runs.remove, cluster.name, nats_server.url, [nats_server.url])
