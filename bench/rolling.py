@@ -30,7 +30,7 @@ from typing import Any
 
 import script
 
-from diloco import membership
+from diloco import membership, observe
 from diloco.errors import DilocoError, MessageError
 from diloco.nats.server import free_ports
 from diloco.nats.transport import NatsTransport
@@ -179,11 +179,13 @@ async def measure() -> dict[str, Any]:
             await asyncio.sleep(0.5)
         began_s, tokens, lost, versions = time.monotonic(), watch.tokens(), watch.lost_tokens(), sum(watch.newest.values())
         watch.quorate.clear()
-        took_s = {}
+        took_s, lost_by = {}, {}
         for service in ORDER:
             for container in project.containers(service):
-                took_s[container.removeprefix(f"{project.name}-")] = await project.restart(container, service)
-                print(f"{container}: ready after {took_s[container.removeprefix(f'{project.name}-')]:.1f} s", file=sys.stderr)
+                name, before = container.removeprefix(f"{project.name}-"), watch.lost_tokens()
+                took_s[name] = await project.restart(container, service)
+                lost_by[name] = watch.lost_tokens() - before
+                print(f"{name}: ready after {took_s[name]:.1f} s, lost {lost_by[name]:.0f} tokens", file=sys.stderr)
         wall_s = time.monotonic() - began_s
         quorate = dict(watch.quorate)
         end_s = time.monotonic() + DEADLINE_S
@@ -203,6 +205,7 @@ async def measure() -> dict[str, Any]:
         "restarts": len(took_s),
         "wall_s": wall_s,
         "took_s": took_s,
+        "lost_by": lost_by,
         "versions": sum(watch.newest.values()) - versions,
         "rounds_with_quorum": len(quorate),
         "rounds_made_by_another_owner": elsewhere,
@@ -227,6 +230,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> int:
     arguments: argparse.Namespace = script.parser(__doc__).parse_args()
+    observe.configure("rolling", "", level="error")  # that its own connections are lost is what it is for
     result = asyncio.run(measure())
     script.print_result(result, arguments, show)
     return int(result["rounds_lost"] > 0 or result["steps_lost"] > MOST_LOST)

@@ -77,7 +77,11 @@ def test_a_state_directory_that_cannot_be_written_is_named(monkeypatch: pytest.M
 
 def test_a_number_counts_only_if_there_is_an_identity_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DILOCO_IDENTITY", str(tmp_path / "{name}.identity"))
-    with pytest.raises(DilocoError, match=r"all names with an identity \(.*\{name\}.identity\) are taken"):
+    with pytest.raises(
+        SettingsError, match=r"\{name\}.identity: there is none for name = 'syncer-us-\*': make it with 'diloco"
+    ):
         parse_settings(SyncerSettings, "test")
     (tmp_path / "syncer-us-3.identity").touch()
     assert parse_settings(SyncerSettings, "test").name == "syncer-us-3"
+    with pytest.raises(DilocoError, match=r"all names with an identity \(.*\{name\}.identity\) are taken"):
+        parse_settings(SyncerSettings, "test")  # this process holds it

@@ -8,12 +8,12 @@ import contextlib
 import fcntl
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from diloco import membership, observe, volume
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, SettingsError
 from diloco.identity import Role, identity_file, of_service
 from diloco.membership import Run
 from diloco.nats.transport import NatsTransport
@@ -52,17 +52,18 @@ def named(settings: S) -> S:
     lock is held as long as this process lives, frozen or not.
 
     Raises:
+        SettingsError: there are identities, and none of them is of such a name, or they cannot be seen.
         DilocoError: the state directory cannot be written, or all numbers are taken.
     """
     if not settings.name.endswith("*"):
         return settings
+    names = [f"{settings.name[:-1]}{number}" for number in range(MAX_NUMBERS)]
+    if settings.identity is not None:
+        names = _with_identity(names, settings.identity, settings.name)
     folder = settings.state_dir / "names"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for number in range(MAX_NUMBERS):
-            name = f"{settings.name[:-1]}{number}"
-            if settings.identity is not None and not identity_file(settings.identity, name).exists():
-                continue
+        for name in names:
             lock = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,6 +73,17 @@ def named(settings: S) -> S:
         raise DilocoError(f"name = {settings.name!r}: {folder} cannot be written: {error.strerror}") from None
     taken = f"all {MAX_NUMBERS} numbers" if settings.identity is None else f"all names with an identity ({settings.identity})"
     raise DilocoError(f"name = {settings.name!r}: {taken} are taken by processes that share {folder}")
+
+
+def _with_identity(names: Sequence[str], path: str, pattern: str) -> list[str]:
+    """Those of the names that there is an identity of."""
+    try:
+        found = [name for name in names if identity_file(path, name).exists()]
+    except OSError as error:
+        raise SettingsError(f"identity {path}: cannot be read by the user of this service: {error.strerror}") from None
+    if not found:
+        raise SettingsError(f"identity {path}: there is none for name = {pattern!r}: make it with 'diloco keys add'")
+    return found
 
 
 async def connect(settings: ServiceSettings, role: Role, log: Logger) -> NatsTransport:

@@ -267,6 +267,8 @@ async def _unfit(client: Client) -> tuple[str, bool] | None:
     try:
         await client.jetstream(timeout=JETSTREAM_TIMEOUT_S).account_info()
     except (nats.js.errors.ServiceUnavailableError, nats.errors.NoRespondersError, nats.js.errors.NotFoundError):
+        if client._server_info.get("jetstream"):  # its configuration has it, so the server, or its cluster, is still starting
+            return "JetStream is not there yet, or not for the account of this identity", True
         return "JetStream is not enabled; start nats-server with -js, or put `jetstream {}` into its configuration", False
     except (nats.errors.Error, TimeoutError) as error:
         return f"JetStream does not answer: {str(error) or type(error).__name__}", True
