@@ -266,9 +266,9 @@ def test_nobody_but_a_learner_writes_offers_and_nobody_but_a_syncer_versions() -
     assert "diloco.r.keyframe.*.head" not in permissions(Who("a", "learner"), "r", (), ()).publish
     assert not [subject for subjects in everything.values() for subject in subjects if subject.startswith(("$SYS", ">", "*"))]
     unbound = {s for subjects in everything.values() for s in subjects if s.startswith("$JS") and "_r" not in s}
-    assert unbound == {"$JS.API.INFO", "$JS.API.STREAM.LIST", "$JS.API.STREAM.NAMES"}
+    assert unbound == {"$JS.API.INFO", "$JS.API.STREAM.LIST"}
     for role in roles:  # names of other runs are an operator's to see
-        assert ("$JS.API.STREAM.NAMES" in everything[role]) == (role == "operator")
+        assert ("$JS.API.STREAM.LIST" in everything[role]) == (role == "operator")
 
 
 def test_what_leads_from_members_to_the_streams_is_what_some_member_may_do() -> None:

@@ -58,6 +58,8 @@ from diloco.core.changes import Changes, Quarantine, Set, in_force
 from diloco.core.fragments import TensorSpec, build_map, unpack_map
 from diloco.core.leases import Lease, Shares
 from diloco.core.ownership import OwnersTable
+from diloco.doctor import machine
+from diloco.doctor import server as doctor
 from diloco.errors import (
     BrokerError,
     ChainError,
@@ -453,6 +455,26 @@ def _(data: bytes) -> None:
 @decoder("membership.check_protocol", _json({"protocol": 1, "software": "0.1.0"}), RunError)
 def _(data: bytes) -> None:
     now(membership.check_protocol(run_with(data).registry, "run"))
+
+
+INFO = {"version": "2.15.1", "max_payload": 1048576, "jetstream": True, "tls_required": True}
+
+
+@decoder("doctor.told", _json(INFO).map(lambda info: b"INFO " + info + b"\r\n"), BrokerError)
+def _(data: bytes) -> None:
+    doctor.told(data)
+
+
+@decoder("doctor.answered", _json({"ts": "2026-11-22T08:00:00.123456789Z", "state": {"bytes": 1}}), BrokerError)
+def _(data: bytes) -> None:
+    answer = doctor.answered(data, "INFO")
+    doctor.time_of(answer)
+    doctor.number(answer, "state", "bytes")
+
+
+@decoder("doctor.foreign_files", sources(just(tape.Header(RUN, "a").pack())))
+def _(data: bytes) -> None:
+    assert machine.foreign_files(file(data, "state/tapes/a.tape").parents[1], RUN) in ([], ["tapes/a.tape"])
 
 
 @decoder("volume.claim", _json({"format": 1, "run": "run", "software": "0.1.0"}), RunError)

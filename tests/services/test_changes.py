@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tests.services.cluster import Cluster, check_accounts, small, some_versions
@@ -17,7 +18,7 @@ from tests.services.toy import LEARNING_RATE, SAMPLES, Toy, Vector
 
 from diloco import operate, outside, replay, verify
 from diloco.core.schedule import Moment
-from diloco.errors import BrokerError, EjectedError, RunError, SettingsError
+from diloco.errors import BrokerError, ChainError, EjectedError, RunError, SettingsError
 from diloco.member import Reader
 from diloco.rundir import RunDirectory
 from diloco.transport import Heard
@@ -271,3 +272,22 @@ async def test_a_learner_whose_gradients_are_outliers_is_quarantined_until_it_is
     check_accounts(await cluster.finished_pulses(), folded)
     verdict = await verify.check(path)
     assert verdict.holds, verdict
+
+
+async def test_a_list_that_makes_no_sense_changes_nothing(launch: Launch) -> None:
+    cluster = launch(small(tokens=LONG))
+    path = directory_of(cluster)
+    await cluster.begin(coordinator=False)
+    await change(path, "round.steps=4")
+    async with outside.reached(path) as reached:
+        forged = [msgspec.msgpack.encode((1, bytes(32), 0.0, "eve", "", ("tokens", 1)))]  # the first names no run
+        await reached.run.registry.put("changes", msgspec.msgpack.encode(forged))
+        await reached.transport.publish(cluster.subjects.changed, b"")
+    services = ["syncer-0", "syncer-1", "toy-0", "toy-1", "toy-2"]
+    await cluster.until(lambda: all(cluster.events("changes_refused", name) for name in services), "all refuse it")
+    await some_versions(cluster, 2)  # and go on, as before
+    assert all(len(cluster.events("changes_refused", name)) == 1 for name in services)
+    with pytest.raises(ChainError, match="change 1: expected number 1 after"):
+        await change(path, "round.steps=5")
+    verdict = await verify.check(path)
+    assert {check.name: check.state for check in verdict.checks}["changes"] == "fails"

@@ -17,13 +17,16 @@ from typing import Any
 
 import pytest
 from tests.conftest import MakeServer
+from tests.services.secured import make_keys, put
 
 from diloco import cli, membership, observe
+from diloco.core.changes import Action, Eject, Set
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.core.tape import Header
-from diloco.doctor.check import Check
+from diloco.doctor.check import Check, Role
 from diloco.doctor.command import doctor
 from diloco.doctor.examination import DoctorSettings, Examination
+from diloco.identity import load
 from diloco.membership import Run
 from diloco.nats.server import Server, find_binary, free_port
 from diloco.nats.transport import NatsTransport
@@ -34,6 +37,8 @@ from diloco.wan.relay import Relay
 from diloco.wire import messages
 from diloco.wire.messages import Pulse, ShardPulse
 from diloco.wire.subjects import Subjects
+from diloco_coordinator.keys.folder import Folder
+from diloco_coordinator.keys.permissions import Who
 
 START_S = 20.0
 RATE_BITS_PER_S, DELAY_S = 2e6, 0.02
@@ -305,6 +310,103 @@ async def test_a_link_between_regions(make_server: MakeServer, name: str, tmp_pa
     finally:
         await transport.close()
         await relay.close()
+
+
+# ---- with identities
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A server that lets nobody in without an identity of ``keys``, and a run at it, which has changed a little."""
+
+    url: str
+    keys: Folder
+
+    def settings(self, name: str, role: Role, tmp_path: Path, **changes: Any) -> DoctorSettings:
+        values = {"nats_url": self.url, "run": "demo", "identity": str(self.keys.path / "identities" / "{name}.identity")}
+        return DoctorSettings(name=name, role=role, state_dir=tmp_path / "state", **(values | changes))
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    path = tmp_path_factory.mktemp("guarded")
+    services = [Who("coordinator", "coordinator"), Who("syncer-0", "syncer"), Who("evaluator", "evaluator")]
+    members = [Who("a", "learner", None, founder=True), Who("b", "learner"), Who("me", "operator")]
+    keys = make_keys(path / "keys", "demo", [*services, *members])
+    server = Server(path / "server", keys=keys.server_folder("nats"))
+    server.start()
+    asyncio.run(begin(server, keys))
+    yield Guarded(server.url, keys)
+    server.kill()
+
+
+async def begin(server: Server, keys: Folder) -> None:
+    """Make the run, each by whom it has to be made."""
+
+    async def connected(name: str) -> NatsTransport:
+        return await NatsTransport.open(server.url, server.url, name, get_logger(), START_S, load(keys.identity_file(name)))
+
+    coordinator, founder, operator = [await connected(name) for name in ("coordinator", "a", "me")]
+    made = await membership.create(coordinator, "demo", run_settings(overrides=QUICK))
+    await (await founder.bucket(Subjects("demo").bucket, create=False)).create("map", MAP.pack())
+    run = Run("demo", made.settings, await operator.bucket(Subjects("demo").bucket, create=False))
+    actions: list[Action] = [Eject("b"), Set("round.overlap_steps", 3.0)]
+    await membership.append_changes(run, lambda _: actions, at_s=0.0, author="me")
+    for transport in (coordinator, founder, operator):
+        await transport.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "unknown"),
+    [
+        ("a", "learner", ["name"]),
+        ("evaluator", "evaluator", ["name"]),
+        ("syncer-0", "syncer", []),
+        ("coordinator", "coordinator", []),
+    ],
+)
+async def test_services_with_their_identities(
+    guarded: Guarded, name: str, role: Role, unknown: list[str], tmp_path: Path
+) -> None:
+    settings = guarded.settings(name, role, tmp_path, settings=run_settings(overrides=QUICK))
+    found = [check async for check in Examination(settings, None, 1.0).checks()]
+    by_name = {check.name: check for check in found}
+    assert named(by_name, "failed") == [], by_name
+    assert [check for check in named(by_name, "skipped") if check != "metrics"] == [*unknown, "nats room", "nats sync"]
+    assert by_name["nats tls"].verdict == "warning"  # its certificate is made for an hour
+    assert by_name["nats link"].found.count("Mbit/s") == 2
+    assert by_name["nats round"].needed == "3 s (round.overlap_steps of 1 s)"  # as it was changed
+    given = Examination(settings.model_copy(update={"role": "syncer"}), None, 1.0)
+    assert (await anext(given.checks())).verdict == "warning"  # whose role is the identity's
+    assert given.role == role
+
+
+async def test_a_learner_that_was_ejected(guarded: Guarded, tmp_path: Path) -> None:
+    found = await examined(guarded.settings("b", "learner", tmp_path))
+    assert named(found, "failed") == ["run"]
+    assert found["run"].found == "demo: b was ejected, or quarantined"
+
+
+async def test_identities_that_are_none(guarded: Guarded, nats_server: Server, tmp_path: Path) -> None:
+    stolen = tmp_path / "a.identity"
+    stolen.write_bytes(guarded.keys.identity_file("a").read_bytes())
+    stolen.chmod(0o644)
+    other = make_keys(tmp_path / "other", "demo", [Who("a", "learner")])
+    put(guarded.keys, Who("newer", "learner"))  # the server has not been told
+    port = guarded.url.rpartition(":")[2]
+    for changes, failed, said in (
+        ({"identity": str(stolen)}, ["identity"], "mode is 0644"),
+        ({"run": "another"}, ["identity"], "is for run 'demo', not 'another'"),
+        ({"identity": str(tmp_path / "none")}, ["identity"], "cannot be read: No such file"),
+        ({"identity": str(other.identity_file("a"))}, ["nats tls"], "certificate is not accepted: "),
+        ({"nats_url": f"nats://localhost:{port}"}, ["nats tls"], "Hostname mismatch"),
+        ({"nats_url": nats_server.url}, ["nats tls"], "offers no TLS"),
+        ({"name": "newer"}, ["nats login"], "the server does not know the identity"),
+        ({"identity": None}, ["nats login"], "set an identity"),
+    ):
+        found = await examined(guarded.settings("a", "learner", tmp_path).model_copy(update=changes))
+        assert named(found, "failed") == failed, (changes, found)
+        assert said in found[failed[0]].found, (changes, found[failed[0]])
 
 
 # ---- the command

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from collections import Counter
 from typing import Any
 
 from tests.services.apart import REGIONS, Region, apart, demand_one_log
-from tests.services.cluster import check_accounts
+from tests.services.cluster import check_accounts, some_versions
 from tests.services.conftest import Regions
 from tests.services.toy import SAMPLES
 
-from diloco import verify
+from diloco import operate, verify
+from diloco.errors import EjectedError, SettingsError
 from diloco.nats.transport import NatsTransport
 from diloco.observe import get_logger
 from diloco.wire import messages
@@ -94,6 +97,30 @@ async def test_combined_offers_that_cannot_be_are_refused_and_never_merged(regio
     pulses, read = await run.finished_pulses(), await run.read("us")
     check_accounts(pulses, read)
     assert {m.learner for log in read for r in log.versions for m in r.members} == {"toy-0", "toy-1", "toy-2"}
+
+
+async def test_who_is_ejected_is_in_no_combined_offer_any_more_and_nobody_waits_for_it(regions: Regions) -> None:
+    run = await regions(apart(learners=6, tokens=10**9, round__quorum="all", **MERGED))
+    await run.begin()
+    await some_versions(run)
+    run.save()
+    ejected = run.toys.pop()
+
+    await asyncio.to_thread(operate.eject, run.directory, ejected.name)
+    await run.until(lambda: isinstance(ejected.failure, EjectedError), "it ends")
+    left = [toy.name for toy in run.toys]
+    await some_versions(run, of=left)  # everybody is waited for, in each region and by the owner
+    settled = run.pulses[left[0]][-1].versions
+    await some_versions(run, of=left)
+    for steps in (40, 160, 640):
+        with contextlib.suppress(SettingsError):  # the run was faster
+            await asyncio.to_thread(operate.set_, run.directory, [f"tokens={run.tokens() + steps * 6 * SAMPLES}"])
+            break
+    await run.ended()
+
+    for log in await run.read("us"):
+        merged = [any(m.learner == ejected.name for m in record.members) for record in log.versions]
+        assert (any(merged[: settled[log.index]]), any(merged[settled[log.index] :])) == (True, False)
 
 
 def forged(learner: str, **changes: Any) -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,13 @@ from tests.services.test_verify import redo
 from tests.services.toy import SAMPLES, Regression, Toy
 
 from diloco import outside, rollback, verify
+from diloco.core.chain import Chain
+from diloco.core.changes import Effective
 from diloco.errors import RunError
 from diloco.membership import Run
 from diloco.rundir import RunDirectory
 from diloco.settings import RunSettings
+from diloco.wire.messages import RolledBack
 
 WAITS: dict[str, Any] = {"round__learners_wait": True, "round__quorum": "all"}  # so that the pace makes no difference
 
@@ -163,6 +167,7 @@ async def test_owners_that_die_or_freeze_over_an_order_leave_it_to_others_who_ca
     assert {entry.syncer for log in folded for entry in log.entries if entry.rolled_back} == set(standbys)
 
 
+@pytest.mark.slow
 async def test_a_learner_that_was_away_goes_on_from_where_the_run_went_and_not_from_what_it_had_saved(launch: Launch) -> None:
     cluster = launch(settings(steps=150, round__quorum=2))
     cluster.toy(0)
@@ -210,10 +215,46 @@ async def test_what_cannot_be_gone_back_to_is_refused_before_anything_is_ordered
         await go_back(cluster, 5)
 
 
+def seen_of(path: Path, settings: RunSettings, *, live: bool = True) -> outside.Outside:
+    """A run of which nothing but its settings is to be looked at."""
+    directory = RunDirectory(path, "run", "nats://127.0.0.1:1", None, settings)
+    return outside.Outside(directory, None, Run("run", settings, None), None, None, None, b"", live)  # type: ignore[arg-type]
+
+
+def chain(fragment: int, version: int, **changes: Any) -> Chain:
+    return Chain(fragment, version, 1, bytes(32), 0, bytes(32), **changes)
+
+
+@pytest.mark.parametrize(
+    ("chains", "version", "orders", "reason"),
+    [
+        ([chain(0, 5), chain(1, 7)], 7, {}, "nothing is beyond version 7; its fragments are at 5 to 7"),
+        ([chain(0, 5), chain(1, 7, closed=True)], 4, {}, "the logs of 1 of its 2 fragments are closed; .* --resume-at 4$"),
+        # fragment 0 would go on beyond 4 as soon as its owner came to its order
+        (
+            [chain(0, 5), chain(1, 7)],
+            6,
+            {0: (3, 4)},
+            "change 3 takes fragments 0 back to version 4, and is not carried out yet",
+        ),
+        ([chain(0, 5, rolled_back=RolledBack(9, 2, 4))], 4, {}, "has carried out change 9, and there are 3 changes"),
+        ([chain(0, 5), chain(1, 7)], 4, {0: (3, 2)}, ""),  # this one takes its place
+        ([chain(0, 5, rolled_back=RolledBack(3, 2, 4)), chain(1, 7)], 6, {0: (3, 2)}, ""),
+    ],
+)
+def test_what_is_refused_by_what_is_known(
+    chains: list[Chain], version: int, orders: dict[int, tuple[int, int]], reason: str, tmp_path: Path
+) -> None:
+    seen = seen_of(tmp_path, settings())
+    now = Effective(seen.run.settings, 3, rollbacks=orders)
+    beyond = [chain for chain in chains if chain.version > version]
+    with pytest.raises(RunError, match=reason) if reason else contextlib.nullcontext():
+        rollback._check(seen, version, now, chains, beyond)
+
+
 async def test_where_a_run_cannot_go_back_it_is_told_another_way(tmp_path: Path) -> None:
     def refused(settings: RunSettings, *, live: bool) -> str:
-        directory = RunDirectory(tmp_path, "run", "nats://127.0.0.1:1", None, settings)
-        seen = outside.Outside(directory, None, Run("run", settings, None), None, None, None, b"", live)  # type: ignore[arg-type]
+        seen = seen_of(tmp_path, settings, live=live)
         with pytest.raises(RunError) as error:
             asyncio.run(rollback.order(seen, 3, "", print))
         return str(error.value)

@@ -169,7 +169,12 @@ FORBIDDEN: dict[str, list[str]] = {
         *OTHERS_OFFERS[1:],
         NAMES.round(0),
     ],
-    "operator": [*(NOBODYS + OFFERED + VERSIONS + SIGNS), NAMES.round(0), NAMES.coordinator, *OTHERS_OFFERS[1:]],
+    "operator": [
+        *(["$JS.API.STREAM.NAMES", *NOBODYS, *OFFERED, *VERSIONS, *SIGNS]),
+        NAMES.round(0),
+        NAMES.coordinator,
+        *OTHERS_OFFERS[1:],
+    ],
     "test": [*(NOBODYS + STREAMS + OFFERED + VERSIONS + SIGNS + OTHERS_OFFERS + DECIDING), f"$KV.{NAMES.bucket}.shares"],
 }
 
@@ -226,6 +231,13 @@ async def test_what_is_ones_own_is_allowed(run: Guest, guarded: Server, keys: Fo
         assert found is not None
         assert (found.subject, found.data) == (own, b"offer")
         assert learner.told == ""
+
+
+async def test_an_operator_sees_what_there_is(run: Guest, guarded: Server, keys: Folder) -> None:
+    async with guest(guarded, keys, "operator") as operator:
+        found = {stream["config"]["name"] for stream in await streams.listed(operator.link)}
+        assert found == {LOG, OFFERS, STORE}
+        assert operator.told == ""
 
 
 # ---- what a server could be made to do for one who may not

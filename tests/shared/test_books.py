@@ -56,6 +56,11 @@ def version_record(version: int, *members: Member) -> Record:
     )
 
 
+def rollback_record(version: int, to_version: int) -> Record:
+    back = RolledBack(1, to_version, version)
+    return msgspec.structs.replace(version_record(version), entry="rollback", rolled_back=back)
+
+
 def member_of(offer: Outstanding, learner: str = "ann") -> Member:
     return Member(
         learner,
@@ -347,6 +352,8 @@ STEP = st.tuples(st.just("step"), st.integers(1, 50), st.integers(-20, 20), st.i
 OFFER = st.tuples(st.just("offer"))
 VERSION = st.tuples(st.just("version"), st.sampled_from(["regular", "late", "none"]), st.integers(-20, 20))
 SCHEDULES = st.lists(st.one_of(STEP, OFFER, VERSION), max_size=40)
+ROLLBACK = st.tuples(st.just("rollback"))
+WITH_ROLLBACKS = st.lists(st.one_of(STEP, OFFER, VERSION, ROLLBACK), max_size=40)
 
 
 def mergeable(ann: Learner, which: str) -> Outstanding | None:
@@ -366,6 +373,9 @@ def play(ann: Learner, schedule: list[Any], *bits: Bits) -> None:
             ann.step(*values)
         elif kind == "offer":
             ann.offer(next(turns))
+        elif kind == "rollback":
+            ann.take(ann.books.apply(rollback_record(ann.books.base_version + 1, 0), vector(3, -3)))
+            assert (ann.value.tolist(), ann.books.tokens, ann.books.outstanding) == ([3, -3], 0, [])
         else:
             which, shift = values
             ann.version(ann.books.base + vector(shift, -shift), mergeable(ann, which))
@@ -377,12 +387,12 @@ def play(ann: Learner, schedule: list[Any], *bits: Bits) -> None:
         assert ann.books.steps >= 0
 
 
-@given(SCHEDULES, st.sampled_from([0, 0.25, 0.3, 0.5, 1]), st.sampled_from([0, 0.5, 0.7, 1]), st.integers(1, 3))
+@given(WITH_ROLLBACKS, st.sampled_from([0, 0.25, 0.3, 0.5, 1]), st.sampled_from([0, 0.5, 0.7, 1]), st.integers(1, 3))
 def test_every_token_is_merged_or_lost_or_in_the_books(schedule: list[Any], overlap: float, late: float, most: int) -> None:
     play(learner(overlap, late, most), schedule, 32)
 
 
-@given(SCHEDULES, st.sampled_from([0, 1]), st.sampled_from([0, 1]), st.integers(1, 3))
+@given(WITH_ROLLBACKS, st.sampled_from([0, 1]), st.sampled_from([0, 1]), st.integers(1, 3))
 def test_every_batch_is_merged_or_lost_or_in_the_books(schedule: list[Any], overlap: float, late: float, most: int) -> None:
     ann = learner(overlap, late, most)
     for i in range(len(schedule)):
@@ -551,11 +561,6 @@ def test_a_value_that_is_not_finite_is_never_offered(wrong: float) -> None:
     with pytest.raises(NonFiniteError):
         ann.offer(4)
     assert ann.books.dump()[0] == before
-
-
-def rollback_record(version: int, to_version: int) -> Record:
-    back = RolledBack(1, to_version, version)
-    return msgspec.structs.replace(version_record(version), entry="rollback", rolled_back=back)
 
 
 @pytest.mark.parametrize("carry", [{}, {"overlap": 1, "late": 0.5}])

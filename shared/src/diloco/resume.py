@@ -183,9 +183,7 @@ class _Stored:
 
     messages: list[int] = field(default_factory=list)  # of entries, parts included
     versions: list[tuple[int, int]] = field(default_factory=list)  # sequence and version, where an entry made one
-    rollbacks: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # sequence of an entry or keyframe, change carried out by then
+    rollbacks: list[tuple[int, int]] = field(default_factory=list)  # sequence of an entry, and change carried out with it
     keyframes: list[tuple[int, str, Keyframe]] = field(default_factory=list)  # sequence and attempt of its parts
     parts: list[tuple[int, str]] = field(default_factory=list)  # of keyframes: sequence and attempt
 

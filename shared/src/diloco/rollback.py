@@ -101,7 +101,9 @@ async def order(seen: Outside, version: int, reason: str, say: Callable[[str], o
 
 def _check(seen: Outside, version: int, now: Effective, chains: Sequence[Chain], beyond: Sequence[Chain]) -> None:
     name = seen.run.name
-    pending = [c.fragment for c in chains if c.must_go_back(*now.rollbacks.get(c.fragment, (0, 0)))]
+    # this order would take the place of an earlier one, but for the fragments that it does not name
+    others = [chain for chain in chains if chain.version <= version]
+    pending = [c.fragment for c in others if c.must_go_back(*now.rollbacks.get(c.fragment, (0, 0)))]
     if pending:
         number, to_version = now.rollbacks[pending[0]]
         raise RunError(

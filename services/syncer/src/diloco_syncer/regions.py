@@ -72,6 +72,11 @@ class Regions:
         return self._logs[self.own]
 
     @property
+    def others(self) -> list[Log]:
+        """The logs of the other regions that can be reached."""
+        return [log for region, log in self._logs.items() if region != self.own and log.transport.connected]
+
+    @property
     def commits(self) -> bool:
         """Whether a version could be committed from here: the own region stores it, and with it a majority can be reached."""
         reached = {region for region, log in self._logs.items() if log.transport.connected}

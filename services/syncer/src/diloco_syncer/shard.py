@@ -21,6 +21,7 @@ from diloco.core import fold, merging
 from diloco.core import tape as events
 from diloco.core.bandwidth import Bandwidth, Seen
 from diloco.core.changes import Effective, Quarantine
+from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap
 from diloco.core.outliers import Outlier, norm_of
 from diloco.core.ownership import Ownership, OwnersTable
@@ -752,7 +753,7 @@ class Shard:
         """Take a fragment back to an earlier version, as a version of its own that everybody folds like any other."""
         index = owned.fragment.index
         try:
-            past = await patiently(partial(self.store.state_at, index, version, *self._copies.genesis), self.log)
+            past = await self._state_at(index, version)
             record, inline, parts = await asyncio.to_thread(
                 merging.make_rollback,
                 owned.replica,
@@ -783,6 +784,20 @@ class Shard:
         finally:
             owned.busy = False
             self._news.set()
+
+    async def _state_at(self, index: int, version: int) -> Replica:
+        """What a fragment was at a version, from the own region's log, or another one's, which may go back further.
+
+        Raises:
+            RunError: none of them has it.
+        """
+        try:
+            return await patiently(partial(self.store.state_at, index, version, *self._copies.genesis), self.log)
+        except RunError:
+            for log in self.regions.others if self.regions is not None else ():
+                with contextlib.suppress(RunError, BrokerError):
+                    return await log.state_at(index, version, *self._copies.genesis)
+            raise
 
     def _merge(self, owned: Owned, merge: Merge) -> tuple[Record, bytes, list[bytes]]:
         """Runs in a thread: nobody else touches the fragment while it is busy."""

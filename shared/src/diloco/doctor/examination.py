@@ -14,6 +14,7 @@ from typing import Any, cast, get_args
 import nats.errors
 
 from diloco import __version__, identity, membership, service, volume
+from diloco.core.changes import in_force
 from diloco.core.fragments import FragmentMap, unpack_map
 from diloco.doctor import deeds, machine, needs, server, verdicts
 from diloco.doctor.check import Check, Role, skipped
@@ -137,7 +138,7 @@ class Examination:
             yield (
                 skipped("memory", "this system does not say how much there is")
                 if available is None
-                else verdicts.memory(self.role, run.settings, model, available)
+                else verdicts.memory(self.role, run.now.settings, model, available)
             )
         path = self.settings.state_dir.absolute()
         try:
@@ -244,7 +245,7 @@ class Examination:
         """By stream; None: not known yet."""
         if self._run is None or self._map is None:
             return None
-        needed = needs.storage_bytes(self._run.settings, self._map.parameters) if place.bulk else {}
+        needed = needs.storage_bytes(self._run.now.settings, self._map.parameters) if place.bulk else {}
         return needed | ({"bucket": needs.CONTROL_BYTES} if place.control else {})
 
     async def _storage(self, opened: _Open) -> Check:
@@ -286,9 +287,9 @@ class Examination:
     async def _link(self, opened: _Open) -> list[Check]:
         place, client = opened.place, opened.transport.bulk
         if not place.bulk:
-            return [verdicts.signs(place.name, await server.round_trip(client), self._run.settings if self._run else None)]
+            return [verdicts.signs(place.name, await server.round_trip(client), self._run.now.settings if self._run else None)]
         speed = await server.speed(client, opened.listener, client.new_inbox)
-        settings = self._run.settings if self._run else None
+        settings = self._run.now.settings if self._run else None
         return verdicts.link(place.name, self.role, speed, settings, self._model, self.step_s, far=place.far)
 
     # ---- the run
@@ -319,13 +320,17 @@ class Examination:
             await membership.check_protocol(registry, name)
             settings = parse(RunSettings, membership.settings_of(name, stored[0]), f"run {name!r}")
             check_region(self.settings.region, settings.regions.names, name)
-            self._run = Run(name, settings, registry)
+            found = Run(name, settings, registry)
+            found.now = in_force(settings, (await membership.changes(found))[0].records)
+            self._run = found
             stored_map = await registry.get("map")
             self._map = None if stored_map is None else unpack_map(stored_map[0])
         except BrokerError:
             raise
         except DilocoError as error:
             return Check("run", "failed", str(error), "", "is this the run that is meant? Else update the older service")
+        if self.role == "learner" and self.settings.name in self._run.now.barred:
+            return verdicts.barred(name, self.settings.name)
         if self.role == "coordinator":
             own, there = self.settings.settings.model_dump(), settings.model_dump()
             difference = membership.first_difference(own, there)
@@ -337,7 +342,7 @@ class Examination:
 
     async def _listen(self, control: _Open) -> list[Check]:
         assert self._run is not None
-        liveness = self._run.settings.liveness
+        liveness = self._run.now.settings.liveness
         listen_s = min(max(PULSES * max(liveness.pulse_s, liveness.takeover_s / 6), LISTEN_S[0]), LISTEN_S[1])
         ear = server.Ear(self._run.identity, self.settings.name)
         own = {"syncer": self.subjects.shard(), "coordinator": self.subjects.coordinator}.get(self.role, self.subjects.pulse())

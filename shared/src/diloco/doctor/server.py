@@ -129,8 +129,8 @@ def first_word(url: str) -> Told:
     Raises:
         BrokerError: it is no NATS server, or is gone.
     """
-    with _spoken_to(url) as (_, told):
-        return told
+    with _spoken_to(url) as (_, said):
+        return said
 
 
 def certificate_ends(url: str, tls: ssl.SSLContext) -> datetime:
@@ -139,8 +139,8 @@ def certificate_ends(url: str, tls: ssl.SSLContext) -> datetime:
     Raises:
         BrokerError: it is not accepted, or the server offers no TLS.
     """
-    with _spoken_to(url) as (plain, told):
-        if not told.tls:
+    with _spoken_to(url) as (plain, said):
+        if not said.tls:
             raise BrokerError("the server offers no TLS, which an identity is never used without")
         with tls.wrap_socket(plain, server_hostname=endpoint(url)[0]) as secured:
             ends = (secured.getpeercert() or {}).get("notAfter")
@@ -152,7 +152,7 @@ def _spoken_to(url: str) -> Iterator[tuple[socket.socket, Told]]:
     host, port = endpoint(url)
     try:
         with socket.create_connection((host, port), CONNECT_S) as plain:
-            yield plain, _told(_first_line(plain))
+            yield plain, told(_first_line(plain))
     except ssl.SSLCertVerificationError as error:
         raise BrokerError(f"{host}: its certificate is not accepted: {error.verify_message.rstrip('.')}") from None
     except (OSError, ValueError) as error:
@@ -169,7 +169,7 @@ def _first_line(connected: socket.socket) -> bytes:
     return line
 
 
-def _told(line: bytes) -> Told:
+def told(line: bytes) -> Told:
     """What a server's INFO says.
 
     Raises:
@@ -197,11 +197,21 @@ async def api(client: Client, listener: Listener, subject: str, request: Mapping
     """
     body = b"" if request is None else json.dumps(request).encode()
     try:
-        answer = json.loads(await _ask(client, listener, f"$JS.API.{subject}", body))
+        return answered(await _ask(client, listener, f"$JS.API.{subject}", body), subject)
     except nats.errors.NoRespondersError:
         raise BrokerError("JetStream is not enabled for this account") from None
     except (nats.errors.Error, TimeoutError) as error:
         raise BrokerError(f"JetStream does not answer: {str(error) or type(error).__name__}") from None
+
+
+def answered(data: bytes, subject: str) -> dict[str, Any]:
+    """What JetStream answers.
+
+    Raises:
+        BrokerError: it is no JSON object.
+    """
+    try:
+        answer = json.loads(data)
     except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
@@ -222,7 +232,7 @@ async def _ask(client: Client, listener: Listener, subject: str, data: bytes, he
         await end(asked)
 
 
-def _number(values: Any, *names: str) -> int:
+def number(values: Any, *names: str) -> int:
     """What nested objects hold under these names; 0 if it is no number."""
     for name in names:
         values = values.get(name) if isinstance(values, dict) else None
@@ -241,9 +251,9 @@ async def storage(client: Client, listener: Listener, run: str) -> Storage:
     stored = {}
     for name, stream in streams.items():
         with contextlib.suppress(BrokerError):  # not allowed to look: taken as not there
-            stored[name] = _number(await api(client, listener, f"STREAM.INFO.{stream}"), "state", "bytes")
-    limit = _number(account, "limits", "max_storage")
-    return Storage(_number(account, "storage"), limit if limit > 0 else None, stored)
+            stored[name] = number(await api(client, listener, f"STREAM.INFO.{stream}"), "state", "bytes")
+    limit = number(account, "limits", "max_storage")
+    return Storage(number(account, "storage"), limit if limit > 0 else None, stored)
 
 
 async def clock(client: Client, listener: Listener, stream: str) -> tuple[float, float] | None:
@@ -254,12 +264,16 @@ async def clock(client: Client, listener: Listener, stream: str) -> tuple[float,
     """
     began_s, sent_s = time.perf_counter(), time.time()
     answer = await api(client, listener, f"STREAM.INFO.{stream}")
-    took_s = time.perf_counter() - began_s
+    took_s, server_s = time.perf_counter() - began_s, time_of(answer)
+    return None if server_s is None else (sent_s + took_s / 2 - server_s, took_s / 2)
+
+
+def time_of(answer: Mapping[str, Any]) -> float | None:
+    """When a server answered, in seconds since the epoch by its clock; None: it does not say."""
     try:
-        server_s = datetime.fromisoformat(answer["ts"]).timestamp()
-    except (LookupError, TypeError, ValueError):
+        return datetime.fromisoformat(answer["ts"]).timestamp()
+    except (LookupError, TypeError, ValueError, OverflowError):
         return None
-    return sent_s + took_s / 2 - server_s, took_s / 2
 
 
 async def round_trip(client: Client) -> float:
@@ -361,7 +375,7 @@ async def scratch(
     stream, subject = f"DILOCO_DOCTOR_{name}_{kind}", f"diloco-doctor.{name}.{kind}"
     config = {"name": stream, "subjects": [subject], "storage": kind, "max_bytes": max_bytes, "num_replicas": 1}
     answer = await api(client, listener, f"STREAM.CREATE.{stream}", config)
-    if _number(answer, "error", "err_code") == _OTHER_CONFIGURATION:  # that of an examination that was killed
+    if number(answer, "error", "err_code") == _OTHER_CONFIGURATION:  # that of an examination that was killed
         await api(client, listener, f"STREAM.DELETE.{stream}")
         answer = await api(client, listener, f"STREAM.CREATE.{stream}", config)
     error = answer.get("error")

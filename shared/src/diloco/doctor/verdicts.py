@@ -215,6 +215,12 @@ def no_run(name: str, role: Role, reason: str) -> Check:
     return Check("run", "warning", f"{name}: {reason}", "a run that exists", mend)
 
 
+def barred(name: str, learner: str) -> Check:
+    """Of a run that does not merge this learner's work."""
+    found, mend = f"{name}: {learner} was ejected, or quarantined", "ask its operator, who readmits with 'diloco readmit'"
+    return Check("run", "failed", found, "a learner whose work is merged", mend)
+
+
 def run(name: str, settings: RunSettings, model: Model | None) -> Check:
     """Of a run that can be joined."""
     text = f"{name}: preset {settings.preset}, {settings.fragments.count} fragments"

@@ -162,8 +162,9 @@ def _operator(who: Who, names: Subjects) -> _Granted:
     control = _watch(who, names) + Allowed((names.mark, names.changed), (names.marked(),))
     control += _keys(names, "run", "changes") + _whole(_store(names)) + _api("STREAM.PURGE", _store(names))
     log = _read(names.log_stream, names.archive_stream) + _make(names) + _whole(*streams)
-    log += _api("STREAM.MSG.DELETE", names.log_stream) + Allowed((f"{API}.STREAM.LIST", f"{API}.STREAM.NAMES"))
-    return _Granted(control, log, log)
+    log += _api("STREAM.MSG.DELETE", names.log_stream)
+    everywhere = Allowed((f"{API}.STREAM.LIST",))
+    return _Granted(control + everywhere, log + everywhere, log + everywhere)
 
 
 def _watch(who: Who, names: Subjects) -> Allowed:

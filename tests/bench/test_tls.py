@@ -1,0 +1,21 @@
+"""The benchmark of TLS runs, and says what it says it does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "tls.py"
+
+
+def test_json_has_a_row_for_everything_measured() -> None:
+    smallest = ["--record-mb", "0.6", "--sample-mb", "1.2", "--samples", "2", "--json"]
+    done = subprocess.run([sys.executable, SCRIPT, *smallest], capture_output=True, text=True, timeout=120, check=True)
+    rows = json.loads(done.stdout)["rows"]
+    clients = ("plain", "tls", "member")
+    assert [(row["what"], row["client"]) for row in rows] == [(what, name) for what in ("append", "read") for name in clients]
+    for row in rows:
+        assert 0 < row["mb_s"]["least"] <= row["mb_s"]["median"] <= row["mb_s"]["most"]
+        assert (row["ratio"]["median"] == 1.0) == (row["client"] == "plain")
