@@ -11,7 +11,9 @@ Meanwhile it hears the run's signs of life at the control store of `us`, and its
 * rounds that had as many answers as their quorum, and of these the ones of which no version came, whoever made it;
 * tokens that learners booked as lost, and of how many that they processed, as steps are: all steps have as many.
 
-Needs a docker daemon and the base images.
+What the algorithm itself throws away (`carry.overlap = 0`: steps taken while an answer is on its way) is kept here, so that
+nothing is lost but by restarts. The model is small and its steps mostly asleep, a quarter of a second or more each, so that
+many processes fit a few cores. Needs a docker daemon and the base images.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -56,6 +60,17 @@ DEADLINE_S = 600.0
 AFTERWARDS_S = 30.0  # the last rounds end
 MOST_LOST = 0.01  # of all steps
 
+RUN = """
+[settings]
+tokens = 100_000_000_000
+learners = 3
+shards = 3
+fragments = { count = 12 }
+carry = { overlap = 1.0 }
+regions = { names = ["us", "eu", "ap"], control_replicas = 3 }
+task = { layers = 1, width = 32, heads = 2, context = 64, batch = 4 }
+"""
+SLOW = 25  # times that a step takes as long as it takes
 READY = "import urllib.request as u; u.urlopen('http://127.0.0.1:9464/readyz', timeout=5)"
 
 
@@ -125,16 +140,24 @@ class Watch:
 
 
 class Project:
-    """The run of ``docker-compose.yml`` as a compose project of its own."""
+    """The run of ``docker-compose.yml`` as a compose project of its own; ``folder`` holds what is different."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        (folder / "run.toml").write_text(RUN)
+        slow = {f"learner-{region}": {"environment": {"DILOCO_SLOW": str(SLOW)}} for region in REGIONS}
+        changes = {"configs": {"run": {"file": str(folder / "run.toml")}}, "services": slow}
+        self.changes = folder / "override.json"  # which is YAML too
+        self.changes.write_text(json.dumps(changes))
         self.name = f"diloco-rolling-{uuid.uuid4().hex[:8]}"
         control, nats, wan = free_ports(3)
         self.control, self.bulk = f"nats://127.0.0.1:{control}", f"nats://127.0.0.1:{nats}"
         self.environment = {"CONTROL_PORT": str(control), "NATS_PORT": str(nats), "WAN_PORT": str(wan)}
 
     def compose(self, *arguments: str) -> str:
-        return _docker("compose", "-p", self.name, "-f", str(ROOT / "docker-compose.yml"), *arguments, **self.environment)
+        return _docker("compose", "-p", self.name, *self._files(), *arguments, **self.environment)
+
+    def _files(self) -> list[str]:
+        return ["-f", str(ROOT / "docker-compose.yml"), "-f", str(self.changes)]
 
     def containers(self, service: str) -> list[str]:
         return self.compose("ps", "--format", "{{.Name}}", service).split()
@@ -166,7 +189,11 @@ def _works(*arguments: str) -> bool:
 
 async def measure() -> dict[str, Any]:
     """Start the run, restart everything, and count."""
-    project = Project()
+    with tempfile.TemporaryDirectory() as folder:
+        return await _measure(Project(Path(folder)))
+
+
+async def _measure(project: Project) -> dict[str, Any]:
     project.compose("build")
     project.compose("up", "-d")
     try:
