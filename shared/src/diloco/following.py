@@ -26,6 +26,7 @@ class Follower:
         self.known = Changes(run.identity)
         self._rung = asyncio.Event()
         self._complaint = ""
+        self._reading = asyncio.Lock()  # what was read first is not to be taken in last
 
     async def look(self) -> None:
         """Read the list. One that makes no sense here changes nothing, and is complained about once.
@@ -33,6 +34,10 @@ class Follower:
         Raises:
             AppendUncertainError: the server is silent.
         """
+        async with self._reading:
+            await self._look()
+
+    async def _look(self) -> None:
         try:
             listed, _ = await membership.changes(self.run)
             effective = in_force(self.run.settings, listed.records)

@@ -127,7 +127,6 @@ class Shard:
         Raises:
             RunError: a younger process goes by this one's name.
         """
-        await patiently(self.follower.look, self.log)
         await self.transport.subscribe(self.subjects.shard(), self._hear_shard)
         await self.transport.subscribe(self.subjects.pulse(), self._hear_pulse)
         await self.transport.subscribe(self.subjects.mark, self._hear_mark)
@@ -137,6 +136,7 @@ class Shard:
             pulsing, following = group.create_task(self._pulse_regularly()), group.create_task(self.follower.follow())
             if self.regions is not None:
                 await self._begin_regions(self.regions, group)
+            await patiently(self.follower.look, self.log)  # before anything is owned
             genesis = await patiently(partial(membership.genesis, self.run, self.store, None, list, self.log), self.log)
             self._copies = Copies(self.store, genesis, self._refuse_entry, self.log)
             governing, checking = group.create_task(self._govern(group)), group.create_task(self._check_heads())
