@@ -730,6 +730,7 @@ class Log:
     async def begin_as(self, source: Log, genesis_frame: bytes) -> None:
         """Store the keyframes of version 0 that ``source`` has, unless they are here, and the genesis record that names them.
 
+        In the place of one that ``source`` has dropped by now comes its newest one: a region may join a run that is old.
         Somebody else having done so is success too.
 
         Raises:
@@ -738,14 +739,22 @@ class Log:
         genesis, check, _ = messages.unpack(genesis_frame, Genesis, self.run)
         try:
             for fragment in self.map.fragments:
-                first = await source.load_first(fragment.index, genesis, check)
-                if source is not self:
-                    replica = first.replica
-                    chain = Chain(fragment.index, 0, 0, NO_ENTRY, 0, replica.chain.state_hash)
-                    await self.append_keyframe(replace(replica, chain=chain), None, Fence(self.subjects.genesis, 0))
+                if await self.newest_keyframe(fragment.index) is None:
+                    await self._begin_fragment_as(source, fragment.index, genesis, check)
             await self.append_genesis(genesis_frame)
         except FenceError:
             return
+
+    async def _begin_fragment_as(self, source: Log, fragment: int, genesis: Genesis, check: bytes) -> None:
+        try:
+            replica = (await source.load_first(fragment, genesis, check)).replica
+        except RunError:
+            if source is self or await source.jump(fragment, self, await self.head_sequence(fragment)) is None:
+                raise
+            return
+        if source is not self:
+            chain = Chain(fragment, 0, 0, NO_ENTRY, 0, replica.chain.state_hash)
+            await self.append_keyframe(replace(replica, chain=chain), None, Fence(self.subjects.genesis, 0))
 
     async def _load(self, keyframe: Keyframe, chain: Chain, inline: bytes, sequence: int) -> Loaded:
         fragment, body = keyframe.fragment, keyframe.body
