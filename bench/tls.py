@@ -6,8 +6,8 @@
 As ``bench/transport.py``, which see: one client process and nats-server with ``sync_interval: always`` over loopback, so that
 all that encryption costs either of them is paid by one machine. The clients take turns sample by sample, in another order each
 time: a machine that is busy meanwhile is so for all. ``tls`` is a syncer under an identity, in the account of the streams;
-``member`` a learner, whose messages pass from account to account besides: it appends offers and reads the log. ``ratio`` is the
-median of the ratios to ``plain`` of the same turn; target 0.9.
+``member`` a learner, whose messages pass from account to account besides. Records are fenced; offers take the place of those
+before. ``ratio`` is the median of the ratios to ``plain`` of the same turn; target 0.9.
 
 Loopback has no limit but the processors. Over a link of a given rate, here 1 Gbit/s, as root:
 
@@ -24,6 +24,7 @@ import os
 import statistics
 import tempfile
 import uuid
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
@@ -54,7 +55,9 @@ NAMES = Subjects("bench")
 HEAD, OFFER = NAMES.record(0), NAMES.offer(0, "member")
 ATTEMPT = bytes(8)
 TARGET = 0.9
-CLIENTS = ("plain", "tls", "member")
+
+Samples = dict[str, dict[str, list[dict[str, float]]]]  # by what was done and by client
+CLIENTS = {"append records": ("plain", "tls"), "append offers": ("plain", "member"), "read": ("plain", "tls", "member")}
 
 
 def make_keys(path: Path) -> Folder:
@@ -68,26 +71,27 @@ def make_keys(path: Path) -> Folder:
 
 
 class Bulk:
-    """One client: it appends records, or as a member offers, and reads records."""
+    """One client."""
 
-    def __init__(self, link: NatsTransport, server_pid: int, *, offers: bool) -> None:
-        self.link, self.offers, self.client = link, offers, Client(link, server_pid)
+    def __init__(self, link: NatsTransport, server_pid: int) -> None:
+        self.link, self.client = link, Client(link, server_pid)
         self.fence = 0
 
-    async def append(self, body: memoryview, count: int) -> None:
+    async def append(self, body: memoryview, count: int, *, offers: bool) -> None:
         """Store so many records with this body, or offers."""
         parts = [body[start : start + PART_BYTES] for start in range(0, len(body), PART_BYTES)]
         for _ in range(count):
-            self.fence = await append(
+            sequence = await append(
                 self.link,
-                OFFER if self.offers else HEAD,
+                OFFER if offers else HEAD,
                 b"head",
                 parts=parts,
-                part_subject=partial(offer_part, OFFER) if self.offers else partial(log_part, HEAD, ATTEMPT),
+                part_subject=partial(offer_part, OFFER) if offers else partial(log_part, HEAD, ATTEMPT),
                 message_id=uuid.uuid4().hex,
-                fence=None if self.offers else Fence(HEAD, self.fence),
+                fence=None if offers else Fence(HEAD, self.fence),
                 timeout_s=TIMEOUT_S,
             )
+            self.fence = self.fence if offers else sequence
 
     async def read(self, of_bytes: int) -> None:
         """Read so much of the log."""
@@ -99,7 +103,7 @@ class Bulk:
 
 async def compare(
     plain: tuple[str, int], tls: tuple[str, int], keys: Path, record_mb: float, sample_mb: float, samples: int
-) -> dict[str, Any]:
+) -> Samples:
     """Let the clients take turns; samples of appending and of reading by client, in the order of turns."""
     log, record, count = observe.get_logger(), memoryview(os.urandom(int(record_mb * MB))), max(1, int(sample_mb / record_mb))
     clients: dict[str, Bulk] = {}
@@ -112,31 +116,30 @@ async def compare(
         maker = await connect(name, server)
         await make_streams(maker, NAMES.run, RunSettings())
         await maker.close()
-    for name in CLIENTS:
+    for name in CLIENTS["read"]:
         server = plain if name == "plain" else tls
-        clients[name] = Bulk(await connect(name, server), server[1], offers=name == "member")
+        clients[name] = Bulk(await connect(name, server), server[1])
     of_bytes = len(record) * count
-    appended: dict[str, list[dict[str, float]]] = {name: [] for name in CLIENTS}
-    read: dict[str, list[dict[str, float]]] = {name: [] for name in CLIENTS}
-    for client in clients.values():
-        await client.append(record, 1)  # buffers and files are there before anything is measured
-    for turn in range(samples):
-        order = [CLIENTS[(turn + place) % len(CLIENTS)] for place in range(len(CLIENTS))]
-        for name in order:
-            client = clients[name]
-            appended[name].append(await client.client.timed(partial(client.append, record, count), of_bytes))
-        for name in order:
-            client = clients[name]
-            read[name].append(await client.client.timed(partial(client.read, of_bytes), of_bytes))
-        for name in ("plain", "tls"):
+    work: dict[str, Callable[[Bulk], Awaitable[None]]] = {
+        "append records": lambda client: client.append(record, count, offers=False),
+        "append offers": lambda client: client.append(record, count, offers=True),
+        "read": lambda client: client.read(of_bytes),
+    }
+    taken: Samples = {what: {name: [] for name in names} for what, names in CLIENTS.items()}
+    for turn in range(-1, samples):  # in the first one nothing is measured: buffers and files are made
+        for what, names in CLIENTS.items():
+            for name in [names[(turn + place) % len(names)] for place in range(len(names))]:
+                sample = await clients[name].client.timed(partial(work[what], clients[name]), of_bytes)
+                if turn >= 0:
+                    taken[what][name].append(sample)
+        for name in CLIENTS["append records"]:
             await streams.purge(clients[name].link, NAMES.log_stream, NAMES.record_tree(0), clients[name].fence)
-            await clients[name].append(record, 1)
     for client in clients.values():
         await client.link.close()
-    return {"append": appended, "read": read}
+    return taken
 
 
-def run_client(*arguments: Any) -> dict[str, Any]:
+def run_client(*arguments: Any) -> Samples:
     """The client process."""
     return asyncio.run(compare(*arguments))
 
@@ -165,7 +168,7 @@ def measure(record_mb: float, sample_mb: float, samples: int) -> dict[str, Any]:
             "server_cpu_s_per_gb": statistics.median(sample["server_cpu_s_per_gb"] for sample in by_client[name]),
         }
         for what, by_client in taken.items()
-        for name in CLIENTS
+        for name in by_client
     ]
     about = {"record_mb": record_mb, "sample_mb": sample_mb, "samples": samples, "target": TARGET}
     return {"machine": script.machine() | versions(), **about, "rows": rows}
@@ -179,12 +182,12 @@ def show(result: dict[str, Any]) -> None:
         f"nats-server {about['nats-server']}, nats-py {about['nats-py']}; medians of {result['samples']} turns, "
         f"{result['sample_mb']:g} MB in records of {result['record_mb']:g} MB"
     )
-    print(f"{'':16}{'MB/s':>8}{'least':>8}{'most':>8}{'ratio':>8}{'target':>8}{'client CPU-s/GB':>17}{'server':>8}")
+    print(f"{'':24}{'MB/s':>8}{'least':>8}{'most':>8}{'ratio':>8}{'target':>8}{'client CPU-s/GB':>17}{'server':>8}")
     for row in result["rows"]:
         rate = row["mb_s"]
         ratio = f"{'':16}" if row["client"] == "plain" else f"{row['ratio']['median']:8.2f}{result['target']:8.2f}"
         print(
-            f"{row['what']:8}{row['client']:8}{rate['median']:8.0f}{rate['least']:8.0f}{rate['most']:8.0f}{ratio}"
+            f"{row['what']:16}{row['client']:8}{rate['median']:8.0f}{rate['least']:8.0f}{rate['most']:8.0f}{ratio}"
             f"{row['client_cpu_s_per_gb']:17.2f}{row['server_cpu_s_per_gb']:8.2f}"
         )
 

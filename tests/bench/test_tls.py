@@ -14,8 +14,13 @@ def test_json_has_a_row_for_everything_measured() -> None:
     smallest = ["--record-mb", "0.6", "--sample-mb", "1.2", "--samples", "2", "--json"]
     done = subprocess.run([sys.executable, SCRIPT, *smallest], capture_output=True, text=True, timeout=120, check=True)
     rows = json.loads(done.stdout)["rows"]
-    clients = ("plain", "tls", "member")
-    assert [(row["what"], row["client"]) for row in rows] == [(what, name) for what in ("append", "read") for name in clients]
+    assert [(row["what"], row["client"]) for row in rows] == [
+        ("append records", "plain"),
+        ("append records", "tls"),
+        ("append offers", "plain"),
+        ("append offers", "member"),
+        *(("read", client) for client in ("plain", "tls", "member")),
+    ]
     for row in rows:
         assert 0 < row["mb_s"]["least"] <= row["mb_s"]["median"] <= row["mb_s"]["most"]
         assert (row["ratio"]["median"] == 1.0) == (row["client"] == "plain")

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from nats.js.api import KeyValueConfig
 from tests.conftest import MakeServer
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError, StorageFullError
@@ -55,6 +56,17 @@ async def test_no_header_of_a_message_empties_it(registry: Registry, bucket: str
     assert "error" in answer
     assert await registry.get("key") == (b"a", 1)
     assert await registry.get("other") is None
+
+
+async def test_a_bucket_of_an_earlier_version_is_as_good_and_another_stream_of_its_name_is_not(link: Link, bucket: str) -> None:
+    api = link.bulk.jetstream()
+    await api.create_key_value(KeyValueConfig(bucket=bucket, history=1))
+    registry = await Registry.open(link, bucket, create=True)
+    assert await registry.create("key", b"a") == 1
+    await api.delete_stream(f"KV_{bucket}")
+    await api.create_key_value(KeyValueConfig(bucket=bucket, history=5))
+    with pytest.raises(BrokerError, match="already in use"):
+        await Registry.open(link, bucket, create=True)
 
 
 async def test_compare_and_set_refuses_what_has_moved(registry: Registry, bucket: str) -> None:

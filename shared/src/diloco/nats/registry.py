@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import nats.errors
 import nats.js.api
 import nats.js.errors
+from nats.js import JetStreamContext
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError
 from diloco.nats.append import HEADER_BYTES, ID_HEADER, append_one
 from diloco.nats.connection import Link, check_open
-from diloco.nats.streams import DUPLICATE_WINDOW_S
+from diloco.nats.streams import DUPLICATE_WINDOW_S, OTHER_CONFIGURATION
 from diloco.transport import Fence
 
 TIMEOUT_S = 5.0
@@ -38,10 +39,10 @@ class Registry:
 
     @classmethod
     async def open(cls, link: Link, bucket: str, *, create: bool, replicas: int = 1) -> Registry:
-        """The bucket, made if ``create``.
+        """The bucket, made if ``create``; one that an earlier version made is as good.
 
         Raises:
-            BrokerError: there is no such bucket, or the server refuses or is silent.
+            BrokerError: there is no such bucket, it is kept otherwise than it should be, or the server refuses or is silent.
         """
         api = link.control.jetstream(timeout=TIMEOUT_S)
         # the client's own configuration of a bucket lets a header of any message empty it
@@ -62,7 +63,8 @@ class Registry:
         except nats.js.errors.NotFoundError:
             raise BrokerError(f"bucket {bucket}: does not exist on the server") from None
         except nats.js.errors.APIError as error:
-            raise BrokerError(f"bucket {bucket}: {error.description} (code {error.err_code})") from None
+            if error.err_code != OTHER_CONFIGURATION or not await _keeps(api, config):
+                raise BrokerError(f"bucket {bucket}: {error.description} (code {error.err_code})") from None
         except (nats.errors.Error, TimeoutError) as error:
             raise AppendUncertainError(f"bucket {bucket}: no answer: {error!r}") from None
         return cls(link, bucket)
@@ -151,6 +153,16 @@ class Registry:
                     raise AppendUncertainError(f"bucket {self._name}: no answer: {reason}") from None
                 await asyncio.sleep(RETRY_S)
         raise AssertionError("unreachable")
+
+
+async def _keeps(api: JetStreamContext, wanted: nats.js.api.StreamConfig) -> bool:
+    """Whether the stream that has a bucket's name keeps what the bucket is to keep."""
+    try:
+        config = (await api.stream_info(str(wanted.name))).config
+    except (nats.js.errors.APIError, nats.errors.Error, TimeoutError):
+        return False
+    same = (config.subjects, config.max_msgs_per_subject) == (wanted.subjects, wanted.max_msgs_per_subject)
+    return same and (config.num_replicas or 1) >= (wanted.num_replicas or 1)
 
 
 def _deleted(stored: Any) -> bool:

@@ -31,7 +31,7 @@ _NEVER = 1 << 62
 # error codes of the JetStream API
 _WRONG_LAST_SEQUENCE = 10071
 _NO_STREAM = 10059
-_OTHER_CONFIGURATION = 10058
+OTHER_CONFIGURATION = 10058
 _GONE = (10043, 10057)
 
 T = TypeVar("T")
@@ -246,7 +246,7 @@ async def _answer(call: Awaitable[T], stream: str) -> T:
     except nats.js.errors.NotFoundError:
         raise
     except nats.js.errors.APIError as error:
-        if error.err_code == _OTHER_CONFIGURATION:
+        if error.err_code == OTHER_CONFIGURATION:
             raise _Exists from None
         # a direct get that nobody answers, as without JetStream, has no code at all
         unanswered = error.code in (None, 503)
