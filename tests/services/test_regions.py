@@ -47,7 +47,7 @@ async def test_all_regions_have_one_log_and_nothing_is_lost(regions: Regions, cl
     run.save()
     verdict = await verify.check(run.directory)
     held = {check.name: check.state for check in verdict.checks}
-    assert held == dict.fromkeys(("log", "keyframes", "tapes", "offers", "data"), "holds") | dict.fromkeys(
+    assert held == dict.fromkeys(("log", "keyframes", "changes", "tapes", "offers", "data"), "holds") | dict.fromkeys(
         ("merges", "report"),
         "unchecked",  # there is no archive, nor a report
     )
@@ -257,10 +257,13 @@ async def test_a_region_whose_server_cannot_be_used_keeps_only_itself_waiting(
 
 # nats-py lets go of connections, unclosed, on which no greeting came in time
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*StreamWriter:pytest.PytestUnraisableExceptionWarning")
-async def test_a_region_whose_server_comes_back_empty_begins_anew_and_the_others_go_on(regions: Regions) -> None:
-    run = await regions(apart(tokens=3 * 100_000 * SAMPLES, carry__max_versions=1000))
+@pytest.mark.parametrize("log", [{}, {"log__keep_bytes": 0, "log__keyframe_factor": 0.01}], ids=["", "version 0 is dropped"])
+async def test_a_region_whose_server_comes_back_empty_begins_anew_and_the_others_go_on(
+    regions: Regions, log: Mapping[str, Any]
+) -> None:
+    run = await regions(apart(tokens=3 * 100_000 * SAMPLES, carry__max_versions=1000, **log))
     await run.begin()
-    await some_versions(run)
+    await some_versions(run, more=6 if log else 2)
     [syncer] = [service for service in run.services if service.name == "syncer-1"]
     toy = run.toys.pop(1)
     syncer.kill()
