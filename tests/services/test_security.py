@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-import nats
+import nats.aio.client
 import nats.errors
 import pytest
 from tests.services.cluster import Cluster, Events, Service, check_accounts, small, some_versions
@@ -22,12 +22,13 @@ from tests.services.conftest import Launch
 from tests.services.forking import Nursery
 from tests.services.secured import make_keys, members, put
 
-from diloco import checkpoint, identity, inspect, membership, rundir, verify
+from diloco import checkpoint, identity, inspect, membership, operate, outside, rollback, rundir, runs, verify
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.errors import BrokerError
 from diloco.nats import streams
 from diloco.nats.server import Server
 from diloco.nats.transport import NatsTransport
+from diloco.nkey import NatsKey
 from diloco.observe import Logger
 from diloco.rundir import RunDirectory
 from diloco.wire.subjects import Subjects
@@ -330,7 +331,7 @@ async def test_what_no_offer_is_made_of_is_dropped_with_all_of_its_sender(run: G
 # ---- who is let in
 
 
-async def comes_in(url: str, file: Path | None, **changes: Any) -> str:
+async def comes_in(url: str, file: Path | None, seed: str = "", **changes: Any) -> str:
     """Connect with what an identity file holds, checked by nobody here; what goes wrong, or nothing."""
     options: dict[str, Any] = {}
     if file is not None:
@@ -338,14 +339,18 @@ async def comes_in(url: str, file: Path | None, **changes: Any) -> str:
         context = ssl.create_default_context(cadata=changes.pop("trusted", values["ca"]))
         if changes.pop("certificate", True):
             context.load_cert_chain(file)
-        options = {"tls": context, "nkeys_seed_str": values["seed"]}
+        options, seed = {"tls": context}, seed or values["seed"]
+    client = nats.aio.client.Client()
+    if seed:
+        key = NatsKey.from_seed(seed)
+        client._public_nkey, options["signature_cb"] = key.public_key, key.sign
     errors: list[str] = []
 
     async def note(error: Exception) -> None:
         errors.append(repr(error))
 
     try:
-        client = await nats.connect(url, allow_reconnect=False, connect_timeout=5, error_cb=note, **options | changes)
+        await client.connect(url, allow_reconnect=False, connect_timeout=5, error_cb=note, **options | changes)
         await client.flush()
         await client.close()
     except (nats.errors.Error, OSError, asyncio.IncompleteReadError) as error:
@@ -363,13 +368,11 @@ async def test_strangers_are_turned_away(guarded: Server, keys: Folder, tmp_path
     tls = guarded.url
     assert await comes_in(tls, own) == ""
     assert await comes_in(tls, None)  # no TLS
-    assert await comes_in(tls, None, nkeys_seed_str=seed)  # no TLS, and a good key
+    assert await comes_in(tls, None, seed)  # no TLS, and a good key
     assert await comes_in(tls, own, certificate=False)
-    assert await comes_in(
-        tls, theirs, trusted=trusted, nkeys_seed_str=seed
-    )  # a certificate of another authority, and a good key
+    assert await comes_in(tls, theirs, seed, trusted=trusted)  # a certificate of another authority, and a good key
     assert await comes_in(tls, old)
-    assert "authorization" in (await comes_in(tls, own, nkeys_seed_str=tomllib.loads(theirs.read_text())["seed"])).lower()
+    assert "authorization" in (await comes_in(tls, own, tomllib.loads(theirs.read_text())["seed"])).lower()
     assert "certificate" in (await comes_in(tls, theirs)).lower()  # it knows a server of another authority when it sees one
     said = guarded.log_file.read_text()
     for reason in (
@@ -447,10 +450,32 @@ async def test_a_whole_run_needs_nothing_that_it_may_not(launch: Launch, keys: F
         as_whom(cluster, keys, "operator")
         taken, problems = await checkpoint.take(cluster.directory)
         assert sorted(taken.manifest.learners) == ["toy-0", "toy-1", "toy-2"], problems
+        await operate._set(cluster.directory, ["round.grace_factor=0.5"], "tried")
+        await rollback._rollback(cluster.directory, 1, "tried too")
+        [listed] = await runs._found(server.url, [], identity.load(keys.identity_file("operator")), RUN)
+        assert (listed.state, listed.facts["changes"]) == ("going on", 2)
         await cluster.ended()
         as_whom(cluster, keys, "test")
         assert (await verify.check(cluster.directory)).holds
+        async with outside.opened(cluster.directory) as seen:
+            changes, _ = await membership.changes(seen.run)
+        assert [(change.author, change.reason) for change in changes.records] == [
+            ("operator", "tried"),
+            ("operator", "tried too"),
+        ]
         assert violations(server, cluster) == []
+        assert told_secrets(keys, cluster.directory) == []
+
+
+def told_secrets(keys: Folder, folder: Path) -> list[Path]:
+    """Files that services have written, in which a secret of somebody's stands: a seed, or a line of a private key."""
+    files = [tomllib.loads(file.read_text()) for file in (keys.path / "identities").iterdir()]
+    lines = [line for values in files for line in values["private_key"].splitlines()[1:3]]
+    secrets = [text.encode() for text in (*(values["seed"] for values in files), *lines)]
+    assert all(len(secret) > 40 for secret in secrets)
+    written = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size < 1 << 24]
+    assert any(path.suffix == ".jsonl" for path in written)
+    return [path for path in written if any(secret in path.read_bytes() for secret in secrets)]
 
 
 def as_whom(cluster: Cluster, keys: Folder, name: str) -> None:

@@ -168,6 +168,7 @@ def test_run_is_verified_and_its_training_replayed_to_the_same_bits(story: Story
         "log": "holds",
         "keyframes": "holds",
         "merges": "unchecked",  # the run has no archive
+        "changes": "holds",
         "tapes": "holds",
         "offers": "holds",
         "data": "holds",
@@ -190,7 +191,7 @@ def test_status_of_a_live_run(story: Story) -> None:
     assert sorted(status["learners"]) == LEARNERS
     assert 0 < status["tokens_merged"] <= status["tokens_processed"] < BUDGET
     live = [json.loads(line) for line in story.logs.out.splitlines()]
-    assert {"joined", "version_committed"} <= {entry["event"] for entry in live}
+    assert {"joined", "serving"} <= {entry["event"] for entry in live}
     assert {values["state"] for values in status["learners"].values()} <= {"stepping", "sending"}
 
 

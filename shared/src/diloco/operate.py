@@ -30,6 +30,7 @@ from diloco.core.changes import (
     with_setting,
 )
 from diloco.errors import MessageError, RunError, SettingsError
+from diloco.nats.transport import NatsTransport
 from diloco.outside import Reached
 from diloco.report import units
 from diloco.settings import RunSettings, changed_settings, parse_assignments, value_of
@@ -131,16 +132,18 @@ async def _readmit(path: Path, learner: str, reason: str) -> None:
 
 async def _change(reached: Reached, decide: Any, reason: str) -> None:
     before = len((await membership.changes(reached.run))[0].records)
-    listed = await following.append(reached.transport, reached.run, decide, author=author(), reason=reason)
-    made = [change for change in listed.records[before:] if change.author == author()]
+    listed = await following.append(reached.transport, reached.run, decide, author=author(reached.transport), reason=reason)
+    made = [change for change in listed.records[before:] if change.author == author(reached.transport)]
     for change in made:
         print(f"change {change.number}: {text_of(change)}")
     if not made:
         print("nothing to change: it is so already")
 
 
-def author() -> str:
-    """Who changes: the user and the machine, as far as they can be told."""
+def author(transport: NatsTransport) -> str:
+    """Who changes: the identity, or else the user and the machine, as far as they can be told."""
+    if transport.identity is not None:
+        return transport.identity.name
     try:
         user = getpass.getuser()
     except (OSError, KeyError, ImportError):

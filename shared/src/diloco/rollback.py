@@ -94,7 +94,7 @@ async def order(seen: Outside, version: int, reason: str, say: Callable[[str], o
             )
         return [Rollback(version, [chain.fragment for chain in beyond])]
 
-    listed = await following.append(seen.transport, run, decide, author=author(), reason=reason)
+    listed = await following.append(seen.transport, run, decide, author=author(seen.transport), reason=reason)
     newest = max(change.number for change in listed.records if isinstance(change.action, Rollback))
     return newest, beyond
 
