@@ -167,6 +167,23 @@ def test_a_round_is_due_when_the_quorum_took_h_steps() -> None:
     assert not round_.due(0, STEPS)
 
 
+def test_a_round_is_due_too_when_nobody_takes_a_step_any_more() -> None:
+    """Learners that wait for versions, ann for this fragment's and bob for another one's: neither would come."""
+    round_ = round_of("ann", "bob", step=STEPS - 1, **{"round.quorum": "all", "liveness.pulse_s": 0.5})
+    round_.roster.hear(pulse("ann", STEPS, state="waiting"), 1.0)
+    assert not round_.due(3.5, STEPS), "bob steps on"
+    for learner, step in (("ann", STEPS), ("bob", STEPS - 1)):
+        round_.roster.hear(pulse(learner, step, state="waiting"), 4.0)
+    assert not round_.due(4.0, STEPS)
+    assert not round_.due(5.9, STEPS)
+    assert round_.due(6.0, STEPS)
+    round_.open(6.0)
+    hold(round_, offer("ann"))
+    assert round_.poll(6.1) is None, "it needs its quorum"
+    hold(round_, offer("bob"))
+    assert names(round_.poll(6.2)) == [("ann", 1), ("bob", 1)]
+
+
 def test_all_means_all_that_are_alive() -> None:
     round_ = round_of("ann", "bob", "cat", step=STEPS - 1, **{"round.quorum": "all"})
     round_.roster.hear(pulse("ann", STEPS), 4)

@@ -25,6 +25,7 @@ from diloco.settings import RunSettings
 from diloco.wire.messages import MAX_MEMBERS, MAX_MEMBERS_BYTES, Answer, Combined, Offer, Pulse, members_bytes
 
 DEFAULT_STEP_S = 1.0
+STUCK_PULSES = 4  # so long all live learners must have been waiting
 ACTIVE = ("stepping", "waiting", "closing", "leaving")
 
 
@@ -174,6 +175,7 @@ class Round:
     opened_at_s: float | None = None
     closing: bool = False
     quorum_at_s: float | None = None
+    stuck_at_s: float | None = None  # since when nobody takes a step, and too few are ready
     merge_at_s: float | None = None  # since when its merge is being made and committed
     quorum_average: Average = field(default_factory=Average)
     sync_average: Average = field(default_factory=Average)
@@ -242,18 +244,26 @@ class Round:
             return bool(self._present(now_s))
         fragment = self.chain.fragment
         needed = steps if self.chain.version else first_due_steps(self.settings.round, fragment, self.fragments)
-        ready = 0
-        for seen in self._present(now_s):
+        ready, present = 0, self._present(now_s)
+        for seen in present:
             version, first_step = seen.since.get(fragment, (-1, 0))
             taken = seen.pulse.step - (first_step if self.chain.version else 0)
             if seen.pulse.state == "waiting":  # it takes no step until a version comes, whatever was heard of those before
                 taken = max(taken, seen.pulse.steps[fragment])
             ready += version == self.chain.version and taken >= needed
-        return ready >= max(1, self.quorum(now_s))
+        if ready >= max(1, self.quorum(now_s)):
+            return True
+        # after a rollback learners count from different steps: some may wait for this fragment, and the others for another one
+        if not ready or any(seen.pulse.state != "waiting" for seen in present):
+            self.stuck_at_s = None
+            return False
+        self.stuck_at_s = now_s if self.stuck_at_s is None else self.stuck_at_s
+        return now_s - self.stuck_at_s >= STUCK_PULSES * self.settings.liveness.pulse_s
 
     def open(self, now_s: float) -> None:
         """Open the round; it is a closing one if the budget is used up."""
         self.opened_at_s, self.quorum_at_s, self.closing = now_s, None, self.roster.used_up(now_s)
+        self.stuck_at_s = None
 
     def remaining_s(self, now_s: float) -> float:
         """How long the round will presumably stay open."""
