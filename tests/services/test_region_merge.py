@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from typing import Any
 
+import pytest
 from tests.services.apart import REGIONS, Region, apart, demand_one_log
 from tests.services.cluster import check_accounts, some_versions
 from tests.services.conftest import Regions
@@ -99,6 +100,7 @@ async def test_combined_offers_that_cannot_be_are_refused_and_never_merged(regio
     assert {m.learner for log in read for r in log.versions for m in r.members} == {"toy-0", "toy-1", "toy-2"}
 
 
+@pytest.mark.slow  # the same of owners, and of what combines, is in units
 async def test_who_is_ejected_is_in_no_combined_offer_any_more_and_nobody_waits_for_it(regions: Regions) -> None:
     run = await regions(apart(learners=6, tokens=10**9, round__quorum="all", **MERGED))
     await run.begin()
