@@ -279,6 +279,7 @@ async def test_a_server_that_is_too_small(make_server: MakeServer, name: str, tm
     assert "insufficient storage" in found["nats room"].found
 
 
+@pytest.mark.slow
 async def test_a_link_between_regions(make_server: MakeServer, name: str, tmp_path: Path) -> None:
     """A syncer of us: its own server is near, that of eu is behind 2 Mbit/s and a round trip of 40 ms."""
     here, there = make_server(), make_server()

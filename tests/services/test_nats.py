@@ -45,7 +45,12 @@ def slow(server: Server, seconds: float) -> None:
 
 @pytest.mark.parametrize(
     ("trouble", "seconds"),
-    [(away, 6.0), pytest.param(frozen, 8.0, marks=LEFT_OPEN), (slow, 3.0), pytest.param(away, 60.0, marks=pytest.mark.slow)],
+    [
+        (away, 6.0),
+        pytest.param(frozen, 8.0, marks=[LEFT_OPEN, pytest.mark.slow]),
+        pytest.param(slow, 3.0, marks=pytest.mark.slow),
+        pytest.param(away, 60.0, marks=pytest.mark.slow),
+    ],
 )
 async def test_learners_train_on_while_the_server_is_not_there_and_all_catch_up(
     make_server: MakeServer, launch: Launch, trouble: Callable[[Server, float], None], seconds: float

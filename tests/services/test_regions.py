@@ -30,7 +30,11 @@ STORAGE_BYTES = 8 << 20
 HELD = {"regions__away_s": 600.0}
 
 
-@pytest.mark.parametrize("clocks", [{}, {"ap": -420.0, "eu": 300.0}], ids=["", "clocks minutes apart"])
+@pytest.mark.parametrize(
+    "clocks",
+    [{}, pytest.param({"ap": -420.0, "eu": 300.0}, marks=pytest.mark.slow)],
+    ids=["", "clocks minutes apart"],
+)
 async def test_all_regions_have_one_log_and_nothing_is_lost(regions: Regions, clocks: Mapping[str, float]) -> None:
     run = await regions(apart(tokens=3 * 60 * SAMPLES, round__learners_wait=True, **HELD), clocks=clocks)
     await run.begin()
@@ -219,7 +223,7 @@ Unfit = Callable[[int], AbstractAsyncContextManager[None]]
     ("unfit", "reason"),
     [
         (without_jetstream, "JetStream is not enabled; start nats-server with -js"),
-        (too_old, "nats-server 2.10.22 is too old: at least 2.14 is needed"),
+        pytest.param(too_old, "nats-server 2.10.22 is too old: at least 2.14 is needed", marks=pytest.mark.slow),
     ],
     ids=["without JetStream", "too old"],
 )
@@ -257,7 +261,11 @@ async def test_a_region_whose_server_cannot_be_used_keeps_only_itself_waiting(
 
 # nats-py lets go of connections, unclosed, on which no greeting came in time
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*StreamWriter:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("log", [{}, {"log__keep_bytes": 0, "log__keyframe_factor": 0.01}], ids=["", "version 0 is dropped"])
+@pytest.mark.parametrize(
+    "log",
+    [pytest.param({}, marks=pytest.mark.slow), {"log__keep_bytes": 0, "log__keyframe_factor": 0.01}],
+    ids=["", "version 0 is dropped"],
+)
 async def test_a_region_whose_server_comes_back_empty_begins_anew_and_the_others_go_on(
     regions: Regions, log: Mapping[str, Any]
 ) -> None:

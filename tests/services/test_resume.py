@@ -56,7 +56,7 @@ async def go_on(cluster: Cluster, learners: int = 3) -> list[Folded]:
     return await whole(cluster)
 
 
-@pytest.mark.parametrize("bits", [32, 4])
+@pytest.mark.parametrize("bits", [pytest.param(32, marks=pytest.mark.slow), 4])
 async def test_a_run_goes_on_from_its_checkpoint_to_the_same_bits(
     make_server: MakeServer, launch: Launch, tmp_path: Path, bits: int
 ) -> None:

@@ -135,6 +135,7 @@ async def test_a_run_that_a_bad_learner_drove_off_goes_on_from_where_it_was(laun
     assert {check.name: check.state for check in verdict.checks}["merges"] == "holds"
 
 
+@pytest.mark.slow  # the simulation has many such schedules
 async def test_owners_that_die_or_freeze_over_an_order_leave_it_to_others_who_carry_it_out_once(launch: Launch) -> None:
     cluster = launch(settings(steps=200))
     await cluster.create()
