@@ -14,6 +14,7 @@ from diloco import live, outside, rundir
 from diloco import logs as run_logs
 from diloco.errors import BrokerError, RunError
 from diloco.nats import connection
+from diloco.wire.plain import json_object
 from diloco.wire.subjects import Subjects
 
 ANSWER_TIMEOUT_S = 3.0
@@ -71,11 +72,8 @@ def answered(data: bytes, run: str) -> dict[str, Any]:
     Raises:
         BrokerError: it is no JSON object.
     """
-    try:
-        current = json.loads(data)
-    except (ValueError, RecursionError):
-        current = None
-    if not isinstance(current, dict):
+    current = json_object(data)
+    if current is None:
         raise BrokerError(f"run {run!r}: {data[:40]!r} came for its status; something else answers in its coordinator's place")
     return current
 

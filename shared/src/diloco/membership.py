@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -36,6 +35,7 @@ from diloco.patience import patiently
 from diloco.settings import RunSettings, parse
 from diloco.transport import Bucket, Transport
 from diloco.wire.messages import OLDEST, VERSION, Count, Genesis, Hash, MemberName, Software, run_id
+from diloco.wire.plain import json_object
 from diloco.wire.subjects import Subjects
 
 POLL_S = 0.2
@@ -173,11 +173,8 @@ def settings_of(name: str, stored: bytes) -> dict[str, Any]:
     Raises:
         RunError: it is no JSON object.
     """
-    try:
-        values = json.loads(stored)
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
+    values = json_object(stored)
+    if values is None:
         raise RunError(
             f"run {name!r}: the bucket holds {stored[:40]!r} for its settings, no JSON object; choose another run name"
         )

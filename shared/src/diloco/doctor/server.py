@@ -25,9 +25,11 @@ from diloco.doctor.deeds import Deeds
 from diloco.doctor.verdicts import Members, Speed, Storage, Told
 from diloco.errors import BrokerError, FormatError, MessageError
 from diloco.nats.connection import subscribe
+from diloco.nats.streams import OTHER_CONFIGURATION
 from diloco.tasks import end
 from diloco.wire import messages
 from diloco.wire.messages import CoordinatorPulse, Pulse, ShardPulse
+from diloco.wire.plain import json_object
 from diloco.wire.subjects import Subjects
 
 CONNECT_S = 5.0
@@ -46,7 +48,6 @@ LOOK_S = 0.05
 ECHOES = 4  # what comes back is so many times what goes there, so that the way back is the one that is measured
 
 # error code of the JetStream API
-_OTHER_CONFIGURATION = 10058
 
 
 class NotAllowedError(BrokerError):
@@ -210,11 +211,8 @@ def answered(data: bytes, subject: str) -> dict[str, Any]:
     Raises:
         BrokerError: it is no JSON object.
     """
-    try:
-        answer = json.loads(data)
-    except (ValueError, RecursionError):
-        answer = None
-    if not isinstance(answer, dict):
+    answer = json_object(data)
+    if answer is None:
         raise BrokerError(f"{subject}: no JSON object came for an answer")
     return answer
 
@@ -375,7 +373,7 @@ async def scratch(
     stream, subject = f"DILOCO_DOCTOR_{name}_{kind}", f"diloco-doctor.{name}.{kind}"
     config = {"name": stream, "subjects": [subject], "storage": kind, "max_bytes": max_bytes, "num_replicas": 1}
     answer = await api(client, listener, f"STREAM.CREATE.{stream}", config)
-    if number(answer, "error", "err_code") == _OTHER_CONFIGURATION:  # that of an examination that was killed
+    if number(answer, "error", "err_code") == OTHER_CONFIGURATION:  # that of an examination that was killed
         await api(client, listener, f"STREAM.DELETE.{stream}")
         answer = await api(client, listener, f"STREAM.CREATE.{stream}", config)
     error = answer.get("error")

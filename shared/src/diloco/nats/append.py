@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from diloco.errors import AppendUncertainError, BrokerError, FenceError, Storage
 from diloco.nats import streams
 from diloco.nats.connection import Link, wait_connected
 from diloco.transport import Fence
+from diloco.wire.plain import json_object
 
 ID_HEADER = "Nats-Msg-Id"
 HEADER_BYTES = 1 << 10  # the server counts headers as payload
@@ -226,11 +226,8 @@ def _silence(subject: str, error: Exception, timeout_s: float) -> AppendUncertai
 
 
 def _parse(subject: str, data: bytes) -> dict[str, Any]:
-    try:
-        answer = json.loads(data)
-    except (ValueError, RecursionError):
-        answer = None
-    if not isinstance(answer, dict) or not _makes_sense(answer):
+    answer = json_object(data)
+    if answer is None or not _makes_sense(answer):
         raise AppendUncertainError(f"{subject}: {data[:80]!r} came for an answer, not a publish acknowledgement")
     return answer
 

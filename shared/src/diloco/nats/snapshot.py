@@ -19,6 +19,7 @@ from blake3 import blake3
 from diloco.errors import AppendUncertainError, BrokerError, RunError
 from diloco.nats import streams
 from diloco.nats.connection import Link
+from diloco.wire.plain import json_object
 
 TIMEOUT_S = 10.0  # for an answer
 SILENCE_S = 20.0  # between two chunks
@@ -128,11 +129,8 @@ async def _request(link: Link, subject: str, data: bytes, stream: str) -> bytes:
 
 
 def _parse(stream: str, data: bytes) -> dict[str, Any]:
-    try:
-        answer = json.loads(data)
-    except (ValueError, RecursionError):
-        answer = None
-    if not isinstance(answer, dict):
+    answer = json_object(data)
+    if answer is None:
         raise BrokerError(f"stream {stream}: {data[:80]!r} came for an answer")
     if "error" in answer:
         error = answer["error"] if isinstance(answer["error"], dict) else {}

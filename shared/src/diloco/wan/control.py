@@ -20,6 +20,7 @@ from diloco.errors import DilocoError, FormatError, SettingsError, WanError
 from diloco.tasks import end
 from diloco.wan.config import split_address
 from diloco.wan.relay import Relay, address_of, listening
+from diloco.wire.plain import json_object
 
 MAX_REQUEST_BYTES = 4 << 20
 MAX_COMMANDERS = 32
@@ -205,11 +206,8 @@ def asked(address: str, request: Request) -> Iterator[dict[str, Any]]:
 
 
 def _answered(line: bytes, address: str) -> dict[str, Any]:
-    try:
-        answer = json.loads(line)
-    except (ValueError, RecursionError):
-        answer = None
-    if not isinstance(answer, dict):
+    answer = json_object(line)
+    if answer is None:
         raise WanError(f"{address}: what answers there is no relay")
     if "error" in answer:
         code = answer.get("exit_code")
