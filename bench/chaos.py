@@ -32,8 +32,8 @@ from typing import Any
 
 import script
 
-from diloco import verify
-from diloco.chaos.command import describe
+from diloco_ops import verify
+from diloco_ops.chaos.command import describe
 
 DILOCO = str(Path(sys.executable).parent / "diloco")
 LEARNERS = 4
@@ -61,7 +61,7 @@ POLL_S = 0.2
 
 @contextmanager
 def running(directory: Path, tokens: int, slow: float, settings: dict[str, int]) -> Iterator[subprocess.Popen[bytes]]:
-    """A run; ended in order, if it has not ended by itself."""
+    """Begin a run; end it in order if it does not end by itself."""
     command = [DILOCO, "up", "--plain", "--run-dir", str(directory), "--tokens", str(tokens), *PARTIES]
     command += [f"--set={name}={value}" for name, value in settings.items()]
     command += [f"--slow=learner-{learner}={slow}" for learner in range(LEARNERS)]
@@ -84,8 +84,7 @@ def until(predicate: Callable[[], bool], directory: Path, run: subprocess.Popen[
 
 
 def probe(directory: Path) -> float:
-    """The undisturbed pace of a slowed run, in tokens a second."""
-
+    """Return the undisturbed pace of a slowed run, in tokens a second."""
     file = directory / "status.json"
 
     def status() -> dict[str, Any]:
@@ -106,7 +105,7 @@ def probe(directory: Path) -> float:
 
 
 def disturb(directory: Path, run: subprocess.Popen[bytes], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The verdict of chaos on a run that has just been begun."""
+    """Return the verdict of chaos on a run that has just been begun."""
     until(lambda: (directory / "services" / "evaluator.pid").exists(), directory, run)
     command = [DILOCO, "chaos", str(directory), "--seed", str(arguments.seed), "--for", str(arguments.for_)]
     command += ["--rate", str(arguments.rate), "--json", "--record", str(directory.parent / "tape.jsonl")]
@@ -130,7 +129,7 @@ def disturb(directory: Path, run: subprocess.Popen[bytes], arguments: argparse.N
 
 
 def finish(directory: Path, run: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """The report of a run at its end."""
+    """Return the report of a run at its end."""
     if run.wait():
         raise SystemExit(
             f"bench/chaos.py: {directory}: the run ended with code {run.returncode}; see {directory.with_suffix('.out')}"
@@ -140,7 +139,7 @@ def finish(directory: Path, run: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 
 def compare(disturbed: dict[str, Any], undisturbed: dict[str, Any]) -> dict[str, Any]:
-    """What two runs came to, by their reports."""
+    """Return the results of two runs, from their reports."""
     names = ("wall_s", "tokens_budget", "tokens_processed", "tokens_merged", "versions", "val_loss")
     return {
         "disturbed": {name: disturbed[name] for name in names},
@@ -185,7 +184,7 @@ def measure_long(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def say(text: str) -> None:
-    """What is being done, while it takes long."""
+    """Print the current action, since it takes long."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 

@@ -33,7 +33,7 @@ from diloco.core import codec, outer, quantise
 from diloco.core.fragments import Fragment, build_map
 from diloco.core.merge import Accumulator
 from diloco.core.weights import weight
-from diloco.settings import run_settings
+from diloco.settings.presets import run_settings
 
 Vector = NDArray[np.float32]
 FRAGMENTS = 24
@@ -71,7 +71,7 @@ class Row:
 
 
 def vectors() -> str:
-    """The widest vector instructions of this processor that we know to matter."""
+    """Return the widest vector instructions of this processor that are known to matter."""
     features = get_host_cpu_features()
     return next((name for name in ("avx512f", "avx2", "neon") if f"+{name}" in features.split(",")), "neither AVX2 nor NEON")
 
@@ -93,7 +93,7 @@ def timed(
 
 
 def open_body(packed: bytes, content_hash: bytes, n: int, bits: int) -> NDArray[np.uint8]:
-    """A body as whoever receives it gets it."""
+    """Open a body as its receiver does."""
     body = codec.unpack(packed, quantise.body_bytes(n, bits))
     if codec.content_hash(body) != content_hash:
         raise SystemExit("core: a body came back as another")

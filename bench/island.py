@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.settings import TaskSettings
+from diloco.settings.run import TaskSettings
 
 TOKENS = 1024
 TICK_S = 0.005
@@ -73,5 +73,5 @@ def doze(duration_s: float) -> None:
 
 
 def make(settings: TaskSettings, data: str | None) -> Island:
-    """What ``task.name`` names."""
+    """Return the task that ``task.name`` names."""
     return Island(settings, float(os.environ["BENCH_STEP_S"]))

@@ -57,7 +57,7 @@ class Relay:
         config = folder / "wan.toml"
         config.write_text("\n".join(lines))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "diloco.cli", "wan", "serve", str(config)], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "diloco_ops.cli", "wan", "serve", str(config)], stderr=subprocess.PIPE, text=True
         )
         assert self._process.stderr is not None
         self._ports: dict[tuple[int, str], int] = {}
@@ -69,20 +69,20 @@ class Relay:
             self._ports[number, event["traffic"]] = int(event["listen"].rpartition(":")[2])
 
     def cpu_s(self) -> float:
-        """What the relay has used."""
+        """Return the CPU time that the relay has used."""
         times = psutil.Process(self._process.pid).cpu_times()
         return float(times.user + times.system)
 
     def port(self, link: int, traffic: str) -> int:
-        """Where a route listens."""
+        """Return the port of a route's listener."""
         return self._ports[link, traffic]
 
     def accept(self) -> socket.socket:
-        """The next connection at the target."""
+        """Return the next connection at the target."""
         return self._target.accept()[0]
 
     def pair(self, link: int, traffic: str) -> tuple[socket.socket, socket.socket]:
-        """A connection: the client's end and the target's."""
+        """Open a connection; return the client's end and the target's."""
         near = socket.create_connection(("127.0.0.1", self.port(link, traffic)))
         near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return near, self.accept()
@@ -96,7 +96,7 @@ class Relay:
 
 @contextlib.contextmanager
 def relay(links: Sequence[Conditions]) -> Iterator[Relay]:
-    """A relay with these links."""
+    """Run a relay with these links."""
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:
         made = Relay(Path(folder), links)
         try:
@@ -140,7 +140,7 @@ def drain(sock: socket.socket) -> None:
 
 
 def measure_rate(made: Relay, link: int, rate_mbit_s: float, seconds: float) -> dict[str, float]:
-    """A saturated link."""
+    """Measure a saturated link."""
     near, far = made.pair(link, "bulk")
     with near, far:
         threading.Thread(target=flood, args=(near,), daemon=True).start()
@@ -185,7 +185,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def measure_direct(seconds: float) -> dict[str, float]:
-    """The same messages without a relay."""
+    """Measure the same messages without a relay."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -195,7 +195,7 @@ def measure_direct(seconds: float) -> dict[str, float]:
 
 
 def measure_delay(made: Relay, link: int, delay_s: float, jitter_s: float, seconds: float) -> dict[str, Any]:
-    """An idle link."""
+    """Measure an idle link."""
     near, far = made.pair(link, "bulk")
     with near, far:
         off_s = [took_s - delay_s for took_s in one_way(near, far, 64, seconds)]

@@ -23,7 +23,7 @@ from typing import Any
 import script
 from parties import Parties, running
 
-from diloco.settings import run_settings
+from diloco.settings.presets import run_settings
 
 TARGET_BYTES = 16.0
 TINY = 100_000

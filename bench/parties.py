@@ -1,7 +1,7 @@
 """A run's processes as the benchmarks need them: a shard, and learners whose island is plain NumPy.
 
-They are the product's own (:class:`diloco.member.Member`, :class:`diloco_syncer.shard.Shard`, ``nats-server``), each a process;
-only the model is none: its "step" adds noise to the parameters. A parent process talks to each over a pipe.
+They are the product's own (:class:`diloco.member.member.Member`, :class:`diloco_syncer.shard.Shard`, ``nats-server``), each
+a process; only the model is none: its "step" adds noise to the parameters. A parent process talks to each over a pipe.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -25,14 +26,17 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from diloco import membership, observe
+from diloco.control import creation
+from diloco.core.accounts import StepDone
 from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, build_map
-from diloco.core.leases import Rota
-from diloco.member import Boundary, Member, StepDone
+from diloco.core.leases import RoundRobin
+from diloco.member.member import Boundary, Member
 from diloco.nats.connection import malloc_environment
-from diloco.nats.server import Server
 from diloco.nats.transport import NatsTransport
-from diloco.settings import LearnerSettings, RunSettings, SyncerSettings
+from diloco.process import observe
+from diloco.settings.run import RunSettings
+from diloco.settings.service import LearnerSettings, SyncerSettings
+from diloco_ops.broker.server import Server
 from diloco_syncer.shard import Shard
 
 Vector = NDArray[np.float32]
@@ -87,7 +91,7 @@ class Island:
         return (fragment.gather(self.tensors) for fragment in self.map.fragments)
 
     def reader(self, fragment: Fragment) -> Callable[[], Vector]:
-        """A way to read the fragment; no step may come between."""
+        """Return a function that reads the fragment; no step may come between."""
         return partial(fragment.gather, self.tensors)
 
     def write(self, boundary: Boundary) -> None:
@@ -100,7 +104,17 @@ class Island:
                 vector -= applied.reference
                 vector *= np.float32(applied.factor)
                 vector += applied.theta
-            fragment.scatter(vector, self.tensors)
+            scatter(fragment, vector, self.tensors)
+
+
+def scatter(fragment: Fragment, vector: NDArray[np.float32], tensors: Mapping[str, NDArray[np.float32]]) -> None:
+    """Copy a fragment's values, float32 [size], into ``tensors``, in place: the inverse of :meth:`Fragment.gather`."""
+    for piece in fragment.pieces:
+        values = vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
+        if piece.shape:
+            tensors[piece.path][piece.row_start : piece.row_stop] = values
+        else:
+            tensors[piece.path][...] = values
 
 
 @dataclass(frozen=True)
@@ -182,7 +196,7 @@ class Party:
         return int(sizes["VmRSS"]) << 10, int(sizes["VmHWM"]) << 10
 
     def reset_peak(self) -> None:
-        """Begin to measure the peak of resident memory anew."""
+        """Begin to measure the peak of resident memory again."""
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
     def cpu_s(self) -> float:
@@ -244,33 +258,35 @@ def running(run_settings: RunSettings, parameters: int, trace: bool = False) -> 
 async def _create(url: str, run_settings: RunSettings) -> None:
     link = await NatsTransport.open(url, url, "bench", observe.get_logger(), give_up_after_s=10)
     try:
-        await membership.create(link, RUN, run_settings)
+        await creation.create(link, RUN, run_settings)
     finally:
         await link.close()
 
 
 @contextlib.asynccontextmanager
-async def _joined(url: str, name: str) -> AsyncIterator[tuple[NatsTransport, membership.Run, observe.Logger]]:
+async def _joined(url: str, name: str) -> AsyncIterator[tuple[NatsTransport, creation.Run, observe.Logger]]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     observe.configure(name, RUN, level="warning", fmt="console", file=None)
     log = observe.get_logger()
     link = await NatsTransport.open(url, url, name, log, give_up_after_s=10)
     try:
-        yield link, await membership.find(link, RUN, log), log
+        yield link, await creation.find(link, RUN, log), log
     finally:
         await link.close()
 
 
 def syncer_main(pipe: Connection, url: str, settings: Mapping[str, Any], parameters: int, trace: bool) -> None:
-    """A shard's process. Answers ("events",) with the tracer's events and the bytes so far, ("fragments",) with how many it
-    serves."""
+    """Run a shard in a process of its own.
+
+    Answers ("events",) with the tracer's events and the bytes so far, ("fragments",) with how many it serves.
+    """
     tracer = Tracer()
     if trace:
         _trace_syncer(tracer)
 
     async def main() -> None:
         async with _joined(url, "syncer-0") as (link, run, log):
-            shard = Shard(link, run, await membership.find_map(run), SyncerSettings(name="syncer-0", run=RUN), log)
+            shard = Shard(link, run, await creation.find_map(run), SyncerSettings(name="syncer-0", run=RUN), log)
             serving = asyncio.create_task(shard.serve())
             loop = asyncio.get_running_loop()
             while not serving.done():
@@ -284,8 +300,22 @@ def syncer_main(pipe: Connection, url: str, settings: Mapping[str, Any], paramet
     asyncio.run(main())
 
 
+def follow(island: Island, member: Member, fragment_map: FragmentMap, done: StepDone | None) -> None:
+    """Apply until every fragment has had one more version."""
+    left = set(range(len(fragment_map.fragments)))
+    while left:
+        boundary = member.boundary(done)
+        done = None
+        island.write(boundary)
+        left -= {index for index, _ in boundary.applies}
+        for index in boundary.reads:
+            member.submit(index, island.reader(fragment_map.fragments[index]))
+        if left:
+            member.wait(0.05)
+
+
 def learner_main(pipe: Connection, url: str, settings: Mapping[str, Any], parameters: int, trace: bool, share: int) -> None:
-    """A learner's process.
+    """Run a learner in a process of its own.
 
     Says "island" when it has its parameters, waits for a word, joins, and says how long that took when it has applied
     version 0. ("round",) takes one step and goes on until every fragment's next version is applied, and answers with when
@@ -316,8 +346,8 @@ def learner_main(pipe: Connection, url: str, settings: Mapping[str, Any], parame
                 await asyncio.sleep(0.2)
 
     def serve(island: Island, member: Member, link: NatsTransport, began_s: float) -> None:
-        rota = Rota()
-        follow(island, member, None)
+        round_robin = RoundRobin()
+        follow(island, member, fragment_map, None)
         pipe.send(time.monotonic() - began_s)
         while True:
             word, *_ = pipe.recv()
@@ -325,11 +355,11 @@ def learner_main(pipe: Connection, url: str, settings: Mapping[str, Any], parame
                 before_s = time.process_time()
                 island.step(rng)
                 stepped_s, began_s = time.process_time() - before_s, time.monotonic()
-                follow(island, member, StepDone(STEP_TOKENS, *rota.next(member.leased()), 1.0, 0.1, 0.0))
+                follow(island, member, fragment_map, StepDone(STEP_TOKENS, *round_robin.next(member.leased()), 1.0, 0.1, 0.0))
                 pipe.send((began_s, time.monotonic(), stepped_s))
             elif word == "step":
                 island.step(rng)
-                boundary = member.boundary(StepDone(STEP_TOKENS, *rota.next(member.leased()), 1.0, 0.1, 0.0))
+                boundary = member.boundary(StepDone(STEP_TOKENS, *round_robin.next(member.leased()), 1.0, 0.1, 0.0))
                 island.write(boundary)
                 for index in boundary.reads:
                     # the next step changes the parameters, so what may be asked for is copied now
@@ -339,43 +369,31 @@ def learner_main(pipe: Connection, url: str, settings: Mapping[str, Any], parame
             else:
                 pipe.send((tracer.events, link.bytes_out, link.bytes_in))
 
-    def follow(island: Island, member: Member, done: StepDone | None) -> None:
-        """Apply until every fragment has had a version more."""
-        left = set(range(len(fragment_map.fragments)))
-        while left:
-            boundary = member.boundary(done)
-            done = None
-            island.write(boundary)
-            left -= {index for index, _ in boundary.applies}
-            for index in boundary.reads:
-                member.submit(index, island.reader(fragment_map.fragments[index]))
-            if left:
-                member.wait(0.05)
-
     asyncio.run(main())
 
 
 def _trace_learner(tracer: Tracer) -> None:
-    from diloco import log, member
-    from diloco.core import books, codec, outer, quantise
+    from diloco.core import codec, delta, outer, quantise
+    from diloco.log import stream
+    from diloco.member import answering
 
-    tracer.wrap(books.Books, "offer", "displacement")
+    tracer.wrap(delta.DeltaValues, "encode", "displacement")
     tracer.wrap(Island, "write", "apply: island")
     tracer.wrap(Fragment, "gather", "snapshot")
     tracer.wrap(quantise, "quantise", "encode")
     tracer.wrap(codec, "pack", "zstd")
     tracer.wrap(codec, "content_hash", "hash")
-    tracer.wrap(Fragment, "scatter", "apply: write")
+    tracer.wrap(sys.modules[__name__], "scatter", "apply: write")
     tracer.wrap(Member, "boundary", "apply: books")
-    tracer.wrap(log, "open_body", "open record")
+    tracer.wrap(stream, "open_body", "open record")
     tracer.wrap(quantise, "validate", "validate record")
     tracer.wrap(outer, "fold", "fold")
-    tracer.wrap_async(member, "append", "publish, store")
+    tracer.wrap_async(answering, "append_offer", "publish, store")
 
 
 def _trace_syncer(tracer: Tracer) -> None:
-    from diloco import log
     from diloco.core import codec, kernels, merge, merging, outer, quantise
+    from diloco.log import writer
     from diloco_syncer import collector
 
     tracer.wrap(collector, "open_body", "open offer")
@@ -388,4 +406,4 @@ def _trace_syncer(tracer: Tracer) -> None:
     tracer.wrap(kernels, "absmax", "check finite")
     tracer.wrap(codec, "pack", "zstd")
     tracer.wrap(codec, "content_hash", "hash")
-    tracer.wrap_async(log, "append", "append")
+    tracer.wrap_async(writer.Writer, "append", "append")

@@ -1,4 +1,4 @@
-"""What the decoupled run's loss is to be compared with, at equal tokens. Prints nats per byte on the same held-out text.
+"""References for the decoupled run's loss, at equal tokens. Prints nats per byte on the same held-out text.
 
     python bench/quality.py --seeds 0 1 2                       # data-parallel, one learner alone, and the n-gram models
     python bench/quality.py --seeds 0 1 2 --report run-0 run-1  # with the real runs of `diloco up --run-dir run-0` beside it
@@ -34,36 +34,26 @@ from diloco.core.merging import outer_rates
 from diloco.core.schedule import Moment
 from diloco.core.weights import weight
 from diloco.errors import DilocoError
-from diloco.ngram import ngram_losses
-from diloco.settings import OuterSettings, RunSettings, parse_assignments, run_settings
+from diloco.settings.loading import parse_assignments
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco_lab.experiment.methods import one_model, steps_of_each
 from diloco_learner.inner import learning_rate
 from diloco_learner.island import Island
+from diloco_learner.ngram import ngram_losses
 from diloco_learner.task import GptTask, load_task
 
 Vector = NDArray[np.float32]
 
 
 def data_parallel(settings: RunSettings, task: GptTask) -> Island:
-    """One model on the batches of all shares, which takes its optimizer's steps itself whatever the preset."""
-    settings = settings.model_copy(update={"outer": OuterSettings()})
-    island = Island(task, settings)
-    shares = [task.batches(share, settings.learners, settings.seed, 0) for share in range(settings.learners)]
-    tokens = settings.learners * task.tokens_per_batch
-    for step in range(steps_per_learner(settings, task)):
-        batch = np.concatenate([next(share) for share in shares])
-        island.step(batch, learning_rate(settings, Moment(step * tokens, settings.tokens))).wait()
-    return island
+    """One model on the batches of all shares."""
+    return one_model(settings, task, range(settings.learners))
 
 
 def alone(settings: RunSettings, task: GptTask) -> Island:
     """One learner on its share, by the run's learning rate schedule."""
-    settings = settings.model_copy(update={"outer": OuterSettings()})
-    island = Island(task, settings)
-    batches = task.batches(0, settings.learners, settings.seed, 0)
-    tokens = settings.learners * task.tokens_per_batch
-    for step in range(steps_per_learner(settings, task)):
-        island.step(next(batches), learning_rate(settings, Moment(step * tokens, settings.tokens))).wait()
-    return island
+    return one_model(settings, task, [0])
 
 
 class GlobalFragment:
@@ -101,7 +91,7 @@ class GlobalFragment:
 
 
 def lockstep(settings: RunSettings, task: GptTask) -> Island:
-    """The decoupled algorithm, all learners in step; the global model at the end, after a closing round of everything."""
+    """Run the decoupled algorithm, all learners in step; return the global model after a closing round of everything."""
     islands = [Island(task, settings) for _ in range(settings.learners)]
     specs = [TensorSpec(*tensor) for tensor in islands[0].tensors()]
     fragments = build_map(specs, settings.fragments.count, settings.fragments.strategy).fragments
@@ -114,7 +104,7 @@ def lockstep(settings: RunSettings, task: GptTask) -> Island:
     tokens = settings.learners * task.tokens_per_batch
     since = [0] * len(fragments)  # inner steps since the version
     read: dict[int, tuple[int, list[Vector]]] = {}  # what was offered, and after how many steps
-    count = steps_per_learner(settings, task)
+    count = steps_of_each(settings, task)
     for step in range(1, count + 1):
         rate = learning_rate(settings, Moment((step - 1) * tokens, settings.tokens))
         outputs = [island.step(next(share), rate) for island, share in zip(islands, shares, strict=True)]
@@ -131,11 +121,6 @@ def lockstep(settings: RunSettings, task: GptTask) -> Island:
                 for island in islands:
                     island.write(fragment, state[index].theta.copy())
     return islands[0]
-
-
-def steps_per_learner(settings: RunSettings, task: GptTask) -> int:
-    """Inner steps of each learner until the token budget is used up."""
-    return -(-settings.tokens // (settings.learners * task.tokens_per_batch))
 
 
 RUNS: dict[str, Callable[[RunSettings, GptTask], Island]] = {
@@ -184,7 +169,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         raise SystemExit("quality: only the built-in task has the shares this compares")
     if not arguments.json:
         print(f"{'run':28} seed  nats/byte")
-    for order, loss in ngram_losses(task.corpus.training_text(), task.corpus.held_out_text()).items():
+    for order, loss in ngram_losses(task.data.corpus.training_text(), task.data.corpus.held_out_text()).items():
         row(f"{order}-gram", None, loss)
     for directory in arguments.report:
         report = json.loads((directory / "report.json").read_text())

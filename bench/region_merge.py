@@ -1,4 +1,4 @@
-"""What the regional merge saves on thin links, and how far what it gives is from merging each learner's offer by itself.
+"""Savings of the regional merge on thin links, and distance of its result from a merge of each learner's own offer.
 
     python bench/region_merge.py alone merged cosines       # six minutes; or only some of these parts
 
@@ -26,14 +26,15 @@ import script
 import wan
 from numpy.typing import NDArray
 
-from diloco import membership
+from diloco.control import creation
+from diloco.control.creation import Run
 from diloco.core import merging, quantise
 from diloco.core.fragments import Fragment
 from diloco.core.round import Held
-from diloco.log import Log
-from diloco.membership import Run
-from diloco.settings import RunSettings
-from diloco.wire.messages import Answer, Combined, Offer, Record
+from diloco.log.log import Log
+from diloco.settings.run import RunSettings
+from diloco.wire.entries import Record
+from diloco.wire.offers import Answer, Combined, Offer
 
 Grouping = Callable[[int], int]  # the group of a learner, by its index
 BETWEEN = "between two learners' offers"
@@ -71,7 +72,7 @@ async def cosines(watch: wan.Watch, each: int) -> dict[str, Any]:
     """Of versions of which all offers are kept in the first region: how alike merges in one step and in two are."""
     registry = await watch.link.bucket(watch.subjects.bucket, create=False)
     run = Run(watch.run.name, watch.run.settings, registry)
-    log = Log(watch.link, run.name, run.identity, await membership.find_map(run), run.settings)
+    log = Log(watch.link, run.name, run.identity, await creation.find_map(run), run.created)
     regions, count = len(wan.REGIONS), each * len(wan.REGIONS)
     groupings: dict[str, Grouping] = {
         f"{regions} regions of {each}": lambda learner: learner % regions,
@@ -83,11 +84,11 @@ async def cosines(watch: wan.Watch, each: int) -> dict[str, Any]:
         if len(offers) < count:
             continue
         fragment = log.map.fragments[record.fragment]
-        flat = merged(fragment, run.settings, offers)
-        alone = [merged(fragment, run.settings, [held]) for held in offers]
+        flat = merged(fragment, run.created, offers)
+        alone = [merged(fragment, run.created, [held]) for held in offers]
         found[BETWEEN].append(float(np.mean([cosine(a, b) for a, b in combinations(alone, 2)])))
         for name, group in groupings.items():
-            found[name].append(cosine(flat, merged(fragment, run.settings, combined(fragment, run.settings, offers, group))))
+            found[name].append(cosine(flat, merged(fragment, run.created, combined(fragment, run.created, offers, group))))
     return {
         name: {"versions": len(values), "mean": float(np.mean(values)), "least": min(values)}
         for name, values in found.items()
@@ -96,9 +97,9 @@ async def cosines(watch: wan.Watch, each: int) -> dict[str, Any]:
 
 
 async def kept(log: Log, record: Record) -> list[Held]:
-    """A version's offers, as far as they are in this region's archive."""
+    """Return a version's offers in this region's archive."""
     found = [
-        await log.archived(record.fragment, member.learner, member.incarnation, member.number) for member in record.members
+        await log.archive.offer(record.fragment, member.learner, member.incarnation, member.number) for member in record.members
     ]
     return [Held(*stored) for stored in found if stored is not None]
 
@@ -108,7 +109,7 @@ def merged(fragment: Fragment, settings: RunSettings, held: Sequence[Held]) -> N
 
 
 def combined(fragment: Fragment, settings: RunSettings, offers: Sequence[Held], group: Grouping) -> list[Held]:
-    """The offers with those of one group merged and quantised."""
+    """Return the offers, those of one group merged and quantised."""
     groups: dict[int, list[Held]] = {}
     for held in offers:
         groups.setdefault(group(int(held.offer.members[0].learner.rsplit("-", 1)[-1])), []).append(held)

@@ -1,4 +1,4 @@
-"""What a learner's death costs: from its SIGKILL to its first step and its first merged work, and what the others lose.
+"""The cost of a learner's death: from its SIGKILL to its first step and its first merged work, and the others' losses.
 
     python bench/restart.py                     # 5 kills with its own checkpoint, 5 without; a run of the default model
     python bench/restart.py --kills 1 --json
@@ -32,17 +32,20 @@ from typing import Any
 
 import script
 
-from diloco import membership, rundir, state
+from diloco.control import creation
 from diloco.errors import MessageError
-from diloco.log import Log
-from diloco.member import Member
+from diloco.log.log import Log
+from diloco.member import state
+from diloco.member.member import Member
 from diloco.nats.transport import NatsTransport
-from diloco.observe import get_logger
-from diloco.rundir import RunDirectory
-from diloco.settings import LearnerSettings
+from diloco.process.observe import get_logger
+from diloco.service import rundir
+from diloco.service.rundir import RunDirectory
+from diloco.settings.service import LearnerSettings
 from diloco.transport import Heard
-from diloco.wire import messages
-from diloco.wire.messages import Keyframe, Pulse, Record
+from diloco.wire import framing
+from diloco.wire.control import Heartbeat
+from diloco.wire.entries import Keyframe, Record
 from diloco.wire.subjects import Subjects
 
 FIRST_STEP_TARGET_S, LOST_TARGET, KEYFRAMES_TARGET = 2.0, 0.01, 2.0
@@ -53,53 +56,53 @@ DEADLINE_S = 180.0
 
 
 class Watch:
-    """What passes: learners' pulses, and versions as they are appended."""
+    """Messages of a run: learners' heartbeats, and versions as they are appended."""
 
     def __init__(self, run: RunDirectory, link: NatsTransport) -> None:
         self.run, self.link, self.subjects = run, link, Subjects(run.name)
-        self.identity = messages.run_id(run.name, run.settings.digest())
-        self.pulses: dict[str, list[tuple[float, Pulse]]] = {}
+        self.identity = framing.run_id(run.name, run.settings.digest())
+        self.heartbeats: dict[str, list[tuple[float, Heartbeat]]] = {}
         self.records: list[tuple[float, Record]] = []
 
     async def open(self) -> None:
-        await self.link.subscribe(self.subjects.pulse(), self._hear_pulse)
+        await self.link.subscribe(self.subjects.heartbeat(), self._hear_heartbeat)
         await self.link.subscribe(self.subjects.record("*"), self._hear_record)
 
-    async def _hear_pulse(self, message: Heard) -> None:
+    async def _hear_heartbeat(self, message: Heard) -> None:
         with contextlib.suppress(MessageError):
-            pulse = messages.unpack(message.data, Pulse, self.identity)[0]
-            if pulse.role == "learner":
-                self.pulses.setdefault(pulse.learner, []).append((time.time(), pulse))
+            heartbeat = framing.unpack(message.data, Heartbeat, self.identity)[0]
+            if heartbeat.role == "learner":
+                self.heartbeats.setdefault(heartbeat.learner, []).append((time.time(), heartbeat))
 
     async def _hear_record(self, message: Heard) -> None:
         with contextlib.suppress(MessageError):
-            self.records.append((time.time(), messages.unpack(message.data, Record, self.identity)[0]))
+            self.records.append((time.time(), framing.unpack(message.data, Record, self.identity)[0]))
 
     def all_step(self) -> bool:
-        heard = [pulses[-1][1] for pulses in self.pulses.values()]
+        heard = [heartbeats[-1][1] for heartbeats in self.heartbeats.values()]
         return len(heard) == self.run.settings.learners and all(p.state == "stepping" and min(p.versions) > 0 for p in heard)
 
     def others_pace(self) -> float:
-        """Steps a second of all but the one that is killed, since :meth:`forget`."""
+        """Return the steps a second of all learners but the killed one, since :meth:`forget`."""
         total = 0.0
-        for name, pulses in self.pulses.items():
+        for name, heartbeats in self.heartbeats.items():
             steps: dict[int, float] = {}
-            for at_s, pulse in pulses:
-                steps.setdefault(pulse.step, at_s)
+            for at_s, heartbeat in heartbeats:
+                steps.setdefault(heartbeat.step, at_s)
             if name != KILLED and len(steps) > 1:
                 total += (max(steps) - min(steps)) / (steps[max(steps)] - steps[min(steps)])
         return total
 
     def forget(self) -> None:
-        """Begin anew with what has passed."""
-        self.pulses.clear()
+        """Forget all messages so far."""
+        self.heartbeats.clear()
         self.records.clear()
 
     def blocked(self, began_s: float) -> float:
         """Share of the others' time without a step in flight since then."""
         blocked_s = busy_s = 0.0
-        for name, pulses in self.pulses.items():
-            since = [pulse for at_s, pulse in pulses if at_s >= began_s]
+        for name, heartbeats in self.heartbeats.items():
+            since = [heartbeat for at_s, heartbeat in heartbeats if at_s >= began_s]
             if name != KILLED and since:
                 blocked_s += since[-1].blocked_s - since[0].blocked_s
                 busy_s += since[-1].busy_s - since[0].busy_s
@@ -116,12 +119,12 @@ async def until(predicate: Callable[[], bool], what: str) -> None:
 
 @contextlib.asynccontextmanager
 async def training(folder: Path, sets: list[str]) -> AsyncIterator[Watch]:
-    """A run in which all learners step."""
+    """Begin a run, and wait until all learners step."""
     directory = folder / "run"
     command = ["up", "--run-dir", str(directory), "--tokens", str(10**9), "--plain", *(f"--set={item}" for item in sets)]
     with (folder / "up.txt").open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", "from diloco.cli import main; main()", *command, stdout=output, stderr=output
+            sys.executable, "-c", "from diloco_ops.cli import main; main()", *command, stdout=output, stderr=output
         )
     try:
         await until(lambda: (directory / "run.json").exists() and bool(rundir.load(directory).nats_url), "the server is up")
@@ -146,7 +149,7 @@ def compiled_at_s(directory: Path, after_s: float) -> float | None:
 
 
 def pid_in(pid_file: Path) -> int:
-    """The pid in a file; 0 while the file is being written."""
+    """Return the pid in a file; 0 while the file is being written."""
     return int(pid_file.read_text().strip() or 0)
 
 
@@ -161,19 +164,19 @@ async def kill(watch: Watch, *, checkpoint: bool, nice: bool) -> dict[str, Any]:
     pid_file = directory / "services" / f"{KILLED}.pid"
     killed = pid_in(pid_file)
     os.kill(killed, signal.SIGKILL)
-    killed_s, before = time.time(), watch.pulses[KILLED][-1][1]
+    killed_s, before = time.time(), watch.heartbeats[KILLED][-1][1]
     watch.forget()
     if nice:
         await until(lambda: pid_in(pid_file) not in (0, killed), "it is started again")
         os.setpriority(os.PRIO_PROCESS, pid_in(pid_file), LOWEST_PRIORITY)
 
-    def mine() -> list[tuple[float, Pulse]]:
-        return [(at_s, p) for at_s, p in watch.pulses.get(KILLED, ()) if p.incarnation > before.incarnation]
+    def mine() -> list[tuple[float, Heartbeat]]:
+        return [(at_s, p) for at_s, p in watch.heartbeats.get(KILLED, ()) if p.incarnation > before.incarnation]
 
     await until(lambda: bool(mine()) and mine()[-1][1].step > mine()[0][1].step, "it steps again")
     compiled_s = compiled_at_s(directory, killed_s)
     assert compiled_s is not None, "a step before its program was compiled"
-    stepped_s = next(at_s for at_s, pulse in mine() if pulse.step > mine()[0][1].step)
+    stepped_s = next(at_s for at_s, heartbeat in mine() if heartbeat.step > mine()[0][1].step)
 
     def rounds() -> int | None:
         made: dict[int, int] = {}
@@ -199,17 +202,19 @@ async def kill(watch: Watch, *, checkpoint: bool, nice: bool) -> dict[str, Any]:
 
 async def catch_up(watch: Watch, versions: int) -> dict[str, Any]:
     """Load the log as a learner that comes back does, once every fragment has so many versions."""
-    await until(lambda: min(min(pulses[-1][1].versions) for pulses in watch.pulses.values()) >= versions, "enough versions")
+    await until(
+        lambda: min(min(heartbeats[-1][1].versions) for heartbeats in watch.heartbeats.values()) >= versions, "enough versions"
+    )
     run_directory = watch.run
     transport = await NatsTransport.open(run_directory.nats_url, run_directory.nats_url, "bench-reader", get_logger(), 60)
-    run = await membership.find(transport, run_directory.name, get_logger())
-    fragments = await membership.find_map(run)
-    store = Log(transport, run.name, run.identity, fragments, run.settings)
+    run = await creation.find(transport, run_directory.name, get_logger())
+    fragments = await creation.find_map(run)
+    store = Log(transport, run.name, run.identity, fragments, run.created)
     keyframes = 0
     for fragment in fragments.fragments:
         stored = await transport.last(store.subjects.log_stream, store.subjects.keyframe(fragment.index))
         assert stored is not None
-        keyframes += messages.unpack(stored.data, Keyframe, run.identity)[0].body.size_bytes
+        keyframes += framing.unpack(stored.data, Keyframe, run.identity)[0].body.size_bytes
     settings = LearnerSettings(name="bench-reader", run=run.name, role="evaluator", nats_url=run_directory.nats_url)
     before, began_s = transport.bytes_in, time.monotonic()
     member = Member(transport, run, fragments, settings, get_logger())

@@ -6,9 +6,9 @@
 It starts the three regions with their relay as a compose project of its own, waits until every learner's work is merged, and
 then restarts each container with SIGTERM, as an upgrade does: first the coordinator and the evaluator, the servers of the
 control store, those of the regions, the syncers, the learners. The next one is restarted when this one is ready again.
-Meanwhile it hears the run's signs of life at the control store of `us`, and its entries at the server there, and counts:
+Meanwhile it hears the run's heartbeats at the control store of `us`, and its entries at the server there, and counts:
 
-* rounds that had as many answers as their quorum, and of these the ones of which no version came, whoever made it;
+* rounds that had as many answers as their quorum, and of these the ones of which no version came, by any syncer;
 * tokens that learners booked as lost, and of how many that they processed, as steps are: all steps have as many.
 
 What the algorithm itself throws away (`carry.overlap = 0`: steps taken while an answer is on its way) is kept here, so that
@@ -34,15 +34,17 @@ from typing import Any
 
 import script
 
-from diloco import membership, observe
+from diloco.control import creation
 from diloco.errors import DilocoError, MessageError
-from diloco.nats.server import free_ports
 from diloco.nats.transport import NatsTransport
-from diloco.observe import get_logger
+from diloco.process import observe
+from diloco.process.observe import get_logger
 from diloco.transport import Heard
-from diloco.wire import messages
-from diloco.wire.messages import Announcement, Pulse, Record, ShardPulse
+from diloco.wire import framing
+from diloco.wire.control import Announcement, Heartbeat, ShardHeartbeat
+from diloco.wire.entries import Record
 from diloco.wire.subjects import Subjects
+from diloco_ops.broker.server import free_ports
 
 ROOT = Path(__file__).parents[1]
 REGIONS = ("us", "eu", "ap")
@@ -76,11 +78,11 @@ READY = "import urllib.request as u; u.urlopen('http://127.0.0.1:9464/readyz', t
 
 @dataclass
 class Watch:
-    """What is heard of a run."""
+    """Counts of a run, from its messages."""
 
     run: str
     identity: bytes = b""
-    pulses: dict[str, Pulse] = field(default_factory=dict)
+    heartbeats: dict[str, Heartbeat] = field(default_factory=dict)
     announced: dict[tuple[str, int], int] = field(default_factory=dict)  # version of the newest round, by owner and fragment
     quorate: dict[tuple[int, int], str] = field(default_factory=dict)  # fragment and version of rounds with a quorum: whose
     made_by: dict[tuple[int, int], str] = field(default_factory=dict)  # of versions that were heard
@@ -89,54 +91,56 @@ class Watch:
     async def open(self, control: str, bulk: str) -> NatsTransport:
         """Connect, when the run is there."""
         link = await NatsTransport.open(control, bulk, "rolling", get_logger(), give_up_after_s=DEADLINE_S)
-        self.identity = (await membership.find(link, self.run, get_logger())).identity
+        self.identity = (await creation.find(link, self.run, get_logger())).identity
         names = Subjects(self.run)
-        await link.subscribe(names.pulse(), self._hear_pulse)
+        await link.subscribe(names.heartbeat(), self._hear_heartbeat)
         await link.subscribe(names.shard(), self._hear_shard)
         await link.subscribe(names.round(), self._hear_round)
         await link.serve(names.record("*"), self._hear_record)  # over the connection to the region's server
         return link
 
-    async def _hear_pulse(self, message: Heard) -> None:
+    async def _hear_heartbeat(self, message: Heard) -> None:
         with contextlib.suppress(MessageError):
-            pulse = messages.unpack(message.data, Pulse, self.identity)[0]
-            self.pulses[pulse.learner] = pulse
+            heartbeat = framing.unpack(message.data, Heartbeat, self.identity)[0]
+            self.heartbeats[heartbeat.learner] = heartbeat
 
     async def _hear_round(self, message: Heard) -> None:
         with contextlib.suppress(MessageError):
-            round_ = messages.unpack(message.data, Announcement, self.identity)[0]
+            round_ = framing.unpack(message.data, Announcement, self.identity)[0]
             self.announced[round_.syncer, round_.fragment] = round_.version
 
     async def _hear_shard(self, message: Heard) -> None:
         with contextlib.suppress(MessageError):
-            pulse = messages.unpack(message.data, ShardPulse, self.identity)[0]
-            for fragment, answers, quorum, _ in pulse.open:
-                version = self.announced.get((pulse.syncer, fragment))
+            heartbeat = framing.unpack(message.data, ShardHeartbeat, self.identity)[0]
+            for fragment, answers, quorum, _ in heartbeat.open:
+                version = self.announced.get((heartbeat.syncer, fragment))
                 if version is not None and answers >= quorum:
-                    self.quorate.setdefault((fragment, version), pulse.syncer)
+                    self.quorate.setdefault((fragment, version), heartbeat.syncer)
 
     async def _hear_record(self, message: Heard) -> None:
         with contextlib.suppress(MessageError):
-            record = messages.unpack(message.data, Record, self.identity)[0]
+            record = framing.unpack(message.data, Record, self.identity)[0]
             if record.entry == "version":
                 self.made_by[record.fragment, record.version] = record.syncer
                 self.newest[record.fragment] = max(record.version, self.newest.get(record.fragment, 0))
 
     def lost_tokens(self) -> float:
         """By all learners so far: of each the mean over its fragments."""
-        return sum(sum(pulse.lost_tokens) / len(pulse.lost_tokens) for pulse in self.learners())
+        return sum(sum(heartbeat.lost_tokens) / len(heartbeat.lost_tokens) for heartbeat in self.learners())
 
     def tokens(self) -> int:
-        """Processed by all learners so far."""
-        return sum(pulse.tokens for pulse in self.learners())
+        """Return the tokens processed by all learners so far."""
+        return sum(heartbeat.tokens for heartbeat in self.learners())
 
-    def learners(self) -> list[Pulse]:
-        return [pulse for name, pulse in self.pulses.items() if name in LEARNERS]
+    def learners(self) -> list[Heartbeat]:
+        return [heartbeat for name, heartbeat in self.heartbeats.items() if name in LEARNERS]
 
     def merged_all(self) -> bool:
         """Whether every learner trains, and has applied versions of every fragment."""
         found = self.learners()
-        return len(found) == len(LEARNERS) and all(pulse.state == "stepping" and min(pulse.versions) > 0 for pulse in found)
+        return len(found) == len(LEARNERS) and all(
+            heartbeat.state == "stepping" and min(heartbeat.versions) > 0 for heartbeat in found
+        )
 
 
 class Project:

@@ -1,4 +1,4 @@
-"""What the benches share as scripts: their parser and its ``--json``, where they ran, and the services' allocator."""
+"""Shared parts of the benches: their parser and its ``--json``, the machine, and the services' allocator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diloco.nats.connection import malloc_environment
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that shows a module's text as it is, with ``--json``, which :func:`print_result` heeds."""
+    """Return a parser that shows a module's text as it is, with ``--json``, which :func:`print_result` obeys."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", action="store_true")
     return made
@@ -30,7 +30,7 @@ def print_result(result: dict[str, Any], arguments: argparse.Namespace, show: Ca
 
 
 def machine() -> dict[str, Any]:
-    """The processor, its cores and the Python that this runs on."""
+    """Return the processor, its cores and the version of Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -6,7 +6,7 @@
 Begins a run with ``diloco up`` whose learners' steps take ``--step`` seconds and hardly any processor (bench/island.py), and
 has ``diloco chaos`` play a failure tape on it. Before the tape begins, ``--lead-in`` seconds tell what the simulator cannot
 know: how long a step, an answer and a commit take, and how well bodies compress. It then plays the same tape, and the table
-says what both counted while it was played. What is seen of the run is seen from outside, by its pulses and its streams.
+says what both counted while it was played. What is seen of the run is seen from outside, by its heartbeats and its streams.
 
 Exit code 1 if a quantity differs by more than 5 %, or if chaos found an invariant broken.
 """
@@ -28,19 +28,20 @@ from typing import Any
 import island
 import script
 
-from diloco import outside
-from diloco.core import failures
-from diloco.core.failures import Failure, Tape
 from diloco.errors import BrokerError, MessageError, RunError
-from diloco.outside import Outside
-from diloco.tasks import end
+from diloco.process.tasks import end
 from diloco.transport import Heard
-from diloco.wire import messages
-from diloco.wire.messages import Announcement, Offer, Pulse, Record
+from diloco.wire import framing
+from diloco.wire.control import Announcement, Heartbeat
+from diloco.wire.entries import Record
+from diloco.wire.offers import Offer
 from diloco_lab import validation
 from diloco_lab.validation import Seen, SeenOffer, SeenVersion
+from diloco_ops import failures, run_reader
+from diloco_ops.failures import Failure, Tape
+from diloco_ops.run_reader import RunReader
 
-DILOCO = (sys.executable, "-c", "from diloco.cli import main; main()")
+DILOCO = (sys.executable, "-c", "from diloco_ops.cli import main; main()")
 LEARNERS = 3
 MODEL = {"task.layers": 10, "task.width": 128, "fragments.count": 10, "round.steps": 16}
 TAPE = Tape(
@@ -59,44 +60,44 @@ DEADLINE_S = 180.0
 POLL_S = 0.1
 
 
-async def watch(run: Outside, seen: Seen) -> list[asyncio.Task[None]]:
+async def watch(run: RunReader, seen: Seen) -> list[asyncio.Task[None]]:
     """Note what happens, for ever."""
     transport, subjects, identity = run.transport, run.log.subjects, run.run.identity
 
-    async def hear_pulse(message: Heard) -> None:
+    async def hear_heartbeat(message: Heard) -> None:
         with contextlib.suppress(MessageError):
-            pulse, _, _ = messages.unpack(message.data, Pulse, identity)
-            steps = seen.steps.setdefault(pulse.learner, []) if pulse.role == "learner" else []
-            if pulse.state == "stepping" and (not steps or pulse.step > steps[-1][1]):
-                steps.append((time.monotonic(), pulse.step))
+            heartbeat, _, _ = framing.unpack(message.data, Heartbeat, identity)
+            steps = seen.steps.setdefault(heartbeat.learner, []) if heartbeat.role == "learner" else []
+            if heartbeat.state == "stepping" and (not steps or heartbeat.step > steps[-1][1]):
+                steps.append((time.monotonic(), heartbeat.step))
 
     async def hear_round(message: Heard) -> None:
         with contextlib.suppress(MessageError):
-            round_, _, _ = messages.unpack(message.data, Announcement, identity)
+            round_, _, _ = framing.unpack(message.data, Announcement, identity)
             seen.announced.setdefault((round_.fragment, round_.version), time.monotonic())
 
     async def read_offers() -> None:
         async for stored in transport.pull(subjects.offer_stream, [subjects.offer("*")], 1):
-            offer, _, _ = messages.unpack(stored.data, Offer, identity)
+            offer, _, _ = framing.unpack(stored.data, Offer, identity)
             seen.offers.append(SeenOffer(time.monotonic(), offer.fragment, len(stored.data), offer.body.size_bytes))
 
     async def read_log() -> None:
         async for stored in transport.pull(subjects.log_stream, [subjects.record("*")], 1):
-            record, _, _ = messages.unpack(stored.data, Record, identity)
+            record, _, _ = framing.unpack(stored.data, Record, identity)
             if record.entry == "version":
                 tokens, size_bytes = [member.tokens for member in record.members], len(stored.data)
                 seen.versions.append(
                     SeenVersion(time.monotonic(), record.fragment, record.version, tokens, size_bytes, record.round_s)
                 )
 
-    await transport.subscribe(subjects.pulse(), hear_pulse)
+    await transport.subscribe(subjects.heartbeat(), hear_heartbeat)
     await transport.subscribe(subjects.round(), hear_round)
     return [asyncio.create_task(reading) for reading in (read_offers(), read_log())]
 
 
 @contextlib.asynccontextmanager
 async def training(folder: Path, step_s: float) -> AsyncIterator[Path]:
-    """A run's directory, with the run in it begun."""
+    """Begin a run; yield its directory."""
     directory = folder / "run"
     command = ["up", "--plain", "--run-dir", str(directory), "--tokens", str(10**12), "--learners", str(LEARNERS)]
     command += ["--shards", "1", "--set=task.name=island:make", *(f"--set={name}={value}" for name, value in MODEL.items())]
@@ -113,13 +114,13 @@ async def training(folder: Path, step_s: float) -> AsyncIterator[Path]:
 
 
 @contextlib.asynccontextmanager
-async def opened(directory: Path) -> AsyncIterator[Outside]:
-    """The run from outside, once it has begun."""
+async def opened(directory: Path) -> AsyncIterator[RunReader]:
+    """Open the run's reader, once the run has begun."""
     ends_s = time.monotonic() + DEADLINE_S
     async with contextlib.AsyncExitStack() as stack:
         while True:
             try:
-                run = await stack.enter_async_context(outside.opened(directory))
+                run = await stack.enter_async_context(run_reader.opened(directory))
                 break
             except (RunError, BrokerError):
                 if time.monotonic() > ends_s:
@@ -153,7 +154,7 @@ async def play(folder: Path, tape: Path, lead_in_s: float) -> tuple[float, float
 
 
 def read_tape(path: Path) -> Tape:
-    """A tape of failures that both can bring about."""
+    """Return a tape of failures that both can cause."""
     names = [f"learner-{index}" for index in range(LEARNERS)]
 
     def complaint(failure: Failure) -> str | None:
@@ -169,7 +170,7 @@ async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
     file = folder / "tape.jsonl"
     file.write_text(failures.encode(tape))
     async with training(folder, arguments.step) as directory, opened(directory) as run:
-        seen = Seen(run.run.settings, [fragment.size for fragment in run.map.fragments], island.TOKENS)
+        seen = Seen(run.run.created, [fragment.size for fragment in run.map.fragments], island.TOKENS)
         watching = await watch(run, seen)
 
         def in_full_swing() -> bool:

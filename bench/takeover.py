@@ -25,13 +25,14 @@ from typing import Any
 
 import script
 
-from diloco import rundir
 from diloco.errors import MessageError
 from diloco.nats.transport import NatsTransport
-from diloco.observe import get_logger
+from diloco.process.observe import get_logger
+from diloco.service import rundir
 from diloco.transport import Heard
-from diloco.wire import messages
-from diloco.wire.messages import Record, ShardPulse
+from diloco.wire import framing
+from diloco.wire.control import ShardHeartbeat
+from diloco.wire.entries import Record
 from diloco.wire.subjects import Subjects
 
 TARGET_S = 3.0
@@ -41,7 +42,7 @@ DEADLINE_S = 120.0
 
 
 class Watch:
-    """What passes: records as they are appended, and syncers' pulses."""
+    """Messages of a run: records as they are appended, and syncers' heartbeats."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -51,10 +52,10 @@ class Watch:
     async def open(self) -> NatsTransport:
         await until(self._begun, "the run's server is up")
         run = rundir.load(self.directory)
-        self.identity = messages.run_id(run.name, run.settings.digest())
+        self.identity = framing.run_id(run.name, run.settings.digest())
         link = await NatsTransport.open(run.nats_url, run.nats_url, "bench", get_logger(), give_up_after_s=60)
         await link.subscribe(Subjects(run.name).record("*"), self._hear_record)
-        await link.subscribe(Subjects(run.name).shard(), self._hear_pulse)
+        await link.subscribe(Subjects(run.name).shard(), self._hear_heartbeat)
         self.fragments = run.settings.fragments.count
         return link
 
@@ -63,12 +64,12 @@ class Watch:
 
     async def _hear_record(self, message: Heard) -> None:
         with contextlib.suppress(MessageError):
-            self.records.append((time.monotonic(), messages.unpack(message.data, Record, self.identity)[0]))
+            self.records.append((time.monotonic(), framing.unpack(message.data, Record, self.identity)[0]))
 
-    async def _hear_pulse(self, message: Heard) -> None:
+    async def _hear_heartbeat(self, message: Heard) -> None:
         with contextlib.suppress(MessageError):
-            pulse = messages.unpack(message.data, ShardPulse, self.identity)[0]
-            self.owned[pulse.syncer] = (time.monotonic(), pulse.fragments)
+            heartbeat = framing.unpack(message.data, ShardHeartbeat, self.identity)[0]
+            self.owned[heartbeat.syncer] = (time.monotonic(), heartbeat.fragments)
 
     def alive(self) -> dict[str, list[int]]:
         """Fragments by syncer, of those heard in the last second."""
@@ -92,12 +93,12 @@ async def until(predicate: Callable[[], bool], what: str) -> None:
 
 @contextlib.asynccontextmanager
 async def training(folder: Path, standbys: int) -> AsyncIterator[Watch]:
-    """A run that trains, with versions of every fragment."""
+    """Begin a run, and wait until it has versions of every fragment."""
     directory = folder / "run"
     command = ["up", "--run-dir", str(directory), "--standbys", str(standbys), "--tokens", str(10**9), "--plain"]
     with (folder / "up.txt").open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", "from diloco.cli import main; main()", *command, stdout=output, stderr=output
+            sys.executable, "-c", "from diloco_ops.cli import main; main()", *command, stdout=output, stderr=output
         )
     link = None
     try:

@@ -1,4 +1,4 @@
-"""What TLS costs in bulk: records appended as fenced batches and read back, with identities and without, in turn.
+"""The cost of TLS in bulk: records appended as fenced batches and read back, with identities and without, in turn.
 
     python bench/tls.py                                       # records of 8 MB, 15 samples each way
     python bench/tls.py --record-mb 1 --sample-mb 4 --samples 2 --json
@@ -35,21 +35,21 @@ from typing import Any
 import script
 from transport import MB, TIMEOUT_S, Client, spread, versions
 
-from diloco import identity, observe
-from diloco.membership import make_streams
-from diloco.nats import streams
+from diloco.control.creation import make_streams
+from diloco.nats import identity, streams
 from diloco.nats.append import append
 from diloco.nats.connection import malloc_environment
 from diloco.nats.pull import Puller
-from diloco.nats.server import Server
 from diloco.nats.transport import NatsTransport
-from diloco.settings import RunSettings
+from diloco.process import observe
+from diloco.settings.run import RunSettings
 from diloco.transport import Fence
-from diloco.wire.messages import PART_BYTES
+from diloco.wire.body import PART_BYTES
 from diloco.wire.subjects import Subjects, log_part, offer_part
-from diloco_coordinator.keys.folder import Folder
-from diloco_coordinator.keys.permissions import Who
-from diloco_coordinator.keys.roster import IdentityEntry
+from diloco_ops.broker.server import Server
+from diloco_ops.keys.folder import Folder
+from diloco_ops.keys.permissions import Who
+from diloco_ops.keys.roster import IdentityEntry
 
 NAMES = Subjects("bench")
 HEAD, OFFER = NAMES.record(0), NAMES.offer(0, "member")
@@ -140,7 +140,7 @@ async def compare(
 
 
 def run_client(*arguments: Any) -> Samples:
-    """The client process."""
+    """Run the client process."""
     return asyncio.run(compare(*arguments))
 
 

@@ -5,7 +5,7 @@
 
 Three regions with the default links between them (``docs/wan.md``), emulated by the relay. *unlinked*: a server a region; a
 client in each region also connects to the other regions' servers, as syncers do; beside them a small cluster with a server in
-each region, whose routes go before bulk, for signs of life and the bucket. *gateways*: a cluster of one server a region, joined
+each region, whose routes go before bulk, for heartbeats and the bucket. *gateways*: a cluster of one server a region, joined
 by gateways; clients connect to their own region's server alone. Either way each region has streams of its own, at home.
 
 A cycle is what a run of 24 fragments with one learner a region sends: each region's client reads the others' offers of the
@@ -42,16 +42,16 @@ import nats.js.errors
 import numpy as np
 import script
 
-from diloco import observe
-from diloco.embedded import JITTER_S, ONE_WAY_S, RATE_BITS_PER_S
 from diloco.errors import BrokerError
 from diloco.nats.registry import Registry
-from diloco.nats.server import Server, free_ports
 from diloco.nats.transport import NatsTransport
-from diloco.observe import get_logger
-from diloco.tasks import end
+from diloco.process import observe
+from diloco.process.observe import get_logger
+from diloco.process.tasks import end
 from diloco.transport import Fence
-from diloco.wan import control as wan
+from diloco_ops.broker.server import Server, free_ports
+from diloco_ops.embedded import JITTER_S, ONE_WAY_S, RATE_BITS_PER_S
+from diloco_ops.wan import control as wan
 
 REGIONS = ("us", "eu", "ap")
 PAIRS = list(permutations(REGIONS, 2))
@@ -100,7 +100,7 @@ class Links:
         config = folder / "wan.toml"
         folder.mkdir(exist_ok=True)
         config.write_text("\n".join(lines))
-        command = [sys.executable, "-m", "diloco.cli", "wan", "serve", str(config)]
+        command = [sys.executable, "-m", "diloco_ops.cli", "wan", "serve", str(config)]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
         assert self._process.stderr is not None
         for line in self._process.stderr:
@@ -315,7 +315,7 @@ async def measure_cycles(clients: Clients, first: int) -> dict[str, Any]:
 
 
 async def measure_messages(clients: Clients, cycles: int) -> dict[str, Any]:
-    """Commits, and control messages on idle links and beside cycles, in ms."""
+    """Measure commits, and control messages on idle links and beside cycles, in ms."""
     commits = [1000 * await clients.commit() for _ in range(COMMITS)]
     beating = asyncio.create_task(clients.beat())
     await asyncio.sleep(1)
@@ -349,7 +349,7 @@ class Exchange:
             await asyncio.sleep(EXCHANGE_S)
 
     def longest_s(self, *regions: str) -> float:
-        """The longest time without an acknowledgement between any two of these."""
+        """Return the longest time without an acknowledgement between any two of these."""
         now_s = time.perf_counter()
         pairs = [pair for pair in self.stored if set(pair) <= set(regions)]
         return max(float(np.diff([*self.stored[pair], now_s]).max()) for pair in pairs)
@@ -421,7 +421,7 @@ async def measure_cut(clients: Clients, lasts_s: float) -> dict[str, Any]:
 
 
 async def measure_loss(clients: Clients) -> dict[str, Any]:
-    """The region lost whose server leads what there is to be led."""
+    """Lose the region whose server leads the streams."""
     shape = clients.shape
     async with contextlib.AsyncExitStack() as stack:
         if shape.bulk is shape.control:

@@ -1,4 +1,4 @@
-"""What the way through NATS costs: records appended as fenced batches, read back, and small messages one by one.
+"""The cost of the way through NATS: records appended as fenced batches, read back, and small messages one by one.
 
     python bench/transport.py                                    # records of 1, 8 and 64 MB, and of 1 KB
     python bench/transport.py --record-mb 1 --sample-mb 4 --samples 3 --small 50 --json
@@ -32,15 +32,15 @@ from typing import Any
 import psutil
 import script
 
-from diloco import observe
 from diloco.errors import BrokerError
 from diloco.nats import streams
 from diloco.nats.append import append
 from diloco.nats.connection import Link, malloc_environment
 from diloco.nats.pull import Puller
-from diloco.nats.server import Server, find_binary
+from diloco.process import observe
 from diloco.transport import Fence
-from diloco.wire.messages import PART_BYTES
+from diloco.wire.body import PART_BYTES
+from diloco_ops.broker.server import Server, find_binary
 
 MB = 10**6
 STREAM = "BENCH"
@@ -189,7 +189,7 @@ def disk(folder: Path, sample_mb: float, samples: int) -> dict[str, float]:
 
 
 def run_client(url: str, server_pid: int, sizes_mb: list[float], sample_mb: float, samples: int, small: int) -> dict[str, Any]:
-    """The client process."""
+    """Run the client process."""
 
     async def main() -> dict[str, Any]:
         link = await Link.open(url, url, "bench", observe.get_logger(), give_up_after_s=10)

@@ -17,7 +17,7 @@ instead).
 Thin links carry as much of the model in a step's time as 2 Gbit/s carry of 12B parameters in 5 s: parameters / (1.2 x
 step time) bit/s. That is what a region has towards all others together, evenly shared between its links, as in the
 published formula for the bandwidth that a step needs (algorithm: 2 (D-1)/D x bits / rate). ``parallel`` is measured with
-links that have as much each, too. The bytes at a region's border are all that the relay carries over it, signs of life,
+links that have as much each, too. The bytes at a region's border are all that the relay carries over it, heartbeats,
 acknowledgements and estimated TCP/IP headers included, a cycle (one version of each fragment); beside them stands what
 a ring all-reduce of the model would send in each direction, ``2 (D-1)/D`` of it in the run's bits.
 """
@@ -41,16 +41,19 @@ from typing import Any
 import numpy as np
 import script
 
-from diloco import membership, observe, rundir
+from diloco.control import creation
+from diloco.control.creation import Run
 from diloco.errors import MessageError
-from diloco.log import heads
-from diloco.membership import Run
+from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
-from diloco.rundir import RunDirectory
-from diloco.wan import control
-from diloco.wire import messages
-from diloco.wire.messages import Pulse, Record, ShardPulse
+from diloco.process import observe
+from diloco.service import rundir
+from diloco.service.rundir import RunDirectory
+from diloco.wire import framing
+from diloco.wire.control import Heartbeat, ShardHeartbeat
+from diloco.wire.entries import Record
 from diloco.wire.subjects import Subjects
+from diloco_ops.wan import control
 
 REGIONS = ("us", "eu", "ap")
 CUT = "eu"
@@ -63,16 +66,16 @@ FASTER_TARGET, RING_TARGET, STEPS_TARGET, LOST_TARGET, BACK_TARGET_S, MOVED_TARG
 DEADLINE_S = 240.0
 SETTLE_S = 10.0
 PARALLEL_STEPS = 320  # so many steps' time: data-parallel takes a dozen on thin links
-DILOCO = (sys.executable, "-c", "from diloco.cli import main; main()")
+DILOCO = (sys.executable, "-c", "from diloco_ops.cli import main; main()")
 
 
 class Watch:
-    """What passes: learners' pulses, syncers' pulses, and versions as the first region's readers learn of them."""
+    """Messages of a run: heartbeats of learners and syncers, and versions as the first region's readers learn of them."""
 
     def __init__(self, run: RunDirectory, link: NatsTransport, parameters: int, fragments: int) -> None:
         self.run, self.link, self.subjects = run, link, Subjects(run.name)
         self.parameters, self.fragments = parameters, fragments
-        self.identity = messages.run_id(run.name, run.settings.digest())
+        self.identity = framing.run_id(run.name, run.settings.digest())
         self.steps: dict[str, list[tuple[float, int]]] = {}
         self.owned: dict[str, list[int]] = {}
         self.versions: list[tuple[float, Record]] = []
@@ -81,19 +84,20 @@ class Watch:
         """Read the log's heads, for ever."""
         registry = await self.link.bucket(self.subjects.bucket, create=False)
         run = Run(self.run.name, self.run.settings, registry)
-        async for record in heads(self.link, run, self.fragments, lambda subject, error: None):
-            if record.entry == "version":
-                self.versions.append((time.monotonic(), record))
+        log = Log(self.link, run.name, run.identity, await creation.find_map(run), run.created)
+        async for head in log.entries.heads(lambda refusal: None):
+            if head.record.entry == "version":
+                self.versions.append((time.monotonic(), head.record))
 
     async def hear(self, message: Any) -> None:
         with contextlib.suppress(MessageError):
             if ".pulse." in message.subject:
-                pulse, _, _ = messages.unpack(message.data, Pulse, self.identity)
-                seen = self.steps.setdefault(pulse.learner, [])
-                if pulse.role == "learner" and (not seen or pulse.step > seen[-1][1]):
-                    seen.append((time.monotonic(), pulse.step))
+                heartbeat, _, _ = framing.unpack(message.data, Heartbeat, self.identity)
+                seen = self.steps.setdefault(heartbeat.learner, [])
+                if heartbeat.role == "learner" and (not seen or heartbeat.step > seen[-1][1]):
+                    seen.append((time.monotonic(), heartbeat.step))
             else:
-                shard, _, _ = messages.unpack(message.data, ShardPulse, self.identity)
+                shard, _, _ = framing.unpack(message.data, ShardHeartbeat, self.identity)
                 self.owned[shard.syncer] = shard.fragments
 
     async def wan(self, request: control.Request) -> dict[str, Any]:
@@ -103,13 +107,13 @@ class Watch:
         return answer
 
     async def crossed(self) -> dict[str, dict[str, int]]:
-        """What every link has carried, by kind: payload by class, and TCP/IP headers as estimated."""
+        """Return the traffic of every link, by kind: payload by class, and estimated TCP/IP headers."""
         kinds = ("control_bytes", "bulk_bytes", "header_bytes_estimated")
         status = await self.wan(control.Status([]))
         return {name: {kind: int(link[kind]) for kind in kinds} for name, link in status["links"].items()}
 
     async def measure(self, duration_s: float, learners: Sequence[str]) -> dict[str, Any]:
-        """Steps a second of each of ``learners``, cycles of the model, and bytes at each border, over a while."""
+        """Measure steps a second of each of ``learners``, cycles of the model, and bytes at each border, over a while."""
         crossed, versions, began_s = await self.crossed(), len(self.versions), time.monotonic()
         await asyncio.sleep(duration_s)
         ended_s, after = time.monotonic(), await self.crossed()
@@ -132,7 +136,7 @@ class Watch:
         }
 
     def _pace(self, learner: str, began_s: float, ended_s: float) -> float:
-        """Steps a second between the first and the last step that ended in a stretch of time."""
+        """Return steps a second between the first and the last step that ended in a stretch of time."""
         seen = [item for item in self.steps.get(learner, []) if began_s <= item[0] <= ended_s]
         if len(seen) < 2:
             return len(seen) / (ended_s - began_s)
@@ -170,7 +174,7 @@ class Watch:
 
     async def attach(self) -> None:
         """Begin to watch."""
-        await self.link.control.subscribe(self.subjects.pulse(), cb=self.hear)
+        await self.link.control.subscribe(self.subjects.heartbeat(), cb=self.hear)
         await self.link.control.subscribe(self.subjects.shard(), cb=self.hear)
         self.links: dict[str, Any] = (await self.wan(control.Status([])))["links"]
 
@@ -179,7 +183,7 @@ class Watch:
 async def training(
     folder: Path, arguments: argparse.Namespace, settings: Mapping[str, Any], preset: str, learners: int = 1
 ) -> AsyncIterator[Watch]:
-    """A run that trains, of a name and a folder of its own."""
+    """Begin a run with a name and a folder of its own."""
     directory, everybody = folder / "run", learners * len(REGIONS)
     command = ["up", "--plain", "--run-dir", str(directory), "--tokens", str(10**9), "--preset", preset]
     command += ["--learners", str(everybody), "--shards", str(len(REGIONS)), "--set", f"regions.names={json.dumps(REGIONS)}"]
@@ -207,7 +211,7 @@ async def training(
         log = observe.get_logger()
         link = await NatsTransport.open(run.nats_url, run.nats_bulk_url or "", "bench", log, DEADLINE_S)
         stack.push_async_callback(link.close)
-        found = await membership.find_map(await membership.find(link, run.name, log))
+        found = await creation.find_map(await creation.find(link, run.name, log))
         watch = Watch(run, link, found.parameters, len(found.fragments))
         await watch.attach()
         following = asyncio.create_task(watch.follow())
@@ -288,14 +292,14 @@ def lose(path: Path, *names: str) -> None:
 
 
 async def verified(path: Path) -> str:
-    """What ``diloco verify`` says at its end."""
+    """Return the last line of ``diloco verify``."""
     done = await asyncio.to_thread(subprocess.run, [*DILOCO, "verify", str(path)], capture_output=True, text=True, check=False)
     lines = (done.stdout + done.stderr).strip().splitlines()
     return f"exit {done.returncode}: {lines[-1] if lines else 'nothing said'}"
 
 
 def made(folder: Path) -> Path:
-    """The folder, which is new."""
+    """Make a new folder."""
     folder.mkdir()
     return folder
 

@@ -21,7 +21,7 @@ from typing import Any
 import script
 from parties import Event, cpu_s, running
 
-from diloco.settings import run_settings
+from diloco.settings.presets import run_settings
 
 TARGET_S = 2.0
 
@@ -78,7 +78,7 @@ def measure(parameters: int, fragments: int, repeat: int) -> dict[str, Any]:
 
 
 def by_stage(events: list[Event], began_s: float) -> dict[str, dict[str, float]]:
-    """Sums of events that began after ``began_s``."""
+    """Return sums of events that began after ``began_s``."""
     stages: dict[str, dict[str, float]] = {}
     for event in events:
         if event.began_s < began_s:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.settings import TaskSettings
+from diloco.settings.run import TaskSettings
 
 CLASSES = 8  # the network says how many ones it has seen, modulo this
 
@@ -60,5 +60,5 @@ class CountOnes:
 
 
 def make(settings: TaskSettings, data: str | None) -> CountOnes:
-    """What `task.name` names: called with the run's task settings and with what `--data` said."""
+    """Return the task that `task.name` names; called with the run's task settings and the value of `--data`."""
     return CountOnes(settings)

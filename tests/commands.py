@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from diloco import cli, observe
+from diloco.process import observe
+from diloco_ops import cli
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,66 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
-from diloco.nats.server import Server
 from diloco.nats.transport import NatsTransport
-from diloco.observe import get_logger
+from diloco.process import observe
+from diloco.process.observe import get_logger
+from diloco_ops.broker.server import Server
 
-# how fast a machine is, is no test's matter
-settings.register_profile("diloco", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("diloco")
+# how fast a machine is, is no test's matter; `make test-all` tries the usual number of examples
+settings.register_profile("some", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+settings.register_profile("all", settings.get_profile("some"), max_examples=100)
+settings.load_profile("some")
 
 MakeServer = Callable[..., Server]
+
+TESTS = Path(__file__).parent
+SPREAD = ("services", "simulation")  # their tests take long, and begin first; what is short fills the gaps at the end
+# services' files whose tests share what takes long to make
+TOGETHER = ("damage", "doctor", "insider_limits", "security", "up", "verify")
+LONGEST_S = 1800  # of a test that is slow or makes containers
+
+
+class Spread(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist is not typed
+    """Gives a worker whole files, but tests that take long one by one.
+
+    ``--dist loadgroup`` would do, but for pytest 9.2, which no longer lets pytest-xdist 3.8 rename tests.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, _ = nodeid.partition("::")
+        *_, folder, name = ("", *file.split("/"))
+        alone = folder in SPREAD and name.removeprefix("test_").removesuffix(".py") not in TOGETHER
+        return nodeid if alone else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Spread:
+    return Spread(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        import diloco.core.kernels  # noqa: F401 - compiled here, once, and not by every worker
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in SPREAD)
+    for item in items:
+        if item.get_closest_marker("slow") or item.get_closest_marker("compose"):
+            item.add_marker(pytest.mark.timeout(LONGEST_S))
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """Take back the destination and level of events that a command has set: the next test reads them all."""
+    yield
+    observe.reset()
 
 
 @pytest.fixture(scope="session")

@@ -15,12 +15,14 @@ from pydantic_core import PydanticUndefined
 import diloco_coordinator.metrics
 import diloco_learner.metrics
 import diloco_syncer.metrics
-from diloco import metrics
 from diloco.core.changes import SETTABLE
-from diloco.identity import ROLES
-from diloco.metrics import Metric
-from diloco.settings import PRESETS, RunSettings, all_names, run_settings
-from diloco_coordinator.keys.permissions import CONTROL, Who, is_known, permissions
+from diloco.nats.identity import ROLES
+from diloco.service import metrics
+from diloco.service.metrics import Metric
+from diloco.settings.presets import PRESETS, run_settings
+from diloco.settings.run import RunSettings
+from diloco.settings.validation import all_names
+from diloco_ops.keys.permissions import CONTROL, Who, is_known, permissions
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = ROOT / "docs" / "settings.md"
@@ -110,13 +112,19 @@ def test_the_metrics_page_lists_what_services_tell() -> None:
 
 def permission_rows() -> list[str]:
     """A line for every subject that anybody may publish to or hear, and where each role may."""
-    alike: dict[str, Who] = {role: Who("NAME", role, None if role in ("operator", "observer") else "us") for role in ROLES}
+    alike: dict[str, Who] = {
+        role: Who("NAME", role, None if role in ("operator", "observer") else "us", public_key="UKEY") for role in ROLES
+    }
     whose = {"learner": alike["learner"], "founder": replace(alike["learner"], founder=True)} | alike
+    whose["creator"] = replace(alike["coordinator"], founder=True)
     places = {"c": [CONTROL], "h": ["us"], "o": ["eu"]}
     rows = [f"| | {' | '.join(whose)} |", "|---" * (len(whose) + 1) + "|"]
     for what in ("publish", "subscribe"):
         may = {
-            (role, place): getattr(permissions(who, "R", ["us", "eu"], serves), what)
+            (role, place): [
+                re.sub(r"NAME-KEY-\d\b", "NAME-KEY-n", subject)
+                for subject in getattr(permissions(who, "R", ["us", "eu"], serves), what)
+            ]
             for role, who in whose.items()
             for place, serves in places.items()
             if is_known(who, ["us", "eu"], serves)

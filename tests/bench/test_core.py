@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CORE = Path(__file__).parents[2] / "bench" / "core.py"
 STAGES = {"encode", "decode", "merge of 4", "merge of 8", "fold in place", "fold"}
 TARGETS = {"encode": 0.8, "decode": 1.5, "merge of 4": 1.2, "merge of 8": 1.2, "fold in place": 0.4, "fold": 0.4}
@@ -40,6 +42,7 @@ def test_json_output() -> None:
     assert result["times_float64_mean"] == ours["best"] / rows["float64 mean of 4", 32]["best"]
 
 
+@pytest.mark.slow
 def test_table() -> None:
     heading, columns, *rows, comparison = run().splitlines()
     assert "2 repeats" in heading

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "bench" / "link.py"
 
 
+@pytest.mark.slow
 def test_json_has_a_row_for_everything_measured_and_it_is_about_what_it_should_be() -> None:
     done = subprocess.run(
         [sys.executable, SCRIPT, "--seconds", "0.2", "--rates", "20", "--json"],

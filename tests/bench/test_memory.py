@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 MEMORY = Path(__file__).parents[2] / "bench" / "memory.py"
 
 
+@pytest.mark.slow  # `make bench` runs it, too
 def test_json_output() -> None:
     sizes = ["--parameters", "200000", "--fragments", "3", "--learners", "1", "--cycles", "1"]
     done = subprocess.run([sys.executable, str(MEMORY), *sizes, "--json"], capture_output=True, text=True, timeout=300)

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "bench" / "tls.py"
 
 
+@pytest.mark.slow
 def test_json_has_a_row_for_everything_measured() -> None:
     smallest = ["--record-mb", "0.6", "--sample-mb", "1.2", "--samples", "2", "--json"]
     done = subprocess.run([sys.executable, SCRIPT, *smallest], capture_output=True, text=True, timeout=120, check=True)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "bench" / "transport.py"
 SMALLEST = ["--record-mb", "0.25", "0.6", "--sample-mb", "0.6", "--samples", "2", "--small", "10"]
 
@@ -32,6 +34,7 @@ def test_json_has_a_row_for_everything_measured() -> None:
         assert 0 < row["p50_s"] <= row["p99_s"]
 
 
+@pytest.mark.slow
 def test_the_table_names_the_machine_and_the_target() -> None:
     done = subprocess.run([sys.executable, SCRIPT, *SMALLEST], capture_output=True, text=True, timeout=120, check=True)
     lines = done.stdout.splitlines()

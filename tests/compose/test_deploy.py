@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from tests.compose.test_run import BASES, CONNECT, POLL_S, ROOT, docker, works
 
-from diloco.nats.server import free_ports
+from diloco_ops.broker.server import free_ports
 
 PAGE = ROOT / "docs" / "deploy.md"
 BLOCK = re.compile(r"^```sh (us|eu)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -33,7 +33,7 @@ COMMAND_S = 900.0  # images may have to be built
 # what stands in for programs that would leave this machine, or this user
 STANDINS = {
     "git": 'test "$1" = clone && cp -r "$PUBLISHED" diloco',
-    # the containers' user owns the keys then, whoever runs the tests
+    # the containers' user owns the keys then, anyone who runs the tests
     "sudo": 'exec docker run --rm -i --user 0 -v "$HOME:$HOME" -w "$PWD" --entrypoint "$1" python:3.11-slim-bookworm "${@:2}"',
     "ssh": 'cd "$HOSTS/${1%%.*}" && exec sh -c "$2"',
 }
@@ -120,7 +120,7 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
     published.mkdir()
     for name in ("Dockerfile", ".dockerignore"):
         shutil.copy(ROOT / name, published)
-    for name in ("requirements", "shared", "services"):
+    for name in ("requirements", "shared", "services", "report", "ops"):
         shutil.copytree(ROOT / name, published / name, ignore=shutil.ignore_patterns("__pycache__"))
     left_out = shutil.ignore_patterns(".env", "run.toml", "keys", "operator", "data")
     shutil.copytree(ROOT / "deploy" / "datacenter", published / "deploy" / "datacenter", ignore=left_out)

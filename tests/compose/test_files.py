@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from diloco.embedded import JITTER_S, ONE_WAY_S, RATE_BITS_PER_S
 from diloco.nats.connection import malloc_environment
-from diloco.nats.server import find_binary
-from diloco.settings import RunSettings, parse, read_toml
-from diloco.wan.config import load
+from diloco.settings.loading import read_toml
+from diloco.settings.run import RunSettings
+from diloco.settings.validation import parse
+from diloco_ops.broker.server import find_binary
+from diloco_ops.embedded import JITTER_S, ONE_WAY_S, RATE_BITS_PER_S
+from diloco_ops.wan.config import load
 
 ROOT = Path(__file__).parents[2]
 REGIONS = ("us", "eu", "ap")

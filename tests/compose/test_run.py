@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from diloco import rundir
 from diloco.errors import DilocoError
-from diloco.inspect import ask
-from diloco.nats.server import free_ports
+from diloco.service import rundir
+from diloco_ops.broker.server import free_ports
+from diloco_ops.inspect import ask
 
 ROOT = Path(__file__).parents[2]
 BASES = ("python:3.11-slim-bookworm", "nats:2-alpine")
@@ -80,7 +80,7 @@ class Project:
     def diloco(self, *arguments: str) -> str:
         """``diloco`` on this machine; empty if it fails."""
         ended = subprocess.run(
-            [sys.executable, "-m", "diloco.cli", *arguments], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-m", "diloco_ops.cli", *arguments], capture_output=True, text=True, timeout=60, check=False
         )
         return ended.stdout if ended.returncode == 0 else ""
 

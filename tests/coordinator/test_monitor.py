@@ -1,17 +1,21 @@
-"""The coordinator's picture of a run with regions, from signs of life and log entries."""
+"""The coordinator's picture of a run with regions, from heartbeats and log entries."""
 
 from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from diloco.core.fragments import TensorSpec, build_map
-from diloco.settings import RunSettings, run_settings
-from diloco.wire.messages import Member, Pulse, Record, RolledBack, ShardPulse
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco.wire.control import Heartbeat, ShardHeartbeat
+from diloco.wire.entries import Record, RolledBack
+from diloco.wire.offers import Member
 from diloco_coordinator.monitor import Monitor
 
 
@@ -23,16 +27,16 @@ def monitor(*regions: str) -> Monitor:
     return Monitor("run", settings(*regions), build_map([TensorSpec("a", (8,)), TensorSpec("b", (8,))], 2, "balanced"), "")
 
 
-def pulse(learner: str, region: str, step: int) -> Pulse:
-    values: dict[str, Any] = dict.fromkeys(Pulse.__struct_fields__, 0)
+def heartbeat(learner: str, region: str, step: int) -> Heartbeat:
+    values: dict[str, Any] = dict.fromkeys(Heartbeat.__struct_fields__, 0)
     values |= {name: [] for name in ("versions", "steps", "fragment_tokens", "lost_tokens", "trained")}
     values |= {"learner": learner, "region": region, "role": "learner", "state": "stepping", "sending": False, "loss": None}
     values["software"] = "0.1.0"
-    return Pulse(**values | {"step": step, "incarnation": 1})
+    return Heartbeat(**values | {"step": step, "incarnation": 1})
 
 
-def shard(syncer: str, region: str, *crossing: tuple[str, int, int], incarnation: int = 1) -> ShardPulse:
-    values: dict[str, Any] = dict.fromkeys(ShardPulse.__struct_fields__, 0)
+def shard(syncer: str, region: str, *crossing: tuple[str, int, int], incarnation: int = 1) -> ShardHeartbeat:
+    values: dict[str, Any] = dict.fromkeys(ShardHeartbeat.__struct_fields__, 0)
     values |= {
         "fragments": [],
         "closed": [],
@@ -42,7 +46,7 @@ def shard(syncer: str, region: str, *crossing: tuple[str, int, int], incarnation
         "region": region,
         "software": "0.1.0",
     }
-    return ShardPulse(**values | {"incarnation": incarnation, "crossing": list(crossing), "offer_bits": []})
+    return ShardHeartbeat(**values | {"incarnation": incarnation, "crossing": list(crossing), "offer_bits": []})
 
 
 def record(fragment: int, version: int, syncer: str, *learners: str) -> Record:
@@ -56,8 +60,8 @@ def record(fragment: int, version: int, syncer: str, *learners: str) -> Record:
 def story() -> Monitor:
     """Two regions; eu is silent from 2 s on, to 62 s, and us takes its fragment over. A syncer began again in between."""
     made = monitor("us", "eu")
-    made.hear(pulse("ann", "us", 1), 1.0)
-    made.hear(pulse("bob", "eu", 1), 1.0)
+    made.hear(heartbeat("ann", "us", 1), 1.0)
+    made.hear(heartbeat("bob", "eu", 1), 1.0)
     made.hear_shard(shard("s-us", "us", ("eu", 1000, 50)), 2.0)
     made.hear_shard(shard("s-eu", "eu", ("us", 300, 7)), 2.0)
     made.entry(record(0, 1, "s-us", "ann", "bob"), 2.0)
@@ -79,7 +83,7 @@ def test_the_status_says_where_each_is_and_how_its_region_does() -> None:
         "us": {"members": 2, "heard": 1, "away_s": None, "fragments": 2, "bytes_in": 361, "bytes_out": 1527},
         "eu": {"members": 2, "heard": 0, "away_s": 31.0, "fragments": 0, "bytes_in": 1527, "bytes_out": 361},
     }
-    made.hear(pulse("bob", "eu", 2), 62.0)
+    made.hear(heartbeat("bob", "eu", 2), 62.0)
     made.hear_shard(shard("s-eu", "eu", ("us", 400, 7)), 63.0)
     assert made.status(63.0)["regions"]["eu"] | {"members": 2, "heard": 2, "away_s": None} == made.status(63.0)["regions"]["eu"]
 
@@ -97,7 +101,7 @@ def test_another_coordinator_goes_on_with_what_the_first_knew_of_regions() -> No
 
 def test_a_run_without_regions_has_none() -> None:
     made = monitor()
-    made.hear(pulse("ann", "", 1), 1.0)
+    made.hear(heartbeat("ann", "", 1), 1.0)
     made.hear_shard(shard("s", ""), 1.0)
     status = made.status(100.0)
     assert (status["regions"], status["learners"]["ann"]["region"], status["shards"]["s"]["region"]) == ({}, None, None)
@@ -128,3 +132,23 @@ def test_a_rollback_is_told_once_and_remembered() -> None:
     assert second.series(60.0)["rollbacks"] == series["rollbacks"]
     second.resume({name: value for name, value in series.items() if name != "rollbacks"})  # an older coordinator's
     assert second.series(60.0)["rollbacks"] == []
+
+
+def test_no_member_makes_it_keep_more_and_more() -> None:
+    """Incarnations, states and ranges are its word: as many as it likes, each in a heartbeat of its own."""
+    made = monitor("us", "eu")
+    for number in range(1, 6000):
+        state = ("stepping", "waiting")[number % 2]
+        made.hear(replace(heartbeat("a", "us", number), incarnation=number, state=state, trained=[(0, 2 * number, 1)]), number)
+        made.hear_shard(shard("s", "us", ("eu", 2, 1), incarnation=number), number)
+    assert len(made.crossing) == 16
+    assert made.borders() == {("us", "eu"): 2 * 5999, ("eu", "us"): 5999}
+    assert len(made.ledger.trained) <= 4096
+    activity = made.learners["a"].activity
+    assert len(activity) <= 2000
+    assert all(before[1] == after[0] for before, after in pairwise(activity))
+    assert (activity[0][0], activity[-1][1]) == (1, 5999)
+    again = monitor("us", "eu")
+    again.resume(json.loads(json.dumps(made.series(6000))))
+    again.hear(replace(heartbeat("a", "us", 6000), incarnation=6000, trained=[(1, 0, 1)]), 6000)
+    assert len(again.ledger.trained) == len(made.ledger.trained)

@@ -1,4 +1,4 @@
-"""When a region counts as away, by signs of life alone."""
+"""When a region counts as away, by heartbeats alone."""
 
 from __future__ import annotations
 

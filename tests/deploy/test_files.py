@@ -15,18 +15,13 @@ import pytest
 import yaml
 from tests.deploy import kustomize
 
-from diloco.metrics import PATHS
 from diloco.nats.connection import malloc_environment
-from diloco.observe import _Stamp
-from diloco.settings import (
-    CoordinatorSettings,
-    LearnerSettings,
-    RunSettings,
-    ServiceSettings,
-    SyncerSettings,
-    parse,
-    read_toml,
-)
+from diloco.process.observe import _Stamp
+from diloco.service.metrics import PATHS
+from diloco.settings.loading import read_toml
+from diloco.settings.run import RunSettings
+from diloco.settings.service import CoordinatorSettings, LearnerSettings, ServiceSettings, SyncerSettings
+from diloco.settings.validation import parse
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

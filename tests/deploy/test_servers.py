@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import re
 import shutil
 import signal
 import subprocess
 import time
+import tomllib
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import nats
 import pytest
 from tests.services.secured import HOST, make_keys, put
 
-from diloco import identity
 from diloco.errors import BrokerError
-from diloco.nats.server import find_binary, free_ports
+from diloco.nats import identity
 from diloco.nats.transport import NatsTransport
-from diloco.observe import get_logger
-from diloco.patience import patiently
-from diloco.supervise import Guard
+from diloco.process.observe import get_logger
+from diloco.process.retry import until_available
 from diloco.wire.subjects import Subjects
-from diloco_coordinator.keys.folder import Folder
-from diloco_coordinator.keys.permissions import CONTROL, Who
+from diloco_ops.broker.server import find_binary, free_ports
+from diloco_ops.keys.folder import Folder
+from diloco_ops.keys.permissions import CONTROL, Who
+from diloco_ops.supervise import Guard
 
 CONFIGURATIONS = Path(__file__).parents[2] / "deploy" / "datacenter"
 REGIONS = ("us", "eu", "ap")
 STARTS_S = 60.0
+DEADLINE_S = 20.0
 
 
 class Started:
@@ -81,7 +87,7 @@ async def connected(url: str, file: Path, give_up_after_s: float = STARTS_S) -> 
 
 
 async def test_a_region_s_server_lets_in_who_was_added_since_it_started(tmp_path: Path, started: list[Started]) -> None:
-    keys = make_keys(tmp_path / "operator", "demo", [Who("coordinator", "coordinator")], servers={"nats": []})
+    keys = make_keys(tmp_path / "operator", "demo", [Who("coordinator", "coordinator", None, True)], servers={"nats": []})
     server = Started(tmp_path / "nats", "nats.conf", keys.server_folder("nats"), free_ports(1)[0])
     started.append(server)
     async with connected(server.url, keys.identity_file("coordinator")) as link:
@@ -99,11 +105,36 @@ async def test_a_region_s_server_lets_in_who_was_added_since_it_started(tmp_path
         await NatsTransport.open(server.url, server.url, "plain", get_logger(), 3)
 
 
+async def pass_signals(urls: list[str], keys: Folder) -> None:
+    """Have processes at three servers of a cluster hear, ask and answer one another."""
+    names, heard = Subjects("demo"), asyncio.Event()
+    async with (
+        connected(urls[0], keys.identity_file("coordinator")) as coordinator,
+        connected(urls[1], keys.identity_file("syncer-eu-0")) as syncer,
+        connected(urls[2], keys.identity_file("ada")) as operator,
+    ):
+
+        async def answer(message: Any) -> None:
+            await message.respond(b"all is well")
+
+        async def note(message: Any) -> None:
+            heard.set()
+
+        await coordinator.serve(names.status, answer)
+        await coordinator.subscribe(names.shard(), note)
+        async with asyncio.timeout(DEADLINE_S):
+            while not heard.is_set():  # the others' interest is told along the routes
+                await syncer.publish(names.shard("syncer-eu-0"), b"alive")
+                await asyncio.sleep(0.05)
+            while await operator.request(names.status, b"", 1.0) != b"all is well":
+                await asyncio.sleep(0.05)
+
+
 async def test_three_servers_make_one_control_store_over_routes_with_certificates(
     tmp_path: Path, started: list[Started]
 ) -> None:
     names = [f"control-{region}" for region in REGIONS]
-    who = [Who("coordinator", "coordinator", "us"), Who("syncer-eu-0", "syncer", "eu")]
+    who = [Who("coordinator", "coordinator", "us", True), Who("syncer-eu-0", "syncer", "eu"), Who("ada", "operator")]
     keys: Folder = make_keys(tmp_path / "operator", "demo", who, regions=REGIONS, servers={name: [CONTROL] for name in names})
     ports, routes = free_ports(3), free_ports(3)
     for i, name in enumerate(names):
@@ -115,13 +146,83 @@ async def test_three_servers_make_one_control_store_over_routes_with_certificate
     async with connected(urls, keys.identity_file("coordinator")) as link:
         # a cluster that has no leader yet does not answer
         making = partial(link.bucket, Subjects("demo").bucket, create=True, replicas=3)
-        bucket = await patiently(making, get_logger())
-        await patiently(partial(bucket.put, "run", b"{}"), get_logger())
+        bucket = await until_available(making, get_logger())
+        await until_available(partial(bucket.put, "run", b"{}"), get_logger())
+    await pass_signals([server.url for server in started], keys)
     started[0].end()
     # what one of them held, the others have
     async with connected(urls, keys.identity_file("syncer-eu-0")) as link:
         finding = partial(link.bucket, Subjects("demo").bucket, create=False)
-        found = await patiently(finding, get_logger())
-        stored = await patiently(partial(found.get, "run"), get_logger())
+        found = await until_available(finding, get_logger())
+        stored = await until_available(partial(found.get, "run"), get_logger())
         assert stored is not None
         assert stored[0] == b"{}"
+
+
+INTRUDER = """
+listen: "{host}:{port}"
+cluster {{
+  name: control, listen: "{host}:{route}", no_advertise: true, routes: [ {routes} ]
+  tls {{ cert_file: "own.pem", key_file: "own.key", ca_file: "ca.pem", verify: true, timeout: 5 }}
+}}
+accounts {{ RUN {{ users: [ {{ user: "x", password: "x" }} ] }} }}
+"""
+
+
+def disguise(folder: Path, keys: Folder, name: str) -> None:
+    """Put the certificate of an identity or of a server, its key and its authority where a server of one's own looks."""
+    folder.mkdir()
+    if keys.roster.server(name) is None:
+        values = tomllib.loads(keys.identity_file(name).read_text())
+        found = [values[what] for what in ("certificate", "private_key", "ca")]
+    else:
+        found = [(keys.server_folder(name) / file).read_text() for file in ("server.pem", "server.key", "ca.pem")]
+    for file, text in zip(("own.pem", "own.key", "ca.pem"), found, strict=True):
+        (folder / file).write_text(text)
+
+
+def started_by_hand(folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen([str(find_binary()), "-c", "nats.conf"], cwd=folder, stdout=log, stderr=log)
+
+
+@pytest.mark.parametrize(
+    "intruder", ["learner-us-0", "nats-us", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ada", "stranger"))]
+)
+async def test_nobody_but_a_control_server_is_a_route_of_the_control_store(
+    tmp_path: Path, started: list[Started], intruder: str
+) -> None:
+    """A route has every right in every account: a server of one's own overwrites the run's settings."""
+    people = [Who("coordinator", "coordinator", "us", True), Who("learner-us-0", "learner", "us"), Who("ada", "operator")]
+    places = {f"control-{region}": [CONTROL] for region in REGIONS} | {"nats-us": ["us"]}
+    keys = make_keys(tmp_path / "operator", "demo", people, regions=REGIONS, servers=places)
+    strangers = make_keys(tmp_path / "other", "demo", [], regions=REGIONS, servers={"stranger": [CONTROL]})
+    own, ports, routes = tmp_path / "own", free_ports(4), free_ports(4)
+    for i, region in enumerate(REGIONS):
+        others = ",".join(f"tls://{HOST}:{port}" for port in routes[:3] if port != routes[i])
+        arguments = ("--name", f"control-{region}", "--routes", others)
+        folder = keys.server_folder(f"control-{region}")
+        started.append(Started(tmp_path / region, "control.conf", folder, ports[i], *arguments, route_port=routes[i]))
+    disguise(own, strangers if intruder == "stranger" else keys, intruder)
+    (own / "ca.pem").write_text((keys.path / "ca.pem").read_text())  # it has nothing against the others
+    listed = ", ".join(f'"tls://{HOST}:{port}"' for port in routes[:3])
+    (own / "nats.conf").write_text(INTRUDER.format(host=HOST, port=ports[3], route=routes[3], routes=listed))
+    async with connected(",".join(server.url for server in started), keys.identity_file("coordinator")) as link:
+        making = partial(link.bucket, Subjects("demo").bucket, create=True, replicas=3)
+        bucket = await until_available(making, get_logger())
+        await until_available(partial(bucket.put, "run", b"{}"), get_logger())
+        server = started_by_hand(own)
+        try:
+            client = await nats.connect(f"nats://x:x@{HOST}:{ports[3]}", max_reconnect_attempts=-1, reconnect_time_wait=0.1)
+            refused = re.compile(r"certificate not pinned|unknown authority")
+            async with asyncio.timeout(DEADLINE_S):
+                while not all(refused.search((one.folder / "log").read_text()) for one in started):
+                    await client.publish(f"$KV.{Subjects('demo').bucket}.run", b"spoilt")
+                    await client.flush()
+                    found = await bucket.get("run")
+                    assert found is not None
+                    assert found[0] == b"{}"
+            await client.close()
+        finally:
+            server.kill()
+            server.wait()

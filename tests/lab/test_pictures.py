@@ -19,7 +19,7 @@ from diloco_lab.bandwidth import Curve, Job
 from diloco_lab.cluster import Learner
 from diloco_lab.commands.files import ready
 from diloco_lab.goodput import Conditions, Row
-from diloco_lab.life import Stretch
+from diloco_lab.lifetime import Stretch
 from diloco_lab.outcome import Version
 from diloco_lab.pictures import Event, spread
 
@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_written_is_named_before_anything_is_simulated(tmp
 
 
 def test_the_command_writes_page_and_pictures(tmp_path: Path) -> None:
-    line = [sys.executable, "-c", "from diloco.cli import main; main()", "simulate", "report", str(tmp_path / "page.html")]
+    line = [sys.executable, "-c", "from diloco_ops.cli import main; main()", "simulate", "report", str(tmp_path / "page.html")]
     line += ["--days", "0.01", "--seeds", "1", "--jobs", "1", "--svg", str(tmp_path / "svg")]
     subprocess.run(line, check=True, capture_output=True, timeout=300)
     assert "Simulated" in (tmp_path / "page.html").read_text()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from diloco.errors import SettingsError
-from diloco.settings import run_settings
+from diloco.settings.presets import run_settings
 from diloco_lab.command import simulate
 from diloco_lab.links import Choice, Way, settle
 from diloco_lab.network import MEMBER_BYTES, OFFER_BYTES, RECORD_BYTES

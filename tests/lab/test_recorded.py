@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from diloco.core.failures import Failure
-from diloco.core.tape import Back, Event, Gone, Lease, Start
+from diloco.core.tape import Back, Event, Gone, Start
 from diloco.errors import DataError, RunError
-from diloco.observe import get_logger
-from diloco.rundir import RunDirectory
-from diloco.settings import run_settings
-from diloco.tape import TapeFile
-from diloco.wire import messages
+from diloco.process.observe import get_logger
+from diloco.process.tape import TapeFile
+from diloco.service.rundir import RunDirectory
+from diloco.settings.presets import run_settings
+from diloco.wire import framing
 from diloco_lab.recorded import of_run, recorded
+from diloco_ops.failures import Failure
 
 START_MS = 1_790_000_000_000
 
@@ -31,12 +31,11 @@ def test_an_absence_begins_with_the_last_sign_of_life() -> None:
         Back(at(4), "syncer-0"),
         Gone(at(60), "learner-1"),
         Gone(at(61), "syncer-0"),
-        Lease(at(62), 1, "learner-0"),
         Back(at(90), "learner-1"),
         Gone(at(95), "learner-0"),
         Back(at(96), "syncer-0"),
     ]
-    tape = recorded(events, 120.0)
+    tape = recorded(events, 120.0, 10.0)
     assert tape.duration_s == 120.0
     assert list(tape.failures) == [Failure(50.0, "freeze", "learner-1", 40.0), Failure(85.0, "freeze", "learner-0", 35.0)]
 
@@ -49,12 +48,12 @@ def test_a_coordinator_that_starts_again_brings_nobody_back() -> None:
         Start(at(40), 0, ()),
         Back(at(55), "learner-0"),
     ]
-    assert list(recorded(events, 60.0).failures) == [Failure(20.0, "freeze", "learner-0", 35.0)]
+    assert list(recorded(events, 60.0, 10.0).failures) == [Failure(20.0, "freeze", "learner-0", 35.0)]
 
 
 def test_what_is_after_the_end_is_left_out_or_cut_off() -> None:
     events: list[Event] = [Start(at(0), 0, ()), Gone(at(30), "learner-0"), Back(at(50), "learner-0"), Gone(at(90), "learner-1")]
-    assert list(recorded(events, 40.0).failures) == [Failure(20.0, "freeze", "learner-0", 20.0)]
+    assert list(recorded(events, 40.0, 10.0).failures) == [Failure(20.0, "freeze", "learner-0", 20.0)]
 
 
 @pytest.mark.parametrize(
@@ -67,14 +66,16 @@ def test_what_is_after_the_end_is_left_out_or_cut_off() -> None:
 )
 def test_what_makes_no_sense_is_named(events: list[Event], complaint: str) -> None:
     with pytest.raises(DataError, match=complaint):
-        recorded(events, 10.0)
+        recorded(events, 10.0, 10.0)
 
 
 def test_a_run_is_read_by_its_directory(tmp_path: Path) -> None:
     """Two coordinators, one after the other; what learners' tapes say is nothing to it."""
-    run = RunDirectory(tmp_path / "mine", "mine", "nats://127.0.0.1:1", None, run_settings())
+    run = RunDirectory(
+        tmp_path / "mine", "mine", "nats://127.0.0.1:1", None, run_settings("decoupled", {"liveness.dead_s": 10})
+    )
     run.save()
-    identity = messages.run_id(run.name, run.settings.digest())
+    identity = framing.run_id(run.name, run.settings.digest())
     noted: dict[str, list[Event]] = {
         "coordinator-0": [Start(at(0), 0, ()), Back(at(1), "learner-0")],
         "coordinator-1": [Start(at(20), 0, ()), Gone(at(30), "learner-0"), Back(at(50), "learner-0")],

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from diloco.core import failures
 from diloco.errors import FormatError
-from diloco_lab import fast, tapes
+from diloco_lab import simulation, tapes
 from diloco_lab.cluster import YEAR_S, Cluster, Learner
-from diloco_lab.life import Fault
+from diloco_lab.lifetime import Fault
 from diloco_lab.outcome import Scenario
 from diloco_lab.repair import Repair
+from diloco_ops import failures
 
 HEADER = {"format": "diloco-failures", "version": 1, "duration_s": 100}
 LEARNERS = [Learner(f"learner-{index}", slices=4, chips=8, step_s=1.0) for index in range(3)]
@@ -86,12 +86,12 @@ def test_a_recorded_simulation_is_the_same_when_its_tape_is_played(tmp_path: Pat
     cluster = Cluster(40_000, 4, 100, 2.0, YEAR_S / 50, Repair(2.0, 1.0, 200.0))
     drawn: list[tuple[str, Fault]] = []
     scenario = Scenario(cluster.split(5), 7200.0, 5, on_failure=lambda learner, fault: drawn.append((learner.name, fault)))
-    first = fast.simulate(scenario)
+    first = simulation.simulate(scenario)
     assert sum(learner.failures for learner in first.learners) > 400
     text = failures.encode(tapes.record(scenario, drawn))
     learners = [replace(learner, between_s=math.inf) for learner in scenario.learners]
     played = tapes.read(text.splitlines(), "made", learners)
-    again = fast.simulate(Scenario(learners, played.duration_s, 99, faults=played.faults))
+    again = simulation.simulate(Scenario(learners, played.duration_s, 99, faults=played.faults))
     assert again.stepping_us == first.stepping_us
     assert [learner.steps for learner in again.learners] == [learner.steps for learner in first.learners]
     assert again.goodput == pytest.approx(first.goodput, abs=1e-5)  # what failed in a stretch beyond the end is not on the tape

@@ -21,13 +21,13 @@ from scipy.optimize import minimize
 from scipy.stats import CensoredData, expon, exponweib, kstest, weibull_min
 from tests.commands import Command, commanding
 
-from diloco.core import failures
-from diloco.core.failures import Failure, Spread, Tape
 from diloco.errors import DataError, FormatError, SettingsError
 from diloco_lab.command import simulate
 from diloco_lab.repair import Repair
 from diloco_lab.trace import Columns, Notation, Outage, Trace, cut, from_tape, own_names, read, slices
 from diloco_lab.trace_fit import _Likelihood, _Sample, fit, mean_between
+from diloco_ops import failures
+from diloco_ops.failures import Failure, Spread, Tape
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "failures.csv"
 DAY_S = 86400.0

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.core.failures import Failure, Tape
 from diloco.core.quantise import body_bytes
 from diloco.errors import DataError
-from diloco.settings import run_settings
-from diloco.wire import messages
-from diloco.wire.messages import Body, Member, Offer, Record
+from diloco.settings.presets import run_settings
+from diloco.wire import framing
+from diloco.wire.body import Body
+from diloco.wire.entries import Record
+from diloco.wire.offers import Member, Offer
 from diloco_lab import validation
 from diloco_lab.network import MEMBER_BYTES, OFFER_BYTES, RECORD_BYTES
 from diloco_lab.validation import Row, Seen, SeenOffer, SeenVersion
+from diloco_ops.failures import Failure, Tape
 
 SETTINGS = run_settings(overrides={"fragments.count": 2, "round.steps": 4, "learners": 2})
 HASH = bytes(range(32))
@@ -68,7 +70,7 @@ def test_the_simulator_freezes_whom_the_tape_freezes() -> None:
     assert frozen["versions"] < quiet["versions"]
 
 
-def test_a_cut_lets_something_through_every_time_the_connections_are_made_anew() -> None:
+def test_a_cut_lets_something_through_every_time_the_connections_are_made_again() -> None:
     calibration = validation.calibrate(seen(), 110.0, 120.0)
     assert validation._as_chaos_does(Failure(3.0, "freeze", "learner-0", 2.0)) == [Failure(3.0, "freeze", "learner-0", 2.0)]
     cuts = validation._as_chaos_does(Failure(3.0, "cut", "learner-0", 1.5))
@@ -110,7 +112,7 @@ def test_messages_are_as_long_as_the_simulator_assumes() -> None:
         data=[(1, 24_000, 24)],
         body=body,
     )
-    assert len(messages.pack(offer, HASH[:8], b"")) == pytest.approx(OFFER_BYTES, rel=0.05)
+    assert len(framing.pack(offer, HASH[:8], b"")) == pytest.approx(OFFER_BYTES, rel=0.05)
     for count in (1, 3, 8):
         member = [
             Member(f"learner-{i}", incarnation, 1000, 1001, 1000, 24, 24 * 1024, 1_000_000, 1e6, [(1, 24_000, 24)])
@@ -137,7 +139,7 @@ def test_messages_are_as_long_as_the_simulator_assumes() -> None:
             round_s=0.01,
             body=body,
         )
-        assert len(messages.pack(record, HASH[:8], b"")) == pytest.approx(RECORD_BYTES + count * MEMBER_BYTES, rel=0.05)
+        assert len(framing.pack(record, HASH[:8], b"")) == pytest.approx(RECORD_BYTES + count * MEMBER_BYTES, rel=0.05)
 
 
 def test_drift_is_that_of_the_usual_step() -> None:

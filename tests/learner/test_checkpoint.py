@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from structlog.testing import capture_logs
 from tests.learner.test_trainer import SETTINGS, Slope
 
-from diloco import state
+from diloco.core.learner import Dump
 from diloco.core.tape import Copied, Event, Restored
-from diloco.member import Dump, Member
-from diloco.observe import get_logger
-from diloco.peer import Layout
-from diloco.settings import LearnerSettings
-from diloco.wire.messages import Mark, Marked
+from diloco.member import state
+from diloco.member.member import Member
+from diloco.member.peer import Layout
+from diloco.process.observe import get_logger
+from diloco.settings.service import LearnerSettings
+from diloco.wire.control import MarkerAnswer, SnapshotMarker
 from diloco_learner.checkpoint import Keeper, restore
 from diloco_learner.island import Island
 
@@ -37,8 +38,8 @@ class Books:
         self.run, self.lender = SimpleNamespace(identity=RUN), SimpleNamespace(wanted=False)
         self.step = 0
         self.busy = False  # a fragment is being encoded
-        self.mark: Mark | None = None
-        self.answers: list[Marked] = []
+        self.mark: SnapshotMarker | None = None
+        self.answers: list[MarkerAnswer] = []
         self.saved: list[bytes] = []
         self.lent: list[tuple[int, list[int], dict[str, NDArray[Any]]]] = []
         self.recorded: list[Event] = []
@@ -53,13 +54,13 @@ class Books:
     def versions(self) -> list[int]:
         return [self.step]
 
-    def mark_due(self) -> Mark | None:
+    def mark_due(self) -> SnapshotMarker | None:
         return self.mark
 
-    def note_copied(self, mark: Mark) -> None:
+    def note_copied(self, mark: SnapshotMarker) -> None:
         assert mark is self.mark
 
-    def answer_mark(self, answer: Marked) -> None:
+    def answer_mark(self, answer: MarkerAnswer) -> None:
         self.answers.append(answer)
         self.mark = None
 
@@ -197,10 +198,10 @@ def test_one_that_is_unfit_is_named_and_the_one_before_used(rig: Rig, spoil: Cal
     rig.step()
     rig.settle()
     spoil(rig.path)
-    spoilt = rig.path.read_bytes()
+    invalid = rig.path.read_bytes()
     assert rig.restored() == (True, ["checkpoint_refused ann.safetensors", "checkpoint_restored ann.previous.safetensors"])
     rig.check(first, 1)
-    assert rig.path.read_bytes() == spoilt  # left alone
+    assert rig.path.read_bytes() == invalid  # left alone
     spoil(rig.previous)
     done, said = rig.restored()
     assert not done
@@ -247,13 +248,13 @@ def test_a_full_disk_ends_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_mark_is_answered_with_a_file_of_its_own(tmp_path: Path) -> None:
     rig = Rig(tmp_path, checkpoint_s=0.0)
-    rig.books.mark = Mark(4, [1])
+    rig.books.mark = SnapshotMarker(4, [1])
     rig.step()
     rig.settle()
     [answer] = rig.books.answers
     path = state.marked(tmp_path, 4, "ann")
     raw = path.read_bytes()
-    assert answer == Marked("ann", 4, 1, [1], len(raw), blake3(raw).digest())
+    assert answer == MarkerAnswer("ann", 4, 1, [1], len(raw), blake3(raw).digest())
     assert not rig.path.exists()
 
 

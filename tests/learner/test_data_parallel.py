@@ -12,17 +12,18 @@ import ml_dtypes
 import numpy as np
 import optax
 from numpy.typing import NDArray
+from tests.deltas import Delta
 
 from diloco.core import codec, outer
-from diloco.core.books import Books
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.core.merging import accumulate, make_version
 from diloco.core.round import Held, Merge
 from diloco.core.schedule import Moment
-from diloco.settings import RunSettings, run_settings
-from diloco.wire.messages import Body, Offer
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco.wire.body import Body
 from diloco_learner.inner import learning_rate
 from diloco_learner.island import Island
 
@@ -109,40 +110,40 @@ def reference(settings: RunSettings, task: Curve, params: Any) -> Any:
 
 
 class Fragments:
-    """All learners' books of a run's fragments, and the log's folds, without a network."""
+    """All learners' pending deltas of a run's fragments, and the log's folds, without a network."""
 
     def __init__(self, settings: RunSettings, fragment_map: FragmentMap, island: Island) -> None:
         self.settings, self.map = settings, fragment_map
-        self.replicas, self.books = [], []
+        self.replicas, self.deltas = [], []
         for fragment in fragment_map.fragments:
             theta, optimizer = island.read(fragment).to_host(), outer.optimizer(settings, fragment)
             momentum = np.zeros(optimizer.moments * fragment.size, np.float32)
             chain = Chain(fragment.index, 0, 0, bytes(32), 0, outer.state_hash(theta, momentum))
             self.replicas.append([Replica(chain, theta, momentum, optimizer).copy() for _ in range(2)])  # owner, reader
-            self.books.append(
-                [Books(f"learner-{i}", 1, settings.carry, False, theta, 0, chain.state_hash) for i in range(LEARNERS)]
+            self.deltas.append(
+                [Delta(f"learner-{i}", 1, settings.carry, False, theta, 0, chain.state_hash) for i in range(LEARNERS)]
             )
 
     def synchronise(self, step: int, islands: list[Island]) -> None:
         """All learners have taken a step: offers, a version of each fragment, and what learners make of it."""
-        for fragment, (owner, reader), books in zip(self.map.fragments, self.replicas, self.books, strict=True):
+        for fragment, (owner, reader), deltas in zip(self.map.fragments, self.replicas, self.deltas, strict=True):
             held = []
-            for share, (own, island) in enumerate(zip(books, islands, strict=True)):
-                own.step(TOKENS, share, step)
-                made = own.offer(island.read(fragment).to_host(), own.steps, own.tokens, own.data, step + 1, 16)
-                names = ("incarnation", "number", "after", "round", "base_version", "base_hash", "bits")
-                copied = {name: getattr(made, name) for name in (*names, "steps", "tokens", "lost_tokens", "data")}
-                held.append(Held(Offer(fragment=fragment.index, learner=own.learner, body=BODY, **copied), made.body))
+            for share, (own, island) in enumerate(zip(deltas, islands, strict=True)):
+                counts = own.state
+                counts.step(TOKENS, share, step)
+                values = island.read(fragment).to_host()
+                made = own.offer(values, counts.steps, counts.tokens, counts.data, step + 1, 16)
+                held.append(Held(made.message(fragment.index, BODY), own.body(made)))
             merge = Merge(step + 1, tuple(held), closing=False, quorum_s=0.0, round_s=0.0)
-            accumulator = accumulate(fragment, self.settings, held, lambda _: None, owner.theta)
+            delta = accumulate(fragment, self.settings, held, lambda _: None, owner.theta).result()
             residual = np.zeros(fragment.size, np.float32)
             record, inline, _ = make_version(
-                owner, residual, accumulator, merge, self.settings, bits=16, syncer="syncer", attempt=bytes(8), now_s=0.0
+                owner, residual, delta, merge, self.settings, bits=16, syncer="syncer", attempt=bytes(8), now_s=0.0
             )
             owner.chain.advance(record, bytes([step]) * 32, step)
             reader.fold(record, bytes([step]) * 32, step, codec.unpack(inline, 2 * fragment.size), in_place=False)
             assert [member.steps for member in record.members] == [1] * LEARNERS
-            for own, island in zip(books, islands, strict=True):
+            for own, island in zip(deltas, islands, strict=True):
                 applied = own.apply(record, reader.theta)
                 assert (applied.reference, applied.factor) == (None, 0.0)
                 island.write(fragment, applied.theta)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from diloco.core.leases import BLOCK_BATCHES, data_of
-from diloco.errors import DataError
-from diloco.observe import get_logger
-from diloco.settings import RunSettings, TaskSettings
+from diloco.errors import DataError, SettingsError
+from diloco.process.observe import get_logger
+from diloco.settings.run import RunSettings, TaskSettings
 from diloco_learner.feed import Feed
 from diloco_learner.task import GptTask, Task
 
@@ -94,3 +94,14 @@ def test_the_batches_of_a_share_are_those_of_the_task(tmp_path: Path, share: int
     fed = list(islice(Feed(task, SETTINGS, lambda: {share: 3}, get_logger()), 100))
     for batch, wanted in zip(fed, expected, strict=True):
         np.testing.assert_array_equal(batch.data, wanted)
+
+
+def test_batches_that_end_are_named() -> None:
+    class Ends(Numbers):
+        def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[tuple[int, int, int, int]]:
+            return islice(super().batches(share, shares, seed, start), max(0, 3 - start))
+
+    feed = Feed(cast(Task, Ends()), SETTINGS, lambda: {1: 0}, get_logger())
+    assert [next(feed).index for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(SettingsError, match=r"batches\(\) of share 1 ended before batch 3; they go on without end"):
+        next(feed)

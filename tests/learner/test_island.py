@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
-from diloco.settings import RunSettings, run_settings
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
 from diloco_learner.island import Island
 
 

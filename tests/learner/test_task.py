@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from diloco.errors import DataError, SettingsError
-from diloco.settings import TaskSettings
+from diloco.settings.run import TaskSettings
 from diloco_learner.task import GptTask, load_task
 
 SMALL = TaskSettings(layers=1, width=16, heads=2, context=8, batch=4)

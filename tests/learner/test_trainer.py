@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.core.books import Apply
+from diloco.core.accounts import StepDone
+from diloco.core.delta import Apply
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.core.schedule import Moment
-from diloco.member import Boundary, Member, StepDone
-from diloco.observe import get_logger
-from diloco.settings import RunSettings, run_settings
+from diloco.member.member import Boundary, Member
+from diloco.process.observe import get_logger
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
 from diloco_learner.feed import Batch
 from diloco_learner.island import Island
 from diloco_learner.trainer import Trainer
@@ -136,11 +138,11 @@ def test_a_version_is_between_the_steps_around_its_boundary(island: Island) -> N
     np.testing.assert_allclose(np.asarray(island.params()["x"]), 10 - 2 * rate, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("anew", "value"), [(False, 5.0), (True, 10.0)])
-def test_a_version_is_mixed_into_the_value_but_a_loaded_one_replaces_it(island: Island, anew: bool, value: float) -> None:
+@pytest.mark.parametrize(("reset", "value"), [(False, 5.0), (True, 10.0)])
+def test_a_version_is_mixed_into_the_value_but_a_loaded_one_replaces_it(island: Island, reset: bool, value: float) -> None:
     mixing = run_settings(overrides={"apply.alpha": 0.5})
     write = Boundary(
-        [(0, Apply(np.full(4, 10, np.float32), None, 0.0, anew=anew))], [0], stop=False, wait=False, finished=False
+        [(0, Apply(np.full(4, 10, np.float32), None, 0.0, reset=reset))], [0], stop=False, wait=False, finished=False
     )
     script, _ = train(island, [write, FINISHED], settings=mixing)
     np.testing.assert_array_equal(script.readers[0](), np.full(4, value, np.float32))  # it was 0

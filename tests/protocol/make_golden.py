@@ -1,25 +1,31 @@
 """The golden messages, made from ``docs/protocol.md`` alone: nothing of this project is imported.
 
 ``python tests/protocol/make_golden.py`` writes ``golden/``: a frame or value a file as hex, and ``expected.json`` with
-every message's fields, the checks, hashes and the state after each log entry. Bodies are zstd frames of raw blocks, which
-need no compressor; their bytes are as good as any.
+every message's fields, the checks, hashes and the state after each log entry. ``follows`` names the message that an entry
+follows in its log, that a keyframe stands after, or that a claim or notice is of; it is null before genesis. Bodies are zstd
+frames of raw blocks, which need no compressor; their bytes are as good as any.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+from base64 import b32encode
+from binascii import crc_hqx
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 from blake3 import blake3
+from nacl.signing import SigningKey
 from numpy.typing import NDArray
 
 FOLDER = Path(__file__).with_name("golden")
 RUN_NAME = "golden"
 SETTINGS = b'{"example":true,"outer":{"learning_rate":0.3}}'
 PART_BYTES = 524288
+AUTHORITY = bytes(range(32))  # its secret key
 Floats = NDArray[np.float32]
 
 
@@ -27,33 +33,9 @@ def digest(data: bytes) -> bytes:
     return bytes(blake3(data).digest())
 
 
-def msgpack(value: Any) -> bytes:
-    """msgpack in its shortest form; floats always have 64 bits."""
-    if value is None:
-        return b"\xc0"
-    if isinstance(value, bool):
-        return b"\xc3" if value else b"\xc2"
-    if isinstance(value, int):
-        for limit, prefix, form in ((2**7, "", "B"), (2**8, "cc", "B"), (2**16, "cd", "H"), (2**32, "ce", "I")):
-            if value < limit:
-                return bytes.fromhex(prefix) + struct.pack(">" + form, value)
-        return b"\xcf" + struct.pack(">Q", value)
-    if isinstance(value, float):
-        return b"\xcb" + struct.pack(">d", value)
-    if isinstance(value, str):
-        text = value.encode()
-        return _length(len(text), ((32, 0xA0), (2**8, 0xD9), (2**16, 0xDA))) + text
-    if isinstance(value, bytes):
-        return _length(len(value), ((0, 0), (2**8, 0xC4), (2**16, 0xC5), (2**32, 0xC6))) + value
-    return _length(len(value), ((16, 0x90), (0, 0), (2**16, 0xDC))) + b"".join(map(msgpack, value))
-
-
-def _length(n: int, forms: tuple[tuple[int, int], ...]) -> bytes:
-    """A length in the first form that holds it: in the prefix itself, then in 1, 2 or 4 bytes."""
-    for size, (limit, prefix) in enumerate(forms):
-        if n < limit:
-            return bytes([prefix | n]) if size == 0 else bytes([prefix]) + n.to_bytes((0, 1, 2, 4)[size], "big")
-    raise ValueError(n)
+def packb(value: Any) -> bytes:
+    """Return msgpack in its shortest form, with 64 bits for every float."""
+    return bytes(msgpack.packb(value))
 
 
 def zstd(content: bytes) -> bytes:
@@ -70,12 +52,12 @@ RUN = digest(RUN_NAME.encode() + b"\0" + SETTINGS_DIGEST)[:8]
 
 
 def check_of(kind: str, fields: bytes) -> bytes:
-    return digest(b"DLC1" + kind.encode() + b"\0" + RUN + fields)
+    return digest(b"DLC2" + kind.encode() + b"\0" + RUN + fields)
 
 
 def frame(kind: str, fields: list[Any], inline: bytes = b"") -> bytes:
-    packed = msgpack(fields)
-    return msgpack(["DLC", 1, kind, RUN, packed, check_of(kind, packed), inline])
+    packed = packb(fields)
+    return packb(["DLC", 2, kind, RUN, packed, check_of(kind, packed), inline])
 
 
 # ---- bodies
@@ -188,7 +170,7 @@ def state_hash(*vectors: Floats) -> bytes:
 # ---- the run
 
 TENSORS: list[Any] = [["block/b", [16], False], ["block/w", [10, 16], False], ["embed", [4, 3], True], ["scale", [], False]]
-MAP = msgpack([TENSORS, 3, "balanced"])
+MAP = packb([TENSORS, 3, "balanced"])
 SIZES = [12, 96, 81]
 FRAGMENT = 2
 SIZE = SIZES[FRAGMENT]
@@ -201,6 +183,10 @@ def pattern(n: int, factor: int, modulus: int, unit: float) -> Floats:
     return ((np.arange(n) * factor % modulus - modulus // 2) * unit).astype(np.float32)
 
 
+# by kind of a log's message: the place of the field with the check of the entry before, or the one that it stands after
+HASH_BEFORE = {"record": 5, "keyframe": 3, "claim": 6, "notice": 3}
+
+
 def attempt(number: int) -> bytes:
     return bytes([0xA0 + number] * 8)
 
@@ -211,12 +197,15 @@ class Golden:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.expected: dict[str, Any] = {}
+        self.names: dict[bytes, str] = {}  # of messages by their checks
 
     def add(self, name: str, kind: str, fields: list[Any], inline: bytes = b"", **more: Any) -> bytes:
         """Add a message; returns its check."""
-        check = check_of(kind, msgpack(fields))
+        check = check_of(kind, packb(fields))
         self.values[name] = frame(kind, fields, inline)
-        self.expected[name] = {"kind": kind, "check": check, "fields": fields, "inline_bytes": len(inline)} | more
+        self.names[check] = name
+        follows = {"follows": self.names.get(fields[HASH_BEFORE[kind]])} if kind in HASH_BEFORE else {}
+        self.expected[name] = {"kind": kind, "check": check, **follows, "fields": fields, "inline_bytes": len(inline), **more}
         return check
 
 
@@ -224,9 +213,12 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     """Values by file name, what is expected of them, and the parts of the offer that has parts."""
     golden = Golden()
     golden.values["map"] = MAP
-    golden.values["shares"] = msgpack([[[0, "learner-0", 1700000000000, 16], [1, None, 7, 3]]])
-    golden.values["owners"] = msgpack([["syncer-1", "syncer-0"], ["syncer-1", "syncer-0", "syncer-1"]])
-    golden.values["admission"] = msgpack(["learner-0", 1700000000000, SETTINGS_DIGEST, digest(MAP)])
+    golden.values["share_claim"] = packb(["learner-0", 1700000000000, [[0, True, 16, 0, 7], [1, False, 3, 9, 9]]])
+    golden.values["owners"] = packb([["syncer-1", "syncer-0"], ["syncer-1", "syncer-0", "syncer-1"]])
+    grant = packb([RUN_NAME, "learner-0", "U" + 55 * "A", 2048, 0.05])
+    signed = [grant, SigningKey(AUTHORITY).sign(b"DLC1grant\0" + grant).signature]
+    golden.values["admission"] = packb(["learner-0", 1700000000000, SETTINGS_DIGEST, digest(MAP), signed])
+    golden.values["admission_without"] = packb(["learner-0", 1700000000000, SETTINGS_DIGEST, digest(MAP), None])
 
     counts = [[3, 3, 0], [24, 12, 0], [24576, 12288, 0], [0, 0, 1024]]
     pulse: list[Any] = ["learner-0", "ap_2", 1700000000000, "learner", "stepping", True, 300, 307200, 0.125, 2.5, *counts]
@@ -335,11 +327,14 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
             made = [7, 1, 4]
             entry = [*back, 1700000006.0, 0.0, 0.0, body, made]
             check = golden.add("record_rollback", "record", entry, inline, content=past[0])
+            # or repaired it, because of message 8 of the stream
+            entry = [FRAGMENT, "repair", *back[2:], 1700000006.0, 0.0, 0.0, body, made, [8, [[0, 4]]]]
+            golden.add("record_repair", "record", entry, inline, content=past[0])
             body, inline, _ = describe(past[0] + bytes(4 * SIZE), attempt(14))
-            cursors = [["learner-0", 1700000000000, 3, 3, 12288, 0], ["learner-1", 7, 1, 1, 1000, 24]]
+            cursors = [["learner-0", 1700000000000, 3, 3, 12288, 0, 12], ["learner-1", 7, 1, 1, 1000, 24, 3]]
             fields = [FRAGMENT, 4, 1, check, 9, merged, lost, cursors, [[0, 12], [1, 3], [5, 1]], past[1], False, body, made]
             golden.add("keyframe_rollback", "keyframe", fields, inline)
-    cursors = [["learner-0", 1700000000000, 4, 4, 16384, 0], ["learner-1", 7, 1, 1, 1000, 24]]
+    cursors = [["learner-0", 1700000000000, 4, 4, 16384, 0, 16], ["learner-1", 7, 1, 1, 1000, 24, 3]]
     ends = [[0, 16], [1, 3], [5, 1]]
     residual = pattern(SIZE, 3, 11, 1 / 4096)
     body, inline, _ = describe(np.concatenate([theta, momentum, residual]).astype("<f4").tobytes(), attempt(7))
@@ -348,28 +343,8 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     golden.add("record_takeover_after", "record", [*after, 1700000010.0, 0.0, 0.0, None])
 
     # another fragment, to which nobody contributed
-    opened = [
-        0,
-        "takeover",
-        0,
-        1,
-        "syncer-1",
-        genesis,
-        [],
-        [],
-        4,
-        0.3,
-        0.9,
-        0,
-        0,
-        hashes[0],
-        False,
-        1700000002.0,
-        0.0,
-        0.0,
-        None,
-    ]
-    check = check_of("record", msgpack(opened))
+    opened = [0, "takeover", 0, 1, "syncer-1", genesis, [], [], 4, 0.3, 0.9, 0, 0, hashes[0], False]
+    check = golden.add("record_takeover_0", "record", [*opened, 1700000002.0, 0.0, 0.0, None])
     close = [0, "close", 0, 1, "syncer-1", check, [], [], 4, 0.3, 0.9, 0, 0, hashes[0], True, 1700000009.0, 0.0, 0.0, None]
     golden.add("record_close", "record", close)
 
@@ -392,11 +367,13 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
             vectors_first=[[float(x) for x in vector[14:18]] for vector in vectors],
         )
     body, inline, _ = describe(np.concatenate([*vectors, none]).astype("<f4").tobytes(), attempt(5))
-    cursors = [["learner-0", 1700000000000, 2, 2, 2048, 0]]
+    cursors = [["learner-0", 1700000000000, 2, 2, 2048, 0, 2]]
     fields = [1, 2, 0, previous, 14, 2048, 0, cursors, [[0, 2]], state, False, body]
     golden.add("keyframe_adamw_2", "keyframe", fields, inline)
 
+    kind_and_key = bytes([20 << 3]) + bytes(SigningKey(AUTHORITY).verify_key)
     expected = {
+        "authority": b32encode(kind_and_key + struct.pack("<H", crc_hqx(kind_and_key, 0))).decode().rstrip("="),
         "adamw": ADAMW,
         "run_name": RUN_NAME,
         "settings": SETTINGS,

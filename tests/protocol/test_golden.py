@@ -8,6 +8,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import msgspec
 import numpy as np
 import pytest
@@ -15,23 +16,28 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from diloco.control.admission import Admission
 from diloco.core import codec, fold, leases, outer, quantise
 from diloco.core.chain import Chain
 from diloco.core.fragments import unpack_map
-from diloco.core.leases import Lease, Shares
+from diloco.core.leases import ClaimedShare, ShareClaim
 from diloco.core.ownership import OwnersTable
-from diloco.errors import ChainError, FormatError, HashError
-from diloco.log import open_body
-from diloco.membership import Admission
-from diloco.settings import RunSettings
-from diloco.wire import messages, subjects
-from diloco.wire.assemble import Parts
-from diloco.wire.messages import Keyframe, Message
+from diloco.errors import ChainError, FormatError, HashError, WrongEntryError
+from diloco.log.stream import open_body
+from diloco.nats import grants
+from diloco.settings.run import RunSettings
+from diloco.wire import framing, subjects
+from diloco.wire.assemble import ChunkAssembler
+from diloco.wire.body import Body, describe_body
+from diloco.wire.entries import Cursor, Keyframe, RolledBack
+from diloco.wire.framing import Message
+from diloco.wire.grants import Grant, SignedGrant
+from diloco.wire.offers import Answer, Combination, Member
 
 GOLDEN = Path(__file__).with_name("golden")
 PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
 MAKER = runpy.run_path(str(Path(__file__).with_name("make_golden.py")))
-CLASSES: dict[str, type[Message]] = {cls.kind: cls for cls in messages.KINDS}
+CLASSES: dict[str, type[Message]] = {cls.kind: cls for cls in Message.__subclasses__()}
 
 
 def _bytes_back(value: dict[str, Any]) -> Any:
@@ -42,6 +48,7 @@ EXPECTED: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_text(), ob
 MESSAGES: dict[str, Any] = EXPECTED["messages"]
 RUN: bytes = EXPECTED["run"]
 NAMES = sorted(MESSAGES)
+GRANT = Grant("golden", "learner-0", "U" + 55 * "A", 2048, 0.05)
 # the body's content is `bits` wide in offers and records, and three float32 vectors in keyframes
 SIZES = (12, 96, 81)
 
@@ -54,19 +61,21 @@ def plain(value: Any) -> Any:
     """A message as nested lists, in the order of the wire."""
     if isinstance(value, msgspec.Struct):
         fields = [plain(getattr(value, name)) for name in value.__struct_fields__]
-        return fields[:-1] if value.__struct_fields__[-1] == "rolled_back" and fields[-1] is None else fields
+        while value.__struct_fields__[len(fields) - 1] in ("rolled_back", "repaired") and fields[-1] is None:
+            fields.pop()
+        return fields
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def read(name: str) -> tuple[Any, bytes, bytes]:
-    return messages.unpack(golden(name), CLASSES[MESSAGES[name]["kind"]], RUN)
+    return framing.unpack(golden(name), CLASSES[MESSAGES[name]["kind"]], RUN)
 
 
 def reframed(name: str, **changes: Any) -> bytes:
     """The golden frame with elements replaced, and everything else as it was."""
     keys = ("magic", "version", "kind", "run", "fields", "check", "body")
     frame = dict(zip(keys, msgspec.msgpack.decode(golden(name)), strict=True)) | changes
-    return bytes(MAKER["msgpack"](list(frame.values())))
+    return bytes(msgpack.packb(list(frame.values())))
 
 
 def test_the_files_are_what_the_maker_makes() -> None:
@@ -79,7 +88,7 @@ def test_the_files_are_what_the_maker_makes() -> None:
 def test_decoder_reads_exactly_the_expected_fields(name: str) -> None:
     message, check, inline = read(name)
     assert plain(message) == MESSAGES[name]["fields"]
-    assert check == MESSAGES[name]["check"] == messages.check_of(message, RUN)
+    assert check == MESSAGES[name]["check"] == framing.check_of(message, RUN)
     assert len(inline) == MESSAGES[name]["inline_bytes"]
 
 
@@ -88,7 +97,7 @@ def test_encoder_writes_the_same_bytes(name: str) -> None:
     cls = CLASSES[MESSAGES[name]["kind"]]
     message = msgspec.convert(MESSAGES[name]["fields"], cls)
     inline = msgspec.msgpack.decode(golden(name))[6]
-    assert messages.pack(message, RUN, inline) == golden(name)
+    assert framing.pack(message, RUN, inline) == golden(name)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "raw" in MESSAGES[name]])
@@ -101,7 +110,7 @@ def test_bodies(name: str) -> None:
     np.testing.assert_array_equal(body, raw)
     quantise.validate(body, n, message.bits)
     packed = codec.pack(body, -1)
-    description, _, parts = messages.describe_body(packed, codec.content_hash(body), message.body.attempt)
+    description, _, parts = describe_body(packed, codec.content_hash(body), message.body.attempt)
     assert (description.content_hash, parts) == (message.body.content_hash, [])
     np.testing.assert_array_equal(codec.unpack(packed, raw.size), raw)
     np.testing.assert_array_equal(quantise.quantise(MAKER["decode"](raw.tobytes(), n, message.bits), message.bits), raw)
@@ -112,14 +121,14 @@ def test_a_body_in_parts() -> None:
     _, _, parts = MAKER["make"]()
     assert [blake3(part).digest() for part in parts] == MESSAGES["offer_in_parts"]["part_hashes"]
     message, _, inline = read("offer_in_parts")
-    assembly = Parts()
+    assembly = ChunkAssembler()
     for index, part in enumerate(parts):
         assert assembly.add("source", index, part, 700_000)
     pieces = assembly.take("source", message.body)
     assert pieces is not None
     body = open_body(message.body, inline, pieces, 600_000, "offer")
     assert blake3(body.tobytes()).digest() == MESSAGES["offer_in_parts"]["raw_hash"]
-    description, inline, ours = messages.describe_body(b"".join(pieces), message.body.content_hash, message.body.attempt)
+    description, inline, ours = describe_body(b"".join(pieces), message.body.content_hash, message.body.attempt)
     assert (description, inline, ours) == (message.body, b"", parts)
     assert subjects.log_part("diloco.golden.fragment.2.head", message.body.attempt, 1) == (
         "diloco.golden.fragment.2.part.a2a2a2a2a2a2a2a2.1"
@@ -198,9 +207,46 @@ def test_folding_a_rollback_gives_the_state_of_the_version_that_it_names() -> No
         past = replica.theta.tobytes() + replica.momentum.tobytes() if record.version == 1 else past
     assert replica.theta.tobytes() + replica.momentum.tobytes() == past == MESSAGES["record_rollback"]["content"]
     assert replica.chain.state_hash == read("record_1")[0].state_hash
+    assert MESSAGES["record_repair"]["content"] == past
     keyframe, raw = _keyframe("keyframe_rollback")
     assert Chain.from_keyframe(keyframe) == replica.chain
     np.testing.assert_array_equal(fold.keyframe_body(replica, None), raw)
+
+
+def test_a_wrong_entry_is_passed_over_and_so_is_all_that_follows_it() -> None:
+    """A takeover that names the entry before the wrong one is the next one; what the wrong entry's writer made of it is not."""
+    genesis, check, _ = read("genesis")
+    keyframe, raw = _keyframe("keyframe_0")
+    replica, _ = fold.load_keyframe(keyframe, Chain.from_genesis(2, genesis, check), raw)
+    takeover, check, _ = read("record_takeover")
+    replica.fold(takeover, check, 5, None)
+    first, _, inline = read("record_1")
+    assert first.body is not None
+    body = open_body(first.body, inline, [], quantise.body_bytes(81, first.bits), "record_1")
+    wrong = msgspec.structs.replace(first, state_hash=MAKER["digest"](b"another state"))
+    before = replica.theta.tobytes(), replica.momentum.tobytes(), repr(replica.chain)
+    with pytest.raises(WrongEntryError):
+        replica.judge(wrong, b"w" * 32, 6, body)
+    with pytest.raises(ChainError, match="hash of the entry before"):
+        replica.judge(msgspec.structs.replace(first, previous=b"w" * 32), b"v" * 32, 7, body)
+    assert (replica.theta.tobytes(), replica.momentum.tobytes(), repr(replica.chain)) == before
+    again = msgspec.structs.replace(takeover, epoch=2, previous=replica.chain.head, syncer="syncer-2")
+    replica.judge(again, b"t" * 32, 8, None)
+    replica.judge(msgspec.structs.replace(first, epoch=2, previous=b"t" * 32), b"f" * 32, 9, body)
+    assert replica.chain.state_hash == first.state_hash == MAKER["state_hash"](replica.theta, replica.momentum)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if MESSAGES[name].get("follows")])
+def test_an_entry_names_the_one_that_it_follows(name: str) -> None:
+    message, _, _ = read(name)
+    hashes = {"record": "previous", "keyframe": "entry_hash", "claim": "entry_check", "notice": "check"}
+    assert getattr(message, hashes[message.kind]) == MESSAGES[MESSAGES[name]["follows"]]["check"]
+
+
+def test_every_entry_leads_back_to_genesis() -> None:
+    for name in {name for name in NAMES if "follows" in MESSAGES[name]} - {"keyframe_0"}:
+        while name != "genesis":
+            name = MESSAGES[name]["follows"]
 
 
 def test_an_entry_out_of_order_is_refused() -> None:
@@ -214,10 +260,10 @@ def test_an_entry_out_of_order_is_refused() -> None:
 def test_a_fragment_that_closes_without_a_version() -> None:
     genesis, check, _ = read("genesis")
     chain = Chain.from_genesis(0, genesis, check)
-    record, _, _ = read("record_close")
-    chain.epoch, chain.head = 1, record.previous  # as after this fragment's takeover entry
-    chain.check(record)
-    chain.advance(record, check, 12)
+    for sequence, name in ((11, "record_takeover_0"), (12, "record_close")):
+        record, check, _ = read(name)
+        chain.check(record)
+        chain.advance(record, check, sequence)
     assert (chain.version, chain.closed) == (0, True)
 
 
@@ -226,9 +272,9 @@ def test_truncated_anywhere_is_refused(name: str) -> None:
     data, cls = golden(name), CLASSES[MESSAGES[name]["kind"]]
     for length in range(len(data)):
         with pytest.raises(FormatError):
-            messages.unpack(data[:length], cls, RUN)
+            framing.unpack(data[:length], cls, RUN)
     with pytest.raises(FormatError):
-        messages.unpack(data + b"\0", cls, RUN)
+        framing.unpack(data + b"\0", cls, RUN)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -238,24 +284,24 @@ def test_damaged_is_refused(name: str) -> None:
     assert reframed(name) == golden(name)
     for changes in (
         {"magic": "DLD"},
-        {"version": messages.VERSION + 1},
+        {"version": framing.VERSION + 1},
         {"kind": "other"},
         {"run": bytes(8)},
         {"run": RUN[:7]},
     ):
         with pytest.raises(FormatError):
-            messages.unpack(reframed(name, **changes), cls, RUN)
+            framing.unpack(reframed(name, **changes), cls, RUN)
     for changes in (
         {"check": bytes([check[0] ^ 1]) + check[1:]},
         {"check": check[:31]},
         {"fields": fields[:-1] + bytes([fields[-1] ^ 1])},
     ):
         with pytest.raises(HashError):
-            messages.unpack(reframed(name, **changes), cls, RUN)
-    for other in (fields[:-1], fields + b"\xc0", MAKER["msgpack"]([*msgspec.msgpack.decode(fields), 0])):
+            framing.unpack(reframed(name, **changes), cls, RUN)
+    for other in (fields[:-1], fields + b"\xc0", msgpack.packb([*msgspec.msgpack.decode(fields), 0])):
         changed = reframed(name, fields=other, check=MAKER["check_of"](cls.kind, other))
         with pytest.raises(FormatError):
-            messages.unpack(changed, cls, RUN)
+            framing.unpack(changed, cls, RUN)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if MESSAGES[name]["inline_bytes"] and name != "state_part"])
@@ -264,7 +310,7 @@ def test_a_damaged_body_is_refused(name: str) -> None:
     message, _, inline = read(name)
     raw_bytes = zstandard.get_frame_parameters(inline).content_size
     flipped = inline[:-1] + bytes([inline[-1] ^ 1])
-    assert plain(messages.unpack(reframed(name, body=flipped), type(message), RUN)[0]) == plain(message)
+    assert plain(framing.unpack(reframed(name, body=flipped), type(message), RUN)[0]) == plain(message)
     with pytest.raises(HashError):
         open_body(message.body, flipped, [], raw_bytes, name)
     for wrong in (inline[:-1], inline + b"\0", b""):
@@ -276,7 +322,7 @@ def test_a_damaged_body_is_refused(name: str) -> None:
 
 def test_identities() -> None:
     assert blake3(EXPECTED["settings"]).digest() == EXPECTED["settings_digest"]
-    assert messages.run_id(EXPECTED["run_name"], EXPECTED["settings_digest"]) == RUN
+    assert framing.run_id(EXPECTED["run_name"], EXPECTED["settings_digest"]) == RUN
 
 
 def test_settings_digest_is_of_canonical_json() -> None:
@@ -302,7 +348,7 @@ def test_settings_digest_is_of_canonical_json() -> None:
     assert RunSettings().digest() == blake3(canonical(values).encode()).digest()
 
 
-def test_map_admission_owners_and_shares() -> None:
+def test_map_admission_owners_and_claims_to_shares() -> None:
     fragment_map = unpack_map(golden("map"))
     assert fragment_map.digest == EXPECTED["map_digest"]
     assert fragment_map.pack() == golden("map")
@@ -310,11 +356,16 @@ def test_map_admission_owners_and_shares() -> None:
     pieces = [[[p.path, p.row_start, p.row_stop, p.offset] for p in f.pieces] for f in fragment_map.fragments]
     assert pieces == EXPECTED["pieces"]
     assert [f.embedding for f in fragment_map.fragments] == [True, False, False]
-    admission = Admission("learner-0", 1700000000000, EXPECTED["settings_digest"], EXPECTED["map_digest"])
+    admission = msgspec.msgpack.decode(golden("admission"), type=Admission)
+    assert grants.opened(admission.grant, EXPECTED["authority"], "golden", "learner-0") == GRANT
     assert msgspec.msgpack.encode(admission) == golden("admission")
-    shares = Shares([Lease(0, "learner-0", 1700000000000, 16), Lease(1, None, 7, 3)])
-    assert shares.pack() == golden("shares")
-    assert leases.unpack(golden("shares")) == shares
+    without = Admission("learner-0", 1700000000000, EXPECTED["settings_digest"], EXPECTED["map_digest"], None)
+    assert msgspec.structs.replace(admission, grant=None) == without
+    assert msgspec.msgpack.encode(without) == golden("admission_without")
+    claim = ShareClaim("learner-0", 1700000000000, [ClaimedShare(0, True, 16, 0, 7), ClaimedShare(1, False, 3, 9, 9)])
+    assert claim.pack() == golden("share_claim")
+    read = leases.unpack(golden("share_claim"), "learner-0", 12, RunSettings())
+    assert read.entries == [ClaimedShare(0, True, 16, 12, 7), claim.entries[1]]
     owners = OwnersTable(["syncer-1", "syncer-0"], ["syncer-1", "syncer-0", "syncer-1"])
     assert msgspec.msgpack.encode(owners) == golden("owners")
     assert msgspec.msgpack.decode(golden("owners"), type=OwnersTable) == owners
@@ -332,7 +383,7 @@ def test_the_text_lists_every_field_in_order(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "struct",
-    [messages.Body, messages.Answer, messages.Member, messages.Combination, messages.Cursor, messages.RolledBack, Admission],
+    [Body, Answer, Member, Combination, Cursor, RolledBack, Admission, SignedGrant, Grant, ShareClaim, ClaimedShare],
 )
 def test_the_text_lists_every_nested_field_in_order(struct: type[msgspec.Struct]) -> None:
     name = re.sub("(?<!^)(?=[A-Z])", "_", struct.__name__).lower()

@@ -10,17 +10,19 @@ from tests.services.cluster import Cluster, Events, Folded, Service, fold_log, s
 from tests.services.forking import Nursery
 from tests.services.toy import Toy
 
-from diloco import membership
-from diloco.embedded import Embedded, server_name
-from diloco.log import Log
-from diloco.membership import Run
-from diloco.nats.server import Server
+from diloco.control import creation
+from diloco.control.creation import Run
+from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
-from diloco.observe import Logger, get_logger
-from diloco.rundir import RunDirectory
-from diloco.settings import LearnerSettings, RunSettings
-from diloco.wan.relay import Line, Relay
-from diloco.wire.messages import Record
+from diloco.process.observe import Logger, get_logger
+from diloco.service.rundir import RunDirectory
+from diloco.settings.run import RunSettings
+from diloco.settings.service import LearnerSettings
+from diloco.wire.entries import Record
+from diloco_ops.broker.server import Server
+from diloco_ops.embedded import Embedded, server_name
+from diloco_ops.wan.line import Line
+from diloco_ops.wan.relay import Relay
 
 REGIONS = ("ap", "eu", "us")
 
@@ -96,8 +98,8 @@ class Region(Cluster):
         link = await NatsTransport.open(self.url, self.server(region).url, "reader", get_logger(), give_up_after_s=20)
         try:
             run = Run(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
-            log = Log(link, self.name, run.identity, await membership.find_map(run), self.settings)
-            genesis = await log.genesis()
+            log = Log(link, self.name, run.identity, await creation.find_map(run), self.settings)
+            genesis = await log.reader.genesis()
             assert genesis is not None
             fragments = log.map.fragments
             return [await fold_log(log, fragment, genesis, self.settings, closed_by_now=closed) for fragment in fragments]

@@ -21,19 +21,27 @@ from blake3 import blake3
 from nats.js import JetStreamContext
 from numpy.typing import NDArray
 from tests.services.forking import Forked, Nursery
-from tests.services.toy import Toy
+from tests.services.toy import HURRIED_STEP_S, Toy
+from tests.tensors import scatter
 
-from diloco import identity, logs, membership
+from diloco.control import creation
+from diloco.control.creation import Run
+from diloco.control.hearing import check_subject
 from diloco.core.fragments import Fragment, FragmentMap
 from diloco.errors import MessageError
-from diloco.log import Entry, Log
-from diloco.membership import Run
+from diloco.log.log import Log
+from diloco.log.stream import Entry, Refusal
+from diloco.nats import identity
 from diloco.nats.transport import NatsTransport
-from diloco.observe import Logger, get_logger
-from diloco.settings import LearnerSettings, RunSettings, run_settings
+from diloco.process import logs
+from diloco.process.observe import Logger, get_logger
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco.settings.service import LearnerSettings
 from diloco.transport import Stored
-from diloco.wire import messages
-from diloco.wire.messages import Pulse, Record, ShardPulse
+from diloco.wire import framing
+from diloco.wire.control import Heartbeat, ShardHeartbeat
+from diloco.wire.entries import Genesis, Record
 from diloco.wire.subjects import Subjects
 
 Vector = NDArray[np.float32]
@@ -145,11 +153,14 @@ class Cluster:
         self.subjects = Subjects(run)
         self.services: list[Service] = []
         self.toys: list[Toy] = []
-        self.pulses: dict[str, list[Pulse]] = {}
-        self.shard_pulses: dict[str, ShardPulse] = {}
+        self.heartbeats: dict[str, list[Heartbeat]] = {}
+        self.shard_heartbeats: dict[str, ShardHeartbeat] = {}
         self.gate = Gate()  # of all toys in threads
+        self.liars: set[str] = set()  # whose work may be refused: nobody else's ever is
         self.identity: str | None = None  # as the setting: where each process's is, and the test's own
         self._link: NatsTransport | None = None
+        self._read: dict[Path, int] = {}  # of each log file, as far as it was read
+        self._logged: list[tuple[str, str, Mapping[str, Any]]] = []  # service, event and values of what was read
         directory.mkdir(parents=True, exist_ok=True)
 
     # ---- processes
@@ -211,7 +222,7 @@ class Cluster:
 
     async def create(self) -> None:
         """Make the run, as a coordinator does."""
-        await membership.create(await self.link(), self.name, self.settings)
+        await creation.create(await self.link(), self.name, self.settings)
 
     async def begin(self, *, coordinator: bool = True) -> None:
         """Syncers and learners, and a coordinator, which is not on the data's path, all there before the first step."""
@@ -232,32 +243,38 @@ class Cluster:
         await self.until(
             lambda: all(self.events("serving", name) or self.events("standing_by", name) for name in syncers), "syncers serve"
         )
-        self.pulses.clear()
+        self.heartbeats.clear()
         names = {toy.name for toy in self.toys}
         await self.until(
-            lambda: all(any(p.state == "stepping" for p in self.pulses.get(n, ())) for n in names), "learners are ready"
+            lambda: all(any(p.state == "stepping" for p in self.heartbeats.get(n, ())) for n in names), "learners are ready"
         )
+
+    def hurry(self) -> None:
+        """Let the learners in threads use up the budget soon: what the test was to see has happened."""
+        for toy in self.toys:
+            toy.step_s = HURRIED_STEP_S
 
     # ---- watching
 
     async def link(self) -> NatsTransport:
-        """The test's own connection, which also hears the signs of life."""
+        """The test's own connection, which also hears the heartbeats."""
         if self._link is None:
             own = identity.load(identity.identity_file(self.identity, "test")) if self.identity is not None else None
             self._link = await NatsTransport.open(self.url, self.url, "test", get_logger(), give_up_after_s=20, identity=own)
-            await self._link.control.subscribe(self.subjects.pulse(), cb=self._hear)
+            await self._link.control.subscribe(self.subjects.heartbeat(), cb=self._hear)
             await self._link.control.subscribe(self.subjects.shard(), cb=self._hear)
         return self._link
 
     async def _hear(self, message: Any) -> None:
-        run = messages.run_id(self.name, self.settings.digest())
+        run = framing.run_id(self.name, self.settings.digest())
         try:
             if ".pulse." in message.subject:
-                pulse, _, _ = messages.unpack(message.data, Pulse, run)
-                self.pulses.setdefault(pulse.learner, []).append(pulse)
+                heartbeat, _, _ = framing.unpack(message.data, Heartbeat, run)
+                check_subject(heartbeat, message.subject)
+                self.heartbeats.setdefault(heartbeat.learner, []).append(heartbeat)
             else:
-                shard, _, _ = messages.unpack(message.data, ShardPulse, run)
-                self.shard_pulses[shard.syncer] = shard
+                shard, _, _ = framing.unpack(message.data, ShardHeartbeat, run)
+                self.shard_heartbeats[shard.syncer] = shard
         except MessageError:
             return  # a test publishes what it likes
 
@@ -269,11 +286,11 @@ class Cluster:
 
     def tokens(self) -> int:
         """Processed by all learners, as last heard."""
-        return sum(pulses[-1].tokens for pulses in self.pulses.values())
+        return sum(heartbeats[-1].tokens for heartbeats in self.heartbeats.values())
 
     def steps(self) -> int:
         """Taken by all learners, as last heard."""
-        return sum(pulses[-1].step for pulses in self.pulses.values())
+        return sum(heartbeats[-1].step for heartbeats in self.heartbeats.values())
 
     def events(self, event: str, service: str = "*") -> list[Mapping[str, Any]]:
         """Values of a process's or a toy's events of this name."""
@@ -284,10 +301,20 @@ class Cluster:
             for _, name, values in list(cast(Events, toy.log).entries)
             if name == event
         ]
-        if (self.directory / "logs").is_dir():
-            entries = logs.merge(self.directory)
-            found += [e.values for e in entries if e.event == event and service in ("*", e.service)]
-        return found
+        self._read_logs()
+        return found + [values for who, name, values in self._logged if name == event and service in ("*", who)]
+
+    def _read_logs(self) -> None:
+        """Go on reading the processes' logs: a test that waits for an event looks many times a second."""
+        for path in sorted((self.directory / "logs").glob("*.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                while (line := file.readline()).endswith(b"\n"):
+                    self._read[path] = file.tell()
+                    with contextlib.suppress(ValueError):  # torn by a kill
+                        values = json.loads(line)
+                        own = {key: value for key, value in values.items() if key not in logs.FIXED_KEYS}
+                        self._logged.append((path.stem, values["event"], own))
 
     async def until(self, predicate: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
         """Wait until something is so; fails at once if a process or learner ends with an error meanwhile."""
@@ -325,25 +352,30 @@ class Cluster:
         assert [service.said.count("\n") for service in services] == [1] * len(services), [s.said for s in services]
         return [(service.process.wait(), service.said) for service in services]
 
-    async def finished_pulses(self) -> dict[str, Pulse]:
-        """Every learner's last word."""
-        await self.until(
-            lambda: all(pulses[-1].state == "finished" for pulses in self.pulses.values()), "last pulses arrive", 10
-        )
-        return {name: pulses[-1] for name, pulses in self.pulses.items()}
+    async def finished_heartbeats(self) -> dict[str, Heartbeat]:
+        """Every learner's last word; of one that runs as a process, too, which may be heard only after its end."""
+        processes = {service.name for service in self.services if service.name.startswith("toy") and not service.killed}
+
+        def all_are_heard() -> bool:
+            return processes <= self.heartbeats.keys() and all(
+                heartbeats[-1].state == "finished" for heartbeats in self.heartbeats.values()
+            )
+
+        await self.until(all_are_heard, "last heartbeats arrive")
+        return {name: heartbeats[-1] for name, heartbeats in self.heartbeats.items()}
 
     async def store(self) -> tuple[Log, FragmentMap]:
         """The run's log, as anybody can open it."""
         link = await self.link()
         registry = await link.bucket(self.subjects.bucket, create=False)
         run = Run(self.name, self.settings, registry)
-        fragments = await membership.find_map(run)
-        return Log(link, self.name, run.identity, fragments, run.settings), fragments
+        fragments = await creation.find_map(run)
+        return Log(link, self.name, run.identity, fragments, run.created), fragments
 
     async def folded(self) -> list[Folded]:
         """The log from its keyframes on, folded by the reference."""
         store, fragments = await self.store()
-        genesis = await store.genesis()
+        genesis = await store.reader.genesis()
         assert genesis is not None
         return [await fold_log(store, fragment, genesis, self.settings) for fragment in fragments.fragments]
 
@@ -352,14 +384,14 @@ class Cluster:
         _, fragments = await self.store()
         tensors = fragments.empty()
         for fragment, log in zip(fragments.fragments, folded, strict=True):
-            fragment.scatter(log.theta, tensors)
+            scatter(fragment, log.theta, tensors)
         return tensors
 
     def _situation(self) -> str:
-        toys = {toy.name: toy.member.state if toy.member else "not a member" for toy in self.toys}
+        toys = {toy.name: toy.member.learner.activity if toy.member else "not a member" for toy in self.toys}
         processes = {service.name: service.process.poll() for service in self.services}
-        heard = {name: (p[-1].state, p[-1].step, p[-1].versions, p[-1].steps) for name, p in self.pulses.items()}
-        return f"learners {toys}, processes {processes}, heard {heard}, shards {self.shard_pulses}"
+        heard = {name: (p[-1].state, p[-1].step, p[-1].versions, p[-1].steps) for name, p in self.heartbeats.items()}
+        return f"learners {toys}, processes {processes}, heard {heard}, shards {self.shard_heartbeats}"
 
     async def close(self) -> None:
         """End all that still runs; nothing that a user could see may be a traceback."""
@@ -379,8 +411,12 @@ class Cluster:
         for service in self.services:
             assert "Traceback" not in service.said, service.said
         if (self.directory / "logs").is_dir():
-            bad = [e.raw for e in logs.merge(self.directory) if "traceback" in e.values or e.level == "critical"]
+            said = list(logs.merge(self.directory))
+            bad = [e.raw for e in said if "traceback" in e.values or e.level == "critical"]
             assert not bad, "\n".join(bad)
+            honest = [e for e in said if e.event == "message_refused" and e.values["sender"] not in self.liars]
+            wronged = [e.raw for e in honest if e.values["kind"] in ("ClaimError", "UnmergeableError")]
+            assert not wronged, "\n".join(wronged)
 
 
 # ---- the reference: written from docs/protocol.md, sections 4, 7 and 9, with NumPy alone
@@ -445,14 +481,14 @@ def state_hash(theta: Vector, momentum: Vector) -> bytes:
 async def fold_log(
     store: Log,
     fragment: Fragment,
-    genesis: tuple[messages.Genesis, bytes],
+    genesis: tuple[Genesis, bytes],
     settings: RunSettings,
     *,
     closed_by_now: bool = True,
 ) -> Folded:
     """Fold a fragment; every rule of section 9 that makes an entry follow is asserted of those whose ``previous`` fits."""
     index, size = fragment.index, fragment.size
-    start = (await store.load(index, *genesis)).replica
+    start = (await store.reader.load(index, *genesis)).replica
     chain, folded = start.chain, Folded(index, [], start.theta, start.momentum, 0)
     head, version, epoch, merged, closed = chain.head, chain.version, chain.epoch, chain.tokens_merged, chain.closed
     cursors = {name: (cursor.incarnation, cursor.number) for name, cursor in chain.cursors.items()}
@@ -473,7 +509,7 @@ async def fold_log(
                 rates = record.learning_rate, record.momentum
                 folded.theta, folded.momentum = fold(folded.theta, folded.momentum, delta, *rates)
             version += 1
-        if record.entry == "rollback":
+        if record.entry in ("rollback", "repair"):
             assert entry.body is not None
             assert record.rolled_back is not None
             assert not closed
@@ -482,7 +518,7 @@ async def fold_log(
             assert entry.body.tobytes() == folded.theta.tobytes() + folded.momentum.tobytes()
             floor = version
         if record.entry == "takeover":  # in a run with regions owners may have claimed the fragment that never wrote
-            epoch = max(epoch + 1, record.epoch) if store.regions else epoch + 1
+            epoch = max(epoch + 1, record.epoch) if store.stream.regions else epoch + 1
         merged += sum(member.tokens for member in record.members)
         assert (record.version, record.epoch, record.tokens_merged) == (version, epoch, merged)
         assert record.state_hash == folded.state_hash
@@ -491,7 +527,7 @@ async def fold_log(
             assert (member.incarnation, member.number) > cursors.get(member.learner, (0, 0)), "merged twice"
             assert member.base_version >= floor, "made before a rollback"
             cursors[member.learner] = (member.incarnation, member.number)
-        head, closed = entry.check, closed or record.closing
+        head, closed = entry.entry_hash, closed or record.closing
         states[version] = folded.theta, folded.momentum
         folded.entries.append(record)
     assert closed or not closed_by_now, f"the log of fragment {index} is not closed"
@@ -500,30 +536,30 @@ async def fold_log(
 
 
 async def _entries(store: Log, index: int, after: int, folded: Folded) -> AsyncIterator[Entry]:
-    def refused(sequence: int, error: MessageError) -> None:
+    def refused(refusal: Refusal) -> None:
         folded.passed_over += 1
 
-    stop = await store.end_sequence(index)
+    stop = await store.reader.end_sequence(index)
     if stop > after:
-        async for entry in store.follow([index], after + 1, refused, stop):
+        async for entry in store.entries.follow([index], after + 1, refused, stop):
             yield entry
 
 
-def check_accounts(pulses: Mapping[str, Pulse], folded: Iterable[Folded]) -> None:
+def check_accounts(heartbeats: Mapping[str, Heartbeat], folded: Iterable[Folded]) -> None:
     """Of every learner and fragment: processed = merged by the log + lost + outstanding. The whole log must be there."""
     for log in folded:
-        for name, pulse in pulses.items():
+        for name, heartbeat in heartbeats.items():
             merged = sum(m.tokens for record in log.entries for m in record.members if m.learner == name)
-            lost, outstanding = pulse.lost_tokens[log.index], pulse.fragment_tokens[log.index]
-            accounts = f"{pulse.tokens} processed, {merged} merged, {lost} lost, {outstanding} outstanding"
-            assert pulse.tokens == merged + lost + outstanding, f"{name}, fragment {log.index}: {accounts}"
+            lost, outstanding = heartbeat.lost_tokens[log.index], heartbeat.fragment_tokens[log.index]
+            accounts = f"{heartbeat.tokens} processed, {merged} merged, {lost} lost, {outstanding} outstanding"
+            assert heartbeat.tokens == merged + lost + outstanding, f"{name}, fragment {log.index}: {accounts}"
 
 
 async def some_versions(cluster: Cluster, more: int = 2, of: Sequence[str] = ()) -> None:
     """Wait until every fragment has got so many more versions, as learners (all, or ``of``) apply them."""
 
     def versions() -> list[int]:
-        heard = [pulses[-1].versions for name, pulses in cluster.pulses.items() if not of or name in of]
+        heard = [heartbeats[-1].versions for name, heartbeats in cluster.heartbeats.items() if not of or name in of]
         return np.min(heard, axis=0).tolist() if heard else [0]
 
     before = versions()
@@ -540,8 +576,8 @@ async def newest_entries(cluster: Cluster) -> list[Stored | None]:
 async def check_kept(cluster: Cluster, before: Iterable[Stored | None]) -> None:
     """Of a run that ended, with ``carry.overlap`` = 1: what was acknowledged before is there, and all work is merged, once."""
     store, _ = await cluster.store()
-    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
-    check_accounts(pulses, folded)
+    heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
+    check_accounts(heartbeats, folded)
     for entry, log in zip(before, folded, strict=True):
         assert entry is not None
         kept = await store.transport.get(cluster.subjects.log_stream, entry.sequence)
@@ -549,7 +585,7 @@ async def check_kept(cluster: Cluster, before: Iterable[Stored | None]) -> None:
         assert kept.data == entry.data  # what was acknowledged before is where it was
         assert log.passed_over == 0
         # nothing is lost: the log holds all that was processed, once
-        assert log.entries[-1].tokens_merged == sum(pulse.tokens for pulse in pulses.values())
+        assert log.entries[-1].tokens_merged == sum(heartbeat.tokens for heartbeat in heartbeats.values())
         for toy in cluster.toys:
             np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
 

@@ -15,13 +15,14 @@ from tests.services.apart import REGIONS, Region
 from tests.services.cluster import Cluster
 from tests.services.forking import Nursery
 
-from diloco import cli, observe
-from diloco.embedded import Embedded
-from diloco.nats.server import Server
-from diloco.observe import get_logger
-from diloco.settings import RunSettings
-from diloco.wan.config import checked
-from diloco.wan.relay import Relay
+from diloco.process import observe
+from diloco.process.observe import get_logger
+from diloco.settings.run import RunSettings
+from diloco_ops import cli
+from diloco_ops.broker.server import Server
+from diloco_ops.embedded import Embedded
+from diloco_ops.wan.config import checked
+from diloco_ops.wan.relay import Relay
 
 
 @dataclass(frozen=True)

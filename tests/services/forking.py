@@ -4,14 +4,16 @@
 standard input as JSON lines, and ends with its children when that is closed. It never connects, never starts a thread.
 
 A service's durable actions are counted where all of them pass: its transport and its bucket (:mod:`diloco.transport`), and
-:func:`diloco.files.replace`. The kill is a real one: SIGKILL by the process itself, before the action or after it.
+:func:`diloco.process.files.replace`. The kill is a real one: SIGKILL by the process itself, before the action or after it.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -26,6 +28,8 @@ T = TypeVar("T")
 When = Literal["before", "after"]
 DURABLE = ("append", "purge", "ensure_stream")
 DURABLE_KEYS = ("create", "update", "put")
+# imported when the first of these is to be forked, since it takes seconds, and few tests want one
+LATER = {"diloco_learner": ("jax", "diloco_learner.service", "diloco_learner.evaluator", "diloco_learner.trainer")}
 
 
 class Actions:
@@ -82,7 +86,8 @@ class Counted:
 
 def _count_actions(actions: Actions) -> None:
     """Put the counter where all durable actions of this process pass."""
-    from diloco import files, service
+    from diloco.process import files
+    from diloco.service import skeleton as service
 
     connect, replace = service.connect, files.replace
 
@@ -144,6 +149,8 @@ def _parent() -> None:
             running.discard(pid)
             print(json.dumps({"code": code}), flush=True)
             continue
+        for name in LATER.get(request["module"], ()):
+            importlib.import_module(name)
         pid = os.fork()
         if pid == 0:
             _child(request)
@@ -203,7 +210,7 @@ class Nursery:
 
     def close(self) -> None:
         """End it, and all that it forked."""
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=60)
 
 
 class Forked:
@@ -212,10 +219,12 @@ class Forked:
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self.nursery, self.pid = nursery, pid
         self.returncode: int | None = None
+        self._end = os.pidfd_open(pid)  # can be read once the process has ended
 
     def poll(self) -> int | None:
-        if self.returncode is None:
+        if self.returncode is None and select.select([self._end], [], [], 0)[0]:
             self.returncode = self.nursery.ask(poll=self.pid)["code"]
+            os.close(self._end)
         return self.returncode
 
     def wait(self, timeout: float = 60.0) -> int:

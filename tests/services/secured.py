@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import cast
 
-from diloco.identity import Role
-from diloco_coordinator.keys.folder import Folder
-from diloco_coordinator.keys.permissions import Who
-from diloco_coordinator.keys.roster import IdentityEntry
+from tests.services.cluster import Events
+
+from diloco.nats import identity
+from diloco.nats.identity import Role
+from diloco.nats.transport import NatsTransport
+from diloco.process.observe import Logger
+from diloco_ops.broker.server import Server
+from diloco_ops.keys.folder import Folder
+from diloco_ops.keys.permissions import Who
+from diloco_ops.keys.roster import IdentityEntry
 
 HOST = "127.0.0.1"
 AN_HOUR = timedelta(hours=1)
+DEADLINE_S = 20.0
 
 
 def make_keys(
@@ -25,6 +34,17 @@ def make_keys(
     for one in who:
         put(folder, one)
     return folder
+
+
+@contextlib.contextmanager
+def serving(keys: Folder, path: Path) -> Iterator[Server]:
+    """The folder's one server, for as long as a fixture or a test lasts."""
+    server = Server(path, keys=keys.server_folder("nats"))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
 
 
 def put(folder: Folder, who: Who, left: timedelta = AN_HOUR) -> Path:
@@ -43,10 +63,44 @@ def put(folder: Folder, who: Who, left: timedelta = AN_HOUR) -> Path:
 
 
 def members(learners: int, syncers: int, place: Sequence[str | None] = (None,)) -> list[Who]:
-    """Whom a run of toys has, the first learner to found it; ``test`` observes."""
+    """Whom a run of toys has, the first learner to found it, the coordinator to create it; ``test`` observes."""
 
     def all_of(count: int, prefix: str, role: Role) -> list[Who]:
         return [Who(f"{prefix}-{i}", role, place[i % len(place)], role == "learner" and i == 0) for i in range(count)]
 
-    others = [Who("coordinator", "coordinator", place[0]), Who("operator", "operator"), Who("test", "observer")]
+    others = [Who("coordinator", "coordinator", place[0], True), Who("operator", "operator"), Who("test", "observer")]
     return [*all_of(learners, "toy", "learner"), *all_of(syncers, "syncer", "syncer"), *others]
+
+
+class Guest:
+    """A connection under an identity, and what the server says to it."""
+
+    def __init__(self, link: NatsTransport, events: Events) -> None:
+        self.link, self.events = link, events
+
+    @property
+    def told(self) -> str:
+        """All that the server has refused."""
+        return " ".join(
+            str(values.get("reason")) for _, event, values in self.events.entries if event == "permission_denied"
+        ).lower()
+
+    def count(self, event: str) -> int:
+        return [name for _, name, _ in self.events.entries].count(event)
+
+    async def refused(self, *subjects: str) -> list[str]:
+        """Wait until the server has refused every one of these; those that it has not."""
+        for _ in range(2):  # what the server had to say before comes before its pong
+            await self.link.bulk.flush()
+            await self.link.control.flush()
+        return [subject for subject in subjects if f'"{subject.lower()}"' not in self.told]
+
+
+@contextlib.asynccontextmanager
+async def guest(server: Server, keys: Folder, name: str) -> AsyncIterator[Guest]:
+    events, own = Events(), identity.load(keys.identity_file(name))
+    link = await NatsTransport.open(server.url, server.url, name, cast(Logger, events), DEADLINE_S, identity=own)
+    try:
+        yield Guest(link, events)
+    finally:
+        await link.close()

@@ -9,10 +9,11 @@ import pytest
 from tests.services.cluster import small, some_versions
 from tests.services.conftest import Launch
 
-from diloco import rundir, verify
-from diloco.attach import attach
 from diloco.errors import RunError
-from diloco.nats.server import Server
+from diloco.service import rundir
+from diloco_ops import verify
+from diloco_ops.attach import attach
+from diloco_ops.broker.server import Server
 
 
 async def test_a_run_that_others_started_is_verified_with_the_tapes_of_all_places(launch: Launch, tmp_path: Path) -> None:

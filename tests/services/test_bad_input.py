@@ -17,13 +17,13 @@ from tests.services.cluster import check_accounts, fill, small
 from tests.services.conftest import Diloco, Launch
 from tests.services.toy import SAMPLES, Regression
 
-from diloco import rundir
 from diloco.core.fragments import TensorSpec
 from diloco.errors import AdmissionError
 from diloco.nats.registry import Registry
-from diloco.nats.server import find_binary, free_port
-from diloco.rundir import RunDirectory
-from diloco.settings import run_settings
+from diloco.service import rundir
+from diloco.service.rundir import RunDirectory
+from diloco.settings.presets import run_settings
+from diloco_ops.broker.server import find_binary, free_port
 
 STORAGE_BYTES = 8 << 20
 
@@ -68,6 +68,17 @@ def test_data_that_is_not_there_is_named_before_anything_is_started(diloco: Dilo
     ended = diloco("up", "--data", "no-such-folder")
     assert (ended.code, ended.err) == (3, "diloco: --data no-such-folder: there is no such file or folder\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_task_that_cannot_be_trained_is_named_before_anything_is_started(diloco: Diloco, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("too few")
+    for code, arguments, says in (
+        (2, ["--set", "task.name=json:wrong", "--data", "hf://corpus"], "task.name = 'json:wrong': 'wrong' does not exist"),
+        (3, ["--data", "text.txt"], "text.txt, share 0 of 4: 1 bytes of text, one batch of 16 windows"),
+    ):
+        ended = diloco("up", "--plain", "--run-dir", "mine", *arguments)
+        assert (ended.code, says in ended.err) == (code, True), ended.err
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]  # so the corrected one can begin
 
 
 def test_run_directory_of_something_else_is_left_alone(diloco: Diloco, tmp_path: Path) -> None:
@@ -162,7 +173,7 @@ async def test_learner_with_another_model_is_told_the_first_tensor_that_differs(
     await cluster.create()
     cluster.toy(0)
     await cluster.link()
-    await cluster.until(lambda: "toy-0" in cluster.pulses, "the first learner's model is the run's")
+    await cluster.until(lambda: "toy-0" in cluster.heartbeats, "the first learner's model is the run's")
     for name, specs, says in (
         ("taller", taller, "tensor 'linear/weight' differs: the run has shape (8, 8), this learner's model has shape (9, 8)"),
         ("more", one_more, "tensor 'extra' differs: the run has no such tensor, this learner's model has shape (3,)"),
@@ -174,7 +185,7 @@ async def test_learner_with_another_model_is_told_the_first_tensor_that_differs(
         assert isinstance(toy.failure, AdmissionError)
         assert says in str(toy.failure)
         assert cluster.name in str(toy.failure)
-        assert name not in cluster.pulses  # it never took part
+        assert name not in cluster.heartbeats  # it never took part
 
 
 async def test_data_that_is_missing_empty_or_too_short_is_named(launch: Launch, tmp_path: Path) -> None:
@@ -219,7 +230,7 @@ async def test_full_storage_delays_versions_and_loses_nothing(make_server: MakeS
     server = make_server(max_file_bytes=STORAGE_BYTES)
     cluster = launch(small(shards=1, carry__overlap=1.0, tokens=3 * 100 * SAMPLES), server.url)
     await cluster.begin(coordinator=False)
-    await cluster.until(lambda: min(cluster.pulses["toy-0"][-1].versions) >= 2, "some versions")
+    await cluster.until(lambda: min(cluster.heartbeats["toy-0"][-1].versions) >= 2, "some versions")
     api = (await cluster.link()).bulk.jetstream()
     await fill(api, STORAGE_BYTES)
 
@@ -227,18 +238,18 @@ async def test_full_storage_delays_versions_and_loses_nothing(make_server: MakeS
         return [*cluster.events("storage_full"), *cluster.events("offer_not_stored")]
 
     await cluster.until(lambda: bool(met()), "somebody meets the limit")
-    stepped, at = cluster.steps(), cluster.pulses["toy-0"][-1].versions
+    stepped, at = cluster.steps(), cluster.heartbeats["toy-0"][-1].versions
     await cluster.until(lambda: cluster.steps() > stepped + 30, "learners go on stepping")
-    assert sum(np.subtract(cluster.pulses["toy-0"][-1].versions, at)) <= 4  # what was under way
+    assert sum(np.subtract(cluster.heartbeats["toy-0"][-1].versions, at)) <= 4  # what was under way
     assert all("storage is full" in str(values["reason"]) for values in met())
     await api.delete_stream("somebody-else")
 
     await cluster.ended()
 
-    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
-    check_accounts(pulses, folded)
+    heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
+    check_accounts(heartbeats, folded)
     for log in folded:
-        assert log.entries[-1].tokens_merged == sum(pulse.tokens for pulse in pulses.values())
+        assert log.entries[-1].tokens_merged == sum(heartbeat.tokens for heartbeat in heartbeats.values())
     # once for each offer or version that had to wait, however often it was tried
     for who in [toy.name for toy in cluster.toys]:
         waited = [(values["fragment"], values["number"]) for values in cluster.events("offer_not_stored", who)]

@@ -15,13 +15,18 @@ from tests.services.cluster import Cluster, check_accounts, small
 from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, Toy
 
-from diloco import membership
+from diloco.control import admission
+from diloco.control.creation import Run
 from diloco.core import quantise
 from diloco.core.fragments import FragmentMap
-from diloco.log import Log
-from diloco.membership import Run
+from diloco.log.log import Log
 from diloco.nats.registry import Registry
-from diloco.wire.messages import Announcement, Body, Offer, Pulse, Record, pack
+from diloco.wire import framing
+from diloco.wire.body import Body
+from diloco.wire.control import Announcement, Heartbeat
+from diloco.wire.entries import Record
+from diloco.wire.framing import pack
+from diloco.wire.offers import Offer
 
 MALLORY = "mallory"  # is admitted: only what it sends is bad
 EVE = "eve"  # is not admitted
@@ -40,7 +45,7 @@ class Forger:
     @classmethod
     async def make(cls, cluster: Cluster) -> Forger:
         store, fragments = await cluster.store()
-        genesis = await store.genesis()
+        genesis = await store.reader.genesis()
         assert genesis is not None
         base_hash = genesis[0].fragments[0]
         return cls(cluster, store, fragments.fragments[0].size, base_hash, time.time_ns() // 1_000_000)
@@ -48,7 +53,7 @@ class Forger:
     async def admit(self, fragments: FragmentMap) -> None:
         registry = await Registry.open(await self.cluster.link(), self.cluster.subjects.bucket, create=False)
         run = Run(self.cluster.name, self.cluster.settings, registry)
-        await membership.join(run, MALLORY, self.incarnation, fragments, self.cluster.settings.digest())
+        await admission.join(run, MALLORY, self.incarnation, fragments, self.cluster.settings.digest())
 
     def content(self) -> NDArray[np.uint8]:
         return quantise.quantise(np.linspace(-1, 1, self.size, dtype=np.float32), 4)
@@ -109,7 +114,7 @@ def bad_offers(forger: Forger) -> dict[str, tuple[str, str, bytes]]:
     return {
         "nothing of ours": (MALLORY, "FormatError", b"hello"),
         "truncated": (MALLORY, "FormatError", good[:-10]),
-        "another protocol version": (MALLORY, "FormatError", element(1, 2)),
+        "another protocol version": (MALLORY, "FormatError", element(1, framing.VERSION + 1)),
         "another run": (MALLORY, "FormatError", element(3, bytes(8))),
         "fields changed on the way": (MALLORY, "HashError", element(4, fields[4][:-1] + bytes([fields[4][-1] ^ 1]))),
         "check changed on the way": (MALLORY, "HashError", element(5, bytes(32))),
@@ -136,13 +141,14 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
     cluster.syncer(0)
     toys = cluster.learners()
     await cluster.link()
+    cluster.liars = {MALLORY}
     await cluster.all_ready()
     store, fragments = await cluster.store()
     forger = await Forger.make(cluster)
     await forger.admit(fragments)
 
     def refused() -> int:
-        return cluster.shard_pulses["syncer-0"].refused if cluster.shard_pulses else 0
+        return cluster.shard_heartbeats["syncer-0"].refused if cluster.shard_heartbeats else 0
 
     # offers, while the learners are held at version 0; one after the other, since a subject keeps its newest only
     bad = bad_offers(forger)
@@ -152,8 +158,8 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
         assert refused() == count, what
     # messages that are not stored
     control = (await cluster.link()).control
-    await control.publish(cluster.subjects.pulse(MALLORY), b"hello")
-    await control.publish(cluster.subjects.pulse(MALLORY), pack(_pulse_of_two_fragments(forger), store.run))
+    await control.publish(cluster.subjects.heartbeat(MALLORY), b"hello")
+    await control.publish(cluster.subjects.heartbeat(MALLORY), pack(_heartbeat_of_two_fragments(forger), store.run))
     await control.publish(cluster.subjects.round(0), b"hello")
     await control.publish(cluster.subjects.round(0), pack(Announcement(99, 1, 1, MALLORY, 0.0, False, 0, 6, []), store.run))
     for steps, bits in ((7, 4), (6, 8)):  # nothing adapts in a run without regions
@@ -163,7 +169,7 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
     await cluster.until(lambda: all(toy.member and toy.member.refused.total == 4 for toy in toys), "announcements refused")
     cluster.gate.open()
     # entries that do not follow, and no entries at all, in the midst of the log; and an old offer once more
-    await cluster.until(lambda: min(cluster.pulses["toy-0"][-1].versions) >= 2, "some versions")
+    await cluster.until(lambda: min(cluster.heartbeats["toy-0"][-1].versions) >= 2, "some versions")
     api = (await cluster.link()).bulk.jetstream()
     again = await api.get_last_msg(cluster.subjects.offer_stream, cluster.subjects.offer(0, "toy-0"))
     assert again.data is not None
@@ -173,13 +179,13 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
 
     await cluster.ended()
 
-    del cluster.pulses[MALLORY]
-    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
-    check_accounts(pulses, folded)
+    del cluster.heartbeats[MALLORY]
+    heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
+    check_accounts(heartbeats, folded)
     assert {m.learner for log in folded for record in log.versions for m in record.members} == {toy.name for toy in toys}
     for log in folded:
         assert log.passed_over == (2 if log.index == 0 else 0)
-        assert log.entries[-1].tokens_merged == sum(pulse.tokens for pulse in pulses.values())
+        assert log.entries[-1].tokens_merged == sum(heartbeat.tokens for heartbeat in heartbeats.values())
         for toy in toys:
             np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
     # once for each sender and kind, with the reason
@@ -196,8 +202,8 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
     assert cluster.events("version_fenced", "syncer-0")
 
 
-def _pulse_of_two_fragments(forger: Forger) -> Pulse:
-    return Pulse(
+def _heartbeat_of_two_fragments(forger: Forger) -> Heartbeat:
+    return Heartbeat(
         MALLORY, "", forger.incarnation, "learner", "stepping", False, 1, 16, 0.1, 1.0, [0, 0], [0, 0], [0, 0], [0, 0],
         [], 0, 0.0, 0.0, 0, 0, 0, "",
     )  # fmt: skip
@@ -225,17 +231,17 @@ async def test_learner_that_diverges_sends_nothing_of_it_and_goes_on_from_the_gl
 
     await cluster.ended()
 
-    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
-    check_accounts(pulses, folded)
+    heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
+    check_accounts(heartbeats, folded)
     told = cluster.events("displacement_not_finite", "toy-1")
     assert {values["fragment"] for values in told} == {0, 1, 2, 3}
     assert all(np.isfinite(log.theta).all() and np.isfinite(log.momentum).all() for log in folded)
-    assert min(pulses["toy-1"].lost_tokens) > 0
-    assert set(pulses["toy-0"].lost_tokens + pulses["toy-2"].lost_tokens) == {0}
+    assert min(heartbeats["toy-1"].lost_tokens) > 0
+    assert set(heartbeats["toy-0"].lost_tokens + heartbeats["toy-2"].lost_tokens) == {0}
     for log in folded:
         # it is in versions again after what it lost
         steps = [m.steps for record in log.versions for m in record.members if m.learner == "toy-1"]
-        assert sum(steps) < pulses["toy-1"].step
+        assert sum(steps) < heartbeats["toy-1"].step
         assert len(steps) >= 5
         np.testing.assert_array_equal(cluster.toys[1].thetas[log.index], log.theta, strict=True)
     task = cluster.toys[1].task

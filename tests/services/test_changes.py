@@ -16,14 +16,14 @@ from tests.services.conftest import Launch
 from tests.services.test_verify import ToyModel
 from tests.services.toy import LEARNING_RATE, SAMPLES, Toy, Vector
 
-from diloco import operate, outside, replay, verify
+from diloco.core.fragment_state import Reader
 from diloco.core.schedule import Moment
 from diloco.errors import BrokerError, ChainError, EjectedError, RunError, SettingsError
-from diloco.member import Reader
-from diloco.rundir import RunDirectory
+from diloco.service.rundir import RunDirectory
 from diloco.transport import Heard
-from diloco.wire import messages
-from diloco.wire.messages import Announcement
+from diloco.wire import framing
+from diloco.wire.control import Announcement
+from diloco_ops import operate, replay, run_reader, verify
 
 LONG = 10**9  # tokens: the run ends when the test sets another budget
 
@@ -54,9 +54,9 @@ async def test_settings_change_while_the_run_goes_on(launch: Launch, capsys: pyt
     steps: list[int] = []
 
     async def hear_round(message: Heard) -> None:
-        steps.append(messages.unpack(message.data, Announcement, identity)[0].steps)
+        steps.append(framing.unpack(message.data, Announcement, identity)[0].steps)
 
-    identity = messages.run_id(cluster.name, cluster.settings.digest())
+    identity = framing.run_id(cluster.name, cluster.settings.digest())
     await (await cluster.link()).subscribe(cluster.subjects.round(), hear_round)
     await cluster.begin()
     await some_versions(cluster)
@@ -82,7 +82,7 @@ async def test_settings_change_while_the_run_goes_on(launch: Launch, capsys: pyt
 
     assert (steps[0], steps[-1]) == (6, 3)
     folded = await cluster.folded()
-    check_accounts(await cluster.finished_pulses(), folded)
+    check_accounts(await cluster.finished_heartbeats(), folded)
     for log in folded:  # every version says what it was made with: the old until some version, then the new
         rates = [record.learning_rate for record in log.versions]
         assert rates == sorted(rates, reverse=True)
@@ -113,7 +113,7 @@ async def test_what_would_break_the_run_is_refused_and_nothing_is_stored(launch:
         await asyncio.to_thread(operate.eject, path, "bob")
     with pytest.raises(RunError, match="'toy-0' takes part; ejected or quarantined: nobody"):
         await asyncio.to_thread(operate.readmit, path, "toy-0")
-    async with outside.reached(path) as reached:
+    async with run_reader.reached(path) as reached:
         assert await reached.run.registry.get("changes") is None
     nowhere = tmp_path / "nowhere"
     RunDirectory(nowhere, cluster.name, "nats://127.0.0.1:1", None, cluster.settings).save()
@@ -155,19 +155,19 @@ async def test_the_budget_is_extended_and_the_training_can_be_done_again(launch:
     await cluster.until(lambda: cluster.tokens() > budget, "training goes on beyond the first budget")
     await cluster.ended()
 
-    pulses = await cluster.finished_pulses()
-    assert 2 * budget <= sum(pulse.tokens for pulse in pulses.values()) < 3 * budget
+    heartbeats = await cluster.finished_heartbeats()
+    assert 2 * budget <= sum(heartbeat.tokens for heartbeat in heartbeats.values()) < 3 * budget
     with pytest.raises((RunError, SettingsError), match=r"has begun to close|processed already"):
         await change(path, f"tokens={4 * budget}")
     verdict = await verify.check(path)
     assert verdict.holds, verdict
 
     folded = await replay.fold(path, None, keep=True)
-    redone = await replay.redo(path, folded, Falling)
+    redone = replay.redo(path, folded, Falling)
     assert [(life.wrong, life.unchecked, life.parameters) for life in redone] == [("", "", True)] * 3
     # without the change that the tapes name, it would have been another training
     forgetful = replay.Folded(folded.run, type(folded.changes)(folded.run.identity), *folded_rest(folded))
-    redone = await replay.redo(path, forgetful, Falling)
+    redone = replay.redo(path, forgetful, Falling)
     assert all("its tape goes by change 1" in life.unchecked for life in redone)
 
 
@@ -176,13 +176,13 @@ def folded_rest(folded: replay.Folded) -> tuple[Any, ...]:
 
 
 async def test_an_ejected_learner_ends_and_comes_back_when_it_is_readmitted(launch: Launch) -> None:
-    cluster = launch(small(tokens=LONG, round__quorum="all"))
+    cluster = launch(small(tokens=LONG, round__steps=12, round__quorum="all"))
     path = directory_of(cluster)
     for share in (0, 1):
         cluster.toy(share)
     third = cluster.toy_process(2)
     await cluster.begin()
-    await cluster.until(lambda: "toy-2" in cluster.pulses, "the third takes part")
+    await cluster.until(lambda: "toy-2" in cluster.heartbeats, "the third takes part")
     await some_versions(cluster, 2)
 
     await asyncio.to_thread(operate.eject, path, "toy-2", "it lies")
@@ -192,7 +192,7 @@ async def test_an_ejected_learner_ends_and_comes_back_when_it_is_readmitted(laun
     assert "it lies" in said
     assert "diloco readmit" in said
     await some_versions(cluster, 2, of=["toy-0", "toy-1"])  # all that are not ejected are enough
-    settled = cluster.pulses["toy-0"][-1].versions
+    settled = cluster.heartbeats["toy-0"][-1].versions
     status = await cluster.status()
     assert list(status["ejected"]) == ["toy-2"]
 
@@ -201,7 +201,7 @@ async def test_an_ejected_learner_ends_and_comes_back_when_it_is_readmitted(laun
     await some_versions(cluster, 2, of=["toy-0", "toy-1"])
     assert again.process.poll() is None
     assert len(cluster.events("waiting_for_readmission", "toy-2")) == 1
-    alone = cluster.pulses["toy-0"][-1].versions
+    alone = cluster.heartbeats["toy-0"][-1].versions
     await asyncio.to_thread(operate.readmit, path, "toy-2")
     await cluster.until(lambda: len(cluster.events("joined", "toy-2")) == 2, "it joins again")
     await some_versions(cluster, 2)
@@ -212,7 +212,7 @@ async def test_an_ejected_learner_ends_and_comes_back_when_it_is_readmitted(laun
         merged = [any(m.learner == "toy-2" for m in record.members) for record in log.versions]
         first, last = settled[log.index], alone[log.index]
         assert (any(merged[:first]), any(merged[first:last]), any(merged[last:])) == (True, False, True)
-    check_accounts(await cluster.finished_pulses(), folded)
+    check_accounts(await cluster.finished_heartbeats(), folded)
     verdict = await verify.check(path)
     assert verdict.holds, verdict
 
@@ -237,7 +237,8 @@ class Liar:
 
 
 async def test_a_learner_whose_gradients_are_outliers_is_quarantined_until_it_is_readmitted(launch: Launch) -> None:
-    cluster = launch(small(tokens=LONG, round__quorum="all", quarantine__factor=20.0))
+    cluster = launch(small(tokens=LONG, round__steps=12, round__quorum="all", quarantine__factor=20.0))
+    cluster.liars = {"toy-2"}
     path = directory_of(cluster)
     liar = Liar(cluster)
     for share, before_step in enumerate((cluster.gate, cluster.gate, liar)):
@@ -258,7 +259,7 @@ async def test_a_learner_whose_gradients_are_outliers_is_quarantined_until_it_is
 
     liar.lies = False
     await some_versions(cluster, 2)  # what it offers is refused, but it answers
-    alone = cluster.pulses["toy-0"][-1].versions
+    alone = cluster.heartbeats["toy-0"][-1].versions
     await asyncio.to_thread(operate.readmit, path, "toy-2", "its loss scale was wrong")
     await some_versions(cluster, 3)
     await end(cluster, path)
@@ -269,7 +270,7 @@ async def test_a_learner_whose_gradients_are_outliers_is_quarantined_until_it_is
         assert not any(merged[: alone[log.index]])  # not one of its offers
         assert any(merged[alone[log.index] :])
     assert [values["learner"] for values in cluster.events("learner_quarantined", "toy-0")] == ["toy-2"]
-    check_accounts(await cluster.finished_pulses(), folded)
+    check_accounts(await cluster.finished_heartbeats(), folded)
     verdict = await verify.check(path)
     assert verdict.holds, verdict
 
@@ -279,7 +280,7 @@ async def test_a_list_that_makes_no_sense_changes_nothing(launch: Launch) -> Non
     path = directory_of(cluster)
     await cluster.begin(coordinator=False)
     await change(path, "round.steps=4")
-    async with outside.reached(path) as reached:
+    async with run_reader.reached(path) as reached:
         forged = [msgspec.msgpack.encode((1, bytes(32), 0.0, "eve", "", ("tokens", 1)))]  # the first names no run
         await reached.run.registry.put("changes", msgspec.msgpack.encode(forged))
         await reached.transport.publish(cluster.subjects.changed, b"")

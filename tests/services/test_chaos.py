@@ -15,7 +15,7 @@ import psutil
 import pytest
 from tests.services.conftest import Diloco
 
-from diloco import logs
+from diloco.process import logs
 
 DILOCO = str(Path(sys.executable).parent / "diloco")
 DEADLINE_S = 120.0
@@ -55,6 +55,7 @@ def restarts(directory: Path) -> list[str]:
     return [str(entry.values["restarted"]) for entry in entries if entry.event == "service_restarted"]
 
 
+@pytest.mark.slow  # 40 s; each of the faults has a test of its own in the gate
 def test_a_run_heals_from_whatever_is_done_to_it(tmp_path: Path) -> None:
     directory, text, tape = tmp_path / "run", tmp_path / "text.txt", tmp_path / "tape.jsonl"
     text.write_text("one two three four five six seven eight nine ten\n" * 2000)
@@ -114,8 +115,8 @@ def wait_for(predicate: Any, up: subprocess.Popen[str]) -> None:
 @pytest.fixture
 def begun(tmp_path: Path, diloco: Diloco) -> Path:
     """A run's directory whose services are not there: all that is checked before anything is broken."""
-    from diloco.rundir import RunDirectory
-    from diloco.settings import run_settings
+    from diloco.service.rundir import RunDirectory
+    from diloco.settings.presets import run_settings
 
     directory = tmp_path / "run"
     RunDirectory(directory, "run", "nats://127.0.0.1:4", None, run_settings()).save()

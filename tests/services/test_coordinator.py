@@ -36,7 +36,7 @@ async def answers_within_s(cluster: Cluster, training: bool = True) -> float:
 
 
 async def test_a_standby_takes_over_and_one_that_comes_back_stands_by(launch: Launch) -> None:
-    cluster = launch(small(tokens=3 * LONG_STEPS * 16))
+    cluster = launch(small(tokens=3 * LONG_STEPS * 16, round__steps=24))
     first = coordinator(cluster, "coordinator")
     await cluster.until(lambda: led(cluster, "coordinator") == 1, "the first leads")
     second = coordinator(cluster, "coordinator-1")
@@ -58,16 +58,17 @@ async def test_a_standby_takes_over_and_one_that_comes_back_stands_by(launch: La
     await cluster.until(lambda: bool(cluster.events("stepped_down", "coordinator-1")), "the second steps down")
     assert await answers_within_s(cluster, training=False) < 15
 
+    cluster.hurry()
     await cluster.ended()
     assert (second.process.returncode, third.process.returncode) == (0, 0)
     assert led(cluster, "coordinator-1") == 1
-    # whoever led when: each version is in the series once
+    # anyone who led when: each version is in the series once
     series = json.loads((cluster.directory / "series.json").read_text())
     drawn = sorted((merge["fragment"], merge["version"]) for merge in series["merges"])
     folded = await cluster.folded()
     assert drawn == [(log.index, record.version) for log in folded for record in log.versions]
-    pulses = await cluster.finished_pulses()
-    assert {name: learner["step"] for name, learner in series["learners"].items()} == {n: p.step for n, p in pulses.items()}
+    heartbeats = await cluster.finished_heartbeats()
+    assert {name: learner["step"] for name, learner in series["learners"].items()} == {n: p.step for n, p in heartbeats.items()}
 
 
 async def test_training_goes_on_without_a_coordinator_and_the_next_one_finds_the_run_as_it_is(launch: Launch) -> None:
@@ -76,9 +77,9 @@ async def test_training_goes_on_without_a_coordinator_and_the_next_one_finds_the
     await cluster.until(lambda: cluster.steps() > 30, "training")
     [only] = [service for service in cluster.services if service.name == "coordinator"]
     only.kill()
-    steps, rounds = cluster.steps(), sum(pulse.versions for pulse in cluster.shard_pulses.values())
+    steps, rounds = cluster.steps(), sum(heartbeat.versions for heartbeat in cluster.shard_heartbeats.values())
     await cluster.until(
-        lambda: cluster.steps() > steps + 100 and sum(p.versions for p in cluster.shard_pulses.values()) > rounds + 10,
+        lambda: cluster.steps() > steps + 100 and sum(p.versions for p in cluster.shard_heartbeats.values()) > rounds + 10,
         "steps and versions without a coordinator",
     )
     # one of the same name need not wait for the silence of the one that it follows
@@ -89,4 +90,5 @@ async def test_training_goes_on_without_a_coordinator_and_the_next_one_finds_the
         cluster.check_alive()
         status = await cluster.status()
     assert sorted(status["learners"]) == ["toy-0", "toy-1", "toy-2"]
+    cluster.hurry()
     await cluster.ended()

@@ -13,7 +13,7 @@ from tests.services.toy import SAMPLES
 
 
 async def test_killed_learner_comes_back_and_its_unmerged_work_is_lost(launch: Launch) -> None:
-    cluster = launch(small(shards=1, carry__overlap=1.0, liveness__dead_s=1.0, tokens=3 * 400 * SAMPLES))
+    cluster = launch(small(shards=1, carry__overlap=1.0, liveness__dead_s=1.0, tokens=3 * 400 * SAMPLES, round__steps=12))
     for share in range(2):
         cluster.toy(share)
     cluster.coordinator()
@@ -21,22 +21,22 @@ async def test_killed_learner_comes_back_and_its_unmerged_work_is_lost(launch: L
     killed = cluster.toy_process(2)
     await cluster.link()
     await cluster.all_ready()
-    await cluster.until(lambda: bool(cluster.pulses.get("toy-2")), "the process has joined")
+    await cluster.until(lambda: bool(cluster.heartbeats.get("toy-2")), "the process has joined")
     cluster.gate.open()
     await some_versions(cluster)
     killed.kill()
-    first = cluster.pulses["toy-2"][-1].incarnation
+    first = cluster.heartbeats["toy-2"][-1].incarnation
     await some_versions(cluster, of=["toy-0", "toy-1"])  # the others go on
     cluster.gate.close()
     again = cluster.toy_process(2)
-    await cluster.until(lambda: cluster.pulses["toy-2"][-1].incarnation > first, "the process has joined again")
+    await cluster.until(lambda: cluster.heartbeats["toy-2"][-1].incarnation > first, "the process has joined again")
     cluster.gate.open()
 
     await cluster.ended()
 
-    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
-    check_accounts(pulses, folded)
-    lives = pulses["toy-2"].incarnation
+    heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
+    check_accounts(heartbeats, folded)
+    lives = heartbeats["toy-2"].incarnation
     assert lives > first
     merged_of_first = []
     for log in folded:
@@ -45,12 +45,12 @@ async def test_killed_learner_comes_back_and_its_unmerged_work_is_lost(launch: L
         assert incarnations == sorted(incarnations)
         assert set(incarnations) == {first, lives}  # both lives worked for the run
         merged_of_first.append(sum(member.tokens for member in members if member.incarnation == first))
-        # whoever was not killed has lost nothing
-        assert [pulses[name].lost_tokens[log.index] for name in ("toy-0", "toy-1")] == [0, 0]
+        # anyone who was not killed has lost nothing
+        assert [heartbeats[name].lost_tokens[log.index] for name in ("toy-0", "toy-1")] == [0, 0]
     # it counts on from the furthest of its fragments; what the others had not got by then is lost
     known = max(merged_of_first)
-    assert pulses["toy-2"].tokens == known + pulses["toy-2"].step * SAMPLES
-    assert pulses["toy-2"].lost_tokens == [known - merged for merged in merged_of_first]
+    assert heartbeats["toy-2"].tokens == known + heartbeats["toy-2"].step * SAMPLES
+    assert heartbeats["toy-2"].lost_tokens == [known - merged for merged in merged_of_first]
     result = json.loads((cluster.directory / "toy-2.json").read_text())
     assert again.process.returncode == 0
     assert result["finished"]
@@ -68,7 +68,7 @@ async def test_killed_syncer_takes_its_fragments_over_again(launch: Launch) -> N
     await cluster.until(lambda: bool(cluster.events("keyframe_stored", "syncer-0")), "a keyframe")
     await some_versions(cluster)
     killed.kill()
-    at_death = cluster.pulses["toy-0"][-1].versions
+    at_death = cluster.heartbeats["toy-0"][-1].versions
     away_from = cluster.steps()
     await cluster.until(lambda: cluster.steps() >= away_from + 3 * 12, "learners go on without it")
     cluster.gate.close()
@@ -78,20 +78,20 @@ async def test_killed_syncer_takes_its_fragments_over_again(launch: Launch) -> N
 
     await cluster.ended()
 
-    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
     store, _ = await cluster.store()
-    genesis = await store.genesis()
+    genesis = await store.reader.genesis()
     assert genesis is not None
     for log in folded:
         for toy in cluster.toys:
             np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
-        chain = (await store.load(log.index, *genesis)).replica.chain
+        chain = (await store.reader.load(log.index, *genesis)).replica.chain
         # every owner's first word raises the epoch by one: 1 at first, 2 when it had been taken over again
         assert (log.entries[-1].epoch if log.entries else chain.epoch) == 2
         assert (log.entries[-1].version if log.entries else chain.version) > at_death[log.index] + 2
         # nobody lost anything, and no offer is in two versions: all that was processed is in the log, once
         merged = log.entries[-1].tokens_merged if log.entries else chain.tokens_merged
-        assert merged == sum(pulse.tokens for pulse in pulses.values())
+        assert merged == sum(heartbeat.tokens for heartbeat in heartbeats.values())
     assert [event["fragments"] for event in cluster.events("serving", "syncer-0")] == [4, 4]
 
 
@@ -104,6 +104,7 @@ async def test_killed_nats_server_loses_nothing(make_server: MakeServer, launch:
     server.kill()
     server.start()
 
+    cluster.hurry()
     await cluster.ended()
 
     await check_kept(cluster, before)

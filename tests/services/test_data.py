@@ -11,8 +11,9 @@ from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, Toy
 
 from diloco.core.changes import Changes
-from diloco.report import build
-from diloco.rundir import RunDirectory
+from diloco.service.rundir import RunDirectory
+from diloco_ops.report import build
+from diloco_ops.run_reader import read_chains
 
 Batch = tuple[int, int]
 
@@ -29,17 +30,18 @@ def trained(cluster: Cluster, *names: str) -> Counter[Batch]:
 
 def on_share(cluster: Cluster, name: str, share: int) -> bool:
     """Whether a learner has told that it trains on a share."""
-    return any(first[0] == share for first in cluster.pulses[name][-1].trained)
+    return any(first[0] == share for first in cluster.heartbeats[name][-1].trained)
 
 
 async def reported(cluster: Cluster) -> dict[str, Any]:
     """The report of a finished run."""
     store, fragments = await cluster.store()
-    chains = await build.read_chains(store)
+    chains = await read_chains(store)
     directory = RunDirectory(cluster.directory, cluster.name, cluster.url, None, cluster.settings)
     series = json.loads((cluster.directory / "series.json").read_text())
     ledger = build.read_ledger(directory, store.run, series, len(chains))
-    return build.build(directory, fragments, chains, [""] * len(chains), series, ledger, {}, {}, Changes(bytes(8)))
+    owners = [""] * len(chains)
+    return build.build(build.Findings(directory, fragments, chains, owners, series, ledger, {}, {}, Changes(bytes(8))))
 
 
 def whole(batches: Counter[Batch], share: int) -> bool:
@@ -58,14 +60,15 @@ async def test_every_token_is_merged_or_lost_though_learners_die(launch: Launch)
     killed = [cluster.toy_process(2), cluster.toy_process(3)]
     await cluster.link()
     await cluster.all_ready()
-    await cluster.until(lambda: {"toy-2", "toy-3"} <= cluster.pulses.keys(), "the processes have joined")
+    await cluster.until(lambda: {"toy-2", "toy-3"} <= cluster.heartbeats.keys(), "the processes have joined")
     cluster.gate.open()
-    await cluster.until(lambda: all(min(cluster.pulses[f"toy-{i}"][-1].versions) > 1 for i in (2, 3)), "both have merged")
+    await cluster.until(lambda: all(min(cluster.heartbeats[f"toy-{i}"][-1].versions) > 1 for i in (2, 3)), "both have merged")
     for process in killed:
         process.kill()
     cluster.toy_process(3)
     others = ("toy-0", "toy-1", "toy-3")
     await cluster.until(lambda: any(on_share(cluster, name, 2) for name in others), "another trains on toy-2's share")
+    cluster.hurry()
     await cluster.ended()
     folded, report = await cluster.folded(), await reported(cluster)
 
@@ -105,10 +108,23 @@ async def test_every_token_is_merged_or_lost_though_learners_die(launch: Launch)
     assert sum(row["trained"] + row["repeated"] for row in by_share.values()) * SAMPLES == processed
 
 
+async def test_a_dead_learners_share_is_taken_over_without_any_coordinator(launch: Launch) -> None:
+    cluster = launch(small(learners=2, tokens=2 * 300 * SAMPLES, liveness__dead_s=1.0, liveness__lease_s=1.5))
+    cluster.toy(0)
+    dies = cluster.toy_process(1)
+    await cluster.begin(coordinator=False)
+    await cluster.until(lambda: "toy-1" in cluster.heartbeats and on_share(cluster, "toy-1", 1), "toy-1 trains on its share")
+    dies.kill()
+    await cluster.until(lambda: on_share(cluster, "toy-0", 1), "the other one trains on it")
+    cluster.hurry()
+    await cluster.ended()
+    assert whole(trained(cluster, "toy-0", "toy-1"), 1)
+
+
 async def test_who_leaves_frees_its_share_and_who_joins_goes_on_exactly_there(launch: Launch) -> None:
     cluster = launch(small(tokens=3 * 100 * SAMPLES, liveness__dead_s=1.5))
     await cluster.begin(coordinator=False)  # which is not needed for this
-    await cluster.until(lambda: cluster.pulses["toy-1"][-1].step > 20, "toy-1 has taken steps")
+    await cluster.until(lambda: cluster.heartbeats["toy-1"][-1].step > 20, "toy-1 has taken steps")
     leaving = cluster.toys.pop(1)
     leaving.stop()
     position = max(batch for _, batch in trained(cluster, "toy-1")) + 1
@@ -119,7 +135,7 @@ async def test_who_leaves_frees_its_share_and_who_joins_goes_on_exactly_there(la
     assert scavenger.finished
     noted = trained(cluster, "newcomer")
     other = trained(cluster, "scavenger")
-    # whoever came first has the free share, the other another lap over one of the run's
+    # anyone who came first has the free share, the other another lap over one of the run's
     taken, lap = sorted((noted, other), key=lambda batches: min(batches)[0])
     assert {share for share, _ in taken} == {1}
     assert {share for share, _ in lap} == {3}

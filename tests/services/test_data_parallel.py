@@ -14,8 +14,8 @@ from tests.services.cluster import Folded, check_accounts, small, some_versions
 from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, Regression
 
-from diloco.settings import RunSettings
-from diloco.wire.messages import Record
+from diloco.settings.run import RunSettings
+from diloco.wire.entries import Record
 
 NAMES = ["toy-0", "toy-1", "toy-2"]
 Tensors = dict[str, NDArray[np.float64]]
@@ -77,9 +77,9 @@ async def test_a_run_is_that_of_adamw_on_averaged_gradients(launch: Launch) -> N
     cluster = launch(small("data-parallel", inner__learning_rate=0.1))
     await cluster.begin()
     await cluster.ended()
-    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
 
-    check_accounts(pulses, folded)
+    check_accounts(heartbeats, folded)
     versions = steps(folded)
     assert len(versions) >= cluster.settings.tokens // (3 * SAMPLES)
     for records in versions:
@@ -106,16 +106,18 @@ async def test_a_learner_that_dies_is_left_out_and_comes_back_into_step(launch: 
     cluster.syncers()
     await cluster.link()
     await cluster.all_ready()
-    await cluster.until(lambda: any(p.state == "stepping" for p in cluster.pulses.get("toy-2", ())), "the third is ready, too")
+    await cluster.until(
+        lambda: any(p.state == "stepping" for p in cluster.heartbeats.get("toy-2", ())), "the third is ready, too"
+    )
     cluster.gate.open()
-    await cluster.until(lambda: min(cluster.pulses["toy-2"][-1].versions) >= 3, "all three are in step")
+    await cluster.until(lambda: min(cluster.heartbeats["toy-2"][-1].versions) >= 3, "all three are in step")
 
     mortal.kill()
     await some_versions(cluster, 5, of=NAMES[:2])
     cluster.gate.close()  # the others rest until it is there again, whatever that takes
-    cluster.pulses.pop("toy-2", None)
+    cluster.heartbeats.pop("toy-2", None)
     cluster.toy_process(2)
-    await cluster.until(lambda: "toy-2" in cluster.pulses, "it is heard again")
+    await cluster.until(lambda: "toy-2" in cluster.heartbeats, "it is heard again")
     cluster.gate.open()
     await cluster.ended()
 

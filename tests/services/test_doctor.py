@@ -15,30 +15,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.conftest import MakeServer
+from tests.heartbeats import learner_heartbeat
 from tests.services.secured import make_keys, put
 
-from diloco import cli, membership, observe
+from diloco.control import creation
+from diloco.control.changes import append_changes
+from diloco.control.creation import Run
 from diloco.core.changes import Action, Eject, Set
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.core.tape import Header
-from diloco.doctor.check import Check, Role
-from diloco.doctor.command import doctor
-from diloco.doctor.examination import DoctorSettings, Examination
-from diloco.identity import load
-from diloco.membership import Run
-from diloco.nats.server import Server, find_binary, free_port
+from diloco.nats.identity import load
 from diloco.nats.transport import NatsTransport
-from diloco.observe import get_logger
-from diloco.settings import RunSettings, run_settings
-from diloco.wan.config import checked
-from diloco.wan.relay import Relay
-from diloco.wire import messages
-from diloco.wire.messages import Pulse, ShardPulse
+from diloco.process import observe
+from diloco.process.observe import get_logger
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco.wire import framing
+from diloco.wire.control import ShardHeartbeat
 from diloco.wire.subjects import Subjects
-from diloco_coordinator.keys.folder import Folder
-from diloco_coordinator.keys.permissions import Who
+from diloco_ops import cli
+from diloco_ops.broker.server import Server, find_binary, free_port
+from diloco_ops.doctor.check import Check, Role
+from diloco_ops.doctor.command import doctor
+from diloco_ops.doctor.examination import DoctorSettings, Examination
+from diloco_ops.keys.folder import Folder
+from diloco_ops.keys.permissions import Who
+from diloco_ops.wan.config import checked
+from diloco_ops.wan.relay import Relay
 
 START_S = 20.0
 RATE_BITS_PER_S, DELAY_S = 2e6, 0.02
@@ -56,7 +62,7 @@ def name() -> str:
 
 async def create(transport: NatsTransport, name: str, settings: RunSettings | None = None, model: FragmentMap = MAP) -> Run:
     """A run that its first learner has joined."""
-    run = await membership.create(transport, name, settings or run_settings(overrides=QUICK))
+    run = await creation.create(transport, name, settings or run_settings(overrides=QUICK))
     await run.registry.create("map", model.pack())
     return run
 
@@ -76,31 +82,19 @@ async def alive(transport: NatsTransport, run: Run, **steps_s: float) -> AsyncIt
     """Learners that are heard, by name with the time of their steps; and a syncer."""
     subjects = Subjects(run.name)
 
-    async def pulse() -> None:
+    async def heartbeat() -> None:
         while True:
             for learner, step_s in steps_s.items():
-                values: dict[str, Any] = {"learner": learner, "role": "learner", "region": "", "state": "stepping"}
-                values |= {
-                    "sending": False,
-                    "loss": 1.0,
-                    "software": "0.2.0",
-                    "step_s": step_s,
-                    "busy_s": 1.0,
-                    "blocked_s": 0.0,
-                }
-                counts = {field: 0 for field in Pulse.__struct_fields__ if field not in values}
-                lists: dict[str, list[int]] = {
-                    each: [] for each in ("versions", "steps", "fragment_tokens", "lost_tokens", "trained")
-                }
-                frame = messages.pack(Pulse(**{**counts, **lists, **values}), run.identity)
-                await transport.publish(subjects.pulse(learner), frame)
-            shard: dict[str, Any] = dict.fromkeys(ShardPulse.__struct_fields__, 0)
+                said: dict[str, Any] = {"incarnation": 0, "loss": 1.0, "software": "0.2.0", "step_s": step_s, "busy_s": 1.0}
+                frame = framing.pack(learner_heartbeat(learner, 0, **said), run.identity)
+                await transport.publish(subjects.heartbeat(learner), frame)
+            shard: dict[str, Any] = dict.fromkeys(ShardHeartbeat.__struct_fields__, 0)
             shard |= {"syncer": "syncer-0", "region": "", "state": "owner", "record_bits": 4, "pace": 1.0, "software": "0.1.0"}
             shard |= {each: [] for each in ("fragments", "closed", "open", "crossing", "offer_bits")}
-            await transport.publish(subjects.shard("syncer-0"), messages.pack(ShardPulse(**shard), run.identity))
+            await transport.publish(subjects.shard("syncer-0"), framing.pack(ShardHeartbeat(**shard), run.identity))
             await asyncio.sleep(0.05)
 
-    task = asyncio.create_task(pulse())
+    task = asyncio.create_task(heartbeat())
     yield
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -121,7 +115,13 @@ async def test_a_learner_that_may_join(link: NatsTransport, nats_server: Server,
     assert found["nats link"].needed == "0.0354 Mbit/s there, 0.0354 Mbit/s back, at 0.4 s a step"
     assert {found[check].verdict for check in ("nats link", "nats round", "nats storage", "nats room", "memory")} == {"ok"}
     assert found["nats clock"].verdict == "ok"  # it is this machine's own
-    assert found["nats permissions"].found == "7 things that its role does are allowed"
+    assert found["nats permissions"].found == "10 things that its role does are allowed"
+    log = Subjects(name).log_stream
+    assert found["nats limits"].verdict == "ok"
+    api = link.bulk.jetstream()
+    await api.update_stream((await api.stream_info(log)).config.evolve(max_msg_size=-1))  # as an older version made it
+    older = (await examined(settings))["nats limits"]
+    assert (older.verdict, older.found) == ("warning", f"{log}: max_msg_size = no limit, expected at most 1048576")
     # nothing is left: no message, no stream, no file
     assert {info.config.name: info.state.messages for info in await link.bulk.jetstream().streams_info()} == before
     assert os.listdir(tmp_path) == []
@@ -139,18 +139,20 @@ async def test_a_name_that_is_taken(link: NatsTransport, nats_server: Server, na
 
 async def test_members_of_another_protocol(link: NatsTransport, nats_server: Server, name: str, tmp_path: Path) -> None:
     await create(link, name)
-    frame = messages._ENCODER.encode((messages.MAGIC, 2, "pulse", b"", b"", b"", b""))
+    frame = msgspec.msgpack.encode((framing.MAGIC, framing.VERSION + 1, "pulse", b"", b"", b"", b""))
 
-    async def pulse() -> None:
+    async def heartbeat() -> None:
         while True:
-            await link.publish(Subjects(name).pulse("newer"), frame)
+            await link.publish(Subjects(name).heartbeat("newer"), frame)
             await asyncio.sleep(0.05)
 
-    task = asyncio.create_task(pulse())
+    task = asyncio.create_task(heartbeat())
     found = await examined(DoctorSettings(name="a", run=name, nats_url=nats_server.url, state_dir=tmp_path))
     task.cancel()
     assert found["members"].verdict == "warning"
-    assert "protocol version 2, expected 1; update the older member" in found["members"].found
+    assert (
+        f"protocol version {framing.VERSION + 1}, expected {framing.VERSION}; update the older member" in found["members"].found
+    )
 
 
 async def test_a_run_that_is_another_one(link: NatsTransport, nats_server: Server, name: str, tmp_path: Path) -> None:
@@ -168,7 +170,7 @@ async def test_a_run_that_is_another_one(link: NatsTransport, nats_server: Serve
     assert named(other, "failed") == ["run"]
 
     (tmp_path / "tapes").mkdir()
-    (tmp_path / "tapes" / "a.tape").write_bytes(Header(messages.run_id("another", run.settings.digest()), "a").pack())
+    (tmp_path / "tapes" / "a.tape").write_bytes(Header(framing.run_id("another", run.created.digest()), "a").pack())
     foreign = await examined(DoctorSettings(name="a", run=name, **shared))
     assert named(foreign, "failed") == ["state_dir"]
     assert "tapes/a.tape belongs to another run" in foreign["state_dir"].found
@@ -235,7 +237,7 @@ async def test_a_server_without_jetstream(start: Callable[[str], str], tmp_path:
     await up(url)
     found = await examined(DoctorSettings(name="a", nats_url=url, state_dir=tmp_path / "state"))
     assert named(found, "failed") == ["nats server"]
-    assert found["nats server"].mend == "start it with -js, or put a jetstream block into its configuration"
+    assert found["nats server"].remedy == "start it with -js, or put a jetstream block into its configuration"
     assert found["nats storage"].verdict == "skipped"
     assert found["nats link"].found.startswith("round trip ")  # what can be seen is looked at
 
@@ -243,7 +245,7 @@ async def test_a_server_without_jetstream(start: Callable[[str], str], tmp_path:
 async def test_what_a_server_forbids(start: Callable[[str], str], name: str, tmp_path: Path) -> None:
     subjects = Subjects(name)
     forbidden = f'["{subjects.offer(0, "a")}", "$JS.API.STREAM.CREATE.>"]'
-    listening = f'["{subjects.pulse()}", "{subjects.mark}"]'
+    listening = f'["{subjects.heartbeat()}", "{subjects.mark}"]'
     url = start(
         f'jetstream {{ store_dir: "{tmp_path / "js"}" }}\n'
         "authorization { users: [ { user: boss, password: b }, { user: a, password: a, permissions: {\n"
@@ -256,12 +258,41 @@ async def test_what_a_server_forbids(start: Callable[[str], str], name: str, tmp
     found = await examined(DoctorSettings(name="a", run=name, nats_url=f"a:a@{url}", state_dir=tmp_path / "state"))
     assert named(found, "failed") == ["nats permissions"]
     said = found["nats permissions"].found
-    assert said == f"refused: to listen to {subjects.mark}, to write to {subjects.offer(0, 'a')}"
+    listen = f"to listen to {subjects.heartbeat()}, to listen to {subjects.mark}"
+    assert said == f"refused: {listen}, to write to {subjects.offer(0, 'a')}"
     # who may not hear others, nor make streams, cannot know
     assert named(found, "skipped") == ["identity", "metrics", "name", "nats room", "nats sync"]
     wrong = await examined(DoctorSettings(name="a", run=name, nats_url=f"a:wrong@{url}", state_dir=tmp_path / "state"))
     assert named(wrong, "failed") == ["nats login"]
     assert "wrong" not in wrong["nats login"].found
+
+
+async def test_permissions_of_an_older_version(tmp_path: Path) -> None:
+    """They allow consumers that the server names, and none of the own names."""
+    keys, log = make_keys(tmp_path / "keys", "demo", [Who("a", "learner")]), Subjects("demo").log_stream
+    [entry] = keys.roster.identities
+    own, unnamed = f"$JS.API.CONSUMER.CREATE.{log}.{entry.who.consumers[0]}", f"$JS.API.CONSUMER.CREATE.{log}"
+    file = keys.server_folder("nats") / "auth.conf"
+    server = Server(tmp_path / "nats", keys=keys.server_folder("nats"))
+    settings = DoctorSettings(name="a", run="demo", state_dir=tmp_path / "state", identity=str(keys.identity_file("a")))
+    settings = settings.model_copy(update={"nats_url": server.url})
+    server.start()
+    try:
+        assert (await examined(settings))["nats permissions"].verdict == "ok"
+        text = file.read_text()
+        file.write_text(text.replace(f'        "{own}.>"', f'        "{own}.>"\n        "{unnamed}"'))
+        server.reload()
+        wide = (await examined(settings))["nats permissions"]
+        assert (wide.verdict, wide.found) == ("warning", f"too wide: to write to {unnamed}")
+        file.write_text(text.replace(f'        "{own}.>"', f'        "{unnamed}"'))
+        server.reload()
+        missing = (await examined(settings))["nats permissions"]
+        assert (missing.verdict, missing.found) == (
+            "failed",
+            f"refused: to write to {own}.diloco.demo.fragment.*.>; {wide.found}",
+        )
+    finally:
+        server.kill()
 
 
 async def test_a_server_that_is_too_small(make_server: MakeServer, name: str, tmp_path: Path) -> None:
@@ -331,7 +362,7 @@ class Guarded:
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     path = tmp_path_factory.mktemp("guarded")
-    services = [Who("coordinator", "coordinator"), Who("syncer-0", "syncer"), Who("evaluator", "evaluator")]
+    services = [Who("coordinator", "coordinator", None, True), Who("syncer-0", "syncer"), Who("evaluator", "evaluator")]
     members = [Who("a", "learner", None, founder=True), Who("b", "learner"), Who("me", "operator")]
     keys = make_keys(path / "keys", "demo", [*services, *members])
     server = Server(path / "server", keys=keys.server_folder("nats"))
@@ -348,11 +379,11 @@ async def begin(server: Server, keys: Folder) -> None:
         return await NatsTransport.open(server.url, server.url, name, get_logger(), START_S, load(keys.identity_file(name)))
 
     coordinator, founder, operator = [await connected(name) for name in ("coordinator", "a", "me")]
-    made = await membership.create(coordinator, "demo", run_settings(overrides=QUICK))
+    made = await creation.create(coordinator, "demo", run_settings(overrides=QUICK))
     await (await founder.bucket(Subjects("demo").bucket, create=False)).create("map", MAP.pack())
-    run = Run("demo", made.settings, await operator.bucket(Subjects("demo").bucket, create=False))
+    run = Run("demo", made.created, await operator.bucket(Subjects("demo").bucket, create=False))
     actions: list[Action] = [Eject("b"), Set("round.overlap_steps", 3.0)]
-    await membership.append_changes(run, lambda _: actions, at_s=0.0, author="me")
+    await append_changes(operator, run, lambda _: actions, author="me")
     for transport in (coordinator, founder, operator):
         await transport.close()
 
@@ -360,7 +391,7 @@ async def begin(server: Server, keys: Folder) -> None:
 @pytest.mark.parametrize(
     ("name", "role", "unknown"),
     [
-        ("a", "learner", ["name"]),
+        ("a", "learner", []),
         ("evaluator", "evaluator", ["name"]),
         ("syncer-0", "syncer", []),
         ("coordinator", "coordinator", []),
@@ -380,6 +411,27 @@ async def test_services_with_their_identities(
     given = Examination(settings.model_copy(update={"role": "syncer"}), None, 1.0)
     assert (await anext(given.checks())).verdict == "warning"  # whose role is the identity's
     assert given.role == role
+
+
+async def test_a_server_with_the_lists_of_an_older_version(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys", "demo", [Who("a", "learner"), Who("coordinator", "coordinator", None, True)])
+    file = keys.server_folder("nats") / "auth.conf"
+    file.write_text(file.read_text().replace('"_R_.>"', '"diloco.demo.answer.*.*"'))  # as version 0.1.0 had it
+    server = Server(tmp_path / "server", keys=keys.server_folder("nats"))
+    server.start()
+    try:
+        roles: dict[str, Role] = {"a": "learner", "coordinator": "coordinator"}
+        for name, role in roles.items():
+            settings = run_settings(overrides=QUICK)
+            check = (await examined(Guarded(server.url, keys).settings(name, role, tmp_path, settings=settings)))[
+                "nats permissions"
+            ]
+            assert check.verdict == "failed"
+            assert check.found == f"refused: to write to _R_.doctor; too wide: to write to diloco.demo.answer.{name}.doctor"
+            assert "auth.conf" in check.remedy
+            assert "diloco keys refresh" in check.remedy
+    finally:
+        server.kill()
 
 
 async def test_a_learner_that_was_ejected(guarded: Guarded, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from tests.services.cluster import small
 from tests.services.conftest import Launch
 
-from diloco.logs import FIXED_KEYS, LEVELS
+from diloco.process.logs import FIXED_KEYS, LEVELS
 
 ROLES = {"coordinator": "coordinator", "syncer-0": "syncer", "syncer-1": "syncer"} | {f"toy-{i}": "learner" for i in range(3)}
 # keys that mean the same wherever they are

@@ -1,4 +1,4 @@
-"""Every service of a run, scraped: what it tells is what the run's status and its signs of life say."""
+"""Every service of a run, scraped: what it tells is what the run's status and its heartbeats say."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.services.conftest import Launch
 import diloco_coordinator.metrics
 import diloco_learner.metrics
 import diloco_syncer.metrics
-from diloco import metrics
-from diloco.metrics import Metric
-from diloco.nats.server import Server
+from diloco.service import metrics
+from diloco.service.metrics import Metric
+from diloco_ops.broker.server import Server
 
 JAX_S = 180.0  # a real learner imports and compiles first
 COORDINATORS = ("coordinator", "coordinator-1")
@@ -104,7 +104,7 @@ async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[],
     text = cluster.directory / "text.txt"
     text.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(4000)))
     address = {"metrics_address": "127.0.0.1:0"}
-    shared = {**address, "data": str(text), "cache_dir": str(cluster.directory / "cache"), "leave_s": 0.0, "checkpoint_s": 0.0}
+    shared = {**address, "data": str(text), "leave_s": 0.0, "checkpoint_s": 0.0}
 
     cluster.start("coordinator", "diloco_coordinator", settings=cluster.settings.model_dump(), **address)
     await ready(cluster, ("coordinator",), True, JAX_S)
@@ -121,6 +121,7 @@ async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[],
     await ready(cluster, SERVICES, True, JAX_S)
     await status_with(cluster, lambda status: len(status["validation"]) > 0)
     before = await status_with(cluster, lambda status: min(f["version"] for f in status["fragments"]) >= 2)
+    await cluster.until(lambda: min(cluster.heartbeats["learner-0"][-1].versions) >= 2, "the learner has applied them")
 
     told = {name: await scrape(cluster, name) for name in SERVICES}
     while sum(leads(told[name]) for name in COORDINATORS) != 1:  # where processes stall, one may just take another's place
@@ -128,7 +129,7 @@ async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[],
     learner, owner = told["learner-0"], told["syncer-0"]
     leader = next(told[name] for name in COORDINATORS if leads(told[name]))
 
-    # the status is made from signs of life, which come a little later than what is scraped
+    # the status is made from heartbeats, which come a little later than what is scraped
     tokens, steps = learner["diloco_learner_tokens_total"][()], learner["diloco_learner_steps_total"][()]
     assert tokens == 32 * steps  # two sequences of 16
     assert before["learners"]["learner-0"]["tokens"] <= tokens
@@ -136,7 +137,8 @@ async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[],
     assert before["learners"]["learner-0"]["bytes_up"] <= learner["diloco_learner_sent_bytes_total"][()]
     await status_with(cluster, lambda status: status["learners"]["learner-0"]["tokens"] >= tokens)
     await cluster.until(
-        lambda: any(pulse.loss == learner["diloco_learner_loss_nats"][()] for pulse in cluster.pulses["learner-0"]), "the loss"
+        lambda: any(heartbeat.loss == learner["diloco_learner_loss_nats"][()] for heartbeat in cluster.heartbeats["learner-0"]),
+        "the loss",
     )
     fates = learner["diloco_learner_run_tokens"]
     assert set(fates) == {("merged",), ("lost",), ("held",)}
@@ -230,11 +232,11 @@ async def test_a_learner_that_returns_counts_from_nothing_and_knows_what_it_did_
     member = again.member
     assert member is not None
     steps = -1
-    while steps != member.done.steps:  # until it is held
-        steps = member.done.steps
+    while steps != member.learner.accounts.done.steps:  # until it is held
+        steps = member.learner.accounts.done.steps
         await asyncio.sleep(0.3)
     metric = {metric.name: metric for metric in diloco_learner.metrics.METRICS}
-    seen = diloco_learner.metrics.Seen(member, member.pulse())
+    seen = diloco_learner.metrics.Seen(member, member.heartbeat())
     assert metric["diloco_learner_steps_total"].value(seen) == steps == member.step - before
     fates = metric["diloco_learner_run_tokens"].value(seen)
     assert isinstance(fates, Mapping)

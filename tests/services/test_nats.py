@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import signal
 import time
@@ -12,11 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.conftest import MakeServer
-from tests.services.cluster import Cluster, check_accounts, check_kept, newest_entries, small, some_versions
+from tests.services.cluster import DEADLINE_S, Cluster, check_accounts, check_kept, newest_entries, small, some_versions
 from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES
 
-from diloco.nats.server import Server, cluster
+from diloco.nats import append, streams
+from diloco.nats.connection import Link
+from diloco.nats.pull import Puller
+from diloco.process.observe import get_logger
+from diloco_ops.broker.server import Server, cluster
 
 # an attempt to connect to a frozen server is given up by nats-py without closing its socket, which is collected later
 LEFT_OPEN = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
@@ -46,7 +51,7 @@ def slow(server: Server, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("trouble", "seconds"),
     [
-        (away, 6.0),
+        (away, 4.0),
         pytest.param(frozen, 8.0, marks=[LEFT_OPEN, pytest.mark.slow]),
         pytest.param(slow, 3.0, marks=pytest.mark.slow),
         pytest.param(away, 60.0, marks=pytest.mark.slow),
@@ -66,6 +71,7 @@ async def test_learners_train_on_while_the_server_is_not_there_and_all_catch_up(
 
     # one that waits for versions would have stopped within a round or two
     assert all(after - was > 4 * run.settings.round.steps for was, after in zip(steps, own_steps(run), strict=True))
+    run.hurry()
     await run.ended()
     await check_kept(run, before)
 
@@ -90,11 +96,11 @@ async def test_a_full_stream_holds_versions_up_until_there_is_room(launch: Launc
 
     await run.ended()
 
-    pulses, folded = await run.finished_pulses(), await run.folded()
-    check_accounts(pulses, folded)
+    heartbeats, folded = await run.finished_heartbeats(), await run.folded()
+    check_accounts(heartbeats, folded)
     for log in folded:
         assert log.passed_over == 0
-        assert log.entries[-1].tokens_merged == sum(pulse.tokens for pulse in pulses.values())
+        assert log.entries[-1].tokens_merged == sum(heartbeat.tokens for heartbeat in heartbeats.values())
 
 
 @pytest.fixture
@@ -122,18 +128,38 @@ async def test_of_three_servers_the_leader_is_killed(three: list[Server], launch
 
     await asyncio.to_thread(leader.kill)
 
+    run.hurry()
     await run.ended()
-    pulses, folded = await run.finished_pulses(), await run.folded()
-    check_accounts(pulses, folded)
+    heartbeats, folded = await run.finished_heartbeats(), await run.folded()
+    check_accounts(heartbeats, folded)
     for entry, log in zip(before, folded, strict=True):
         assert entry is not None
         kept = await store.transport.get(run.subjects.log_stream, entry.sequence)
         assert kept is not None
         assert kept.data == entry.data
         assert log.passed_over == 0
-        assert log.entries[-1].tokens_merged == sum(pulse.tokens for pulse in pulses.values())
+        assert log.entries[-1].tokens_merged == sum(heartbeat.tokens for heartbeat in heartbeats.values())
         for toy in run.toys:
             np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
+
+
+async def test_a_reader_whose_consumer_was_given_to_a_server_that_has_just_died_has_another_made(three: list[Server]) -> None:
+    """For some seconds the others take it for alive: a third of the consumers go there, and nobody answers for them."""
+    async with contextlib.AsyncExitStack() as opened:
+        links = []
+        for number in range(2):
+            links.append(await Link.open(three[0].url, three[0].url, f"reader-{number}", get_logger(), give_up_after_s=20))
+            opened.push_async_callback(links[-1].close)
+        await streams.ensure(links[0], "READ", ["read.>"], replicas=3)
+        await append.append(links[0], "read.it", b"x", message_id="1", fence=None, timeout_s=20)
+
+        await asyncio.to_thread(three[2].kill)
+
+        async def read(link: Link) -> bytes:
+            return (await anext(aiter(Puller(link, "READ", ["read.>"], 1)))).data
+
+        async with asyncio.timeout(DEADLINE_S):
+            assert await asyncio.gather(*[read(link) for link in links for _ in range(6)]) == [b"x"] * 12
 
 
 async def test_a_server_that_lost_what_it_had_acknowledged_takes_everybody_back(
@@ -149,7 +175,7 @@ async def test_a_server_that_lost_what_it_had_acknowledged_takes_everybody_back(
     shutil.copytree(server.directory / "jetstream", older)
     server.send_signal(signal.SIGCONT)
     await some_versions(run, more=4)
-    lost = max(pulses[-1].versions[0] for pulses in run.pulses.values())
+    lost = max(heartbeats[-1].versions[0] for heartbeats in run.heartbeats.values())
     server.kill()
     shutil.rmtree(server.directory / "jetstream")
     shutil.move(older, server.directory / "jetstream")
@@ -157,12 +183,12 @@ async def test_a_server_that_lost_what_it_had_acknowledged_takes_everybody_back(
 
     await run.ended()
 
-    pulses, folded = await run.finished_pulses(), await run.folded()
-    check_accounts(pulses, folded)  # what was merged by versions that are gone is lost, and counted
+    heartbeats, folded = await run.finished_heartbeats(), await run.folded()
+    check_accounts(heartbeats, folded)  # what was merged by versions that are gone is lost, and counted
     assert folded[0].versions[-1].version > lost - 4
     for log in folded:
         assert log.passed_over == 0
-        assert sum(pulse.lost_tokens[log.index] for pulse in pulses.values()) > 0
+        assert sum(heartbeat.lost_tokens[log.index] for heartbeat in heartbeats.values()) > 0
         for toy in run.toys:
             np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
     assert {name for name in ("toy-0", "toy-1", "toy-2") if run.events("log_rewound", name)} == {"toy-0", "toy-1", "toy-2"}

@@ -30,8 +30,8 @@ async def test_services_wait_for_nats_and_run_and_outlive_the_coordinator(make_s
 
     await cluster.ended()
 
-    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
-    check_accounts(pulses, folded)
+    heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
+    check_accounts(heartbeats, folded)
     # one that is started again finds the run as it is: over
     again = cluster.coordinator()
     await cluster.until(lambda: again.process.poll() == 0, "the coordinator sees that the run is over")

@@ -14,12 +14,14 @@ from tests.services.cluster import check_accounts, some_versions
 from tests.services.conftest import Regions
 from tests.services.toy import SAMPLES
 
-from diloco import operate, verify
 from diloco.errors import EjectedError, SettingsError
 from diloco.nats.transport import NatsTransport
-from diloco.observe import get_logger
-from diloco.wire import messages
-from diloco.wire.messages import Answer, Body, Combined
+from diloco.process.observe import get_logger
+from diloco.wire import framing
+from diloco.wire.body import Body
+from diloco.wire.entries import Genesis
+from diloco.wire.offers import Answer, Combined
+from diloco_ops import operate, verify
 
 # fragments change no hands however slow the machine is, so that no keyframe is stored and the whole log is there to be read
 MERGED: dict[str, Any] = {"regions__merge": True, "regions__away_s": 600.0, "round__learners_wait": True}
@@ -30,12 +32,11 @@ async def test_where_offers_are_merged_in_their_region_one_of_each_region_crosse
     settings = apart(learners=6, tokens=6 * 40 * SAMPLES, round__quorum="all", log__archive=True, **MERGED)
     run = await regions(settings)
     await run.begin()
-    await run.ended()
-    stored, combined, alone = await pulled(run)
-    pulses = await run.finished_pulses()
+    stored, combined, alone = await pulled_until_ended(run)
+    heartbeats = await run.finished_heartbeats()
     read = {region: await run.read(region) for region in REGIONS}
     demand_one_log(*read.values())
-    check_accounts(pulses, read["us"])
+    check_accounts(heartbeats, read["us"])
 
     home = {f"toy-{share}": REGIONS[share % 3] for share in range(6)}
     owners = {f"syncer-{index}": REGIONS[index] for index in range(3)}
@@ -75,16 +76,22 @@ async def test_combined_offers_that_cannot_be_are_refused_and_never_merged(regio
     run.learners()
     await run.link()
     await run.all_ready()
-    identity = messages.run_id(run.name, run.settings.digest())
+    identity = framing.run_id(run.name, run.settings.digest())
+    registry = await (await run.link()).bucket(run.subjects.bucket, create=False)
+    stored = await registry.get("genesis")
+    assert stored is not None
+    base_hash = framing.unpack(stored[0], Genesis, identity)[0].fragments[0]
     bad: dict[str, dict[str, Any]] = {
         "of-another": {"syncer": "syncer-0"},
         "in-eight-bits": {"bits": 8},
         "of-nobody": {"members": [forged("eve")]},
-        "of-too-many-steps": {"members": [forged("toy-0", steps=SAMPLES + 1)]},
+        "of-too-many-steps": {"members": [forged("toy-0", steps=SAMPLES + 1, base_hash=base_hash)]},
+        "of-more-than-can-be": {"members": [forged("toy-0", lost_tokens=2**62, base_hash=base_hash)]},
         "of-another-fragment": {"fragment": 1},
     }
-    frames = {name: messages.pack(combined_of(name, **changes), identity) for name, changes in bad.items()}
+    frames = {name: framing.pack(combined_of(name, **changes), identity) for name, changes in bad.items()}
     frames["garbage"] = b"hello"
+    run.liars = set(frames)
     for region in REGIONS:
         link = await NatsTransport.open(run.url, run.server(region).url, "forger", get_logger(), give_up_after_s=20)
         for name, frame in frames.items():
@@ -95,8 +102,8 @@ async def test_combined_offers_that_cannot_be_are_refused_and_never_merged(regio
     )
     run.gate.open()
     await run.ended()
-    pulses, read = await run.finished_pulses(), await run.read("us")
-    check_accounts(pulses, read)
+    heartbeats, read = await run.finished_heartbeats(), await run.read("us")
+    check_accounts(heartbeats, read)
     assert {m.learner for log in read for r in log.versions for m in r.members} == {"toy-0", "toy-1", "toy-2"}
 
 
@@ -112,7 +119,7 @@ async def test_who_is_ejected_is_in_no_combined_offer_any_more_and_nobody_waits_
     await run.until(lambda: isinstance(ejected.failure, EjectedError), "it ends")
     left = [toy.name for toy in run.toys]
     await some_versions(run, of=left)  # everybody is waited for, in each region and by the owner
-    settled = run.pulses[left[0]][-1].versions
+    settled = run.heartbeats[left[0]][-1].versions
     await some_versions(run, of=left)
     for steps in (40, 160, 640):
         with contextlib.suppress(SettingsError):  # the run was faster
@@ -144,22 +151,27 @@ def combined_of(syncer: str, /, **changes: Any) -> Combined:
     return Combined(**values | {"members": [forged("toy-0")]} | changes)
 
 
-async def pulled(run: Region) -> tuple[int, int, int]:
-    """Offers that all regions have stored, and those that readers got: combined ones, and learners' own."""
-    stored = combined = alone = 0
-    for region in REGIONS:
-        link = await NatsTransport.open(run.url, run.server(region).url, "reader", get_logger(), give_up_after_s=20)
-        try:
-            stream = await link.bulk.jetstream().stream_info(run.subjects.offer_stream)
-            readers = await link.bulk.jetstream().consumers_info(run.subjects.offer_stream)
-        finally:
-            await link.close()
-        stored += stream.state.last_seq
-        for reader in readers:
-            assert reader.delivered is not None
-            subjects = reader.config.filter_subjects or [reader.config.filter_subject]
-            if ".combined." in str(subjects[0]):
-                combined += reader.delivered.consumer_seq
-            else:
-                alone += reader.delivered.consumer_seq
+async def pulled_until_ended(run: Region) -> tuple[int, int, int]:
+    """Wait for the end. Offers that all regions have stored, and those that readers got: combined ones, and learners' own.
+
+    Readers remove their consumers at the end, so each is looked at all the time.
+    """
+    stream, got = run.subjects.offer_stream, dict[tuple[str, Any], tuple[bool, int]]()
+    ending = asyncio.ensure_future(run.ended())
+    async with contextlib.AsyncExitStack() as stack:
+        apis = []
+        for region in REGIONS:
+            link = await NatsTransport.open(run.url, run.server(region).url, "reader", get_logger(), give_up_after_s=20)
+            stack.push_async_callback(link.close)
+            apis.append(link.bulk.jetstream())
+        while not ending.done():
+            for region, api in zip(REGIONS, apis, strict=True):
+                for reader in await api.consumers_info(stream):
+                    assert reader.delivered is not None
+                    subjects = reader.config.filter_subjects or [reader.config.filter_subject]
+                    got[region, reader.created] = ".combined." in str(subjects[0]), reader.delivered.consumer_seq
+            await asyncio.wait([ending], timeout=0.05)
+        ending.result()
+        stored = sum([(await api.stream_info(stream)).state.last_seq for api in apis])
+    combined, alone = (sum(count for is_combined, count in got.values() if is_combined == kind) for kind in (True, False))
     return stored, combined, alone

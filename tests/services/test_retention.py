@@ -17,14 +17,14 @@ async def test_old_keyframes_go_and_what_is_needed_stays(launch: Launch) -> None
     await run.ended()
 
     store, _ = await run.store()
-    genesis = await store.genesis()
+    genesis = await store.reader.genesis()
     assert genesis is not None
     for log in await run.folded():
-        sequences = await store.keyframe_sequences(log.index)
+        sequences = await store.reader.keyframe_sequences(log.index)
         assert len(run.events("keyframe_stored")) > 4 * 3
         assert len(sequences) == 3
         with pytest.raises(RunError):
-            await store.load_first(log.index, *genesis)  # genesis's is gone
+            await store.reader.load_first(log.index, *genesis)  # genesis's is gone
         assert log.passed_over == 0
         for toy in run.toys:
             assert toy.thetas[log.index].tobytes() == log.theta.tobytes()
@@ -37,13 +37,13 @@ async def test_every_merged_offer_is_in_the_archive(launch: Launch) -> None:
 
     store, fragments = await run.store()
     folded = await run.folded()
-    check_accounts(await run.finished_pulses(), folded)
+    check_accounts(await run.finished_heartbeats(), folded)
     for log in folded:
         for record in log.versions:
             for member in record.members:
-                kept = await store.archived(log.index, member.learner, member.incarnation, member.number)
+                kept = await store.archive.offer(log.index, member.learner, member.incarnation, member.number)
                 assert kept is not None
                 offer, body = kept
                 assert (offer.tokens, offer.steps, offer.base_version) == (member.tokens, member.steps, member.base_version)
                 assert body.size == quantise.body_bytes(fragments.fragments[log.index].size, offer.bits)
-    assert await store.archived(0, "toy-0", 1, 1) is None
+    assert await store.archive.offer(0, "toy-0", 1, 1) is None

@@ -9,18 +9,21 @@ from tests.services.cluster import Cluster, Folded, check_accounts, small
 from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, Toy
 
-from diloco.wire.messages import Offer, Pulse, Record, unpack
+from diloco.wire.control import Heartbeat
+from diloco.wire.entries import Record
+from diloco.wire.framing import unpack
+from diloco.wire.offers import Offer
 
 SILENT_STEPS = 30
 NAMES = ["toy-0", "toy-1", "toy-2"]
 
 
-async def end(cluster: Cluster) -> tuple[dict[str, Pulse], list[Folded]]:
+async def end(cluster: Cluster) -> tuple[dict[str, Heartbeat], list[Folded]]:
     """Wait for the run's end, and check what holds of every run."""
     await cluster.ended()
-    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
-    assert sum(pulse.tokens for pulse in pulses.values()) >= cluster.settings.tokens
-    check_accounts(pulses, folded)
+    heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
+    assert sum(heartbeat.tokens for heartbeat in heartbeats.values()) >= cluster.settings.tokens
+    check_accounts(heartbeats, folded)
     for log in folded:
         assert log.passed_over == 0
         assert log.entries[-1].closing
@@ -30,12 +33,12 @@ async def end(cluster: Cluster) -> tuple[dict[str, Pulse], list[Folded]]:
     assert task is not None
     assert task.distance(await cluster.tensors(folded)) < 0.5  # of where it began: the global model has learnt
     assert not cluster.events("message_refused")
-    return pulses, folded
+    return heartbeats, folded
 
 
-def lost(pulses: dict[str, Pulse]) -> dict[str, int]:
+def lost(heartbeats: dict[str, Heartbeat]) -> dict[str, int]:
     """Tokens that each learner lost, of all fragments together."""
-    return {name: sum(pulse.lost_tokens) for name, pulse in pulses.items()}
+    return {name: sum(heartbeat.lost_tokens) for name, heartbeat in heartbeats.items()}
 
 
 def silent_at_first(toy: Toy) -> bool:
@@ -67,14 +70,14 @@ async def test_run_ends_at_its_budget_and_merges_everybodys_work_once(launch: La
     await cluster.until(lambda: cluster.tokens() > cluster.settings.tokens // 4, "training")
     status = await cluster.status()
 
-    pulses, folded = await end(cluster)
+    heartbeats, folded = await end(cluster)
 
     assert status["state"] == "training"
     assert sorted(status["learners"]) == NAMES
     assert status["tokens_processed"] >= status["tokens_merged"] > 0
     for log in folded:
         # with carry.overlap = 1 nothing at all is lost: the log holds every token that was processed
-        assert log.entries[-1].tokens_merged == sum(pulse.tokens for pulse in pulses.values())
+        assert log.entries[-1].tokens_merged == sum(heartbeat.tokens for heartbeat in heartbeats.values())
     [finished] = cluster.events("run_finished", "coordinator")
     assert finished["versions"] == sum(len(log.versions) for log in folded)
 
@@ -96,11 +99,11 @@ async def test_published_overwrites_late_work(launch: Launch) -> None:
     cluster = launch(small("published", shards=1))
     await start_with_a_late_learner(cluster)
 
-    pulses, folded = await end(cluster)
+    heartbeats, folded = await end(cluster)
 
     # what was done before the versions that it missed is gone, and counted as lost
     assert all(member.steps < SILENT_STEPS for member in first_answers(folded, "toy-2"))
-    assert min(pulses["toy-2"].lost_tokens) >= SAMPLES * cluster.settings.round.steps
+    assert min(heartbeats["toy-2"].lost_tokens) >= SAMPLES * cluster.settings.round.steps
     assert {record.bits for log in folded for record in log.versions} == {16}
     assert {offer.bits for offer in await stored_offers(cluster)} == {16}
 
@@ -113,10 +116,10 @@ async def start_with_a_late_learner(cluster: Cluster) -> None:
 
 
 async def test_streaming_waits_for_every_learner_and_overlaps(launch: Launch) -> None:
-    cluster = launch(small("streaming", shards=1))
+    cluster = launch(small("streaming", shards=1, tokens=3 * 120 * SAMPLES))
     await cluster.begin(coordinator=False)
 
-    pulses, folded = await end(cluster)
+    heartbeats, folded = await end(cluster)
 
     for log in folded:
         regular = [record for record in log.versions if not record.closing]
@@ -125,8 +128,8 @@ async def test_streaming_waits_for_every_learner_and_overlaps(launch: Launch) ->
             assert [member.learner for member in record.members] == NAMES
             assert {member.weight for member in record.members} == {1.0}
     # nobody waited for a version: work went on while rounds were open, and was then overwritten
-    assert all(pulse.state != "waiting" for heard in cluster.pulses.values() for pulse in heard)
-    assert min(lost(pulses).values()) > 0
+    assert all(heartbeat.state != "waiting" for heard in cluster.heartbeats.values() for heartbeat in heard)
+    assert min(lost(heartbeats).values()) > 0
     assert {record.bits for log in folded for record in log.versions} == {32}
 
 
@@ -136,10 +139,10 @@ async def test_diloco_synchronises_the_whole_model_and_learners_wait(launch: Lau
     await cluster.begin(coordinator=False)
 
     await cluster.ended()
-    pulses, folded = await cluster.finished_pulses(), await cluster.folded()
+    heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
 
     [log] = folded
-    check_accounts(pulses, folded)
+    check_accounts(heartbeats, folded)
     records: list[Record] = log.versions
     assert len(records) >= 8
     for record in records[:-1]:
@@ -147,8 +150,8 @@ async def test_diloco_synchronises_the_whole_model_and_learners_wait(launch: Lau
         assert {member.base_version for member in record.members} == {record.version - 1}
         assert record.body is not None
         assert record.body.parts > 1
-    assert all(any(pulse.state == "waiting" for pulse in cluster.pulses[name]) for name in NAMES)
-    assert set(lost(pulses).values()) == {0}  # nothing is done that a version could overwrite
+    assert all(any(heartbeat.state == "waiting" for heartbeat in cluster.heartbeats[name]) for name in NAMES)
+    assert set(lost(heartbeats).values()) == {0}  # nothing is done that a version could overwrite
     for toy in cluster.toys:
         np.testing.assert_array_equal(toy.thetas[0], log.theta, strict=True)
         assert toy.task is not None

@@ -10,16 +10,16 @@ import pytest
 from tests.services.cluster import small, some_versions
 from tests.services.conftest import Launch
 
-from diloco import runs
 from diloco.errors import RunError
-from diloco.nats.server import Server
+from diloco_ops import runs
+from diloco_ops.broker.server import Server
 
 
 async def test_a_run_is_listed_shown_and_removed_once_nobody_is_heard(
     launch: Launch, nats_server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = nats_server.url
-    cluster = launch(small(tokens=10**9, log__archive=True))
+    cluster = launch(small(tokens=10**9, round__steps=12, log__archive=True))
     await cluster.begin()
     await some_versions(cluster, 1)
 

@@ -10,7 +10,7 @@ import ssl
 import tomllib
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,27 +20,28 @@ import pytest
 from tests.services.cluster import Cluster, Events, Service, check_accounts, small, some_versions
 from tests.services.conftest import Launch
 from tests.services.forking import Nursery
-from tests.services.secured import make_keys, members, put
+from tests.services.secured import DEADLINE_S, Guest, guest, make_keys, members, put, serving
 
-from diloco import checkpoint, identity, inspect, membership, operate, outside, rollback, rundir, runs, verify
+from diloco.control import creation
+from diloco.control.changes import read_changes
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.errors import BrokerError
-from diloco.nats import streams
-from diloco.nats.server import Server
-from diloco.nats.transport import NatsTransport
-from diloco.nkey import NatsKey
-from diloco.observe import Logger
-from diloco.rundir import RunDirectory
+from diloco.nats import identity, streams
+from diloco.nats.nkey import NatsKey
+from diloco.process.observe import Logger
+from diloco.service import rundir
+from diloco.service.rundir import RunDirectory
 from diloco.wire.subjects import Subjects
-from diloco_coordinator.keys.folder import Folder
-from diloco_coordinator.keys.permissions import Who
+from diloco_ops import checkpoint, inspect, operate, rollback, run_reader, runs, verify
+from diloco_ops.broker.server import Server
+from diloco_ops.keys.folder import Folder
+from diloco_ops.keys.permissions import Who
 from diloco_syncer.sweeper import Sweeper
 
 RUN = "guarded"
 OTHER = "other"
 NAMES = Subjects(RUN)
 LOG, OFFERS, STORE = NAMES.log_stream, NAMES.offer_stream, f"KV_{NAMES.bucket}"
-DEADLINE_S = 20.0
 REGIONS = ("eu", "us")
 LEARNER = "toy-1"  # does not found
 
@@ -52,51 +53,15 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.fixture(scope="module")
 def guarded(keys: Folder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("guarded"), keys=keys.server_folder("nats"))
-    server.start()
-    yield server
-    server.kill()
-
-
-class Guest:
-    """A connection under an identity, and what the server says to it."""
-
-    def __init__(self, link: NatsTransport, events: Events) -> None:
-        self.link, self.events = link, events
-
-    @property
-    def told(self) -> str:
-        """All that the server has refused."""
-        return " ".join(
-            str(values.get("reason")) for _, event, values in self.events.entries if event == "permission_denied"
-        ).lower()
-
-    def count(self, event: str) -> int:
-        return [name for _, name, _ in self.events.entries].count(event)
-
-    async def refused(self, *subjects: str) -> list[str]:
-        """Wait until the server has refused every one of these; those that it has not."""
-        for _ in range(2):  # what the server had to say before comes before its pong
-            await self.link.bulk.flush()
-            await self.link.control.flush()
-        return [subject for subject in subjects if f'"{subject.lower()}"' not in self.told]
-
-
-@contextlib.asynccontextmanager
-async def guest(server: Server, keys: Folder, name: str) -> AsyncIterator[Guest]:
-    events, own = Events(), identity.load(keys.identity_file(name))
-    link = await NatsTransport.open(server.url, server.url, name, cast(Logger, events), DEADLINE_S, identity=own)
-    try:
-        yield Guest(link, events)
-    finally:
-        await link.close()
+    with serving(keys, tmp_path_factory.mktemp("guarded")) as server:
+        yield server
 
 
 @pytest.fixture
 async def run(guarded: Server, keys: Folder) -> AsyncIterator[Guest]:
     """The run is there, as its coordinator has made it; a syncer's connection."""
     async with guest(guarded, keys, "coordinator") as coordinator:
-        await membership.create(coordinator.link, RUN, small())
+        await creation.create(coordinator.link, RUN, small())
     async with guest(guarded, keys, "syncer-0") as syncer:
         yield syncer
 
@@ -111,10 +76,13 @@ NOBODYS = [
     f"$JS.API.STREAM.MSG.GET.KV_DILOCO_{OTHER}",
     f"$JS.API.DIRECT.GET.DILOCO_{OTHER}_LOG",
     f"$JS.API.CONSUMER.CREATE.DILOCO_{OTHER}_LOG",
+    f"$JS.API.CONSUMER.CREATE.{LOG}",
     f"$JS.API.CONSUMER.CREATE.{LOG}.named",
+    f"$JS.API.CONSUMER.CREATE.{LOG}.toy-2-0.{NAMES.record_tree('*')}",
+    f"$JS.API.CONSUMER.CREATE.{STORE}.{LEARNER}-0.>",
     f"$JS.API.CONSUMER.DURABLE.CREATE.{LOG}.lasting",
-    f"$JS.API.CONSUMER.DELETE.{LOG}.theirs",
-    f"$JS.API.CONSUMER.LIST.{LOG}",
+    f"$JS.API.CONSUMER.MSG.NEXT.{LOG}.toy-2-0",
+    f"$JS.API.CONSUMER.INFO.{LOG}.toy-2-0",
     f"$JS.API.CONSUMER.NAMES.{LOG}",
     f"diloco.{OTHER}.pulse.{LEARNER}",
     f"diloco.{OTHER}.round.0",
@@ -123,6 +91,11 @@ NOBODYS = [
     "_INBOX.anything",
     "_INBOX_toy-2.anything",
     "anything",
+]
+CONSUMERS = [
+    f"$JS.API.CONSUMER.DELETE.{LOG}.toy-2-0",
+    f"$JS.API.CONSUMER.LIST.{LOG}",
+    f"$JS.API.CONSUMER.LIST.{STORE}",
 ]
 STREAMS = [
     *(f"$JS.API.STREAM.{call}.{name}" for call in ("DELETE", "SNAPSHOT", "RESTORE") for name in (LOG, OFFERS, STORE)),
@@ -146,26 +119,32 @@ OFFERED = [NAMES.offer(0, "toy-2"), f"diloco.{RUN}.delta.0.toy-2.part.0"]
 OTHERS_OFFERS = [
     f"$JS.API.{call}.{OFFERS}" for call in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET", "CONSUMER.CREATE", "STREAM.PURGE")
 ]
-SIGNS = [NAMES.shard("syncer-1"), NAMES.pulse("toy-2"), NAMES.marked("toy-2")]
+SIGNS = [NAMES.shard("syncer-1"), NAMES.heartbeat("toy-2"), NAMES.marked("toy-2")]
 DECIDING = [NAMES.round(0), NAMES.shard("syncer-0"), NAMES.coordinator, NAMES.mark, NAMES.changed]
 
 FORBIDDEN: dict[str, list[str]] = {
     LEARNER: [
-        *(NOBODYS + STREAMS + VERSIONS + OFFERED + OTHERS_OFFERS + SIGNS + DECIDING),
+        *(NOBODYS + CONSUMERS + STREAMS + VERSIONS + OFFERED + OTHERS_OFFERS + SIGNS + DECIDING),
+        f"$JS.API.CONSUMER.CREATE.{LOG}.{LEARNER}-0",  # without a filter in the subject: with any number of them
+        f"$JS.API.CONSUMER.CREATE.{LOG}.{LEARNER}-8.{NAMES.record_tree('*')}",
+        f"$JS.API.CONSUMER.CREATE.{OFFERS}.{LEARNER}-0.>",
         f"$JS.API.STREAM.CREATE.{LOG}",
         f"$JS.API.STREAM.PURGE.{LOG}",
         *(f"$KV.{NAMES.bucket}.{key}" for key in ("run", "map", "founder", "genesis", "owners", "coordinator", "changes")),
-        f"$KV.{NAMES.bucket}.member.toy-2",
+        *(f"$KV.{NAMES.bucket}.{key}" for key in ("member.toy-2", "share.toy-2")),
     ],
     "syncer-0": [
-        *(NOBODYS + STREAMS + OFFERED + SIGNS),
-        *(f"$KV.{NAMES.bucket}.{key}" for key in ("run", "map", "founder", "genesis", "coordinator", "shares", "member.toy-2")),
+        *(NOBODYS + CONSUMERS + STREAMS + OFFERED + SIGNS),
+        *(
+            f"$KV.{NAMES.bucket}.{key}"
+            for key in ("run", "map", "founder", "genesis", "coordinator", "member.toy-2", "share.toy-2")
+        ),
         NAMES.coordinator,
         NAMES.mark,
     ],
     "coordinator": [
-        *(NOBODYS + STREAMS + OFFERED + VERSIONS + SIGNS),
-        *(f"$KV.{NAMES.bucket}.{key}" for key in ("map", "founder", "genesis", "owners", "member.toy-2")),
+        *(NOBODYS + CONSUMERS + STREAMS + OFFERED + VERSIONS + SIGNS),
+        *(f"$KV.{NAMES.bucket}.{key}" for key in ("map", "founder", "genesis", "owners", "member.toy-2", "share.toy-2")),
         f"$JS.API.STREAM.PURGE.{LOG}",
         *OTHERS_OFFERS[1:],
         NAMES.round(0),
@@ -176,7 +155,10 @@ FORBIDDEN: dict[str, list[str]] = {
         NAMES.coordinator,
         *OTHERS_OFFERS[1:],
     ],
-    "test": [*(NOBODYS + STREAMS + OFFERED + VERSIONS + SIGNS + OTHERS_OFFERS + DECIDING), f"$KV.{NAMES.bucket}.shares"],
+    "test": [
+        *(NOBODYS + CONSUMERS + STREAMS + OFFERED + VERSIONS + SIGNS + OTHERS_OFFERS + DECIDING),
+        f"$KV.{NAMES.bucket}.share.toy-2",
+    ],
 }
 
 
@@ -197,6 +179,23 @@ async def test_a_founder_writes_keyframes_and_genesis_and_no_versions(run: Guest
         assert await founder.refused(*forbidden) == []
 
 
+async def test_a_coordinator_creates_a_run_and_sets_nothing_of_it_later(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys", RUN, members(1, 0))
+    with serving(keys, tmp_path / "nats") as server:
+        async with guest(server, keys, "coordinator") as coordinator:
+            await creation.create(coordinator.link, RUN, small())
+        keys.replace(*(entry.model_copy(update={"founder": False}) for entry in keys.roster.identities))  # diloco keys founded
+        server.reload()
+        own = [f"$KV.{NAMES.bucket}.{key}" for key in ("run", "protocol")]
+        async with guest(server, keys, "coordinator") as coordinator:
+            await creation.create(coordinator.link, RUN, small())  # as one that begins again
+            assert coordinator.told == ""
+            for subject in own:
+                await coordinator.link.control.publish(subject, b"{}")
+            assert await coordinator.refused(*own) == []
+            assert await creation.stored_settings(await coordinator.link.bucket(NAMES.bucket, create=False), RUN) == small()
+
+
 @pytest.mark.parametrize(
     "subject",
     [
@@ -209,7 +208,7 @@ async def test_a_founder_writes_keyframes_and_genesis_and_no_versions(run: Guest
         f"diloco.{RUN}.delta.>",
         NAMES.answers("toy-2"),
         NAMES.state("toy-2"),
-        NAMES.pulse(),
+        NAMES.shard(),
         f"$KV.{NAMES.bucket}.>",
         "$JS.EVENT.>",
         "$JS.API.>",
@@ -290,7 +289,7 @@ async def test_headers_that_would_empty_a_stream_are_refused(
 ) -> None:
     before = await holds(run)
     async with guest(guarded, keys, LEARNER) as learner:
-        for subject in (NAMES.offer(0, LEARNER), f"$KV.{NAMES.bucket}.shares"):
+        for subject in (NAMES.offer(0, LEARNER), f"$KV.{NAMES.bucket}.share.{LEARNER}"):
             answer = json.loads((await learner.link.bulk.request(subject, b"x", headers={header: value})).data)
             assert "error" in answer, (subject, answer)
     assert await holds(run) == before
@@ -414,6 +413,128 @@ async def test_who_is_revoked_is_cut_off_and_not_let_in_again(keys: Folder, guar
             pass
 
 
+CUT_S = 1.0  # after the server has read its list again
+
+
+@pytest.mark.parametrize("how", ["revoked", "refreshed"])
+async def test_who_is_connected_when_its_certificate_ends_is_cut_off_by_the_next_list(
+    keys: Folder, guarded: Server, how: str
+) -> None:
+    """The server looks at a certificate when a connection is made, and at its list whenever it is reloaded."""
+    name, left = f"ending-{how}", timedelta(seconds=6)
+    put(keys, Who(name, "learner"), left)
+    guarded.reload()
+    entry = keys.roster.identity(name)
+    assert entry is not None
+    async with guest(guarded, keys, name) as somebody:
+        await asyncio.sleep((entry.expires - datetime.now(UTC)).total_seconds() + 0.5)
+        await somebody.link.bulk.flush()  # it is still there
+        if how == "revoked":
+            keys.replace(entry.model_copy(update={"revoked": True}))
+        else:
+            keys.refresh()
+        guarded.reload()
+        async with asyncio.timeout(CUT_S):
+            while somebody.link.bulk.is_connected or somebody.link.control.is_connected:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_certificate_lets_in_and_the_key_says_who_comes(
+    run: Guest, guarded: Server, keys: Folder, tmp_path: Path
+) -> None:
+    """A certificate of another member adds nothing to a key: there is nothing that it gives a right to."""
+    values = tomllib.loads(keys.identity_file(LEARNER).read_text())
+    others = tomllib.loads(keys.identity_file("coordinator").read_text())
+    mixed = tmp_path / "mixed.pem"
+    mixed.write_text(others["certificate"] + others["private_key"])
+    context = ssl.create_default_context(cadata=values["ca"])
+    context.load_cert_chain(mixed)
+    key, told = NatsKey.from_seed(values["seed"]), []
+    client = nats.aio.client.Client()
+    client._public_nkey = key.public_key
+
+    async def note(error: Exception) -> None:
+        told.append(str(error).lower())
+
+    await client.connect(guarded.url, tls=context, signature_cb=key.sign, allow_reconnect=False, error_cb=note)
+    try:
+        await client.publish(NAMES.heartbeat(LEARNER), b"x")
+        await client.publish(NAMES.coordinator, b"x")
+        for _ in range(2):
+            await client.flush()
+    finally:
+        await client.close()
+    assert len(told) == 1
+    assert f'publish to "{NAMES.coordinator}"' in told[0]
+
+
+# ---- what is asked of others
+
+
+async def test_a_peer_answers_the_one_who_asks_and_nobody_else(run: Guest, guarded: Server, keys: Folder) -> None:
+    """A request that names the asked one's own admission, or its offer, for the answer has it stored there by nobody."""
+    state = NAMES.state("toy-2")
+    targets = [
+        f"$KV.{NAMES.bucket}.member.toy-2",
+        NAMES.offer(0, "toy-2"),
+        NAMES.answers("toy-0", "x"),
+        f"$KV.{NAMES.bucket}.map",
+    ]
+    async with (
+        guest(guarded, keys, "toy-2") as lender,
+        guest(guarded, keys, "toy-0") as other,
+        guest(guarded, keys, LEARNER) as asker,
+    ):
+        heard: list[str] = []
+
+        async def answer(message: Any) -> None:
+            heard.append(message.reply)
+            await message.respond(b"the state")
+
+        async def overhear(message: Any) -> None:
+            heard.append("overheard")
+
+        await lender.link.serve(state, answer)
+        await other.link.bulk.subscribe(NAMES.answers("toy-0"), cb=overhear)
+        await other.link.bulk.flush()
+        before = [await run.link.bulk.jetstream().stream_info(name) for name in (OFFERS, STORE)]
+        for target in targets:
+            await asker.link.bulk.publish(state, b"?", reply=target)
+        assert await asker.link.request(state, b"?", DEADLINE_S) == b"the state"
+        assert len(heard) == len(targets) + 1
+        assert all(reply.startswith("_R_.") for reply in heard)
+        for somebody in (lender, other, asker):
+            assert await somebody.refused() == []
+            assert somebody.told == ""
+        after = [await run.link.bulk.jetstream().stream_info(name) for name in (OFFERS, STORE)]
+        assert [info.state.last_seq for info in after] == [info.state.last_seq for info in before]
+
+
+async def test_one_who_is_added_later_hears_and_is_heard_after_one_reload(run: Guest, guarded: Server, keys: Folder) -> None:
+    """The server does not connect an account that it did not know before; there are always some to spare."""
+    put(keys, Who("late", "learner"))
+    guarded.reload()
+    heard: list[str] = []
+
+    async def note(message: Any) -> None:
+        heard.append(message.subject)
+
+    async def answer(message: Any) -> None:
+        await message.respond(b"here")
+
+    async with guest(guarded, keys, "late") as late, guest(guarded, keys, "toy-2") as peer:
+        await run.link.subscribe(NAMES.heartbeat(), note)
+        await late.link.subscribe(NAMES.round(), note)
+        await late.link.serve(NAMES.state("late"), answer)
+        await late.link.publish(NAMES.heartbeat("late"), b"x")
+        await run.link.publish(NAMES.round(3), b"x")
+        assert await peer.link.request(NAMES.state("late"), b"?", DEADLINE_S) == b"here"
+        async with asyncio.timeout(DEADLINE_S):
+            while len(heard) < 2:
+                await asyncio.sleep(0.01)
+    assert sorted(heard) == [NAMES.heartbeat("late"), NAMES.round(3)]
+
+
 # ---- whole runs
 
 
@@ -437,8 +558,8 @@ def empty(keys: Folder, tmp_path: Path) -> Iterator[Server]:
 
 
 async def test_a_whole_run_needs_nothing_that_it_may_not(launch: Launch, keys: Folder, tmp_path: Path) -> None:
-    # long enough for a checkpoint on the way
-    settings = small(tokens=3 * 240 * 16, carry__overlap=1.0, carry__late=1.0, log__archive=True, log__keyframe_factor=1.0)
+    # long enough for a checkpoint and an order back on the way, on a busy machine too
+    settings = small(tokens=3 * 600 * 16, carry__overlap=1.0, carry__late=1.0, log__archive=True, log__keyframe_factor=1.0)
     with empty(keys, tmp_path) as server:
         cluster = launch(settings, server.url, RUN)
         cluster.identity = str(keys.path / "identities" / "{name}.identity")
@@ -457,8 +578,8 @@ async def test_a_whole_run_needs_nothing_that_it_may_not(launch: Launch, keys: F
         await cluster.ended()
         as_whom(cluster, keys, "test")
         assert (await verify.check(cluster.directory)).holds
-        async with outside.opened(cluster.directory) as seen:
-            changes, _ = await membership.changes(seen.run)
+        async with run_reader.opened(cluster.directory) as seen:
+            changes = await read_changes(seen.run)
         assert [(change.author, change.reason) for change in changes.records] == [
             ("operator", "tried"),
             ("operator", "tried too"),
@@ -519,8 +640,11 @@ async def test_what_was_sent_before_and_is_sent_again_is_merged_once(launch: Lau
             cluster.gate.open()
             assert liar.told == ""  # the server has nothing against it
         await cluster.ended()
-        pulses, folded = await cluster.finished_pulses(), await cluster.folded()  # which asserts that nothing is merged twice
-        check_accounts(pulses, folded)
+        heartbeats, folded = (
+            await cluster.finished_heartbeats(),
+            await cluster.folded(),
+        )  # which asserts that nothing is merged twice
+        check_accounts(heartbeats, folded)
         assert {log.passed_over for log in folded} == {0}
         assert all("it says fragment 0, learner toy-2" in reason for reason in refused())
 

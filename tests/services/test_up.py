@@ -19,15 +19,15 @@ from tests.services.cluster import DEADLINE_S, Cluster
 from tests.services.conftest import Diloco, Ended
 from tests.services.forking import Nursery
 
-from diloco import rundir
-from diloco.nats.server import Server, free_port
+from diloco.service import rundir
 from diloco_learner import gpt
 from diloco_learner.task import GptTask
+from diloco_ops.broker.server import Server, free_port
 
 DILOCO = str(Path(sys.executable).parent / "diloco")
 LEARNERS = ["learner-0", "learner-1"]
 TOKENS_PER_STEP = 4 * 16
-BUDGET = 1500 * TOKENS_PER_STEP
+BUDGET = 900 * TOKENS_PER_STEP
 SETTINGS = {
     "task.layers": 1,
     "task.width": 16,
@@ -80,6 +80,9 @@ class Running:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

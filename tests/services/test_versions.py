@@ -9,13 +9,14 @@ import pytest
 from tests.services.cluster import small
 from tests.services.conftest import Launch
 
-from diloco import __version__, membership
+from diloco import __version__
+from diloco.control import admission, creation
 from diloco.errors import RunError
 from diloco.nats.transport import NatsTransport
-from diloco.observe import get_logger
-from diloco.settings import RunSettings
-from diloco.wire import messages
-from diloco.wire.messages import VERSION
+from diloco.process.observe import get_logger
+from diloco.settings.run import RunSettings
+from diloco.wire import framing
+from diloco.wire.framing import VERSION
 from diloco.wire.subjects import Subjects
 
 
@@ -30,7 +31,7 @@ async def test_who_is_older_than_the_run_is_turned_away_with_both_versions(link:
     await says(link, name, {"protocol": VERSION + 1, "software": "9.1.0", "more": [1]})
     bucket = await link.bucket(Subjects(name).bucket, create=False)
     await bucket.put("run", RunSettings().canonical())
-    for joining in (membership.find(link, name, get_logger()), membership.create(link, name, RunSettings())):
+    for joining in (creation.find(link, name, get_logger()), creation.create(link, name, RunSettings())):
         with pytest.raises(RunError) as refused:
             await joining
         assert str(refused.value) == (
@@ -44,11 +45,11 @@ async def test_a_key_that_says_nothing_is_named(link: NatsTransport, value: obje
     name = f"run-{uuid.uuid4().hex[:8]}"
     await says(link, name, value)
     with pytest.raises(RunError, match=f"run '{name}': the bucket's key 'protocol' is damaged"):
-        await membership.create(link, name, RunSettings())
+        await creation.create(link, name, RunSettings())
 
 
 async def test_another_version_that_speaks_the_same_is_let_in_and_said_once(launch: Launch) -> None:
-    cluster = launch(small(tokens=10**9))
+    cluster = launch(small(tokens=10**9, round__steps=12))
     cluster.start("coordinator", "diloco_coordinator", settings=cluster.settings.model_dump())
     await cluster.until(lambda: bool(cluster.events("run_ready", "coordinator")), "the run is there")
     link = await cluster.link()
@@ -60,10 +61,12 @@ async def test_another_version_that_speaks_the_same_is_let_in_and_said_once(laun
     assert (of_the_run["sender"], of_the_run["kind"], of_the_run["here"]) == ("run", "0.0.9", __version__)
 
     assert toy.member is not None
-    identity = (await membership.find(link, cluster.name, get_logger())).identity
+    run = await creation.find(link, cluster.name, get_logger())
+    digest = run.created.digest()
+    incarnation = await admission.join(run, "mallory", 1, await creation.find_map(run), digest)
+    heartbeat = msgspec.structs.replace(toy.member.heartbeat(), learner="mallory", incarnation=incarnation, software="9.8.7")
     for _ in range(3):
-        pulse = msgspec.structs.replace(toy.member.pulse(), learner="mallory", software="0.2.0")
-        await link.publish(cluster.subjects.pulse("mallory"), messages.pack(pulse, identity))
+        await link.publish(cluster.subjects.heartbeat("mallory"), framing.pack(heartbeat, run.identity))
     await cluster.until(lambda: bool(cluster.events("version_differs", "coordinator")), "the coordinator says so")
     [skew] = cluster.events("version_differs", "coordinator")
-    assert (skew["sender"], skew["kind"], skew["here"]) == ("mallory", "0.2.0", __version__)
+    assert (skew["sender"], skew["kind"], skew["here"]) == ("mallory", "9.8.7", __version__)

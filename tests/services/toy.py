@@ -21,17 +21,23 @@ from typing import Any, TextIO, cast
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
+from tests.tensors import scatter
 
-from diloco import observe, service, state
+from diloco.core.accounts import StepDone
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
-from diloco.core.leases import Rota
+from diloco.core.learner import Dump
+from diloco.core.leases import RoundRobin
 from diloco.core.tape import Copied, End, Restored, state_digest
-from diloco.member import Boundary, Dump, Member, StepDone
+from diloco.member import state
+from diloco.member.member import Boundary, Member
 from diloco.nats.transport import NatsTransport
-from diloco.observe import Logger
-from diloco.settings import LearnerSettings, RunSettings
-from diloco.tape import TapeFile
-from diloco.wire.messages import Marked
+from diloco.process import observe
+from diloco.process.observe import Logger
+from diloco.process.tape import TapeFile
+from diloco.service import skeleton as service
+from diloco.settings.run import RunSettings
+from diloco.settings.service import LearnerSettings
+from diloco.wire.control import MarkerAnswer
 
 Vector = NDArray[np.float32]
 Tensors = dict[str, Vector]
@@ -39,6 +45,7 @@ Tensors = dict[str, Vector]
 SAMPLES = 16  # of a step; each is a token
 TABLE_WIDTH = 4
 STEP_S = 0.02
+HURRIED_STEP_S = 0.002
 LEARNING_RATE = 0.1
 NOISE = 0.05
 IDLE_S = 0.2
@@ -71,7 +78,7 @@ class Regression:
     def step(self, share: int, batch: int) -> float:
         """One step of gradient descent on a batch of a share; the loss of its samples."""
         loss, gradients = self.gradients(share, batch)
-        if np.isfinite(loss):  # as a learner's guarded step does: what is spoilt stays, and spoils nothing else
+        if np.isfinite(loss):  # as a learner's guarded step does: what is invalid stays, and spoils nothing else
             for path, gradient in gradients.items():
                 self.tensors[path] -= (self.rate * gradient).astype(np.float32)
         return loss
@@ -118,6 +125,7 @@ class Toy:
     member: Member | None = None
     task: Regression | None = None
     thetas: dict[int, Vector] = field(default_factory=dict)  # by fragment: the version last applied
+    step_s: float = STEP_S  # what a step takes at least
     _stopping: threading.Event = field(default_factory=threading.Event)
     _leaving: threading.Event = field(default_factory=threading.Event)
     _loop: asyncio.AbstractEventLoop | None = None
@@ -166,15 +174,15 @@ class Toy:
 
     async def _take_part(self, link: NatsTransport) -> None:
         run = await service.find_run(link, self.settings, self.log)
-        task = self.task = Regression(run.settings)
+        task = self.task = Regression(run.created)
         self.initialise(task)
-        fragments = build_map(self.specs(task), run.settings.fragments.count, run.settings.fragments.strategy)
+        fragments = build_map(self.specs(task), run.created.fragments.count, run.created.fragments.strategy)
         tape = TapeFile(self.settings.state_dir, self.settings.name, run.identity, self.log)
         member = self.member = Member(link, run, fragments, self.settings, self.log, tape)
         try:
             await member.join(lambda: [fragment.gather(task.tensors) for fragment in fragments.fragments])
             self._restore(member, task)
-            await asyncio.to_thread(self._train, member, task, run.settings)
+            await asyncio.to_thread(self._train, member, task, run.created)
         finally:
             self._stopping.set()  # a cancelled wait does not end the thread
             await member.close()
@@ -186,7 +194,7 @@ class Toy:
 
     def _step_on(self, member: Member, task: Regression, settings: RunSettings, diary: TextIO) -> None:
         done: StepDone | None = None
-        rota = Rota()
+        round_robin = RoundRobin()
         leave_by_s: float | None = None
         save_at_s = time.monotonic() + (self.settings.checkpoint_s or math.inf)
         while not self._stopping.is_set():
@@ -220,9 +228,9 @@ class Toy:
                 continue
             self.before_step(self)
             began_s = time.perf_counter()
-            batch = rota.next(member.leased())
+            batch = round_robin.next(member.leased())
             loss = task.step(*batch)
-            time.sleep(max(0.0, STEP_S * self.settings.slow + began_s - time.perf_counter()))
+            time.sleep(max(0.0, self.step_s * self.settings.slow + began_s - time.perf_counter()))
             done = StepDone(SAMPLES, *batch, loss, time.perf_counter() - began_s, 0.0)
 
     def _answer_mark(self, member: Member, task: Regression) -> None:
@@ -234,7 +242,9 @@ class Toy:
         plain, arrays = dump
         path = state.marked(self.settings.state_dir, mark.number, self.name)
         saved = state.save(path, member.run.identity, self.name, plain, arrays | self._params(task))
-        member.answer_mark(Marked(self.name, mark.number, plain["step"], member.versions(), saved.size_bytes, saved.file_hash))
+        member.answer_mark(
+            MarkerAnswer(self.name, mark.number, plain["step"], member.versions(), saved.size_bytes, saved.file_hash)
+        )
 
     def _params(self, task: Regression) -> Tensors:
         return {f"params/{name}": tensor for name, tensor in task.tensors.items()}
@@ -269,9 +279,9 @@ class Toy:
             new = applied.theta
             if applied.reference is not None:
                 new = new + np.float32(applied.factor) * (old - applied.reference)
-            if alpha and not applied.anew:
+            if alpha and not applied.reset:
                 new = np.float32(alpha) * old + np.float32(1 - alpha) * new
-            fragment.scatter(new, task.tensors)
+            scatter(fragment, new, task.tensors)
             self.thetas[index] = applied.theta
 
     def result(self) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.wire.assemble import Parts, part_index
-from diloco.wire.messages import ATTEMPT_BYTES, PART_BYTES, Body, describe_body, join_parts
+from diloco.wire.assemble import ChunkAssembler, part_index
+from diloco.wire.body import ATTEMPT_BYTES, PART_BYTES, Body, describe_body, join_parts
 
 LIMIT = 10 * PART_BYTES
 OLD, NEW = b"attempt1", b"attempt2"
@@ -23,7 +23,7 @@ def body_of(attempt: bytes, parts: int) -> Body:
 def test_parts_in_any_order_make_the_body() -> None:
     packed = random.Random(1).randbytes(2 * CONTENT_BYTES + 5)
     body, inline, parts = describe_body(packed, b"h" * 32, NEW)
-    store = Parts()
+    store = ChunkAssembler()
     for index in (2, 0, 1):
         assert store.add(7, index, parts[index], LIMIT)
     taken = store.take(7, body)
@@ -32,7 +32,7 @@ def test_parts_in_any_order_make_the_body() -> None:
 
 
 def test_a_missing_part_is_no_body_and_is_forgotten() -> None:
-    store = Parts()
+    store = ChunkAssembler()
     store.add(7, 0, NEW + b"a", LIMIT)
     store.add(7, 2, NEW + b"c", LIMIT)
     assert store.take(7, body_of(NEW, 3)) is None
@@ -41,7 +41,7 @@ def test_a_missing_part_is_no_body_and_is_forgotten() -> None:
 
 
 def test_orphans_of_an_older_attempt_never_mix() -> None:
-    store = Parts()
+    store = ChunkAssembler()
     store.add(7, 0, OLD + b"old", LIMIT)
     store.add(7, 1, OLD + b"old", LIMIT)
     store.add(7, 0, NEW + b"new", LIMIT)
@@ -53,21 +53,21 @@ def test_orphans_of_an_older_attempt_never_mix() -> None:
 
 
 def test_a_head_takes_no_parts_of_another_attempt() -> None:
-    store = Parts()
+    store = ChunkAssembler()
     store.add(7, 0, OLD + b"old", LIMIT)
     assert store.take(7, body_of(NEW, 1)) is None
     assert store.take(7, body_of(OLD, 1)) is None  # the head was the end of all parts before it
 
 
 def test_parts_beyond_the_body_are_left_out() -> None:
-    store = Parts()
+    store = ChunkAssembler()
     for index in range(3):
         store.add(7, index, NEW + b"abc"[index : index + 1], LIMIT)
     assert store.take(7, body_of(NEW, 2)) == [b"a", b"b"]
 
 
 def test_sources_do_not_share_parts() -> None:
-    store = Parts()
+    store = ChunkAssembler()
     store.add((1, "ann"), 0, NEW + b"a", LIMIT)
     store.add((1, "bob"), 0, NEW + b"b", LIMIT)
     assert store.take((1, "cat"), body_of(NEW, 1)) is None
@@ -76,7 +76,7 @@ def test_sources_do_not_share_parts() -> None:
 
 
 def test_a_body_in_its_head_has_no_parts() -> None:
-    store = Parts()
+    store = ChunkAssembler()
     assert store.take(7, Body(3, b"h" * 32, 0, NEW)) == []
     store.add(7, 0, OLD + b"orphan", LIMIT)
     assert store.take(7, Body(3, b"h" * 32, 0, NEW)) == []
@@ -85,27 +85,27 @@ def test_a_body_in_its_head_has_no_parts() -> None:
 
 @pytest.mark.parametrize("data", [b"", NEW[:-1], NEW, NEW + bytes(CONTENT_BYTES + 1)])
 def test_what_cannot_be_a_part_is_refused(data: bytes) -> None:
-    store = Parts()
+    store = ChunkAssembler()
     assert not store.add(7, 0, data, LIMIT)
     assert store.take(7, body_of(data[:ATTEMPT_BYTES], 1)) is None
 
 
 def test_a_refused_part_leaves_the_others() -> None:
-    store = Parts()
+    store = ChunkAssembler()
     store.add(7, 0, NEW + b"a", LIMIT)
     assert not store.add(7, 1, OLD + bytes(PART_BYTES), LIMIT)
     assert store.take(7, body_of(NEW, 1)) == [b"a"]
 
 
 def test_a_source_cannot_make_others_keep_more_than_a_body() -> None:
-    store = Parts()
+    store = ChunkAssembler()
     limit = 2 * CONTENT_BYTES + 1
     assert [store.add(7, index, NEW + b"x", limit) for index in (0, 1, 2, 3, 10**8)] == [True, True, True, False, False]
 
 
 @given(st.lists(st.tuples(st.sampled_from([OLD, NEW]), st.integers(0, 3), st.booleans()), max_size=20))
 def test_what_is_taken_is_whole_and_of_one_attempt(events: list[tuple[bytes, int, bool]]) -> None:
-    store = Parts()
+    store = ChunkAssembler()
     for attempt, index, is_head in events:
         if is_head:
             taken = store.take(7, body_of(attempt, index))

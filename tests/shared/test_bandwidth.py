@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from diloco.core import bandwidth
 from diloco.core.bandwidth import Appends, Bandwidth, Change, Level, Moved, Seen
-from diloco.core.link import Conditions, Flow, Link
 from diloco.core.quantise import body_bytes
-from diloco.settings import RunSettings, run_settings
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco_ops.wan.link import Conditions, Flow, Link
 
 VALUES = 64_000  # of a fragment: 128 kB at 16 bits, 34 kB at 4
 FRAGMENTS = 4
@@ -212,7 +213,7 @@ def test_a_steady_link_is_settled_on(load: float) -> None:
         assert levels.index(writer.level) <= levels.index(fitting[0])
 
 
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(
     st.lists(st.tuples(st.floats(-3, 5), st.floats(1, 6)), min_size=1, max_size=4),
     st.integers(0, 3),

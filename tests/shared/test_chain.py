@@ -9,8 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from diloco.core.chain import NO_ENTRY, Chain
+from diloco.core.quorum import EPOCH_STEP
 from diloco.errors import ChainError
-from diloco.wire.messages import Body, Cursor, Genesis, Keyframe, Member, Range, Record, RolledBack
+from diloco.wire.body import Body
+from diloco.wire.entries import Cursor, Genesis, Keyframe, Record, Repaired, RolledBack
+from diloco.wire.fields import Range
+from diloco.wire.offers import Member
 
 GENESIS_CHECK = b"g" * 32
 BODY = Body(size_bytes=3, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
@@ -92,7 +96,7 @@ def test_the_head_moves_with_every_entry() -> None:
     assert (chain.tokens_merged, chain.tokens_lost) == (250, 10)
     assert chain.cursor("ann") == (1, 2)
     assert chain.cursor("bob") == (1, 1)
-    assert chain.keyframe_cursors() == [Cursor("ann", 1, 2, 2, 200, 10), Cursor("bob", 1, 1, 1, 50, 0)]
+    assert chain.keyframe_cursors() == [Cursor("ann", 1, 2, 2, 200, 10, 2), Cursor("bob", 1, 1, 1, 50, 0, 1)]
 
 
 GOOD = (member("ann", 3, 40, 15), member("bob", 2, 60, 5))  # merged 250 + 100, lost 15 + 5
@@ -137,10 +141,12 @@ def test_a_takeover_raises_the_epoch_and_nothing_else() -> None:
     chain = two_versions()
     takeover = marker(chain, "takeover", epoch=1)
     chain.check(takeover)
-    chain.check(replace(takeover, epoch=5))  # those between claimed the fragment, and never wrote
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"epoch": 0}, "epoch: expected 1, got 0"),
+        ({"epoch": 2}, "epoch: expected 1, got 2"),
+        ({"epoch": 2**62}, f"epoch: expected 1, got {2**62}"),
         ({"version": 3}, "version: expected 2, got 3"),
+        ({"state_hash": b"x" * 32}, "the state before where it makes no version"),
         ({"body": BODY}, "a body where"),
         ({"members": [GOOD[0]], "tokens_merged": 290, "tokens_lost": 15}, "members where"),
         ({"closing": True}, "closing: expected False, got True"),
@@ -157,6 +163,21 @@ def test_a_takeover_raises_the_epoch_and_nothing_else() -> None:
     with pytest.raises(ChainError, match="epoch: expected 1, got 0"):
         chain.check(record(chain, *GOOD, tokens_merged=350, tokens_lost=20, epoch=0))
     chain.check(record(chain, *GOOD, tokens_merged=350, tokens_lost=20))
+
+
+def test_in_a_run_with_regions_a_takeover_passes_over_claims_but_leaves_epochs_for_others() -> None:
+    chain = two_versions()
+    chain.epoch_step = EPOCH_STEP
+    takeover = marker(chain, "takeover", epoch=1)
+    for epoch in (1, 5, 2**40):
+        chain.check(replace(takeover, epoch=epoch))
+    for epoch, expected in ((0, 1), (2**40 + 1, 2**40), (2**62, 2**40)):
+        with pytest.raises(ChainError, match=f"epoch: expected {expected}, got {epoch}"):
+            chain.check(replace(takeover, epoch=epoch))
+    chain.advance(replace(takeover, epoch=2**40), b"3" * 32, 23)
+    chain.check(marker(chain, "takeover", epoch=2**40 + 1))
+    with pytest.raises(ChainError, match=f"epoch: expected {2**40}, got {2**40 + 1}"):
+        chain.check(marker(chain, "close", epoch=2**40 + 1))
 
 
 def test_a_close_ends_the_log_but_for_takeovers() -> None:
@@ -232,7 +253,7 @@ def test_no_entry_is_what_stands_before_genesis() -> None:
 
 def rollback(chain: Chain, change: int, to_version: int, **changes: Any) -> Record:
     made = RolledBack(change, to_version, chain.version + 1)
-    return record(chain, entry="rollback", **({"bits": 32, "rolled_back": made} | changes))
+    return record(chain, **({"entry": "rollback", "bits": 32, "rolled_back": made} | changes))
 
 
 def test_a_rollback_makes_a_version_that_merges_nothing() -> None:
@@ -255,6 +276,34 @@ def test_a_rollback_makes_a_version_that_merges_nothing() -> None:
     chain.advance(back, b"3" * 32, 23)
     assert (chain.version, chain.floor, chain.change, chain.state_hash) == (3, 3, 4, b"t" * 32)
     assert (chain.tokens_merged, chain.cursor("ann"), chain.ends) == (250, (1, 2), {0: 7, 1: 2, 4: 8})
+
+
+def test_a_repair_may_go_back_to_the_newest_version_and_takes_the_ends_of_shares_back() -> None:
+    chain = two_versions()
+    ends = [(0, 7), (4, 8)]
+    fixed = rollback(chain, 4, 2, entry="repair", state_hash=chain.state_hash, repaired=Repaired(9, ends))
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"rolled_back": RolledBack(4, 3, 3)}, "an earlier version to go back to"),
+        ({"repaired": Repaired(9, ends[::-1])}, "shares in order, each once"),
+        ({"repaired": Repaired(9, [(0, 8)])}, "ends of shares that are not beyond those before"),
+        ({"repaired": Repaired(9, [(7, 1)])}, "ends of shares that are not beyond those before"),
+        ({"previous": b"x" * 32}, "hash of the entry before"),
+    ]
+    for changes, rule in wrong:
+        with pytest.raises(ChainError, match=rule):
+            chain.check(replace(fixed, **changes))
+    assert chain.must_repair(4, 2)
+    assert not chain.must_repair(4, 3)
+    chain.check(fixed)
+    chain.advance(fixed, b"3" * 32, 23)
+    assert (chain.version, chain.floor, chain.change, chain.ends) == (3, 3, 4, {0: 7, 4: 8})
+    assert (chain.tokens_merged, chain.cursor("ann")) == (250, (1, 2))
+    assert not chain.must_repair(4, 2)
+    closed = two_versions()
+    closed.closed = True
+    assert not closed.must_repair(4, 2)
+    with pytest.raises(ChainError, match="nothing but takeovers after closing"):
+        closed.check(fixed)
 
 
 def test_each_change_makes_a_log_go_back_once() -> None:

@@ -20,14 +20,17 @@ from diloco.core.changes import (
     Eject,
     Quarantine,
     Readmit,
+    Repair,
     Rollback,
     Set,
     Tokens,
     in_force,
+    readable,
     with_setting,
 )
 from diloco.errors import ChainError, FormatError, RunError, SettingsError
-from diloco.settings import all_names, run_settings
+from diloco.settings.presets import run_settings
+from diloco.settings.validation import all_names
 
 RUN = bytes(range(8))
 
@@ -145,15 +148,15 @@ def test_the_fold_by_hand() -> None:
     )
     now = in_force(settings, made.records)
     assert (now.number, now.settings.round.steps, now.settings.round.quorum, now.settings.tokens) == (8, 12, "all", 2000)
-    assert now.barred == {"bob"}
+    assert now.excluded == {"bob"}
     assert now.ejected["bob"].number == 2
     assert now.rollbacks == {0: (7, 7), 2: (7, 7)}
     assert settings.tokens == 1000  # the run's own stay
-    assert in_force(settings, made.records[:5]).barred == {"bob", "cat"}
+    assert in_force(settings, made.records[:5]).excluded == {"bob", "cat"}
     again = made.then(Readmit("bob"), at_s=9.0, author="ann")
     later = again.then(Rollback(5, [1, 2]), at_s=10.0, author="ann")  # of each fragment the newest order counts
     assert in_force(settings, later.records).rollbacks == {0: (7, 7), 1: (10, 5), 2: (10, 5)}
-    assert in_force(settings, again.records).barred == frozenset()
+    assert in_force(settings, again.records).excluded == frozenset()
 
 
 def test_everything_that_can_be_set_is_a_setting_and_leaves_the_bits_of_a_fold_alone() -> None:
@@ -181,6 +184,21 @@ def test_what_would_break_the_run_is_refused_with_the_reason(key: str, value: An
         with_setting(run_settings(), key, value, "diloco set")
 
 
+def test_of_a_damaged_list_what_is_before_the_damage_stays() -> None:
+    made, settings = listed(Set("shards", 1), Eject("bob"), Set("round.steps", 9)), run_settings()
+    data = made.pack()
+    assert readable(data, RUN, settings) == made
+    assert [len(readable(data[:at] + b"\xff" + data[at + 1 :], RUN, settings).records) for at in (0, 9, 60, len(data) - 1)] == [
+        0,
+        0,
+        0,
+        2,
+    ]
+    impossible = made.then(Set("seed", 3), at_s=0.0, author="ann")
+    assert readable(impossible.pack(), RUN, settings) == made
+    assert readable(b"\x93\x01", RUN, settings) == Changes(RUN)
+
+
 def test_cross_checks_hold_for_changes_too() -> None:
     with pytest.raises(SettingsError, match="gradients"):
         with_setting(run_settings("data-parallel"), "outer.learning_rate", 0.5, "diloco set")
@@ -202,4 +220,7 @@ def test_a_log_that_begins_again_at_a_version_is_not_ordered_back_behind_it() ->
     assert made.without_rollbacks(7, [0, 0]) is made  # where it is by now
     assert made.without_rollbacks(20, [2, 2]).records == made.records[:3]
     assert made.without_rollbacks(20, [2, 4]) is made
+    repaired = made.then(Repair(0, 30, 0), at_s=0.0, author="ann")
+    assert repaired.without_rollbacks(40, [2, 4]) == made  # it would be carried out now
+    assert repaired.without_rollbacks(40, [5, 4]) is repaired
     assert made.without_rollbacks(8, [0, 0]).then(Eject("cat"), at_s=0.0, author="ann").records[1].number == 2

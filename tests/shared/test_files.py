@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from diloco import files
+from diloco.process import files
 
 # a process that writes "three" in the place of "two", and dies before its n-th call of what touches the disk
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from diloco import files
+from diloco.process import files
 
 folder, doomed = Path(sys.argv[1]), int(sys.argv[2])
 calls = 0

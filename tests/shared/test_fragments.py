@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.tensors import scatter
 
 from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, build_map, check_same_map, unpack_map
 from diloco.errors import AdmissionError, FormatError, SettingsError
@@ -170,7 +171,7 @@ def test_scatter_undoes_gather(model: list[TensorSpec], count: int, seed: int) -
     for fragment in made.fragments:
         vector = fragment.gather(tensors)
         assert vector.dtype == np.float32
-        fragment.scatter(vector, again)
+        scatter(fragment, vector, again)
     for path, values in tensors.items():
         np.testing.assert_array_equal(again[path], values)
 
@@ -188,7 +189,7 @@ def test_gather_reads_only_its_rows_of_a_split_tensor() -> None:
     tensors = {"w": np.arange(8, dtype=np.float32).reshape(4, 2)}
     assert first.gather(tensors).tolist() == [0, 1, 2, 3]
     assert second.gather(tensors).tolist() == [4, 5, 6, 7]
-    second.scatter(np.full(4, 9, np.float32), tensors)
+    scatter(second, np.full(4, 9, np.float32), tensors)
     assert tensors["w"].ravel().tolist() == [0, 1, 2, 3, 9, 9, 9, 9]
 
 

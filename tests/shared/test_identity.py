@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from diloco import identity
 from diloco.errors import SettingsError
+from diloco.nats import grants, identity
+from diloco.nats.nkey import NatsKey
+from diloco.wire.grants import Grant
 
 # of 32 bytes 1, and of 32 bytes 2: nobody's secret
 SEED = "SUAACAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAN7EY"
 PUBLIC_KEY = "UCFIRY65OQE7DFP5KLNS2PF2LVZMUZYJX4OZIEQ36N2IQANUB5XVZ45L"
 ANOTHER_SEED = "SUAAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAT6EE"
+OTHER = "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4"
+GRANT = grants.to_text(grants.sign(Grant("demo", "ann", OTHER, None, None), NatsKey.from_seed(SEED)))
 GOOD = f"""
 format = 1
 run = "demo"
@@ -21,6 +25,7 @@ name = "ann"
 region = "us"
 public_key = "{PUBLIC_KEY}"
 seed = "{SEED}"
+founder = false
 expires = 2999-01-01T00:00:00Z
 certificate = "-"
 private_key = "-"
@@ -74,7 +79,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         ('name = "ann"', "", "name is missing or no text"),
         ('name = "ann"', "name = 3", "name is missing or no text"),
         ('region = "us"', "region = 3", "region must be a text"),
-        ('region = "us"', 'founder = "yes"', "founder true or false"),
+        ("founder = false", 'founder = "yes"', "founder true or false"),
         ('region = "us"', "colour = 3", "no such key: 'colour'"),
         ("2999-01-01T00:00:00Z", "2999-01-01", "expires must be a time with a zone"),
         ("2999-01-01T00:00:00Z", "2020-01-01T00:00:00Z", "its certificate ended on 2020-01-01"),
@@ -83,6 +88,12 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         (SEED, "", "seed is no key of NATS"),
         (SEED, "é", "seed is no key of NATS"),
         ("format = 1", "format = ", "Invalid value"),
+        ("founder = false", "authority = 3", "authority and grant must be texts"),
+        ("founder = false", f'grant = "{GRANT}"', "grant without authority"),
+        ("founder = false", 'authority = "UAAAA"', "no public key of a user of NATS"),
+        ("founder = false", f'authority = "{PUBLIC_KEY}"\ngrant = "x"', "grant is damaged"),
+        ("founder = false", f'authority = "{PUBLIC_KEY}"\ngrant = "{GRANT}"', "grant is one for another public_key"),
+        ("founder = false", f'authority = "{OTHER}"\ngrant = "{GRANT}"', "is not signed by the authority of run 'demo'"),
     ],
 )
 def test_a_damaged_file_is_refused_with_what_is_wrong(file: Path, before: str, after: str, said: str) -> None:

@@ -1,6 +1,6 @@
 """Kernels against plain NumPy, bit for bit; what their machine code must not hold; the same bits for other processors.
 
-Run as a script, it compiles the kernels anew and tells their machine code and what they compute: see :func:`main`.
+Run as a script, it compiles the kernels again and tells their machine code and what they compute: see :func:`main`.
 """
 
 from __future__ import annotations
@@ -180,9 +180,9 @@ def test_valid4() -> None:
             assert not kernels.valid4(changed, codes)
     for at in (0, 1000, codes.size - 1):
         for bad in (0x08, 0x80, 0x00):
-            spoilt = codes.copy()
-            spoilt[at] = bad
-            assert not kernels.valid4(scales, spoilt)
+            invalid = codes.copy()
+            invalid[at] = bad
+            assert not kernels.valid4(scales, invalid)
 
 
 @pytest.mark.parametrize("keep_error", [False, True])
@@ -358,6 +358,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[s
     return said.__getitem__
 
 
+@pytest.mark.slow  # compiles all kernels twice
 def test_no_kernel_fuses_products_and_sums(compiled: Callable[[str], dict[str, Any]]) -> None:
     code = compiled("host")["code"]
     assert code.keys() == KERNELS.keys()
@@ -366,6 +367,7 @@ def test_no_kernel_fuses_products_and_sums(compiled: Callable[[str], dict[str, A
         assert FUSED.findall(text) == [], name
 
 
+@pytest.mark.slow  # compiles all kernels twice
 def test_no_kernel_lets_the_compiler_reorder(compiled: Callable[[str], dict[str, Any]]) -> None:
     for name, text in compiled("host")["text"].items():
         assert "define" in text, f"{name}: no text to look at"
@@ -383,6 +385,7 @@ def test_fused_operations_would_be_seen() -> None:
     assert FUSED.search(next(iter(loose.inspect_asm().values())))
 
 
+@pytest.mark.slow  # compiles all kernels twice
 def test_the_same_bits_for_other_processors(compiled: Callable[[str], dict[str, Any]]) -> None:
     assert compiled("host")["code"] != compiled("generic")["code"]
     assert compiled("host")["computed"] == compiled("generic")["computed"] == everything()

@@ -17,7 +17,7 @@ def process(name: str, now_s: float = 0.0) -> Leadership:
     return Leadership(name, name.encode(), now_s)
 
 
-def test_the_first_one_reads_claims_and_then_pulses() -> None:
+def test_the_first_one_reads_claims_and_then_heartbeats() -> None:
     only = process("a")
     assert only.tick(0.0, True) == "read"
     only.read(None, 0, 0.0)
@@ -76,7 +76,7 @@ def test_a_leader_that_was_frozen_reads_before_it_goes_on() -> None:
     assert not leader.leads
 
 
-def test_a_standby_that_was_frozen_or_cut_off_hears_anew_before_it_claims() -> None:
+def test_a_standby_that_was_frozen_or_cut_off_hears_again_before_it_claims() -> None:
     for gap_s, connected in ((30.0, True), (TICK_S, False)):
         standby = process("b")
         standby.tick(0.0, True)
@@ -140,7 +140,7 @@ class World:
     faults=st.lists(st.tuples(st.integers(0, 79), st.integers(0, 3), st.floats(0.1, 12)), max_size=8),
     losses=st.sets(st.integers(0, 79), max_size=20),
 )
-def test_whoever_is_frozen_and_whatever_is_lost_one_leads_in_the_end(
+def test_under_freezes_and_losses_one_leads_in_the_end(
     count: int, faults: list[tuple[int, int, float]], losses: set[int]
 ) -> None:
     world = World([process(f"c{index}") for index in range(count)])
@@ -152,7 +152,7 @@ def test_whoever_is_frozen_and_whatever_is_lost_one_leads_in_the_end(
         for one in world.processes:
             world.tick(one, now_s, tick in losses)
         awake = [p for p in world.processes if now_s >= world.frozen_until_s.get(p.name, 0.0)]
-        # whoever is sure holds the revision that it was given; no two were given the same
+        # anyone who is sure holds the revision that it was given; no two were given the same
         sure = [p.revision for p in awake if p.sure(now_s)]
         assert len(sure) == len(set(sure))
     leaders = [p for p in world.processes if p.leads]

@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.core import ranges
-from diloco.core.ledger import Ledger, Line, Process, ShareSummary, versions_of
-from diloco.wire.messages import Body, Member, Range, Record
+from diloco.core.ledger import Ledger, Line, Process, ShareSummary
+from diloco.wire.body import Body
+from diloco.wire.entries import Record
+from diloco.wire.fields import Range
+from diloco.wire.offers import Member
 
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 ANN, ANN_AGAIN, BOB = ("ann", 1), ("ann", 2), ("bob", 1)
@@ -92,12 +95,6 @@ def test_work_merged_and_never_trained_is_an_error_by_name() -> None:
         "fragment 1: versions hold batches of ann (incarnation 1) that it never trained: share 0: 10 to 11",
         "fragment 1: versions hold batches of bob (incarnation 1) that it never trained: share 2: 4 to 4",
     ]
-
-
-def test_the_versions_that_hold_some_batches() -> None:
-    records = [version(0, 1, ann_1=[(0, 0, 6)], bob_1=[(1, 0, 4)]), version(0, 2, ann_2=[(0, 6, 6)], bob_1=[(1, 4, 4)])]
-    found = [(record.version, process, held) for record, process, held in versions_of(records, [(0, 4, 3), (1, 7, 9)])]
-    assert found == [(1, ANN, [(0, 4, 2)]), (2, ANN_AGAIN, [(0, 6, 1)]), (2, BOB, [(1, 7, 1)])]
 
 
 def test_a_ledger_goes_on_from_what_it_was_saved_as() -> None:

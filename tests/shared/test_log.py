@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_struct
 from structlog.testing import capture_logs
 
 from diloco.core import merging, outer, quantise
@@ -15,12 +17,17 @@ from diloco.core.fold import Replica
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.round import Held, Merge
 from diloco.errors import RunError
-from diloco.log import Loaded, Log
+from diloco.log import stream
+from diloco.log.log import Log
+from diloco.log.reader import Loaded
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
-from diloco.settings import run_settings
-from diloco.wire import messages
-from diloco.wire.messages import Genesis, Keyframe, Offer
+from diloco.settings.presets import run_settings
+from diloco.transport import Stored
+from diloco.wire import framing
+from diloco.wire.body import Body
+from diloco.wire.entries import Genesis, Keyframe
+from diloco.wire.offers import Offer
 
 SETTINGS = run_settings()
 SIZE = 360_000  # parameters: a keyframe of noise has three parts
@@ -40,14 +47,14 @@ class Written:
         """One more entry, and a keyframe of it."""
         chain = self.replica.chain
         record = merging.make_marker(self.replica, "takeover", SETTINGS, syncer="s", now_s=0.0)
-        sequence = await self.log.append_record(record, b"", [], await self.log.head_sequence(0))
-        chain.advance(record, messages.check_of(record, self.log.run), sequence)
-        self.heads.append(await self.log.append_keyframe(self.replica, None, None))
+        sequence = await self.log.writer.append_record(record, b"", [], await self.log.reader.head_sequence(0))
+        chain.advance(record, framing.check_of(record, self.log.run), sequence)
+        self.heads.append(await self.log.writer.append_keyframe(self.replica, None, None))
 
     async def load(self) -> tuple[Loaded, list[tuple[int, str]]]:
         """What is loaded, and what is logged as refused."""
         with capture_logs() as logs:
-            loaded = await self.log.load(0, *self.genesis)
+            loaded = await self.log.reader.load(0, *self.genesis)
         return loaded, [(e["sequence"], e["reason"]) for e in logs if e["event"] == "keyframe_refused"]
 
     async def spoil(self, forge: Callable[[bytes], bytes]) -> int:
@@ -65,7 +72,7 @@ class Written:
         """Sequence of the keyframe's second part."""
         stored = await self.log.transport.get(self.log.subjects.log_stream, head)
         assert stored is not None
-        keyframe, _, _ = messages.unpack(stored.data, Keyframe, self.log.run)
+        keyframe, _, _ = framing.unpack(stored.data, Keyframe, self.log.run)
         assert keyframe.body.parts == 3
         return head - 2
 
@@ -75,13 +82,13 @@ async def written(link: NatsTransport) -> Written:
     """Version 0, and three entries with a keyframe each."""
     fragments = build_map([TensorSpec("w", (SIZE,))], 1)
     name = f"run-{uuid.uuid4().hex[:8]}"
-    log = Log(link, name, messages.run_id(name, SETTINGS.digest()), fragments, SETTINGS)
+    log = Log(link, name, framing.run_id(name, SETTINGS.digest()), fragments, SETTINGS)
     await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
-    await log.found("ann", SETTINGS.digest(), [np.random.default_rng(1).normal(size=SIZE).astype(np.float32)])
-    genesis = await log.genesis()
+    await log.writer.found("ann", SETTINGS.digest(), [np.random.default_rng(1).normal(size=SIZE).astype(np.float32)])
+    genesis = await log.reader.genesis()
     assert genesis is not None
-    [first] = await log.keyframe_sequences(0)
-    made = Written(log, genesis, (await log.load(0, *genesis)).replica, first)
+    [first] = await log.reader.keyframe_sequences(0)
+    made = Written(log, genesis, (await log.reader.load(0, *genesis)).replica, first)
     for _ in range(3):
         await made.entry()
     return made
@@ -103,7 +110,7 @@ async def test_the_newest_is_loaded_where_it_is_whole(written: Written) -> None:
         (flipped, "hash"),
         (lambda raw: raw[: len(raw) // 2], "keyframe: "),
         (lambda raw: b"", "keyframe: "),
-        (lambda raw: raw.replace(b"DLC\x01", b"DLC\x02"), "protocol version 2, expected 1"),
+        (lambda raw: raw.replace(b"DLC\x02", b"DLC\x01"), "protocol version 1, expected 2"),
     ],
 )
 async def test_a_damaged_one_is_named_once_and_the_one_before_serves(
@@ -117,7 +124,7 @@ async def test_a_damaged_one_is_named_once_and_the_one_before_serves(
     [(sequence, reason)] = refused
     assert sequence == bad
     assert said in reason
-    newest = await written.log.newest_keyframe(0)
+    newest = await written.log.reader.newest_keyframe(0)
     assert newest is not None
     assert newest[1] == written.heads[2]
     assert (await written.load())[1] == []  # it was said before
@@ -145,7 +152,7 @@ async def test_version_0_serves_while_all_that_follows_is_there(written: Written
 
 async def test_one_whose_entries_were_purged_does_not_serve(written: Written) -> None:
     log = written.log
-    third = await log.head_sequence(0)
+    third = await log.reader.head_sequence(0)
     await log.transport.purge(log.subjects.log_stream, log.subjects.record_tree(0), third)
     await written.drop(await written.part_of(written.heads[2]))
 
@@ -163,84 +170,115 @@ async def test_what_is_gone_is_said(written: Written) -> None:
 
 async def test_nothing_is_purged_below_a_damaged_one(written: Written) -> None:
     bad = await written.spoil(flipped)
-    await written.log.purge_below(0, bad)
-    assert await written.log.keyframe_sequences(0) == [written.first, *written.heads, bad]
-    await written.log.purge_below(0, written.heads[1])
-    assert await written.log.keyframe_sequences(0) == [*written.heads[1:], bad]
+    await written.log.writer.purge_below(0, [bad])
+    assert await written.log.reader.keyframe_sequences(0) == [written.first, *written.heads, bad]
+    await written.log.writer.purge_below(0, written.heads[1:])
+    assert await written.log.reader.keyframe_sequences(0) == [*written.heads[1:], bad]
     await written.drop(await written.part_of(written.heads[2]))
     loaded, _ = await written.load()
     assert (loaded.replica.chain.epoch, loaded.refused) == (2, (bad, written.heads[2]))  # the older of the two that stay
+
+
+async def test_nothing_is_purged_below_one_when_the_log_has_lost_a_newer_one_meanwhile(written: Written) -> None:
+    await written.drop(written.heads[2])
+    await written.log.writer.purge_below(0, written.heads[1:])
+    assert await written.log.reader.keyframe_sequences(0) == [written.first, *written.heads[:2]]
+
+
+async def test_messages_that_are_lost_while_they_are_read_are_left_out(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_stream = written.log.reader.stream
+    newest = await log_stream.last(log_stream.subjects.keyframe(0))
+    await written.drop(written.heads[2])  # the server goes back after it was asked for the newest
+
+    async def last(subject: str) -> Stored | None:
+        return newest
+
+    monkeypatch.setattr(log_stream, "last", last)
+    monkeypatch.setattr(stream, "LOOK_S", 0.05)
+    async with asyncio.timeout(20):
+        assert await written.log.reader.keyframe_sequences(0) == [written.first, *written.heads[:2]]
 
 
 async def versions(link: NatsTransport, count: int, keyframes: set[int]) -> tuple[Log, tuple[Genesis, bytes], list[Replica]]:
     """A log of real versions, the states that they have, and keyframes after some of them."""
     settings = run_settings("decoupled", {"fragments.count": 1, "shards": 1, "codec.record_bits": 4})
     fragments, name = build_map([TensorSpec("w", (100,))], 1), f"run-{uuid.uuid4().hex[:8]}"
-    log = Log(link, name, messages.run_id(name, settings.digest()), fragments, settings)
+    log = Log(link, name, framing.run_id(name, settings.digest()), fragments, settings)
     await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
     noise = np.random.default_rng(2)
-    await log.found("ann", settings.digest(), [noise.normal(size=100).astype(np.float32)])
-    genesis = await log.genesis()
+    await log.writer.found("ann", settings.digest(), [noise.normal(size=100).astype(np.float32)])
+    genesis = await log.reader.genesis()
     assert genesis is not None
-    replica, residual, states = (await log.load(0, *genesis)).replica, np.zeros(100, np.float32), list[Replica]()
+    replica, residual, states = (await log.reader.load(0, *genesis)).replica, np.zeros(100, np.float32), list[Replica]()
     for number in range(1, count + 1):
         states.append(replace(replica.copy(), theta=replica.theta.copy()))
         body = quantise.quantise(noise.normal(size=100).astype(np.float32), 32)
-        sent = messages.Body(0, bytes(32), 0, bytes(8))
+        sent = Body(0, bytes(32), 0, bytes(8))
         offer = Offer(0, "ann", 1, number, (1, number - 1), number, number - 1, bytes(32), 32, 1, 1, 0, [], sent)
         merge = Merge(number, (Held(offer, body),), False, 0.0, 0.0)
         merged = merging.accumulate(fragments.fragments[0], settings, merge.held, lambda version: None, replica.theta)
         record, inline, parts = merging.make_version(
-            replica, residual, merged, merge, settings, bits=4, syncer="s", attempt=bytes(8), now_s=0.0
+            replica, residual, merged.result(), merge, settings, bits=4, syncer="s", attempt=bytes(8), now_s=0.0
         )
-        sequence = await log.append_record(record, inline, parts, replica.chain.sequence)
-        replica.chain.advance(record, messages.check_of(record, log.run), sequence)
+        sequence = await log.writer.append_record(record, inline, parts, replica.chain.sequence)
+        replica.chain.advance(record, framing.check_of(record, log.run), sequence)
         if number in keyframes:
-            await log.append_keyframe(replica, residual, None)
+            await log.writer.append_keyframe(replica, residual, None)
     return log, genesis, [*states, replica]
 
 
 async def test_the_state_at_a_version_is_what_it_was_then(link: NatsTransport) -> None:
     log, genesis, states = await versions(link, 6, {2, 4})
     for version in (0, 1, 2, 3, 4, 5, 6):
-        past = await log.state_at(0, version, *genesis)
+        past = await log.reader.state_at(0, version, *genesis)
         assert past.chain.version == version
         assert past.state().tobytes() == states[version].state().tobytes()
     with pytest.raises(RunError, match="fragment 0: version 7 is not in the log, which has those from 4 to 6"):
-        await log.state_at(0, 7, *genesis)
+        await log.reader.state_at(0, 7, *genesis)
 
 
 async def test_what_was_purged_is_not_made_up(link: NatsTransport) -> None:
     log, genesis, states = await versions(link, 6, {2, 4})
-    await log.purge_below(0, (await log.keyframe_sequences(0))[1])
-    assert (await log.state_at(0, 3, *genesis)).state().tobytes() == states[3].state().tobytes()
+    await log.writer.purge_below(0, (await log.reader.keyframe_sequences(0))[1:])
+    assert (await log.reader.state_at(0, 3, *genesis)).state().tobytes() == states[3].state().tobytes()
     for version in (0, 1):
         with pytest.raises(RunError, match=f"version {version} is not in the log, which has those from 2 to the newest"):
-            await log.state_at(0, version, *genesis)
+            await log.reader.state_at(0, version, *genesis)
 
 
 async def test_a_rollback_is_appended_and_loaded_like_any_entry(link: NatsTransport) -> None:
     log, genesis, states = await versions(link, 3, set())
-    replica, residual, past = states[-1], np.ones(100, np.float32), await log.state_at(0, 1, *genesis)
+    replica, residual, past = states[-1], np.ones(100, np.float32), await log.reader.state_at(0, 1, *genesis)
     record, inline, parts = merging.make_rollback(
         replica, residual, past, 5, run_settings(), syncer="s", attempt=bytes(8), now_s=0.0
     )
-    await log.append_record(record, inline, parts, replica.chain.sequence)
-    again = await log.state_at(0, 4, *genesis)
+    await log.writer.append_record(record, inline, parts, replica.chain.sequence)
+    again = await log.reader.state_at(0, 4, *genesis)
     assert again.state().tobytes() == states[1].state().tobytes()
     assert (again.chain.floor, again.chain.change, again.chain.state_hash) == (4, 5, states[1].chain.state_hash)
-    await log.append_keyframe(again, None, None)
-    assert (await log.load(0, *genesis)).replica.chain == again.chain
+    await log.writer.append_keyframe(again, None, None)
+    assert (await log.reader.load(0, *genesis)).replica.chain == again.chain
     # what was undone is still there to go back to
-    assert (await log.state_at(0, 3, *genesis)).chain.head == record.previous
+    assert (await log.reader.state_at(0, 3, *genesis)).chain.head == record.previous
 
 
 async def test_a_keyframe_whose_state_is_not_its_entrys_is_refused(written: Written) -> None:
-    """Whoever may write keyframes cannot give those who join other parameters than the log's."""
+    """Anyone who may write keyframes cannot give those who join other parameters than the log's."""
     true = written.replica
     theta = true.theta + np.float32(1)
     chain = replace(true.chain, state_hash=outer.state_hash(theta, true.momentum))
-    sequence = await written.log.append_keyframe(Replica(chain, theta, true.momentum, true.optimizer), None, None)
+    sequence = await written.log.writer.append_keyframe(Replica(chain, theta, true.momentum, true.optimizer), None, None)
     loaded, refused = await written.load()
     assert loaded.keyframe_sequence == written.heads[-1]
     assert [number for number, _ in refused] == [sequence]
+
+
+async def test_the_first_genesis_record_is_the_runs(link: NatsTransport) -> None:
+    """Who may found a run may store more on its subject, and so may a syncer of a region: nobody goes by it."""
+    log, genesis, _ = await versions(link, 1, set())
+    later = framing.pack(replace_struct(genesis[0], founder="mallory"), log.stream.run)
+    for data in (b"", b"x", later):
+        await link.append(log.subjects.genesis, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
+        assert await log.reader.genesis() == genesis

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import RunError
-from diloco.logs import MAX_LINE_BYTES, Entry, merge, printable, render, service_colour
+from diloco.process.logs import MAX_LINE_BYTES, Entry, merge, printable, render, service_colour
 
 
 def line(second: float, service: str, event: str, level: str = "info", **values: Any) -> str:

@@ -15,8 +15,12 @@ from diloco.core.fragments import Fragment, TensorSpec, build_map
 from diloco.core.merging import accumulate, make_marker, make_rollback, make_version
 from diloco.core.round import Held, Merge
 from diloco.errors import NonFiniteError
-from diloco.settings import RunSettings, run_settings
-from diloco.wire.messages import Answer, Bits, Body, Combination, Combined, Member, Offer, Record, RolledBack, join_parts
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco.wire.body import Body, join_parts
+from diloco.wire.entries import Record, RolledBack
+from diloco.wire.fields import Bits
+from diloco.wire.offers import Answer, Combination, Combined, Member, Offer
 
 Vector = NDArray[np.float32]
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
@@ -144,7 +148,7 @@ def test_against_the_current_value_an_old_base_counts_as_moved() -> None:
 
 
 def combined(*items: Held, values: Vector) -> Held:
-    """What a syncer has made of some learners' offers."""
+    """A version that a syncer has made of some learners' offers."""
     answers = [Answer.of(item.offer) for item in items if isinstance(item.offer, Offer)]
     return Held(Combined(0, "syncer-2", 5, 6, 32, answers, BODY), quantise.quantise(values.copy(), 32))
 
@@ -188,11 +192,9 @@ def version(
 ) -> tuple[Record, bytes, list[bytes]]:
     fragment = fragment_of(replica.theta.size)
     merge = Merge(4, offers, closing, quorum_s=0.5, round_s=1.5)
-    accumulator = accumulate(fragment, settings, offers, lambda _: None, replica.theta)
+    delta = accumulate(fragment, settings, offers, lambda _: None, replica.theta).result()
     bits = settings.codec.record_bits if bits is None else bits
-    return make_version(
-        replica, residual, accumulator, merge, settings, bits=bits, syncer="syncer-0", attempt=ATTEMPT, now_s=17.0
-    )
+    return make_version(replica, residual, delta, merge, settings, bits=bits, syncer="syncer-0", attempt=ATTEMPT, now_s=17.0)
 
 
 def body_of(record: Record, inline: bytes, parts: list[bytes], n: int) -> NDArray[np.uint8]:

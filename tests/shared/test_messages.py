@@ -15,36 +15,23 @@ from hypothesis import strategies as st
 
 from diloco.core.ranges import normal
 from diloco.errors import FormatError, HashError, MessageError
-from diloco.wire import messages, subjects
-from diloco.wire.messages import (
-    ATTEMPT_BYTES,
-    MAX_FRAME_BYTES,
-    PART_BYTES,
+from diloco.wire import framing, subjects
+from diloco.wire.body import ATTEMPT_BYTES, PART_BYTES, Body, check_body_size, describe_body, join_parts
+from diloco.wire.control import (
     Announcement,
-    Answer,
-    Body,
-    Claim,
-    Combination,
-    Combined,
-    CoordinatorPulse,
-    Cursor,
-    Genesis,
-    Keyframe,
-    Mark,
-    Marked,
-    Member,
-    Message,
-    Notice,
-    Offer,
-    Pulse,
-    Range,
-    Record,
-    RolledBack,
-    ShardPulse,
+    CoordinatorHeartbeat,
+    Heartbeat,
+    MarkerAnswer,
+    ShardHeartbeat,
+    SnapshotMarker,
     StateLoan,
     StatePart,
     StateRequest,
 )
+from diloco.wire.entries import Claim, CommitNotice, Cursor, Genesis, Keyframe, Record, Repaired, RolledBack
+from diloco.wire.fields import Range
+from diloco.wire.framing import MAX_FRAME_BYTES, Message
+from diloco.wire.offers import Answer, Combination, Combined, Member, Offer, answer_bytes, members_bytes
 
 RUN = b"run-id.."
 COUNT = st.integers(0, 2**62)
@@ -60,7 +47,7 @@ BODY = st.builds(Body, st.integers(0, 2**40), HASH, st.integers(0, 2**22), st.bi
 SHARE = st.integers(0, 2**14 - 1)
 RANGES = st.lists(st.tuples(SHARE, st.integers(0, 2**40), st.integers(1, 2**40)), max_size=4).map(normal)
 MEMBER = st.builds(Member, NAME, *[COUNT] * 7, st.floats(0, 1e300), RANGES)
-CURSOR = st.builds(Cursor, NAME, *[COUNT] * 5)
+CURSOR = st.builds(Cursor, NAME, *[COUNT] * 6)
 REGION = st.sampled_from(["", "us", "ap_2"])
 NUMBER = st.integers(1, 2**62)
 SOFTWARE = st.sampled_from(["", "0.1.0", "1.0rc1+local-2"])
@@ -86,12 +73,14 @@ ROLLED_BACK = st.builds(RolledBack, NUMBER, COUNT, NUMBER)
 def some_rolled_back(record: Record) -> st.SearchStrategy[Record]:
     """The record, or a rollback that is otherwise like it."""
     back = st.builds(lambda made: msgspec.structs.replace(record, entry="rollback", bits=32, rolled_back=made), ROLLED_BACK)
-    return st.just(record) | back
+    repaired = st.builds(Repaired, COUNT, st.lists(st.tuples(SHARE, COUNT), max_size=3))
+    repair = st.builds(lambda one, two: msgspec.structs.replace(one, entry="repair", repaired=two), back, repaired)
+    return st.just(record) | back | repair
 
 
 MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
-    Pulse: st.builds(
-        Pulse,
+    Heartbeat: st.builds(
+        Heartbeat,
         NAME,
         REGION,
         COUNT,
@@ -115,8 +104,8 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         COUNT,
         SOFTWARE,
     ),
-    ShardPulse: st.builds(
-        ShardPulse,
+    ShardHeartbeat: st.builds(
+        ShardHeartbeat,
         NAME,
         REGION,
         COUNT,
@@ -137,7 +126,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         REGION_BITS,
         SOFTWARE,
     ),
-    CoordinatorPulse: st.builds(CoordinatorPulse, NAME, COUNT, st.booleans(), SOFTWARE),
+    CoordinatorHeartbeat: st.builds(CoordinatorHeartbeat, NAME, COUNT, st.booleans(), SOFTWARE),
     Announcement: st.builds(
         Announcement, FRAGMENT, COUNT, COUNT, NAME, SECONDS, st.booleans(), COUNT, st.integers(1, 2**62), REGION_BITS
     ),
@@ -201,9 +190,9 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
     ),
     Genesis: st.builds(Genesis, NAME, HASH, HASH, st.lists(HASH, min_size=1, max_size=3), SECONDS),
     Claim: st.builds(Claim, FRAGMENT, st.integers(1, 2**62), NAME, COUNT, COUNT, st.booleans(), HASH, COUNT),
-    Notice: st.builds(Notice, FRAGMENT, COUNT, COUNT, HASH, COUNT),
-    Mark: st.builds(Mark, COUNT, COUNTS),
-    Marked: st.builds(Marked, NAME, COUNT, COUNT, COUNTS, COUNT, HASH),
+    CommitNotice: st.builds(CommitNotice, FRAGMENT, COUNT, COUNT, HASH, COUNT),
+    SnapshotMarker: st.builds(SnapshotMarker, COUNT, COUNTS),
+    MarkerAnswer: st.builds(MarkerAnswer, NAME, COUNT, COUNT, COUNTS, COUNT, HASH),
     StateRequest: st.builds(StateRequest, NAME, st.binary(max_size=8), COUNT),
     StateLoan: st.builds(StateLoan, NAME, st.binary(max_size=8), COUNT, COUNTS, HASH, st.integers(0, 2**40), HASH),
     StatePart: st.builds(StatePart, st.binary(min_size=8, max_size=8), COUNT),
@@ -213,7 +202,7 @@ ANY = st.sampled_from(KINDS).flatmap(lambda cls: MESSAGES[cls])
 
 # an example of each kind that has a value in every field
 EXAMPLES: dict[type[Message], Message] = {
-    Pulse: Pulse(
+    Heartbeat: Heartbeat(
         "ann",
         "eu",
         1,
@@ -237,7 +226,7 @@ EXAMPLES: dict[type[Message], Message] = {
         9,
         "0.1.0",
     ),
-    ShardPulse: ShardPulse(
+    ShardHeartbeat: ShardHeartbeat(
         "syncer-0",
         "us",
         12,
@@ -258,7 +247,7 @@ EXAMPLES: dict[type[Message], Message] = {
         [("eu", 4)],
         "0.1.0",
     ),
-    CoordinatorPulse: CoordinatorPulse("coordinator", 1, False, "0.1.0"),
+    CoordinatorHeartbeat: CoordinatorHeartbeat("coordinator", 1, False, "0.1.0"),
     Announcement: Announcement(3, 7, 1, "syncer-0", 0.25, False, 9, 24, [("eu", 8)]),
     Offer: Offer(3, "ann", 1, 2, (1, 1), 4, 3, b"b" * 32, 4, 5, 6, 7, [(2, 9, 5)], Body(8, b"c" * 32, 0, b"attempt.")),
     Combined: Combined(
@@ -302,7 +291,7 @@ EXAMPLES: dict[type[Message], Message] = {
         9,
         10,
         11,
-        [Cursor("ann", 1, 2, 3, 4, 5)],
+        [Cursor("ann", 1, 2, 3, 4, 5, 6)],
         [(2, 14)],
         b"s" * 32,
         False,
@@ -310,9 +299,9 @@ EXAMPLES: dict[type[Message], Message] = {
     ),
     Genesis: Genesis("ann", b"s" * 32, b"m" * 32, [b"0" * 32], 2.0),
     Claim: Claim(3, 2, "syncer-1", 1, 4, False, b"e" * 32, 9),
-    Notice: Notice(3, 4, 1, b"e" * 32, 9),
-    Mark: Mark(7, [1, 2]),
-    Marked: Marked("ann", 7, 8, [1, 2], 9, b"f" * 32),
+    CommitNotice: CommitNotice(3, 4, 1, b"e" * 32, 9),
+    SnapshotMarker: SnapshotMarker(7, [1, 2]),
+    MarkerAnswer: MarkerAnswer("ann", 7, 8, [1, 2], 9, b"f" * 32),
     StateRequest: StateRequest("ann", b"copy....", 10),
     StateLoan: StateLoan("bob", b"copy....", 11, [1, 2], b"l" * 32, 12, b"c" * 32),
     StatePart: StatePart(b"copy....", 13),
@@ -320,10 +309,10 @@ EXAMPLES: dict[type[Message], Message] = {
 
 
 def framed(
-    fields: bytes, kind: str, *, magic: object = "DLC", version: object = 1, run: bytes = RUN, inline: object = b""
+    fields: bytes, kind: str, *, magic: object = "DLC", version: object = 2, run: bytes = RUN, inline: object = b""
 ) -> bytes:
     """A frame with a right check around any fields."""
-    check = blake3(f"DLC1{kind}\0".encode() + run + fields).digest()
+    check = blake3(f"DLC2{kind}\0".encode() + run + fields).digest()
     return msgspec.msgpack.encode([magic, version, kind, run, fields, check, inline])
 
 
@@ -341,33 +330,33 @@ def test_all_kinds_are_covered() -> None:
 
 @given(ANY, st.binary(max_size=50))
 def test_there_and_back(message: Message, inline: bytes) -> None:
-    frame = messages.pack(message, RUN, inline)
-    again, check, body = messages.unpack(frame, type(message), RUN)
+    frame = framing.pack(message, RUN, inline)
+    again, check, body = framing.unpack(frame, type(message), RUN)
     assert again == message
     assert type(again) is type(message)
     assert body == inline
-    assert check == messages.check_of(message, RUN) == msgspec.msgpack.decode(frame)[5]
+    assert check == framing.check_of(message, RUN) == msgspec.msgpack.decode(frame)[5]
 
 
 @pytest.mark.parametrize("cls", KINDS)
 def test_a_frame_cut_anywhere_is_refused(cls: type[Message]) -> None:
-    frame = messages.pack(EXAMPLES[cls], RUN, b"body")
+    frame = framing.pack(EXAMPLES[cls], RUN, b"body")
     for length in range(len(frame)):
         with pytest.raises(MessageError):
-            messages.unpack(frame[:length], cls, RUN)
+            framing.unpack(frame[:length], cls, RUN)
     with pytest.raises(MessageError):
-        messages.unpack(frame + b"\0", cls, RUN)
+        framing.unpack(frame + b"\0", cls, RUN)
 
 
 @pytest.mark.parametrize("cls", KINDS)
 def test_a_flipped_bit_anywhere_before_the_body_is_refused(cls: type[Message]) -> None:
-    frame = messages.pack(EXAMPLES[cls], RUN)
+    frame = framing.pack(EXAMPLES[cls], RUN)
     for position in range(len(frame) - 2):  # the two last bytes are the empty body, which has a hash of its own
         for bit in range(8):
             damaged = bytearray(frame)
             damaged[position] ^= 1 << bit
             with pytest.raises(MessageError):
-                messages.unpack(bytes(damaged), cls, RUN)
+                framing.unpack(bytes(damaged), cls, RUN)
 
 
 @pytest.mark.parametrize("cls", KINDS)
@@ -380,25 +369,25 @@ def test_damaged_fields_with_a_right_check_are_a_message_or_refused(cls: type[Me
         for _ in range(draw.randint(1, 3)):
             damaged[draw.randrange(len(damaged))] = draw.randrange(256)
         try:
-            message, _, _ = messages.unpack(framed(bytes(damaged), cls.kind), cls, RUN)
+            message, _, _ = framing.unpack(framed(bytes(damaged), cls.kind), cls, RUN)
         except MessageError:
             continue
-        assert messages.unpack(messages.pack(message, RUN), cls, RUN)[0] == message
+        assert framing.unpack(framing.pack(message, RUN), cls, RUN)[0] == message
 
 
 @given(st.sampled_from(KINDS), st.binary(max_size=100))
 def test_any_bytes_are_refused(cls: type[Message], data: bytes) -> None:
     with pytest.raises(MessageError):
-        messages.unpack(data, cls, RUN)
+        framing.unpack(data, cls, RUN)
     with pytest.raises(MessageError):
-        messages.unpack(framed(data, cls.kind), cls, RUN)
+        framing.unpack(framed(data, cls.kind), cls, RUN)
 
 
 def test_no_flood_of_nesting_gets_through() -> None:
     nested = b"\x91" * 100_000 + b"\xc0"
     for data in (nested, framed(nested, "round")):
         with pytest.raises(MessageError):
-            messages.unpack(data, Announcement, RUN)
+            framing.unpack(data, Announcement, RUN)
 
 
 @pytest.mark.parametrize(
@@ -407,33 +396,33 @@ def test_no_flood_of_nesting_gets_through() -> None:
 def test_lengths_that_are_only_claimed_are_refused(claim: bytes) -> None:
     # as the frame, as its fields, as a list within them, and as the inline body
     with pytest.raises(FormatError):
-        messages.unpack(claim, Genesis, RUN)
+        framing.unpack(claim, Genesis, RUN)
     with pytest.raises(FormatError):
-        messages.unpack(framed(claim, "genesis"), Genesis, RUN)
+        framing.unpack(framed(claim, "genesis"), Genesis, RUN)
     fields = fields_of(EXAMPLES[Genesis])
     at = fields.index(b"\x91\xc4\x200")  # its list of one fragment
     with pytest.raises(FormatError):
-        messages.unpack(framed(fields[:at] + claim + fields[at + 1 :], "genesis"), Genesis, RUN)
-    frame = messages.pack(EXAMPLES[Genesis], RUN)
+        framing.unpack(framed(fields[:at] + claim + fields[at + 1 :], "genesis"), Genesis, RUN)
+    frame = framing.pack(EXAMPLES[Genesis], RUN)
     assert frame.endswith(b"\xc4\0")
     with pytest.raises(FormatError):
-        messages.unpack(frame[:-2] + claim, Genesis, RUN)
+        framing.unpack(frame[:-2] + claim, Genesis, RUN)
 
 
 def test_a_frame_has_a_largest_size() -> None:
     message = EXAMPLES[Announcement]
-    overhead = len(messages.pack(message, RUN, bytes(100_000))) - 100_000
+    overhead = len(framing.pack(message, RUN, bytes(100_000))) - 100_000
     fits = MAX_FRAME_BYTES - overhead
-    assert len(messages.unpack(messages.pack(message, RUN, bytes(fits)), Announcement, RUN)[2]) == fits
+    assert len(framing.unpack(framing.pack(message, RUN, bytes(fits)), Announcement, RUN)[2]) == fits
     with pytest.raises(FormatError, match=f"{MAX_FRAME_BYTES + 1} bytes, more than a frame's {MAX_FRAME_BYTES}"):
-        messages.unpack(messages.pack(message, RUN, bytes(fits + 1)), Announcement, RUN)
+        framing.unpack(framing.pack(message, RUN, bytes(fits + 1)), Announcement, RUN)
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"magic": "XYZ"}, "magic 'XYZ', expected 'DLC'"),
-        ({"version": 2}, "protocol version 2, expected 1; update the older member"),
+        ({"version": 3}, "protocol version 3, expected 2; update the older member"),
         ({"version": "1"}, "Expected `int`"),
         ({"kind": "offer"}, "round: came as 'offer'"),
         ({"run": b"another."}, f"belongs to run {b'another.'.hex()}, expected {RUN.hex()}"),
@@ -443,16 +432,16 @@ def test_a_frame_has_a_largest_size() -> None:
 def test_what_is_not_ours_is_refused_by_name(changes: dict[str, Any], expected: str) -> None:
     values = {"kind": "round"} | changes
     with pytest.raises(FormatError, match=expected):
-        messages.unpack(framed(fields_of(EXAMPLES[Announcement]), **values), Announcement, RUN)
+        framing.unpack(framed(fields_of(EXAMPLES[Announcement]), **values), Announcement, RUN)
 
 
 def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
     # the check binds the run: a frame cannot be re-labelled
-    frame = bytearray(messages.pack(EXAMPLES[Announcement], b"another."))
+    frame = bytearray(framing.pack(EXAMPLES[Announcement], b"another."))
     at = frame.index(b"another.")
     frame[at : at + 8] = RUN
     with pytest.raises(HashError, match="round: its fields do not have the hash"):
-        messages.unpack(bytes(frame), Announcement, RUN)
+        framing.unpack(bytes(frame), Announcement, RUN)
 
 
 @pytest.mark.parametrize(
@@ -478,30 +467,30 @@ def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
         (Announcement, {"offer_bits": [["us", 5]]}),
         (Announcement, {"offer_bits": [["Us", 4]]}),
         (Announcement, {"offer_bits": [["us", 4]] * 65}),
-        (Pulse, {"loss": math.nan}),
-        (Pulse, {"loss": -math.inf}),
-        (Pulse, {"step_s": math.nan}),
-        (Pulse, {"state": "asleep"}),
-        (Pulse, {"versions": [0] * 4097}),
-        (Pulse, {"steps": [-1]}),
-        (Pulse, {"trained": [[0, 0]]}),
-        (ShardPulse, {"state": "asleep"}),
-        (ShardPulse, {"revision": -1}),
-        (ShardPulse, {"region": "Us"}),
-        (ShardPulse, {"region": "u" * 17}),
-        (ShardPulse, {"fragments": [0] * 4097}),
-        (ShardPulse, {"closed": [-1]}),
-        (ShardPulse, {"open": [[4096, 1, 1, 0.5]]}),
-        (ShardPulse, {"open": [[1, 1, 1]]}),
-        (ShardPulse, {"open": [[1, 1, 1, math.nan]]}),
-        (ShardPulse, {"open": [[1, 1, 1, math.inf]]}),
-        (ShardPulse, {"record_bits": 2}),
-        (ShardPulse, {"pace": 0.5}),
-        (ShardPulse, {"pace": 17.0}),
-        (ShardPulse, {"offer_bits": [["us", 4, 4]]}),
-        (CoordinatorPulse, {"coordinator": "A"}),
-        (CoordinatorPulse, {"revision": -1}),
-        (CoordinatorPulse, {"finished": 1}),
+        (Heartbeat, {"loss": math.nan}),
+        (Heartbeat, {"loss": -math.inf}),
+        (Heartbeat, {"step_s": math.nan}),
+        (Heartbeat, {"state": "asleep"}),
+        (Heartbeat, {"versions": [0] * 4097}),
+        (Heartbeat, {"steps": [-1]}),
+        (Heartbeat, {"trained": [[0, 0]]}),
+        (ShardHeartbeat, {"state": "asleep"}),
+        (ShardHeartbeat, {"revision": -1}),
+        (ShardHeartbeat, {"region": "Us"}),
+        (ShardHeartbeat, {"region": "u" * 17}),
+        (ShardHeartbeat, {"fragments": [0] * 4097}),
+        (ShardHeartbeat, {"closed": [-1]}),
+        (ShardHeartbeat, {"open": [[4096, 1, 1, 0.5]]}),
+        (ShardHeartbeat, {"open": [[1, 1, 1]]}),
+        (ShardHeartbeat, {"open": [[1, 1, 1, math.nan]]}),
+        (ShardHeartbeat, {"open": [[1, 1, 1, math.inf]]}),
+        (ShardHeartbeat, {"record_bits": 2}),
+        (ShardHeartbeat, {"pace": 0.5}),
+        (ShardHeartbeat, {"pace": 17.0}),
+        (ShardHeartbeat, {"offer_bits": [["us", 4, 4]]}),
+        (CoordinatorHeartbeat, {"coordinator": "A"}),
+        (CoordinatorHeartbeat, {"revision": -1}),
+        (CoordinatorHeartbeat, {"finished": 1}),
         (Offer, {"number": 0}),
         (Offer, {"round": 0}),
         (Offer, {"after": [1]}),
@@ -540,32 +529,34 @@ def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
         (Claim, {"fragment": 4096}),
         (Claim, {"epoch": 0}),
         (Claim, {"entry_check": b"short"}),
-        (Notice, {"sequence": -1}),
-        (Notice, {"check": b""}),
+        (CommitNotice, {"sequence": -1}),
+        (CommitNotice, {"check": b""}),
         (Genesis, {"founder": "ann\0"}),
     ],
 )
 def test_a_field_out_of_bounds_is_refused(cls: type[Message], changes: dict[str, Any]) -> None:
-    messages.unpack(framed(fields_of(EXAMPLES[cls]), cls.kind), cls, RUN)
+    framing.unpack(framed(fields_of(EXAMPLES[cls]), cls.kind), cls, RUN)
     with pytest.raises(FormatError, match=f"^{cls.kind}: "):
-        messages.unpack(framed(fields_of(EXAMPLES[cls], **changes), cls.kind), cls, RUN)
+        framing.unpack(framed(fields_of(EXAMPLES[cls], **changes), cls.kind), cls, RUN)
 
 
 @pytest.mark.parametrize("cls", KINDS)
 def test_a_field_too_many_or_too_few_is_refused(cls: type[Message]) -> None:
-    values = [getattr(EXAMPLES[cls], name) for name in EXAMPLES[cls].__struct_fields__ if name != "rolled_back"]
+    values = [
+        getattr(EXAMPLES[cls], name) for name in EXAMPLES[cls].__struct_fields__ if name not in ("rolled_back", "repaired")
+    ]
     for wrong in (values[:-1], [*values, 1]):
         with pytest.raises(FormatError):
-            messages.unpack(framed(msgspec.msgpack.encode(wrong), cls.kind), cls, RUN)
+            framing.unpack(framed(msgspec.msgpack.encode(wrong), cls.kind), cls, RUN)
 
 
 def test_text_that_is_no_unicode_is_refused() -> None:
     fields = fields_of(EXAMPLES[Announcement]).replace(b"syncer-0", b"syncer-\xff")
     with pytest.raises(FormatError):
-        messages.unpack(framed(fields, "round"), Announcement, RUN)
-    frame = messages.pack(EXAMPLES[Announcement], RUN).replace(b"DLC", b"D\xffC")
+        framing.unpack(framed(fields, "round"), Announcement, RUN)
+    frame = framing.pack(EXAMPLES[Announcement], RUN).replace(b"DLC", b"D\xffC")
     with pytest.raises(FormatError):
-        messages.unpack(frame, Announcement, RUN)
+        framing.unpack(frame, Announcement, RUN)
 
 
 def test_single_precision_is_not_finite_either() -> None:
@@ -573,23 +564,23 @@ def test_single_precision_is_not_finite_either() -> None:
     at = fields.index(b"\xcb" + struct.pack(">d", 0.25))
     for value in (math.nan, math.inf):
         with pytest.raises(FormatError):
-            messages.unpack(
+            framing.unpack(
                 framed(fields[:at] + b"\xca" + struct.pack(">f", value) + fields[at + 9 :], "round"), Announcement, RUN
             )
 
 
 def test_a_run_is_its_name_and_its_settings() -> None:
-    assert messages.run_id("a", b"s" * 32) == blake3(b"a\0" + b"s" * 32).digest()[:8]
-    assert len({messages.run_id(name, digest * 32) for name in ("a", "b") for digest in (b"s", b"t")}) == 4
+    assert framing.run_id("a", b"s" * 32) == blake3(b"a\0" + b"s" * 32).digest()[:8]
+    assert len({framing.run_id(name, digest * 32) for name in ("a", "b") for digest in (b"s", b"t")}) == 4
 
 
 @pytest.mark.parametrize("size", [0, 1, PART_BYTES])
 def test_a_body_up_to_a_part_goes_into_the_head(size: int) -> None:
     packed = bytes(size)
-    body, inline, parts = messages.describe_body(packed, b"h" * 32, b"attempt.")
+    body, inline, parts = describe_body(packed, b"h" * 32, b"attempt.")
     assert (body, inline, parts) == (Body(size, b"h" * 32, 0, b"attempt."), packed, [])
-    messages.check_body_size(body, size, "test")
-    assert messages.join_parts(body, inline, [], "test") == packed
+    check_body_size(body, size, "test")
+    assert join_parts(body, inline, [], "test") == packed
 
 
 @pytest.mark.parametrize(
@@ -602,14 +593,14 @@ def test_a_body_up_to_a_part_goes_into_the_head(size: int) -> None:
 )
 def test_a_larger_body_goes_in_parts_that_name_their_attempt(size: int, count: int) -> None:
     packed = random.Random(size).randbytes(size)
-    body, inline, parts = messages.describe_body(packed, b"h" * 32, b"attempt.")
+    body, inline, parts = describe_body(packed, b"h" * 32, b"attempt.")
     assert (body.size_bytes, body.parts, inline, len(parts)) == (size, count, b"", count)
     assert all(part.startswith(b"attempt.") and len(part) <= PART_BYTES for part in parts)
-    messages.check_body_size(body, size, "test")
+    check_body_size(body, size, "test")
     contents = [part[ATTEMPT_BYTES:] for part in parts]
-    assert messages.join_parts(body, b"ignored", contents, "test") == packed
+    assert join_parts(body, b"ignored", contents, "test") == packed
     with pytest.raises(FormatError, match=f"test: body of {size - len(contents[-1])} bytes, its head says {size}"):
-        messages.join_parts(body, b"", contents[:-1], "test")
+        join_parts(body, b"", contents[:-1], "test")
 
 
 @pytest.mark.parametrize(
@@ -623,19 +614,19 @@ def test_a_larger_body_goes_in_parts_that_name_their_attempt(size: int, count: i
 )
 def test_a_size_that_cannot_be_is_refused_before_anything_is_allocated(size: int, parts: int, expected: str) -> None:
     with pytest.raises(FormatError, match=expected):
-        messages.check_body_size(Body(size, b"h" * 32, parts, b"attempt."), 100, "test")
+        check_body_size(Body(size, b"h" * 32, parts, b"attempt."), 100, "test")
 
 
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_a_number_of_parts_that_cannot_be_is_refused(parts: int) -> None:
     body = Body(PART_BYTES + 1, b"h" * 32, parts, b"attempt.")
     with pytest.raises(FormatError, match=f"in {parts} parts, expected 2"):
-        messages.check_body_size(body, 10 * PART_BYTES, "test")
+        check_body_size(body, 10 * PART_BYTES, "test")
 
 
 def test_an_inline_body_of_another_size_is_refused() -> None:
     with pytest.raises(FormatError, match="test: body of 2 bytes, its head says 3"):
-        messages.join_parts(Body(3, b"h" * 32, 0, b"attempt."), b"ab", [], "test")
+        join_parts(Body(3, b"h" * 32, 0, b"attempt."), b"ab", [], "test")
 
 
 def test_members_of_a_combined_offer_are_named_in_order_and_once() -> None:
@@ -644,14 +635,14 @@ def test_members_of_a_combined_offer_are_named_in_order_and_once() -> None:
     ann, bob = combined.members
     for members in ([bob, ann], [ann, ann], []):
         with pytest.raises(FormatError, match=r"members|length >= 1"):
-            messages.unpack(framed(fields_of(combined, members=members), "combined"), Combined, RUN)
+            framing.unpack(framed(fields_of(combined, members=members), "combined"), Combined, RUN)
 
 
 @pytest.mark.parametrize("places", [[1], [0, 0], []])
 def test_a_record_says_once_at_most_of_each_of_its_members_how_it_came(places: list[int]) -> None:
     combination = ("syncer-1", 5, 6, places)
     with pytest.raises(FormatError, match=r"combined|length >= 1"):
-        messages.unpack(framed(fields_of(EXAMPLES[Record], combined=[combination]), "record"), Record, RUN)
+        framing.unpack(framed(fields_of(EXAMPLES[Record], combined=[combination]), "record"), Record, RUN)
 
 
 def large_offer(learner: str, data: list[Range]) -> Offer:
@@ -666,7 +657,7 @@ def test_what_fits_a_combined_offer_fits_a_record() -> None:
         for ranges in ([], data):
             offers = [large_offer(f"{i:048}", ranges) for i in range(count)]
             combined = Combined(0, "s" * 48, 2**62, 2**62, 4, [Answer.of(offer) for offer in offers], offers[0].body)
-            assert messages.members_bytes(combined) <= sum(map(messages.answer_bytes, offers)) + 128
+            assert members_bytes(combined) <= sum(map(answer_bytes, offers)) + 128
 
 
 def test_subjects_say_what_they_name() -> None:
@@ -708,14 +699,21 @@ def test_where_nothing_went_back_nothing_of_it_travels(cls: type[Message]) -> No
     plain: Any = EXAMPLES[cls]
     changes = {"rolled_back": BACK} | ({"entry": "rollback", "bits": 32} if cls is Record else {})
     back = msgspec.structs.replace(plain, **changes)
-    lengths = [len(msgspec.msgpack.decode(msgspec.msgpack.decode(messages.pack(m, RUN))[4])) for m in (plain, back)]
-    assert lengths == [len(cls.__struct_fields__) - 1, len(cls.__struct_fields__)]
+    lengths = [len(msgspec.msgpack.decode(msgspec.msgpack.decode(framing.pack(m, RUN))[4])) for m in (plain, back)]
+    assert [length - lengths[0] for length in lengths] == [0, 1]
+    if cls is Record:
+        repaired = msgspec.structs.replace(back, entry="repair", repaired=Repaired(9, [(0, 7)]))
+        assert framing.unpack(framing.pack(repaired, RUN), cls, RUN)[0] == repaired
     for message in (plain, back):
-        assert messages.unpack(messages.pack(message, RUN), cls, RUN)[0] == message
+        assert framing.unpack(framing.pack(message, RUN), cls, RUN)[0] == message
 
 
 @pytest.mark.parametrize("changes", [{"entry": "rollback", "bits": 32}, {"rolled_back": BACK, "bits": 32},
-                                     {"entry": "rollback", "rolled_back": BACK}])  # fmt: skip
+                                     {"entry": "rollback", "rolled_back": BACK},
+                                     {"entry": "repair", "rolled_back": BACK, "bits": 32},
+                                     {"entry": "repair", "repaired": Repaired(1, []), "bits": 32},
+                                     {"entry": "rollback", "rolled_back": BACK, "repaired": Repaired(1, []),
+                                      "bits": 32}])  # fmt: skip
 def test_a_rollback_says_what_it_came_to_in_32_bits_and_nothing_else_does(changes: dict[str, Any]) -> None:
-    with pytest.raises(FormatError, match="rolled_back: "):
-        messages.unpack(framed(fields_of(EXAMPLES[Record], **changes), "record"), Record, RUN)
+    with pytest.raises(FormatError, match=r"rolled_back: |repaired: "):
+        framing.unpack(framed(fields_of(EXAMPLES[Record], **changes), "record"), Record, RUN)

@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from diloco import metrics
 from diloco.errors import SettingsError
-from diloco.metrics import Exporter, Histogram, Metric, families, one_of
 from diloco.nats.transport import NatsTransport
-from diloco.observe import Counted, get_logger
-from diloco.settings import ServiceSettings, host_and_port, load_service
+from diloco.process.observe import Counted, get_logger
+from diloco.service import metrics
+from diloco.service.metrics import Exporter, Histogram, Metric, families, one_of
+from diloco.settings.loading import load_service
+from diloco.settings.service import ServiceSettings, host_and_port
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -188,7 +189,7 @@ def test_a_histogram_counts_what_is_at_most_as_long(times_s: list[float]) -> Non
     assert histogram.sum_s == pytest.approx(sum(times_s))
 
 
-def test_refused_messages_are_counted_by_kind_whoever_sent_them() -> None:
+def test_refused_messages_are_counted_by_kind_from_any_sender() -> None:
     refused = Counted(get_logger())
     for sender, kind in (("a", "HashError"), ("b", "HashError"), ("a", "FormatError")):
         refused.note(sender, kind)
@@ -208,7 +209,7 @@ async def test_what_all_services_tell(exporter: Exporter) -> None:
     assert found["diloco_broker_connected"] == {own | {("connection", "control")}: 1, own | {("connection", "bulk")}: 0}
     assert set(found["diloco_broker_reconnects_total"].values()) == {3}
     [build] = found["diloco_build_info"]
-    assert {"service": "test", "protocol": "1"}.items() <= dict(build).items()
+    assert {"service": "test", "protocol": "2"}.items() <= dict(build).items()
     assert found["process_start_time_seconds"][frozenset()] > 1e9
     assert found["process_resident_memory_bytes"][frozenset()] > 1e6
 
@@ -232,13 +233,13 @@ async def test_healthy_is_who_waits_for_others_and_not_who_hangs(exporter: Expor
     assert await says(exporter, "/healthz") == (200, "ok\n")
     now_s = asyncio.get_running_loop().time()
     broker, worker = joined(exporter)
-    assert await says(exporter, "/healthz") == (200, "ok\n")  # it may have had no reason to give a sign of life yet
+    assert await says(exporter, "/healthz") == (200, "ok\n")  # it may have had no reason to give a heartbeat yet
     worker.beat = now_s - 1
     assert await says(exporter, "/healthz") == (200, "ok\n")
     worker.beat = now_s - 1000
     status, said = await says(exporter, "/healthz")
     assert (status, said.startswith("no sign of life for 100")) == (503, True)
-    worker.quiet_s = 5000  # of a run whose pulses are rare
+    worker.quiet_s = 5000  # of a run whose heartbeats are rare
     assert (await says(exporter, "/healthz"))[0] == 200
     worker.quiet_s, broker.control.is_connected = 15, False  # to start it again would not bring NATS back
     assert (await says(exporter, "/healthz"))[0] == 200

@@ -16,12 +16,13 @@ from tests.conftest import MakeServer
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, StorageFullError
 from diloco.nats import append as appending
-from diloco.nats import snapshot, streams
+from diloco.nats import streams
 from diloco.nats.append import append
 from diloco.nats.connection import Link, subscribe
-from diloco.nats.server import Server
-from diloco.observe import get_logger
+from diloco.process.observe import get_logger
 from diloco.transport import Fence, Stored
+from diloco_ops.broker import snapshot
+from diloco_ops.broker.server import Server
 
 PART_BYTES = 1 << 19
 
@@ -110,7 +111,7 @@ async def test_a_repeated_batch_is_stored_once_and_its_sequence_found(log: Log) 
         assert await log.append(b"head", bodies(3), fence, "same") == 4
     assert (await log.state()).messages == 4
     await log.append(b"next", [], None)
-    assert await log.append(b"head", bodies(3), None, "same") == 5, "whoever fences nothing is told what is there last"
+    assert await log.append(b"head", bodies(3), None, "same") == 5, "anyone who fences nothing is told what is there last"
 
 
 async def test_the_last_sequence_of_a_subject_is_told_to_its_writer(log: Log) -> None:
@@ -175,7 +176,7 @@ async def test_a_full_server_says_so(make_server: MakeServer) -> None:
     await link.close()
 
 
-async def test_a_broken_disk_is_uncertain_until_it_is_mended_and_the_server_restarted(make_server: MakeServer) -> None:
+async def test_a_broken_disk_is_uncertain_until_it_is_fixed_and_the_server_restarted(make_server: MakeServer) -> None:
     server = make_server()
     link = await open_link(server)
     log = Log(link)
@@ -189,7 +190,8 @@ async def test_a_broken_disk_is_uncertain_until_it_is_mended_and_the_server_rest
             await log.append(b"head", parts, 0, "same", timeout_s=0.5)
     assert "file too large" in server.log_file.read_text()
     retrying = asyncio.create_task(retried(log, bodies(6)))
-    await asyncio.to_thread(server.restart)
+    await asyncio.to_thread(server.stop)
+    await asyncio.to_thread(server.start)
     assert await retrying == 7
     assert (await log.state()).messages == 7
     await link.close()
@@ -289,7 +291,7 @@ async def test_a_frozen_server_is_uncertain_and_a_retry_stores_once(make_server:
 async def test_kill_in_the_middle_of_a_batch_then_retry_stores_once(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, sent: int
 ) -> None:
-    monkeypatch.setattr("diloco.nats.connection.FLUSH_TIMEOUT_S", 1)
+    monkeypatch.setattr("diloco.nats.opening.FLUSH_TIMEOUT_S", 1)
     server = make_server()
     link = await open_link(server)
     log = Log(link)

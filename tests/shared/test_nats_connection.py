@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 from structlog.testing import capture_logs
+from tests import raw
 from tests.conftest import MakeServer
 
 from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, SettingsError
-from diloco.nats import connection
+from diloco.nats import connection, opening
 from diloco.nats.connection import Link, subscribe, wait_connected
-from diloco.nats.server import Server, find_binary, free_port
-from diloco.observe import get_logger
+from diloco.process.observe import get_logger
+from diloco_ops.broker.server import Server, find_binary, free_port
 
 Events = list[Any]
 
@@ -191,7 +192,7 @@ async def test_connections_are_remade_and_it_is_logged(own: tuple[Server, Link],
 
 
 async def test_a_frozen_server_is_noticed(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, events: Events) -> None:
-    monkeypatch.setattr(connection, "PING_S", 0.3)
+    monkeypatch.setattr(opening, "PING_S", 0.3)
     server = make_server()
     link = await opened(server.url)
     server.send_signal(signal.SIGSTOP)
@@ -205,13 +206,13 @@ async def test_errors_in_the_background_are_logged(link: Link, events: Events) -
     async def fail(message: Any) -> None:
         raise ValueError("deliberate")
 
-    opened_anew = await opened(str(link.bulk.connected_url.geturl()))
-    await opened_anew.bulk.subscribe("fails", cb=fail)
-    await opened_anew.bulk.publish("fails", b"")
+    opened_again = await opened(str(link.bulk.connected_url.geturl()))
+    await opened_again.bulk.subscribe("fails", cb=fail)
+    await opened_again.bulk.publish("fails", b"")
     await until(lambda: bool(named(events, "nats_error")))
     (event,) = named(events, "nats_error")
     assert (event["connection"], event["reason"], event["log_level"]) == ("test-bulk", "deliberate", "warning")
-    await opened_anew.close()
+    await opened_again.close()
 
 
 def plain_server(tmp_path: Path, text: str, port: int | None = None) -> tuple[subprocess.Popen[bytes], str]:
@@ -357,3 +358,36 @@ async def test_bytes_are_counted(nats_server: Server) -> None:
     await asyncio.wait_for(heard.get(), 5)
     assert (link.bytes_out - sent, link.bytes_in - received) == (1000, 1000)
     await link.close()
+
+
+HOSTILE_HEADERS = (
+    b"\xff",
+    b"NATS/1.0",
+    b"NATS/1.0 \xff\xfe\r\n\r\n",
+    b"NATS/1.0 503\r\n\r\n",
+    b"NATS/1.0 100 \xff\r\n\xff: \xff\r\n\r\n",
+    b"NATS/1.0\r\nStatus: 408\r\nDescription: Consumer Deleted\r\n\r\n",
+)
+
+
+async def test_no_message_makes_a_listener_deaf(nats_server: Server, events: Events) -> None:
+    """Headers, subjects and reply subjects are whatever their sender likes; the server passes them on."""
+    link, liar = await opened(nats_server.url), await opened(nats_server.url)
+    heard: list[Msg] = []
+
+    async def hear(message: Msg) -> None:
+        heard.append(message)
+
+    await subscribe(link.control, "hostile.>", hear)
+    for headers in HOSTILE_HEADERS:
+        await raw.publish(liar.control, b"hostile.header", b"x", headers)
+    for subject in (b"hostile.\xff", b"hostile.\x0c", b"hostile.a\x0bb"):
+        await raw.publish(liar.control, subject, b"x")
+        await raw.publish(liar.control, b"hostile.reply", b"x", reply=subject)
+    await raw.publish(liar.control, b"hostile.last", b"y")
+    await until(lambda: bool(heard) and heard[-1].data == b"y")
+    assert len(heard) == len(HOSTILE_HEADERS) + 2 * 3 + 1
+    assert not named(events, "nats_disconnected")
+    assert link.control.stats["reconnects"] == 0
+    await link.close()
+    await liar.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from nats.js.api import StorageType
+from tests import raw
 from tests.conftest import MakeServer
 
 from diloco.errors import BrokerError, RewoundError
@@ -18,8 +19,8 @@ from diloco.nats import streams
 from diloco.nats.append import append
 from diloco.nats.connection import Link
 from diloco.nats.pull import OVERHEAD_BYTES, Message, Puller
-from diloco.nats.server import Server
-from diloco.observe import get_logger
+from diloco.process.observe import get_logger
+from diloco_ops.broker.server import Server
 
 
 @pytest.fixture
@@ -103,10 +104,15 @@ async def test_many_small_messages(link: Link) -> None:
     await api.add_stream(name=name, subjects=[f"{name}.>"], storage=StorageType.MEMORY, allow_batched=True)
     await fill(link, name, texts(count))
     puller = Puller(link, name, [f"{name}.>"], 1, window_bytes=1 << 30)  # one request could hold them all
-    messages = await take(puller, count)
+    messages = []
+    async for message in puller:
+        messages.append(message)
+        if len(messages) == count:
+            [consumer] = await api.consumers_info(name)
+            assert consumer.delivered.consumer_seq == count, "the first one was never thought lost"
+            break
     assert [message.sequence for message in messages] == list(range(1, count + 1))
     assert [message.data for message in messages] == texts(count)
-    assert len(await api.consumers_info(name)) == 1, "the first one was never thought lost"
     await streams.delete(link, name)
 
 
@@ -166,6 +172,74 @@ async def test_deletion_of_the_consumer_is_survived(link: Link, stream: str) -> 
     assert sequences == list(range(1, 21))
 
 
+async def names(link: Link, stream: str) -> list[str]:
+    """Of the consumers that a stream has."""
+    return sorted(consumer["name"] for consumer in await streams.consumers(link, stream))
+
+
+async def test_a_process_reads_with_eight_consumers_of_its_name_at_most(link: Link, stream: str) -> None:
+    await fill(link, stream, texts(3))
+    pullers = [aiter(Puller(link, stream, [f"{stream}.>"], 1)) for _ in range(9)]
+    for puller in pullers[:8]:
+        assert (await anext(puller)).sequence == 1
+    assert await names(link, stream) == [f"test-{slot}" for slot in range(8)]
+    waiting = asyncio.create_task(pullers[8].__anext__())
+    await streams.last(link, stream, f"{stream}.2")  # its answer came after that of any consumer that was asked for
+    assert not waiting.done()
+    await pullers[5].aclose()
+    async with asyncio.timeout(20):
+        assert (await waiting).sequence == 1
+    for puller in pullers:
+        await puller.aclose()
+    async with asyncio.timeout(20):
+        while await names(link, stream):
+            await asyncio.sleep(0.01)
+
+
+async def test_processes_of_one_name_all_read_all(link: Link, stream: str, nats_server: Server) -> None:
+    """Twelve readers of two processes, and eight names: they take them from one another."""
+    other = await open_link(nats_server)
+    assert other.name == link.name
+    await fill(link, stream, texts(50))
+
+    async def read(own: Link) -> list[bytes]:
+        return [message.data for message in await take(Puller(own, stream, [f"{stream}.>"], 1, window_bytes=1), 100, 60)]
+
+    reading = [asyncio.create_task(read(own)) for own in (link, other) for _ in range(6)]
+    for first in range(50, 100, 5):
+        await asyncio.sleep(0.2)
+        await fill(link, stream, texts(5, first), first)
+    assert await asyncio.gather(*reading) == [texts(100)] * 12
+    await other.close()
+
+
+async def test_a_process_that_is_started_again_replaces_its_consumers(link: Link, stream: str, nats_server: Server) -> None:
+    await fill(link, stream, texts(3))
+    before = await open_link(nats_server)
+    left = [aiter(Puller(before, stream, [f"{stream}.>"], 1)) for _ in range(8)]
+    for puller in left:
+        await anext(puller)
+    await before.close()  # before it removes any
+    assert len(await names(link, stream)) == 8
+    assert [message.data for message in await take(Puller(link, stream, [f"{stream}.>"], 1), 3)] == texts(3)
+
+
+async def test_a_message_that_another_process_of_the_name_took_is_not_missed(link: Link, stream: str) -> None:
+    await fill(link, stream, texts(3))
+    reading = aiter(Puller(link, stream, [f"{stream}.>"], 1))
+    assert [(await anext(reading)).data for _ in range(3)] == texts(3)
+    for first in (3, 23):
+        [name] = await names(link, stream)
+        theirs = await link.control.subscribe("theirs", max_msgs=1)
+        await link.control.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", b"", reply="theirs")
+        await link.control.flush()
+        await fill(link, stream, texts(20, first), first)
+        async with asyncio.timeout(20):
+            assert [(await anext(reading)).data for _ in range(20)] == texts(20, first)
+        assert (await theirs.next_msg(20)).data in texts(20, first)
+    await reading.aclose()
+
+
 @pytest.mark.parametrize("harm", ["restart", "kill", "freeze"])
 async def test_reading_goes_on_when_the_server_is_back(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, harm: str
@@ -212,7 +286,7 @@ async def test_a_reader_goes_on_when_the_connection_is_remade_and_does_not_wait_
     await link.close()
 
 
-FROZEN_S = 1.2  # longer than the reader waits for a sign of life
+FROZEN_S = 1.2  # longer than the reader waits for a heartbeat
 
 
 async def disturb(server: Server, harm: str) -> None:
@@ -286,7 +360,8 @@ async def test_a_stream_that_lost_what_was_read_is_told_of_but_not_a_purged_one(
     async with asyncio.timeout(20):
         assert [(await anext(reading)).data for _ in range(6)] == texts(6)
         await streams.purge(link, "S", "S.>", 7)
-        await asyncio.to_thread(server.restart)
+        await asyncio.to_thread(server.stop)
+        await asyncio.to_thread(server.start)
         await fill(link, "S", texts(1, 6), 6)
         newest = await anext(reading)
         assert newest.data == b"6"
@@ -301,3 +376,41 @@ async def test_a_stream_that_lost_what_was_read_is_told_of_but_not_a_purged_one(
             async with asyncio.timeout(20):
                 await anext(reader)
     await link.close()
+
+
+HOSTILE_HEADERS = (
+    b"NATS/1.0\r\nStatus: 404\r\n\r\n",
+    b"NATS/1.0 404 No Messages\r\n\r\n",
+    b"NATS/1.0 503\r\nNats-Sequence: 1\r\nNats-Subject: other\r\n\r\n",
+    b"NATS/1.0 409 Consumer Deleted\r\n\r\n",
+    b"NATS/1.0 100 \xff\xfe\r\n\r\n",
+    b"NATS/1.0\r\nNats-Expected-Stream\xff: \xff\r\n\r\n",
+    b"NATS/1.0",
+    b"\xff\xfe",
+)
+
+
+@pytest.mark.parametrize("data", [b"", b"x"])
+async def test_no_stored_message_stops_a_reader(link: Link, stream: str, data: bytes) -> None:
+    """Neither those who read all, nor those who look one up: its headers and its subject are its writer's."""
+    name = stream.encode()
+    for headers in HOSTILE_HEADERS:
+        await raw.publish(link.bulk, name + b".1", data, headers)
+    for token in (b"\xff", b"\xe2\x82", b"a\x0cb"):
+        await raw.publish(link.bulk, b"%s.%s" % (name, token), data)
+    await link.bulk.flush()
+    await fill(link, stream, [b"last"], 2)
+    messages = await take(Puller(link, stream, [f"{stream}.>"], 0), len(HOSTILE_HEADERS) + 2)
+    read = [message for message in messages if message.subject == f"{stream}.1"]
+    assert len(read) >= len(HOSTILE_HEADERS) - 2  # the server itself takes no header that it cannot read
+    assert {message.data for message in read} == {data}
+    assert messages[-1].data == b"last"
+    for replicas in (1, 3):  # a replicated stream is looked into in another way
+        link.replicas[stream] = replicas
+        for message in messages:
+            stored = await streams.get(link, stream, message.sequence)
+            assert stored is not None
+            assert (stored.subject, stored.sequence, stored.data) == (message.subject, message.sequence, message.data)
+    del link.replicas[stream]
+    going_on = Puller(link, stream, [f"{stream}.>"], messages[-1].sequence, read=messages[-1])
+    assert [message.data for message in await take(going_on, 1)] == [b"last"]

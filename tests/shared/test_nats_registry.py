@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import nats.js.errors
 import pytest
 from nats.js.api import KeyValueConfig
 from tests.conftest import MakeServer
@@ -16,9 +17,10 @@ from tests.conftest import MakeServer
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError, StorageFullError
 from diloco.nats import registry as module
 from diloco.nats.connection import Link
-from diloco.nats.registry import MAX_VALUE_BYTES, Registry
-from diloco.nats.server import Server
-from diloco.observe import get_logger
+from diloco.nats.registry import MAX_WRITTEN_BYTES, Registry
+from diloco.nats.streams import MAX_VALUE_BYTES
+from diloco.process.observe import get_logger
+from diloco_ops.broker.server import Server
 
 
 @pytest.fixture
@@ -120,15 +122,31 @@ async def test_a_deleted_key_can_be_made_again(link: Link, registry: Registry, b
 
 
 async def test_values_are_bounded_both_ways(link: Link, registry: Registry, bucket: str) -> None:
-    largest = bytes(MAX_VALUE_BYTES)
+    largest = bytes(MAX_WRITTEN_BYTES)
     await registry.put("key", largest)
     assert await registry.get("key") == (largest, 1)
     for call in (registry.put("key", largest + b"x"), registry.create("new", largest + b"x")):
-        with pytest.raises(BrokerError, match=rf"key '(key|new)': a value of {MAX_VALUE_BYTES + 1} bytes, at most"):
+        with pytest.raises(BrokerError, match=rf"key '(key|new)': a value of {MAX_WRITTEN_BYTES + 1} bytes, at most"):
             await call
-    await link.control.jetstream().publish(f"$KV.{bucket}.foreign", largest + b"x")  # as somebody else could
+
+
+async def test_nobody_writes_a_value_that_no_reader_takes(link: Link, registry: Registry, bucket: str) -> None:
+    foreign, api = f"$KV.{bucket}.foreign", link.control.jetstream()
+    for size in (MAX_VALUE_BYTES + 1, link.control.max_payload):
+        with pytest.raises(nats.js.errors.APIError, match="message size exceeds maximum allowed"):
+            await api.publish(foreign, bytes(size))
+    await api.publish(foreign, bytes(MAX_VALUE_BYTES))
+    assert await registry.get("foreign") == (bytes(MAX_VALUE_BYTES), 1)
+
+
+async def test_a_bucket_of_an_older_version_holds_a_value_that_is_refused(link: Link) -> None:
+    bucket = "B" + uuid.uuid4().hex
+    await link.bulk.jetstream().add_stream(name=f"KV_{bucket}", subjects=[f"$KV.{bucket}.>"], max_msgs_per_subject=1)
+    registry = await Registry.open(link, bucket, create=True)
+    await link.control.jetstream().publish(f"$KV.{bucket}.foreign", bytes(MAX_VALUE_BYTES + 1))  # as somebody else could
     with pytest.raises(FormatError, match=rf"bucket {bucket}: key 'foreign' holds {MAX_VALUE_BYTES + 1} bytes"):
         await registry.get("foreign")
+    await link.bulk.jetstream().delete_stream(f"KV_{bucket}")
 
 
 class Silenced:
@@ -182,7 +200,7 @@ async def test_an_unanswered_attempt_that_somebody_else_overtook_does_not(
 
 async def test_a_frozen_server_is_waited_for_then_given_up(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
-    monkeypatch.setattr("diloco.nats.connection.FLUSH_TIMEOUT_S", 1)
+    monkeypatch.setattr("diloco.nats.opening.FLUSH_TIMEOUT_S", 1)
     server = make_server()
     link = await open_link(server)
     registry = await Registry.open(link, "B", create=True)

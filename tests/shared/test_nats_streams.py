@@ -8,6 +8,7 @@ from typing import Any
 
 import nats.js.api
 import pytest
+from nats.js.api import StreamConsumerLimits
 
 from diloco.errors import BrokerError, RunError, StorageFullError
 from diloco.nats import streams
@@ -45,7 +46,29 @@ async def test_a_stream_is_made_once_with_what_the_protocol_says(link: Link, nam
     config = info.config
     assert (config.retention, config.discard, config.storage) == ("limits", "new", "file")
     assert (config.max_msgs_per_subject, config.max_bytes, config.max_age) == (-1, -1, 0)
-    assert (config.allow_direct, config.allow_batched, config.duplicate_window) == (True, True, 120)
+    assert (config.allow_direct, config.allow_batched, config.duplicate_window) == (True, True, 60)
+    assert (config.max_msg_size, config.max_consumers) == (1_048_576, 32_768)
+    assert config.consumer_limits == StreamConsumerLimits(inactive_threshold=60)
+
+
+async def test_a_stream_of_an_older_version_is_as_good_and_its_wider_limits_are_named(link: Link, name: str) -> None:
+    older = nats.js.api.StreamConfig(name=name, subjects=[f"{name}.>"], discard=nats.js.api.DiscardPolicy.NEW)
+    older = older.evolve(allow_direct=True, allow_batched=True, duplicate_window=120)
+    await link.bulk.jetstream().add_stream(older)
+    await streams.ensure(link, name, [f"{name}.>"])
+
+    async def wider() -> list[str]:
+        [config] = [found["config"] for found in await streams.listed(link) if found["config"]["name"] == name]
+        return streams.wider_limits(config)
+
+    assert await wider() == [
+        "max_msg_size = no limit, expected at most 1048576",
+        "duplicate_window = 120000000000, expected at most 60000000000",
+        "consumer_limits.inactive_threshold = no limit, expected at most 60000000000",
+    ]
+    await streams.delete(link, name)
+    await streams.ensure(link, name, [f"{name}.>"])
+    assert await wider() == []
 
 
 async def test_of_one_message_a_subject_the_newest_stays(link: Link, name: str) -> None:
@@ -69,12 +92,10 @@ async def test_of_one_message_a_subject_the_newest_stays(link: Link, name: str) 
         ({"max_msgs_per_subject": 2, "discard": "old"}, {"max_msgs_per_subject": 1}, "max_msgs_per_subject = 2, expected 1"),
         ({"allow_direct": False}, {}, "allow_direct = False, expected True"),
         ({"allow_batched": False}, {}, "allow_batched = (False|None), expected True"),
-        ({"max_bytes": 1_000_000}, {}, "max_bytes = 1000000, expected no limit"),
-        ({"max_bytes": 1_000_000}, {"max_bytes": 12_345_678}, "max_bytes = 1000000, expected at least 12345678"),
         ({"max_msgs": 5}, {}, "max_msgs = 5, expected no limit"),
         ({"max_age": 3600.0}, {}, "max_age = 3600, expected no limit"),
-        ({"max_msg_size": 1000}, {}, "max_msg_size = 1000, expected no limit"),
-        ({"duplicate_window": 60.0}, {}, "duplicate_window = 60, expected at least 120"),
+        ({"max_msg_size": 1000}, {}, "max_msg_size = 1000, expected at least 1048576"),
+        ({"duplicate_window": 30.0}, {}, "duplicate_window = 30, expected at least 60"),
     ],
 )
 async def test_another_stream_of_the_name_is_refused(
@@ -89,7 +110,7 @@ async def test_another_stream_of_the_name_is_refused(
 
 async def test_a_limit_that_somebody_raised_is_as_good(link: Link, name: str) -> None:
     async def ensure() -> None:
-        await streams.ensure(link, name, [f"{name}.>"], max_bytes=100_000)
+        assert await streams.ensure(link, name, [f"{name}.>"], max_bytes=100_000) is None
 
     await ensure()
     await store(link, f"{name}.a", bytes(60_000))
@@ -101,6 +122,16 @@ async def test_a_limit_that_somebody_raised_is_as_good(link: Link, name: str) ->
     await change(link, name, max_bytes=-1)
     await ensure()
     assert (await link.bulk.jetstream().stream_info(name)).config.max_bytes == -1, "and is left as it is"
+
+
+@pytest.mark.parametrize(("lowered", "wanted"), [(5_000, -1), (5_000, 100_000), (99_999, 100_000)])
+async def test_a_limit_that_somebody_lowered_is_told_and_left_as_it_is(
+    link: Link, name: str, lowered: int, wanted: int
+) -> None:
+    assert await streams.ensure(link, name, [f"{name}.>"], max_bytes=wanted) is None
+    await change(link, name, max_bytes=lowered)
+    assert await streams.ensure(link, name, [f"{name}.>"], max_bytes=wanted) == lowered
+    assert (await link.bulk.jetstream().stream_info(name)).config.max_bytes == lowered
 
 
 async def test_what_the_server_refuses_is_told(link: Link, name: str) -> None:

@@ -13,7 +13,7 @@ from tests.conftest import MakeServer
 
 from diloco.errors import AppendUncertainError
 from diloco.nats.transport import NatsTransport
-from diloco.observe import get_logger
+from diloco.process.observe import get_logger
 
 LONG_S = 60.0
 

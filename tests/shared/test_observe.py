@@ -10,21 +10,14 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from diloco import logs, observe
 from diloco.errors import AdmissionError, DilocoError, SettingsError
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    yield
-    observe.reset()
+from diloco.process import logs, observe
 
 
 @pytest.fixture
@@ -249,7 +242,7 @@ def test_a_process_without_run_main_shows_no_traceback(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     code = f"""
         from pathlib import Path
-        from diloco import observe
+        from diloco.process import observe
         observe.configure("x", "run", file=Path({str(path)!r}))
         1 // 0
     """
@@ -263,7 +256,7 @@ def test_a_process_without_run_main_shows_no_traceback(tmp_path: Path) -> None:
 def test_a_reader_that_went_away_is_no_error() -> None:
     code = """
         import sys
-        from diloco import observe
+        from diloco.process import observe
 
         def main():
             for number in range(200_000):

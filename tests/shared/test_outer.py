@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from diloco.core import outer, quantise
 from diloco.core.fragments import TensorSpec, build_map
-from diloco.settings import run_settings
+from diloco.settings.presets import run_settings
 
 Vector = NDArray[np.float32]
 SIZES = [1, 63, 64, 65, 1000, outer.CHUNK - 1, outer.CHUNK, outer.CHUNK + 1, 2 * outer.CHUNK + 100]

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tests.shared.test_round import offer
 
 from diloco.core import quantise
-from diloco.core.outliers import Norms, Outlier, norm_of
-from diloco.settings import QuarantineSettings
+from diloco.core.excess import norm_of
+from diloco.core.outliers import Norms, Outlier
+from diloco.settings.run import QuarantineSettings
 
 LIVE = ("ann", "bob", "cat", "dan")
 
@@ -61,7 +62,7 @@ def test_so_many_in_a_row_of_one_learner() -> None:
     norms = Norms()
     calm = (("ann", 6, 1.0), ("bob", 6, 1.0))
     assert judge(norms, 1, *calm, ("dan", 6, 11.0), in_a_row=2) == []
-    assert judge(norms, 1, *calm, ("dan", 6, 11.0), in_a_row=2) == []  # the same offer again, in a merge made anew
+    assert judge(norms, 1, *calm, ("dan", 6, 11.0), in_a_row=2) == []  # the same offer again, in a merge that is made again
     assert judge(norms, 2, *calm, ("dan", 6, 1.0), in_a_row=2) == []
     assert judge(norms, 3, *calm, ("dan", 6, 11.0), in_a_row=2) == []
     assert judge(norms, 4, *calm, ("dan", 6, 11.0), in_a_row=2) == [Outlier("dan", 11.0, 10.0)]

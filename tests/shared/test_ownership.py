@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.core.ownership import FIRST_TABLE_S, UNEVEN, Ownership, OwnersTable, plan
-from diloco.wire.messages import ShardPulse
+from diloco.wire.control import ShardHeartbeat
 
 TAKEOVER_S = 1.5
 AWAY_S = 6.0
@@ -155,7 +155,7 @@ def test_a_death_moves_only_what_the_dead_had_if_a_standby_is_there(sizes: list[
 
 
 class Watch:
-    """One syncer's view, driven by hand: it pulses to itself as often as it should unless it is frozen or cut off."""
+    """One syncer's view, driven by hand: it heartbeats to itself as often as it should unless it is frozen or cut off."""
 
     def __init__(
         self, name: str = "s0", shards: int = 2, sizes: Sequence[int] = SIZES, regions: Mapping[str, str] | None = None
@@ -169,7 +169,7 @@ class Watch:
         self.revisions: dict[str, int] = {}
         self.tick()
 
-    def pulse(self, name: str, **changes: Any) -> ShardPulse:
+    def heartbeat(self, name: str, **changes: Any) -> ShardHeartbeat:
         self.numbers[name] = self.numbers.get(name, 0) + 1
         values: dict[str, Any] = {
             "syncer": name,
@@ -192,16 +192,16 @@ class Watch:
             "crossing": [],
             "software": "",
         }
-        return ShardPulse(**(values | changes))
+        return ShardHeartbeat(**(values | changes))
 
     def tick(self) -> None:
         for name in sorted(self.talking):
-            self.own.hear(self.pulse(name), self.now_s)
+            self.own.hear(self.heartbeat(name), self.now_s)
 
     def run(self, duration_s: float) -> None:
         ends_s = self.now_s + duration_s
-        while self.now_s + self.own.pulse_s <= ends_s + 1e-9:
-            self.now_s += self.own.pulse_s
+        while self.now_s + self.own.heartbeat_s <= ends_s + 1e-9:
+            self.now_s += self.own.heartbeat_s
             self.tick()
         self.now_s = ends_s
 
@@ -249,13 +249,13 @@ def test_a_region_that_returns_is_given_nothing_before_it_has_had_time_to_catch_
     watch.run(10 * AWAY_S)
     assert watch.own.propose(watch.now_s) is None
     watch.talking.add("eu0")
-    watch.run(2 * AWAY_S)  # the first pulse comes one interval later
+    watch.run(2 * AWAY_S)  # the first heartbeat comes one interval later
     assert watch.own.propose(watch.now_s) is None
-    watch.run(watch.own.pulse_s)
+    watch.run(watch.own.heartbeat_s)
     table = watch.own.propose(watch.now_s)
     assert table is not None
     assert table.holders == ["ap0", "us0", "eu0"]
-    watch.talking.remove("ap0")  # but what nobody has is given to whoever is there
+    watch.talking.remove("ap0")  # but a fragment that nobody has is given to one that is there
     watch.run(AWAY_S)
     table = watch.own.propose(watch.now_s)
     assert table is not None
@@ -283,7 +283,7 @@ def test_keyframes_are_one_syncers_of_each_region_and_the_owners_in_its_own() ->
     assert kept == {"eu0": [1, 2], "eu1": [], "us0": [0, 3]}
 
 
-def test_a_frozen_syncer_that_goes_on_hears_the_others_anew_before_it_thinks_them_gone() -> None:
+def test_a_frozen_syncer_that_goes_on_hears_the_others_again_before_it_thinks_them_gone() -> None:
     watch = Watch("s1")
     watch.talking |= {"s0"}
     watch.table("0101")
@@ -298,7 +298,7 @@ def test_a_frozen_syncer_that_goes_on_hears_the_others_anew_before_it_thinks_the
     assert watch.own.propose(watch.now_s) == OwnersTable(["s1"], ["s1"] * 4)
 
 
-def test_while_its_own_pulses_do_not_come_back_nobody_is_gone() -> None:
+def test_while_its_own_heartbeats_do_not_come_back_nobody_is_gone() -> None:
     watch = Watch("s1")
     watch.talking |= {"s0"}
     watch.table("0101")
@@ -358,7 +358,7 @@ def test_one_that_leaves_is_planned_without_at_once_and_keeps_what_nobody_else_c
     watch.own.leaving = True
     assert watch.own.propose(watch.now_s) == OwnersTable(["s1"], ["s1"] * 4)
     assert watch.own.mine(watch.now_s) == {0, 2}
-    watch.own.hear(watch.pulse("s1", state="leaving"), watch.now_s)
+    watch.own.hear(watch.heartbeat("s1", state="leaving"), watch.now_s)
     assert watch.own.propose(watch.now_s) is None
     assert watch.own.mine(watch.now_s) == set()  # so that they are handed over to nobody, with a keyframe
 
@@ -380,7 +380,7 @@ def test_one_from_which_nothing_can_be_committed_is_heard_and_loses_its_fragment
     assert stuck.own.live(stuck.now_s) == {"s1", "s2"}
 
     assert not other.own.may_take(0, other.now_s)
-    other.own.hear(other.pulse("s0", state="unable"), other.now_s)
+    other.own.hear(other.heartbeat("s0", state="unable"), other.now_s)
     assert other.own.live(other.now_s) == {"s1", "s2"}
     planned = other.own.propose(other.now_s)
     assert planned is not None
@@ -400,7 +400,7 @@ def test_where_nobody_can_commit_anything_all_stays_as_it_is() -> None:
     watch.run(5)
     watch.own.reach(commits=False, now_s=watch.now_s)
     watch.talking.remove("s1")
-    watch.own.hear(watch.pulse("s1", state="unable"), watch.now_s)
+    watch.own.hear(watch.heartbeat("s1", state="unable"), watch.now_s)
     watch.now_s += AWAY_S
     watch.talking = {"s0"}
     watch.run(1)
@@ -415,7 +415,7 @@ def test_a_fragment_is_taken_when_nobody_alive_owns_it() -> None:
     watch.table("1111", "1")
     watch.run(1)
     assert [f for f in range(4) if watch.own.may_take(f, watch.now_s)] == [1, 3]
-    # after a freeze it does not know what others have taken meanwhile, until it has heard their pulses
+    # after a freeze it does not know what others have taken meanwhile, until it has heard their heartbeats
     watch.now_s += 10
     watch.tick()
     watch.run(0.25)
@@ -431,9 +431,9 @@ def test_a_fragment_is_taken_when_nobody_alive_owns_it() -> None:
     watch.own.distrust()
     assert not watch.own.may_take(2, watch.now_s)
     watch.table("1111", "1")
-    watch.own.hear(watch.pulse("s2", fragments=[2], closed=[2]), watch.now_s)
+    watch.own.hear(watch.heartbeat("s2", fragments=[2], closed=[2]), watch.now_s)
     assert not watch.own.may_take(2, watch.now_s)
-    watch.own.hear(watch.pulse("s2"), watch.now_s)
+    watch.own.hear(watch.heartbeat("s2"), watch.now_s)
     assert watch.own.may_take(2, watch.now_s)  # closed or not: whom the table gives it to has to see for itself
 
 
@@ -441,8 +441,8 @@ def test_whose_log_is_closed_is_its_owners_to_say() -> None:
     watch = Watch("s1")
     watch.table("0111", "01")
 
-    def closed_after(name: str, **pulse: list[int]) -> set[int]:
-        watch.own.hear(watch.pulse(name, **pulse), watch.now_s)
+    def closed_after(name: str, **heartbeat: list[int]) -> set[int]:
+        watch.own.hear(watch.heartbeat(name, **heartbeat), watch.now_s)
         return watch.own.closed_elsewhere
 
     assert closed_after("s2", fragments=[0, 1], closed=[0, 1]) == set()  # it has yet to hand them over
@@ -457,10 +457,10 @@ def test_whose_log_is_closed_is_its_owners_to_say() -> None:
     assert watch.own.closed_elsewhere == set()  # it is s1's own to see
 
 
-def test_repeated_and_late_pulses_say_nothing() -> None:
+def test_repeated_and_late_heartbeats_say_nothing() -> None:
     watch = Watch("s1")
-    old = watch.pulse("s0", fragments=[0])
-    new = watch.pulse("s0", fragments=[])
+    old = watch.heartbeat("s0", fragments=[0])
+    new = watch.heartbeat("s0", fragments=[])
     watch.table("1111", "1")
     assert watch.own.hear(new, watch.now_s)
     for _ in range(8):
@@ -470,7 +470,7 @@ def test_repeated_and_late_pulses_say_nothing() -> None:
     assert watch.own.may_take(0, watch.now_s)
     assert watch.own.live(watch.now_s) == {"s1"}
     # one that was started again after its clock was set back is heard once the one before is gone
-    assert watch.own.hear(watch.pulse("s0", incarnation=0), watch.now_s)
+    assert watch.own.hear(watch.heartbeat("s0", incarnation=0), watch.now_s)
     assert watch.own.live(watch.now_s) == {"s0", "s1"}
 
 
@@ -478,7 +478,7 @@ def test_the_table_is_read_when_somebody_knows_a_newer_one_and_now_and_then() ->
     watch = Watch("s1")
     watch.table("0101", revision=5)
     assert not watch.own.must_read(watch.now_s)
-    watch.own.hear(watch.pulse("s0", revision=6), watch.now_s)
+    watch.own.hear(watch.heartbeat("s0", revision=6), watch.now_s)
     assert watch.own.must_read(watch.now_s)
     watch.own.read(watch.own.table, 5, watch.now_s)  # the server has lost it: not asked for again and again
     assert not watch.own.must_read(watch.now_s)
@@ -491,16 +491,16 @@ def test_of_two_processes_with_one_name_the_older_gives_up(incarnation: int, rep
     watch = Watch("s0")
     for number in range(1, 5):
         assert not watch.own.replaced
-        watch.own.hear(watch.pulse("s0", incarnation=incarnation, number=number), watch.now_s)
-        watch.own.hear(watch.pulse("s0", incarnation=incarnation, number=number), watch.now_s)  # repeated: no other sign
+        watch.own.hear(watch.heartbeat("s0", incarnation=incarnation, number=number), watch.now_s)
+        watch.own.hear(watch.heartbeat("s0", incarnation=incarnation, number=number), watch.now_s)  # repeated: no other sign
     assert watch.own.replaced == replaced
 
 
 def test_names_without_end_take_no_memory_without_end() -> None:
     watch = Watch("s0")
     for number in range(3000):
-        watch.own.hear(watch.pulse(f"x{number}"), watch.now_s)
+        watch.own.hear(watch.heartbeat(f"x{number}"), watch.now_s)
     assert len(watch.own.live(watch.now_s)) <= 1025
     watch.run(TAKEOVER_S)
-    assert watch.own.hear(watch.pulse("s1"), watch.now_s)  # the silent ones made place
+    assert watch.own.hear(watch.heartbeat("s1"), watch.now_s)  # the silent ones made place
     assert watch.own.live(watch.now_s) == {"s0", "s1"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco.core.pace import Average, first_due_steps, grace_s
-from diloco.settings import RoundSettings
+from diloco.settings.run import RoundSettings
 
 
 def test_an_average_is_its_first_value_and_then_moves_by_a_fifth() -> None:

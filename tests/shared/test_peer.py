@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from diloco import peer
+from diloco.member import peer
+from diloco.member.peer import Borrower, Layout, Lender, Loan
 from diloco.nats.transport import NatsTransport
-from diloco.observe import get_logger
-from diloco.peer import Borrower, Layout, Lender, Loan
+from diloco.process.observe import get_logger
 from diloco.transport import Heard
-from diloco.wire import messages
-from diloco.wire.messages import PART_BYTES, StateLoan, StatePart, StateRequest
+from diloco.wire import framing
+from diloco.wire.body import PART_BYTES
+from diloco.wire.control import StateLoan, StatePart, StateRequest
 from diloco.wire.subjects import Subjects
 
 RUN = b"\x07" * 8
@@ -55,7 +56,7 @@ class Lab:
         """A peer that answers as it likes."""
 
         async def hear(message: Heard) -> None:
-            request, _, _ = messages.unpack(message.data, StateRequest, RUN)
+            request, _, _ = framing.unpack(message.data, StateRequest, RUN)
             await message.respond(answer(request))
 
         await self.link.subscribe(self.subjects.state(name), hear)
@@ -124,12 +125,12 @@ def loan(**changes: Any) -> bytes:
         "size_bytes": DATA.size,
         "content_hash": bytes(32),
     }
-    return messages.pack(StateLoan(**(values | changes)), RUN)
+    return framing.pack(StateLoan(**(values | changes)), RUN)
 
 
 def part(request: StateRequest, cut: int = 0) -> bytes:
     data = DATA[request.offset : request.offset + PART_BYTES].tobytes()
-    return messages.pack(StatePart(request.copy, request.offset), RUN, data[cut:])
+    return framing.pack(StatePart(request.copy, request.offset), RUN, data[cut:])
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def part(request: StateRequest, cut: int = 0) -> bytes:
         ("another size, stated to make us allocate it", lambda request: loan(size_bytes=2**40)),
         ("a wrong hash", lambda request: part(request) if request.copy else loan()),
         ("a short part", lambda request: part(request, 1) if request.copy else loan()),
-        ("another part", lambda request: messages.pack(StatePart(request.copy, 1), RUN, b"") if request.copy else loan()),
+        ("another part", lambda request: framing.pack(StatePart(request.copy, 1), RUN, b"") if request.copy else loan()),
         ("gone half-way", lambda request: (b"" if request.offset else part(request)) if request.copy else loan()),
     ],
 )
@@ -159,7 +160,7 @@ async def test_a_lender_answers_no_nonsense(lab: Lab) -> None:
         StateRequest("a", bytes(8), 0),  # another copy
         StateRequest("a", lender._lent[0].copy if lender._lent else b"", DATA.size),  # beyond its end
     ):
-        assert await lab.link.request(subject, messages.pack(request, RUN), 2.0) == b""
+        assert await lab.link.request(subject, framing.pack(request, RUN), 2.0) == b""
     assert await lab.link.request(subject, b"garbage", 0.2) is None
     assert lender.refused.total == 1
 

@@ -1,9 +1,11 @@
-"""How many keyframes stay, by hand."""
+"""When a keyframe is due and how many stay, by hand."""
 
 from __future__ import annotations
 
-from diloco.core.retention import keyframes_kept
-from diloco.settings import LogSettings
+import pytest
+
+from diloco.core.retention import keyframe_due, keyframes_kept
+from diloco.settings.run import LogSettings
 
 
 def test_two_stay_of_a_large_model_and_more_while_there_is_room() -> None:
@@ -20,3 +22,14 @@ def test_two_stay_of_a_large_model_and_more_while_there_is_room() -> None:
     assert keyframes_kept(LogSettings(), 10**9, 1) == 2
     assert keyframes_kept(LogSettings(), 400_000, 1) == 111  # of the default model: all of a default run
     assert keyframes_kept(LogSettings(keep_bytes=96_000), 1000, 2) == 3  # AdamW's: 16 000 bytes
+
+
+@pytest.mark.parametrize(
+    ("log_bytes", "damaged", "due"),
+    [(199, (), False), (200, (), True), (0, (), False), (0, (8,), True), (0, (7,), False), (0, (3, 9), True)],
+)
+def test_a_keyframe_is_due_when_the_log_has_grown_or_a_newer_one_than_the_newest_whole_is_damaged(
+    log_bytes: int, damaged: tuple[int, ...], due: bool
+) -> None:
+    settings = LogSettings(keyframe_factor=2.0)
+    assert keyframe_due(settings, log_bytes, 100, 7, damaged) == due

@@ -10,24 +10,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.heartbeats import learner_heartbeat
 
 from diloco.core.chain import Chain
-from diloco.core.round import Held, Merge, Roster, Round
-from diloco.settings import RunSettings, run_settings
-from diloco.wire.messages import (
-    MAX_FRAME_BYTES,
-    PART_BYTES,
-    Answer,
-    Body,
-    Combined,
-    Cursor,
-    Member,
-    Offer,
-    Pulse,
-    Record,
-    RolledBack,
-    pack,
-)
+from diloco.core.roster import Roster
+from diloco.core.round import Held, Merge, Round
+from diloco.errors import ClaimError
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco.wire.body import PART_BYTES, Body
+from diloco.wire.control import Heartbeat
+from diloco.wire.entries import Cursor, Record, RolledBack
+from diloco.wire.framing import MAX_FRAME_BYTES, pack
+from diloco.wire.offers import Answer, Combined, Member, Offer
 
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 RAW = np.zeros(0, np.uint8)
@@ -40,36 +35,20 @@ def hash_of(version: int) -> bytes:
 
 def settings_of(**changes: Any) -> RunSettings:
     """Three learners, one fragment, H = 4; liveness ends after 5 s."""
-    defaults = {"learners": 3, "shards": 1, "fragments.count": 1, "round.steps": STEPS, "tokens": 1000}
+    defaults = {
+        "learners": 3,
+        "shards": 1,
+        "fragments.count": 1,
+        "round.steps": STEPS,
+        "tokens": 1000,
+        "task.name": "tests:round",
+    }
     return run_settings("decoupled", defaults | changes)
 
 
-def pulse(learner: str, step: int = 0, version: int = 0, **changes: Any) -> Pulse:
-    values: dict[str, Any] = {
-        "learner": learner,
-        "region": "",
-        "incarnation": 1,
-        "role": "learner",
-        "state": "stepping",
-        "sending": False,
-        "step": step,
-        "tokens": 0,
-        "step_s": 1.0,
-        "loss": None,
-        "versions": [version],
-        "steps": [step],
-        "fragment_tokens": [0],
-        "lost_tokens": [0],
-        "trained": [],
-        "batch_tokens": 0,
-        "busy_s": 0.0,
-        "blocked_s": 0.0,
-        "bytes_up": 0,
-        "bytes_down": 0,
-        "refused": 0,
-        "software": "",
-    }
-    return Pulse(**(values | changes))
+def heartbeat(learner: str, step: int = 0, version: int = 0, **changes: Any) -> Heartbeat:
+    values: dict[str, Any] = {"step": step, "versions": [version], "steps": [step]}
+    return learner_heartbeat(learner, 1, **(values | changes))
 
 
 def offer(learner: str, number: int = 1, version: int = 1, **changes: Any) -> Offer:
@@ -99,7 +78,7 @@ def round_of(*learners: str, **changes: Any) -> Round:
     now_s, step = changes.pop("now_s", 0.0), changes.pop("step", STEPS)
     roster = Roster(settings_of(**changes))
     for learner in learners:
-        roster.hear(pulse(learner, step), now_s)
+        roster.hear(heartbeat(learner, step), now_s)
     return Round(roster, Chain(0, 0, 0, bytes(32), 0, hash_of(0)), 1)
 
 
@@ -159,9 +138,9 @@ def open_at(round_: Round, now_s: float) -> None:
 def test_a_round_is_due_when_the_quorum_took_h_steps() -> None:
     round_ = round_of("ann", "bob", "cat", step=STEPS - 1, **{"round.quorum": 2})
     assert not round_.due(0, STEPS)
-    round_.roster.hear(pulse("ann", STEPS), 0)
+    round_.roster.hear(heartbeat("ann", STEPS), 0)
     assert not round_.due(0, STEPS)
-    round_.roster.hear(pulse("bob", STEPS), 0)
+    round_.roster.hear(heartbeat("bob", STEPS), 0)
     assert round_.due(0, STEPS)
     round_.open(0)
     assert not round_.due(0, STEPS)
@@ -170,10 +149,10 @@ def test_a_round_is_due_when_the_quorum_took_h_steps() -> None:
 def test_a_round_is_due_too_when_nobody_takes_a_step_any_more() -> None:
     """Learners that wait for versions, ann for this fragment's and bob for another one's: neither would come."""
     round_ = round_of("ann", "bob", step=STEPS - 1, **{"round.quorum": "all", "liveness.pulse_s": 0.5})
-    round_.roster.hear(pulse("ann", STEPS, state="waiting"), 1.0)
+    round_.roster.hear(heartbeat("ann", STEPS, state="waiting"), 1.0)
     assert not round_.due(3.5, STEPS), "bob steps on"
     for learner, step in (("ann", STEPS), ("bob", STEPS - 1)):
-        round_.roster.hear(pulse(learner, step, state="waiting"), 4.0)
+        round_.roster.hear(heartbeat(learner, step, state="waiting"), 4.0)
     assert not round_.due(4.0, STEPS)
     assert not round_.due(5.9, STEPS)
     assert round_.due(6.0, STEPS)
@@ -186,8 +165,8 @@ def test_a_round_is_due_too_when_nobody_takes_a_step_any_more() -> None:
 
 def test_all_means_all_that_are_alive() -> None:
     round_ = round_of("ann", "bob", "cat", step=STEPS - 1, **{"round.quorum": "all"})
-    round_.roster.hear(pulse("ann", STEPS), 4)
-    round_.roster.hear(pulse("bob", STEPS), 4)
+    round_.roster.hear(heartbeat("ann", STEPS), 4)
+    round_.roster.hear(heartbeat("bob", STEPS), 4)
     assert not round_.due(4, STEPS)
     assert round_.due(5, STEPS)  # cat has not been heard for 5 s
 
@@ -198,18 +177,16 @@ def test_nobody_alive_no_round() -> None:
     assert not round_.due(5, STEPS)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"role": "evaluator"}, {"state": "starting"}, {"state": "recovering"}, {"state": "left"}, {"state": "finished"}]
-)
+@pytest.mark.parametrize("changes", [{"state": "starting"}, {"state": "recovering"}, {"state": "left"}, {"state": "finished"}])
 def test_who_takes_no_part_makes_no_round_due(changes: dict[str, Any]) -> None:
     round_ = round_of()
-    round_.roster.hear(pulse("ann", STEPS, **changes), 0)
+    round_.roster.hear(heartbeat("ann", STEPS, **changes), 0)
     assert not round_.due(0, STEPS)
     assert round_.roster.live(0) == []
 
 
-def leaving(learner: str, unmerged: int, version: int = 0) -> Pulse:
-    return pulse(learner, 2 * STEPS, version, state="leaving", steps=[unmerged])
+def leaving(learner: str, unmerged: int, version: int = 0) -> Heartbeat:
+    return heartbeat(learner, 2 * STEPS, version, state="leaving", steps=[unmerged])
 
 
 def test_a_learner_that_leaves_makes_a_round_due_while_it_holds_something() -> None:
@@ -258,15 +235,15 @@ def test_h_counts_from_the_step_at_which_the_version_was_applied() -> None:
     merge = round_.poll(0)
     assert merge is not None
     commit(round_, merge, 0)
-    round_.roster.hear(pulse("ann", 9, 0), 0)  # 9 steps, but none of them since version 1
+    round_.roster.hear(heartbeat("ann", 9, 0), 0)  # 9 steps, but none of them since version 1
     assert not round_.due(0, STEPS)
-    round_.roster.hear(pulse("ann", 10, 1), 0)
-    round_.roster.hear(pulse("ann", 13, 1), 0)
+    round_.roster.hear(heartbeat("ann", 10, 1), 0)
+    round_.roster.hear(heartbeat("ann", 13, 1), 0)
     assert not round_.due(0, STEPS)
-    round_.roster.hear(pulse("ann", 14, 1), 0)
+    round_.roster.hear(heartbeat("ann", 14, 1), 0)
     assert round_.due(0, STEPS)
     assert not round_.due(0, 2 * STEPS)  # where a link is slow more steps lie between two rounds
-    round_.roster.hear(pulse("ann", 18, 1), 0)
+    round_.roster.hear(heartbeat("ann", 18, 1), 0)
     assert round_.due(0, 2 * STEPS)
 
 
@@ -274,9 +251,9 @@ def test_h_counts_from_the_step_at_which_the_version_was_applied() -> None:
 def test_first_rounds_are_staggered(fragment: int, due_at: int) -> None:
     roster = Roster(settings_of(**{"fragments.count": 4}))
     round_ = Round(roster, Chain(fragment, 0, 0, bytes(32), 0, hash_of(0)), 4)
-    roster.hear(pulse("ann", due_at - 1, versions=[0] * 4), 0)
+    roster.hear(heartbeat("ann", due_at - 1, versions=[0] * 4), 0)
     assert not round_.due(0, STEPS)
-    roster.hear(pulse("ann", due_at, versions=[0] * 4), 0)
+    roster.hear(heartbeat("ann", due_at, versions=[0] * 4), 0)
     assert round_.due(0, STEPS)
 
 
@@ -289,32 +266,31 @@ def test_a_newcomer_alone_cannot_make_a_version_before_it_has_applied() -> None:
     commit(round_, merge, 0)
     # ann is gone; zoe has stepped for long, on version 0
     now_s = 100.0
-    round_.roster.hear(pulse("zoe", 50, 0), now_s)
+    round_.roster.hear(heartbeat("zoe", 50, 0), now_s)
     assert not round_.due(now_s, STEPS)
-    round_.roster.hear(pulse("zoe", 60, 1), now_s)  # applied: its H steps begin now
+    round_.roster.hear(heartbeat("zoe", 60, 1), now_s)  # applied: its H steps begin now
     assert not round_.due(now_s, STEPS)
-    round_.roster.hear(pulse("zoe", 60 + STEPS, 1), now_s)
+    round_.roster.hear(heartbeat("zoe", 60 + STEPS, 1), now_s)
     assert round_.due(now_s, STEPS)
 
 
-def test_pulses_out_of_order_are_ignored() -> None:
+def test_heartbeats_out_of_order_are_ignored() -> None:
     roster = Roster(settings_of())
-    assert roster.hear(pulse("ann", 5), 0)
-    assert not roster.hear(pulse("ann", 4), 1)
-    assert roster.hear(pulse("ann", 5), 2)
-    assert roster.hear(pulse("ann", 1, incarnation=2), 3)  # restarted
-    assert not roster.hear(pulse("ann", 99), 4)
-    assert not roster.hear(pulse("eva", 9, role="evaluator"), 4)
-    assert [(seen.pulse.step, seen.at_s) for seen in roster.live(4)] == [(1, 3)]
+    assert roster.hear(heartbeat("ann", 5), 0)
+    assert not roster.hear(heartbeat("ann", 4), 1)
+    assert roster.hear(heartbeat("ann", 5), 2)
+    assert roster.hear(heartbeat("ann", 1, incarnation=2), 3)  # restarted
+    assert not roster.hear(heartbeat("ann", 99), 4)
+    assert [(seen.heartbeat.step, seen.at_s) for seen in roster.live(4)] == [(1, 3)]
 
 
-def test_a_restart_counts_its_steps_anew() -> None:
+def test_a_restart_counts_its_steps_from_zero() -> None:
     round_ = round_of()
     round_.chain.version = 1
-    round_.roster.hear(pulse("ann", 10, 1), 0)
-    round_.roster.hear(pulse("ann", 14, 1, incarnation=2), 0)
+    round_.roster.hear(heartbeat("ann", 10, 1), 0)
+    round_.roster.hear(heartbeat("ann", 14, 1, incarnation=2), 0)
     assert not round_.due(0, STEPS)
-    round_.roster.hear(pulse("ann", 18, 1, incarnation=2), 0)
+    round_.roster.hear(heartbeat("ann", 18, 1, incarnation=2), 0)
     assert round_.due(0, STEPS)
 
 
@@ -322,30 +298,95 @@ def test_the_step_time_is_the_median_of_the_living() -> None:
     roster = Roster(settings_of())
     assert roster.step_s(0) == 1
     for learner, step_s in {"ann": 0.1, "bob": 0.3, "cat": 9.0, "new": 0.0}.items():
-        roster.hear(pulse(learner, step_s=step_s), 0)
+        roster.hear(heartbeat(learner, step_s=step_s), 0)
     assert roster.step_s(0) == 0.3
-    roster.hear(pulse("ann", step_s=0.1), 4)
+    roster.hear(heartbeat("ann", step_s=0.1), 4)
     assert roster.step_s(6) == 0.1
 
 
-def test_tokens_of_the_dead_count() -> None:
-    roster = Roster(settings_of(tokens=100))
-    roster.hear(pulse("ann", tokens=60), 0)
-    assert not roster.used_up(0)
-    roster.hear(pulse("bob", tokens=40), 100)
-    assert roster.tokens_processed() == 100
-    assert roster.used_up(100)
+# ---- the end of the budget: by what the log holds
 
 
-def test_the_budget_is_used_up_when_all_who_live_have_stopped() -> None:
-    # ann was killed: of its 60 tokens 50 count again. bob and ann had stopped before, and take no step any more
+def log_of(tokens: int, *, lost: int = 0, **merged: tuple[int, int]) -> Chain:
+    """Return a log that holds so many tokens; by learner: versions and tokens of its merged offers."""
+    chain = Chain(0, 3, 0, bytes(32), 9, hash_of(3), tokens, lost)
+    chain.cursors = {name: Cursor(name, 1, 1, versions, own, 0, own) for name, (versions, own) in merged.items()}
+    return chain
+
+
+def is_used_up(roster: Roster, chain: Chain, now_s: float) -> bool:
+    return roster.used_up(chain, now_s, near=roster.in_reach(chain))
+
+
+def test_no_word_of_a_learner_ends_a_run() -> None:
+    """Ann's three offers hold 40 tokens each, in the mean: of what she says that she holds besides, 80 count."""
+    roster, chain = Roster(settings_of(tokens=1000)), log_of(600, ann=(3, 120), bob=(3, 480))
+    roster.hear(heartbeat("ann", tokens=2**62), 0)
+    roster.hear(heartbeat("eve", tokens=2**62), 0)  # nothing of hers is in the log
+    assert roster.processed(chain, 0) == 600 + 2 * 40
+    assert not is_used_up(roster, chain, 0)
+    roster.hear(heartbeat("bob", tokens=480 + 160), 0)  # bob holds 160, half of what he may
+    assert roster.processed(chain, 0) == 600 + 80 + 160
+    roster.hear(heartbeat("bob", step=1, tokens=480 + 320), 0)
+    assert roster.processed(chain, 0) == 1000
+    assert is_used_up(roster, chain, 0)
+    assert roster.processed(chain, 5) == 600, "they are dead: of what they held nothing was merged"
+
+
+def test_a_sum_of_the_largest_counts_fits_into_an_announcement() -> None:
+    roster, chain = Roster(settings_of(tokens=10**18)), log_of(2**62, lost=2**62, ann=(1, 2**61))
+    roster.hear(heartbeat("ann", tokens=2**62), 0)
+    assert roster.processed(chain, 0) == 2**62
+
+
+def test_tokens_that_learners_lost_count_as_the_log_states_them() -> None:
+    assert is_used_up(Roster(settings_of(tokens=100)), log_of(60, lost=40), 0)
+    assert not is_used_up(Roster(settings_of(tokens=100)), log_of(60, lost=39), 0)
+
+
+def test_the_budget_is_used_up_when_all_who_live_have_stopped_and_the_log_is_near_to_it() -> None:
+    # cat was killed for good: of 100 tokens the log holds 80. The others had stopped before, and take no step any more
     roster = Roster(settings_of(tokens=100))
-    roster.hear(pulse("ann", tokens=50, state="closing"), 0)
-    roster.hear(pulse("bob", tokens=40, state="stepping"), 0)
-    assert not roster.used_up(0)
-    roster.hear(pulse("bob", tokens=40, state="closing"), 1)
-    assert roster.used_up(1)
-    assert not roster.used_up(100)  # nobody lives: whoever comes may take the missing steps
+    merged: dict[str, Any] = {"ann": (2, 40), "bob": (2, 30), "cat": (2, 10)}
+    roster.hear(heartbeat("ann", tokens=40, state="closing"), 0)
+    roster.hear(heartbeat("bob", tokens=30, state="stepping"), 0)
+    assert not is_used_up(roster, log_of(80, **merged), 0)
+    roster.hear(heartbeat("bob", tokens=30, state="closing"), 1)
+    assert is_used_up(roster, log_of(80, **merged), 1)
+    assert not is_used_up(roster, log_of(80, **merged), 100), "nobody lives: a newcomer may take the missing steps"
+    # they alone are heard, and say that they have stopped: the log knows better
+    assert not is_used_up(roster, log_of(8, ann=(2, 4), bob=(2, 2), cat=(2, 2)), 1)
+    roster.ending = True  # another fragment's log is closed
+    assert is_used_up(roster, log_of(8, ann=(2, 4), bob=(2, 2), cat=(2, 2)), 1)
+
+
+def test_a_run_whose_learners_lost_all_ends_when_all_of_them_have_stopped() -> None:
+    """Two learners never had finite values: nothing of theirs is in the log, or ever comes."""
+    roster, chain = Roster(settings_of(tokens=100, learners=2)), log_of(0)
+    roster.hear(heartbeat("ann", 9, tokens=100, state="closing", steps=[0]), 0)
+    assert not is_used_up(roster, chain, 0), "the run has two learners"
+    roster.hear(heartbeat("bob", 9, tokens=100, state="closing", steps=[1]), 0)
+    assert not is_used_up(roster, chain, 0), "bob holds a step"
+    roster.hear(heartbeat("bob", 9, tokens=100, state="closing", steps=[0]), 0)
+    assert is_used_up(roster, chain, 0)
+    assert not is_used_up(roster, log_of(8, cat=(2, 8)), 0), "cat is in the log, and may come back"
+
+
+def test_what_those_hold_who_stopped_before_the_first_version_is_merged() -> None:
+    """The budget is less than the steps before the first round: each has used it up alone, and the log holds nothing."""
+    round_ = round_of("ann", "bob", step=1, tokens=10, **{"round.quorum": "all"})
+    assert not round_.due(0, STEPS)
+    round_.roster.hear(heartbeat("ann", 2, tokens=20, state="closing"), 1)
+    assert not round_.due(1, STEPS), "bob steps on"
+    round_.roster.hear(heartbeat("bob", 1, tokens=10, state="closing", steps=[0]), 1)
+    open_at(round_, 1)
+    assert hold(round_, offer("ann", steps=2, tokens=20)) is None
+    merge = round_.poll(1)
+    assert names(merge) == [("ann", 1)]
+    assert merge is not None
+    commit(round_, merge, 1)
+    open_at(round_, 1)
+    assert round_.closing
 
 
 def test_a_round_is_due_for_learners_that_wait_whatever_an_owner_has_heard_of_their_steps() -> None:
@@ -353,13 +394,13 @@ def test_a_round_is_due_for_learners_that_wait_whatever_an_owner_has_heard_of_th
     settings = settings_of(**{"round.quorum": 2})
     round_ = Round(Roster(settings), Chain(0, 3, 0, bytes(32), 9, hash_of(3)), 1)
     for learner in ("ann", "bob"):
-        round_.roster.hear(pulse(learner, 20, version=3, steps=[STEPS], state="stepping"), 0)
+        round_.roster.hear(heartbeat(learner, 20, version=3, steps=[STEPS], state="stepping"), 0)
     assert not round_.due(0, STEPS)
     for learner in ("ann", "bob"):
-        round_.roster.hear(pulse(learner, 20, version=3, steps=[STEPS - 1], state="waiting"), 1)
+        round_.roster.hear(heartbeat(learner, 20, version=3, steps=[STEPS - 1], state="waiting"), 1)
     assert not round_.due(1, STEPS)  # it is another fragment that they wait for
     for learner in ("ann", "bob"):
-        round_.roster.hear(pulse(learner, 20, version=3, steps=[STEPS], state="waiting"), 2)
+        round_.roster.hear(heartbeat(learner, 20, version=3, steps=[STEPS], state="waiting"), 2)
     assert round_.due(2, STEPS)
 
 
@@ -368,7 +409,7 @@ def test_in_lockstep_a_round_is_open_before_the_step_that_it_is_for() -> None:
     round_ = round_of(**lockstep)
     assert not round_.due(0, STEPS)  # nobody lives
     for learner in ("ann", "bob"):
-        round_.roster.hear(pulse(learner, 0), 0)
+        round_.roster.hear(heartbeat(learner, 0), 0)
     open_at(round_, 0)
     assert hold(round_, offer("ann", steps=1)) is None
     assert round_.poll(1) is None
@@ -380,7 +421,7 @@ def test_in_lockstep_a_round_is_open_before_the_step_that_it_is_for() -> None:
     # bob does not come to the next step, and is left out when it has been silent for long
     open_at(round_, 2)
     assert hold(round_, offer("ann", 2, 2, steps=1, after=(1, 1))) is None
-    round_.roster.hear(pulse("ann", 2, version=1), 4.9)
+    round_.roster.hear(heartbeat("ann", 2, version=1), 4.9)
     assert round_.poll(4.9) is None
     assert names(round_.poll(5)) == [("ann", 2)]
 
@@ -388,7 +429,7 @@ def test_in_lockstep_a_round_is_open_before_the_step_that_it_is_for() -> None:
 def test_a_learner_that_is_out_of_step_is_not_waited_for() -> None:
     lockstep = {"round.steps": 1, "round.learners_wait": True, "round.quorum": "all", "round.grace_factor": 0}
     round_ = round_of("ann", **lockstep)
-    round_.roster.hear(pulse("bob", 5, state="recovering"), 0)
+    round_.roster.hear(heartbeat("bob", 5, state="recovering"), 0)
     open_at(round_, 0)
     assert hold(round_, offer("ann", steps=1)) is None
     assert names(round_.poll(1)) == [("ann", 1)]
@@ -428,8 +469,8 @@ def test_the_grace_window_by_hand() -> None:
     assert round_.remaining_s(102.11) == 0
     # second round, quorum after 0.5 again: 0.9 * (2 - 0.5 - 0.25) = 1.125
     for learner in ("ann", "bob", "cat"):
-        round_.roster.hear(pulse(learner, 10, 1), 110)
-        round_.roster.hear(pulse(learner, 14, 1), 110)
+        round_.roster.hear(heartbeat(learner, 10, 1), 110)
+        round_.roster.hear(heartbeat(learner, 14, 1), 110)
     open_at(round_, 110)
     hold(round_, offer("ann", 2, 2, after=(1, 1)))
     assert round_.poll(110.5) is None
@@ -450,7 +491,7 @@ def test_a_learner_that_dies_does_not_block() -> None:
     round_ = round_of("ann", "bob", **{"round.quorum": "all", "round.grace_factor": 0})
     open_at(round_, 0)
     hold(round_, offer("ann"))
-    round_.roster.hear(pulse("ann", 5), 4)
+    round_.roster.hear(heartbeat("ann", 5), 4)
     assert round_.poll(4.9) is None
     assert names(round_.poll(5)) == [("ann", 1)]
 
@@ -459,7 +500,7 @@ def test_the_offer_of_a_learner_that_died_since_is_merged() -> None:
     round_ = round_of("ann", "bob")
     open_at(round_, 0)
     hold(round_, offer("bob"))
-    round_.roster.hear(pulse("ann", 5), 8)
+    round_.roster.hear(heartbeat("ann", 5), 8)
     hold(round_, offer("ann"))
     assert names(round_.poll(8)) == [("ann", 1), ("bob", 1)]
 
@@ -467,9 +508,9 @@ def test_the_offer_of_a_learner_that_died_since_is_merged() -> None:
 def test_offers_without_steps_make_no_version() -> None:
     round_ = round_of("ann", **{"round.grace_factor": 0})
     open_at(round_, 0)
-    hold(round_, offer("ann", steps=0, tokens=0))
+    hold(round_, offer("ann", steps=0, tokens=0, data=[]))
     assert round_.poll(50) is None
-    round_.roster.hear(pulse("ann", 5), 50)
+    round_.roster.hear(heartbeat("ann", 5), 50)
     hold(round_, offer("ann", 2))
     assert names(round_.poll(50)) == [("ann", 2)]
 
@@ -484,7 +525,7 @@ def test_an_answer_to_an_earlier_round_is_merged_but_is_no_quorum() -> None:
     commit(round_, merge, 1)
     round_.open(2)
     assert round_.poll(3) is None
-    round_.roster.hear(pulse("ann", 9, 1), 3)
+    round_.roster.hear(heartbeat("ann", 9, 1), 3)
     assert hold(round_, offer("ann", 2, 2, after=(1, 1))) is None
     merge = round_.poll(3)
     assert names(merge) == [("ann", 2), ("bob", 1)]
@@ -496,7 +537,7 @@ def test_one_merge_at_a_time_and_again_if_it_came_to_nothing() -> None:
     hold(round_, offer("ann"))
     first = round_.poll(0)
     assert round_.poll(1) is None
-    round_.abandoned()
+    round_.without(())
     second = round_.poll(2)
     assert names(first) == names(second) == [("ann", 1)]
 
@@ -515,7 +556,7 @@ def round_at(version: int, *, staleness: int = 2) -> Round:
     """A log at ``version`` that holds ann's offer 3."""
     round_ = round_of("ann", **{"round.max_staleness_versions": staleness})
     chain = round_.chain
-    chain.cursors["ann"] = Cursor("ann", 1, 3, 1, 40, 0)
+    chain.cursors["ann"] = Cursor("ann", 1, 3, 1, 40, 0, 4)
     for number in range(1, version + 1):
         chain.version, chain.state_hash = number, hash_of(number)
         round_.committed(0)
@@ -572,7 +613,7 @@ def test_a_commit_drops_what_it_made_unfit() -> None:
 
 def test_a_closed_run_takes_no_offers_and_opens_no_round() -> None:
     round_ = round_of("ann", tokens=1)
-    round_.roster.hear(pulse("ann", 5, tokens=1), 0)
+    round_.roster.hear(heartbeat("ann", 5, tokens=1), 0)
     assert round_.due(0, STEPS)
     round_.chain.closed = True
     assert not round_.due(0, STEPS)
@@ -580,10 +621,11 @@ def test_a_closed_run_takes_no_offers_and_opens_no_round() -> None:
 
 
 def used_up(*learners: str, **changes: Any) -> Round:
-    """A round that is closing: ann and bob have used up the budget."""
+    """A round that is closing: the log holds the budget."""
     round_ = round_of(**({"tokens": 100} | changes))
+    round_.chain.tokens_merged = 100
     for learner in learners:
-        round_.roster.hear(pulse(learner, 6, tokens=100, steps=[2]), 0)
+        round_.roster.hear(heartbeat(learner, 6, tokens=100, steps=[2]), 0)
     open_at(round_, 0)
     assert round_.closing
     return round_
@@ -593,11 +635,11 @@ def test_a_closing_round_waits_for_all_that_the_living_hold() -> None:
     round_ = used_up("ann", "bob")
     hold(round_, offer("ann"))
     assert round_.poll(1) is None
-    round_.roster.hear(pulse("bob", 7, tokens=100, steps=[3], state="closing"), 1)
+    round_.roster.hear(heartbeat("bob", 7, tokens=100, steps=[3], state="closing"), 1)
     assert round_.poll(4) is None  # bob has stopped, and holds three steps
     hold(round_, offer("bob", steps=3))
     assert round_.poll(4.2) is None  # ann has answered, and not stopped
-    round_.roster.hear(pulse("ann", 7, tokens=100, steps=[5], state="closing"), 4.3)
+    round_.roster.hear(heartbeat("ann", 7, tokens=100, steps=[5], state="closing"), 4.3)
     assert round_.poll(4.3) is None  # her answer lacks the last step: it is one to an owner before this one
     hold(round_, offer("ann", 2, steps=5))
     merge = round_.poll(4.5)
@@ -612,32 +654,32 @@ def test_a_closing_round_waits_for_all_that_the_living_hold() -> None:
 def test_a_closing_round_needs_no_answer_of_who_holds_nothing() -> None:
     round_ = used_up("ann", "bob")
     hold(round_, offer("ann"))
-    round_.roster.hear(pulse("ann", 6, tokens=100, steps=[2], state="closing"), 1)
-    round_.roster.hear(pulse("bob", 7, tokens=100, steps=[0], state="stepping"), 1)
+    round_.roster.hear(heartbeat("ann", 6, tokens=100, steps=[2], state="closing"), 1)
+    round_.roster.hear(heartbeat("bob", 7, tokens=100, steps=[0], state="stepping"), 1)
     assert round_.poll(1) is None  # it may still step
-    round_.roster.hear(pulse("bob", 7, tokens=100, steps=[0], state="closing", version=0), 1)
+    round_.roster.hear(heartbeat("bob", 7, tokens=100, steps=[0], state="closing", version=0), 1)
     assert names(round_.poll(1)) == [("ann", 1)]
 
 
 def test_a_closing_round_waits_for_who_has_not_applied_the_last_version() -> None:
     round_ = used_up("ann")
-    round_.roster.hear(pulse("ann", 7, tokens=100, steps=[0], state="closing", versions=[7]), 1)
+    round_.roster.hear(heartbeat("ann", 7, tokens=100, steps=[0], state="closing", versions=[7]), 1)
     assert round_.poll(1) is None
-    round_.roster.hear(pulse("ann", 7, tokens=100, steps=[0], state="closing", versions=[0]), 1)
+    round_.roster.hear(heartbeat("ann", 7, tokens=100, steps=[0], state="closing", versions=[0]), 1)
     assert names(round_.poll(1)) == []
 
 
 def test_a_closing_round_does_not_hang_on_the_dead() -> None:
     round_ = used_up("ann", "bob", **{"round.quorum": 3})
     hold(round_, offer("ann"))
-    round_.roster.hear(pulse("ann", 6, tokens=100, steps=[2], state="closing"), 4)
+    round_.roster.hear(heartbeat("ann", 6, tokens=100, steps=[2], state="closing"), 4)
     assert round_.poll(4.9) is None
     assert names(round_.poll(5)) == [("ann", 1)]
 
 
 def test_with_nothing_left_the_log_is_closed_without_a_version() -> None:
     round_ = used_up("ann")
-    round_.roster.hear(pulse("ann", 7, tokens=100, steps=[0], state="closing"), 1)
+    round_.roster.hear(heartbeat("ann", 7, tokens=100, steps=[0], state="closing"), 1)
     merge = round_.poll(1)
     assert names(merge) == []
     assert merge is not None
@@ -649,11 +691,11 @@ def test_an_open_round_does_not_wait_at_the_end_for_who_has_nothing_to_answer() 
     # bob came too late to take a step: the others have used up the budget
     round_ = round_of("ann", tokens=100, **{"round.quorum": "all", "round.grace_factor": 0})
     open_at(round_, 0)
-    round_.roster.hear(pulse("bob"), 1)
+    round_.roster.hear(heartbeat("bob"), 1)
     hold(round_, offer("ann"))
     assert round_.poll(1) is None
-    round_.roster.hear(pulse("ann", 20, tokens=100, steps=[20], state="closing"), 2)
-    round_.roster.hear(pulse("bob", state="closing"), 2)
+    round_.roster.hear(heartbeat("ann", 20, tokens=100, steps=[20], state="closing"), 2)
+    round_.roster.hear(heartbeat("bob", state="closing"), 2)
     assert names(round_.poll(2)) == [("ann", 1)]
 
 
@@ -662,9 +704,9 @@ def test_an_open_round_does_not_wait_for_a_quorum_that_the_end_has_made_impossib
     round_ = round_of("ann", "bob", tokens=100, **{"round.quorum": 2, "round.grace_factor": 0})
     open_at(round_, 0)
     hold(round_, offer("ann"))
-    round_.roster.hear(pulse("ann", 8), 10)
+    round_.roster.hear(heartbeat("ann", 8), 10)
     assert round_.poll(10) is None
-    round_.roster.hear(pulse("ann", 20, tokens=100, steps=[20], state="closing"), 20)
+    round_.roster.hear(heartbeat("ann", 20, tokens=100, steps=[20], state="closing"), 20)
     merge = round_.poll(20)
     assert names(merge) == [("ann", 1)]
     assert merge is not None
@@ -677,13 +719,168 @@ def test_an_open_round_does_not_wait_for_a_quorum_that_the_end_has_made_impossib
 def test_an_open_round_that_nobody_can_answer_any_more_becomes_the_closing_one() -> None:
     round_ = round_of("ann", "bob", tokens=100)
     open_at(round_, 0)
-    round_.roster.hear(pulse("ann", 20, tokens=100, steps=[2], state="closing"), 20)
+    round_.chain.tokens_merged = 100
+    round_.roster.hear(heartbeat("ann", 20, tokens=100, steps=[2], state="closing"), 20)
     assert round_.poll(20) is None  # it holds two steps, and will answer
-    round_.roster.hear(pulse("ann", 20, tokens=100, steps=[0], state="closing"), 20)
+    round_.roster.hear(heartbeat("ann", 20, tokens=100, steps=[0], state="closing"), 20)
     merge = round_.poll(20)
     assert names(merge) == []
     assert merge is not None
     assert merge.closing
+
+
+# ---- learners that are waited for in vain; all of these have 5 s of liveness, and steps of 1 s or 5 s
+
+
+def step_on(round_: Round, learner: str, step: int, now_s: float, **changes: Any) -> None:
+    round_.roster.hear(heartbeat(learner, step, round_.chain.version, **changes), now_s)
+
+
+def in_full_swing(*learners: str, step_s: float = 1.0, **changes: Any) -> tuple[Round, float]:
+    """Return a round over learners of which three steps of ``step_s`` were heard, and the time of the last."""
+    round_ = round_of(*learners, step=0, **({"round.quorum": "all"} | changes))
+    for step in (1, 2, 3):
+        for learner in learners:
+            step_on(round_, learner, step, step * step_s)
+    return round_, 3 * step_s
+
+
+@pytest.mark.parametrize(("step_s", "patience_s"), [(0.1, 5.0), (1.0, 6.0), (20.0, 120.0)])
+def test_a_learner_that_says_that_it_steps_and_does_not_leaves_the_quorum(step_s: float, patience_s: float) -> None:
+    """It has five seconds, or six of its own steps where these take longer."""
+    round_, now_s = in_full_swing("ann", "eve", step_s=step_s)
+
+    def at(late_s: float) -> bool:
+        step_on(round_, "ann", 4 + int(late_s), now_s + late_s)
+        step_on(round_, "eve", 3, now_s + late_s)  # it is heard all the time
+        return round_.due(now_s + late_s, STEPS)
+
+    assert not at(patience_s - 0.01)
+    assert at(patience_s)
+    step_on(round_, "eve", STEPS - 1, now_s + patience_s)
+    step_on(round_, "eve", STEPS, now_s + patience_s + 0.1)
+    assert len(round_.roster.live(now_s + patience_s + 0.1)) == 2, "it steps again"
+
+
+def test_a_learner_five_times_slower_than_before_and_than_others_stays_in() -> None:
+    round_, now_s = in_full_swing("ann", "bob")
+    for learner, step_s in (("ann", 1.0), ("bob", 5.0)):
+        for step in range(1, int(100 / step_s)):
+            at_s = now_s + step * step_s
+            round_.roster.hear(heartbeat(learner, 3 + step, 0), at_s)
+            assert not round_.roster.stands_still(round_.roster.learners[learner], at_s + 4.9)
+
+
+def test_one_long_pause_does_not_make_the_next_one_usual() -> None:
+    """After a pause of 100 s a step of 1 s counts as 1.2 s: 0.8 of the usual one, and a fifth of twice as much."""
+    round_, now_s = in_full_swing("ann")
+    step_on(round_, "ann", 4, now_s + 100)
+    seen = round_.roster.learners["ann"]
+    assert seen.step_times.value == pytest.approx(1.2)
+    assert not round_.roster.stands_still(seen, now_s + 107.1)
+    assert round_.roster.stands_still(seen, now_s + 107.3)
+
+
+def test_a_first_step_may_take_a_minute_from_when_others_step() -> None:
+    roster = Roster(settings_of())
+    roster.hear(heartbeat("ann"), 0)
+    roster.hear(heartbeat("bob"), 0)
+    assert not roster.stands_still(roster.learners["bob"], 1000), "nobody steps yet: models are being compiled"
+    roster.hear(heartbeat("ann", 1), 1000)
+    assert not roster.stands_still(roster.learners["bob"], 1059.9)
+    assert roster.stands_still(roster.learners["bob"], 1060)
+
+
+def test_a_learner_that_took_its_steps_and_does_not_answer_leaves_the_quorum_until_it_delivers() -> None:
+    """Steps of 1 s, four of them between two rounds: eve has six times as long from the first answer on."""
+    round_, now_s = in_full_swing("ann", "eve")
+    for learner in ("ann", "eve"):
+        step_on(round_, learner, STEPS, now_s + 1)
+    now_s += 1
+    open_at(round_, now_s)
+    hold(round_, offer("ann"))
+    for late_s in range(24):
+        step_on(round_, "eve", STEPS + late_s, now_s + late_s)
+        step_on(round_, "ann", STEPS + late_s, now_s + late_s)
+        assert round_.poll(now_s + late_s) is None, late_s
+    now_s += 24
+    merge = round_.poll(now_s)
+    assert names(merge) == [("ann", 1)]
+    assert merge is not None
+    commit(round_, merge, now_s)
+    assert round_.in_vain == {"eve"}
+    # the next round does not wait for it, until an offer of its own comes
+    for step in (40, 44):
+        step_on(round_, "ann", step, now_s)
+        step_on(round_, "eve", step, now_s)
+    open_at(round_, now_s)
+    assert round_.quorum(now_s) == 1
+    assert hold(round_, offer("eve", 1, 2)) is None
+    assert round_.quorum(now_s) == 2
+    assert round_.poll(now_s) is None
+    hold(round_, offer("ann", 2, 2, after=(1, 1)))
+    assert names(round_.poll(now_s)) == [("ann", 2), ("eve", 1)]
+
+
+def test_nobody_is_to_blame_where_nobody_answers() -> None:
+    """A server is away for ten minutes: none of the learners can store an offer, and all of them stay in the quorum."""
+    round_, now_s = in_full_swing("ann", "bob")
+    for learner in ("ann", "bob"):
+        step_on(round_, learner, STEPS, now_s + 1)
+    open_at(round_, now_s + 1)
+    for late_s in range(1, 600):
+        for learner in ("ann", "bob"):
+            step_on(round_, learner, STEPS + late_s, now_s + late_s)
+        assert round_.poll(now_s + late_s) is None
+    assert round_.quorum(now_s + 599) == 2
+
+
+def test_a_learner_that_never_applies_the_newest_version_holds_up_no_round() -> None:
+    round_, now_s = in_full_swing("ann", "eve")
+    for step in range(4, 28):
+        now_s = float(step)
+        step_on(round_, "ann", step, now_s)
+        round_.roster.hear(heartbeat("eve", step, version=step), now_s)  # another one each time: its steps begin again
+        assert not round_.due(now_s, STEPS), step
+    step_on(round_, "ann", 28, 28.0)
+    round_.roster.hear(heartbeat("eve", 28, version=28), 28.0)
+    assert round_.due(28.0, STEPS)  # 24 s after ann was ready
+
+
+def test_a_learner_that_says_it_waits_or_has_stopped_in_the_midst_of_a_run_holds_up_no_round() -> None:
+    for state in ("waiting", "closing"):
+        round_, now_s = in_full_swing("ann", "eve")
+        step_on(round_, "ann", 8, now_s + 5.9)
+        step_on(round_, "eve", 3, now_s + 5.9, state=state)
+        assert not round_.due(now_s + 5.9, STEPS)
+        step_on(round_, "eve", 3, now_s + 6, state=state)
+        assert round_.due(now_s + 6, STEPS), state
+
+
+def test_a_learner_that_never_stops_does_not_keep_a_run_open() -> None:
+    """Eve steps on for ever, and answers nothing: the closing round waits a minute for her."""
+    round_, now_s = in_full_swing("ann", "eve", tokens=100)
+    round_.chain.tokens_merged = 100
+    open_at(round_, now_s)
+    assert round_.closing
+    hold(round_, offer("ann", steps=3))
+    step_on(round_, "ann", 3, now_s, state="closing")
+    assert round_.poll(now_s) is None
+    for late_s in range(1, 61):
+        step_on(round_, "ann", 3, now_s + late_s, state="closing")
+        step_on(round_, "eve", 3 + late_s, now_s + late_s)
+        merge = round_.poll(now_s + late_s)
+        assert (merge is None) == (late_s < 60), late_s
+    assert names(merge) == [("ann", 1)]
+    assert merge is not None
+    assert merge.closing
+
+
+def test_a_stated_step_time_lengthens_no_grace_window() -> None:
+    """Eve steps once a second, and says that her steps take years."""
+    round_, now_s = in_full_swing("ann", "eve")
+    step_on(round_, "eve", 4, now_s + 1, step_s=1e12)
+    assert round_.roster.step_s(now_s + 1) == 1.5  # the median of 1 and twice what was heard
 
 
 def combine(*offers: Offer, number: int = 1) -> Combined:
@@ -765,9 +962,9 @@ class Learner:
     merged: int = 0
     mailbox: list[Offer] = field(default_factory=list)
 
-    def pulse(self) -> Pulse:
+    def heartbeat(self) -> Heartbeat:
         values = {"incarnation": self.incarnation, "steps": [self.steps]}
-        return pulse(self.name, self.step, self.version, **values)
+        return heartbeat(self.name, self.step, self.version, **values)
 
     def take_step(self) -> None:
         self.step += 1
@@ -813,7 +1010,7 @@ def interleave(seed: int, quorum: object, grace: float, staleness: int) -> list[
         if action == "step":
             learner.take_step()
         elif action == "pulse":
-            round_.roster.hear(learner.pulse(), now_s)
+            round_.roster.hear(learner.heartbeat(), now_s)
         elif action == "offer" and learner.steps:
             learner.offer(draw.randint(learner.version + 1, max(learner.version, round_.chain.version) + 1))
         elif action == "deliver" and learner.mailbox:
@@ -831,7 +1028,7 @@ def interleave(seed: int, quorum: object, grace: float, staleness: int) -> list[
                 assert pending is None
                 pending = merge
             elif pending is not None and draw.random() < 0.2:
-                round_.abandoned()
+                round_.without(())
                 pending = None
             elif pending is not None:
                 offers = members_of(pending)
@@ -868,18 +1065,22 @@ def test_such_interleavings_do_make_versions() -> None:
 
 
 LARGE = 2**62
+BUDGET = 10**18  # the largest: of a run whose offers have the largest numbers that can be
 
 
-def large(learner: str, version: int = 1, number: int = 1) -> Offer:
+def many_ranges() -> list[tuple[int, int, int]]:
+    return [(share, 2**59, 2**32) for share in range(4000, 4064)]
+
+
+def large(learner: str) -> Offer:
     """An offer that takes as much of a record as any may."""
-    data = [(share, LARGE - 2**32, 2**32) for share in range(2**14 - 64, 2**14)]
-    counts = dict.fromkeys(("incarnation", "steps", "tokens", "lost_tokens"), LARGE)
-    return offer(learner, number, version, data=data, **counts)
+    counts = dict.fromkeys(("steps", "tokens", "lost_tokens"), 2**59)
+    return offer(learner, incarnation=LARGE, data=many_ranges(), **counts)
 
 
 def test_a_round_merges_what_one_record_has_room_for_and_the_next_ones_the_rest() -> None:
     learners = [f"{'x' * 43}-{i:04}" for i in range(1000)]
-    round_ = round_of(*learners, learners=1000, tokens=10)
+    round_ = round_of(*learners, learners=1000, tokens=BUDGET)
     for learner in learners:
         assert hold(round_, large(learner)) is None
     round_.open(0.0)
@@ -902,9 +1103,10 @@ def test_a_round_merges_what_one_record_has_room_for_and_the_next_ones_the_rest(
 
 def test_what_had_no_room_comes_first_in_the_next_round_and_closing_waits_for_all() -> None:
     learners = [f"x{i:03}" for i in range(400)]
-    round_ = round_of(*learners, learners=400, tokens=10)
+    round_ = round_of(*learners, learners=400, tokens=BUDGET)
+    round_.chain.tokens_merged = BUDGET
     for learner in learners:
-        round_.roster.hear(pulse(learner, STEPS, tokens=40, state="closing"), 0.0)
+        round_.roster.hear(heartbeat(learner, STEPS, tokens=BUDGET, state="closing"), 0.0)
         assert hold(round_, small_but_many(learner)) is None
     round_.open(0.0)
     assert round_.closing
@@ -916,7 +1118,7 @@ def test_what_had_no_room_comes_first_in_the_next_round_and_closing_waits_for_al
     commit(round_, merge, 0.0)
     for learner in learners:  # all answer again: those whose offer was merged with nothing
         merged = learner in first
-        round_.roster.hear(pulse(learner, STEPS + 1, 1, tokens=40, state="closing", steps=[0 if merged else 4]), 1.0)
+        round_.roster.hear(heartbeat(learner, STEPS + 1, 1, tokens=BUDGET, state="closing", steps=[0 if merged else 4]), 1.0)
         if not merged:
             assert hold(round_, small_but_many(learner, version=2, number=2)) is None
     round_.open(1.0)
@@ -927,39 +1129,37 @@ def test_what_had_no_room_comes_first_in_the_next_round_and_closing_waits_for_al
 
 
 def small_but_many(learner: str, version: int = 1, number: int = 1) -> Offer:
-    data = [(share, LARGE - 2**32, 2**32) for share in range(2**14 - 64, 2**14)]
-    return offer(learner, number, version, data=data)
+    return offer(learner, number, version, data=many_ranges(), steps=2**40, tokens=2**40)
 
 
-# ---- learners that are barred
+# ---- learners that are excluded
 
 
-def test_a_barred_learner_is_not_waited_for_and_what_is_held_of_it_is_not_merged() -> None:
+def test_an_excluded_learner_is_not_waited_for_and_what_is_held_of_it_is_not_merged() -> None:
     round_ = round_of("ann", "bob", "cat", **{"round.quorum": "all"})
     open_at(round_, 0.0)
     assert hold(round_, offer("ann")) is None
     assert hold(round_, offer("cat")) is None
     assert round_.poll(0.1) is None  # bob is to answer
     round_.roster.change(round_.settings, frozenset({"bob", "cat"}))
-    round_.changed()
+    round_.drop_unfit()
     assert names(round_.poll(0.2)) == [("ann", 1)]
     assert hold(round_, offer("bob")) == "bob is ejected or quarantined"
-    assert not round_.roster.hear(pulse("bob", 99, tokens=99), 0.3)
+    assert not round_.roster.hear(heartbeat("bob", 99, tokens=99), 0.3)
     round_.roster.change(round_.settings, frozenset({"cat"}))
-    round_.abandoned()
-    assert round_.roster.hear(pulse("bob", 5), 0.4)
+    round_.without(())
+    assert round_.roster.hear(heartbeat("bob", 5), 0.4)
     assert hold(round_, offer("bob")) is None
     assert names(round_.poll(0.5)) == [("ann", 1), ("bob", 1)]
 
 
-def test_what_a_barred_learner_did_stays_counted() -> None:
-    roster = Roster(settings_of(tokens=100))
-    roster.hear(pulse("ann", tokens=60), 0)
-    roster.hear(pulse("bob", tokens=30), 0)
+def test_what_is_merged_of_an_excluded_learner_stays_counted() -> None:
+    roster, chain = Roster(settings_of(tokens=100)), log_of(60, bob=(1, 30), ann=(1, 30))
+    roster.hear(heartbeat("bob", tokens=90), 0)
+    assert is_used_up(roster, chain, 0)
     roster.change(roster.settings, frozenset({"bob"}))
-    roster.hear(pulse("bob", step=9, tokens=90), 1)
-    assert roster.tokens_processed() == 90
-    assert not roster.used_up(1)
+    assert not roster.hear(heartbeat("bob", step=9, tokens=99), 1)
+    assert roster.processed(chain, 1) == 60
 
 
 def test_a_merge_without_some_learners_needs_a_quorum_of_the_others() -> None:
@@ -975,12 +1175,62 @@ def test_a_merge_without_some_learners_needs_a_quorum_of_the_others() -> None:
     assert names(round_.poll(0.3)) == [("ann", 1), ("cat", 1)]
 
 
+def test_a_round_does_not_wait_for_a_learner_whose_answer_no_merge_can_have_until_it_answers_again() -> None:
+    round_ = round_of("ann", "bob", **{"round.quorum": "all"})
+    open_at(round_, 0.0)
+    for learner in ("ann", "bob"):
+        hold(round_, offer(learner))
+    assert names(round_.poll(0.1)) == [("ann", 1), ("bob", 1)]
+    round_.without({"bob"})
+    merge = round_.poll(0.2)
+    assert names(merge) == [("ann", 1)]
+    assert merge is not None
+    commit(round_, merge, 0.2)
+    for learner in ("ann", "bob"):
+        round_.roster.hear(heartbeat(learner, STEPS, 1), 0.3)
+        round_.roster.hear(heartbeat(learner, 2 * STEPS, 1), 0.4)
+    open_at(round_, 0.4)
+    hold(round_, offer("ann", 2, 2, after=(1, 1)))
+    assert round_.poll(0.5) is None  # in the next round it is waited for
+    hold(round_, offer("bob", 2, 2))
+    assert names(round_.poll(0.6)) == [("ann", 2), ("bob", 2)]
+
+
+def test_a_log_is_closed_without_the_steps_of_a_learner_whose_answer_no_merge_can_have() -> None:
+    round_ = round_of("ann", "bob", tokens=10)
+    round_.chain.tokens_merged = 10
+    for learner in ("ann", "bob"):
+        round_.roster.hear(heartbeat(learner, STEPS, tokens=40, state="closing"), 0.0)
+        assert hold(round_, offer(learner)) is None
+    round_.open(0.0)
+    assert names(round_.poll(0.1)) == [("ann", 1), ("bob", 1)]
+    round_.without({"bob"})
+    merge = round_.poll(0.2)
+    assert names(merge) == [("ann", 1)]
+    assert merge is not None
+    assert merge.closing
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_a_claim_that_cannot_be_is_refused_by_name_alone_and_among_others(combined: bool) -> None:
+    round_ = round_of("ann", "bob")
+    offers = [offer("ann"), offer("bob", lost_tokens=2**62)]
+    with pytest.raises(ClaimError, match="offer 1 of bob states what cannot be"):
+        hold_combined(round_, *offers) if combined else hold(round_, offers[1])
+    assert round_.held == {}
+    # one that is old is passed over: it may have been honest when it was made
+    assert (
+        hold(round_, offer("bob", lost_tokens=2**62, after=(1, 7)))
+        == "made without knowing that (0, 0) was merged (it states (1, 7))"
+    )
+
+
 def test_settings_that_change_count_at_once() -> None:
     round_ = round_of("ann", "bob", **{"round.quorum": 2})
     open_at(round_, 0.0)
     hold(round_, offer("ann"))
     assert round_.poll(9.0) is None
-    round_.roster.hear(pulse("ann", 5), 9.0)
+    round_.roster.hear(heartbeat("ann", 5), 9.0)
     round_.roster.change(settings_of(**{"round.quorum": 1}), frozenset())
     assert names(round_.poll(9.0)) == [("ann", 1)]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from diloco.errors import RunError
-from diloco.rundir import RunDirectory, load, write_json
-from diloco.settings import run_settings
+from diloco.service.rundir import RunDirectory, load, write_json
+from diloco.settings.presets import run_settings
 
 
 def directory(path: Path, data: str | None = "/texts") -> RunDirectory:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import DilocoError, SettingsError
-from diloco.service import parse_settings
-from diloco.settings import ServiceSettings, SyncerSettings
+from diloco.service.skeleton import parse_settings
+from diloco.settings.service import ServiceSettings, SyncerSettings
 
 SCRIPT = """
 import sys
-from diloco.service import parse_settings
-from diloco.settings import SyncerSettings
+from diloco.service.skeleton import parse_settings
+from diloco.settings.service import SyncerSettings
 print(parse_settings(SyncerSettings, "test").name, flush=True)
 sys.stdin.read()
 """

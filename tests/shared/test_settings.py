@@ -9,18 +9,11 @@ from typing import Any
 import pytest
 
 from diloco.errors import SettingsError
-from diloco.settings import (
-    PRESETS,
-    CoordinatorSettings,
-    LearnerSettings,
-    RunSettings,
-    SyncerSettings,
-    all_names,
-    load_service,
-    parse,
-    parse_assignments,
-    run_settings,
-)
+from diloco.settings.loading import load_service, parse_assignments
+from diloco.settings.presets import PRESETS, run_settings
+from diloco.settings.run import RunSettings
+from diloco.settings.service import CoordinatorSettings, LearnerSettings, SyncerSettings
+from diloco.settings.validation import all_names, parse
 
 
 @pytest.fixture(autouse=True)
@@ -239,6 +232,21 @@ def test_the_coordinator_has_the_run_s_settings(tmp_path: Path) -> None:
     assert settings.settings == run_settings(overrides={"round.steps": 7})
     with pytest.raises(SettingsError, match=r"no setting 'settings.round.step' .*settings.round.steps"):
         load_service(CoordinatorSettings, config(tmp_path, 'name = "c"\n[settings.round]\nstep = 7\n'))
+
+
+def test_a_preset_in_the_coordinator_s_file_brings_its_values(tmp_path: Path) -> None:
+    text = 'name = "c"\n[settings]\npreset = "published"\nlearners = 3\n[settings.outer]\nmomentum = 0.8\n'
+    settings = load_service(CoordinatorSettings, config(tmp_path, text)).settings
+    assert settings == run_settings("published", {"learners": 3, "outer.momentum": 0.8})
+    assert settings.carry.late == 0.0  # the preset's, not the default's
+    # as `diloco up` writes it: all values, under the name of the preset that they began with
+    changed = run_settings("published", {"carry.late": 0.5})
+    whole = CoordinatorSettings.model_validate({"name": "c", "settings": changed.model_dump()})
+    assert whole.settings == changed
+    with pytest.raises(SettingsError, match=r"no preset 'publishd' .did you mean 'published'"):
+        load_service(CoordinatorSettings, config(tmp_path, 'name = "c"\n[settings]\npreset = "publishd"\n'))
+    with pytest.raises(SettingsError, match=r"no setting 'round.step'"):
+        load_service(CoordinatorSettings, config(tmp_path, 'name = "c"\n[settings]\npreset = "diloco"\nround.step = 7\n'))
 
 
 @pytest.mark.parametrize(

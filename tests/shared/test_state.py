@@ -16,8 +16,8 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from diloco import state
 from diloco.errors import RunError
+from diloco.member import state
 
 RUN = b"\x01" * 8
 BOOKS: dict[str, Any] = {"step": 12, "fragments": [{"after": [1, 2], "data": [[0, 3, 4]]}], "loss": 0.1}

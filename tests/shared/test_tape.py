@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.services.cluster import Events
 
-from diloco import tape as files
 from diloco.core import tape
+from diloco.core.lives import read_lives
 from diloco.core.tape import Apply, Data, Event, Header, Offer, Reload, Start, Step
 from diloco.errors import FormatError, RunError
-from diloco.observe import Logger
-from diloco.tape import TapeFile
+from diloco.process import tape as files
+from diloco.process.observe import Logger
+from diloco.process.tape import TapeFile
 
 RUN = b"run-iden"
 HEADER = Header(RUN, "learner-0")
@@ -163,7 +164,7 @@ def test_lives_of_a_learner() -> None:
     ]
     second = [Start(9, 200, (3, 4)), tape.Restored(DIGEST), Data(2, 42), Step(), Data(5, 0), Step(), tape.End(True, DIGEST)]
 
-    one, two = tape.lives([*first, *second])
+    one, two = read_lives([*first, *second])
 
     assert (one.start.incarnation, one.steps, one.ranges(), one.end) == (100, 3, [(2, 40, 3)], None)
     # the offer is of the model as it was two steps before it was noted
@@ -177,24 +178,24 @@ def test_copy_of_the_state_stands_where_it_was_begun() -> None:
     own = [Start(5, 100, (3, 4)), Data(0, 0), Step(), Apply(0, 1), tape.Copied(), Apply(1, 1), tape.Lent(lent)]
     own += [tape.Copied(), Step(), tape.Copied(), tape.Checkpoint(saved), Step(), tape.Fresh()]
 
-    (life,) = tape.lives(own)
+    (life,) = read_lives(own)
 
     # the second copy came to nothing: the disk was full
     assert life.copies == {(1, 1): lent, (2, 0): saved}
     assert life.fresh
     with pytest.raises(FormatError, match="of no copy"):
-        tape.lives([Start(5, 100, (3, 4)), tape.Checkpoint(saved)])
+        read_lives([Start(5, 100, (3, 4)), tape.Checkpoint(saved)])
 
 
 def test_life_that_went_back_says_so() -> None:
     on: list[Event] = [Start(5, 100, (3, 4)), Reload(0, 3, False), Reload(1, 4, False), Apply(1, 5), Data(0, 0), Step()]
 
-    assert not tape.lives([*on, Reload(1, 5, True)])[0].rewound
-    assert tape.lives([*on, Reload(1, 4, False)])[0].rewound
+    assert not read_lives([*on, Reload(1, 5, True)])[0].rewound
+    assert read_lives([*on, Reload(1, 4, False)])[0].rewound
 
 
 def test_life_ends_where_events_are_missing() -> None:
-    (life,) = tape.lives([Start(5, 100, (3, 4)), Data(2, 40), Step(), tape.Gap(7), Step(), tape.End(True, DIGEST)])
+    (life,) = read_lives([Start(5, 100, (3, 4)), Data(2, 40), Step(), tape.Gap(7), Step(), tape.End(True, DIGEST)])
 
     assert (life.steps, life.gap, life.end) == (1, 7, None)
 
@@ -204,7 +205,7 @@ def test_life_ends_where_events_are_missing() -> None:
 )
 def test_events_that_make_no_sense_are_refused(events: list[Event]) -> None:
     with pytest.raises(FormatError):
-        tape.lives(events)
+        read_lives(events)
 
 
 def test_process_begun_again_goes_on_after_the_last_whole_block(tmp_path: Path) -> None:

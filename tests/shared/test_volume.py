@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco import __version__, volume
+from diloco import __version__
 from diloco.errors import RunError
+from diloco.service import volume
 
 
 def test_a_folder_is_claimed_once_and_found_again(tmp_path: Path) -> None:

@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 from tests.services.cluster import adamw, decays, decode, fold, state_hash
 from tests.simulation.learner import FRAGMENTS, Step
 
+from diloco.control.shares import PREFIX
 from diloco.core import leases
 from diloco.core.ownership import OwnersTable
-from diloco.settings import RunSettings
-from diloco.wire import messages
-from diloco.wire.messages import Answer, Body, Combined, Genesis, Keyframe, Member, Offer, Record, RolledBack
+from diloco.settings.run import RunSettings
+from diloco.wire import framing
+from diloco.wire.body import ATTEMPT_BYTES, Body
+from diloco.wire.entries import Genesis, Keyframe, Record, RolledBack
+from diloco.wire.offers import Answer, Combined, Member, Offer
 from diloco.wire.subjects import Subjects
 
 Vector = NDArray[np.float32]
@@ -114,20 +117,35 @@ class Reference:
     """
 
     def __init__(
-        self, name: str, run: bytes, settings: RunSettings, steps: list[Step], *, forgetful: bool, archived: bool
+        self,
+        name: str,
+        run: bytes,
+        settings: RunSettings,
+        steps: list[Step],
+        *,
+        forgetful: bool,
+        archived: bool,
+        faulty: bool = False,
     ) -> None:
         self.run, self.settings, self.steps = run, settings, steps
         self.subjects = Subjects(name)
         self.logs: list[FragmentLog] = []  # empty before genesis
         self.offers: dict[tuple[int, str, int, int], tuple[Offer, Vector]] = {}
-        self.versions_made = self.takeovers = self.keyframes = self.members_combined = self.late_combined = 0
+        self.versions_made = self.takeovers = self.shares_taken_over = self.keyframes = self.members_combined = (
+            self.late_combined
+        ) = 0
         self.bits: Counter[int] = Counter()  # versions by those that their bodies have
         self.orders: list[tuple[int, int, list[int]]] = []  # changes that order fragments back: number, version, fragments
         self.rollbacks = 0
-        self.forgetful, self.archived = forgetful, archived
+        self.forgetful, self.archived, self.faulty = forgetful, archived, faulty
+        # entries that state another state than they fold to, and those that follow them: by fragment, with the states stated
+        self.wrong: set[tuple[int, bytes]] = set()
+        self.wrong_entries = self.wrong_keyframes = 0
+        self.wrong_heads: set[tuple[int, int]] = set()  # by fragment: keyframes that stand after one
         self.rewound = False
         self.lost: set[tuple[int, bytes]] = set()  # by fragment: entries and states of versions that were stored, and lost
         self.combined: dict[tuple[int, str, int, int], tuple[Combined, Vector]] = {}
+        self.claims: dict[str, leases.ShareClaim] = {}  # to data shares, by learner
         self._archive: set[tuple[int, str, int, int]] = set()
         self._archived_combined: set[tuple[int, str, int, int]] = set()
         self._trained: dict[tuple[str, int], set[tuple[int, int]]] = {}  # by process: shares and batches
@@ -145,14 +163,14 @@ class Reference:
             return self._see_genesis(data)
         if not subject.endswith(".head"):
             number = int(subject.rsplit(".", 1)[-1])
-            self._parts.setdefault(data[: messages.ATTEMPT_BYTES], {})[number] = data[messages.ATTEMPT_BYTES :]
+            self._parts.setdefault(data[:ATTEMPT_BYTES], {})[number] = data[ATTEMPT_BYTES:]
             return f"part {number}"
         kind = subject.split(".")[2]
         if kind == "delta":
             return self._see_offer(data, writer)
         if kind == "archive":
             return self._see_archived(data)
-        return self._see_record(data, sequence, writer) if kind == "fragment" else self._see_keyframe(data, sequence)
+        return self.see_record(data, sequence, writer) if kind == "fragment" else self._see_keyframe(data, sequence)
 
     def _body(self, body: Body, inline: bytes) -> NDArray[np.uint8]:
         parts = self._parts.get(body.attempt, {})
@@ -162,7 +180,7 @@ class Reference:
         return np.frombuffer(raw, np.uint8)
 
     def _see_genesis(self, data: bytes) -> str:
-        genesis, check, _ = messages.unpack(data, Genesis, self.run)
+        genesis, check, _ = framing.unpack(data, Genesis, self.run)
         demand(not self.logs, "the run began twice")
         for index, digest in enumerate(genesis.fragments):
             demand((index, digest) in self._genesis, "genesis names another keyframe")
@@ -173,7 +191,7 @@ class Reference:
         return f"genesis by {genesis.founder}"
 
     def _see_keyframe(self, data: bytes, sequence: int) -> str:
-        keyframe, _, inline = messages.unpack(data, Keyframe, self.run)
+        keyframe, _, inline = framing.unpack(data, Keyframe, self.run)
         values = self._body(keyframe.body, inline).view("<f4")
         theta, *moments, _ = values.reshape(-1, FRAGMENTS.fragments[keyframe.fragment].size)
         momentum = np.concatenate(moments)
@@ -186,6 +204,11 @@ class Reference:
         log = self.logs[keyframe.fragment]
         if (keyframe.fragment, keyframe.entry_hash) in self.lost:
             return f"{what}, of what was lost"
+        if (keyframe.fragment, keyframe.entry_hash) in self.wrong:
+            self.wrong_keyframes += 1
+            log.keyframes.append((sequence, keyframe.entry_sequence))
+            self.wrong_heads.add((keyframe.fragment, sequence))
+            return f"{what}, after a wrong entry"
         self.keyframes += 1
         log.keyframes.append((sequence, keyframe.entry_sequence))
         demand(
@@ -201,7 +224,7 @@ class Reference:
         return what
 
     def _see_offer(self, data: bytes, writer: Writer) -> str:
-        offer, _, inline = messages.unpack(data, Offer, self.run)
+        offer, _, inline = framing.unpack(data, Offer, self.run)
         what = f"offer {offer.number} of {offer.learner}, fragment {offer.fragment}, round {offer.round}"
         identity = (offer.fragment, offer.learner, offer.incarnation, offer.number)
         log = self.logs[offer.fragment]
@@ -220,7 +243,7 @@ class Reference:
         return f"{what}, {offer.steps} steps"
 
     def _demand_base(self, log: FragmentLog, offer: Offer, what: str) -> None:
-        its = log.has(offer.base_version, offer.base_hash) or (offer.fragment, offer.base_hash) in self.lost
+        its = log.has(offer.base_version, offer.base_hash) or (offer.fragment, offer.base_hash) in self.lost | self.wrong
         demand(its, f"{what}: its base is not the log's {offer.base_version}")
 
     def see_combined(self, combined: Combined, inline: bytes) -> str:
@@ -241,8 +264,8 @@ class Reference:
         return f"{what}: {', '.join(f'{m.learner}/{m.number} to {m.round}' for m in combined.members)}"
 
     def _see_archived(self, data: bytes) -> str:
-        if messages.kind_of(data) == Combined.kind:
-            combined, _, inline = messages.unpack(data, Combined, self.run)
+        if framing.kind_of(data) == Combined.kind:
+            combined, _, inline = framing.unpack(data, Combined, self.run)
             identity = (combined.fragment, combined.syncer, combined.incarnation, combined.number)
             what = f"archived combined offer {combined.number} of {combined.syncer}, fragment {combined.fragment}"
             demand(identity in self.combined, f"{what}: was never made")
@@ -252,7 +275,7 @@ class Reference:
             demand(same, f"{what}: another one than was made")
             self._archived_combined.add(identity)
             return what
-        offer, _, inline = messages.unpack(data, Offer, self.run)
+        offer, _, inline = framing.unpack(data, Offer, self.run)
         identity = (offer.fragment, offer.learner, offer.incarnation, offer.number)
         what = f"archived offer {offer.number} of {offer.learner}, fragment {offer.fragment}"
         demand(identity in self.offers, f"{what}: was never made")
@@ -277,8 +300,8 @@ class Reference:
             ranges = {(share, first + i) for share, first, count in offer.data for i in range(count)}
             demand(ranges == batches, f"{what}: states batches {sorted(ranges)}, holds {sorted(batches)}")
 
-    def _see_record(self, data: bytes, sequence: int, writer: Writer) -> str:
-        record, check, inline = messages.unpack(data, Record, self.run)
+    def see_record(self, data: bytes, sequence: int, writer: Writer) -> str:
+        record, check, inline = framing.unpack(data, Record, self.run)
         log = self.logs[record.fragment]
         what = (
             f"{record.entry} of fragment {record.fragment}, version {record.version}, epoch {record.epoch} by {record.syncer}"
@@ -287,6 +310,10 @@ class Reference:
         if (record.fragment, record.previous) in self.lost:  # by one who does not know yet; nobody takes it for an entry
             self.lost.add((record.fragment, check))
             return f"{what}, after what was lost"
+        if (record.fragment, record.previous) in self.wrong:
+            self.wrong |= {(record.fragment, check), (record.fragment, record.state_hash)}
+            return f"{what}, after a wrong entry"
+        before = log.copied() if self.faulty else log
         if self.forgetful:
             log.past.append((sequence, log.copied()))
         demand(record.previous == log.head, f"{what}: does not follow version {log.version}, epoch {log.epoch}")
@@ -303,6 +330,13 @@ class Reference:
             self._merge(record, log, self._body(record.body, inline) if record.body else np.zeros(0, np.uint8), what)
         if record.rolled_back is not None:
             self._go_back(record, log, self._body(record.body, inline) if record.body else np.zeros(0, np.uint8), what)
+        if self.faulty and makes and record.state_hash != state_hash(log.theta, log.momentum):
+            self.wrong |= {(record.fragment, check), (record.fragment, record.state_hash)}
+            self.wrong_entries += 1
+            self.logs[record.fragment] = before  # nobody goes by it
+            if self.forgetful:
+                before.past.pop()
+            return f"{what}: WRONG"
         log.epoch, log.head, log.version = record.epoch, check, record.version
         demand(record.state_hash == state_hash(log.theta, log.momentum), f"{what}: does not fold to its state hash")
         demand(record.tokens_merged == log.merged_tokens, f"{what}: {record.tokens_merged} tokens, members {log.merged_tokens}")
@@ -422,29 +456,40 @@ class Reference:
         if not log.keyframes:
             return
         kept = [entry for head, entry in log.keyframes if head in heads][-self.settings.log.keep_keyframes :]
+        right = [head for head, _ in log.keyframes if head in heads and (fragment, head) not in self.wrong_heads]
+        demand(bool(right), f"fragment {fragment}: no keyframe is left that stands after an entry of the log")
         wanted = min(self.settings.log.keep_keyframes, len(log.keyframes))
         demand(len(kept) >= wanted, f"fragment {fragment}: {len(kept)} keyframes are left of {len(log.keyframes)}")
         missing = [sequence for sequence in log.sequences if sequence > min(kept) and sequence not in heads]
         demand(not missing, f"fragment {fragment}: entries {missing} after a keyframe were dropped")
 
-    def observe_key(self, process: tuple[str, int], key: str, before: bytes | None, value: bytes) -> None:
+    def observe_key(self, process: tuple[str, int], key: str, value: bytes, revision: int) -> None:
         """Look at a key of the bucket as it is set by a process."""
-        if key == "shares":
-            old = {} if before is None else {lease.share: lease for lease in leases.unpack(before).leases}
-            new = {lease.share: lease for lease in leases.unpack(value).leases}
-            for share, lease in old.items():
-                demand(share in new, f"share {share} is gone")
-                batch = new[share].next
-                kept = batch >= lease.next or self.rewound  # a revision that was lost is given again
-                demand(kept, f"share {share} goes back from batch {lease.next} to {batch}")
-                if lease.holder == process[0] and new[share].holder is None:
-                    own = max((b + 1 for s, b in self._trained.get(process, ()) if s == share), default=0)
-                    demand(batch >= own, f"share {share} is freed at batch {batch}, {process[0]} has trained up to {own}")
+        if key.startswith(PREFIX) and not self.rewound:  # a revision that was lost is given again
+            self._see_claim(process, key.removeprefix(PREFIX), value, revision)
         if key == "owners":
             table = msgspec.msgpack.decode(value, type=OwnersTable)
             shards = self.settings.shards
             demand(len(table.holders) <= shards, f"{table.holders} share the fragments, at most {shards} may")
             demand(set(table.owners) <= set(table.holders), f"{table.owners} own fragments, {table.holders} hold")
+
+    def _see_claim(self, process: tuple[str, int], learner: str, value: bytes, revision: int) -> None:
+        demand(learner == process[0], f"{process[0]} writes the claim of {learner}")
+        claim, before = leases.unpack(value, learner, revision, self.settings), self.claims.get(learner)
+        held = {entry.share for entry in before.entries if entry.held} if before else set()
+        for entry in claim.entries:
+            if entry.share in held and not entry.held:
+                own = max((b + 1 for s, b in self._trained.get(process, ()) if s == entry.share), default=0)
+                what = f"share {entry.share} is freed at batch {entry.next}"
+                demand(entry.next >= own, f"{what}, {learner} has trained up to {own}")
+        old, ends = leases.fold(self.claims, self.settings.learners), self.ends()
+        self.claims[learner] = claim
+        new = leases.fold(self.claims, self.settings.learners)
+        for share, lease in old.leases.items():
+            batch = max(new.leases[share].next if share in new.leases else 0, ends.get(share, 0))
+            demand(batch >= lease.next, f"share {share} goes back from batch {lease.next} to {batch}")
+            holder = new.leases[share].holder if share in new.leases else None
+            self.shares_taken_over += lease.holder not in (None, holder) and holder == learner
 
     # ---- what processes hold
 
@@ -499,7 +544,7 @@ class Reference:
     def check_end(self, learners: dict[str, tuple[list[Vector], dict[str, list[int]]]]) -> None:
         """The run is over: every learner holds the last versions, and tokens add up.
 
-        ``learners``: by name the parameters applied last, and of the last pulse tokens in all, merged not yet, and lost.
+        ``learners``: by name the parameters applied last, and of the last heartbeat tokens in all, merged not yet, and lost.
         """
         for index, log in enumerate(self.logs):
             demand(log.closed, f"the log of fragment {index} is not closed")

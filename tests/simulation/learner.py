@@ -1,4 +1,4 @@
-"""A learner of the simulation: the real :class:`diloco.member.Member`, and a trainer whose steps can be told apart.
+"""A learner of the simulation: the real :class:`diloco.member.member.Member`, and a trainer whose steps can be told apart.
 
 A step adds 1 to one value of every fragment, a value that no other step of the run touches. So an offer of 32 bits shows
 which steps it holds, and the merged model how much of each step came in.
@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco import membership
-from diloco.core.books import Apply
+from diloco.control import creation
+from diloco.core.accounts import StepDone
+from diloco.core.delta import Apply
 from diloco.core.fragments import TensorSpec, build_map
-from diloco.core.leases import Rota
-from diloco.member import Boundary, Dump, Member, StepDone
-from diloco.peer import Layout
-from diloco.wire.messages import Marked
+from diloco.core.learner import Dump
+from diloco.core.leases import RoundRobin
+from diloco.member.member import Boundary, Member
+from diloco.member.peer import Layout
+from diloco.wire.control import MarkerAnswer
 
 if TYPE_CHECKING:
     from tests.simulation.world import Process
@@ -57,7 +59,7 @@ class Learner:
         self.values: list[Vector] = []
         self.applied: dict[int, int] = {}  # by fragment: version last written into the model
         self.done: StepDone | None = None
-        self.rota = Rota()
+        self.round_robin = RoundRobin()
         self.optimizer = np.full(8, process.rng.random(), np.float32)
         self.must_apply: dict[int, int] = {}  # by fragment: what was the newest version when it began
         self.must_pass: dict[int, int] = {}  # by share of the data: the end of what was merged when it began
@@ -70,7 +72,7 @@ class Learner:
     async def serve(self) -> None:
         """Join the run, and train to its end or until asked to stop."""
         process, world = self.process, self.world
-        run = await membership.find(process.transport, world.run_name, world.logger)
+        run = await creation.find(process.transport, world.run_name, world.logger)
         member = self.member = Member(process.transport, run, FRAGMENTS, world.learner_settings(process), world.logger)
         # its own, and nothing of it may come into the run unless it founds it
         self.values = [process.noise(fragment.size) for fragment in FRAGMENTS.fragments]
@@ -78,7 +80,7 @@ class Learner:
         try:
             await member.join(lambda: [np.zeros(fragment.size, np.float32) for fragment in FRAGMENTS.fragments])
             if not self._restore(member):
-                stateless = run.settings.outer.optimizer == "adamw"  # its optimizer's state is the log's
+                stateless = run.created.outer.optimizer == "adamw"  # its optimizer's state is the log's
                 loan = await member.borrow(Layout(()) if stateless else LAYOUT)
                 if stateless:
                     world.check_stateless(self.name, member)
@@ -106,7 +108,6 @@ class Learner:
             self._hand_over(member, boundary)
             self._keep(member)
             if boundary.finished:
-                process.finished = True
                 return
             if self.leave_by_s is not None and (member.left or self.world.now_s >= self.leave_by_s):
                 await self._leave(member)
@@ -122,7 +123,7 @@ class Learner:
             member.submit(index, lambda snapshot=snapshot: snapshot)  # type: ignore[misc]
 
     def _write(self, index: int, applied: Apply, version: int | None) -> None:
-        if applied.anew and self.mark is not None:
+        if applied.reset and self.mark is not None:
             self.mark = self.mark[0], False  # what was between was never seen
         new = applied.theta.copy()
         if applied.reference is not None:
@@ -133,7 +134,7 @@ class Learner:
 
     async def _step(self, member: Member) -> None:
         process, world = self.process, self.world
-        share, batch = self.rota.next(member.leased())
+        share, batch = self.round_robin.next(member.leased())
         index = world.take_step(
             Step(self.name, process.generation, process.tokens, share, batch, dict(self.applied)), self.must_pass
         )
@@ -147,7 +148,7 @@ class Learner:
     # ---- its disk, and its peers
 
     def _look_for_mark(self, member: Member) -> None:
-        mark = member._mark
+        mark = member.learner.marks.mark
         if mark is not None and (self.mark is None or self.mark[0] != mark.number):
             self.mark = mark.number, all(own <= cut for own, cut in zip(member.versions(), mark.versions, strict=True))
 
@@ -160,7 +161,7 @@ class Learner:
             # versions of several fragments come to a region in another order than they were made
             exact = self.mark == (mark.number, True) and self.world.regional is None
             self.world.check_marked(self.name, member, mark.versions, exact)
-            answer = Marked(self.name, mark.number, member.step, member.versions(), 1, bytes(32))
+            answer = MarkerAnswer(self.name, mark.number, member.step, member.versions(), 1, bytes(32))
             self.process.loop.call_later(SAVE_S * self.process.rng.random(), self._answer, member, answer)
         if member.lender.wanted:
             self.world.lent[self.name, member.step] = self.optimizer.copy()
@@ -174,7 +175,7 @@ class Learner:
             # the books' arrays are copied as late as a thread that writes them may come to them
             self.process.loop.call_later(SAVE_S * self.process.rng.random(), self._save, dump, copied, dict(self.applied))
 
-    def _answer(self, member: Member, answer: Marked) -> None:
+    def _answer(self, member: Member, answer: MarkerAnswer) -> None:
         member.answer_mark(answer)
         self.marking = False
 
@@ -183,7 +184,7 @@ class Learner:
         self.saving = False
 
     async def _leave(self, member: Member) -> None:
-        while any(state.encoding for state in member._fragments):
+        while member.learner.encoding:
             await asyncio.sleep(0.01)
         self._save(member.checkpoint(), self.values, self.applied)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from tests.simulation.invariants import Reference, Writer, demand
 
-from diloco.wire import messages
-from diloco.wire.messages import Claim, Combined, Keyframe, Notice, Record
+from diloco.wire import framing
+from diloco.wire.entries import Claim, CommitNotice, Keyframe, Record
+from diloco.wire.offers import Combined
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Regional:
                 return "genesis again"
             self._genesis = data
         elif subject.split(".")[2] == "fragment" and token == "head":
-            if messages.kind_of(data) == Claim.kind:
+            if framing.kind_of(data) == Claim.kind:
                 return self._see_claim(region, data)
             return self._see_entry(region, data, sequence, writer)
         elif token == "notice":
@@ -66,14 +67,14 @@ class Regional:
         return reference.observe(subject, data, sequence, writer)
 
     def _see_combined(self, region: str, data: bytes) -> str:
-        combined, _, inline = messages.unpack(data, Combined, self.reference.run)
+        combined, _, inline = framing.unpack(data, Combined, self.reference.run)
         for member in combined.members:
             home = self._homes.get(member.learner)
             demand(home == region, f"{combined.syncer} in {region} combines an offer of {member.learner}, who is in {home}")
         return self.reference.see_combined(combined, inline)
 
     def _see_claim(self, region: str, data: bytes) -> str:
-        claim, _, _ = messages.unpack(data, Claim, self.reference.run)
+        claim, _, _ = framing.unpack(data, Claim, self.reference.run)
         kept, what = self._kept[region, claim.fragment], f"claim of fragment {claim.fragment} by {claim.syncer}"
         demand(claim.epoch > kept.epoch, f"{what}: epoch {claim.epoch}, {region} is at {kept.epoch}")
         kept.epoch = claim.epoch
@@ -81,7 +82,7 @@ class Regional:
         return f"{what}, epoch {claim.epoch}"
 
     def _see_entry(self, region: str, data: bytes, sequence: int, writer: Writer) -> str:
-        record, check, _ = messages.unpack(data, Record, self.reference.run)
+        record, check, _ = framing.unpack(data, Record, self.reference.run)
         kept = self._kept[region, record.fragment]
         kept.epoch = max(kept.epoch, record.epoch)
         kept.entries[check] = sequence
@@ -89,12 +90,13 @@ class Regional:
         return f"{record.entry} of fragment {record.fragment}, version {record.version}, epoch {record.epoch}"
 
     def _see_notice(self, region: str, data: bytes) -> str:
-        notice, _, _ = messages.unpack(data, Notice, self.reference.run)
+        notice, _, _ = framing.unpack(data, CommitNotice, self.reference.run)
         index, what = notice.fragment, f"notice of fragment {notice.fragment}, version {notice.version}, epoch {notice.epoch}"
         kept = self._kept[region, index]
         demand(kept.entries.get(notice.check) is not None, f"{what}: {region} does not hold the entry")
-        kept.version = max(kept.version, notice.version)
         self._commit(index, notice.check, what)
+        if (index, notice.check) not in self.reference.wrong:
+            kept.version = max(kept.version, notice.version)
         return what
 
     def _commit(self, index: int, check: bytes, what: str) -> None:
@@ -110,11 +112,11 @@ class Regional:
             demand(check == log.head, f"{what}: a fork: it follows what others have followed")
         for name in reversed(path):
             record, frame, writer = self._entries[name]
-            self.reference._see_record(frame, 0, writer)
+            self.reference.see_record(frame, 0, writer)
             self._committed[name] = record.version, record.state_hash
 
     def _see_keyframe(self, region: str, data: bytes, sequence: int) -> str:
-        keyframe, _, _ = messages.unpack(data, Keyframe, self.reference.run)
+        keyframe, _, _ = framing.unpack(data, Keyframe, self.reference.run)
         what = f"keyframe of fragment {keyframe.fragment}, version {keyframe.version} in {region}"
         if keyframe.entry_hash == bytes(32):
             return f"{what}, brought"

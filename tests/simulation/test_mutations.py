@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,17 +11,19 @@ import pytest
 from msgspec.structs import replace
 from tests.simulation.invariants import Violation
 from tests.simulation.play import play
-from tests.simulation.transport import SimulatedTransport
 
-from diloco.core import leases, merging
-from diloco.core.books import Apply, Books
+from diloco.core import claims, excess, leases, merging
 from diloco.core.chain import Chain
+from diloco.core.delta import Apply, Carried, DeltaState, DeltaValues
+from diloco.core.marks import Marks
 from diloco.core.round import Round
-from diloco.log import Log
-from diloco.member import Member
-from diloco.wire.messages import Cursor, Offer, Record
-from diloco_syncer import shard
-from diloco_syncer.shard import Shard
+from diloco.log.follower import Copy
+from diloco.log.writer import Writer
+from diloco.wire.entries import Cursor, Record
+from diloco.wire.offers import Offer
+from diloco_lab.virtual.transport import VirtualTransport
+from diloco_syncer import keyframes
+from diloco_syncer.owner import FragmentOwner
 
 SCHEDULES = 500
 
@@ -28,13 +31,13 @@ Patch = pytest.MonkeyPatch
 
 
 def no_fence(patch: Patch) -> None:
-    """Entries are appended whoever has appended meanwhile."""
-    append = Log._append
+    """Entries are appended though another process has appended meanwhile."""
+    append = Writer.append
 
-    async def unfenced(self: Log, head: str, frame: bytes, parts: Any, attempt: bytes, fence: Any, *stream: Any) -> int:
+    async def unfenced(self: Writer, head: str, frame: bytes, parts: Any, attempt: bytes, fence: Any, *stream: Any) -> int:
         return await append(self, head, frame, parts, attempt, None if ".fragment." in head else fence, *stream)
 
-    patch.setattr(Log, "_append", unfenced)
+    patch.setattr(Writer, "append", unfenced)
 
 
 def cursors_unchecked(patch: Patch) -> None:
@@ -49,7 +52,7 @@ def cursors_unchecked(patch: Patch) -> None:
 
 
 def epoch_not_raised(patch: Patch) -> None:
-    """Who takes a fragment over goes on in its predecessor's epoch."""
+    """A new owner goes on in its predecessor's epoch."""
     make, check = merging.make_marker, Chain.check
 
     def marker(replica: Any, *others: Any, **named: Any) -> Record:
@@ -64,73 +67,75 @@ def epoch_not_raised(patch: Patch) -> None:
 
 def restored_displacement_kept(patch: Patch) -> None:
     """A learner goes on from its checkpoint's displacement though the log has merged of it meanwhile."""
-    reload = Books.reload
+    reload = DeltaState.reload
 
-    def trusting(self: Books, chain: Chain, theta: Any, **spoilt: Any) -> Apply:
+    def trusting(self: DeltaState, chain: Chain, **invalid: Any) -> Carried:
         if chain.cursor(self.learner) != self.after:
             self.after = chain.cursor(self.learner)
             self.outstanding.clear()
-        return reload(self, chain, theta, **spoilt)
+        return reload(self, chain, **invalid)
 
-    patch.setattr(Books, "reload", trusting)
+    patch.setattr(DeltaState, "reload", trusting)
 
 
 def merged_displacement_kept(patch: Patch) -> None:
     """A learner goes on as if its merged offer had come too late."""
 
-    def kept(self: Books, version: int, theta: Any, identity: tuple[int, int], answered: int) -> Apply:
+    def kept(self: DeltaState, version: int, identity: tuple[int, int], answered: int) -> Carried:
         self.after = identity
         self.outstanding.clear()
-        return self._missed(version, theta)
+        return self._missed(version)
 
-    patch.setattr(Books, "_merged", kept)
+    patch.setattr(DeltaState, "_merged", kept)
 
 
-def identifiers_without_incarnation(patch: Patch) -> None:
+def identifiers_begin_again(patch: Patch) -> None:
     """A learner that has come back calls its first offers what it called them before: the duplicate window hides them."""
-    append = SimulatedTransport.append
+    append = VirtualTransport.append
+    numbers: dict[VirtualTransport, dict[str, int]] = {}
 
-    async def forgetful(self: SimulatedTransport, subject: str, data: bytes, *, message_id: str, **others: Any) -> int:
-        learner, *rest = message_id.split("/")
-        message_id = "/".join([learner, *rest[1:]]) if rest else message_id
+    async def forgetful(self: VirtualTransport, subject: str, data: bytes, *, message_id: str, **others: Any) -> int:
+        if ".delta." in subject:
+            mine = numbers.setdefault(self, {})
+            message_id = f"{subject}/{mine.setdefault(message_id, len(mine))}"
         return await append(self, subject, data, message_id=message_id, **others)
 
-    patch.setattr(SimulatedTransport, "append", forgetful)
+    patch.setattr(VirtualTransport, "append", forgetful)
 
 
 def takeover_without_record(patch: Patch) -> None:
     """A syncer goes on where another one was, without a word in the log."""
-    append = Shard._append
+    append = FragmentOwner.append
 
-    async def silent(self: Shard, owned: Any, record: Record, inline: bytes, parts: list[bytes]) -> None:
+    async def silent(self: FragmentOwner, record: Record, inline: bytes, parts: list[bytes]) -> None:
         if record.entry != "takeover":
-            await append(self, owned, record, inline, parts)
+            await append(self, record, inline, parts)
 
-    patch.setattr(Shard, "_append", silent)
+    patch.setattr(FragmentOwner, "append", silent)
 
 
 def own_parameters_trusted(patch: Patch) -> None:
     """A newcomer counts the difference between the model that it came with and the run's as its own work."""
-    reload = Books.reload
+    apply = DeltaValues.apply
 
-    def trusting(self: Books, chain: Chain, theta: Any, **spoilt: Any) -> Apply:
-        applied = reload(self, chain, theta, **spoilt)
-        return Apply(theta, theta, 1.0) if applied.reference is None else applied
+    def trusting(self: DeltaValues, carried: Carried, state: DeltaState, theta: Any) -> Apply:
+        applied = apply(self, carried, state, theta)
+        return Apply(theta, theta, 1.0) if carried.reset and applied.reference is None else applied
 
-    patch.setattr(Books, "reload", trusting)
+    patch.setattr(DeltaValues, "apply", trusting)
 
 
 def lost_tokens_forgotten(patch: Patch) -> None:
-    """What a learner drops is not counted."""
-    keep = Books._keep
+    """Tokens that a learner drops are not counted."""
+    keep = DeltaState._keep
 
-    def forgetful(self: Books, theta: Any, reference: Any, factor: float) -> Apply:
+    def forgetful(self: DeltaState, factor: float, **how: Any) -> Carried:
         lost = self.lost_tokens
-        applied = keep(self, theta, reference, factor)
+        carried = keep(self, factor, **how)
         self.lost_tokens = lost
-        return applied
+        return carried
 
-    patch.setattr(Books, "_keep", forgetful)
+    patch.setattr(DeltaState, "_keep", forgetful)
 
 
 def keyframe_without_cursors(patch: Patch) -> None:
@@ -144,82 +149,82 @@ def keyframe_without_cursors(patch: Patch) -> None:
 
 def late_founders(patch: Patch) -> None:
     """Version 0 of a founder that comes late is stored behind the keyframes of the run."""
-    append = Log.append_keyframe
+    append = Writer.append_keyframe
 
-    async def unfenced(self: Log, replica: Any, residual: Any, fence: Any) -> int:
+    async def unfenced(self: Writer, replica: Any, residual: Any, fence: Any) -> int:
         return await append(self, replica, residual, None if residual is None else fence)
 
-    patch.setattr(Log, "append_keyframe", unfenced)
+    patch.setattr(Writer, "append_keyframe", unfenced)
 
 
 def restored_over_another_incarnation(patch: Patch) -> None:
     """A learner goes on from its checkpoint though an offer of a process after it was merged."""
-    reload = Books.reload
+    reload = DeltaState.reload
 
-    def trusting(self: Books, chain: Chain, theta: Any, **spoilt: Any) -> Apply:
+    def trusting(self: DeltaState, chain: Chain, **invalid: Any) -> Carried:
         merged = chain.cursor(self.learner)
-        if merged[0] != self.after[0] and merged[0] not in {offer.incarnation for offer in self.outstanding}:
+        if merged[0] != self.after[0] and merged[0] not in {offer.stated.incarnation for offer in self.outstanding}:
             self.after = merged
             self.outstanding.clear()
-        return reload(self, chain, theta, **spoilt)
+        return reload(self, chain, **invalid)
 
-    patch.setattr(Books, "reload", trusting)
+    patch.setattr(DeltaState, "reload", trusting)
 
 
 def positions_forgotten(patch: Patch) -> None:
     """A share of the data is freed where it was leased, not where its learner has come to."""
-    patch.setattr(leases, "_freed", lambda lease, positions: replace(lease, holder=None))
+    revised = leases.revised
+
+    def forgetful(*args: Any, free: Any = (), positions: Any, **values: Any) -> Any:
+        return revised(*args, free=free, positions={} if free else positions, **values)
+
+    patch.setattr(leases, "revised", forgetful)
 
 
 def purged_too_far(patch: Patch) -> None:
-    """Nothing but the newest keyframe stays."""
-    patch.setattr(shard, "keyframes_kept", lambda settings, parameters, moments: 1)
+    """Nothing but the newest keyframe stays, whether any learner has folded its state or not."""
+    patch.setattr(keyframes, "keyframes_kept", lambda settings, parameters, moments: 1)
+    patch.setattr(Copy, "vouched", property(lambda copy: sys.maxsize, lambda copy, sequence: None))
 
 
 def newcomer_carries_over(patch: Patch) -> None:
     """A learner whose log goes back before it has taken over anything carries over what it was initialised with."""
-    missed = Books._missed
+    missed = DeltaState._missed
 
-    def carried(self: Books, version: int, theta: Any) -> Apply:
-        applied = missed(self, version, theta)
-        return applied if self.tokens else Apply(theta, self.base, self.carry.late)
+    def carried_over(self: DeltaState, version: int) -> Carried:
+        carried = missed(self, version)
+        return carried if self.tokens else Carried(self.carry.late)
 
-    patch.setattr(Books, "_missed", carried)
+    patch.setattr(DeltaState, "_missed", carried_over)
 
 
 def marks_not_waited_for(patch: Patch) -> None:
     """A learner applies versions beyond a mark before its state has been copied."""
-    take = Member._take_pending
-
-    def eager(self: Member, state: Any) -> Any:
-        self._held_back = None
-        return take(self, state)
-
-    patch.setattr(Member, "_take_pending", eager)
+    patch.setattr(Marks, "may_apply", lambda self, version, fragments: True)
 
 
 def not_archived(patch: Patch) -> None:
     """Of the offers of a merge only the first is kept."""
-    archive = Shard._archive
+    archive = FragmentOwner.archive
 
-    async def careless(self: Shard, merge: Any) -> None:
+    async def careless(self: FragmentOwner, merge: Any) -> None:
         await archive(self, dataclasses.replace(merge, held=merge.held[:1]))
 
-    patch.setattr(Shard, "_archive", careless)
+    patch.setattr(FragmentOwner, "archive", careless)
 
 
 def made_before_a_rollback(patch: Patch) -> None:
-    """What was offered before a rollback is merged after it."""
+    """Offers from before a rollback are merged after it."""
     patch.setattr(Chain, "floor", 0)
 
 
 def kept_over_a_rollback(patch: Patch) -> None:
     """A learner carries what it has done over a rollback."""
-    patch.setattr(Books, "_begin_again", lambda self, theta: self._missed(self.base_version + 1, theta))
+    patch.setattr(DeltaState, "_begin_again", lambda self: self._missed(self.base_version + 1))
 
 
 def rolled_back_again(patch: Patch) -> None:
-    """An order is carried out again by whoever does not remember it."""
+    """An order is carried out again by a process that does not remember it."""
     check = Chain.check
 
     def lenient(self: Chain, record: Record) -> None:
@@ -233,18 +238,38 @@ def rolled_back_again(patch: Patch) -> None:
     patch.setattr(Chain, "change", 0)
 
 
+def islands_of_one_batch(patch: Patch) -> None:
+    """Learners whose batch is twice the task's are refused."""
+    patch.setattr(claims, "ISLAND", 1)
+
+
+def slow_learners_alone(patch: Patch) -> None:
+    """Learners that take their steps as fast as they were granted are refused."""
+    patch.setattr(claims, "most_steps", lambda elapsed_s, grant=None: elapsed_s / 0.2)
+
+
+def less_than_was_granted(patch: Patch) -> None:
+    """Learners whose steps have as many tokens as they were granted are refused."""
+    patch.setattr(claims, "step_tokens", lambda settings, grant=None: 10**9 if grant is None else grant.batch_tokens - 1)
+
+
+def merges_of_the_usual_norm(patch: Patch) -> None:
+    """A merge may be no longer than those before it."""
+    patch.setattr(excess, "room", lambda usual, held, settings: usual)
+
+
 ROLLBACK_MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (made_before_a_rollback, "made on .* before the rollback"),
     (kept_over_a_rollback, "holds steps from before the rollback"),
     (rolled_back_again, "again, or after"),
 ]
 MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
-    (no_fence, "does not follow|never taken the fragment over|is closed|is not over"),
-    (cursors_unchecked, "merged before|made without knowing|merged twice"),
+    (no_fence, "does not follow|never taken the fragment over|is closed|is not over|no version of the log"),
+    (cursors_unchecked, "merged before|made without knowing|merged twice|nobody could read"),
     (epoch_not_raised, "expected version and epoch"),
     (restored_displacement_kept, "merged twice|states .* holds|tokens processed|for the mark"),
     (merged_displacement_kept, "merged twice|states .* holds|tokens processed|for the mark"),
-    (identifiers_without_incarnation, "names two messages"),
+    (identifiers_begin_again, "names two messages"),
     (takeover_without_record, "never taken the fragment over"),
     (own_parameters_trusted, "holds"),
     (lost_tokens_forgotten, "tokens processed"),
@@ -256,13 +281,28 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (newcomer_carries_over, "holds"),
     (marks_not_waited_for, "for the mark"),
     (not_archived, "not in the archive"),
+    (islands_of_one_batch, "an honest learner is refused: .* states what cannot be"),
+    (slow_learners_alone, "an honest learner is refused: .* steps since genesis"),
+    (less_than_was_granted, "an honest learner is refused: .* tokens in its steps"),
+    (merges_of_the_usual_norm, "an honest learner is refused: .* is longer than"),
 ]
+
+
+# those that no early schedule finds, with one that does, which is played first
+FOUND_BY: dict[Callable[[Patch], None], int] = {
+    no_fence: 24,
+    restored_displacement_kept: 25,
+    late_founders: 23,
+    restored_over_another_incarnation: 47,
+    positions_forgotten: 16,
+    newcomer_carries_over: 75,
+}
 
 
 @pytest.mark.parametrize(("mutate", "found"), MUTATIONS + ROLLBACK_MUTATIONS, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_defect_is_found(mutate: Callable[[Patch], None], found: str, monkeypatch: Patch) -> None:
     mutate(monkeypatch)
-    for seed in range(SCHEDULES):
+    for seed in (FOUND_BY.get(mutate, 0), *range(SCHEDULES)):
         error = play(seed, rollbacks=mutate in dict(ROLLBACK_MUTATIONS)).error
         if error is not None:
             with pytest.raises(Violation, match=found):

@@ -8,57 +8,59 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from tests.simulation.blocks import in_blocks
 from tests.simulation.invariants import Violation
 from tests.simulation.play import play, play_all
 from tests.simulation.world import FAULTS_APART, THIN, World
 
 from diloco.core import merging
 from diloco.core.chain import Chain
-from diloco.core.combining import Combining
+from diloco.core.regional_round import RegionalRound
 from diloco.core.round import Held, Round
 from diloco.errors import ChainError
-from diloco.log import Entry, Log
-from diloco.wire.messages import Record
+from diloco.log.entries import Entries
+from diloco.log.stream import Entry
+from diloco.wire.entries import Record
 from diloco_syncer import regions, replication
 
-SCHEDULES = 120
-SCHEDULES_MERGED = 100
 SEARCHED = 400
-THIN_SCHEDULES = 30
 
 Patch = pytest.MonkeyPatch
 
 
-def test_no_schedule_forks_a_log_or_hangs() -> None:
+@in_blocks(120, 30)
+def test_no_schedule_forks_a_log_or_hangs(seeds: range) -> None:
     total: Counter[str] = Counter()
     failed = {}
-    for outcome in play_all(range(SCHEDULES), regions=True).outcomes:
+    for outcome in play_all(seeds, regions=True).outcomes:
         total.update(outcome.stats)
         if outcome.error is not None:
             failed[outcome.seed] = repr(outcome.error)
     assert not failed, f"replay with `python -m tests.simulation --regions --replay SEED`: {failed}"
     happens = ("state restored", "keyframe", "takeover", "purge")
     for kind in (*(f"fault {kind}" for kind in FAULTS_APART), *happens):
-        assert total[kind] > SCHEDULES / 20, f"{kind} hardly ever happens: {total}"
+        assert total[kind] > len(seeds) / 20, f"{kind} hardly ever happens: {total}"
 
 
-def test_precision_follows_the_links_whatever_goes_wrong() -> None:
+@in_blocks(30, 5)
+def test_precision_follows_the_links_whatever_goes_wrong(seeds: range) -> None:
     total: Counter[str] = Counter()
     failed = {}
-    for seed in range(THIN_SCHEDULES):
+    for seed in seeds:
         outcome = World(seed, number=THIN, regions=True).run()
         total.update(outcome.stats)
         if outcome.error is not None:
             failed[seed] = repr(outcome.error)
     assert not failed
     for bits, least in ((4, 2), (32, 2), (8, 0.2), (16, 0.2)):  # they fall at once, and come back one by one
-        assert total[f"version of {bits} bits"] > least * THIN_SCHEDULES, total
+        assert total[f"version of {bits} bits"] > least * len(seeds), total
 
 
-def test_where_offers_are_merged_in_their_regions_nothing_is_lost_nor_merged_twice() -> None:
+@in_blocks(100, 25)
+def test_where_offers_are_merged_in_their_regions_nothing_is_lost_nor_merged_twice(seeds: range) -> None:
     total: Counter[str] = Counter()
     failed = {}
-    for outcome in play_all(range(SCHEDULES_MERGED), regions=True, merged=True).outcomes:
+    for outcome in play_all(seeds, regions=True, merged=True).outcomes:
         total.update(outcome.stats)
         if outcome.error is not None:
             failed[outcome.seed] = repr(outcome.error)
@@ -66,36 +68,36 @@ def test_where_offers_are_merged_in_their_regions_nothing_is_lost_nor_merged_twi
     # a learner borrows from one of its own region: elsewhere each is alone
     happens = ("state restored", "state borrowed", "keyframe", "takeover", "merged in its region")
     for kind in (*(f"fault {kind}" for kind in FAULTS_APART), *happens):
-        assert total[kind] > SCHEDULES_MERGED / 25, f"{kind} hardly ever happens: {total}"
+        assert total[kind] > len(seeds) / 25, f"{kind} hardly ever happens: {total}"
     assert total["merged as a late answer"]
     # learners' own offers cross where their region has no syncer for a while
     assert 0 < total["delta crossed"] < total["combined crossed"] / 2
 
 
 def one_is_a_majority(patch: Patch) -> None:
-    """What the own region holds counts as committed."""
+    """An entry that the own region holds counts as committed."""
     patch.setattr(regions, "majority", lambda count: 1)
 
 
 def own_log_gone_on_with(patch: Patch) -> None:
     """A new owner goes on from what its own region has."""
-    patch.setattr(replication, "best", lambda tips, own: own)
+    patch.setattr(replication, "best", lambda log_heads, own: own)
 
 
 def notices_not_waited_for(patch: Patch) -> None:
     """Readers take entries as soon as they are stored in their region."""
-    follow = Log.follow
+    follow = Entries.follow
 
-    def eager(self: Log, *arguments: Any) -> AsyncIterator[Entry]:
-        hasty = copy.copy(self)
+    def eager(self: Entries, *arguments: Any) -> AsyncIterator[Entry]:
+        hasty = copy.copy(self.stream)
         hasty.regions = False
-        return follow(hasty, *arguments)
+        return follow(Entries(hasty), *arguments)
 
-    patch.setattr(Log, "follow", eager)
+    patch.setattr(Entries, "follow", eager)
 
 
 def _members_pass(patch: Patch) -> None:
-    """Whoever folds an entry looks at its place in the log, and not at its members."""
+    """All look at the place of an entry in the log, and not at its members."""
     check = Chain.check
 
     def lenient(self: Chain, record: Record) -> None:
@@ -123,8 +125,8 @@ def held_beside_one_another(patch: Patch) -> None:
 
 
 def left_over_twice(patch: Patch) -> None:
-    """What a region combines once it combines again, with what comes after it, though it was merged."""
-    patch.setattr(Combining, "_unfit", lambda self, offer: None)
+    """Offers that a region has combined it combines again, with later ones, though they were merged."""
+    patch.setattr(RegionalRound, "_unfit", lambda self, offer: None)
     patch.setattr(Round, "_unfit", lambda self, offer: None)
     _members_pass(patch)
 
@@ -137,8 +139,8 @@ def of_the_heaviest(patch: Patch) -> None:
 # with the schedule that has found it, which is played first; whether offers are merged in their regions
 MUTATIONS: list[tuple[Callable[[Patch], None], int, bool, str]] = [
     (one_is_a_majority, 0, False, r"only \['..'\] hold the entry"),
-    (own_log_gone_on_with, 56, False, "fork|is not over|does not follow"),
-    (notices_not_waited_for, 0, False, "no version of the log"),
+    (own_log_gone_on_with, 92, False, "fork|is not over|does not follow"),
+    (notices_not_waited_for, 0, False, r"no version of the log|only \['..'\] hold the entry"),
     (held_beside_one_another, 0, True, "merged before|merged twice|made without knowing|made of|each may be named once"),
     (left_over_twice, 0, True, "merged before|merged twice|made without knowing|made of"),
     (of_the_heaviest, 0, True, "is not the mean"),

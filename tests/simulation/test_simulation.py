@@ -9,13 +9,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.simulation.blocks import in_blocks
 from tests.simulation.play import play, play_all
 from tests.simulation.world import FAULTS, LOCKSTEP, World
 
 ROOT = Path(__file__).parents[2]
-SCHEDULES = 1500
-ROLLBACK_SCHEDULES = 60
-LOCKSTEP_SCHEDULES = 50  # each as dear as several others: a version of every fragment for every step
 
 # What schedules have found; each was drawn with these seeds when it was. A seed means the same only while services and
 # simulation draw alike, so what can be tested by itself is, too.
@@ -35,39 +33,63 @@ FOUND = {
 }
 
 
-def test_no_schedule_breaks_an_invariant_or_hangs() -> None:
+@in_blocks(1500, 100)
+def test_no_schedule_breaks_an_invariant_or_hangs(seeds: range) -> None:
     total: Counter[str] = Counter()
     failed = {}
-    for outcome in play_all(range(SCHEDULES)).outcomes:
+    for outcome in play_all(seeds).outcomes:
         total.update(outcome.stats)
         if outcome.error is not None:
             failed[outcome.seed] = repr(outcome.error)
     assert not failed, f"replay with `python -m tests.simulation --replay SEED`: {failed}"
     happens = ("state restored", "state borrowed", "state marked", "keyframe", "takeover", "purge")
     for kind in (*(f"fault {kind}" for kind in FAULTS), *happens):
-        assert total[kind] > SCHEDULES / 20, f"{kind} hardly ever happens: {total}"
+        assert total[kind] > len(seeds) / 20, f"{kind} hardly ever happens: {total}"
 
 
-def test_gradients_of_learners_in_lockstep_are_averaged_whatever_goes_wrong() -> None:
-    outcomes = [World(seed, number=LOCKSTEP).run() for seed in range(LOCKSTEP_SCHEDULES)]
+@in_blocks(50, 10)  # each as dear as several others: a version of every fragment for every step
+def test_gradients_of_learners_in_lockstep_are_averaged_whatever_goes_wrong(seeds: range) -> None:
+    outcomes = [World(seed, number=LOCKSTEP).run() for seed in seeds]
     failed = {outcome.seed: repr(outcome.error) for outcome in outcomes if outcome.error is not None}
     assert not failed
-    assert sum(outcome.stats["version"] for outcome in outcomes) > 20 * LOCKSTEP_SCHEDULES
+    assert sum(outcome.stats["version"] for outcome in outcomes) > 20 * len(seeds)
     assert not any(outcome.stats["state borrowed"] for outcome in outcomes)  # there is none
 
 
-@pytest.mark.parametrize("kind", [{}, {"regions": True}, {"regions": True, "merged": True}])
-def test_a_run_that_is_ordered_back_goes_back_once_whatever_goes_wrong(kind: dict[str, bool]) -> None:
+@in_blocks(60, 15)
+def test_a_run_goes_on_when_a_syncer_s_memory_goes_bad_whatever_else_goes_wrong(seeds: range) -> None:
     total: Counter[str] = Counter()
     failed = {}
-    schedules = ROLLBACK_SCHEDULES // (2 if kind else 1)
-    for outcome in play_all(range(schedules), rollbacks=True, **kind).outcomes:
+    for outcome in play_all(seeds, faulty=True).outcomes:
+        total.update(outcome.stats)
+        if outcome.error is not None:
+            failed[outcome.seed] = repr(outcome.error)
+    assert not failed, f"replay with `python -m tests.simulation --faulty --replay SEED`: {failed}"
+    assert total["wrong entry"] > len(seeds) / 4
+    assert total["keyframe after a wrong entry"]
+
+
+@in_blocks(60, 15)
+def test_a_run_that_is_ordered_back_goes_back_once_whatever_goes_wrong(seeds: range) -> None:
+    play_rollbacks(seeds, {})
+
+
+@in_blocks(30, 10)
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_run_in_regions_that_is_ordered_back_goes_back_once_whatever_goes_wrong(seeds: range, merged: bool) -> None:
+    play_rollbacks(seeds, {"regions": True, "merged": merged})
+
+
+def play_rollbacks(seeds: range, kind: dict[str, bool]) -> None:
+    total: Counter[str] = Counter()
+    failed = {}
+    for outcome in play_all(seeds, rollbacks=True, **kind).outcomes:
         total.update(outcome.stats)
         if outcome.error is not None:
             failed[outcome.seed] = repr(outcome.error)
     assert not failed, f"replay with `python -m tests.simulation --rollbacks --replay SEED`: {failed}"
-    assert total["rollback ordered"] >= total["rolled back"] > schedules / 4
-    assert total["takeover"] > schedules
+    assert total["rollback ordered"] >= total["rolled back"] > len(seeds) / 4
+    assert total["takeover"] > len(seeds)
 
 
 @pytest.mark.parametrize("seed", FOUND)

@@ -22,31 +22,43 @@ import numpy as np
 from numpy.typing import NDArray
 from tests.simulation.invariants import Reference, Violation, Writer, demand
 from tests.simulation.learner import STEPS, Learner, Step
-from tests.simulation.loop import ProcessLoop, Scheduler
 from tests.simulation.regional import Regional
-from tests.simulation.server import Server, Stream, matches
-from tests.simulation.transport import CONTROL, Message, SimulatedTransport, Subscription, Wires, deliver
 
-import diloco.log
-import diloco.member
-import diloco_syncer.shard
-from diloco import membership, observe
-from diloco.core import bandwidth, changes
+import diloco.log.writer
+import diloco.member.answering
+import diloco_syncer.links
+from diloco.control import creation
+from diloco.core import bandwidth, changes, merging
+from diloco.core import grants as core_grants
 from diloco.core.changes import Changes, Rollback
-from diloco.member import Member
-from diloco.observe import Logger
-from diloco.patience import patiently
-from diloco.settings import CoordinatorSettings, LearnerSettings, RunSettings, SyncerSettings, run_settings
-from diloco.wire import assemble, messages, subjects
-from diloco.wire.messages import Mark, Pulse
+from diloco.errors import ClaimError
+from diloco.member.member import Member
+from diloco.nats import grants
+from diloco.nats.nkey import NatsKey
+from diloco.process import observe
+from diloco.process.observe import Logger
+from diloco.process.retry import until_available
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco.settings.service import CoordinatorSettings, LearnerSettings, SyncerSettings
+from diloco.wire import assemble, body, framing, subjects
+from diloco.wire.body import PART_BYTES
+from diloco.wire.control import Heartbeat, SnapshotMarker
+from diloco.wire.grants import Grant, SignedGrant
 from diloco.wire.subjects import Subjects
 from diloco_coordinator.service import Coordinator
+from diloco_lab.virtual import world as virtual
+from diloco_lab.virtual.server import Stream
+from diloco_lab.virtual.transport import CONTROL, Message, VirtualTransport
 from diloco_syncer.shard import Shard
 
 RUN = "run"
 PATIENCE_S = 60.0  # so long after the last fault a run may take to end
-WHOLE_PART_BYTES = messages.PART_BYTES
+WHOLE_PART_BYTES = PART_BYTES
 RESTART_S = (0.1, 3.0)
+CLOCKS_S, SKEW_S = 1.0, 0.5  # servers' clocks may differ by so much, and do so from the true time
+MIN_STEP_S = 0.04  # granted: the fastest learner's steps take a little longer on average
+AUTHORITY = NatsKey.from_seed("SUAACAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAN7EY")  # of 32 bytes 1
 MARKS, MARK_EVERY_S = 5, 0.2  # so often, and so far apart, is a mark said
 SILENCE_S = 3.0  # of the server, and an append is tried again: sooner than in earnest, virtual time is not for nothing
 UNPACKED = 256  # frames that are remembered, since all who hear one look at the same bytes
@@ -64,8 +76,12 @@ SMALL: dict[str, Any] = {
     "log.keyframe_factor": 4.0,
     "liveness.pulse_s": 0.25,
     "liveness.dead_s": 2.0,
+    "liveness.lease_s": 1.5,
     "carry.overlap": 1.0,
-    "task.name": "tests:simulation",
+    # batches of 8 tokens, so that learners, whose steps have 4 to 16, have other ones: none may be refused
+    "task.name": "gpt",
+    "task.batch": 1,
+    "task.context": 8,
 }
 # what runs differ in; the first is drawn more often, since there every step can be followed
 VARIANTS: list[dict[str, Any]] = [
@@ -129,14 +145,19 @@ def _learner(name: str, share: int, region: str) -> LearnerSettings:
 
 
 @cache
+def _grant(name: str, tokens: int) -> SignedGrant:
+    return grants.sign(Grant(RUN, name, AUTHORITY.public_key, tokens, MIN_STEP_S), AUTHORITY)
+
+
+@cache
 def _syncer(name: str, region: str) -> SyncerSettings:
     return SyncerSettings(name=name, run=RUN, region=region or None)
 
 
 @contextlib.contextmanager
-def _constants(part_bytes: int, logger: Logger) -> Iterator[None]:
-    """What a schedule has otherwise than a service in earnest, for as long as it is played."""
-    unpack, known = messages.unpack, dict[tuple[bytes, type], Any]()
+def _constants(part_bytes: int, logger: Logger, make_version: Callable[..., Any]) -> Iterator[None]:
+    """Give services other constants than in earnest, for as long as a schedule is played."""
+    unpack, known = framing.unpack, dict[tuple[bytes, type], Any]()
 
     def unpack_once(data: bytes, cls: type, run: bytes) -> Any:
         unpacked = known.get((data, cls))
@@ -147,15 +168,17 @@ def _constants(part_bytes: int, logger: Logger) -> Iterator[None]:
         return unpacked
 
     changes: list[tuple[Any, str, Any]] = [
-        (diloco.log, "APPEND_TIMEOUT_S", SILENCE_S),
-        (diloco.member, "OFFER_TIMEOUT_S", SILENCE_S),
-        (diloco_syncer.shard, "LOOK_AT_LINKS_S", 0.25),
+        (diloco.log.writer, "APPEND_TIMEOUT_S", SILENCE_S),
+        (diloco.member.answering, "OFFER_TIMEOUT_S", SILENCE_S),
+        (diloco_syncer.links, "LOOK_S", 0.25),
+        (core_grants, "CLOCKS_S", CLOCKS_S),
         (bandwidth, "MIN_WINDOW_S", 0.5),
         (bandwidth, "MIN_BYTES", 1),
-        (messages, "PART_BYTES", part_bytes),
+        (body, "PART_BYTES", part_bytes),
         (assemble, "PART_BYTES", part_bytes),
-        (messages, "unpack", unpack_once),
+        (framing, "unpack", unpack_once),
         (observe, "log", logger),
+        (merging, "make_version", make_version),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]
     try:
@@ -167,19 +190,25 @@ def _constants(part_bytes: int, logger: Logger) -> Iterator[None]:
             setattr(module, name, value)
 
 
-class Listener:
-    """A logger that hands everything to the trace, if there is one, and does not let a spoilt replica pass.
+LEFT_OUT = ("merge_unreadable", "merge_too_far", "merge_not_finite")
 
-    A process that finds its replica to be another than the log says loads it anew and goes on: nothing else tells of it.
+
+class Listener:
+    """A logger that hands everything to the trace, if there is one, and lets neither an invalid replica pass nor a refusal.
+
+    A process that finds its replica to be another than the log says loads it again and goes on: nothing else tells of it. All
+    learners here are honest, so no claim of theirs may be refused, and no offer left out of a merge.
     """
 
-    def __init__(self, note: Callable[..., None] | None, failed: Callable[[str], None]) -> None:
-        self.note, self.failed = note, failed
+    def __init__(self, note: Callable[..., None] | None, failed: Callable[[str], None], *, faulty: bool) -> None:
+        self.note, self.failed, self.faulty = note, failed, faulty
 
     def __getattr__(self, level: str) -> Callable[..., None]:
         def hear(event: str, **values: Any) -> None:
-            if event == "log_reloaded" and "folding gives state" in values["reason"]:
-                self.failed(f"a replica was spoilt: {values['reason']}")
+            if event == "log_reloaded" and "folding gives state" in values["reason"] and not self.faulty:
+                self.failed(f"a replica was invalid: {values['reason']}")
+            if event in LEFT_OUT or (event == "message_refused" and values["kind"] == ClaimError.__name__):
+                self.failed(f"an honest learner is refused: {values['reason']}")
             if self.note is not None:
                 self.note("log", f"{level} {event} {values}")
 
@@ -228,42 +257,25 @@ FAULTS = ("kill", "freeze", "stop", "server", "cut", "full", "clock", "rewind")
 FAULTS_APART = (*FAULTS[:-1], "region", "links")
 
 
-class Process:
+class Process(virtual.Process):
     """One service: its process, which comes and goes, and its disk, which stays."""
 
     def __init__(self, world: World, name: str, region: str, serve: Callable[[Process], Coroutine[Any, Any, None]]) -> None:
-        self.world, self.name, self.region, self._serve = world, name, region, serve
+        super().__init__(world, name, region, serve)
+        self.world: World = world
         self.saved: list[bytes] = []  # on its disk, newest first
-        self.generation = 0
         self.clock_s = 1.7e9 + world.rng.uniform(-100, 100)
         self.tokens = 4 * world.rng.randint(1, 4)  # of each of a learner's steps
         self.cut = False
-        self.alive = self.ended = False  # ended: by itself, and for good
         self.start()
 
-    def start(self) -> None:
-        """Begin a new process of this name."""
-        if self.alive or self.ended:
-            return
-        self.generation += 1
-        self.alive, self.stopping, self.finished = True, False, False
-        self.rng = random.Random(self.world.rng.getrandbits(64))
+    def at_start(self) -> None:
+        self.stopping = False
         self.step_s = self.rng.choice((0.05, 0.1, 0.2)) / self.world.haste
-        self.loop = self.world.new_loop(self.rng)
-        self.transport = SimulatedTransport(self, self.region)
         self.worker: Any = None  # a Learner
         self.world.note(self.name, f"starts as {self.generation}")
-        self.loop.call_soon(self._begin)
 
-    def _begin(self) -> None:
-        self.task = self.loop.create_task(self._serve(self))
-        self.task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        self._forget()
-        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
+    def at_end(self, error: BaseException | None) -> None:
         if isinstance(error, Exception):
             self.world.failed(error)
         elif error is not None or self.stopping:
@@ -282,19 +294,13 @@ class Process:
 
     @property
     def hears(self) -> bool:
-        """Whether it can talk to others, at least to those in its region."""
         return not self.cut and CONTROL not in self.world.away
-
-    def _forget(self) -> None:
-        self.alive = False
-        self.world.subscriptions = [s for s in self.world.subscriptions if s.transport is not self.transport]
 
     def crash(self, why: str) -> None:
         """Kill it at once; it is started again later."""
         if self.alive:
             self.world.note(self.name, f"killed {why}")
-            self.loop.dead = True
-            self._forget()
+            super().crash(why)
             self.restart_later()
 
     def restart_later(self) -> None:
@@ -307,13 +313,10 @@ class Process:
             self.loop.call_soon(self.task.cancel)
 
     def as_writer(self) -> Writer:
-        """Who writes to the server now, and what it knows."""
+        """Return the process that writes to the server now, and its knowledge."""
         if self.worker is None:
             return Writer(self.name, self.generation, {}, {})
         return Writer(self.name, self.generation, dict(self.worker.applied), self.worker.must_apply)
-
-    def wall_s(self) -> float:
-        return self.clock_s + self.world.now_s
 
     def noise(self, size: int) -> NDArray[np.float32]:
         return np.full(size, 1 + self.rng.random(), np.float32)
@@ -338,7 +341,7 @@ class Process:
 
 @dataclass
 class Outcome:
-    """What came of a schedule."""
+    """The end of a schedule."""
 
     seed: int
     error: BaseException | None
@@ -353,10 +356,10 @@ class Outcome:
         return hashlib.blake2b(repr(self.trace).encode(), digest_size=8).hexdigest()
 
 
-class World:
+class World(virtual.World):
     """One schedule, of the variant with that number or (None) of the one that the seed draws; ``merged`` is for ``regions``.
 
-    ``rollbacks``: somebody orders the run back now and then.
+    ``rollbacks``: somebody orders the run back now and then. ``faulty``: the memory of a syncer is bad for a moment.
     """
 
     def __init__(
@@ -368,14 +371,13 @@ class World:
         regions: bool = False,
         merged: bool = False,
         rollbacks: bool = False,
+        faulty: bool = False,
     ) -> None:
-        self.seed, self.rng = seed, random.Random(seed)
-        self.scheduler = Scheduler()
+        super().__init__(seed, REGIONS if regions else ())
+        self.seed = seed
         self.run_name = RUN
         self.trace: list[tuple[float, str, str]] = []
-        self.stats: Counter[str] = Counter()
-        self.error: BaseException | None = None
-        self.logger = cast(Logger, Listener(self.note if verbose else None, self.failed))
+        self.logger = cast(Logger, Listener(self.note if verbose else None, self.failed, faulty=faulty))
         drawn = self.rng.randrange(DRAWN)
         number = drawn if number is None else number
         self.settings = variant(number, regions, merged)
@@ -383,27 +385,21 @@ class World:
         # small parts, so that bodies come in several
         self.part_bytes = self.rng.choice((WHOLE_PART_BYTES, WHOLE_PART_BYTES, 700))
         self.steps: list[Step] = []
-        identity = messages.run_id(RUN, self.settings.digest())
+        identity = framing.run_id(RUN, self.settings.digest())
         kinds = {kind for _, kind, _, _ in self.chaos.faults}
         archived = self.settings.log.archive and not kinds & {"full", "rewind"}
-        self.reference = Reference(RUN, identity, self.settings, self.steps, forgetful="rewind" in kinds, archived=archived)
+        self.reference = Reference(
+            RUN, identity, self.settings, self.steps, forgetful="rewind" in kinds, archived=archived, faulty=faulty
+        )
         homes = REGIONS if regions else (CONTROL,)
-        self.servers = {name: Server(partial(self._stored, name)) for name in dict.fromkeys((CONTROL, *homes))}
-        self.control = self.servers[CONTROL]
         self.regional = Regional(self.reference, REGIONS) if regions else None
-        self.wires = Wires()
         self.haste = 0.5 if number == THIN else 1.0  # of learners: links are looked at now and then
         self.away: set[str] = set()  # servers
         self.apart: set[str] = set()  # regions that are cut off from the others
         self.parted: set[str] = set()  # those whose servers are, though all hear each other
-        self.rewinds = self.marks = 0
+        self.marks = 0
         self.leaders: dict[tuple[int, int], str] = {}  # by rewinds and revision of the key
-        self.subscriptions: list[Subscription] = []
-        self.writer: Writer | None = None
         self.lent: dict[tuple[str, int], NDArray[np.float32]] = {}
-        self._waiting: list[tuple[ProcessLoop, asyncio.Future[Any], Stream, Sequence[str]]] = []
-        self.loops: list[ProcessLoop] = []
-        self.loop = self.new_loop(self.rng)
         self.subjects = Subjects(RUN)
         self.note("world", f"variant {number} {VARIANTS[number]}, {self.chaos}, parts of {self.part_bytes}")
 
@@ -424,19 +420,42 @@ class World:
         drawing = random.Random(seed)  # its own, so that the rest of a schedule is as it is without
         for _ in range(drawing.randint(1, 3) if rollbacks else 0):
             self.later(drawing.uniform(0.5, self.chaos.until_s + 1), self._order_back, drawing)
+        granting = random.Random(f"grants {seed}")  # likewise
+        for server in self.servers.values():
+            server.wall_s = partial(self._server_s, 1.7e9 + granting.uniform(-SKEW_S, SKEW_S))
+        if granting.random() < 0.5:  # with identities: each learner is granted what it does, and no more
+            self.authority = AUTHORITY.public_key
+            self.grants = {learner.name: _grant(learner.name, learner.tokens) for learner in self.learners}
+        self.goes_wrong = False  # the next version that is made
+        for _ in range(drawing.randint(1, 2) if faulty else 0):
+            self.later(drawing.uniform(0.5, self.chaos.until_s + 1), self._go_wrong)
         self.later(self.chaos.until_s, self._calm)
+
+    def _server_s(self, began_s: float) -> float:
+        return began_s + self.now_s
+
+    def _go_wrong(self) -> None:
+        self.goes_wrong = not self._is_ending()
+
+    def _spoil(self, make: Callable[..., Any], replica: Any, *others: Any, **named: Any) -> Any:
+        """Make a version as a syncer does whose memory has lost a bit, once."""
+        if self.goes_wrong:
+            self.goes_wrong = False
+            replica.theta[-1] += np.float32(0.25)
+            self.stats["memory went bad"] += 1
+            self.note("world", f"memory of the owner of fragment {replica.chain.fragment} at {replica.chain.version} goes bad")
+        return make(replica, *others, **named)
 
     def run(self) -> Outcome:
         """Play it to its end."""
-        with _constants(self.part_bytes, self.logger):
+        with _constants(self.part_bytes, self.logger, partial(self._spoil, merging.make_version)):
             try:
                 self.scheduler.run(self.chaos.until_s + PATIENCE_S)
                 if self.error is None:
                     self._check_end()
             except Violation as violation:
                 self.error = violation
-            for loop in self.loops:
-                loop.dispose()
+            self.dispose()
         return Outcome(self.seed, self.error, self.now_s, self.stats, trace=self.trace)
 
     # ---- services
@@ -447,10 +466,10 @@ class World:
 
     async def _sync(self, process: Process) -> None:
         transport, log = process.transport, self.logger
-        run = await membership.find(transport, RUN, log)
-        connect = {name: partial(_way, process, name) for name in run.settings.regions.names if name != process.region}
+        run = await creation.find(transport, RUN, log)
+        connect = {name: partial(_way, process, name) for name in run.created.regions.names if name != process.region}
         settings = _syncer(process.name, process.region)
-        shard = Shard(transport, run, await membership.find_map(run), settings, log, connect=connect)
+        shard = Shard(transport, run, await creation.find_map(run), settings, log, connect=connect)
         serving = asyncio.ensure_future(shard.serve())
         try:
             await asyncio.shield(serving)
@@ -465,7 +484,7 @@ class World:
 
     async def _coordinate(self, process: Process) -> None:
         settings = CoordinatorSettings(name=process.name, run=RUN, settings=self.settings, state_dir=Path("/nonexistent"))
-        run = await patiently(partial(membership.create, process.transport, RUN, settings.settings), self.logger)
+        run = await until_available(partial(creation.create, process.transport, RUN, settings.settings), self.logger)
         coordinator = _Coordinator(process.transport, run, settings, self.logger)
         await coordinator.serve()
         await process.transport.close()
@@ -475,21 +494,9 @@ class World:
 
     # ---- time and chance
 
-    def new_loop(self, rng: random.Random) -> ProcessLoop:
-        loop = ProcessLoop(self.scheduler, rng, self.failed)  # type: ignore[abstract]  # files and sockets are not simulated
-        self.loops.append(loop)
-        return loop
-
-    @property
-    def now_s(self) -> float:
-        return self.scheduler.now_s
-
     @property
     def calm(self) -> bool:
         return self.now_s >= self.chaos.until_s
-
-    def later(self, delay_s: float, action: Callable[..., object], *args: Any) -> None:
-        self.loop.call_later(delay_s, action, *args)
 
     def delay_s(self) -> float:
         """How long a message takes to or from the server."""
@@ -511,7 +518,7 @@ class World:
         return delays
 
     def fate(self, process: Process, what: str) -> str:
-        """What becomes of a durable action."""
+        """Draw the fate of a durable action."""
         if self.calm:
             return "plain"
         drawn = self.rng.random()
@@ -527,21 +534,12 @@ class World:
         """The share of a batch that is stored before it breaks off, if it does."""
         return self.rng.random() if not self.calm and self.rng.random() < self.chaos.appends["lost"] else None
 
-    def answer(self, loop: ProcessLoop, settle: Callable[..., None], *args: Any) -> None:
-        loop.call_later(self.delay_s(), settle, *args)
-
-    def publish(self, message: Message, region: str, *, at_home: bool = False) -> None:
-        """Bring a message to all who hear it where it comes from; ``at_home``: over that region's own server."""
-        for subscription in self.subscriptions:
-            there = subscription.transport.process.region
-            near = there == region or not (at_home or self.apart.intersection((there, region)))
-            if near and matches(subscription.pattern, message.subject):
-                for delay_s in self.deliveries_s():
-                    subscription.transport.loop.call_later(delay_s, deliver, subscription, message)
+    def parts_ways(self, one: str, other: str) -> bool:
+        return bool(self.apart.intersection((one, other)))
 
     # ---- the server
 
-    def _stored(self, region: str, stream: str, subject: str, data: bytes, sequence: int) -> None:
+    def stored(self, region: str, stream: str, subject: str, data: bytes, sequence: int) -> None:
         assert self.writer is not None
         try:
             if self.regional is None:
@@ -552,19 +550,6 @@ class World:
             self.failed(violation)
             seen = f"VIOLATION: {violation}"
         self.note(self.writer.name, f"{sequence}: {seen}")
-        waiting, self._waiting = self._waiting, []
-        for entry in waiting:
-            loop, future, held, patterns = entry
-            if held.name == stream and held.region == region and any(matches(pattern, subject) for pattern in patterns):
-                loop.call_later(self.delay_s(), _wake, future)
-            else:
-                self._waiting.append(entry)
-
-    async def news(self, loop: ProcessLoop, stream: Stream, patterns: Sequence[str]) -> None:
-        """Wait until something new may be there for a reader."""
-        future = loop.create_future()
-        self._waiting.append((loop, future, stream, patterns))
-        await future
 
     def purged(self, stream: Stream, pattern: str) -> None:
         """Some of the log was dropped."""
@@ -580,13 +565,13 @@ class World:
 
     def check_marked(self, learner: str, member: Member, marked: list[int], exact: bool) -> None:
         """A learner has copied its state for a checkpoint of the run."""
-        pulse = member.pulse()
+        heartbeat = member.heartbeat()
         accounts = list(
             zip(
-                pulse.versions,
-                [pulse.tokens] * len(pulse.versions),
-                pulse.fragment_tokens,
-                [state.books.lost_tokens for state in member._fragments],
+                heartbeat.versions,
+                [heartbeat.tokens] * len(heartbeat.versions),
+                heartbeat.fragment_tokens,
+                [state.delta.lost_tokens for state in member.learner.fragments],
                 strict=True,
             )
         )
@@ -606,7 +591,7 @@ class World:
         self, process: Process, generation: int, key: str, before: bytes | None, value: bytes, revision: int
     ) -> None:
         try:
-            self.reference.observe_key((process.name, generation), key, before, value)
+            self.reference.observe_key((process.name, generation), key, value, revision)
         except Violation as violation:
             self.failed(violation)
         self.note(process.name, f"key {key} = {value[:60]!r} at {revision}")
@@ -664,10 +649,10 @@ class World:
         if self._is_ending():
             return
         self.marks += 1
-        mark = Mark(self.marks, list(self.reference.versions().values()))
+        mark = SnapshotMarker(self.marks, list(self.reference.versions().values()))
         region = self.rng.choice(REGIONS) if self.regional else CONTROL
         self.note("world", f"mark {mark.versions}")
-        data = messages.pack(mark, self.reference.run)
+        data = framing.pack(mark, self.reference.run)
         for repeat in range(MARKS):
             self.later(MARK_EVERY_S * repeat, self.publish, Message(self.subjects.mark, data, lambda answer: None), region)
 
@@ -716,7 +701,7 @@ class World:
 
     def _back(self, server: str) -> None:
         self.away.discard(server)
-        self._wake_all()
+        self.wake_all()
 
     def _part(self, ways: set[str], for_s: float) -> None:
         region = self.rng.choice(REGIONS)
@@ -726,7 +711,7 @@ class World:
 
     def _together(self, ways: set[str]) -> None:
         ways.clear()
-        self._wake_all()
+        self.wake_all()
 
     def known(self, process: Process) -> dict[int, int]:
         """The newest version by fragment, as far as it is known where a process is."""
@@ -734,12 +719,7 @@ class World:
 
     def _uncut(self, process: Process) -> None:
         process.cut = False
-        self._wake_all()
-
-    def _wake_all(self) -> None:
-        for loop, future, _, _ in self._waiting:
-            loop.call_later(self.delay_s(), _wake, future)
-        self._waiting = []
+        self.wake_all()
 
     def _fill(self, full: bool) -> None:
         for server in self.servers.values():
@@ -755,7 +735,7 @@ class World:
         for process in self.processes:
             process.cut = False
             process.loop.thaw()
-        self._wake_all()
+        self.wake_all()
 
     # ---- what comes out
 
@@ -771,13 +751,7 @@ class World:
 
     def failed(self, error: BaseException | str) -> None:
         """Something is wrong: the schedule ends."""
-        if self.error is None:
-            self.error = Violation(error) if isinstance(error, str) else error
-        self.scheduler.stopped = True
-
-    def look_for_end(self) -> None:
-        if all(process.ended for process in self.processes):
-            self.scheduler.stopped = True
+        super().failed(Violation(str(error)) if isinstance(error, str) or type(error) is AssertionError else error)
 
     def _check_end(self) -> None:
         late = [process.name for process in self.processes if not process.ended]
@@ -786,16 +760,23 @@ class World:
             raise Violation(f"{PATIENCE_S:g} s after the last fault the run is not over: {late}, fragments at {versions}")
         last: dict[str, tuple[list[NDArray[np.float32]], dict[str, list[int]]]] = {}
         for process in self.learners:
-            pulse: Pulse = process.worker.member.pulse()
-            fragments = len(pulse.versions)
-            accounts = {"tokens": [pulse.tokens] * fragments, "held": pulse.fragment_tokens, "lost": pulse.lost_tokens}
-            last[process.name] = ([state.books.base for state in process.worker.member._fragments], accounts)
+            heartbeat: Heartbeat = process.worker.member.heartbeat()
+            fragments = len(heartbeat.versions)
+            accounts = {
+                "tokens": [heartbeat.tokens] * fragments,
+                "held": heartbeat.fragment_tokens,
+                "lost": heartbeat.lost_tokens,
+            }
+            last[process.name] = ([state.values.base for state in process.worker.member.learner.fragments], accounts)
         self.reference.check_end(last)
         self.stats["version"] += self.reference.versions_made
         self.stats.update({f"version of {bits} bits": count for bits, count in self.reference.bits.items()})
         self.stats["takeover"] += self.reference.takeovers
+        self.stats["share taken over"] += self.reference.shares_taken_over
         self.stats["rolled back"] += self.reference.rollbacks
         self.stats["keyframe"] += self.reference.keyframes
+        self.stats["wrong entry"] += self.reference.wrong_entries
+        self.stats["keyframe after a wrong entry"] += self.reference.wrong_keyframes
         if self.settings.regions.merge:
             self.stats["merged in its region"] += self.reference.members_combined
             self.stats["merged as a late answer"] += self.reference.late_combined
@@ -808,10 +789,5 @@ class _Coordinator(Coordinator):
         return
 
 
-async def _way(process: Process, region: str) -> SimulatedTransport:
-    return SimulatedTransport(process, region)
-
-
-def _wake(future: asyncio.Future[Any]) -> None:
-    if not future.done():
-        future.set_result(None)
+async def _way(process: Process, region: str) -> VirtualTransport:
+    return VirtualTransport(process, region)

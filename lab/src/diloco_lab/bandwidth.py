@@ -1,4 +1,4 @@
-"""What a link between datacenters must carry for a wanted compute utilisation, and what utilisation a given link allows.
+"""The rate that a link between datacenters needs for a compute utilisation, and the utilisation that a given link allows.
 
 Compute utilisation is ``T / (T + exposed)``: ``T`` a step's own time, ``exposed`` the time a step that the learner stands still
 because something has not come over the link yet (arXiv 2604.21428, algorithm.md section 6; the bandwidth simulator behind the
@@ -26,7 +26,9 @@ from typing import Any, Literal
 
 from diloco.core.pace import first_due_steps
 from diloco.errors import SettingsError
-from diloco.settings import RoundSettings, nearest, run_settings
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RoundSettings
+from diloco.settings.validation import nearest
 
 ScheduleName = Literal["table", "training"]
 
@@ -60,7 +62,7 @@ def _refuse(name: str, value: float, expected: str) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and over how many datacenters. The defaults are those of the published cells."""
+    """A model, the time of its step, and the number of datacenters. The defaults are those of the published cells."""
 
     parameters: float = 5e9
     step_s: float = 1.0
@@ -130,7 +132,7 @@ class Row:
 
     @property
     def published_gbit(self) -> float | None:
-        """What arXiv 2604.21428 gives for this row; None where that is not known to us."""
+        """Return the rate that arXiv 2604.21428 gives for this row; None if it is not known."""
         if (self.parameters, self.step_s, self.datacenters, self.utilisation) != (5e9, 1, 8, 0.95):
             return None
         return {("data-parallel", 16, "table"): 198.0, ("decoupled", 4, "table"): 0.84}.get(
@@ -152,13 +154,13 @@ Named = tuple[str, ScheduleName, Schedule]
 
 
 def row(job: Job, strategy: str, name: ScheduleName, schedule: Schedule, share: float, rate_bits_per_s: float) -> Row:
-    """The row that says: with this schedule a utilisation of ``share`` goes with this rate."""
+    """Return the row for a schedule, a utilisation of ``share`` and the rate that goes with it."""
     gbit = rate_bits_per_s / BITS_PER_GBIT
     return Row(strategy, schedule.bits, int(job.parameters), job.step_s, job.datacenters, share, gbit, name)
 
 
 def schedules(strategy: str, changes: Mapping[str, Any] | None = None) -> dict[ScheduleName, Schedule]:
-    """Of a strategy: ``table`` as in the published figures, ``training`` as the product's preset of that name has it.
+    """Return a strategy's schedules: ``table`` as in the published figures, ``training`` as in the preset of that name.
 
     ``changes`` are other values for fields of :class:`Schedule`; ``bits`` hold for both, the others for ``training``.
 
@@ -186,12 +188,12 @@ def schedules(strategy: str, changes: Mapping[str, Any] | None = None) -> dict[S
 
 
 def cycle_bits(job: Job, schedule: Schedule) -> float:
-    """What a datacenter sends in a cycle, and receives: all values but its own share go out, and as many come back."""
+    """Return the bits that a datacenter sends in a cycle, and receives: of all values but its own share."""
     return job.parameters * schedule.bits * 2 * (1 - 1 / job.datacenters)
 
 
 def utilisation(job: Job, schedule: Schedule, rate_bits_per_s: float) -> float:
-    """The share of its time that a learner computes, where a datacenter's link carries this much each way.
+    """Return the share of its time that a learner computes, where a datacenter's link carries this much each way.
 
     Raises:
         SettingsError: the rate is not above 0, or there are more fragments than parameters.
@@ -204,7 +206,7 @@ def utilisation(job: Job, schedule: Schedule, rate_bits_per_s: float) -> float:
 
 
 def needed_bits_per_s(job: Job, schedule: Schedule, wanted: float) -> float:
-    """The least rate of a datacenter's link at which the utilisation is ``wanted``; 0 where there is only one datacenter.
+    """Return the least rate of a datacenter's link at which the utilisation is ``wanted``; 0 for a single datacenter.
 
     Bisected to the last digits. The published procedure stops as soon as it is within half a point of what is wanted.
 
@@ -226,7 +228,7 @@ def needed_bits_per_s(job: Job, schedule: Schedule, wanted: float) -> float:
 def least_settings(
     job: Job, schedule: Schedule, rate_bits_per_s: float, wanted: float, bits: Sequence[int] = PRECISIONS
 ) -> list[Schedule]:
-    """For each of ``bits`` the schedule with the smallest H, of at least ``schedule.steps``, that keeps ``wanted``.
+    """Return for each of ``bits`` the schedule with the smallest H, at least ``schedule.steps``, that keeps ``wanted``.
 
     The least disturbing first: the smallest H, and of an equal H the most bits, as the product gives way to a slow link. Bits
     for which no H will do are left out.
@@ -264,7 +266,7 @@ def curve(job: Job, schedule: Schedule, rates_gbit: Iterable[float] = CURVE_GBIT
 
 
 def curves(job: Job, named: Iterable[Named]) -> list[Curve]:
-    """The curves of schedules, each with the published cells that are on it."""
+    """Return the curves of schedules, each with the published cells on it."""
     found = []
     for strategy, name, schedule in named:
         rows = (row(job, strategy, name, schedule, share, 1.0) for share in UTILISATIONS)
@@ -274,30 +276,30 @@ def curves(job: Job, named: Iterable[Named]) -> list[Curve]:
 
 
 def needed(job: Job, named: Iterable[Named], utilisations: Iterable[float]) -> list[list[Row]]:
-    """For each of the schedules a row for each utilisation."""
+    """Return for each of the schedules a row for each utilisation."""
     shares = list(utilisations)
     return [[row(job, *one, share, needed_bits_per_s(job, one[2], share)) for share in shares] for one in named]
 
 
 def all_schedules() -> list[Named]:
-    """Of every strategy."""
+    """Return the schedules of every strategy."""
     return [(strategy, name, schedule) for strategy in STRATEGIES for name, schedule in schedules(strategy).items()]
 
 
 def cells(one: Named) -> list[str]:
-    """A schedule's part of a table: strategy, schedule, bits, H, P, tau."""
+    """Return a schedule's part of a table: strategy, schedule, bits, H, P, tau."""
     strategy, name, schedule = one
     return [strategy, name, str(schedule.bits), str(schedule.steps), str(schedule.fragments), f"{schedule.overlap_steps:g}"]
 
 
 def of(job: Job) -> str:
-    """What it is about, for a heading."""
+    """Describe a job, for a heading."""
     what = f"{job.parameters:g} parameters, {job.step_s:g} s a step, "
     return what + (f"{job.datacenters} datacenters" if job.datacenters > 1 else "one datacenter, which needs no link")
 
 
 def beside(each: Row, published_gbit: float) -> str:
-    """A published rate beside ours."""
+    """Return a published rate beside ours, as text."""
     off = f"{100 * (each.gbit_per_s / published_gbit - 1):+.1f} %"
     ours = gbit_text(each.gbit_per_s)
     return f"published: {each.strategy} {percent(each.utilisation)} {published_gbit:g}, here {ours} ({off})"
@@ -314,7 +316,7 @@ def gbit_text(value: float) -> str:
 
 
 def _moments(schedule: Schedule) -> list[tuple[float, float]]:
-    """When each fragment of a cycle is released and when it is needed, in a learner's own steps since the cycle began."""
+    """Return when each fragment of a cycle is released and needed, in a learner's own steps since the cycle began."""
     if schedule.in_backward:
         return [(1 / 3 + 2 / 3 * (n + 1) / schedule.fragments, 1.0) for n in range(schedule.fragments)]
     settings = RoundSettings(steps=schedule.steps)
@@ -323,7 +325,7 @@ def _moments(schedule: Schedule) -> list[tuple[float, float]]:
 
 
 def _stretch(schedule: Schedule, took: float) -> float:
-    """How many times its own time a step takes in the long run, where each fragment keeps the link busy for ``took`` steps.
+    """Return how many times its own time a step takes in the long run; a fragment keeps the link busy for ``took`` steps.
 
     Two cycles, begun with an empty link, say it exactly. What waits at the link is all that one cycle leaves behind for the
     next, more of it never makes for less later, and there is least of it in the first cycle. So a fragment that finds the link

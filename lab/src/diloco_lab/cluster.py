@@ -1,4 +1,4 @@
-"""What is simulated: learners made of slices of chips, what interrupts them, what that costs, and the links between them.
+"""A simulated cluster: learners made of slices of chips, their interruptions, the costs of these, and the links.
 
 Simulated time is counted in whole microseconds (``_us``), and chip-time in chips times microseconds, so that sums are exact.
 """
@@ -13,15 +13,15 @@ from itertools import pairwise
 from statistics import NormalDist
 
 from diloco.errors import SettingsError
-from diloco.settings import RunSettings
+from diloco.settings.run import RunSettings
 from diloco_lab.repair import Repair
 
 MICROS = 1_000_000
 NEVER_US = 1 << 62
-YEAR_S = 365.25 * 86400
+YEAR_S = 365.25 * 86400  # a Julian year
 MAX_LEARNERS = 4096
 MAX_SLICES = 1 << 24
-MAX_DURATION_S = 10 * YEAR_S
+MAX_DURATION_S = 10 * YEAR_S  # longer than any run, and far below the largest whole number of microseconds
 
 
 def micros(seconds: float) -> int:
@@ -37,7 +37,7 @@ def _check(where: str, name: str, value: float, low: float, high: float, what: s
 
 @dataclass(frozen=True)
 class Costs:
-    """What a change of a learner's slices costs it. Times are unpublished; :mod:`diloco_lab.published` has fitted ones.
+    """The costs of a change of a learner's slices. Times are unpublished; :mod:`diloco_lab.published` has fitted ones.
 
     An elastic learner goes on without the slices that failed, after ``downscale_s``. Slices that are back join at the
     learner's next reconfiguration, or at one of their own of ``upscale_s`` once the first has waited ``gather_s``. Whatever
@@ -83,7 +83,7 @@ class Link:
         _check("link.", "delay_s", self.delay_s, 0.0, 3600.0, "seconds, 0 or more")
 
     def sending_us(self, size_bytes: int) -> int:
-        """How long so many bytes occupy a direction."""
+        """Return how long so many bytes occupy a direction."""
         return round(size_bytes * 8 / self.bits_per_s * MICROS)
 
 
@@ -165,7 +165,7 @@ class Cluster:
         return self.chips // self.learners // self.chips_per_slice
 
     def split(self, seed: int) -> tuple[Learner, ...]:
-        """The learners. The seed draws how slow each one's slowest chip is."""
+        """Return the learners. The seed draws how slow each one's slowest chip is."""
         chance = random.Random(f"{seed}/speeds")
         learner = Learner(
             "learner-0",
@@ -184,7 +184,7 @@ class Cluster:
         return tuple(replace(learner, name=f"learner-{index}", step_s=self.step_s * pace) for index, pace in enumerate(paces))
 
     def _slowest(self, chance: random.Random) -> float:
-        """The largest of as many normal draws as a learner has chips, by one draw of its distribution."""
+        """Draw the largest of as many normal numbers as a learner has chips, from its distribution."""
         if not self.speed_spread:
             return 1.0
         share = chance.random() ** (1.0 / (self.slices * self.chips_per_slice))
@@ -193,7 +193,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What the learners send: the run's settings, and how many parameters each fragment has.
+    """The run's settings, and how many parameters each fragment has.
 
     ``settings`` None: nothing. ``answer_s`` passes between an announcement's arrival and an offer that is ready to be sent,
     ``commit_s`` between the end of a round and a version that is ready to be sent. ``compression``

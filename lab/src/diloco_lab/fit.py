@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
-from diloco_lab import fast
+from diloco_lab import simulation
 from diloco_lab.cluster import Cluster
 from diloco_lab.outcome import Outcome, Scenario
 from diloco_lab.published import CELLS, CHIPS, CHIPS_PER_SLICE, Constants
@@ -36,13 +36,13 @@ class Residual:
 
 
 def simulate(constants: Constants, chips: int, learners: int, *, elastic: bool, seed: int, duration_s: float) -> Outcome:
-    """A cluster that fails as in the paper: the learners' lives, which no round holds up."""
+    """Simulate a cluster that fails as in the paper; no round holds its learners up."""
     cluster = constants.apply(Cluster(chips, learners, CHIPS_PER_SLICE), elastic=elastic)
-    return fast.simulate(Scenario(cluster.split(seed), duration_s, seed))
+    return simulation.simulate(Scenario(cluster.split(seed), duration_s, seed))
 
 
 def residuals(constants: Constants, seeds: Sequence[int], duration_s: float) -> list[Residual]:
-    """All data-parallel cells. The more chips, the shorter the time: as many failures for each, as far as that goes."""
+    """Return the residuals of all data-parallel cells, those of more chips simulated for a shorter time."""
     found = []
     for strategy, elastic in FITTED_ROWS:
         for chips in CHIPS:
@@ -64,7 +64,7 @@ def mean_error(found: Sequence[Residual]) -> float:
 def fit(
     start: Constants, seeds: Sequence[int], duration_s: float, report: Callable[[int, Constants, float], None] | None = None
 ) -> Constants:
-    """The constants with the least sum of squares, searched from ``start`` on. ``report`` is told each trial's."""
+    """Find the constants with the least sum of squares, from ``start`` on. ``report`` is called with each trial."""
     from scipy.optimize import minimize  # takes as long to import as most simulations take
 
     trials = 0
@@ -87,5 +87,5 @@ def fit(
 
 
 def changed(constants: Constants, name: str, sign: int) -> Constants:
-    """The constants with one of them larger (1) or smaller (-1) by :data:`SENSITIVITY_STEP`."""
+    """Return the constants with one of them larger (1) or smaller (-1) by :data:`SENSITIVITY_STEP`."""
     return replace(constants, **{name: getattr(constants, name) * (1 + sign * SENSITIVITY_STEP)})

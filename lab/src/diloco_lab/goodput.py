@@ -13,13 +13,14 @@ import numpy as np
 from scipy.special import stdtrit
 
 from diloco.errors import SettingsError
-from diloco.report.units import count
-from diloco.settings import nearest, run_settings
-from diloco_lab import fast, published
+from diloco.settings.presets import run_settings
+from diloco.settings.validation import nearest
+from diloco_lab import published, simulation
 from diloco_lab.cluster import Cluster, Rounds, Slowdowns
-from diloco_lab.life import Fault
+from diloco_lab.lifetime import Fault
 from diloco_lab.outcome import Outcome, Scenario
 from diloco_lab.published import Constants
+from diloco_report.units import count
 
 CONFIDENCE = 0.95
 QUANTITIES = ("goodput", "uptime")
@@ -48,7 +49,7 @@ PUBLISHED = ("data-parallel", "data-parallel-elastic", "decoupled")
 
 
 def strategy_of(name: str) -> Strategy:
-    """The strategy of a name.
+    """Return the strategy of a name.
 
     Raises:
         SettingsError: there is none.
@@ -60,13 +61,13 @@ def strategy_of(name: str) -> Strategy:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the chips are like, but for how many there are. ``cluster`` overrides fields of Cluster (``between_s``, ...)."""
+    """The chips, but for their number. ``cluster`` overrides fields of Cluster (``between_s``, ...)."""
 
     constants: Constants = published.FITTED
     cluster: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, strategy: Strategy, chips: int, learners: int) -> Cluster:
-        """The chips, split over learners.
+        """Return the chips, split over learners.
 
         Raises:
             SettingsError: they cannot be.
@@ -92,7 +93,7 @@ _CLUSTER = ("between_s", "chips_per_slice", "speed_spread")
 
 
 def conditions(values: Mapping[str, Any], source: str) -> Conditions:
-    """Conditions as published, with some values of one's own.
+    """Return conditions as published, with some values of one's own.
 
     Raises:
         SettingsError: naming ``source`` and an unknown name, or a value that is no number.
@@ -122,7 +123,7 @@ class Point:
     cuts: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
     def scenario(self, conditions: Conditions, seed: int, duration_s: float) -> Scenario:
-        """What is simulated for one seed: rounds only where learners wait for them, since goodput owes nothing to others."""
+        """Return the scenario of one seed: with rounds only where learners wait; goodput depends on no others."""
         strategy = strategy_of(self.strategy)
         cluster = conditions.of(strategy, self.chips, self.learners)
         if self.faults is not None:
@@ -153,7 +154,7 @@ class Row:
 
 
 def points(strategies: Iterable[str], learners: Sequence[int], chips: Sequence[int]) -> list[Point]:
-    """All cells of a table; a data-parallel job is one learner, whatever ``learners`` says."""
+    """Return all cells of a table; a data-parallel job is always one learner."""
     return [
         Point(name, count, number)
         for name in strategies
@@ -163,7 +164,7 @@ def points(strategies: Iterable[str], learners: Sequence[int], chips: Sequence[i
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean, and the 95 % interval of the mean by Student's t; shares, so within 0 and 1."""
+    """Return the mean, and the 95 % interval of the mean by Student's t; shares, so within 0 and 1."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, mean, mean
@@ -172,15 +173,15 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def row(point: Point, runs: Sequence[tuple[float, float]]) -> Row:
-    """The cell of a point, from (goodput, uptime) by seed."""
+    """Return the cell of a point, from (goodput, uptime) by seed."""
     known = published.cell(point.strategy, point.learners, point.chips) if point.faults is None else published.Cell()
     goodput, uptime = interval([run[0] for run in runs]), interval([run[1] for run in runs])
     return Row(point.strategy, point.learners, point.chips, *goodput, *uptime, known.goodput, known.uptime)
 
 
 def simulate(point: Point, conditions: Conditions, seed: int, duration_s: float) -> Outcome:
-    """One seed of a point."""
-    return fast.simulate(point.scenario(conditions, seed, duration_s))
+    """Simulate one seed of a point."""
+    return simulation.simulate(point.scenario(conditions, seed, duration_s))
 
 
 def _shares(point: Point, conditions: Conditions, seed: int, duration_s: float) -> tuple[float, float]:
@@ -226,7 +227,7 @@ def _played(
 
 
 def mean_error(rows: Iterable[Row]) -> float | None:
-    """Mean absolute error over all published cells, as a share; None: none of them is published."""
+    """Return the mean absolute error over all published cells, as a share; None: none of them is published."""
     errors = []
     for each in rows:
         for simulated, known in ((each.goodput, each.published_goodput), (each.uptime, each.published_uptime)):
@@ -236,7 +237,7 @@ def mean_error(rows: Iterable[Row]) -> float | None:
 
 
 def thumb(rows: Iterable[Row]) -> list[tuple[Row, Row, float]]:
-    """The rule that M learners behave like one on M times fewer chips: all such pairs, and how far their goodput is apart."""
+    """Return all pairs of M learners and one on M times fewer chips, and how far their goodput is apart."""
     decoupled = {(each.learners, each.chips): each for each in rows if each.strategy == "decoupled"}
     pairs = []
     for (learners, chips), each in decoupled.items():
@@ -247,7 +248,7 @@ def thumb(rows: Iterable[Row]) -> list[tuple[Row, Row, float]]:
 
 
 def cell_text(row: Row | None, quantity: str) -> str:
-    """A cell of a table in per cent, with half its interval and what is published; empty: not simulated."""
+    """Return a cell of a table in per cent, with half its interval and the published value; empty if it was not simulated."""
     if row is None:
         return ""
     mean, low, known = getattr(row, quantity), getattr(row, f"{quantity}_low"), getattr(row, f"published_{quantity}")
@@ -256,12 +257,12 @@ def cell_text(row: Row | None, quantity: str) -> str:
 
 
 def constants_text(constants: Constants) -> str:
-    """Their names and values."""
+    """Return the constants' names and values."""
     return ", ".join(f"{field.name} {value:g}" for field, value in zip(fields(constants), astuple(constants), strict=True))
 
 
 def notes(rows: Sequence[Row], chosen: Conditions, seeds: int, days: float) -> list[str]:
-    """What is to be said below the tables."""
+    """Return the notes below the tables."""
     found = [f"{days:.3g} days"]
     if seeds > 1:
         found = [f"means over {seeds} seeds of {days:.3g} days, ± 95 % interval; in brackets what is published"]

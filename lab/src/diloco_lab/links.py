@@ -1,4 +1,4 @@
-"""What settings the links between sites have room for.
+"""The settings that the links between sites have room for.
 
 A link is looked at in both directions, each a :class:`Way`. In a cycle of H steps it carries offers of the fragments that the
 other end's syncers own, and versions of those that its own do, as the product sends them between regions (docs/regions.md). Two
@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 from diloco.core.bandwidth import FULL
 from diloco.core.quantise import body_bytes
-from diloco.settings import Bits, run_settings
+from diloco.settings.presets import run_settings
+from diloco.settings.run import Bits
 from diloco_lab import bandwidth
 from diloco_lab.bandwidth import MOST_STEPS, Job, Schedule, least_settings
 from diloco_lab.network import MEMBER_BYTES, OFFER_BYTES, RECORD_BYTES
@@ -27,13 +28,13 @@ PRESET = run_settings()
 PRECISIONS: tuple[Bits, ...] = (16, 8, 4)
 FRAGMENTS = tuple(times * PRESET.fragments.count for times in (1, 4, 16, 64))
 OVERLAPS = tuple(times * PRESET.round.overlap_steps for times in (1, 2, 4))
-# docs/regions.md: beside the bodies, headers of TCP/IP and signs of life
+# docs/regions.md: beside the bodies, headers of TCP/IP and heartbeats
 OVERHEAD = 1.07
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What of the settings follows from the links."""
+    """The settings that follow from the links."""
 
     bits: Bits = PRESET.codec.offer_bits
     steps: int = PRESET.round.steps
@@ -56,13 +57,13 @@ class Way:
     step_s: float
 
     def _fragment_bytes(self, choice: Choice, learners: int) -> float:
-        """What goes of a fragment over the link one way: half of the fragments' offers, and half of their versions."""
+        """Return a fragment's bytes over the link one way: half of the fragments' offers, and half of their versions."""
         body = body_bytes(math.ceil(self.parameters / choice.fragments), choice.bits)
         offers = 1 if choice.merge else learners
         return OVERHEAD * (offers * (body + OFFER_BYTES) + body + RECORD_BYTES + MEMBER_BYTES * self.learners) / 2
 
     def cycle_bytes(self, choice: Choice) -> float:
-        """In a cycle: offers of what the other end's syncers own, versions of what these here own. All own as much."""
+        """Return the bytes of a cycle: offers of the other end's fragments, versions of this end's. All sites own as many."""
         return 2 * choice.fragments / self.regions * self._fragment_bytes(choice, self.from_learners)
 
     def load(self, choice: Choice) -> float:
@@ -70,7 +71,7 @@ class Way:
         return 8 * self.cycle_bytes(choice) / (self.bits_per_s * choice.steps * self.step_s)
 
     def _job(self, choice: Choice) -> tuple[Job, Schedule]:
-        """As two datacenters between which as many bits pass each way.
+        """Return two datacenters between which as many bits pass each way.
 
         A fragment's version is in time if its offers and the version itself, which goes the other way, come over one after the
         other within the overlap: what the other way takes is taken off it.
@@ -92,7 +93,7 @@ class Way:
         return self.load(choice) <= FULL and self.utilisation(choice) >= wanted
 
     def least_steps(self, choice: Choice, wanted: float) -> int | None:
-        """The smallest H, of at least ``choice.steps``, that fits."""
+        """Return the smallest H, at least ``choice.steps``, that fits."""
         steps = max(choice.steps, math.ceil(choice.steps * self.load(choice) / FULL))
         if steps > MOST_STEPS:
             return None
@@ -101,7 +102,7 @@ class Way:
 
 
 def settle(ways: Collection[Way], wanted: float) -> Choice | None:
-    """The settings that every way has room for, and that give up least; None if there are none.
+    """Return the settings that every way has room for, and that give up least; None if there are none.
 
     The smallest H first, of an equal H the smallest overlap, then the fewest fragments, then no merging in regions, then the
     most bits: int4 was measured to be as good as bf16 (algorithm.md section 1), so bits are given up before anything else.
@@ -132,7 +133,7 @@ def _choices(*, several: bool) -> Iterator[Choice]:
 
 
 def needed_bits_per_s(way: Way, choice: Choice, wanted: float) -> float | None:
-    """The least rate at which settings fit a way, to three digits; None if no rate is enough."""
+    """Return the least rate at which settings fit a way, to three digits; None if no rate is enough."""
     low, high = way.bits_per_s, way.bits_per_s
     while not replace(way, bits_per_s=high).fits(choice, wanted):
         low, high = high, 2 * high

@@ -1,20 +1,20 @@
-"""Learners' links in simulated time: what is sent is put on the link one after another, and nothing overtakes."""
+"""Learners' links in simulated time: messages are put on the link one after another, and none overtakes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from diloco.core.quantise import body_bytes
-from diloco.settings import Bits
+from diloco.settings.run import Bits
 from diloco_lab.cluster import Link, Rounds, micros
 
-# what messages of runs of some hours measure: numbers in them take a few bytes less at the beginning, a few more later
+# measured in runs of some hours: numbers in messages take a few bytes less at the beginning, a few more later
 OFFER_BYTES = 205  # of an offer's frame beside its body
 RECORD_BYTES = 270  # of a version's, without members
 MEMBER_BYTES = 50
 
 
-class Way:
+class Direction:
     """One direction of a learner's link. ``cuts`` are stretches (from, until) in which nothing moves."""
 
     def __init__(self, link: Link, cuts: Sequence[tuple[int, int]]) -> None:
@@ -24,21 +24,21 @@ class Way:
         self._free_us = 0
 
     def open_us(self, at_us: int) -> int:
-        """When something can move that is to move at a time."""
+        """Return when a message can move that is to move at a time."""
         for begin_us, end_us in self.cuts:
             if begin_us <= at_us < end_us:
                 at_us = end_us
         return at_us
 
     def send(self, at_us: int, size_bytes: int) -> int:
-        """Send a body; when it arrives."""
+        """Send a body; return when it arrives."""
         self.bytes += size_bytes
         begin_us = self.open_us(max(at_us, self._free_us))
         self._free_us = begin_us + self.link.sending_us(size_bytes)
         return self.open_us(self._free_us + self.delay_us)
 
     def tell(self, at_us: int) -> int | None:
-        """Send a message that nobody stores, and that goes before all bodies; when it arrives, None if it is lost."""
+        """Send a message that is not stored, and that goes before all bodies; return when it arrives, None if it is lost."""
         arrives_us = at_us + self.delay_us
         return arrives_us if self.open_us(at_us) == at_us and self.open_us(arrives_us) == arrives_us else None
 
@@ -56,5 +56,5 @@ class Sizes:
         return round(body_bytes(size, bits) * self._rounds.compression)
 
     def record(self, fragment: int, members: int) -> int:
-        """A version of so many members."""
+        """Return the bytes of a version with so many members."""
         return self._records[fragment] + MEMBER_BYTES * members

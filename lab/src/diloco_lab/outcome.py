@@ -1,4 +1,4 @@
-"""What came of a simulation."""
+"""A scenario, and the outcome of simulating it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_lab.cluster import MICROS, Learner, Rounds, micros
-from diloco_lab.life import ChipTime, Fault, Life, Stretch
+from diloco_lab.lifetime import ChipTime, Fault, Lifetime, Stretch
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Version:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated, and for how long. ``faults`` and ``cuts`` (from, until) are a tape's, by learner.
+    """Learners, rounds and faults to be simulated. ``faults`` and ``cuts`` (from, until) are a tape's, by learner.
 
-    ``on_stretch``, ``on_version`` and ``on_failure`` are called with what happens, in an order that the mode chooses.
+    ``on_stretch``, ``on_version`` and ``on_failure`` are called with what happens; only the events of one learner are in order.
     """
 
     learners: Sequence[Learner]
@@ -42,11 +42,11 @@ class Scenario:
     def duration_us(self) -> int:
         return micros(self.duration_s)
 
-    def life(self, learner: Learner) -> Life:
-        """The life of one of the learners, at its beginning."""
+    def lifetime(self, learner: Learner) -> Lifetime:
+        """Return the lifetime of one of the learners, at its beginning."""
         notice = self.on_failure
-        told = None if notice is None else lambda fault: notice(learner, fault)
-        return Life(learner, self.seed, self.faults.get(learner.name, ()), told)
+        note = None if notice is None else lambda fault: notice(learner, fault)
+        return Lifetime(learner, self.seed, self.faults.get(learner.name, ()), note)
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Uptime:
         self._reported = 0
 
     def add(self, learner: int, stretch: Stretch) -> None:
-        """A learner's next stretch."""
+        """Add a learner's next stretch."""
         self._known_us[learner] = stretch.end_us
         if stretch.kind == "stepping":
             busy = self._busy[learner]

@@ -7,14 +7,14 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from html import escape
 
-from diloco.report import html
-from diloco.report.units import count, duration, share
 from diloco_lab import bandwidth, pictures, published
 from diloco_lab.bandwidth import Job
 from diloco_lab.cluster import MICROS
 from diloco_lab.goodput import Conditions, Row, cell_text, mean_error, notes
 from diloco_lab.published import Constants
 from diloco_lab.storm import DURATION_S, Storm
+from diloco_report import html
+from diloco_report.units import count, duration, share
 
 SOURCE = "arXiv 2604.21428"
 HEADLINE_CHIPS = 1_200_000
@@ -30,7 +30,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Contents:
-    """What is on the page."""
+    """The contents of the page."""
 
     rows: Sequence[Row]
     conditions: Conditions
@@ -52,7 +52,7 @@ class Contents:
 
 
 def render(contents: Contents) -> str:
-    """The page as text."""
+    """Return the page as text."""
     parts = (_headline, _goodput, _uptime, _constants, _storm, _links)
     header = f'<span class="preset">beside {SOURCE}</span>'
     return html.document("Simulated", header, "\n".join(part(contents) for part in parts))

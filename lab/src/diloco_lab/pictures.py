@@ -1,25 +1,25 @@
-"""What was simulated, as SVG text: in a page with :mod:`diloco.report`'s style sheet, or by :func:`standalone` as a file.
+"""Pictures of simulations as SVG text: in a page with :mod:`diloco_report`'s style sheet, or by :func:`standalone` as a file.
 
-Positions are in the pixels of a picture's own ``viewBox``. Nothing to draw gives a sentence, as in the report of a run.
+Positions are in the pixels of a picture's own ``viewBox``. Without data the picture is a sentence, as in the report of a run.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from diloco.report.charts import across, joined_spans, moment, nice_ticks, row_name, text_at, time_axis
-from diloco.report.html import style
-from diloco.report.units import count, share
 from diloco_lab.bandwidth import Curve
 from diloco_lab.cluster import MICROS, Learner
 from diloco_lab.goodput import Row
-from diloco_lab.life import Stretch
+from diloco_lab.lifetime import Stretch
 from diloco_lab.outcome import Version
+from diloco_report.charts import across, joined_spans, moment, nice_ticks, row_name, text_at, time_axis
+from diloco_report.html import style
+from diloco_report.units import count, share
 
 COLOURS = {
     "data-parallel": "var(--s5)",
@@ -37,6 +37,7 @@ STATES = {
     "not heard": "var(--state-starting)",
 }
 WIDTH = 1120
+LANE = 15  # height of a learner's bar in a timeline
 LABEL = 15  # pixels from one label to the next below it
 LETTER = 7  # pixels of a letter, at most on average
 SLOW = 1.01  # times a learner's own step time, from which on it steps slowly
@@ -46,7 +47,7 @@ Quantity = Literal["goodput", "uptime"]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that is done to a learner, to be written above its lane."""
+    """A fault of a learner, written above its bar."""
 
     at_us: int
     learner: str
@@ -54,28 +55,28 @@ class Event:
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places in [low, high] for labels that want these, in order, each ``gap`` after the last; less where there is no room."""
+    """Return places in [low, high] near the ``wanted`` ones, in order, ``gap`` apart; closer where there is no room."""
     gap = min(gap, (high - low) / max(1, len(wanted) - 1))
     places: list[float] = []
     for place in wanted:
         places.append(max(place, places[-1] + gap if places else low))
-    for index in reversed(range(len(places))):  # those that were pushed out at the end push back
+    for index in reversed(range(len(places))):  # places beyond the end push the others back
         places[index] = min(places[index], places[index + 1] - gap if index + 1 < len(places) else high)
     return places
 
 
 def goodput(rows: Sequence[Row]) -> str:
-    """Goodput against chips, a line for each strategy and M."""
+    """Draw goodput against chips, a line for each strategy and M."""
     return _by_chips(rows, "goodput")
 
 
 def uptime(rows: Sequence[Row]) -> str:
-    """Uptime against chips, a line for each strategy and M."""
+    """Draw uptime against chips, a line for each strategy and M."""
     return _by_chips(rows, "uptime")
 
 
 def _by_chips(rows: Sequence[Row], quantity: Quantity) -> str:
-    """Means with their 95 % intervals as a band; hollow: published."""
+    """Draw means with their 95 % intervals as a band; hollow marks are published values."""
     if not rows:
         return '<p class="empty">Nothing was simulated.</p>'
     keys = list(dict.fromkeys((row.strategy, row.learners) for row in rows))
@@ -125,6 +126,34 @@ def _by_chips(rows: Sequence[Row], quantity: Quantity) -> str:
     return _svg(high, f"{quantity} against chips", [*parts, *marks])
 
 
+@dataclass(frozen=True)
+class _Frame:
+    """A stretch of time, and its place in a picture of ``WIDTH`` pixels."""
+
+    from_us: int
+    until_us: int
+    left: int = 110
+    right: int = 24
+
+    @property
+    def end_s(self) -> float:
+        """Return how long it is."""
+        return (self.until_us - self.from_us) / MICROS
+
+    @property
+    def scale(self) -> float:
+        """Return the pixels of a second."""
+        return (WIDTH - self.left - self.right) / self.end_s
+
+    def s(self, at_us: int) -> float:
+        """Return a time, not beyond an edge, in seconds since the beginning."""
+        return (min(max(at_us, self.from_us), self.until_us) - self.from_us) / MICROS
+
+    def x(self, at_us: int) -> float:
+        """Return the place of a time, not beyond an edge."""
+        return self.left + self.s(at_us) * self.scale
+
+
 def timeline(
     learners: Sequence[Learner],
     stretches: Mapping[str, Sequence[Stretch]],
@@ -133,69 +162,75 @@ def timeline(
     until_us: int,
     events: Sequence[Event] = (),
 ) -> str:
-    """What each learner did; below, how many slices computed, and of how many learners each version was made.
+    """Draw each learner's states; below, the number of slices that compute, and of learners merged into each version.
 
     ``stretches`` are those of each learner, in order, by its name.
     """
     if not learners or until_us <= from_us:
         return '<p class="empty">No learner was simulated.</p>'
-    left, right, bar = 110, 24, 15
-    end_s = (until_us - from_us) / MICROS
-    scale = (WIDTH - left - right) / end_s
-
-    def x(at_us: int) -> float:
-        return left + (min(max(at_us, from_us), until_us) - from_us) / MICROS * scale
-
-    parts: list[str] = []
-    seen: set[str] = set()
-    y = 4.0
+    frame, parts, seen, y = _Frame(from_us, until_us), [], set[str](), 4.0
     for learner in learners:
         own = [event for event in events if event.learner == learner.name and from_us <= event.at_us < until_us]
         for event in own:
-            begin = min(x(event.at_us), WIDTH - right - LETTER * len(event.text))
+            begin = min(frame.x(event.at_us), WIDTH - frame.right - LETTER * len(event.text))
             parts.append(text_at("value", begin, y + 11, "start", event.text))
         y += 15 if own else 0
-        parts.append(row_name(learner.name, left, y + bar / 2))
-        spans = [
-            ((max(begin, from_us) - from_us) / MICROS, (min(end, until_us) - from_us) / MICROS, state)
-            for begin, end, state in _spans(learner, stretches.get(learner.name, ()))
-            if end > from_us and begin < until_us
-        ]
-        for begin_s, stop_s, state in joined_spans(spans, end_s):
-            seen.add(state)
-            said = f"{learner.name}: {state}, {moment(from_us / MICROS + begin_s)} to {moment(from_us / MICROS + stop_s)}"
-            parts.append(
-                f'<rect x="{left + begin_s * scale:.1f}" y="{y:.1f}" width="{max(0.6, (stop_s - begin_s) * scale):.1f}" '
-                f'height="{bar}" style="fill:{STATES[state]}"><title>{escape(said)}</title></rect>'
-            )
-        y += bar + 7
+        parts += _lane(frame, learner, stretches.get(learner.name, ()), y, seen)
+        y += LANE + 7
 
     total = sum(learner.slices for learner in learners)
     panel, base = 84, y + 14 + 84
-    parts += _panel_axis("slices", "at work", total, left, right, base, panel)
-    places = [(x(at_us), base - panel * slices / total) for at_us, slices in working(learners, stretches, from_us, until_us)]
-    area = f"M{left} {base:.1f}" + "".join(f"H{px:.1f}V{py:.1f}" for px, py in places)
-    parts.append(f'<path class="slices" d="{area}H{WIDTH - right}V{base:.1f}Z" style="fill:var(--accent);opacity:.35"/>')
+    parts += _panel_axis("slices", "at work", total, frame, base, panel)
+    at_work = working(learners, stretches, from_us, until_us)
+    places = [(frame.x(at_us), base - panel * slices / total) for at_us, slices in at_work]
+    area = f"M{frame.left} {base:.1f}" + "".join(f"H{px:.1f}V{py:.1f}" for px, py in places)
+    closed = f"{area}H{WIDTH - frame.right}V{base:.1f}Z"
+    parts.append(f'<path class="slices" d="{closed}" style="fill:var(--accent);opacity:.35"/>')
 
     panel, base = 64, base + 24 + 64
-    parts += _panel_axis("learners in", "a version", len(learners), left, right, base, panel)
+    parts += _panel_axis("learners in", "a version", len(learners), frame, base, panel)
     bars = "".join(
-        f"M{x(version.committed_us):.1f} {base:.1f}V{base - panel * len(version.members) / len(learners):.1f}"
+        f"M{frame.x(version.committed_us):.1f} {base:.1f}V{base - panel * len(version.members) / len(learners):.1f}"
         for version in versions
         if from_us <= version.committed_us < until_us
     )
     parts.append(f'<path class="versions" d="{bars}" style="fill:none;stroke:var(--s2);stroke-width:2;opacity:.75"/>')
-    parts.insert(0, time_axis(end_s, left, scale, base))
-    key, at = [], float(left)
+    axis = time_axis(frame.end_s, frame.left, frame.scale, base)
+    return _svg(base + 50, f"What {len(learners)} learners did over time", [axis, *parts, *_state_key(seen, frame.left, base)])
+
+
+def _lane(frame: _Frame, learner: Learner, stretches: Iterable[Stretch], y: float, seen: set[str]) -> list[str]:
+    """Draw one learner's states as a bar at ``y``; the states drawn are added to ``seen``."""
+    parts = [row_name(learner.name, frame.left, y + LANE / 2)]
+    spans = [
+        (frame.s(begin), frame.s(end), state)
+        for begin, end, state in _spans(learner, stretches)
+        if end > frame.from_us and begin < frame.until_us
+    ]
+    from_s = frame.from_us / MICROS
+    for begin_s, stop_s, state in joined_spans(spans, frame.end_s):
+        seen.add(state)
+        said = f"{learner.name}: {state}, {moment(from_s + begin_s)} to {moment(from_s + stop_s)}"
+        width = max(0.6, (stop_s - begin_s) * frame.scale)
+        parts.append(
+            f'<rect x="{frame.left + begin_s * frame.scale:.1f}" y="{y:.1f}" width="{width:.1f}" '
+            f'height="{LANE}" style="fill:{STATES[state]}"><title>{escape(said)}</title></rect>'
+        )
+    return parts
+
+
+def _state_key(seen: Collection[str], left: float, base: float) -> list[str]:
+    """Draw the colours of the states that a timeline shows."""
+    parts = []
     for state in (state for state in STATES if state in seen):
-        key.append(f'<rect x="{at:.1f}" y="{base + 32:.1f}" width="11" height="11" rx="3" style="fill:{STATES[state]}"/>')
-        key.append(text_at("label", at + 17, base + 42, "start", state))
-        at += 45 + LETTER * len(state)
-    return _svg(base + 50, f"What {len(learners)} learners did over time", [*parts, *key])
+        parts.append(f'<rect x="{left:.1f}" y="{base + 32:.1f}" width="11" height="11" rx="3" style="fill:{STATES[state]}"/>')
+        parts.append(text_at("label", left + 17, base + 42, "start", state))
+        left += 45 + LETTER * len(state)
+    return parts
 
 
 def _spans(learner: Learner, stretches: Iterable[Stretch]) -> list[tuple[int, int, str]]:
-    """When a learner was in which of the states, in order."""
+    """Return (from, until, state) of a learner, in order."""
     spans = []
     for stretch in stretches:
         state: str = stretch.kind
@@ -206,7 +241,7 @@ def _spans(learner: Learner, stretches: Iterable[Stretch]) -> list[tuple[int, in
         elif state == "absent":
             state = "not heard"
         begin_us, end_us = stretch.silent_us or (stretch.end_us, stretch.end_us)
-        if stretch.lost and begin_us > stretch.start_us:  # until it was killed it took a step that came to nothing
+        if stretch.lost and begin_us > stretch.start_us:  # it was killed in the middle of a step
             spans.append((stretch.start_us, begin_us, "stepping"))
             spans.append((begin_us, stretch.end_us, state))
         elif stretch.kind in ("stepping", "waiting") and end_us > begin_us:
@@ -220,7 +255,7 @@ def _spans(learner: Learner, stretches: Iterable[Stretch]) -> list[tuple[int, in
 def working(
     learners: Iterable[Learner], stretches: Mapping[str, Sequence[Stretch]], from_us: int, until_us: int
 ) -> list[tuple[int, int]]:
-    """How many slices take part in a step, of all learners together: (from when on, how many), in order of time."""
+    """Return (from when on, how many slices of all learners take part in a step), in order of time."""
     changes: dict[int, int] = {from_us: 0}
     for learner in learners:
         for stretch in stretches.get(learner.name, ()):
@@ -247,7 +282,7 @@ def working(
 
 
 def utilisation(curves: Sequence[Curve]) -> str:
-    """Compute utilisation against a link's rate, one panel for each schedule; hollow: published."""
+    """Draw compute utilisation against a link's rate, one panel for each schedule; hollow marks are published values."""
     curves = [curve for curve in curves if curve.points]
     if not curves:
         return '<p class="empty">No strategy was given.</p>'
@@ -301,12 +336,12 @@ def utilisation(curves: Sequence[Curve]) -> str:
 
 
 def standalone(svg: str) -> str:
-    """A picture as a file of its own: with what it needs of the style sheet, in the light colours, on a card of its own.
+    """Return a picture as a file of its own: with its part of the style sheet, in the light colours, on a card.
 
-    The colours are written out, since not all who show SVG know variables.
+    The colours are written out, since some viewers of SVG know no variables.
 
     Raises:
-        ValueError: it is no picture, since there was nothing to draw.
+        ValueError: it is a sentence and no picture.
     """
     found = re.match(r'<svg class="rows" viewBox="0 0 ([\d.]+) ([\d.]+)"([^>]*)>', svg)
     if found is None:
@@ -328,14 +363,14 @@ def standalone(svg: str) -> str:
 
 
 def _log_scale(low: float, high: float, begin: float, end: float) -> Callable[[float], float]:
-    """Where a number is between ``begin`` and ``end``; a scale of one number has it in the middle."""
+    """Return a logarithmic scale from ``begin`` to ``end``; a scale of one number has it in the middle."""
     if high <= low:
         return lambda value: (begin + end) / 2
     return lambda value: begin + (end - begin) * math.log(value / low) / math.log(high / low)
 
 
 def _apart(numbers: Iterable[float], x: Callable[[float], float], least: float) -> list[float]:
-    """Those of ``numbers``, from the first on, that are so far apart that each may have its label."""
+    """Return those of ``numbers``, from the first on, that are ``least`` pixels apart, so that each has room for a label."""
     kept: list[float] = []
     for number in numbers:
         if not kept or x(number) - x(kept[-1]) >= least:
@@ -351,14 +386,14 @@ def _share_axis(y: Callable[[float], float], left: float, right: float) -> list[
     return parts
 
 
-def _panel_axis(name: str, more: str, most: int, left: float, right: float, base: float, high: float) -> list[str]:
+def _panel_axis(name: str, more: str, most: int, frame: _Frame, base: float, high: float) -> list[str]:
     return [
-        across("grid", left, WIDTH - right, base),
-        across("grid", left, WIDTH - right, base - high),
-        text_at("tick", left - 12, base + 4, "end", "0"),
-        text_at("tick", left - 12, base - high + 4, "end", count(most)),
-        text_at("label", left - 12, base - high / 2 - 4, "end", name),
-        text_at("label", left - 12, base - high / 2 + 10, "end", more),
+        across("grid", frame.left, WIDTH - frame.right, base),
+        across("grid", frame.left, WIDTH - frame.right, base - high),
+        text_at("tick", frame.left - 12, base + 4, "end", "0"),
+        text_at("tick", frame.left - 12, base - high + 4, "end", count(most)),
+        text_at("label", frame.left - 12, base - high / 2 - 4, "end", name),
+        text_at("label", frame.left - 12, base - high / 2 + 10, "end", more),
     ]
 
 

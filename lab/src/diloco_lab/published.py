@@ -1,4 +1,4 @@
-"""What the paper reports of its simulations (arXiv 2604.21428, algorithm.md section 6), and the constants that it does not.
+"""The paper's simulation results (arXiv 2604.21428, algorithm.md section 6), and the constants that it does not give.
 
 The constants were fitted by ``diloco simulate goodput --fit`` (:mod:`diloco_lab.fit`) on the data-parallel rows alone. Whatever
 is said of Decoupled DiLoCo is predicted from them. What is known: every chip is interrupted once a year on average.
@@ -39,18 +39,18 @@ CELLS: dict[tuple[str, int], dict[int, Cell]] = {
 
 
 def cell(strategy: str, learners: int, chips: int) -> Cell:
-    """What is published of a cell."""
+    """Return the published values of a cell."""
     return CELLS.get((strategy, learners), {}).get(chips, Cell())
 
 
 def repair_of(mean_s: float) -> Repair:
-    """A slice's time away, of this mean."""
+    """Return the distribution of a slice's time away that has this mean."""
     return Repair(REPAIR_EXPONENT, REPAIR_SHAPE, mean_s / Repair(REPAIR_EXPONENT, REPAIR_SHAPE, 1.0).mean_s)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What the simulation needs to know and the paper does not say.
+    """The constants that the simulation needs and the paper does not give.
 
     The slice size is not fitted beside the mean repair time: what is away is their product over the time between interruptions.
     """
@@ -63,7 +63,7 @@ class Constants:
     repair_s: float  # mean
 
     def apply(self, cluster: Cluster, *, elastic: bool) -> Cluster:
-        """A cluster with these constants."""
+        """Return a cluster with these constants."""
         costs = Costs(elastic, self.downscale_s, self.upscale_s, self.gather_s, self.restart_s)
         repair = repair_of(self.repair_s)
         return replace(cluster, step_s=self.step_s, costs=costs, repair=repair)

@@ -32,7 +32,7 @@ class Repair:
                 raise SettingsError(f"repair.{name} = {value!r}, expected a number above 0")
 
     def quantile_s(self, probability: float) -> float:
-        """The delay that a share ``probability`` (0 to below 1) of all does not exceed."""
+        """Return the delay that a share ``probability`` (0 to below 1) of all does not exceed."""
         return self.scale_s * math.pow(-math.log1p(-math.pow(probability, 1 / self.exponent)), 1 / self.shape)
 
     @property
@@ -42,7 +42,7 @@ class Repair:
 
 
 def log_mean(log_exponent: float, log_shape: float) -> float:
-    """The logarithm of the mean at scale 1: of ``z^(1/shape)`` integrated over the distribution of ``z = (t / scale)^shape``.
+    """Return the logarithm of the mean at scale 1: ``z^(1/shape)`` integrated over the distribution of ``z``.
 
     By the trapezoid rule over ``log z``, which errs by little more than rounding where the integrand fades at both ends.
     (scipy's quadrature loses small exponents.)

@@ -17,7 +17,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from diloco.errors import SettingsError
-from diloco.settings import RegionSettings, nearest, parse, read_toml, shown
+from diloco.settings.loading import read_toml
+from diloco.settings.run import RegionSettings
+from diloco.settings.validation import nearest, parse, shown
 from diloco_lab import published
 from diloco_lab.cluster import MAX_LEARNERS, MAX_SLICES, YEAR_S
 
@@ -39,7 +41,7 @@ class _Table(BaseModel):
 
 
 class Model(_Table):
-    """What is trained."""
+    """The model and its training."""
 
     parameters: Whole = Field(description="parameters of the model")
     tokens: Whole = Field(description="token budget")
@@ -50,7 +52,7 @@ class Model(_Table):
 
 
 class Wanted(_Table):
-    """What the plan is to keep to."""
+    """Limits of the plan."""
 
     utilisation: float = Field(0.95, gt=0, lt=1, description="least compute utilisation that the links are to allow")
     most_learners: Annotated[int, Field(ge=1, le=MAX_LEARNERS)] = Field(
@@ -103,11 +105,11 @@ class Site(_Table):
         return self.flops_per_chip * self.flops_utilisation / (FLOPS_PER_PARAMETER * model.parameters)
 
     def needed_slices(self, model: Model) -> int:
-        """The fewest that a learner fits on."""
+        """Return the fewest slices that a learner fits on."""
         return math.ceil(model.parameters * model.bytes_per_parameter / (self.chips_per_slice * self.memory_per_chip_bytes))
 
     def most_learners(self, model: Model) -> int:
-        """That slices and memory allow."""
+        """Return the most learners that slices and memory allow."""
         return self.slices // self.needed_slices(model)
 
 
@@ -130,7 +132,7 @@ class Default:
 
 @dataclass(frozen=True)
 class Sites:
-    """What a file says."""
+    """The contents of a file."""
 
     model: Model
     wanted: Wanted
@@ -254,7 +256,7 @@ class _Reader:
         return table
 
     def _error(self, table: str, key: str, what: str) -> SettingsError:
-        """Of a key, or of a table as a whole."""
+        """Return an error about a key, or about a table as a whole."""
         line = self.lines.get((table, key), self.lines.get((table, "")))
         where = f"{self.path}:{line}" if line else f"{self.path}"
         return SettingsError(f"{where}: {table}{'.' if key else ''}{key} {what}")
@@ -270,7 +272,7 @@ _KEY = re.compile(r"^\s*[\"']?([\w-]+)[\"']?\s*=")
 
 
 def _lines(text: str) -> dict[tuple[str, str], int]:
-    """Where tables (with an empty key) and their keys are, as far as each has a line of its own."""
+    """Return the lines of tables (with an empty key) and of their keys, as far as each has a line of its own."""
     return dict(_found(text))
 
 

@@ -1,4 +1,4 @@
-"""A storm of failures over eight learners: what the picture of a timeline shows.
+"""A storm of failures over eight learners, for the picture of a timeline.
 
 Twenty simulated minutes of 1.2m chips with the failures that such a cluster has anyway, and beside them a tape: racks of two
 learners fail at once, one learner's steps take twice as long for a while, one is killed, one freezes, one is cut off.
@@ -9,26 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.core.failures import Failure, Tape
-from diloco.settings import run_settings
-from diloco_lab import fast, tapes
+from diloco.settings.presets import run_settings
+from diloco_lab import simulation, tapes
 from diloco_lab.cluster import MICROS, Learner, Rounds
 from diloco_lab.goodput import Conditions, strategy_of
-from diloco_lab.life import Stretch
+from diloco_lab.lifetime import Stretch
 from diloco_lab.outcome import Outcome, Scenario, Version
 from diloco_lab.pictures import Event
+from diloco_ops.failures import Failure, Tape
 
 STRATEGY = "decoupled"
 LEARNERS = 8
 CHIPS = 1_200_000
-DURATION_S = 1200.0
+DURATION_S = 1200.0  # long enough to see each failure and its end
 RACK = 128  # slices that fail at once
 
 _RACK_S, _RACK_LASTS_S = 180.0, 480.0
 
 
 def tape() -> Tape:
-    """The storm's failures."""
+    """Return the storm's failures."""
     racks = [
         Failure(_RACK_S, "chip_loss", f"{learner}/slice-{index}", _RACK_LASTS_S)
         for learner in ("learner-1", "learner-2")
@@ -45,7 +45,7 @@ def tape() -> Tape:
 
 @dataclass(frozen=True)
 class Storm:
-    """What was simulated, for a picture."""
+    """A simulated storm, for a picture."""
 
     learners: Sequence[Learner]
     stretches: dict[str, list[Stretch]]
@@ -75,12 +75,12 @@ def simulate(conditions: Conditions, seed: int) -> Storm:
         on_stretch=lambda learner, stretch: stretches[learner.name].append(stretch),
         on_version=versions.append,
     )
-    outcome = fast.simulate(scenario)
+    outcome = simulation.simulate(scenario)
     return Storm(learners, stretches, versions, _events(tape()), outcome)
 
 
 def _events(tape: Tape) -> list[Event]:
-    """What the tape does, in words: slices that fail together are one event."""
+    """Return the tape's failures in words: slices that fail together are one event."""
     together: dict[tuple[str, float, str], list[Failure]] = {}
     for failure in tape.failures:
         together.setdefault((failure.target.partition("/")[0], failure.at_s, failure.kind), []).append(failure)

@@ -1,11 +1,11 @@
-"""Failure tapes (:mod:`diloco.core.failures`) in the simulator: what of a tape happens to which learner.
+"""Failure tapes (:mod:`diloco_ops.failures`) in the simulator: which failures happen to which learner.
 
 | kind | target | in the simulator |
 |---|---|---|
 | ``chip_loss`` | ``learner-2/slice-3`` or ``learner-2/slice-3/chip-0`` | the slice is away for the duration |
-| ``freeze`` | ``learner-2`` | the step under way takes that much longer; nothing is heard of the learner |
+| ``freeze`` | ``learner-2`` | the step under way takes that much longer; the learner is not heard |
 | ``slow`` | ``learner-2`` | steps that begin within the duration take ``factor`` times as long |
-| ``kill`` | ``learner-2`` | it begins again after ``costs.restart_s``, without what it had not offered |
+| ``kill`` | ``learner-2`` | it begins again after ``costs.restart_s``, without the steps that it had not offered |
 | ``cut`` | ``learner-2`` | nothing passes its link for the duration |
 
 Targets may be patterns. What a tape does to other services is left out and counted: the simulator's syncer cannot fail.
@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import get_args
 
-from diloco.core import failures
-from diloco.core.failures import Failure, Tape
-from diloco.settings import nearest
+from diloco.settings.validation import nearest
 from diloco_lab.cluster import MICROS, Learner, micros
-from diloco_lab.life import Fault, FaultKind
+from diloco_lab.lifetime import Fault, FaultKind
 from diloco_lab.outcome import Scenario
+from diloco_ops import failures
+from diloco_ops.failures import Failure, Tape
 
 CUT = "cut"
 KINDS = (*get_args(FaultKind), CUT)
@@ -44,7 +44,7 @@ def read(lines: Iterable[str], source: str, learners: Sequence[Learner]) -> Play
     """Read a tape for these learners.
 
     Raises:
-        FormatError: as :func:`diloco.core.failures.decode`; or a failure's target is none that there is.
+        FormatError: as :func:`diloco_ops.failures.decode`; or a failure's target is none that there is.
     """
     by_name = {learner.name: learner for learner in learners}
     tape = failures.decode(lines, source, complaint=lambda failure: _complaint(failure, by_name))
@@ -52,7 +52,7 @@ def read(lines: Iterable[str], source: str, learners: Sequence[Learner]) -> Play
 
 
 def played(tape: Tape, learners: Sequence[Learner]) -> Played:
-    """What a tape does to these learners."""
+    """Return the faults and cuts of a tape for these learners."""
     found = Played(tape.duration_s)
     for failure in tape.failures:
         met = [learner for learner in learners if fnmatchcase(learner.name, _learner(failure))]
@@ -71,7 +71,7 @@ def played(tape: Tape, learners: Sequence[Learner]) -> Played:
 
 
 def record(scenario: Scenario, drawn: Iterable[tuple[str, Fault]]) -> Tape:
-    """The failures that a simulation drew (:attr:`Scenario.on_failure`), for a live run or another simulation."""
+    """Return the failures that a simulation drew (:attr:`Scenario.on_failure`), for a live run or another simulation."""
     made = [
         Failure(fault.at_us / MICROS, fault.kind, f"{name}/slice-{fault.slice}", fault.duration_us / MICROS)
         for name, fault in drawn
@@ -81,7 +81,7 @@ def record(scenario: Scenario, drawn: Iterable[tuple[str, Fault]]) -> Tape:
 
 
 def whole_learners(tape: Tape, downtime_s: float) -> Tape:
-    """A tape for learners without slices: a lost slice freezes its learner for as long as reconfiguring takes."""
+    """Return a tape for learners without slices: a lost slice freezes its learner while it would reconfigure."""
     made = [Failure(f.at_s, "freeze", _learner(f), downtime_s, f.values) if f.kind == "chip_loss" else f for f in tape.failures]
     return Tape(tape.duration_s, made, tape.about)
 

@@ -1,6 +1,6 @@
 """Which units were away when: read from a CSV or a failure tape, written as a failure tape, or drawn.
 
-A unit is whatever fails and returns as one: a slice, a node, a machine. A CSV has one row an interruption (unit, start, and end
+A unit fails and returns as one: a slice, a node, a machine. A CSV has one row an interruption (unit, start, and end
 or duration) or one row a change of state (time, unit, up or down). ``docs/simulator.md`` says which columns are recognised.
 
 Pure: the times are those of the file, and what is drawn follows a seed.
@@ -17,15 +17,15 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import product
 
-from diloco.core import failures
-from diloco.core.failures import MAX_FAILURES, MAX_SECONDS, Failure, Tape
 from diloco.errors import FormatError, SettingsError
-from diloco.settings import nearest
+from diloco.settings.validation import nearest
+from diloco_ops import failures
+from diloco_ops.failures import MAX_FAILURES, MAX_SECONDS, Failure, Tape
 
 KIND = "chip_loss"
 MAX_ROWS = MAX_FAILURES
 MAX_LINE_CHARACTERS = 65_536
-TAPE_RESOLUTION_S = 1e-3
+TAPE_RESOLUTION_S = 1e-3  # times of a tape are rounded to this
 
 CLOCKS = {"seconds": 1.0, "milliseconds": 1e-3, "microseconds": 1e-6, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
 UP = ("up", "online", "healthy", "available", "repaired")
@@ -87,7 +87,7 @@ class Columns:
     state: str | None = None
 
     def named(self) -> dict[str, str]:
-        """Those that are named, by what they hold."""
+        """Return the columns that are named, by field."""
         return {field: name for field, name in asdict(self).items() if name is not None}
 
 
@@ -232,7 +232,7 @@ def _place(name: str, header: list[str], source: str, option: str) -> int:
 
 
 def _recognised(header: list[str], source: str, asked: Columns) -> tuple[dict[str, str], list[str]]:
-    """The column of each field, and what to say of it: those that were asked for, and others if only one can be meant."""
+    """Return the column of each field, and notes: columns that were asked for, and others if only one can be meant."""
     given = asked.named()
     for field, name in given.items():
         _place(name, header, source, f"--{field}")
@@ -264,7 +264,7 @@ class _Clock:
         self._kind = ""
 
     def at(self, text: str, where: str) -> float:
-        """A time, on a clock that began at no matter which."""
+        """Return a time, in seconds on the file's clock."""
         value, kind = self._read(text, where)
         if self._kind not in ("", kind):
             raise FormatError(f"{where} = {text!r}: {kind}, and those before it are {self._kind}")
@@ -272,7 +272,7 @@ class _Clock:
         return value
 
     def lasting(self, text: str, where: str) -> float:
-        """A duration, which is a plain number."""
+        """Return a duration, which is a plain number."""
         try:
             value = float(text) * CLOCKS[self._unit]
         except ValueError:
@@ -361,7 +361,7 @@ def _changes(rows: Iterable[_Row], clock: _Clock, joined: dict[str, float]) -> l
 
 
 def from_tape(lines: Iterable[str], source: str) -> Trace:
-    """The ``chip_loss`` of a failure tape: a unit is a slice, or whatever else is the target. Other kinds are left out.
+    """Return the ``chip_loss`` of a failure tape: its targets are the units. Other kinds are left out.
 
     Raises:
         FormatError: no tape, a target that is a pattern, a unit that is lost while it is away, or a loss that takes no time.
@@ -403,7 +403,7 @@ def _within(end_s: float, duration_s: float) -> float:
 
 
 def slices(trace: Trace, learners: int, slices_per_learner: int) -> dict[str, str]:
-    """Targets of a tape: units, in order of appearance, are the slices of the first learner, then those of the next.
+    """Return targets of a tape: units, in order of appearance, are the slices of the first learner, then those of the next.
 
     Raises:
         SettingsError: more units than slices.
@@ -418,7 +418,7 @@ def slices(trace: Trace, learners: int, slices_per_learner: int) -> dict[str, st
 
 
 def own_names(trace: Trace) -> dict[str, str]:
-    """Targets of a tape: units under their own names.
+    """Return targets of a tape: units under their own names.
 
     Raises:
         SettingsError: a name that cannot be a target.
@@ -433,7 +433,7 @@ def own_names(trace: Trace) -> dict[str, str]:
 
 
 def cut(trace: Trace, targets: Mapping[str, str], from_s: float = 0.0, for_s: float | None = None) -> Tape:
-    """A stretch of a trace as a failure tape. Who is away at its beginning is lost at 0; who at its end, until then.
+    """Return a stretch of a trace as a failure tape. A unit away at its beginning is lost at 0; one at its end, until then.
 
     Raises:
         SettingsError: the stretch is not within the trace.

@@ -1,10 +1,10 @@
-"""What a trace of failures says of rates and repairs: maximum likelihood, with 95 % intervals.
+"""Fit rates and repairs to a trace of failures: maximum likelihood, with 95 % intervals.
 
 *Interruptions* are a Poisson process in the time that units are there: its rate is events over that time, its interval
-Garwood's exact one (1936). Whether the rate is constant is told by the shape of a Weibull distribution of the times from a
-repair to the next interruption of the same unit, which is 1 then. *Repairs* are an exponentiated Weibull distribution
-(:mod:`diloco_lab.repair`). Both are censored on the right by the end of the observation. What touches its beginning counts as
-time away and no more: nobody saw how long that had lasted. The intervals of shapes and repairs are those of the profile
+Garwood's exact one (1936). A Weibull distribution is fitted to the times from a repair to the same unit's next interruption;
+its shape is 1 if the rate is constant. *Repairs* are an exponentiated Weibull distribution
+(:mod:`diloco_lab.repair`). Both are censored on the right by the end of the observation. An interruption that touches its
+beginning counts as time away only, since its length is unknown. The intervals of shapes and repairs are those of the profile
 likelihood: all values at which the best fit is no less likely than the best of all by half of chi-square's 95 % point.
 
 Pure; deterministic.
@@ -13,7 +13,7 @@ Pure; deterministic.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,13 +23,13 @@ from scipy.stats import CensoredData, chi2, ecdf
 
 from diloco.errors import DataError, SettingsError
 from diloco_lab.repair import Repair, log_mean
-from diloco_lab.trace import Trace
+from diloco_lab.trace import Outage, Trace
 
 Floats = NDArray[np.float64]
 
 LEVEL = 0.95
 FEW = 30
-# where a likelihood still rises at these, the data tell no more than that
+# a likelihood that still rises here is not bounded by the data
 BOUNDS = {"exponent": (0.05, 100.0), "shape": (0.1, 20.0)}
 NAMES = ("exponent", "shape", "scale")
 _LOG_BOUNDS = [(math.log(low), math.log(high)) for low, high in BOUNDS.values()] + [(-math.inf, math.inf)]
@@ -49,12 +49,12 @@ class Fitted:
     """A trace in numbers. Shapes have no unit."""
 
     units: int
-    up_s: float  # that units were there, all of them together
+    up_s: float  # time that units were there, all of them together
     interruptions: int
     repairs: int
-    open_repairs: int  # not ended when the observation was
+    open_repairs: int  # not ended when the observation did
     mean_between_s: Estimate  # of one unit
-    mean_between_chip_s: Estimate | None  # of one chip; None: nobody said how many a unit has
+    mean_between_chip_s: Estimate | None  # of one chip; None: the chips of a unit are not given
     between_shape: Estimate | None  # Weibull; 1: interruptions at a constant rate; None: too few units failed twice
     repair_exponent: Estimate
     repair_shape: Estimate
@@ -65,7 +65,7 @@ class Fitted:
 
     @property
     def repair(self) -> Repair:
-        """The most likely distribution of repairs."""
+        """Return the most likely distribution of repairs."""
         return Repair(self.repair_exponent.value, self.repair_shape.value, self.repair_scale_s.value)
 
 
@@ -73,9 +73,9 @@ def fit(trace: Trace, units: int | None = None, chips_per_unit: int | None = Non
     """Fit a trace.
 
     Args:
-        trace: what was observed.
-        units: how many were, with those that never failed and are not named; None: those that are named.
-        chips_per_unit: tells the time between interruptions of one chip, any of which takes its unit out.
+        trace: the observed units and outages.
+        units: number of units observed, including those that never failed; None: the units that are named.
+        chips_per_unit: chips of a unit, any of which takes it out; gives the time between interruptions of one chip.
 
     Raises:
         SettingsError: fewer units than the trace names.
@@ -86,16 +86,7 @@ def fit(trace: Trace, units: int | None = None, chips_per_unit: int | None = Non
         raise SettingsError(f"--units {units}: the trace names {named}")
     count = named if units is None else units
     begun = [outage for outage in trace.outages if outage.start_s > 0]
-    repairs = _Sample(
-        np.array([outage.end_s - outage.start_s for outage in begun if outage.end_s < trace.duration_s]),
-        np.array([outage.end_s - outage.start_s for outage in begun if outage.end_s >= trace.duration_s]),
-    )
-    if len(repairs.seen) < 2:
-        raise DataError(
-            f"{len(repairs.seen)} repairs were seen from beginning to end; a fit needs two, and an honest one {FEW}"
-        )
-    if np.ptp(repairs.seen) == 0:
-        raise DataError(f"all {len(repairs.seen)} repairs took {repairs.seen[0]:g} s; there is no distribution to fit")
+    repairs = _repairs(begun, trace.duration_s)
     up_s = math.fsum(
         [(count - named) * trace.duration_s]
         + [trace.duration_s - joined_s for joined_s in trace.joined_s.values()]
@@ -105,26 +96,7 @@ def fit(trace: Trace, units: int | None = None, chips_per_unit: int | None = Non
     gaps = _gaps(trace)
     weibull = _Likelihood(gaps, exponent=1.0) if len(gaps.seen) > 1 and np.ptp(gaps.seen) > 0 else None
     model = _Likelihood(repairs)
-    estimates = {name: model.estimate(name) for name in ("exponent", "shape", "scale", "mean")}
-    shape = None if weibull is None else weibull.estimate("shape")
-    notes = []
-    if units is None:
-        notes.append(f"the {named} units that the trace names are taken for all there were, as --units is not given")
-    if trace.outages[0].start_s <= 0:
-        notes.append("interruptions that touch the beginning of the time observed count as time away only")
-    if shape is None:
-        notes.append("too few units failed again after a repair to tell whether interruptions come at a constant rate")
-    elif not shape.low <= 1 <= shape.high:
-        how = "in bunches, or more often to some units" if shape.high < 1 else "more evenly than by chance"
-        notes.append(f"interruptions do not come at a constant rate: they come {how}, and a constant rate is only their mean")
-    if len(repairs.seen) < FEW:
-        notes.append(f"{len(repairs.seen)} repairs are few: the intervals are wide, and approximate")
-    notes += [
-        f"the repairs do not bound the {name}: its interval ends where the search does"
-        for name, (low, high) in BOUNDS.items()
-        if estimates[name].low < 1.001 * low or estimates[name].high > 0.999 * high
-    ]
-    return Fitted(
+    fitted = Fitted(
         count,
         up_s,
         len(begun),
@@ -132,18 +104,59 @@ def fit(trace: Trace, units: int | None = None, chips_per_unit: int | None = Non
         len(repairs.cut),
         between,
         None if chips_per_unit is None else _times(between, chips_per_unit),
-        shape,
-        estimates["exponent"],
-        estimates["shape"],
-        estimates["scale"],
-        estimates["mean"],
+        None if weibull is None else weibull.estimate("shape"),
+        model.estimate("exponent"),
+        model.estimate("shape"),
+        model.estimate("scale"),
+        model.estimate("mean"),
         model.distance(),
-        notes,
+        [],
     )
+    fitted.notes.extend(_notes(fitted, trace, given=units is not None))
+    return fitted
+
+
+def _repairs(begun: Sequence[Outage], duration_s: float) -> _Sample:
+    """Return the lengths of outages whose beginning was seen.
+
+    Raises:
+        DataError: fewer than two ended, or all took equally long.
+    """
+    repairs = _Sample(
+        np.array([outage.end_s - outage.start_s for outage in begun if outage.end_s < duration_s]),
+        np.array([outage.end_s - outage.start_s for outage in begun if outage.end_s >= duration_s]),
+    )
+    if len(repairs.seen) < 2:
+        raise DataError(
+            f"{len(repairs.seen)} repairs were seen from beginning to end; a fit needs two, and an honest one {FEW}"
+        )
+    if np.ptp(repairs.seen) == 0:
+        raise DataError(f"all {len(repairs.seen)} repairs took {repairs.seen[0]:g} s; there is no distribution to fit")
+    return repairs
+
+
+def _notes(fitted: Fitted, trace: Trace, *, given: bool) -> Iterator[str]:
+    """Yield the limits of a fit; ``given``: the number of units was."""
+    if not given:
+        yield f"the {fitted.units} units that the trace names are taken for all there were, as --units is not given"
+    if trace.outages[0].start_s <= 0:
+        yield "interruptions that touch the beginning of the time observed count as time away only"
+    shape = fitted.between_shape
+    if shape is None:
+        yield "too few units failed again after a repair to tell whether interruptions come at a constant rate"
+    elif not shape.low <= 1 <= shape.high:
+        how = "in bunches, or more often to some units" if shape.high < 1 else "more evenly than by chance"
+        yield f"interruptions do not come at a constant rate: they come {how}, and a constant rate is only their mean"
+    if fitted.repairs < FEW:
+        yield f"{fitted.repairs} repairs are few: the intervals are wide, and approximate"
+    for name, estimate in (("exponent", fitted.repair_exponent), ("shape", fitted.repair_shape)):
+        low, high = BOUNDS[name]
+        if estimate.low < 1.001 * low or estimate.high > 0.999 * high:
+            yield f"the repairs do not bound the {name}: its interval ends where the search does"
 
 
 def mean_between(events: int, up_s: float) -> Estimate:
-    """The mean time between events of a Poisson process with so many (above 0) in ``up_s``: Garwood's interval."""
+    """Return the mean time between the events (above 0) of a Poisson process in ``up_s``, with Garwood's interval."""
     outside = (1 - LEVEL) / 2
     most, least = chi2.ppf(1 - outside, 2 * events + 2) / 2, chi2.ppf(outside, 2 * events) / 2
     return Estimate(up_s / events, up_s / float(most), up_s / float(least))
@@ -155,14 +168,14 @@ def _times(estimate: Estimate, factor: float) -> Estimate:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Times above 0: those whose ends were seen, and those that were cut by the end of the observation."""
+    """Times above 0, float64: those whose ends were seen, and those cut by the end of the observation."""
 
     seen: Floats
     cut: Floats
 
 
 def _gaps(trace: Trace) -> _Sample:
-    """From a repair to the unit's next interruption. How old the units were in the beginning nobody knows."""
+    """Return the times from a repair to the unit's next interruption; units' ages at the beginning are unknown."""
     seen, since = [], dict[str, float]()
     for outage in trace.outages:
         if outage.unit in since:
@@ -172,7 +185,7 @@ def _gaps(trace: Trace) -> _Sample:
 
 
 class _Likelihood:
-    """Of an exponentiated Weibull distribution, by the logarithms of its exponent, shape and scale.
+    """The likelihood of an exponentiated Weibull distribution, by the logarithms of its exponent, shape and scale.
 
     The mean can take the scale's place: given exponent and shape either fixes the other.
     """
@@ -187,7 +200,7 @@ class _Likelihood:
         self._best, self._most = max(climbed, key=lambda point: point[1])
 
     def estimate(self, name: str) -> Estimate:
-        """Of the exponent, the shape, the scale or the mean."""
+        """Return the estimate of the exponent, the shape, the scale or the mean."""
         of_mean = name == "mean"
         index = 2 if of_mean else NAMES.index(name)
         best = self._best.copy()
@@ -198,7 +211,7 @@ class _Likelihood:
         return Estimate(*(unit * math.exp(log) for log in (float(best[index]), *edges)))
 
     def _edge(self, inner: Floats, index: int, step: float, *, of_mean: bool) -> float:
-        """How far a coordinate can go before the best that the others can do is too unlikely; ``step`` says which way."""
+        """Return how far a coordinate can go in the direction of ``step`` before the best fit with it is too unlikely."""
         bound = _LOG_BOUNDS[index][step > 0]
         enough = self._most - float(chi2.ppf(LEVEL, 1)) / 2
 
@@ -216,7 +229,7 @@ class _Likelihood:
             inner, step = point, 2 * step
 
     def distance(self) -> float:
-        """Kolmogorov and Smirnov's distance of the fit to the estimate of Kaplan and Meier."""
+        """Return Kolmogorov and Smirnov's distance of the fit to the estimate of Kaplan and Meier."""
         steps = ecdf(CensoredData(uncensored=self._sample.seen, right=self._sample.cut)).cdf
         log_a, log_c, log_s = self._best
         z = np.exp(math.exp(log_c) * (np.log(steps.quantiles / self._unit_s) - log_s))
@@ -226,7 +239,10 @@ class _Likelihood:
         return float(np.maximum(np.abs(fitted - after), np.abs(fitted - before)).max())
 
     def _climb(self, start: Floats, held: Mapping[int, float], *, of_mean: bool) -> tuple[Floats, float]:
-        """The most likely point with some of its coordinates held, and its likelihood."""
+        """Return the most likely point with the ``held`` coordinates fixed, and its likelihood.
+
+        ``start`` and the point: float64 [3], the logarithms of exponent, shape and scale (or mean).
+        """
         free = [index for index in range(3) if index not in held]
         point = start.copy()
         for index, value in held.items():
@@ -252,7 +268,7 @@ class _Likelihood:
         return point, -float(found.fun) * size
 
     def _value(self, log_a: float, log_c: float, log_s: float) -> tuple[float, Floats]:
-        """The logarithm of the likelihood, and its slope."""
+        """Return the logarithm of the likelihood, and its slope, float64 [3]."""
         a, c = math.exp(log_a), math.exp(log_c)
         seen, cut = (np.clip(c * (logs - log_s), -690.0, 690.0) for logs in self._logs)
         z, below, ratio = _terms(seen)
@@ -272,7 +288,7 @@ class _Likelihood:
 
 
 def _terms(log_z: Floats) -> tuple[Floats, Floats, Floats]:
-    """``z``, ``log(1 - exp(-z))``, and that one's slope by ``log z``."""
+    """Return ``z``, ``log(1 - exp(-z))`` and the slope of the latter by ``log z``, each float64 [times] as ``log_z`` is."""
     z = np.exp(log_z)
     share = -np.expm1(-z)
     return z, np.log(share), z * np.exp(-z) / share

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
-from diloco.chaos.breaking import CUT_AGAIN_S
-from diloco.core.failures import Failure, Tape
 from diloco.core.quantise import body_bytes
 from diloco.errors import DataError
-from diloco.nats.connection import RETRY_S
-from diloco.settings import RunSettings
-from diloco_lab import full, tapes
+from diloco.nats.opening import RETRY_S
+from diloco.settings.run import RunSettings
+from diloco_lab import simulation, tapes
 from diloco_lab.cluster import Learner, Rounds
 from diloco_lab.outcome import Outcome, Scenario
+from diloco_ops.chaos.breaking import CUT_AGAIN_S
+from diloco_ops.failures import Failure, Tape
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SeenVersion:
 
 @dataclass
 class Seen:
-    """What was seen of a run, in the order of time. ``sizes``: parameters of each fragment.
+    """Observations of a run, in the order of time. ``sizes``: parameters of each fragment.
 
     ``steps``: by learner, when which step was first said to be done. ``announced``: when a fragment's version was first.
     """
@@ -67,7 +67,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a simulation is given of the machine. The first learner began ``lead_in_s`` before the tape."""
+    """The simulation's parameters of the machine. The first learner began ``lead_in_s`` before the tape."""
 
     learners: Sequence[Learner]
     rounds: Rounds
@@ -93,7 +93,7 @@ class Row:
 
 
 def calibrate(seen: Seen, begin_s: float, end_s: float) -> Calibration:
-    """What was measured between two times, the later one the tape's beginning, in which nothing failed.
+    """Measure a machine between two times without failures; the later one is the tape's beginning.
 
     Raises:
         DataError: too little happened in between.
@@ -127,13 +127,13 @@ def calibrate(seen: Seen, begin_s: float, end_s: float) -> Calibration:
 
 
 def simulated(calibration: Calibration, tape: Tape) -> dict[str, float]:
-    """What the simulator says that happens while the tape is played, after an undisturbed lead-in."""
+    """Simulate a tape after an undisturbed lead-in, and count while it is played."""
     lead_in_s = calibration.lead_in_s
     failures = [replace(f, at_s=f.at_s + lead_in_s) for failure in tape.failures for f in _as_chaos_does(failure)]
     late = Tape(tape.duration_s + lead_in_s, failures)
     played = tapes.played(late, calibration.learners)
     scenario = Scenario(calibration.learners, lead_in_s, 0, calibration.rounds, played.faults, played.cuts)
-    before, after = full.simulate(scenario), full.simulate(replace(scenario, duration_s=late.duration_s))
+    before, after = simulation.simulate(scenario), simulation.simulate(replace(scenario, duration_s=late.duration_s))
     counts = {
         f"steps of {learner.name}": float(learner.steps - earlier.steps)
         for learner, earlier in zip(after.learners, before.learners, strict=True)
@@ -144,7 +144,7 @@ def simulated(calibration: Calibration, tape: Tape) -> dict[str, float]:
 
 
 def live(seen: Seen, calibration: Calibration, begin_s: float, end_s: float) -> dict[str, float]:
-    """What was seen to happen between two times."""
+    """Count the observations between two times."""
     offers = [offer for offer in seen.offers if begin_s <= offer.at_s < end_s]
     versions = [version for version in seen.versions if begin_s <= version.at_s < end_s]
     steps = {name: _done(seen.steps[name], end_s) - _done(seen.steps[name], begin_s) for name in sorted(seen.steps)}
@@ -161,7 +161,7 @@ def live(seen: Seen, calibration: Calibration, begin_s: float, end_s: float) -> 
 
 
 def drift(seen: Seen, begin_s: float, middle_s: float, end_s: float) -> dict[str, float]:
-    """By how much each learner's usual step is longer after a time than before it: what the machine did by itself.
+    """Return by how much each learner's usual step is longer after a time than before it: the machine's own drift.
 
     The usual one is the median, on which failures that touch a smaller part of the steps have no influence.
     """
@@ -182,7 +182,7 @@ def compared(live: Mapping[str, float], simulated: Mapping[str, float]) -> list[
 
 
 def _pace(name: str, steps: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> tuple[float, float]:
-    """How long a learner's step takes, and when its first one began if all took as long."""
+    """Return how long a learner's step takes, and when its first one began if all took as long."""
     inside = [(at_s, step) for at_s, step in steps if begin_s <= at_s < end_s]
     if len(inside) < 2:
         raise DataError(f"{name}: {len(inside)} steps seen in {end_s - begin_s:g} s, expected some")
@@ -192,7 +192,7 @@ def _pace(name: str, steps: Sequence[tuple[float, int]], begin_s: float, end_s: 
 
 
 def _as_chaos_does(failure: Failure) -> list[Failure]:
-    """A failure as ``diloco chaos`` brings it about: a cut closes connections again and again, which are soon made anew."""
+    """Return a failure as ``diloco chaos`` makes it: a cut closes connections again and again; clients soon reconnect."""
     if failure.kind != tapes.CUT:
         return [failure]
     every_s = math.ceil(RETRY_S / CUT_AGAIN_S) * CUT_AGAIN_S  # it comes back, and is closed the next time
@@ -201,7 +201,7 @@ def _as_chaos_does(failure: Failure) -> list[Failure]:
 
 
 def _done(steps: Sequence[tuple[float, int]], at_s: float) -> int:
-    """Steps done by a time."""
+    """Return the steps done by a time."""
     index = bisect.bisect_right(steps, (at_s, 1 << 62))
     return steps[index - 1][1] if index else 0
 

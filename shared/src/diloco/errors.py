@@ -1,6 +1,6 @@
 """Every error that this project raises on purpose.
 
-A message names the run, fragment, tensor or setting; says what was expected and what came; and what to do.
+A message names the run, fragment, tensor or setting, the expected and the actual value, and the remedy.
 
     DilocoError                      exit code 1
     ├── SettingsError                2   a setting is unknown, out of range, or contradicts another one
@@ -10,15 +10,20 @@ A message names the run, fragment, tensor or setting; says what was expected and
     │   ├── FenceError                   somebody else appended first: nothing was stored
     │   ├── AppendUncertainError         no answer came: the message may or may not have been stored
     │   └── RewoundError                 a stream lost messages that it had acknowledged
-    ├── RunError                     5   the run directory or the run on the server is not what was asked for
+    ├── RunError                     5   the run directory or the run on the server is missing or another one
     ├── AdmissionError               6   this learner's model, fragment map or settings differ from the run's
     ├── MessageError                 7   bytes from the wire that do not fit; never merged
     │   ├── FormatError                  not this protocol, wrong version, wrong type, out of bounds
-    │   ├── HashError                    the content is not what its hash says
+    │   ├── HashError                    the content does not have its hash
+    │   │   └── StateError               a log entry folds to another state than it states, on a state that may be damaged
     │   ├── ChainError                   a record that does not follow the one before it
+    │   │   └── WrongEntryError          a log entry folds to another state than it states, on a state that is right
+    │   ├── ClaimError                   a learner states work that cannot have been done
+    │   ├── UnmergeableError             offers of a round that cannot be merged: they are left out
     │   └── NonFiniteError               NaN or infinity in a delta
-    ├── WanError                     8   the relay of an emulated WAN does not answer, or cannot do what was asked for
-    └── EjectedError                 9   an operator has ejected this learner from the run
+    ├── WanError                     8   the relay of an emulated WAN does not answer, or cannot obey
+    ├── EjectedError                 9   an operator has ejected this learner from the run
+    └── MachineError                10   this machine folds log entries to other states than all others do
 """
 
 from __future__ import annotations
@@ -63,11 +68,11 @@ class AppendUncertainError(BrokerError):
 
 
 class RewoundError(BrokerError):
-    """A stream no longer has what was read from it: its server lost acknowledged messages. Read it anew."""
+    """A stream no longer has what was read from it: its server lost acknowledged messages. Read it from its beginning."""
 
 
 class RunError(DilocoError):
-    """The run directory, or the run on the server, is not what was asked for."""
+    """The run directory, or the run on the server, is missing or another one."""
 
     exit_code = 5
 
@@ -79,9 +84,15 @@ class AdmissionError(DilocoError):
 
 
 class EjectedError(DilocoError):
-    """An operator has ejected this learner. Begun again, it waits until it is readmitted."""
+    """An operator has ejected this learner. After a restart it waits until it is readmitted."""
 
     exit_code = 9
+
+
+class MachineError(DilocoError):
+    """Log entries fold to other states on this machine than on all others: its memory is bad, or its libraries."""
+
+    exit_code = 10
 
 
 class MessageError(DilocoError):
@@ -95,11 +106,41 @@ class FormatError(MessageError):
 
 
 class HashError(MessageError):
-    """The content is not what its hash says."""
+    """The content does not have its hash."""
+
+
+class StateError(HashError):
+    """Folding a log entry gives another state than it states: the entry is wrong, or the state that it was folded on.
+
+    ``sequence`` is the entry's in its stream. A fold on the state before the entry, known to be right, tells which.
+    """
+
+    def __init__(self, text: str, sequence: int) -> None:
+        super().__init__(text)
+        self.sequence = sequence
 
 
 class ChainError(MessageError):
     """A log entry that does not follow the one before it."""
+
+
+class WrongEntryError(ChainError):
+    """A log entry that states another state than it folds to."""
+
+
+class ClaimError(MessageError):
+    """An offer, or a claim to data shares, states work that its learner cannot have done."""
+
+
+class UnmergeableError(MessageError):
+    """Offers of a round that no version can have; the version is made without them.
+
+    ``event`` names the reason, ``learners`` those whose offers they are.
+    """
+
+    def __init__(self, event: str, learners: tuple[str, ...], message: str) -> None:
+        super().__init__(message)
+        self.event, self.learners = event, learners
 
 
 class NonFiniteError(MessageError):
@@ -107,6 +148,6 @@ class NonFiniteError(MessageError):
 
 
 class WanError(DilocoError):
-    """The relay of an emulated WAN does not answer, cannot listen, or cannot do what was asked for."""
+    """The relay of an emulated WAN does not answer, cannot listen, or cannot obey."""
 
     exit_code = 8

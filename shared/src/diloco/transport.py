@@ -1,17 +1,20 @@
-"""What a service does outside its own memory, as one interface: messages, streams, a bucket, clock and chance.
+"""The port of a service: all that it does outside its own memory. Messages, streams, a bucket, clock and chance.
 
 :mod:`diloco.nats.transport` is NATS; the tests' simulation is another. Every durable action of a service is one of
 :meth:`Transport.append`, :meth:`Transport.purge`, :meth:`Bucket.create`, :meth:`Bucket.update`, :meth:`Bucket.put` and, on its
-own disk, :func:`diloco.files.replace`. Threads and sleeping are the event loop's (``asyncio.to_thread``, ``asyncio.sleep``).
+own disk, :func:`diloco.process.files.replace`. Threads and sleeping are the event loop's
+(``asyncio.to_thread``, ``asyncio.sleep``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from diloco.core.bandwidth import Moved
+from diloco.wire.grants import SignedGrant
 
 
 @dataclass(frozen=True)
@@ -24,15 +27,16 @@ class Fence:
 
 @dataclass(frozen=True)
 class Stored:
-    """A message as the stream holds it."""
+    """A message in a stream."""
 
     subject: str
     sequence: int
     data: bytes
+    stored_at_s: float = field(default=math.inf, kw_only=True, compare=False)  # Unix time of its server; inf: not known
 
 
 class Heard(Protocol):
-    """A message that was not stored."""
+    """A message that is not stored."""
 
     @property
     def subject(self) -> str: ...
@@ -41,7 +45,7 @@ class Heard(Protocol):
     def data(self) -> bytes: ...
 
     async def respond(self, data: bytes) -> None:
-        """Answer whoever asked."""
+        """Answer a request."""
 
 
 class Bucket(Protocol):
@@ -51,20 +55,26 @@ class Bucket(Protocol):
     """
 
     async def get(self, key: str) -> tuple[bytes, int] | None:
-        """Value and revision, or None."""
+        """Return value and revision, or None."""
+
+    async def after(self, keys: str, revision: int) -> tuple[str, bytes, int] | None:
+        """Return key, value and revision of the first value set after ``revision`` under ``keys`` (wildcards allowed), or None.
+
+        A value that was deleted is empty.
+        """
 
     async def create(self, key: str, value: bytes) -> int:
-        """Set a key that does not exist; its revision. FenceError if it exists."""
+        """Set a key that does not exist; return its revision. FenceError if it exists."""
 
     async def update(self, key: str, value: bytes, revision: int) -> int:
-        """Set a key that is at ``revision``; its new revision. FenceError if it is at another one."""
+        """Set a key that is at ``revision``; return its new revision. FenceError if it is at another one."""
 
     async def put(self, key: str, value: bytes) -> int:
-        """Set a key, whatever it was; its revision."""
+        """Set a key without a condition; return its revision."""
 
 
 class Transport(Protocol):
-    """One service's way to the others. :mod:`diloco.nats` documents what each call raises."""
+    """One service's way to the others. :mod:`diloco.nats` documents the errors of each call."""
 
     @property
     def bytes_in(self) -> int:
@@ -80,38 +90,46 @@ class Transport(Protocol):
 
     @property
     def incoming(self) -> Moved:
-        """What came in, as far as it could be seen how fast, where streams are read."""
+        """Bytes of streams that came in at a measurable rate, and the time that they took."""
 
     @property
     def founds(self) -> bool:
         """Whether this process may propose a run's fragment map and publish version 0."""
 
+    @property
+    def authority(self) -> str | None:
+        """Public key of the authority that signs the run's grants; None: the run has no identities."""
+
+    @property
+    def grant(self) -> SignedGrant | None:
+        """The grant of this process, a learner."""
+
     def wall_s(self) -> float:
-        """Unix time; it may jump, so nothing but a label follows from it."""
+        """Return Unix time; it may jump, so use it for labels alone."""
 
     def random_bytes(self, count: int) -> bytes:
-        """Bytes that nobody else draws."""
+        """Draw bytes that nobody else draws."""
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Tell whoever listens; nothing is stored, and it may be lost."""
+        """Send a message to all subscribers; it is not stored, and may be lost."""
 
     async def subscribe(self, subject: str, heard: Callable[[Heard], Awaitable[None]]) -> None:
-        """Hear what is published on ``subject`` (wildcards allowed)."""
+        """Hear messages on ``subject`` (wildcards allowed)."""
 
     async def serve(self, subject: str, heard: Callable[[Heard], Awaitable[None]]) -> None:
-        """Hear what is asked with :meth:`request`, to answer it."""
+        """Hear requests of :meth:`request`, to answer them."""
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes | None:
-        """The first answer to a message; None if there is none in time, or nobody serves it.
+        """Return the first answer to a message, or None if there is none in time, or nobody serves it.
 
-        Answers may be large: they pass the server that has the streams, so that they delay no sign of life, and in a run with
-        regions only those of the same region hear each other.
+        Answers may be large: they pass the server that has the streams, so that they delay no heartbeat. In a run with regions
+        only members of the same region hear each other.
         """
 
     async def ensure_stream(
         self, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1
-    ) -> None:
-        """Make a stream, or find that it exists as it should."""
+    ) -> int | None:
+        """Make a stream, or find that it exists as it should; return the bytes it may hold if fewer than asked for."""
 
     async def append(
         self,
@@ -124,16 +142,16 @@ class Transport(Protocol):
         fence: Fence | None,
         timeout_s: float,
     ) -> int:
-        """Store ``parts`` and then ``data`` on ``subject``, all fenced; the stream sequence of ``data``."""
+        """Store ``parts`` and then ``data`` on ``subject``, all fenced; return the stream sequence of ``data``."""
 
     async def last(self, stream: str, subject: str) -> Stored | None:
-        """The last message on a subject, or None."""
+        """Return the last message on a subject, or None."""
 
     async def get(self, stream: str, sequence: int) -> Stored | None:
-        """The message with a stream sequence, or None if it is gone."""
+        """Return the message with a stream sequence, or None if it is gone."""
 
     async def last_sequence(self, subject: str) -> int:
-        """The stream sequence of the last message on a subject that this process writes to, 0 if there is none."""
+        """Return the stream sequence of the last message on a subject that this process writes to, 0 if there is none."""
 
     async def purge(self, stream: str, subject: str, below_sequence: int) -> None:
         """Drop a subject's messages (wildcards allowed) with a smaller sequence."""
@@ -141,16 +159,16 @@ class Transport(Protocol):
     def pull(
         self, stream: str, subjects: Sequence[str], start_sequence: int, read: Stored | None = None
     ) -> AsyncIterator[Stored]:
-        """Every message on ``subjects`` from ``start_sequence`` on, once, in order, for ever.
+        """Yield every message on ``subjects`` from ``start_sequence`` on, once, in order, for ever.
 
         ``read``: the last message that was read before, if any.
 
         Raises (while iterating):
-            RewoundError: the stream lost what was read last.
+            RewoundError: the stream lost the last message read.
         """
 
     async def bucket(self, name: str, *, create: bool, replicas: int = 1) -> Bucket:
-        """The bucket, made if ``create``."""
+        """Open the bucket, and make it if ``create``."""
 
     async def close(self) -> None:
         """Send what is buffered, and close."""

@@ -68,7 +68,7 @@ def bandwidth(
     svg: Svg = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """The rate that a datacenter's link needs for a compute utilisation, or the utilisation that a rate allows."""
+    """Show the rate that a datacenter's link needs for a compute utilisation, or the utilisation that a rate allows."""
     job = Job(parameters, step_s, datacenters)
     given = {"bits": bits, "steps": steps, "fragments": fragments, "overlap_steps": overlap_steps}
     changes = {name: value for name, value in given.items() if value is not None}

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from diloco import files
 from diloco.errors import SettingsError
+from diloco.process import files
 from diloco_lab import pictures, tapes
 from diloco_lab.cluster import Learner
 from diloco_lab.tapes import Played
@@ -19,7 +19,7 @@ Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="Its picture, as 
 
 
 def open_tape(path: Path, learners: Sequence[Learner]) -> Played:
-    """What a tape does to learners; says what of it is left out.
+    """Read a tape for these learners; name the failures that are left out.
 
     Raises:
         SettingsError: it cannot be read, or lasts for no time.

@@ -17,8 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from diloco.errors import SettingsError
-from diloco.report.units import count
-from diloco.settings import parse_assignments
+from diloco.settings.loading import parse_assignments
 from diloco_lab import fit, pictures, published
 from diloco_lab.commands import show
 from diloco_lab.commands.files import Svg, open_tape, ready, write_picture
@@ -37,8 +36,9 @@ from diloco_lab.goodput import (
     strategy_of,
     sweep,
 )
+from diloco_report.units import count
 
-DAY_S = 86400.0
+DAY_S = 86400.0  # a day
 MAX_DAYS = 366.0
 MAX_SEEDS = 1000
 
@@ -65,7 +65,7 @@ def goodput(
     svg: Svg = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Goodput and uptime by strategy, learners and chips, beside what is published."""
+    """Simulate goodput and uptime by strategy, learners and chips, beside what is published."""
     if not 0 < days <= MAX_DAYS:
         raise SettingsError(f"--days {days:g}: expected a number above 0, at most {MAX_DAYS:g}")
     if not 1 <= seeds <= MAX_SEEDS:
@@ -95,7 +95,7 @@ def goodput(
 
 
 def _numbers(text: str, option: str) -> list[int]:
-    """``150k,1.2m`` as whole numbers."""
+    """Read ``150k,1.2m`` as whole numbers."""
     found = []
     for part in text.split(","):
         match = _NUMBER.fullmatch(part.strip())
@@ -109,7 +109,7 @@ def _numbers(text: str, option: str) -> list[int]:
 
 
 def _taped(path: Path, wanted: Sequence[Point], chosen: Conditions) -> tuple[list[Point], float]:
-    """The points with a tape's failures, and how long the tape is."""
+    """Return the points with a tape's failures, and how long the tape is."""
     found, duration_s = [], 0.0
     for point in wanted:
         played = open_tape(path, chosen.of(strategy_of(point.strategy), point.chips, point.learners).split(0))
@@ -130,7 +130,7 @@ def _fit(chosen: Conditions, quiet: bool) -> published.Constants:
 
 @contextmanager
 def progress(what: str, quiet: bool) -> Iterator:  # type: ignore[type-arg]
-    """A bar on the terminal, as a function that is told how many of how many are done."""
+    """Show a bar on the terminal; yield a function for how many of how many are done."""
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, all_: bars.update(task, completed=done, total=all_)

@@ -13,11 +13,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from diloco.report.units import count, share, size
 from diloco_lab import plan as planning
+from diloco_lab.candidates import Candidate, Estimate
 from diloco_lab.commands import show
-from diloco_lab.plan import Candidate, Estimate, Plan
+from diloco_lab.plan import Plan
 from diloco_lab.sites import Default, Sites, read
+from diloco_report.units import count, share, size
 
 SHOWN = 8  # candidates
 
@@ -29,7 +30,7 @@ def plan(
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """What to run on one's own sites, how long it takes, what it costs, and what holds it up."""
+    """Plan a run on one's own sites: learners, settings, time, cost, and the bottleneck."""
     given = read(sites)
     found = planning.plan(given, cheapest=cheapest)
     if json_:
@@ -162,7 +163,7 @@ def _regions(found: Plan) -> Table:
 
 
 def _defaults(defaults: Sequence[Default]) -> Table:
-    """Those that several tables have alike, in one row."""
+    """Return the defaults as a table; those that several tables have alike are in one row."""
     table = _table(("of", "default", "what it is"))
     alike: dict[tuple[str, float, str], list[str]] = {}
     for one in defaults:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from diloco.settings import parse_assignments
+from diloco.settings.loading import parse_assignments
 from diloco_lab import page, pictures, published, storm
 from diloco_lab.bandwidth import Job
 from diloco_lab.commands.files import ready, write
@@ -26,7 +26,7 @@ def report(
     ] = None,
     jobs: Jobs = None,
 ) -> None:
-    """All tables and pictures on one page, which opens without a network."""
+    """Write all tables and pictures on one page, which opens without a network."""
     ready(file)
     chosen = conditions(parse_assignments(set_ or []), "--set")
     wanted = points(PUBLISHED, published.LEARNERS, published.CHIPS)

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from diloco.core import failures
 from diloco.errors import SettingsError
-from diloco.report.units import count, share, size
-from diloco.settings import changed_settings, nearest, parse_assignments, run_settings
-from diloco_lab import fast, full, recorded, tapes
+from diloco.settings.loading import parse_assignments
+from diloco.settings.presets import changed_settings, run_settings
+from diloco.settings.validation import nearest
+from diloco_lab import recorded, simulation, tapes
 from diloco_lab.cluster import Learner, Link, Rounds
 from diloco_lab.commands import show
 from diloco_lab.commands.files import open_tape, write
 from diloco_lab.commands.goodput import MAX_DAYS, Set
-from diloco_lab.goodput import STRATEGIES, conditions, strategy_of
-from diloco_lab.life import ChipTime, Fault
+from diloco_lab.goodput import STRATEGIES, Strategy, conditions, strategy_of
+from diloco_lab.lifetime import ChipTime, Fault
 from diloco_lab.outcome import Outcome, Scenario
-from diloco_lab.tapes import Played
+from diloco_ops import failures
+from diloco_report.units import count, share, size
 
-HOUR_S = 3600.0
+HOUR_S = 3600.0  # an hour
 BITS_PER_GBIT = 1e9
 
 
@@ -37,7 +37,6 @@ def run(
     chips: Annotated[int, typer.Option(help="Of all learners together.")] = 1_200_000,
     hours: Annotated[float, typer.Option(help="Simulated time.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0)] = 1,
-    mode: Annotated[Literal["fast", "full"], typer.Option(help="full: every pulse and message.")] = "fast",
     parameters: Annotated[float, typer.Option(help="Of the model.")] = 5e9,
     link_gbit: Annotated[float, typer.Option(help="Of each learner, in each direction.")] = math.inf,
     delay_s: Annotated[float, typer.Option(help="From a learner to the syncers.")] = 0.0,
@@ -61,7 +60,7 @@ def run(
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """One simulation in detail: where each learner's time went, what was merged, and what was sent."""
+    """Show one simulation in detail: where each learner's time went, what was merged, and what was sent."""
     if not 0 < hours <= MAX_DAYS * 24:
         raise SettingsError(f"--hours {hours:g}: expected a number above 0, at most {MAX_DAYS * 24:g}")
     if not parameters >= 1 or parameters > 1e15:
@@ -69,30 +68,12 @@ def run(
     chosen, plan = conditions(parse_assignments(set_ or []), "--set"), strategy_of(strategy)
     link = Link(link_gbit * BITS_PER_GBIT, delay_s)
     cluster = replace(chosen.of(plan, chips, 1 if plan.preset is None else learners), link=link, speeds=_speeds(speeds))
-    scenario = Scenario(_scheduled(cluster.split(seed), present or []), hours * HOUR_S, seed)
-    if plan.preset is not None:
-        settings = run_settings(plan.preset, {"learners": learners})
-        settings = changed_settings(settings, parse_assignments(run_set or []), "--run-set")
-        values = max(1, round(parameters / settings.fragments.count))
-        scenario = replace(scenario, rounds=Rounds(settings, [values] * settings.fragments.count))
-    elif run_set:
-        raise SettingsError(f"--run-set {run_set[0]}: strategy {strategy} has no rounds")
-    if tape is not None and recorded_ is not None:
-        raise SettingsError(f"--tape {tape} and --recorded {recorded_}: one of them, not both")
-    if tape is not None:
-        scenario = _taped(scenario, partial(open_tape, tape))
-    if recorded_ is not None:
-        scenario = _taped(scenario, partial(tapes.played, recorded.of_run(recorded_, scenario.duration_s)))
+    members, rounds = _scheduled(cluster.split(seed), present or []), _rounds(plan, learners, run_set or [], parameters)
+    scenario = _with_failures(Scenario(members, hours * HOUR_S, seed, rounds), tape, recorded_)
     drawn: list[tuple[str, Fault]] = []
     if record is not None:
-
-        def note(learner: Learner, fault: Fault) -> None:
-            drawn.append((learner.name, fault))
-
-        scenario = replace(scenario, on_failure=note)
-    if mode == "full" and scenario.rounds is None:
-        raise SettingsError(f"--mode full: strategy {strategy} has no rounds; leave it out")
-    outcome = full.simulate(scenario) if mode == "full" else fast.simulate(scenario)
+        scenario = replace(scenario, on_failure=lambda learner, fault: drawn.append((learner.name, fault)))
+    outcome = simulation.simulate(scenario)
     if record is not None:
         made = tapes.record(scenario, drawn)
         write(record, failures.encode(tapes.whole_learners(made, cluster.costs.downscale_s) if whole_learners else made))
@@ -100,6 +81,32 @@ def run(
         print(json.dumps(_plain(outcome)))
     else:
         _show(outcome, scenario)
+
+
+def _rounds(strategy: Strategy, learners: int, run_set: Sequence[str], parameters: float) -> Rounds | None:
+    """Return the rounds of a strategy whose learners merge; None: it has none."""
+    if strategy.preset is None:
+        if run_set:
+            raise SettingsError(f"--run-set {run_set[0]}: strategy {strategy.name} has no rounds")
+        return None
+    settings = run_settings(strategy.preset, {"learners": learners})
+    settings = changed_settings(settings, parse_assignments(run_set), "--run-set")
+    values = max(1, round(parameters / settings.fragments.count))
+    return Rounds(settings, [values] * settings.fragments.count)
+
+
+def _with_failures(scenario: Scenario, tape: Path | None, run: Path | None) -> Scenario:
+    """Return the scenario with the failures of a tape or of a recorded run, for as long as that is, and no others."""
+    if tape is None and run is None:
+        return scenario
+    if tape is not None and run is not None:
+        raise SettingsError(f"--tape {tape} and --recorded {run}: one of them, not both")
+    learners = [replace(learner, between_s=math.inf) for learner in scenario.learners]
+    if tape is not None:
+        played = open_tape(tape, learners)
+    elif run is not None:
+        played = tapes.played(recorded.of_run(run, scenario.duration_s), learners)
+    return replace(scenario, learners=learners, duration_s=played.duration_s, faults=played.faults, cuts=played.cuts)
 
 
 def _speeds(text: str) -> tuple[float, ...]:
@@ -110,7 +117,7 @@ def _speeds(text: str) -> tuple[float, ...]:
 
 
 def _scheduled(learners: Sequence[Learner], present: Sequence[str]) -> list[Learner]:
-    """The learners, each in the hours that ``present`` names for it, or always."""
+    """Return the learners, each in the hours that ``present`` gives it, or always."""
     hours: dict[str, list[tuple[float, float]]] = {}
     for item in present:
         name, _, span = item.partition("=")
@@ -125,13 +132,6 @@ def _scheduled(learners: Sequence[Learner], present: Sequence[str]) -> list[Lear
             raise SettingsError(f"--present {item}: expected LEARNER=FROM-UNTIL in hours, such as {name}=0.5-2") from None
         hours.setdefault(name, []).append((begin, end))
     return [replace(learner, present=tuple(hours.get(learner.name, ()))) for learner in learners]
-
-
-def _taped(scenario: Scenario, read: Callable[[Sequence[Learner]], Played]) -> Scenario:
-    """The scenario with a tape's failures and no others, for as long as the tape is."""
-    learners = [replace(learner, between_s=math.inf) for learner in scenario.learners]
-    played = read(learners)
-    return replace(scenario, learners=learners, duration_s=played.duration_s, faults=played.faults, cuts=played.cuts)
 
 
 def _plain(outcome: Outcome) -> dict[str, Any]:

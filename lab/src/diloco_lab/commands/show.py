@@ -8,5 +8,5 @@ MIN_WIDTH = 110
 
 
 def console() -> Console:
-    """As wide as the terminal, but never so narrow that a table's cells are cut."""
+    """Return a console as wide as the terminal, but never so narrow that a table's cells are cut."""
     return Console(width=max(MIN_WIDTH, Console().width))

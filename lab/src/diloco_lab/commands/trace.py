@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from diloco.core import failures
 from diloco.errors import DataError, SettingsError
 from diloco_lab.commands.files import write
 from diloco_lab.trace import CLOCKS, MAX_LINE_CHARACTERS, Columns, Notation, Trace, cut, from_tape, own_names, read, slices
 from diloco_lab.trace_fit import Fitted, fit
+from diloco_ops import failures
 
-_SPANS_S = (("days", 86400.0), ("h", 3600.0), ("min", 60.0))
+_SPANS_S = (("days", 86400.0), ("h", 3600.0), ("min", 60.0))  # units in which times are shown
 
 
 def _column(what: str) -> Any:
@@ -113,7 +113,7 @@ def _mapping(targets: dict[str, str]) -> str:
 
 
 def table(fitted: Fitted) -> Table:
-    """A fit for people."""
+    """Return a fit as a table."""
     shown = Table(
         box=None,
         padding=(0, 2, 0, 0),

@@ -1,4 +1,4 @@
-"""The coordinator's metrics: what it knows of the run while it leads; of one that stands by, that it does."""
+"""The coordinator's metrics: those of the run while it leads, and whether it leads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.metrics import SILENT_S, Labelled, Metric, Values, by_kind, families, one_of
+from diloco.service.metrics import SILENT_S, Labelled, Metric, Values, by_kind, families, one_of
 from diloco_coordinator.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ STATES = ("waiting", "training", "closing", "finished")
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A coordinator at one moment; without a monitor it stands by, or the run has no fragment map yet."""
+class Moment:
+    """A coordinator and the time; without a monitor it stands by, or the run has no fragment map yet."""
 
     coordinator: Coordinator
     monitor: Monitor | None
@@ -27,7 +27,7 @@ class Seen:
 
 
 class ObservedCoordinator:
-    """A coordinator, as the exporter wants it."""
+    """A coordinator, as the exporter observes it."""
 
     quiet_s = SILENT_S
 
@@ -42,12 +42,12 @@ class ObservedCoordinator:
 
     def families(self) -> Iterator[Family]:
         coordinator = self.coordinator
-        return families(METRICS, Seen(coordinator, coordinator.monitor, coordinator.now_s()), self.labels)
+        return families(METRICS, Moment(coordinator, coordinator.monitor, coordinator.now_s()), self.labels)
 
 
-def _run(value: Callable[[Monitor, float], Values]) -> Callable[[Seen], Values]:
-    """Of the run, from who leads."""
-    return lambda seen: None if seen.monitor is None else value(seen.monitor, seen.now_s)
+def _run(value: Callable[[Monitor, float], Values]) -> Callable[[Moment], Values]:
+    """Read a value of the run, which the leader alone has."""
+    return lambda moment: None if moment.monitor is None else value(moment.monitor, moment.now_s)
 
 
 def _away(monitor: Monitor, now_s: float) -> Labelled:
@@ -55,9 +55,9 @@ def _away(monitor: Monitor, now_s: float) -> Labelled:
     return {(name,): float(name in away) for name in monitor.presence.regions}
 
 
-METRICS: tuple[Metric[Seen], ...] = (
+METRICS: tuple[Metric[Moment], ...] = (
     Metric(
-        "diloco_coordinator_leader", "gauge", "1 for the one that leads, 0 standing by", lambda seen: seen.coordinator.leads
+        "diloco_coordinator_leader", "gauge", "1 for the one that leads, 0 standing by", lambda moment: moment.coordinator.leads
     ),
     Metric(
         "diloco_coordinator_run_state",
@@ -70,13 +70,13 @@ METRICS: tuple[Metric[Seen], ...] = (
     Metric(
         "diloco_coordinator_live_learners",
         "gauge",
-        "Learners heard in the last 10 s that take part",
+        "Learners heard within `liveness.dead_s` that take part",
         _run(lambda monitor, now_s: len(monitor.live(now_s))),
     ),
     Metric(
         "diloco_coordinator_live_syncers",
         "gauge",
-        "Syncers heard in the last 10 s",
+        "Syncers heard within `liveness.dead_s`",
         _run(lambda monitor, now_s: len(monitor.heard(now_s) & monitor.shards.keys())),
     ),
     Metric(
@@ -123,7 +123,7 @@ METRICS: tuple[Metric[Seen], ...] = (
         "diloco_coordinator_refused_messages_total",
         "counter",
         "Messages that do not fit, by kind of error",
-        lambda seen: by_kind(seen.coordinator.refused),
+        lambda moment: by_kind(moment.coordinator.refused),
         ("kind",),
     ),
 )

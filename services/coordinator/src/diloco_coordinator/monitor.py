@@ -1,33 +1,35 @@
-"""What is known of a run: built from pulses and log entries, given the time; answers as the status and as the report's series.
+"""State of a run as its coordinator sees it, built from heartbeats and log entries: the status and the report's series.
 
 Pure: no clock, no network, no file.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.core import ranges
 from diloco.core.changes import Effective
 from diloco.core.fragments import FragmentMap
-from diloco.core.leases import Shares, Steward
 from diloco.core.ledger import Ledger
 from diloco.core.pace import Average
-from diloco.settings import RunSettings
-from diloco.wire.messages import Pulse, Record, ShardPulse
+from diloco.settings.run import RunSettings
+from diloco.wire.control import Heartbeat, ShardHeartbeat
+from diloco.wire.entries import Record
+from diloco.wire.fields import MAX_SYNCERS
 from diloco_coordinator.presence import Absence, Presence
 
-GONE_S = 10.0
-MAX_POINTS = 2000
-STATUS_POINTS = 120
-RATE_WINDOW_S = 5.0
+MAX_POINTS = 2000  # of a learner's loss, or of the validation's; every second one goes when there are more
+STATUS_POINTS = 120  # as many as a terminal's chart can show
+MAX_TRAINED = 4096  # ranges that one learner's processes trained: one more for each break in the order of their batches
+MAX_PROCESSES = 16  # of one syncer whose bytes by region are told apart; those of the oldest are added up
+RATE_EVERY_S = 1.0  # a shorter time between two heartbeats says little about a rate
 
 
 @dataclass
 class _Learner:
-    pulse: Pulse
+    heartbeat: Heartbeat
     seen_s: float
     points: list[tuple[float, int, int, float]] = field(default_factory=list)  # time, run's tokens, step, loss
     activity: list[tuple[float, float, str]] = field(default_factory=list)  # from, to, state
@@ -42,76 +44,106 @@ class Monitor:
         self.name, self.map, self.nats_url = name, fragment_map, nats_url
         self.now = Effective(settings)
         self.learners: dict[str, _Learner] = {}
-        self.past: dict[str, dict[str, Any]] = {}  # what an earlier process of this run knew of its learners
+        self.past: dict[str, dict[str, Any]] = {}  # by learner: its series of an earlier process of this run
         self.merged: dict[str, dict[int, tuple[int, int]]] = {}  # by learner and fragment: versions and tokens
-        self.shards: dict[str, tuple[ShardPulse, float]] = {}
+        self.shards: dict[str, tuple[ShardHeartbeat, float]] = {}
         self.presence = Presence(settings.regions.names, settings.regions.away_s)
         self.places: dict[str, str] = {}  # by learner and syncer: its region, in a run with regions
-        # by a syncer's process, for it counts from nothing: by other region, bytes sent there and received from there
+        # by syncer and incarnation, since each counts from 0: by other region, bytes sent there and received from there
         self.crossing: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
         self.validation: list[tuple[float, int, float]] = []
         self.merges: list[dict[str, Any]] = []
-        self.rollbacks: dict[int, dict[str, Any]] = {}  # by the number of the change that asked for it
+        self.rollbacks: dict[int, dict[str, Any]] = {}  # by the number of the change that orders it
         self.versions = [0] * len(fragment_map.fragments)
         self.tokens = [0] * len(fragment_map.fragments)
+        self.accounted = 0  # tokens merged or lost, in the fragment whose log is furthest
         self.owners = [""] * len(fragment_map.fragments)
         self.closed: set[int] = set()
         self.ledger = Ledger(len(fragment_map.fragments))
-        self.steward = Steward(settings.learners, settings.liveness.lease_s)
-        self.ends: dict[int, int] = {}  # by share of the data: the batch after the last one merged
+        self._ranges: Counter[str] = Counter()  # by learner: of its processes, in the ledger
         self._drawn: set[tuple[int, int]] = set()  # merges of an earlier process: (fragment, version)
 
     @property
     def settings(self) -> RunSettings:
-        """Those that are in force."""
+        """Settings in force."""
         return self.now.settings
 
-    # ---- what comes in
+    @property
+    def gone_s(self) -> float:
+        """Silence after which a member is gone; no round waits for such a learner either."""
+        return self.settings.liveness.dead_s
+
+    # ---- input
 
     def change(self, now: Effective) -> None:
-        """Go by what is in force now."""
+        """Take over the settings and exclusions in force."""
         self.now = now
-        self.steward.lease_s, self.presence.away_s = now.settings.liveness.lease_s, now.settings.regions.away_s
+        self.presence.away_s = now.settings.regions.away_s
 
-    def hear(self, pulse: Pulse, now_s: float) -> None:
-        """Take in a learner's or an evaluator's pulse."""
-        self.presence.hear(pulse.region, now_s)
-        if pulse.role == "evaluator":
-            if pulse.loss is not None and (not self.validation or self.validation[-1][2] != pulse.loss):
-                self.validation.append((now_s, self.tokens_merged(), pulse.loss))
-            return
-        self.ledger.train((pulse.learner, pulse.incarnation), pulse.trained, pulse.batch_tokens)
-        if pulse.learner not in self.now.ejected:  # its data is for others
-            self.steward.hear(pulse, now_s)
-        self._place(pulse.learner, pulse.region)
-        known = self.learners.get(pulse.learner)
+    def hear_evaluator(self, heartbeat: Heartbeat, now_s: float) -> None:
+        """Take in a heartbeat that says that it is an evaluator's: nothing but a loss that is shown."""
+        if heartbeat.loss is not None and (not self.validation or self.validation[-1][2] != heartbeat.loss):
+            self.validation.append((now_s, self.tokens_merged(), heartbeat.loss))
+            if len(self.validation) > MAX_POINTS:
+                self.validation = self.validation[::2]
+
+    def hear(self, heartbeat: Heartbeat, now_s: float) -> None:
+        """Take in the heartbeat of an admitted learner."""
+        self.presence.hear(heartbeat.region, now_s)
+        self._train(heartbeat)
+        self._place(heartbeat.learner, heartbeat.region)
+        known = self.learners.get(heartbeat.learner)
         if known is None:
-            known = self.learners[pulse.learner] = _Learner(pulse, now_s, rate_mark=(now_s, pulse.tokens))
-            past = self.past.pop(pulse.learner, None)
+            known = self.learners[heartbeat.learner] = _Learner(heartbeat, now_s, rate_mark=(now_s, heartbeat.tokens))
+            past = self.past.pop(heartbeat.learner, None)
             if past is not None:
                 known.points, known.activity = _points(past), _activity_of(past)
-        elif (pulse.incarnation, pulse.step, pulse.tokens) < (known.pulse.incarnation, known.pulse.step, known.pulse.tokens):
+        elif (heartbeat.incarnation, heartbeat.step, heartbeat.tokens) < (
+            known.heartbeat.incarnation,
+            known.heartbeat.step,
+            known.heartbeat.tokens,
+        ):
             return
-        _extend(known.activity, now_s, _activity(pulse), known.seen_s)
-        fresh = pulse.step != known.pulse.step or pulse.incarnation != known.pulse.incarnation
-        known.pulse, known.seen_s = pulse, now_s
-        if fresh and pulse.loss is not None:
-            known.points.append((now_s, self.tokens_processed(), pulse.step, pulse.loss))
+        _extend(known.activity, now_s, _activity(heartbeat), known.seen_s if now_s - known.seen_s < self.gone_s else None)
+        fresh = heartbeat.step != known.heartbeat.step or heartbeat.incarnation != known.heartbeat.incarnation
+        known.heartbeat, known.seen_s = heartbeat, now_s
+        if fresh and heartbeat.loss is not None:
+            known.points.append((now_s, self.tokens_processed(), heartbeat.step, heartbeat.loss))
             if len(known.points) > MAX_POINTS:
                 known.points = known.points[::2]
         since_s, since_tokens = known.rate_mark
-        if now_s - since_s >= 1.0:
-            known.rate.add(max(0, pulse.tokens - since_tokens) / (now_s - since_s))
-            known.rate_mark = (now_s, pulse.tokens)
+        if now_s - since_s >= RATE_EVERY_S:
+            known.rate.add(max(0, heartbeat.tokens - since_tokens) / (now_s - since_s))
+            known.rate_mark = (now_s, heartbeat.tokens)
 
-    def hear_shard(self, pulse: ShardPulse, now_s: float) -> None:
-        """Take in a syncer's pulse."""
-        self.shards[pulse.syncer] = (pulse, now_s)
-        self.presence.hear(pulse.region, now_s)
-        self._place(pulse.syncer, pulse.region)
-        if pulse.crossing and pulse.syncer in self.places:
-            others = {to: (sent, received) for to, sent, received in pulse.crossing if to in self.presence.regions}
-            self.crossing[pulse.syncer, pulse.incarnation] = others
+    def hear_shard(self, heartbeat: ShardHeartbeat, now_s: float) -> None:
+        """Take in a syncer's heartbeat."""
+        if heartbeat.syncer not in self.shards and len(self.shards) >= MAX_SYNCERS:
+            return
+        self.shards[heartbeat.syncer] = (heartbeat, now_s)
+        self.presence.hear(heartbeat.region, now_s)
+        self._place(heartbeat.syncer, heartbeat.region)
+        if heartbeat.crossing and heartbeat.syncer in self.places:
+            others = {to: (sent, received) for to, sent, received in heartbeat.crossing if to in self.presence.regions}
+            self.crossing[heartbeat.syncer, heartbeat.incarnation] = others
+            self._forget_processes(heartbeat.syncer)
+
+    def _train(self, heartbeat: Heartbeat) -> None:
+        """Enter what a learner trained, up to a bound for all its processes: it may begin again as often as it likes."""
+        process, ranges_of = (heartbeat.learner, heartbeat.incarnation), self._ranges
+        if ranges_of[heartbeat.learner] < MAX_TRAINED:
+            before = len(self.ledger.trained.get(process, ()))
+            self.ledger.train(process, heartbeat.trained, heartbeat.batch_tokens)
+            ranges_of[heartbeat.learner] += max(1, len(self.ledger.trained[process]) - before)
+
+    def _forget_processes(self, syncer: str) -> None:
+        """Add the bytes of a syncer's oldest process to the next one's while there are too many: incarnations are its word."""
+        own = sorted(incarnation for name, incarnation in self.crossing if name == syncer)
+        if len(own) > MAX_PROCESSES:
+            oldest, kept = self.crossing.pop((syncer, own[0])), self.crossing[syncer, own[1]]
+            for region, (sent, received) in oldest.items():
+                known = kept.get(region, (0, 0))
+                kept[region] = known[0] + sent, known[1] + received
 
     def _place(self, member: str, region: str) -> None:
         if region in self.presence.regions:
@@ -123,16 +155,16 @@ class Monitor:
         self.owners[index] = record.syncer
         if record.closing:
             self.closed.add(index)
+        self.accounted = max(self.accounted, record.tokens_merged + record.tokens_lost)
         if not record.makes_version or record.version <= self.versions[index]:
             return
         self.versions[index], self.tokens[index] = record.version, record.tokens_merged
-        if record.rolled_back is not None:  # of its fragments the first
+        if record.rolled_back is not None:  # the first fragment that goes back counts
             change, version = record.rolled_back.change, record.rolled_back.to_version
-            told = {"wall_s": round(now_s, 3), "tokens": self.tokens_processed(), "change": change, "to_version": version}
-            self.rollbacks.setdefault(change, told)
+            rollback = {"wall_s": round(now_s, 3), "tokens": self.tokens_processed(), "change": change, "to_version": version}
+            self.rollbacks.setdefault(change, rollback)
             return
         self.ledger.merge(record)
-        self.ends = ranges.ends((held for member in record.members for held in member.data), self.ends)
         for member in record.members:
             versions, tokens = self.merged.setdefault(member.learner, {}).get(index, (0, 0))
             self.merged[member.learner][index] = (versions + 1, tokens + member.tokens)
@@ -154,43 +186,42 @@ class Monitor:
             }
         )
 
-    # ---- what follows from it
-
-    def assign(self, table: Shares, now_s: float) -> Shares | None:
-        """What is to become of who holds which share of the data, if anything."""
-        return self.steward.look(table, self.ends, now_s) if self.state == "training" else None
+    # ---- output
 
     def heard(self, now_s: float) -> frozenset[str]:
-        """Members that have been heard within the last ``GONE_S``."""
+        """Return the names of members that are not gone."""
         seen = {name: learner.seen_s for name, learner in self.learners.items()}
         seen |= {name: seen_s for name, (_, seen_s) in self.shards.items()}
-        return frozenset(name for name, seen_s in seen.items() if now_s - seen_s <= GONE_S)
+        return frozenset(name for name, seen_s in seen.items() if now_s - seen_s <= self.gone_s)
 
     def tokens_processed(self) -> int:
         past = sum(int(learner["tokens"]) for learner in self.past.values())
-        return past + sum(learner.pulse.tokens for learner in self.learners.values())
+        return past + sum(learner.heartbeat.tokens for learner in self.learners.values())
 
     def tokens_per_s(self, now_s: float) -> float:
-        """The rate of all learners that have been heard lately."""
-        return sum(learner.rate.get() for learner in self.learners.values() if now_s - learner.seen_s < GONE_S)
+        """Return the rate of all learners that are not gone."""
+        return sum(learner.rate.get() for learner in self._recent(now_s))
 
-    def live(self, now_s: float) -> list[Pulse]:
-        """The last pulses of learners that have been heard lately and have not left."""
-        recent = [learner.pulse for learner in self.learners.values() if now_s - learner.seen_s < GONE_S]
-        return [pulse for pulse in recent if pulse.state not in ("left", "finished")]
+    def live(self, now_s: float) -> list[Heartbeat]:
+        """Return the last heartbeats of learners that are not gone and have not left."""
+        recent = [learner.heartbeat for learner in self._recent(now_s)]
+        return [heartbeat for heartbeat in recent if heartbeat.state not in ("left", "finished")]
+
+    def _recent(self, now_s: float) -> list[_Learner]:
+        return [learner for learner in self.learners.values() if now_s - learner.seen_s <= self.gone_s]
 
     def busy_fraction(self, now_s: float) -> float | None:
-        """The share of the live learners' time in which a step was in flight; None: there is no time yet."""
-        busy_s = sum(pulse.busy_s for pulse in self.live(now_s))
-        alive_s = busy_s + sum(pulse.blocked_s for pulse in self.live(now_s))
+        """Return the share of the live learners' time with a step in flight, or None before there is any time."""
+        busy_s = sum(heartbeat.busy_s for heartbeat in self.live(now_s))
+        alive_s = busy_s + sum(heartbeat.blocked_s for heartbeat in self.live(now_s))
         return busy_s / alive_s if alive_s > 0 else None
 
     def tokens_merged(self) -> int:
-        """Mean over fragments, weighted by parameters."""
+        """Return the mean over fragments, weighted by parameters."""
         return self._mean(dict(enumerate(self.tokens)))
 
     def borders(self) -> dict[tuple[str, str], int]:
-        """Payload bytes by border (from one region to another), as the syncers on both sides of it count theirs."""
+        """Return payload bytes by border (from one region to another), as counted by the syncers on both sides."""
         sizes: dict[tuple[str, str], int] = {}
         for (syncer, _), others in self.crossing.items():
             home = self.places[syncer]
@@ -203,12 +234,12 @@ class Monitor:
     def state(self) -> str:
         if len(self.closed) == len(self.map.fragments):
             return "finished"
-        if self.tokens_processed() >= self.settings.tokens:
+        if self.closed or self.accounted >= self.settings.tokens:
             return "closing"
-        return "training" if any(learner.pulse.step for learner in self.learners.values()) else "waiting"
+        return "training" if any(learner.heartbeat.step for learner in self.learners.values()) else "waiting"
 
     def status(self, now_s: float) -> dict[str, Any]:
-        """The status as ``docs/report.md`` describes it."""
+        """Return the status as in ``docs/report.md``."""
         processed = self.tokens_processed()
         rate = self.tokens_per_s(now_s)
         left = max(0, self.settings.tokens - processed)
@@ -222,14 +253,14 @@ class Monitor:
             "tokens_merged": self.tokens_merged(),
             "parameters": self.map.parameters,
             "versions": sum(self.versions),
-            "rounds": sum(pulse.rounds for pulse, _ in self.shards.values()),
+            "rounds": sum(heartbeat.rounds for heartbeat, _ in self.shards.values()),
             "eta_s": left / rate if rate > 0 else None,
             "nats_url": self.nats_url,
             "changes": self.now.number,
             "ejected": {name: change.label for name, change in sorted(self.now.ejected.items())},
             "quarantined": {name: change.label for name, change in sorted(self.now.quarantined.items())},
             "learners": {name: self._learner(learner, now_s) for name, learner in sorted(self.learners.items())},
-            "shards": {name: _shard(pulse, now_s - seen_s) for name, (pulse, seen_s) in sorted(self.shards.items())},
+            "shards": {name: _shard(heartbeat, now_s - seen_s) for name, (heartbeat, seen_s) in sorted(self.shards.items())},
             "fragments": [
                 {"fragment": i, "version": self.versions[i], "tokens_merged": self.tokens[i], "owner": self.owners[i]}
                 for i in range(len(self.versions))
@@ -243,21 +274,21 @@ class Monitor:
         }
 
     def series(self, now_s: float) -> dict[str, Any]:
-        """What the report is drawn from and the log does not hold."""
+        """Return the report's data that the log does not hold."""
         return {
             "wall_s": now_s,
-            "rounds": sum(pulse.rounds for pulse, _ in self.shards.values()),
+            "rounds": sum(heartbeat.rounds for heartbeat, _ in self.shards.values()),
             "learners": self.past
             | {
                 name: {
                     **self._learner(learner, now_s),
-                    "lost_tokens": self._mean(dict(enumerate(learner.pulse.lost_tokens))),
+                    "lost_tokens": self._mean(dict(enumerate(learner.heartbeat.lost_tokens))),
                     "points": [list(point) for point in learner.points],
                     "activity": [list(span) for span in learner.activity],
                 }
                 for name, learner in sorted(self.learners.items())
             },
-            "shards": {name: _shard(pulse, now_s - seen_s) for name, (pulse, seen_s) in sorted(self.shards.items())},
+            "shards": {name: _shard(heartbeat, now_s - seen_s) for name, (heartbeat, seen_s) in sorted(self.shards.items())},
             "validation": [list(point) for point in self.validation],
             "merges": self.merges,
             "rollbacks": list(self.rollbacks.values()),
@@ -272,55 +303,57 @@ class Monitor:
         }
 
     def resume(self, series: Mapping[str, Any]) -> None:
-        """Go on from the series that an earlier process of this run wrote.
+        """Continue the series that an earlier process of this run wrote.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: they are damaged; nothing of them is taken over.
+            KeyError, TypeError, ValueError, AttributeError: they are damaged; nothing has changed.
         """
         ledger = Ledger.load(len(self.versions), series["ledger"])
         validation = [(float(a), int(b), float(c)) for a, b, c in series["validation"]]
         past, merges = dict(series["learners"]), list(series["merges"])
-        for learner in past.values():  # what is damaged is to be noticed now, not when the learner is heard
+        for learner in past.values():  # so that damage is noticed now, not when the learner is heard
             int(learner["tokens"])
             _points(learner)
             _activity_of(learner)
-        # those that an older version wrote know of none
-        rollbacks = {int(told["change"]): dict(told) for told in series.get("rollbacks", ())}
+        # an older version writes no rollbacks
+        rollbacks = {int(rollback["change"]): dict(rollback) for rollback in series.get("rollbacks", ())}
         places = {str(member): str(region) for member, region in series["places"].items()}
         absences = [Absence(str(region), float(a), None if b is None else float(b)) for region, a, b in series["absences"]]
         crossing: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
         for syncer, incarnation, to, sent, received in series["crossing"]:
             crossing.setdefault((str(syncer), int(incarnation)), {})[str(to)] = (int(sent), int(received))
-            places[str(syncer)]  # where it is, or the series are damaged
+            places[str(syncer)]  # a KeyError: the series are damaged
         self._drawn = {(merge["fragment"], merge["version"]) for merge in merges}
         self.presence.resume(absences, float(series["wall_s"]))
         self.places, self.crossing, self.rollbacks = places, crossing, rollbacks
         self.ledger, self.validation, self.past, self.merges = ledger, validation, past, merges
+        for (learner, _), trained in ledger.trained.items():
+            self._ranges[learner] += max(1, len(trained))
 
     def _learner(self, learner: _Learner, now_s: float) -> dict[str, Any]:
-        pulse, alive_s = learner.pulse, max(learner.pulse.busy_s + learner.pulse.blocked_s, 1e-9)
-        merged = self.merged.get(pulse.learner, {})
+        heartbeat, alive_s = learner.heartbeat, max(learner.heartbeat.busy_s + learner.heartbeat.blocked_s, 1e-9)
+        merged = self.merged.get(heartbeat.learner, {})
         rounds_merged = sum(versions for versions, _ in merged.values())
-        gone = now_s - learner.seen_s > GONE_S and pulse.state != "finished"
+        gone = now_s - learner.seen_s > self.gone_s and heartbeat.state != "finished"
         by_kind = (("ejected", self.now.ejected), ("quarantined", self.now.quarantined))
-        barred = next((kind for kind, learners in by_kind if pulse.learner in learners), None)
+        excluded = next((kind for kind, learners in by_kind if heartbeat.learner in learners), None)
         return {
-            "state": barred or ("gone" if gone else _activity(pulse)),
-            "region": pulse.region or None,
-            "step": pulse.step,
-            "tokens": pulse.tokens,
+            "state": excluded or ("gone" if gone else _activity(heartbeat)),
+            "region": heartbeat.region or None,
+            "step": heartbeat.step,
+            "tokens": heartbeat.tokens,
             "tokens_merged": self._mean({index: tokens for index, (_, tokens) in merged.items()}),
             "tokens_per_s": learner.rate.get(),
-            "loss": pulse.loss,
-            "step_s": pulse.step_s,
-            "busy_fraction": pulse.busy_s / alive_s,
-            "blocked_fraction": pulse.blocked_s / alive_s,
-            "bytes_up": pulse.bytes_up,
-            "bytes_down": pulse.bytes_down,
+            "loss": heartbeat.loss,
+            "step_s": heartbeat.step_s,
+            "busy_fraction": heartbeat.busy_s / alive_s,
+            "blocked_fraction": heartbeat.blocked_s / alive_s,
+            "bytes_up": heartbeat.bytes_up,
+            "bytes_down": heartbeat.bytes_down,
             "rounds_merged": rounds_merged,
             "rounds_missed": sum(self.versions) - rounds_merged,
             "seen_s_ago": now_s - learner.seen_s,
-            "software": pulse.software,
+            "software": heartbeat.software,
         }
 
     def _regions(self, now_s: float) -> dict[str, Any]:
@@ -351,47 +384,50 @@ def _activity_of(learner: Mapping[str, Any]) -> list[tuple[float, float, str]]:
     return [(float(a), float(b), str(c)) for a, b, c in learner["activity"]]
 
 
-def _activity(pulse: Pulse) -> str:
-    return "sending" if pulse.sending and pulse.state == "stepping" else pulse.state
+def _activity(heartbeat: Heartbeat) -> str:
+    return "sending" if heartbeat.sending and heartbeat.state == "stepping" else heartbeat.state
 
 
-def _extend(spans: list[tuple[float, float, str]], now_s: float, state: str, seen_s: float) -> None:
-    """Continue the last span, or begin one; silence longer than a few pulses is a gap."""
-    if spans and spans[-1][2] == state and now_s - seen_s < GONE_S:
+def _extend(spans: list[tuple[float, float, str]], now_s: float, state: str, seen_s: float | None) -> None:
+    """Continue the last span, or begin one when the learner was heard last (``seen_s``); at ``now_s`` after a gap (None)."""
+    if spans and spans[-1][2] == state and seen_s is not None:
         spans[-1] = (spans[-1][0], now_s, state)
     else:
-        spans.append((seen_s if spans and now_s - seen_s < GONE_S else now_s, now_s, state))
+        spans.append((now_s if seen_s is None or not spans else seen_s, now_s, state))
+        if len(spans) > MAX_POINTS:  # a learner may say another state in each heartbeat: of two spans one is kept
+            pairs = zip(spans[:-1:2], spans[1:-1:2], strict=False)
+            spans[:-1] = [(a[0], b[1], max(a, b, key=lambda span: span[1] - span[0])[2]) for a, b in pairs]
 
 
-def _shard(pulse: ShardPulse, ago_s: float) -> dict[str, Any]:
+def _shard(heartbeat: ShardHeartbeat, ago_s: float) -> dict[str, Any]:
     return {
-        "state": pulse.state,
-        "region": pulse.region or None,
-        "fragments": len(pulse.fragments),
-        "rounds": pulse.rounds,
-        "versions": pulse.versions,
+        "state": heartbeat.state,
+        "region": heartbeat.region or None,
+        "fragments": len(heartbeat.fragments),
+        "rounds": heartbeat.rounds,
+        "versions": heartbeat.versions,
         "open": [
             {"fragment": fragment, "answers": answers, "quorum": quorum, "waited_s": waited_s}
-            for fragment, answers, quorum, waited_s in pulse.open
+            for fragment, answers, quorum, waited_s in heartbeat.open
         ],
-        "refused": pulse.refused,
-        "bytes_in": pulse.bytes_down,
-        "bytes_out": pulse.bytes_up,
-        "record_bits": pulse.record_bits,
-        "pace": pulse.pace,
-        "offer_bits": dict(pulse.offer_bits),
+        "refused": heartbeat.refused,
+        "bytes_in": heartbeat.bytes_down,
+        "bytes_out": heartbeat.bytes_up,
+        "record_bits": heartbeat.record_bits,
+        "pace": heartbeat.pace,
+        "offer_bits": dict(heartbeat.offer_bits),
         "seen_s_ago": ago_s,
-        "software": pulse.software,
+        "software": heartbeat.software,
     }
 
 
 def _rounded(at_s: float, tokens: int, loss: float) -> list[float]:
-    """A point as the status has it, which is asked for often and over thin links."""
+    """Return a short point for the status, which travels often, and over thin links."""
     return [round(at_s, 2), tokens, round(loss, 5)]
 
 
 def _thin(points: list[Any], limit: int) -> list[Any]:
-    """At most about ``limit`` of the points, evenly, with the last one."""
+    """Return about ``limit`` of the points at most, evenly spaced, the last one included."""
     if len(points) <= limit:
         return points
     step = -(-len(points) // limit)

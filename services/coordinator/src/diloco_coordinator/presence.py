@@ -1,4 +1,4 @@
-"""When which region was not heard: from signs of life, given the time.
+"""Absences of regions, from the heartbeats of their members.
 
 Pure: no clock, no network, no file.
 """
@@ -13,7 +13,7 @@ MAX_ABSENCES = 1000  # the oldest are forgotten
 
 @dataclass(frozen=True)
 class Absence:
-    """A region from which nothing was heard, from the last sign of life to the next one (None: not yet)."""
+    """Silence of a region, from its last heartbeat to the next one (None: it lasts)."""
 
     region: str
     from_s: float
@@ -21,20 +21,20 @@ class Absence:
 
 
 class Presence:
-    """Regions, as their members are heard.
+    """Presence of a run's regions.
 
-    A region is away once others have been heard for more than ``away_s`` since anybody of it was. While nobody is heard at
-    all, it is the listener who is cut off, or was frozen: that is nobody's absence.
+    A region is away when others have been heard for more than ``away_s`` since its last heartbeat. While nobody is heard at
+    all, the listener itself is cut off, or was frozen: no region is away.
     """
 
     def __init__(self, regions: Sequence[str], away_s: float) -> None:
         self.regions, self.away_s = list(regions), away_s
-        self._seen_s: dict[str, float] = {}  # by region: its last sign of life
-        self._heard_s: float | None = None  # the last one of all
+        self._seen_s: dict[str, float] = {}  # by region: time of its last heartbeat
+        self._heard_s: float | None = None  # time of the last one of all
         self._ended: list[Absence] = []
 
     def hear(self, region: str, now_s: float) -> None:
-        """A member of a region gave a sign of life; regions that the run does not have are ignored."""
+        """Note a heartbeat from a region; regions that the run does not have are ignored."""
         if region not in self.regions:
             return
         if self._heard_s is not None and now_s - self._heard_s > self.away_s:
@@ -47,17 +47,17 @@ class Presence:
         self._seen_s[region] = now_s
 
     def away(self) -> dict[str, float]:
-        """The regions that are away, and since when."""
+        """Return the regions that are away, and since when."""
         if self._heard_s is None:
             return {}
         return {name: at_s for name, at_s in self._seen_s.items() if self._heard_s - at_s > self.away_s}
 
     def absences(self) -> list[Absence]:
-        """All that are known, in the order in which they ended; those that last come last."""
+        """Return all known absences, in the order of their ends, and then the lasting ones."""
         return [*self._ended, *(Absence(name, at_s, None) for name, at_s in self.away().items())]
 
     def resume(self, absences: Iterable[Absence], now_s: float) -> None:
-        """Go on from what an earlier process knew at ``now_s``; who was away then, is until it is heard."""
+        """Continue the absences that an earlier process knew at ``now_s``; a lasting one lasts until the region is heard."""
         known = list(absences)
         self._ended = [absence for absence in known if absence.to_s is not None]
         self._seen_s = {absence.region: absence.from_s for absence in known if absence.to_s is None}

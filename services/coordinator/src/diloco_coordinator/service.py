@@ -11,31 +11,39 @@ from typing import Annotated, Any
 
 import msgspec
 
-from diloco import __version__, membership, observe, service
+from diloco import __version__
+from diloco.control import creation
+from diloco.control.changes import ChangesFollower
+from diloco.control.creation import Run
+from diloco.control.gate import HeartbeatGate
+from diloco.control.hearing import hear
 from diloco.core import tape as events
 from diloco.core.leadership import Leadership
-from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RewoundError
-from diloco.following import Follower
-from diloco.log import heads
-from diloco.membership import Run
-from diloco.metrics import Exporter
-from diloco.observe import Counted, Logger, Progress
-from diloco.patience import patiently
-from diloco.rundir import write_json
-from diloco.settings import CoordinatorSettings, check_region
-from diloco.tape import Recorder, TapeFile, Unrecorded
-from diloco.tasks import end
+from diloco.errors import AppendUncertainError, FenceError, RewoundError
+from diloco.log.log import Log
+from diloco.log.stream import Refusal
+from diloco.process import observe
+from diloco.process.observe import Counted, Logger, Progress
+from diloco.process.retry import until_available
+from diloco.process.tape import Recorder, TapeFile, Unrecorded
+from diloco.process.tasks import end
+from diloco.service import skeleton as service
+from diloco.service.metrics import Exporter
+from diloco.settings.service import CoordinatorSettings, check_region
 from diloco.transport import Heard, Transport
-from diloco.wire import messages
-from diloco.wire.messages import CoordinatorPulse, MemberName, Pulse, ShardPulse
+from diloco.wire import framing
+from diloco.wire.control import CoordinatorHeartbeat, Heartbeat, ShardHeartbeat
+from diloco.wire.fields import MemberName
 from diloco.wire.subjects import Subjects
 from diloco_coordinator.metrics import ObservedCoordinator
 from diloco_coordinator.monitor import Monitor
+from diloco_coordinator.series import SeriesFile
 
-SAVE_EVERY_S = 5.0
-LAST_PULSES_S = 1.0
-TICK_S = 0.5
-ASSIGN_EVERY_S = 1.0
+SAVE_EVERY_S = 5.0  # at most so much of the series is lost with a process; writing a long one takes a tenth of a second
+LAST_PULSES_S = 1.0  # two heartbeats of every member, which say that it has finished
+TICK_S = 0.5  # between the leader's own heartbeats: four fit into leadership.SILENCE_S
+NOTE_EVERY_S = 1.0  # of what the series holds: a curve on a page needs no more
+WATCH_S = 0.1  # between two looks whether the run is finished
 
 
 class _Leader(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -45,10 +53,13 @@ class _Leader(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froze
     process: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 
 
+_LEADER_DECODER = msgspec.msgpack.Decoder(_Leader)
+
+
 class Coordinator:
     """The service; ``await serve()`` returns when the run is finished.
 
-    Of several, one leads: watches, answers and writes. The others stand by, knowing nothing of the run but who leads.
+    One of several leads: it watches, answers and writes. The others stand by; of the run they know the leader alone.
     """
 
     def __init__(
@@ -59,34 +70,35 @@ class Coordinator:
         self.subjects = Subjects(run.name)
         self.refused: Counted = Counted(log)
         self._versions = Counted(log, "version_differs")
-        self.follower = Follower(transport, run, log, self._change)
-        self.file = settings.state_dir / "series.json"
+        self.follower = ChangesFollower(transport, run, log, self._change)
+        self.series = SeriesFile(settings.state_dir, log)
         self._clock = asyncio.get_running_loop().time
         self._began_s = self._clock()
         self._leadership = Leadership(settings.name, transport.random_bytes(8), self._clock())
         self._finished = False
         self.monitor: Monitor | None = None  # while this process leads
-        self.ticked_s = self._clock()  # when it last did, or waited for, what there is to do about who leads
-        self._heard: frozenset[str] = frozenset()  # members, as the tape has it
-        self._away: dict[str, float] = {}  # regions, as the log has it, and since when
-        self._complained = False
+        self._gate: HeartbeatGate | None = None  # and of its heartbeats
+        self.ticked_s = self._clock()  # time of the last tick of the leadership
+        self._heard: frozenset[str] = frozenset()  # members that the tape has as present
+        self._away: dict[str, float] = {}  # by region that the logs have as away: since when
 
     @property
     def leads(self) -> bool:
-        """Whether it is this process that leads, as far as it knows."""
+        """Whether this process leads, as far as it knows."""
         return self._leadership.leads
 
     @property
     def follows(self) -> bool:
-        """Whether it knows of another one that leads."""
+        """Whether another process leads, as far as it knows."""
         return not self.leads and self._leadership.revision > 0
 
     async def serve(self) -> None:
         """Lead the run, or stand by, until it is finished."""
-        await self.transport.subscribe(self.subjects.coordinator, self._hear_coordinator)
+        identity, refused = self.run.identity, self.refused
+        await hear(self.transport, self.subjects.coordinator, CoordinatorHeartbeat, identity, self._hear_coordinator, refused)
         await self.transport.subscribe(self.subjects.status, self._answer)
-        await self.transport.subscribe(self.subjects.pulse(), self._hear)
-        await self.transport.subscribe(self.subjects.shard(), self._hear_shard)
+        await self.transport.subscribe(self.subjects.heartbeat(), self._hear)
+        await hear(self.transport, self.subjects.shard(), ShardHeartbeat, identity, self._hear_shard, refused)
         while not self._finished:
             await self._tick()
             if self._leadership.leads:
@@ -103,18 +115,18 @@ class Coordinator:
         if self._leadership.leads:
             self.save()
             self._finished = True
-            await self._pulse()
+            await self._heartbeat()
         else:
-            self.monitor = None
+            self.monitor = self._gate = None
             self.log.warning("stepped_down", revision=self._leadership.revision)
 
     async def _tick(self) -> None:
-        """Do what is to be done about who leads, and wait if that was nothing."""
+        """Take the leadership's next action, and wait if there is none."""
         leadership, self.ticked_s = self._leadership, self._clock()
         action = leadership.tick(self._clock(), self.transport.connected)
         try:
             if action == "pulse":
-                await self._pulse()
+                await self._heartbeat()
             elif action == "read":
                 stored = await self.run.registry.get("coordinator")
                 holder, revision = (None, 0) if stored is None else (_holder(stored[0]), stored[1])
@@ -136,34 +148,33 @@ class Coordinator:
         except FenceError:
             return None
 
-    async def _pulse(self) -> None:
-        pulse = CoordinatorPulse(self.settings.name, self._leadership.revision, self._finished, __version__)
-        await self.transport.publish(self.subjects.coordinator, messages.pack(pulse, self.run.identity))
+    async def _heartbeat(self) -> None:
+        heartbeat = CoordinatorHeartbeat(self.settings.name, self._leadership.revision, self._finished, __version__)
+        await self.transport.publish(self.subjects.coordinator, framing.pack(heartbeat, self.run.identity))
 
-    async def _hear_coordinator(self, message: Heard) -> None:
-        try:
-            pulse, _, _ = messages.unpack(message.data, CoordinatorPulse, self.run.identity)
-        except MessageError as error:
-            self.refused.note(message.subject, type(error).__name__, reason=str(error))
-            return
-        self._leadership.hear(pulse.revision, self._clock())
-        self._finished = self._finished or pulse.finished
+    async def _hear_coordinator(self, heartbeat: CoordinatorHeartbeat, _: Heard) -> None:
+        self._leadership.hear(heartbeat.revision, self._clock())
+        self._finished = self._finished or heartbeat.finished
 
     async def _watch(self) -> None:
         """Watch the run until it is finished."""
         self._began_s = self._clock()
-        fragment_map = await patiently(partial(membership.find_map, self.run), self.log)
-        await patiently(self.follower.look, self.log)
-        monitor = Monitor(self.run.name, self.run.settings, fragment_map, self.settings.nats_url)
+        fragment_map = await until_available(partial(creation.find_map, self.run), self.log)
+        await until_available(self.follower.look, self.log)
+        monitor = Monitor(self.run.name, self.run.created, fragment_map, self.settings.nats_url)
         monitor.change(self.run.now)
-        self._resume(monitor)
+        covered_s = self.series.resume(monitor)
+        if covered_s is not None:
+            self._began_s = self._clock() - covered_s
         self.monitor = monitor
+        self._gate = gate = HeartbeatGate(self.run, fragment_map, self.refused, self._hear_learner, self._hear_evaluator)
         async with asyncio.TaskGroup() as group:
             work = (
                 self._follow(monitor),
                 self._save_regularly(monitor),
-                self._assign_shares(monitor),
+                self._note_presence(monitor),
                 self.follower.follow(),
+                gate.work(),
             )
             tasks = [group.create_task(task) for task in work]
             try:
@@ -174,7 +185,7 @@ class Coordinator:
 
     async def _until_finished(self, monitor: Monitor) -> None:
         while monitor.state != "finished":
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(WATCH_S)
         await asyncio.sleep(LAST_PULSES_S)
 
     def _change(self) -> None:
@@ -182,19 +193,8 @@ class Coordinator:
             self.monitor.change(self.run.now)
 
     def now_s(self) -> float:
-        """Seconds since the run began, as far as it was watched."""
+        """Return the seconds since the run began, as far as it was watched."""
         return self._clock() - self._began_s
-
-    def _resume(self, monitor: Monitor) -> None:
-        try:
-            series = json.loads(self.file.read_text())
-            began_s = self._clock() - float(series["wall_s"])
-            monitor.resume(series)
-            self._began_s = began_s
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            self.log.warning("series_unreadable", file=str(self.file), reason=str(error))
 
     async def _answer(self, message: Heard) -> None:
         if not self._leadership.leads:
@@ -202,30 +202,27 @@ class Coordinator:
         status = {"run": self.run.name, "state": "waiting"} if self.monitor is None else self.monitor.status(self.now_s())
         await message.respond(json.dumps(status).encode())
 
-    async def _hear(self, message: Heard) -> None:
-        if self.monitor is None:
-            return
-        try:
-            pulse, _, _ = messages.unpack(message.data, Pulse, self.run.identity)
-        except MessageError as error:
-            self.refused.note(message.subject, type(error).__name__, reason=str(error))
-            return
-        self._note_version(pulse.learner, pulse.software)
-        self.monitor.hear(pulse, self.now_s())
+    async def _hear(self, heard: Heard) -> None:
+        if self._gate is not None:
+            await self._gate.hear(heard)
 
-    async def _hear_shard(self, message: Heard) -> None:
-        if self.monitor is None:
-            return
-        try:
-            pulse, _, _ = messages.unpack(message.data, ShardPulse, self.run.identity)
-        except MessageError as error:
-            self.refused.note(message.subject, type(error).__name__, reason=str(error))
-            return
-        self._note_version(pulse.syncer, pulse.software)
-        self.monitor.hear_shard(pulse, self.now_s())
+    async def _hear_learner(self, heartbeat: Heartbeat) -> None:
+        if self.monitor is not None:
+            self._note_version(heartbeat.learner, heartbeat.software)
+            self.monitor.hear(heartbeat, self.now_s())
+
+    async def _hear_evaluator(self, heartbeat: Heartbeat) -> None:
+        if self.monitor is not None:
+            self._note_version(heartbeat.learner, heartbeat.software)
+            self.monitor.hear_evaluator(heartbeat, self.now_s())
+
+    async def _hear_shard(self, heartbeat: ShardHeartbeat, _: Heard) -> None:
+        if self.monitor is not None:
+            self._note_version(heartbeat.syncer, heartbeat.software)
+            self.monitor.hear_shard(heartbeat, self.now_s())
 
     def _note_version(self, member: str, software: str) -> None:
-        """Say once that a member runs another version, as while services are upgraded one after another."""
+        """Log once that a member runs another version, as during an upgrade of one service after another."""
         if software != __version__:
             self._versions.note(member, software or "unknown", here=__version__)
 
@@ -235,35 +232,24 @@ class Coordinator:
                 await self._read_log(monitor)
             except RewoundError as error:
                 self.log.error("log_rewound", reason=str(error))
-                monitor.closed.clear()  # the entries that closed them may be among what is lost
+                monitor.closed.clear()  # the entries that closed them may be lost
 
     async def _read_log(self, monitor: Monitor) -> None:
-        async for record in heads(self.transport, self.run, len(monitor.versions), self._refuse_head):
-            monitor.entry(record, self.now_s())
+        log = Log(self.transport, self.run.name, self.run.identity, monitor.map, self.run.created)
+        async for head in log.entries.heads(self._refuse_entry):
+            monitor.entry(head.record, self.now_s())
 
-    def _refuse_head(self, subject: str, error: MessageError) -> None:
-        self.refused.note(subject, type(error).__name__, reason=str(error))
+    def _refuse_entry(self, refusal: Refusal) -> None:
+        self.refused.note(refusal.subject, type(refusal.error).__name__, reason=str(refusal.error))
 
-    async def _assign_shares(self, monitor: Monitor) -> None:
+    async def _note_presence(self, monitor: Monitor) -> None:
         while True:
-            await asyncio.sleep(ASSIGN_EVERY_S)
+            await asyncio.sleep(NOTE_EVERY_S)
             self._note_members(monitor)
             self._note_regions(monitor)
-            try:
-                table, revision = await membership.shares(self.run)
-                changed = monitor.assign(table, self.now_s())
-                if changed is not None:
-                    await membership.set_shares(self.run, changed, revision)
-                    for lease in changed.leases:
-                        if lease not in table.leases:
-                            self.tape.record(events.Lease(self._at_ms(), lease.share, lease.holder or ""))
-                    self.tape.flush()
-                    self.log.warning("shares_assigned", held=changed.held())
-            except BrokerError as error:  # somebody was first, or the server is away: the next look will tell
-                self.log.debug("shares_not_assigned", reason=str(error))
 
     def _note_members(self, monitor: Monitor) -> None:
-        """Note on the tape who came, and who is not heard any more."""
+        """Note on the tape which members came, and which are gone."""
         heard = monitor.heard(self.now_s())
         for member in sorted(heard ^ self._heard):
             self.tape.record((events.Back if member in heard else events.Gone)(self._at_ms(), member))
@@ -291,28 +277,20 @@ class Coordinator:
 
     def _progress(self, monitor: Monitor) -> tuple[dict[str, int], dict[str, Any]]:
         counts = {"versions": sum(monitor.versions), "tokens": monitor.tokens_processed()}
-        live = [pulse for pulse in monitor.live(self.now_s()) if pulse.role == "learner"]
-        losses = [pulse.loss for pulse in live if pulse.loss is not None]
+        live = monitor.live(self.now_s())
+        losses = [heartbeat.loss for heartbeat in live if heartbeat.loss is not None]
         loss = round(statistics.fmean(losses), 4) if losses else None
         return counts, {"state": monitor.state, "learners": len(live), "loss": loss, "refused": self.refused.total}
 
     def save(self) -> None:
-        """Write the series to the state directory, if it is this process that leads."""
-        if self.monitor is None or not self._leadership.sure(self._clock()):
-            return
-        try:
-            write_json(self.file, self.monitor.series(self.now_s()))
-        except OSError as error:  # the disk is full, which is no reason to end
-            if not self._complained:
-                self.log.warning("series_not_saved", file=str(self.file), reason=str(error))
-            self._complained = True
-        else:
-            self._complained = False
+        """Write the series to the state directory, if this process leads."""
+        if self.monitor is not None and self._leadership.sure(self._clock()):
+            self.series.save(self.monitor, self.now_s())
 
 
 def _holder(stored: bytes) -> tuple[str, bytes] | None:
     try:
-        leader = msgspec.msgpack.decode(stored, type=_Leader)
+        leader = _LEADER_DECODER.decode(stored)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
     return leader.coordinator, leader.process
@@ -330,8 +308,8 @@ async def _serve(settings: CoordinatorSettings, exporter: Exporter, log: Logger)
     transport = exporter.transport = await service.connect(settings, "coordinator", log)
     coordinator: Coordinator | None = None
     try:
-        run = await patiently(partial(membership.create, transport, settings.run, settings.settings), log)
-        log.info("run_ready", preset=run.settings.preset, tokens=run.settings.tokens)
+        run = await until_available(partial(creation.create, transport, settings.run, settings.settings), log)
+        log.info("run_ready", preset=run.created.preset, tokens=run.created.tokens)
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
         coordinator = Coordinator(transport, run, settings, log, tape)
         exporter.observed = ObservedCoordinator(coordinator, exporter.labels())
@@ -349,7 +327,7 @@ def _main() -> int:
 
 
 def main() -> None:
-    """Console script."""
+    """Run the console script."""
     sys.exit(observe.run_main(_main, "diloco-coordinator"))
 
 

@@ -16,15 +16,16 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco import state
 from diloco.core import tape as events
+from diloco.core.learner import Dump
 from diloco.errors import DilocoError
-from diloco.member import Dump, Member
-from diloco.observe import Logger
-from diloco.peer import Layout
-from diloco.settings import LearnerSettings
-from diloco.state import Saved
-from diloco.wire.messages import Mark, Marked
+from diloco.member import state
+from diloco.member.member import Member
+from diloco.member.peer import Layout
+from diloco.member.state import Saved
+from diloco.process.observe import Logger
+from diloco.settings.service import LearnerSettings
+from diloco.wire.control import MarkerAnswer, SnapshotMarker
 from diloco_learner.island import Island
 
 BOOKS = "books/"
@@ -85,12 +86,12 @@ class Keeper:
         if saved is not None:
             self.member.note_saved(saved.digest)
 
-    def _answer(self, mark: Mark, versions: list[int], dump: Dump, copies: Mapping[str, jax.Array]) -> None:
+    def _answer(self, mark: SnapshotMarker, versions: list[int], dump: Dump, copies: Mapping[str, jax.Array]) -> None:
         saved = self._save(state.marked(self.settings.state_dir, mark.number, self.settings.name), dump, copies)
         if saved is not None:
             self.member.note_saved(saved.digest)
             step = dump[0]["step"]
-            answer = Marked(self.settings.name, mark.number, step, versions, saved.size_bytes, saved.file_hash)
+            answer = MarkerAnswer(self.settings.name, mark.number, step, versions, saved.size_bytes, saved.file_hash)
             self.member.answer_mark(answer)
 
     def _save(self, path: Path, dump: Dump, copies: Mapping[str, jax.Array], previous: Path | None = None) -> Saved | None:

@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco import rundir
-from diloco.member import Boundary, Member
-from diloco.ngram import ngram_losses
-from diloco.observe import Logger
-from diloco.settings import RunSettings
+from diloco.member.member import Boundary, Member
+from diloco.process.observe import Logger
+from diloco.service import rundir
+from diloco.settings.run import RunSettings
 from diloco_learner.island import Island
+from diloco_learner.ngram import ngram_losses
 from diloco_learner.task import GptTask
 
-EVERY_S = 8.0
-IDLE_S = 0.5
+EVERY_S = 8.0  # often enough for a curve, seldom enough to leave the processor to learners
+IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
 NGRAMS = {1: "unigram", 2: "bigram", 3: "3-gram", 4: "4-gram"}
 SAMPLE_TOKENS = 400
 
@@ -56,10 +56,10 @@ class Evaluator:
             self.member.wait(IDLE_S)
 
     def _baselines(self) -> dict[str, float]:
-        """Validation losses of n-gram models of the same text, to say what a loss is worth."""
+        """Return validation losses of n-gram models of the same text, for comparison."""
         if not isinstance(self.island.task, GptTask):
             return {}
-        corpus = self.island.task.corpus
+        corpus = self.island.task.data.corpus
         losses = ngram_losses(corpus.training_text(), corpus.held_out_text(), tuple(NGRAMS))
         return {NGRAMS[order]: loss for order, loss in losses.items()}
 
@@ -69,10 +69,11 @@ class Evaluator:
         return bool(boundary.applies)
 
     def _save(self, initial: float, final: float) -> None:
-        """What the report wants to know of the global model: as it was initialised, and as the log ends."""
+        """Write for the report how good the global model is: as it was initialised, and as the log ends."""
         result = {
             "val_loss_initial": initial,
             "val_loss": final,
+            "units": getattr(getattr(self.island.task, "units", None), "loss", None),
             "baselines": self._baselines(),
             "sample": self.island.sample(self.settings.seed, SAMPLE_TOKENS),
         }

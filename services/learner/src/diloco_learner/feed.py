@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.core.leases import Rota, data_of
+from diloco.core.leases import RoundRobin, data_of
 from diloco.errors import DataError
-from diloco.observe import Logger
-from diloco.settings import RunSettings
-from diloco_learner.task import Task
+from diloco.process.observe import Logger
+from diloco.settings.run import RunSettings
+from diloco_learner.task import Task, next_batch
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,20 @@ class Feed(Iterator[Batch]):
 
     def __init__(self, task: Task, settings: RunSettings, leased: Callable[[], Mapping[int, int]], log: Logger) -> None:
         self.task, self.settings, self.leased, self.log = task, settings, leased, log
-        self._rota = Rota()
+        self._round_robin = RoundRobin()
         self._unfit: set[int] = set()
         self._streams: dict[int, tuple[int, Iterator[Any]]] = {}  # by share: index of the next batch, batches from there on
 
     def __next__(self) -> Batch:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             DataError: none of the shares held has data here.
+            SettingsError: a task's batches ended.
         """
         leased = self.leased()
         while True:
-            share, index = self._rota.next({s: first for s, first in leased.items() if s not in self._unfit})
+            share, index = self._round_robin.next({s: first for s, first in leased.items() if s not in self._unfit})
             try:
                 data = self._batch(share, index)
             except DataError as error:
@@ -59,6 +60,6 @@ class Feed(Iterator[Batch]):
         if at != index:
             part, seed = data_of(share, self.settings.learners, self.settings.seed)
             batches = self.task.batches(part, self.settings.learners, seed, index)
-        data = next(batches)
+        data = next_batch(batches, self.settings.task, share, index)
         self._streams[share] = (index + 1, batches)
         return data

@@ -1,4 +1,4 @@
-"""The inner optimizer: AdamW by optax, without its learning rate, which is given at every step.
+"""The inner optimizer, by optax, without its learning rate, which is given at every step: AdamW, or Muon for matrices.
 
 The learning rate follows the run's tokens, not the learner's steps: the tokens that the newest applied version states plus
 the learner's own since (design.md section 5). A learner that joins late thus begins where the others are.
@@ -9,33 +9,84 @@ average of them, in the fold of the log.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
+import jax.numpy as jnp
 import optax
+from optax import contrib
 
 from diloco.core.outer import EPSILON
 from diloco.core.schedule import Moment, scheduled_rate
-from diloco.settings import RunSettings
+from diloco.settings.run import InnerSettings, RunSettings
+
+Leaves = list[jax.Array | optax.MaskedNode]  # of the model; the mask stands for tensors that are another optimizer's
+
+MUON_MOMENTUM = 0.95  # as its author has it (Jordan 2024), like the five Newton-Schulz steps
+MUON_RMS = 0.2  # of an update's entries, as AdamW's are about (Liu et al., arXiv 2502.16982), so one rate serves both
 
 
-def optimizer(settings: RunSettings) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101) after clipping to a global norm; weights of two or more axes decay, norms and biases do not.
+def optimizer(settings: RunSettings, matrices: Sequence[int]) -> optax.GradientTransformation:
+    """Return the inner optimizer after clipping to a global norm; weights of two or more axes decay, norms and biases do not.
 
-    Its updates are to be multiplied by minus the learning rate. For an outer AdamW only the clipping is left: of the learner's
+    AdamW is that of arXiv 1711.05101. ``matrices`` says of each tensor how many matrices it has, one below the other: each is
+    Muon's by itself, where ``inner.optimizer`` is ``muon``; those with none, embeddings and the head for instance, are AdamW's.
+
+    Updates are to be multiplied by minus the learning rate. For an outer AdamW only the clipping is left: of the learner's
     own gradient, since nobody has the whole of the average, whose norm is then within the bound too.
     """
     inner = settings.inner
     clip = optax.clip_by_global_norm(inner.clip_norm)
     if settings.outer.optimizer == "adamw":
         return clip
-    return optax.chain(
-        clip,
-        optax.scale_by_adam(inner.beta1, inner.beta2, EPSILON),
-        optax.add_decayed_weights(inner.weight_decay, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
-    )
+    direction: optax.GradientTransformation = optax.scale_by_adam(inner.beta1, inner.beta2, EPSILON)
+    if inner.optimizer == "muon":
+        direction = _muon_or(direction, matrices)
+    return optax.chain(clip, direction, _decay(inner))
+
+
+def _decay(inner: InnerSettings) -> optax.GradientTransformation:
+    return optax.add_decayed_weights(inner.weight_decay, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params))
+
+
+def _muon_or(other: optax.GradientTransformation, matrices: Sequence[int]) -> optax.GradientTransformation:
+    """Return Muon for tensors with matrices, and ``other`` for the rest."""
+    labels = ["muon" if count else "other" for count in matrices]
+    return optax.partition({"muon": _muon(matrices), "other": other}, labels)
+
+
+def _muon(matrices: Sequence[int]) -> optax.GradientTransformation:
+    """Orthogonalise the momentum of each matrix by itself (Muon); an update's entries have a root mean square of 0.2.
+
+    An orthogonal r x c matrix has entries of root mean square 1 / sqrt(max(r, c)), hence the factor.
+    """
+    axes = contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
+    inner = contrib.scale_by_muon(beta=MUON_MOMENTUM, weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: axes, tree))
+
+    def split(tree: Leaves) -> Leaves:
+        return [
+            leaf.reshape(count, -1, leaf.shape[-1]) if isinstance(leaf, jax.Array) else leaf
+            for leaf, count in zip(tree, matrices, strict=True)
+        ]
+
+    def init(params: Leaves) -> optax.OptState:
+        return inner.init(split(params))
+
+    def update(updates: Leaves, state: optax.OptState, params: object = None) -> tuple[Leaves, optax.OptState]:
+        directions, state = inner.update(split(updates), state)
+        scaled = [
+            (MUON_RMS * jnp.sqrt(max(direction.shape[1:])) * direction).reshape(leaf.shape)
+            if isinstance(leaf, jax.Array)
+            else leaf
+            for leaf, direction in zip(updates, directions, strict=True)
+        ]
+        return scaled, state
+
+    return optax.GradientTransformation(init, update)
 
 
 def learning_rate(settings: RunSettings, at: Moment) -> float:
-    """The rate of a step; 1 where the step is the gradient.
+    """Return the rate of a step; 1 where the step is the gradient.
 
     Where a learner's optimizer state began fresh in mid-run, its rate rises over ``restart_warmup_steps`` of its own.
     """

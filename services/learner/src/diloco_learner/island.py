@@ -7,6 +7,7 @@ therefore first copied on the device, which the device does between two steps.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ from numpy.typing import NDArray
 
 from diloco.core.fragments import Fragment, FragmentMap, Piece
 from diloco.errors import RunError, SettingsError
-from diloco.peer import Layout
-from diloco.settings import RunSettings
+from diloco.member.peer import Layout
+from diloco.settings.run import RunSettings
 from diloco_learner.inner import optimizer
-from diloco_learner.task import Task
+from diloco_learner.task import Task, matrices_of, validation_batches
 
 Vector = NDArray[np.float32]
 
@@ -48,7 +49,10 @@ class Reading:
     pieces: tuple[jax.Array, ...]
 
     def to_host(self, out: Vector | None = None) -> Vector:
-        """Wait for the values and copy them to the host, as one vector (``out`` if given). Callable from any thread."""
+        """Wait for the values and copy them to the host; return them as float32 [size of the fragment].
+
+        They are written into ``out``, of that shape, if given. Callable from any thread.
+        """
         vector = np.empty(self.fragment.size, np.float32) if out is None else out
         for piece, values in zip(self.fragment.pieces, self.pieces, strict=True):
             vector[piece.offset : piece.offset + piece.size] = np.asarray(values).reshape(-1)
@@ -63,7 +67,7 @@ class Island:
     """
 
     def __init__(self, task: Task, settings: RunSettings) -> None:
-        self.task = task
+        self.task, self._settings = task, settings.task
         params = task.init(jax.random.key(settings.seed))
         keyed, self._structure = jax.tree_util.tree_flatten_with_path(params)
         self._paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in keyed]
@@ -72,18 +76,42 @@ class Island:
         self._leaves = [_parameter(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
         if not self._leaves:
             raise SettingsError(f"task {settings.task.name!r}: the model has no parameters")
-        self._optimizer = optimizer(settings)
+        matrices = [matrices_of(task, path, shape) for path, shape, _ in self.tensors()]
+        self._optimizer = optimizer(settings, matrices)
         self._optimizer_state: Any = None
         self._step = jax.jit(self._take_step, donate_argnums=(0, 1))
         self._loss = jax.jit(lambda leaves, batch: task.loss(self._tree(leaves), batch))
 
+    def twin(self) -> Island:
+        """Return an island of the same model that shares this one's compiled programs, with values of its own.
+
+        They are this one's values; its optimizer begins afresh.
+        """
+        other = copy.copy(self)
+        vars(other).update(_leaves=[jnp.copy(leaf) for leaf in self._leaves], _optimizer_state=None)
+        return other
+
     def tensors(self) -> list[tuple[str, tuple[int, ...], bool]]:
-        """Path, shape and whether it is embedding-like, of every tensor."""
+        """Return path, shape and whether it is embedding-like, of every tensor."""
         pairs = zip(self._paths, self._leaves, strict=True)
         return [(path, tuple(leaf.shape), self.task.is_embedding(path)) for path, leaf in pairs]
 
+    def check(self, batch: Any) -> None:
+        """Find out that the task's loss of a batch is one number that can be differentiated.
+
+        Raises:
+            SettingsError: it is something else.
+        """
+        loss = jax.eval_shape(self.task.loss, self.params(), batch)
+        if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            came = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
+            raise SettingsError(
+                f"task.name = {self._settings.name!r}: loss() returned {came}, expected a float32 scalar: return the mean "
+                "loss of the batch alone"
+            )
+
     def params(self) -> Any:
-        """The parameters as the task's pytree; valid until the next step or write."""
+        """Return the parameters as the task's pytree; they are valid until the next step or write."""
         return self._tree(self._leaves)
 
     def prepare(self, fragment_map: FragmentMap, batch: Any | None) -> None:
@@ -114,7 +142,8 @@ class Island:
         """Queue ``alpha * value + (1 - alpha) * (theta + factor * (value - reference))`` for ``keep = (reference, factor)``.
 
         ``alpha`` is the mixing of Decoupled DiLoCo (arXiv 2604.21428) on receipt. Without ``keep`` and ``alpha`` the value
-        becomes ``theta`` whatever it was, NaN too. The vectors must not change until the next step has ended.
+        becomes ``theta`` whatever it was, NaN too. The vectors, float32 [size of the fragment], must not change until the next
+        step has ended.
         """
         for piece in fragment.pieces:
             values = _part(theta, piece)
@@ -128,35 +157,39 @@ class Island:
             self._leaves[self._index[piece.path]] = written
 
     def evaluate(self) -> float:
-        """Mean loss over the task's validation batches, in nats a token."""
-        losses = [self._loss(self._leaves, batch) for batch in self.task.validation()]
+        """Return the mean loss over the task's validation batches, in the task's units.
+
+        Raises:
+            SettingsError: there are none.
+        """
+        losses = [self._loss(self._leaves, batch) for batch in validation_batches(self.task, self._settings)]
         return float(np.mean([float(loss) for loss in losses]))
 
     def sample(self, seed: int, count: int) -> str | None:
-        """Text of ``count`` characters from the model, or None if the task cannot draw any."""
+        """Return text of ``count`` characters from the model, or None if the task cannot draw any."""
         draw = getattr(self.task, "sample", None)
         return None if draw is None else str(draw(self.params(), jax.random.key(seed), count))
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Parameters (``params/...``) and optimizer state (``optimizer/...``) by name, copied to the host."""
+        """Return parameters (``params/...``) and optimizer state (``optimizer/...``) by name, any dtype [...], on the host."""
         return {name: np.array(leaf) for name, leaf in self._named_state().items()}
 
     def copy(self) -> dict[str, jax.Array]:
-        """Queue a copy of all that :meth:`state` gives on the device, as of the steps and writes so far."""
+        """Queue a copy on the device of all that :meth:`state` gives, as of the steps and writes so far."""
         state = self._named_state()
         return dict(zip(state, _copy_all(list(state.values())), strict=True))
 
     def copy_optimizer(self) -> dict[str, jax.Array]:
-        """Likewise, of the optimizer state alone."""
+        """Queue a copy on the device of the optimizer state alone."""
         state = self._named_optimizer()
         return dict(zip(state, _copy_all(list(state.values())), strict=True))
 
     def optimizer_layout(self) -> Layout:
-        """Names, shapes and types of the optimizer state."""
+        """Return names, shapes and types of the optimizer state."""
         return Layout.of(self._named_optimizer())
 
     def check_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """See whether :meth:`load_state` would take ``state``.
+        """Check that :meth:`load_state` would take ``state``: arrays by name, any dtype [...] as in :meth:`state`.
 
         Raises:
             RunError: an array is missing, not known, or of another shape or type.
@@ -172,7 +205,7 @@ class Island:
                 )
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Take over what :meth:`state` gave.
+        """Take over the arrays of :meth:`state`, any dtype [...], by name.
 
         Raises:
             RunError: an array is missing, not known, or of another shape or type; nothing has changed.
@@ -182,7 +215,7 @@ class Island:
         self.load_optimizer(state)
 
     def load_optimizer(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Take over an optimizer state of :meth:`optimizer_layout`."""
+        """Take over an optimizer state: arrays by name, any dtype [...], of :meth:`optimizer_layout`."""
         keyed, structure = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
         self._optimizer_state = jax.tree.unflatten(structure, [jnp.array(state[_optimizer_name(path)]) for path, _ in keyed])
 

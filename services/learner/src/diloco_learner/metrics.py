@@ -1,4 +1,4 @@
-"""A learner's or an evaluator's metrics: what its pulse says, and what it has done since it began."""
+"""A learner's or an evaluator's metrics: the content of its heartbeat, and totals since it began."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
 from diloco.core.fragments import FragmentMap
-from diloco.member import Member, State
-from diloco.metrics import SILENT_S, Labelled, Metric, by_kind, families, one_of
+from diloco.core.learner import Activity
+from diloco.member.member import Member
 from diloco.nats.transport import NatsTransport
-from diloco.wire.messages import Pulse
+from diloco.service.metrics import SILENT_S, Labelled, Metric, by_kind, families, one_of
+from diloco.wire.control import Heartbeat
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -24,22 +25,22 @@ class Seen:
     """A member at one moment."""
 
     member: Member
-    pulse: Pulse
+    heartbeat: Heartbeat
 
     def training(self, value: float | None) -> float | None:
-        """The value of a learner; an evaluator, which takes no steps, has none."""
-        return value if self.pulse.role == "learner" else None
+        """Return the value of a learner; an evaluator, which takes no steps, has none."""
+        return value if self.heartbeat.role == "learner" else None
 
     def tokens(self) -> Labelled | None:
-        """Tokens by what became of them: the mean over fragments, weighted by parameters, as of the versions applied so far."""
-        if self.pulse.role == "evaluator":
+        """Return tokens by their fate: the mean over fragments, weighted by parameters, as of the versions applied so far."""
+        if self.heartbeat.role == "evaluator":
             return None
-        held, lost = _mean(self.member.map, self.pulse.fragment_tokens), _mean(self.member.map, self.pulse.lost_tokens)
-        return {("merged",): self.pulse.tokens - held - lost, ("lost",): lost, ("held",): held}
+        held, lost = _mean(self.member.map, self.heartbeat.fragment_tokens), _mean(self.member.map, self.heartbeat.lost_tokens)
+        return {("merged",): self.heartbeat.tokens - held - lost, ("lost",): lost, ("held",): held}
 
     def versions(self) -> Labelled:
-        """Versions applied, by whether own work is in them."""
-        return {("yes",): float(self.member.rounds_merged), ("no",): float(self.member.rounds_missed)}
+        """Return versions applied, by whether own work is in them."""
+        return {("yes",): float(self.member.learner.rounds_merged), ("no",): float(self.member.learner.rounds_missed)}
 
 
 def _mean(fragments: FragmentMap, counts: list[int]) -> float:
@@ -51,19 +52,19 @@ class ObservedMember:
 
     def __init__(self, member: Member, transport: NatsTransport, labels: Mapping[str, str]) -> None:
         self.member, self.transport, self.labels = member, transport, labels
-        self.quiet_s = max(SILENT_S, LATE_PULSES * member.run.now.settings.liveness.pulse_s)
+        self.quiet_s = max(SILENT_S, LATE_PULSES * member.run.in_force.liveness.pulse_s)
 
     def waits_for(self) -> str | None:
-        if self.member.state in WORKING:
+        if self.member.learner.activity in WORKING:
             return None
-        leaves = self.member.state in ("leaving", "left")
+        leaves = self.member.learner.activity in ("leaving", "left")
         return "its end: it leaves the run" if leaves else "the newest global model"
 
     def beat_s(self) -> float | None:
         return self.transport.published_s
 
     def families(self) -> Iterator[Family]:
-        return families(METRICS, Seen(self.member, self.member.pulse()), self.labels)
+        return families(METRICS, Seen(self.member, self.member.heartbeat()), self.labels)
 
 
 METRICS: tuple[Metric[Seen], ...] = (
@@ -71,50 +72,50 @@ METRICS: tuple[Metric[Seen], ...] = (
         "diloco_learner_state",
         "gauge",
         "1 for the state it is in",
-        lambda seen: one_of(seen.pulse.state, get_args(State)),
+        lambda seen: one_of(seen.heartbeat.state, get_args(Activity)),
         ("state",),
     ),
     Metric(
         "diloco_learner_steps_total",
         "counter",
         "Inner steps since the process began",
-        lambda seen: seen.training(seen.member.done.steps),
+        lambda seen: seen.training(seen.member.learner.accounts.done.steps),
     ),
     Metric(
         "diloco_learner_tokens_total",
         "counter",
         "Tokens processed since the process began",
-        lambda seen: seen.training(seen.member.done.tokens),
+        lambda seen: seen.training(seen.member.learner.accounts.done.tokens),
     ),
     Metric(
         "diloco_learner_busy_seconds_total",
         "counter",
         "Time with a step in flight since the process began",
-        lambda seen: seen.training(seen.member.done.busy_s),
+        lambda seen: seen.training(seen.member.learner.accounts.done.busy_s),
     ),
     Metric(
         "diloco_learner_blocked_seconds_total",
         "counter",
         "Time in which no step was in flight because of this system",
-        lambda seen: seen.training(seen.member.done.blocked_s),
+        lambda seen: seen.training(seen.member.learner.accounts.done.blocked_s),
     ),
     Metric(
         "diloco_learner_step_seconds",
         "gauge",
         "Time of a step, averaged",
-        lambda seen: seen.training(seen.pulse.step_s),
+        lambda seen: seen.training(seen.heartbeat.step_s),
     ),
     Metric(
         "diloco_learner_loss_nats",
         "gauge",
         "Training loss of the last step, nats a token",
-        lambda seen: seen.training(seen.pulse.loss),
+        lambda seen: seen.training(seen.heartbeat.loss),
     ),
     Metric(
         "diloco_learner_validation_loss_nats",
         "gauge",
         "Of the global model, from an evaluator",
-        lambda seen: seen.pulse.loss if seen.pulse.role == "evaluator" else None,
+        lambda seen: seen.heartbeat.loss if seen.heartbeat.role == "evaluator" else None,
     ),
     Metric(
         "diloco_learner_run_tokens",
@@ -136,8 +137,10 @@ METRICS: tuple[Metric[Seen], ...] = (
         Seen.versions,
         ("own_work",),
     ),
-    Metric("diloco_learner_sent_bytes_total", "counter", "Payload sent to NATS", lambda seen: seen.pulse.bytes_up),
-    Metric("diloco_learner_received_bytes_total", "counter", "Payload received from NATS", lambda seen: seen.pulse.bytes_down),
+    Metric("diloco_learner_sent_bytes_total", "counter", "Payload sent to NATS", lambda seen: seen.heartbeat.bytes_up),
+    Metric(
+        "diloco_learner_received_bytes_total", "counter", "Payload received from NATS", lambda seen: seen.heartbeat.bytes_down
+    ),
     Metric(
         "diloco_learner_refused_messages_total",
         "counter",

@@ -1,4 +1,4 @@
-"""A learner's training done again: the model that ``diloco replay --learners`` drives by a tape."""
+"""A learner's training replayed: the model that ``diloco replay --learners`` drives by a tape."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.core import tape
-from diloco.core.books import Apply
+from diloco.core.delta import Apply
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.core.leases import data_of
 from diloco.core.schedule import Moment
-from diloco.settings import LearnerSettings, RunSettings
+from diloco.settings.run import RunSettings
+from diloco.settings.service import LearnerSettings
 from diloco_learner.inner import learning_rate
 from diloco_learner.island import Island
 from diloco_learner.task import load_task
@@ -27,20 +28,20 @@ FLAGS = "XLA_FLAGS"
 
 
 def machine() -> tape.Machine:
-    """What this process's bits depend on besides the program."""
+    """Return all that this process's bits depend on besides the program."""
     device = jax.devices()[0]
     text = f"{device.platform} {device.device_kind}, {_processor()}, jax {jax.__version__}, {jax.device_count()} devices"
     return tape.Machine(text[: tape.MAX_TEXT_BYTES // 4], os.environ.get(FLAGS, "")[: tape.MAX_TEXT_BYTES // 4])
 
 
 def parameters_digest(island: Island, fragment_map: FragmentMap) -> bytes:
-    """The digest of the parameters as of the steps and writes so far; waits for the device."""
+    """Return the digest of the parameters as of the steps and writes so far; wait for the device."""
     vectors = {str(fragment.index): island.read(fragment).to_host() for fragment in fragment_map.fragments}
     return tape.state_digest({name: blake3(vector.tobytes()).digest() for name, vector in vectors.items()})
 
 
 class Redo:
-    """An island, driven by a tape instead of a trainer (:class:`diloco.replay.Model`)."""
+    """An island, driven by a tape instead of a trainer (:class:`diloco_ops.replay.Model`)."""
 
     def __init__(self, settings: RunSettings, data: str | None) -> None:
         update: Callable[[str, Any], None] = jax.config.update
@@ -67,22 +68,26 @@ class Redo:
 
     def write(self, fragment: int, applied: Apply) -> None:
         keep = None if applied.reference is None else (applied.reference, applied.factor)
-        alpha = 0.0 if applied.anew else self.settings.apply.alpha
+        alpha = 0.0 if applied.reset else self.settings.apply.alpha
         self.island.write(self.map.fragments[fragment], applied.theta, keep, alpha)
 
     def read(self, fragment: int) -> NDArray[np.float32]:
+        """Return a fragment's values, float32 [size of the fragment]."""
         return self.island.read(self.map.fragments[fragment]).to_host()
 
     def parameters_digest(self) -> bytes:
         return parameters_digest(self.island, self.map)
 
     def state(self) -> dict[str, NDArray[Any]]:
+        """Return parameters and optimizer state by name, any dtype [...]."""
         return self.island.state()
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Take over parameters and optimizer state by name, any dtype [...]."""
         self.island.load_state(state)
 
     def load_optimizer(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Take over optimizer state by name, any dtype [...]."""
         self.island.load_optimizer(state)
 
     def _batch(self, share: int, index: int) -> Any:
@@ -95,7 +100,7 @@ class Redo:
 
 
 def _processor() -> str:
-    """The processor's name, where the system tells."""
+    """Return the processor's name, where the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

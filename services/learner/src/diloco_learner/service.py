@@ -13,25 +13,33 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from diloco import observe, service
+import jax
+
+from diloco.control.creation import Run
 from diloco.core import tape as events
 from diloco.core.fragments import TensorSpec, build_map
-from diloco.member import Member
-from diloco.membership import Run
-from diloco.metrics import Exporter
+from diloco.member.member import Member
 from diloco.nats.transport import NatsTransport
-from diloco.observe import Logger
-from diloco.settings import LearnerSettings
-from diloco.tape import TapeFile
-from diloco.tasks import end
+from diloco.process import observe
+from diloco.process.observe import Logger
+from diloco.process.tape import TapeFile
+from diloco.process.tasks import end
+from diloco.service import skeleton as service
+from diloco.service.metrics import Exporter
+from diloco.settings.service import LearnerSettings
 from diloco.transport import Transport
-from diloco_learner import checkpoint
+from diloco_learner import checkpoint, replay
+from diloco_learner.evaluator import Evaluator
+from diloco_learner.feed import Feed
+from diloco_learner.island import Island
 from diloco_learner.metrics import ObservedMember
+from diloco_learner.task import Task, first_batch, load_task
+from diloco_learner.trainer import Trainer
 
 T = TypeVar("T")
 
@@ -76,96 +84,97 @@ async def _find(settings: LearnerSettings, exporter: Exporter, log: Logger) -> t
 
 
 async def _member(
-    transport: Transport, run: Run, island: Any, settings: LearnerSettings, log: Logger, tape: TapeFile | None
+    transport: Transport, run: Run, island: Island, settings: LearnerSettings, log: Logger, tape: TapeFile | None
 ) -> Member:
     fragments = build_map(
-        [TensorSpec(*tensor) for tensor in island.tensors()], run.settings.fragments.count, run.settings.fragments.strategy
+        [TensorSpec(*tensor) for tensor in island.tensors()], run.created.fragments.count, run.created.fragments.strategy
     )
     return Member(transport, run, fragments, settings, log, tape)
 
 
 @contextmanager
 def _compiling(cache_dir: Path) -> Iterator[None]:
-    """One process of this machine compiles at a time: the next ones find what it compiled in the cache."""
+    """Compile in one process of this machine at a time: the next ones find the programs in the cache."""
     cache_dir.mkdir(parents=True, exist_ok=True)
     with (cache_dir / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # let go of when the file is closed, or the process dies
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, or the process dies
         yield
 
 
-def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
-    """Join the run and train, or evaluate, until it is over or this process is asked to end."""
-    # JAX takes seconds to import: not before the settings are known to be good
-    import jax
-
-    from diloco_learner import replay
-    from diloco_learner.evaluator import Evaluator
-    from diloco_learner.feed import Feed
-    from diloco_learner.island import Island
-    from diloco_learner.task import load_task
-    from diloco_learner.trainer import Trainer
-
+def _set_up_jax(settings: LearnerSettings) -> None:
     update: Callable[[str, Any], None] = jax.config.update
     update("jax_compilation_cache_dir", str(settings.cache_dir))
     update("jax_persistent_cache_min_compile_time_secs", 0.02)
     update("jax_persistent_cache_min_entry_size_bytes", -1)
-    log = observe.get_logger()
-    thread = LoopThread()
-    exporter = Exporter(settings, settings.role, log)
-    transport: NatsTransport | None = None
-    member: Member | None = None
+
+
+def _train(settings: LearnerSettings, task: Task, island: Island, member: Member, stopping: Callable[[], bool]) -> None:
+    """Train until the run is over or this process is asked to end; its state is saved then."""
+    log, run = observe.get_logger(), member.run
+    member.tape.record(replay.machine())
+    keeper = checkpoint.Keeper(island, member, settings, log)
+    trainer = Trainer(
+        island,
+        member,
+        Feed(task, run.created, member.leased, log),
+        run.created,
+        log,
+        tokens_per_batch=task.tokens_per_batch,
+        slow=settings.slow,
+        leave_s=settings.leave_s,
+        stopping=stopping,
+        at_boundary=keeper.at_boundary,
+    )
     try:
+        finished = trainer.run()
+    finally:
+        keeper.close()
+    member.tape.record(events.End(finished, replay.parameters_digest(island, member.map)))
+    if not finished:
+        keeper.save_last()
+
+
+def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
+    """Join the run and train, or evaluate, until it is over or this process is asked to end."""
+    _set_up_jax(settings)
+    log, learns = observe.get_logger(), settings.role == "learner"
+    thread, exporter = LoopThread(), Exporter(settings, settings.role, log)
+    with ExitStack() as stack:
+
+        def at_end(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+            stack.callback(lambda: thread.run(close(), lambda: False))
+
+        stack.callback(thread.close)
+        at_end(exporter.close)
         transport, run = thread.run(_find(settings, exporter, log), stopping)
+        at_end(transport.close)
         exporter.starting = "its programs to be compiled"
-        task = load_task(run.settings.task, settings.data)
-        island = Island(task, run.settings)
+        task = load_task(run.created.task, settings.data)
+        island = Island(task, run.created)
         log.info("island_ready", devices=jax.device_count(), platform=jax.default_backend())
         started_s = time.monotonic()
-        first = next(task.batches(0, run.settings.learners, run.settings.seed, 0))
-        tape = TapeFile(settings.state_dir, settings.name, run.identity, log) if settings.role == "learner" else None
+        first = first_batch(task, run.created)
+        island.check(first)
+        tape = TapeFile(settings.state_dir, settings.name, run.identity, log) if learns else None
         member = thread.run(_member(transport, run, island, settings, log, tape), stopping)
+        at_end(member.close)
+        if learns:
+            member.admission.check_batch(task.tokens_per_batch)
         with _compiling(settings.cache_dir):
-            island.prepare(member.map, first if settings.role == "learner" else None)
+            island.prepare(member.map, first if learns else None)
         log.info("compiled", compile_s=round(time.monotonic() - started_s, 1))
         exporter.starting = "the run's log to be read"
         thread.run(member.join(lambda: [island.read(fragment).to_host() for fragment in member.map.fragments]), stopping)
         exporter.observed = ObservedMember(member, transport, exporter.labels())
-        if settings.role == "evaluator":
-            Evaluator(island, member, run.settings, settings.state_dir, log, stopping=stopping).run()
+        if not learns:
+            Evaluator(island, member, run.created, settings.state_dir, log, stopping=stopping).run()
             return
         if not checkpoint.restore(settings, island, member, log):
-            member.step = member.tokens // task.tokens_per_batch  # never behind what the log holds of this learner
+            member.count_steps(task.tokens_per_batch)
             loan = thread.run(member.borrow(island.optimizer_layout()), stopping)
             if loan is not None:
                 island.load_optimizer(loan.arrays)
-        member.tape.record(replay.machine())
-        keeper = checkpoint.Keeper(island, member, settings, log)
-        trainer = Trainer(
-            island,
-            member,
-            Feed(task, run.settings, member.leased, log),
-            run.settings,
-            log,
-            tokens_per_batch=task.tokens_per_batch,
-            slow=settings.slow,
-            leave_s=settings.leave_s,
-            stopping=stopping,
-            at_boundary=keeper.at_boundary,
-        )
-        try:
-            finished = trainer.run()
-        finally:
-            keeper.close()
-        member.tape.record(events.End(finished, replay.parameters_digest(island, member.map)))
-        if not finished:
-            keeper.save_last()
-    finally:
-        if member is not None:
-            thread.run(member.close(), lambda: False)
-        if transport is not None:
-            thread.run(transport.close(), lambda: False)
-        thread.run(exporter.close(), lambda: False)
-        thread.close()
+        _train(settings, task, island, member, stopping)
 
 
 def _main() -> int:

@@ -1,9 +1,10 @@
-"""What is trained. A user's own model is an object with the methods of :class:`Task`; the GPT is built in."""
+"""The model and its data. A user's own model is an object with the methods of :class:`Task`; the GPT is built in."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -12,19 +13,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.errors import SettingsError
-from diloco.settings import TaskSettings
+from diloco.settings.run import RunSettings, TaskSettings
 from diloco_learner import gpt, text
 
-VALIDATION_BATCHES = 64
 TEMPERATURE = 0.8
 PROMPT = b"\n"
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a task's numbers, for people."""
+
+    loss: str
 
 
 class Task(Protocol):
     """A JAX model with its data.
 
     Parameters are any pytree of float32 arrays; batches any pytree of arrays, of the same shapes each time. A task may also
-    have ``sample(params, key, count) -> str``, text of ``count`` characters drawn from the model.
+    have ``units: Units``, ``sample(params, key, count) -> str``, text of ``count`` characters drawn from the model, and
+    ``matrices(path) -> int``, how many matrices a tensor of two axes has, one below the other: 0 for tables and heads, as
+    ``inner.optimizer = muon`` treats them (where a task does not say: 0 for embedding-like tensors, 1 for others).
     """
 
     @property
@@ -32,22 +41,37 @@ class Task(Protocol):
         """Tokens that one batch trains on."""
 
     def init(self, key: jax.Array) -> Any:
-        """Parameters to begin with: the same for the same key."""
+        """Return parameters to begin with: the same for the same key."""
 
     def loss(self, params: Any, batch: Any) -> jax.Array:
-        """Mean loss of a batch in nats a token: a float32 scalar, differentiable by JAX, traced by ``jax.jit``."""
+        """Return the mean loss of a batch in nats a token: a float32 scalar, differentiable by JAX, traced by ``jax.jit``."""
 
     def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[Any]:
-        """Batches without end from the ``start``-th on, of one of ``shares`` shares of the data.
+        """Yield batches without end from the ``start``-th on, of one of ``shares`` shares of the data.
 
         The k-th batch depends on nothing but share, shares, seed and k.
         """
 
     def validation(self) -> Sequence[Any]:
-        """Batches that nobody trains on."""
+        """Return batches that nobody trains on."""
 
     def is_embedding(self, path: str) -> bool:
-        """Whether the tensor of this path (its keys joined by ``/``) is embedding-like: merged by direct average."""
+        """Return whether the tensor of this path (its keys joined by ``/``) is embedding-like: merged by direct average."""
+
+
+def matrices_of(task: Task, path: str, shape: tuple[int, ...]) -> int:
+    """Return how many matrices a tensor has that an optimizer of matrices treats each by itself; 0: none.
+
+    Raises:
+        SettingsError: the task's number does not divide the tensor's rows.
+    """
+    if len(shape) != 2:
+        return 0
+    said = getattr(task, "matrices", None)
+    count = int(not task.is_embedding(path)) if said is None else said(path)
+    if not isinstance(count, int) or count < 0 or (count and shape[0] % count):
+        raise SettingsError(f"task: matrices({path!r}) is {count!r}, expected a number that divides its {shape[0]} rows, or 0")
+    return count
 
 
 REQUIRED = ("tokens_per_batch", "init", "loss", "batches", "validation", "is_embedding")
@@ -56,63 +80,54 @@ REQUIRED = ("tokens_per_batch", "init", "loss", "batches", "validation", "is_emb
 class GptTask:
     """The built-in byte-level GPT on text."""
 
+    units = Units("nats per byte")
+
     def __init__(self, settings: TaskSettings, data: str | None) -> None:
         self.shape = gpt.Shape(settings.layers, settings.width, settings.heads, settings.context)
-        self.batch = settings.batch
-        self.corpus = text.load_corpus(data)
+        self.data = text.TextData(settings, data)
         self._validation: list[NDArray[np.int32]] | None = None
 
     @property
     def tokens_per_batch(self) -> int:
         """Bytes predicted in a batch."""
-        return self.batch * self.shape.context
+        return self.data.batch * self.shape.context
 
     def init(self, key: jax.Array) -> gpt.Params:
-        """Random parameters."""
+        """Return random parameters."""
         return gpt.init(key, self.shape)
 
     def loss(self, params: gpt.Params, batch: jax.Array) -> jax.Array:
-        """Mean cross-entropy in nats a byte of [batch, context + 1] windows."""
+        """Return the mean cross-entropy in nats a byte of windows int32 [batch, context + 1]."""
         return gpt.loss(params, batch, self.shape)
 
     def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[NDArray[np.int32]]:
-        """Windows int32 [batch, context + 1] of this share's text.
-
-        Raises:
-            DataError: the share is too short for one batch.
-        """
-        what = f"{self.corpus.source}, share {share} of {shares}"
-        windows = text.Windows(
-            self.corpus.share(share, shares), self.shape.context, self.batch, seed=seed, share=share, what=what
-        )
-        return windows.iterate(start)
+        """Return windows int32 [batch, context + 1] of this share's text, as :meth:`diloco_learner.text.TextData.batches`."""
+        return self.data.batches(share, shares, seed, start)
 
     def validation(self) -> Sequence[NDArray[np.int32]]:
-        """Windows evenly spread over the held-out text.
-
-        Raises:
-            DataError: it is too short for one batch.
-        """
+        """Return held-out windows int32 [batch, context + 1], as :meth:`~diloco_learner.text.TextData.validation`."""
         if self._validation is None:
-            held_out = self.corpus.held_out_text()
-            self._validation = text.validation_batches(
-                held_out, self.shape.context, self.batch, VALIDATION_BATCHES, self.corpus.source
-            )
+            self._validation = self.data.validation()
         return self._validation
 
     def is_embedding(self, path: str) -> bool:
-        """The table of byte vectors; the head's rows are output units like any other weight's."""
+        """Return whether this is the table of byte vectors; the head's rows are output units like any other weight's."""
         return path == "embedding"
 
+    def matrices(self, path: str) -> int:
+        """Return how many projections are fused in a tensor; 0 for tables of bytes' vectors and of their scores."""
+        name = path.rpartition("/")[2]
+        return 0 if name in ("embedding", "head") else {"qkv": 3, "gate_up": 2}.get(name, 1)
+
     def sample(self, params: gpt.Params, key: jax.Array, count: int) -> str:
-        """``count`` bytes as text."""
+        """Return ``count`` bytes as text."""
         prompt = jnp.asarray(np.frombuffer(PROMPT, np.uint8), jnp.int32)
         drawn = gpt.generate(params, key, prompt, shape=self.shape, count=count, temperature=TEMPERATURE)
         return np.asarray(drawn).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 def load_task(settings: TaskSettings, data: str | None) -> Task:
-    """The built-in ``gpt``, or what the user's ``package.module:attribute`` returns for ``(settings, data)``.
+    """Return the built-in ``gpt``, or the result of the user's ``package.module:attribute`` for ``(settings, data)``.
 
     Raises:
         SettingsError: no such task, it cannot be imported, or what it returns lacks something a task has.
@@ -125,7 +140,7 @@ def load_task(settings: TaskSettings, data: str | None) -> Task:
         raise SettingsError(f"task.name = {settings.name!r}: expected 'gpt' or 'package.module:attribute'")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module does wrong
+    except Exception as error:  # a user's module may do anything wrong
         reason = f"{type(error).__name__}: {error}"
         raise SettingsError(f"task.name = {settings.name!r}: {module_name} cannot be imported: {reason}") from error
     make = getattr(module, attribute, None)
@@ -137,3 +152,42 @@ def load_task(settings: TaskSettings, data: str | None) -> Task:
     if missing:
         raise SettingsError(f"task.name = {settings.name!r}: what {attribute} returns lacks {', '.join(missing)}")
     return task
+
+
+def first_batch(task: Task, settings: RunSettings) -> Any:
+    """Return the first batch of a run's first share.
+
+    Raises:
+        SettingsError: there is none.
+        DataError: the data is missing, unreadable or too short.
+    """
+    return next_batch(task.batches(0, settings.learners, settings.seed, 0), settings.task, 0, 0)
+
+
+def next_batch(batches: Iterator[Any], settings: TaskSettings, share: int, index: int) -> Any:
+    """Return the next of a task's batches, the ``index``-th of its share.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    try:
+        return next(batches)
+    except StopIteration:
+        raise SettingsError(
+            f"task.name = {settings.name!r}: batches() of share {share} ended before batch {index}; they go on without end: "
+            "begin with the data again when it is used up"
+        ) from None
+
+
+def validation_batches(task: Task, settings: TaskSettings) -> Sequence[Any]:
+    """Return the batches that the global model is evaluated on.
+
+    Raises:
+        SettingsError: there are none.
+    """
+    batches = task.validation()
+    if not len(batches):
+        raise SettingsError(
+            f"task.name = {settings.name!r}: validation() returned no batch; give at least one, on which the model is evaluated"
+        )
+    return batches

@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.errors import DataError, SettingsError
+from diloco.settings.run import TaskSettings
 
 Bytes = NDArray[np.uint8]
 
 HELD_OUT_EVERY = 20
+VALIDATION_BATCHES = 64
 PROBE_BYTES = 8192  # a file with a zero byte in its first few is not text
 # folders of the standard library that are somebody else's code or tests of it
 LIBRARY_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -40,15 +42,15 @@ class Corpus:
     held_out_bytes: int
 
     def training_text(self) -> Bytes:
-        """All bytes that the learners train on together."""
+        """Return all bytes that the learners train on together, uint8 [bytes]."""
         return _read(self.training)[: self.training_bytes]
 
     def held_out_text(self) -> Bytes:
-        """All bytes that nobody trains on."""
+        """Return all bytes that nobody trains on, uint8 [bytes]."""
         return _read(self.held_out) if self.held_out else _read(self.training)[self.training_bytes :]
 
     def share(self, index: int, shares: int) -> Bytes:
-        """The bytes that learner ``index`` of ``shares`` trains on.
+        """Return the bytes that learner ``index`` of ``shares`` trains on, uint8 [bytes].
 
         Raises:
             SettingsError: there is no such share.
@@ -62,7 +64,7 @@ class Corpus:
         return text[text.size * index // shares : text.size * (index + 1) // shares]
 
     def describe(self) -> dict[str, int | str]:
-        """For logs and reports: where the text is from, files and bytes to train on and held out."""
+        """Return the text's source, and files and bytes to train on and held out, for logs and reports."""
         return {
             "source": self.source,
             "training_files": len(self.training),
@@ -73,7 +75,7 @@ class Corpus:
 
 
 def load_corpus(data: str | None) -> Corpus:
-    """The corpus of a file, a folder, or (None) the sources of this Python's standard library.
+    """Return the corpus of a file, a folder, or (None) of the sources of this Python's standard library.
 
     Hidden files and folders, and files that are not text, are left out.
 
@@ -127,13 +129,13 @@ class Windows:
         self.batches_per_epoch = ((text.size - 1) // context - 1) // batch
 
     def __getitem__(self, index: int) -> NDArray[np.int32]:
-        """The ``index``-th batch, [batch, context + 1]: always the same for the same text, seed and share."""
+        """Return the ``index``-th batch, int32 [batch, context + 1]: the same for the same text, seed and share."""
         epoch, at = divmod(index, self.batches_per_epoch)
         starts = self._starts(epoch)[at * self.batch : (at + 1) * self.batch]
         return self._cut(starts)
 
     def iterate(self, start: int) -> Iterator[NDArray[np.int32]]:
-        """Batches ``start``, ``start + 1``, ... without end."""
+        """Yield batches ``start``, ``start + 1``, ... without end, each int32 [batch, context + 1]."""
         epoch, at = divmod(start, self.batches_per_epoch)
         while True:
             starts = self._starts(epoch)
@@ -150,8 +152,34 @@ class Windows:
         return _windows(self.text, starts, self.context)
 
 
+class TextData:
+    """The built-in task's data: batches of windows int32 [batch, context + 1] of a corpus. Needs no JAX."""
+
+    def __init__(self, settings: TaskSettings, data: str | None) -> None:
+        self.batch, self.context = settings.batch, settings.context
+        self.corpus = load_corpus(data)
+
+    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[NDArray[np.int32]]:
+        """Return the batches of a share from the ``start``-th on, without end, each int32 [batch, context + 1].
+
+        Raises:
+            DataError: the share is too short for one batch.
+        """
+        what = f"{self.corpus.source}, share {share} of {shares}"
+        windows = Windows(self.corpus.share(share, shares), self.context, self.batch, seed=seed, share=share, what=what)
+        return windows.iterate(start)
+
+    def validation(self) -> list[NDArray[np.int32]]:
+        """Return batches of windows, int32 [batch, context + 1], that are evenly spread over the held-out text.
+
+        Raises:
+            DataError: it is too short for one batch.
+        """
+        return validation_batches(self.corpus.held_out_text(), self.context, self.batch, VALIDATION_BATCHES, self.corpus.source)
+
+
 def validation_batches(text: Bytes, context: int, batch: int, most: int, source: str) -> list[NDArray[np.int32]]:
-    """At most ``most`` batches [batch, context + 1], their windows evenly spread over a held-out text.
+    """Return at most ``most`` batches int32 [batch, context + 1] of windows evenly spread over ``text``, uint8 [bytes].
 
     Raises:
         DataError: the text is too short for one batch.
@@ -173,7 +201,7 @@ def _windows(text: Bytes, starts: NDArray[np.int64], context: int) -> NDArray[np
 
 
 def _walk(root: Path, *, library: bool) -> Iterator[Path]:
-    """Files below ``root`` in the order of their relative paths."""
+    """Yield the files below ``root`` in the order of their relative paths."""
     found = []
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".") and not (library and name in LIBRARY_SKIPPED)]

@@ -1,4 +1,4 @@
-"""A learner's main loop: inner steps, and at each boundary what the member says. Nothing in it waits but for the device.
+"""A learner's main loop: inner steps, and at each boundary the work that the member asks for. It waits for the device alone.
 
 The device must not wait either. A boundary therefore begins a little before the step in flight is expected to end: reads and
 writes are queued behind that step, and the next step behind them, so that the device goes from one to the next by itself.
@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from diloco.core.accounts import StepDone
 from diloco.core.pace import Average
-from diloco.member import Boundary, Member, StepDone
-from diloco.observe import Logger
-from diloco.settings import RunSettings
+from diloco.member.member import Boundary, Member
+from diloco.process.observe import Logger
+from diloco.settings.run import RunSettings
 from diloco_learner.feed import Batch
 from diloco_learner.inner import learning_rate
 from diloco_learner.island import Island, StepOutput
 
-IDLE_S = 0.5
-LOG_EVERY_S = 10.0
+IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
+LOG_EVERY_S = 10.0  # a line for people who watch
 # A boundary begins before the step's expected end by so many times its own usual length and the usual error of the
 # expectation, but by this share of the step at most: what is learned after it reaches the model a step later.
 LEAD_BOUNDARIES = 2.0
@@ -44,6 +45,16 @@ class _Flight:
     batch: Batch
     began_s: float
     end: Future[_End]
+
+
+def carry_out(boundary: Boundary, island: Island, member: Member, settings: RunSettings) -> None:
+    """Write the versions of a boundary into the island, and hand readers to the member."""
+    for fragment, applied in boundary.applies:
+        keep = None if applied.reference is None else (applied.reference, applied.factor)
+        alpha = 0.0 if applied.reset else settings.apply.alpha
+        island.write(member.map.fragments[fragment], applied.theta, keep, alpha)
+    for fragment in boundary.reads:
+        member.submit(fragment, island.read(member.map.fragments[fragment]).to_host)
 
 
 class Trainer:
@@ -93,7 +104,7 @@ class Trainer:
                 self._leave_by_s = opened_s + self.leave_s
                 self.member.leave()
             boundary = self.member.boundary(None if flight is None else self._step_done(flight.batch))
-            self.write(boundary)
+            carry_out(boundary, self.island, self.member, self.settings)
             self.at_boundary()
             if boundary.finished or self._may_end():
                 return boundary.finished
@@ -122,15 +133,6 @@ class Trainer:
     def _may_end(self) -> bool:
         return self._leave_by_s is not None and (self.member.left or time.perf_counter() >= self._leave_by_s)
 
-    def write(self, boundary: Boundary) -> None:
-        """Write the versions of a boundary into the island, and hand readers to the member."""
-        for fragment, applied in boundary.applies:
-            keep = None if applied.reference is None else (applied.reference, applied.factor)
-            alpha = 0.0 if applied.anew else self.settings.apply.alpha
-            self.island.write(self.member.map.fragments[fragment], applied.theta, keep, alpha)
-        for fragment in boundary.reads:
-            self.member.submit(fragment, self.island.read(self.member.map.fragments[fragment]).to_host)
-
     def _watch(self, output: StepOutput) -> _End:
         """Wait for a step's end; a slow learner is asleep for the rest of its step."""
         began_s = time.perf_counter()
@@ -150,7 +152,7 @@ class Trainer:
         wait([flight.end], max(0.0, self._device_began_s(flight) + usual_s - lead_s - time.perf_counter()))
 
     def _device_began_s(self, flight: _Flight) -> float:
-        """When the device began with a step: one that was queued, when the one before it ended."""
+        """Return when the device began with a step: one that was queued, when the one before it ended."""
         return flight.began_s if self._ended_s is None else max(flight.began_s, self._ended_s)
 
     def _land(self, flight: _Flight) -> None:

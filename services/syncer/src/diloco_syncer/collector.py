@@ -1,8 +1,9 @@
-"""Offers of some fragments: read from their stream, checked, and given to the fragments' rounds."""
+"""Read the offers of some fragments from their stream, check them, and give them to the fragments' rounds."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,33 +12,30 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco import membership
+from diloco.control.admission import admitted
 from diloco.core import bandwidth, codec, quantise
-from diloco.core.combining import Own
 from diloco.core.fragments import Fragment
-from diloco.core.round import Held, Round
+from diloco.core.regional_round import HeldOffer
+from diloco.core.round import Held
 from diloco.errors import BrokerError, FormatError, MessageError, RewoundError
-from diloco.log import open_body
-from diloco.membership import Run
-from diloco.observe import Logger
-from diloco.patience import RETRY_S, patiently
-from diloco.tasks import end
+from diloco.log.stream import open_body
+from diloco.process.retry import RETRY_S, Complaint, until_available
+from diloco.process.tasks import end
 from diloco.transport import Stored, Transport
-from diloco.wire import messages, subjects
-from diloco.wire.assemble import Parts, part_index
-from diloco.wire.messages import Combined, Offer
-from diloco.wire.subjects import Subjects
-from diloco_syncer.owned import Owned
-
-MAX_STEP_TOKENS = 1 << 27  # of one step of one learner, whatever its task and its devices
+from diloco.wire import framing, subjects
+from diloco.wire.assemble import ChunkAssembler, part_index
+from diloco.wire.entries import Genesis
+from diloco.wire.offers import Combined, Offer
+from diloco_syncer.context import Context
+from diloco_syncer.owner import FragmentOwner
 
 
 class Keeper(Protocol):
-    """Decides which offers of a fragment are kept."""
+    """Decides which offers of a fragment are kept. One that combines a region's offers is given learners' own alone."""
 
-    def refuse(self, offer: Offer) -> str | None: ...
+    def refuse(self, offer: Any, elapsed_s: float) -> str | None: ...
 
-    def hold(self, held: Own) -> str | None: ...
+    def hold(self, held: Any) -> str | None: ...
 
 
 class Taker(Protocol):
@@ -62,41 +60,30 @@ class _Reading:
 class Collector:
     """Reads the offers of the fragments that :meth:`serve` was last given."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        run: Run,
-        map_digest: bytes,
-        refuse: Callable[..., None],
-        held: Callable[[], None],
-        log: Logger,
-        elsewhere: str | None = None,
-    ) -> None:
-        """``elsewhere``: the other region whose offers are read; that it has no such stream is then waited out."""
-        self.elsewhere = elsewhere
-        self.transport, self.run, self.map_digest, self.refuse, self.held, self.log = (
-            transport,
-            run,
-            map_digest,
-            refuse,
-            held,
-            log,
-        )
-        self.subjects = Subjects(run.name)
-        self.learners: set[str] = set()  # whose offers come from here
-        self._precisions = bandwidth.possible(run.settings.codec.offer_bits, run.settings)
+    def __init__(self, context: Context, transport: Transport, held: Callable[[], None], elsewhere: str | None = None) -> None:
+        """Read over ``transport``.
+
+        ``held`` is called when an offer is held; ``elsewhere`` is the other region whose offers are read: its stream is waited
+        for.
+        """
+        self.context, self.transport, self.held, self.elsewhere = context, transport, held, elsewhere
+        self.run, self.log = context.run, context.log
+        self.subjects = context.store.subjects
+        self.learners: set[str] = set()  # whose offers come from this region
+        self._precisions = bandwidth.possible(context.run.created.codec.offer_bits, context.run.created)
         self._takers: dict[int, Taker] = {}
         self._again = False
         self.combined = False  # whether combined offers are read, and no others
-        self._parts: dict[int, Parts] = {}  # by fragment; of bodies whose heads have not come yet
+        self._parts: dict[int, ChunkAssembler] = {}  # by fragment; of bodies whose heads have not come yet
         self._readings: list[_Reading] = []
         self._admitted: dict[str, int] = {}
+        self._began_s: float | None = None
 
     async def serve(self, takers: Mapping[int, Taker], group: asyncio.TaskGroup, *, combined: bool = False) -> None:
         """Read these fragments' offers and no others': from the stream's beginning for those that are new.
 
-        What was held for a fragment that was let go of is not; the stream has every learner's latest. ``combined``: read what
-        the region's syncer has made of them in their place.
+        The stream has every learner's latest offer, also those that were held for a fragment before. ``combined``: read the
+        offers that the region's aggregator has combined, in place of the learners' own.
         """
         if takers == self._takers and combined == self.combined and not self._again:
             return
@@ -108,17 +95,19 @@ class Collector:
         read = None if None in before else min(filter(None, before), key=lambda stored: stored.sequence, default=None)
         self._readings = []
         self._takers, self.combined = dict(takers), combined
-        self._parts = {index: self._parts.get(index, Parts()) if index in kept else Parts() for index in takers}
+        self._parts = {
+            index: self._parts.get(index, ChunkAssembler()) if index in kept else ChunkAssembler() for index in takers
+        }
         self._start(kept, read, group)
         self._start(takers.keys() - set(kept), None, group)
 
     def again(self) -> None:
-        """What is read next is read from its beginning: of what was refused, something may be wanted by now."""
+        """Read everything again at the next :meth:`serve`: offers that were refused may be wanted by now."""
         self._again = True
 
-    def replace(self, owned: Owned) -> None:
-        """The fragment begins again without the offers that have been read."""
-        self._takers[owned.fragment.index] = owned
+    def replace(self, owner: FragmentOwner) -> None:
+        """Give the fragment's next offers to a new owner, which begins without those read so far."""
+        self._takers[owner.index] = owner
 
     async def stop(self) -> None:
         """Read no more."""
@@ -132,7 +121,7 @@ class Collector:
 
     async def _read(self, reading: _Reading) -> None:
         tree = self.subjects.combined_tree if self.combined else self.subjects.offer_tree
-        filters, complaint = [tree(index) for index in sorted(reading.fragments)], ""
+        filters, complaint = [tree(index) for index in sorted(reading.fragments)], Complaint(self.log)
         while True:
             start = reading.read.sequence + 1 if reading.read else 1
             try:
@@ -141,15 +130,15 @@ class Collector:
                     if index is not None and sender is not None and index in reading.fragments:
                         await self._take(index, sender, message)
                     reading.read = message
+                    complaint.over()
             except RewoundError as error:
                 self.log.error("offers_rewound", reason=str(error))
                 reading.read = None
             except BrokerError as error:
                 if self.elsewhere is None:
                     raise
-                if str(error) != complaint:
-                    self.log.warning("waiting_for_offers", other_region=self.elsewhere, reason=str(error))
-                complaint, reading.read = str(error), None
+                complaint.warn("waiting_for_offers", other_region=self.elsewhere, reason=str(error))
+                reading.read = None
                 await asyncio.sleep(RETRY_S)
 
     async def _take(self, index: int, sender: str, message: Stored) -> None:
@@ -160,66 +149,67 @@ class Collector:
                 parts.add(sender, number, message.data, codec.packed_limit(quantise.body_bytes(size, 32)))
             return
         try:
-            if self.combined:
-                await self._take_combined(index, sender, message.data, parts)
-            else:
-                await self._take_offer(index, sender, message.data, parts)
+            await self._take_offer(index, sender, message, parts)
         except MessageError as error:
-            self.refuse(sender, error, fragment=index)
+            self.context.refuse(sender, error, fragment=index)
 
-    async def _take_offer(self, index: int, learner: str, data: bytes, parts: Parts) -> None:
-        taker = self._takers[index]
-        offer, _, inline = messages.unpack(data, Offer, self.run.identity)
-        what = f"fragment {index}, offer {offer.number} of {learner}"
-        if offer.fragment != index or offer.learner != learner:
-            raise FormatError(f"{what}: it says fragment {offer.fragment}, learner {offer.learner}")
-        body = await self._open(offer, inline, parts, learner, partial(taker.round.refuse, offer), what)
+    async def _take_offer(self, index: int, sender: str, message: Stored, parts: ChunkAssembler) -> None:
+        """Give the fragment's round an offer: a learner's, or where the region's are combined, a syncer's."""
+        kind: type[Offer | Combined] = Combined if self.combined else Offer
+        offer, _, inline = framing.unpack(message.data, kind, self.run.identity)
+        what = f"fragment {index}, {'combined ' if self.combined else ''}offer {offer.number} of {sender}"
+        role, author = ("syncer", offer.syncer) if isinstance(offer, Combined) else ("learner", offer.learner)
+        if (offer.fragment, author) != (index, sender):
+            raise FormatError(f"{what}: it says fragment {offer.fragment}, {role} {author}")
+        round_, elapsed_s = self._takers[index].round, message.stored_at_s - await self._genesis_s()
+        body = await self._open(offer, inline, parts, sender, partial(round_.refuse, offer, elapsed_s), what)
         if body is not None:
-            self._tell(offer, learner, taker.round.hold(Own(offer, body)))
+            held = HeldOffer(offer, body, elapsed_s) if isinstance(offer, Offer) else Held(offer, body, elapsed_s)
+            self._tell(offer, sender, round_.hold(held))
 
-    async def _take_combined(self, index: int, syncer: str, data: bytes, parts: Parts) -> None:
-        round_ = self._takers[index].round
-        assert isinstance(round_, Round), "other regions' offers are read for an owner"
-        offer, _, inline = messages.unpack(data, Combined, self.run.identity)
-        what = f"fragment {index}, combined offer {offer.number} of {syncer}"
-        if offer.fragment != index or offer.syncer != syncer:
-            raise FormatError(f"{what}: it says fragment {offer.fragment}, syncer {offer.syncer}")
-        body = await self._open(offer, inline, parts, syncer, partial(round_.refuse, offer), what)
-        if body is not None:
-            self._tell(offer, syncer, round_.hold(Held(offer, body)))
+    async def _genesis_s(self) -> float:
+        """Return the time of genesis, in Unix time of the server whose offers are read: its learners began no sooner."""
+        if self._began_s is None:
+            look = partial(self.transport.last, self.subjects.log_stream, self.subjects.genesis)
+            stored = await until_available(look, self.log)
+            if stored is None:
+                return -math.inf
+            genesis = framing.unpack(stored.data, Genesis, self.run.identity)[0]
+            self._began_s = min(genesis.created_at_s, stored.stored_at_s)  # a stream that was made again has a younger copy
+        return self._began_s
 
     async def _open(
         self,
         offer: Offer | Combined,
         inline: bytes,
-        parts: Parts,
+        parts: ChunkAssembler,
         sender: str,
         refuse: Callable[[], str | None],
         what: str,
     ) -> NDArray[np.uint8] | None:
-        """The content of an offer that is as it should be; None if it is of no use."""
-        # a learner stops when what it last heard of the others and its own make up the budget; what it heard, and when, may be
-        # late, so it may have done the budget twice, and the step that it was in
-        budget = self.run.now.settings.tokens
-        most = 2 * budget + MAX_STEP_TOKENS
-        for member in offer.members:
-            if offer.bits not in self._precisions or member.tokens > most or member.steps > member.tokens:
-                raise FormatError(
-                    f"{what}: {offer.bits} bits, {member.steps} steps, {member.tokens} tokens; the run has "
-                    f"{' or '.join(map(str, self._precisions))} bits and {budget} tokens in all"
-                )
+        """Return the content of an offer, uint8 [bytes], checked; None if the offer is of no use.
+
+        Raises:
+            FormatError: it has bits that the run has not, or the learner is not admitted.
+            ClaimError: it states more than a learner can have done.
+            MessageError: the content is damaged.
+        """
+        if offer.bits not in self._precisions:
+            raise FormatError(f"{what}: {offer.bits} bits; the run has {' or '.join(map(str, self._precisions))}")
         pieces = parts.take(sender, offer.body)
         if pieces is None:
             return None  # a newer attempt is on its way: it has replaced parts of this one
         for member in offer.members:
-            if await self._admitted_incarnation(member.learner, member.incarnation) < member.incarnation:
+            reason = await self._not_admitted(member.learner, member.incarnation)
+            if reason is not None:
                 raise FormatError(
                     f"{what}: incarnation {member.incarnation} of {member.learner} is not admitted to run {self.run.name!r}"
+                    f"{reason and ': '}{reason}"
                 )
         self.learners.update(member.learner for member in offer.members)
         reason = refuse()
         if reason is not None:
-            # nobody's fault: offers cross with versions, and after a restart the stream still holds merged ones
+            # no fault: offers cross with versions, and after a restart the stream still holds merged ones
             self._tell(offer, sender, reason)
             return None
         size = self._takers[offer.fragment].fragment.size
@@ -229,15 +219,20 @@ class Collector:
         return body
 
     def _tell(self, offer: Offer | Combined, sender: str, reason: str | None) -> None:
-        """An offer is held, or (``reason``) passed over."""
+        """Tell that an offer is held, or (``reason``) passed over."""
         if reason is None:
             self.held()
         else:
             values: dict[str, Any] = {"fragment": offer.fragment, "sender": sender, "number": offer.number}
             self.log.debug("offer_passed_over", **values, reason=reason)
 
-    async def _admitted_incarnation(self, learner: str, incarnation: int) -> int:
+    async def _not_admitted(self, learner: str, incarnation: int) -> str | None:
+        """Return the reason, or nothing, for which a learner is not admitted in an incarnation or a later one; None: it is."""
+        reason = ""
         if self._admitted.get(learner, -1) < incarnation:
-            admitted = await patiently(partial(membership.admitted, self.run, learner, self.map_digest), self.log)
-            self._admitted[learner] = admitted or -1
-        return self._admitted[learner]
+            standing = await until_available(partial(admitted, self.run, learner, self.context.map.digest), self.log)
+            reason = standing.reason
+            self._admitted[learner] = -1 if standing.incarnation is None else standing.incarnation
+            if standing.grant is not None:
+                self.context.roster.grants[learner] = standing.grant
+        return None if self._admitted[learner] >= incarnation else reason

@@ -1,4 +1,4 @@
-"""A syncer's metrics: what its pulse says, and what its rounds took."""
+"""A syncer's metrics: the counts of its heartbeat, and the times of its rounds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.metrics import SILENT_S, Labelled, Metric, by_kind, families, one_of
 from diloco.nats.transport import NatsTransport
-from diloco.wire.messages import ShardPulse
+from diloco.service.metrics import SILENT_S, Labelled, Metric, by_kind, families, one_of
+from diloco.wire.control import ShardHeartbeat
 from diloco_syncer.shard import STATES, Shard
 
 if TYPE_CHECKING:
@@ -20,19 +20,19 @@ class Seen:
     """A syncer at one moment."""
 
     shard: Shard
-    pulse: ShardPulse
+    heartbeat: ShardHeartbeat
 
     def crossing(self) -> Labelled:
         """Bytes by the other region, and the way that they went."""
         sizes: dict[tuple[str, ...], float] = {}
-        for region, sent, received in self.pulse.crossing:
+        for region, sent, received in self.heartbeat.crossing:
             sizes[region, "sent"], sizes[region, "received"] = sent, received
         return sizes
 
     def offer_bits(self) -> Labelled:
         """Precision asked of the offers from each other region."""
-        usual, asked = self.shard.run.settings.codec.offer_bits, dict(self.pulse.offer_bits)
-        others = [name for name in self.shard.run.settings.regions.names if name != self.pulse.region]
+        usual, asked = self.shard.run.created.codec.offer_bits, dict(self.heartbeat.offer_bits)
+        others = [name for name in self.shard.run.created.regions.names if name != self.heartbeat.region]
         return {(name,): float(asked.get(name, usual)) for name in others}
 
 
@@ -51,7 +51,7 @@ class ObservedShard:
         return self.transport.published_s
 
     def families(self) -> Iterator[Family]:
-        return families(METRICS, Seen(self.shard, self.shard.pulse()), self.labels)
+        return families(METRICS, Seen(self.shard, self.shard.heartbeat()), self.labels)
 
 
 METRICS: tuple[Metric[Seen], ...] = (
@@ -59,42 +59,47 @@ METRICS: tuple[Metric[Seen], ...] = (
         "diloco_syncer_state",
         "gauge",
         "1 for the state it is in; `unable`: it can commit nothing",
-        lambda seen: one_of(seen.pulse.state, STATES),
+        lambda seen: one_of(seen.heartbeat.state, STATES),
         ("state",),
     ),
     Metric("diloco_syncer_owned_fragments", "gauge", "Fragments that it owns", lambda seen: len(seen.shard.owned)),
-    Metric("diloco_syncer_closed_fragments", "gauge", "Of these: the log is closed", lambda seen: len(seen.pulse.closed)),
+    Metric("diloco_syncer_closed_fragments", "gauge", "Of these: the log is closed", lambda seen: len(seen.heartbeat.closed)),
     Metric(
-        "diloco_syncer_open_rounds", "gauge", "Rounds that wait for answers, or are merged", lambda seen: len(seen.pulse.open)
+        "diloco_syncer_open_rounds",
+        "gauge",
+        "Rounds that wait for answers, or are merged",
+        lambda seen: len(seen.heartbeat.open),
     ),
     Metric(
         "diloco_syncer_oldest_round_seconds",
         "gauge",
         "How long the oldest of them is open",
-        lambda seen: max((waited_s for *_, waited_s in seen.pulse.open), default=0.0),
+        lambda seen: max((waited_s for *_, waited_s in seen.heartbeat.open), default=0.0),
     ),
-    Metric("diloco_syncer_rounds_total", "counter", "Rounds opened", lambda seen: seen.pulse.rounds),
-    Metric("diloco_syncer_versions_total", "counter", "Versions committed to the log", lambda seen: seen.pulse.versions),
+    Metric("diloco_syncer_rounds_total", "counter", "Rounds opened", lambda seen: seen.heartbeat.rounds),
+    Metric("diloco_syncer_versions_total", "counter", "Versions committed to the log", lambda seen: seen.heartbeat.versions),
     Metric(
         "diloco_syncer_merged_members_total",
         "counter",
         "Learners' work in these versions: one each of a version's members",
-        lambda seen: seen.shard.merged_members,
+        lambda seen: seen.shard.counts.merged_members,
     ),
     Metric(
         "diloco_syncer_quorum_seconds",
         "histogram",
         "From a committed round's opening to its quorum",
-        lambda seen: seen.shard.quorum_times,
+        lambda seen: seen.shard.counts.quorum_times,
     ),
     Metric(
         "diloco_syncer_round_seconds",
         "histogram",
         "From a committed round's opening to its merge",
-        lambda seen: seen.shard.round_times,
+        lambda seen: seen.shard.counts.round_times,
     ),
-    Metric("diloco_syncer_sent_bytes_total", "counter", "Payload sent to NATS", lambda seen: seen.pulse.bytes_up),
-    Metric("diloco_syncer_received_bytes_total", "counter", "Payload received from NATS", lambda seen: seen.pulse.bytes_down),
+    Metric("diloco_syncer_sent_bytes_total", "counter", "Payload sent to NATS", lambda seen: seen.heartbeat.bytes_up),
+    Metric(
+        "diloco_syncer_received_bytes_total", "counter", "Payload received from NATS", lambda seen: seen.heartbeat.bytes_down
+    ),
     Metric(
         "diloco_syncer_crossing_bytes_total",
         "counter",
@@ -103,7 +108,10 @@ METRICS: tuple[Metric[Seen], ...] = (
         ("other_region", "way"),
     ),
     Metric(
-        "diloco_syncer_record_precision_bits", "gauge", "Bits a value of its next versions", lambda seen: seen.pulse.record_bits
+        "diloco_syncer_record_precision_bits",
+        "gauge",
+        "Bits a value of its next versions",
+        lambda seen: seen.heartbeat.record_bits,
     ),
     Metric(
         "diloco_syncer_offer_precision_bits",
@@ -116,19 +124,19 @@ METRICS: tuple[Metric[Seen], ...] = (
         "diloco_syncer_pace_ratio",
         "gauge",
         "Steps between two rounds of a fragment over `round.steps`; above 1 for a link that is too slow",
-        lambda seen: seen.pulse.pace,
+        lambda seen: seen.heartbeat.pace,
     ),
     Metric(
         "diloco_syncer_unstored_fragments",
         "gauge",
         "Fragments whose next entry waits because storage is full",
-        lambda seen: len(seen.shard.unstored),
+        lambda seen: len(seen.shard.counts.unstored),
     ),
     Metric(
         "diloco_syncer_archive_full",
         "gauge",
         "1 if merged offers are no longer kept because their stream is full",
-        lambda seen: float(seen.shard.archive_full),
+        lambda seen: float(seen.shard.counts.archive_full),
     ),
     Metric(
         "diloco_syncer_refused_messages_total",

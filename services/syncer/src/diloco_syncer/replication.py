@@ -1,35 +1,37 @@
-"""One fragment's log in all regions, as its owner writes it: claimed, brought up to date, appended to until a majority has it.
+"""Write one fragment's log to all regions: claim it, bring it up to date, and append until a majority has each entry.
 
-What may be done is :mod:`diloco.core.quorum`'s; this does it. Each region has a writer of its own, so that one which is slow or
-away keeps nobody else waiting: it gets what it misses when it is there again.
+The rules are in :mod:`diloco.core.quorum`. Each region has a writer of its own, so that one which is slow or away keeps no
+other one waiting: it gets the entries that it misses when it is there again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from diloco.core.chain import Chain
-from diloco.core.quorum import Tip, Undecided, best
+from diloco.core.quorum import MAX_COPIED, LogHead, UncommittedEntries, best
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RewoundError, StorageFullError
-from diloco.log import Log, Packed
-from diloco.observe import Logger
-from diloco.patience import RETRY_S, patiently
-from diloco.tasks import end
-from diloco.wire import messages
-from diloco.wire.messages import Record
+from diloco.log.log import Log
+from diloco.log.stream import Packed
+from diloco.process.observe import Logger
+from diloco.process.retry import RETRY_S, Complaint, until_available
+from diloco.process.tasks import end
+from diloco.wire import framing
+from diloco.wire.body import ATTEMPT_BYTES
+from diloco.wire.entries import Record
 from diloco_syncer.regions import Regions
 
-LOOK_S = 0.25  # that a claim is still wanted
-DAMAGED_RETRY_S = 5.0
-OLDER_A_NOTICE = 16
+LOOK_S = 0.25  # from one look whether a claim is still wanted to the next
+DAMAGED_RETRY_S = 5.0  # until a log that somebody has damaged is looked at again: it rarely heals
+OLDER_A_NOTICE = 16  # entries that a region is brought up to date by, until it is told that they are committed
 KEPT = 8  # entries that are kept in memory for regions that are a little behind
 
 
 class OutbidError(FenceError):
-    """The fragment is to be claimed anew, with a higher epoch than ``epoch``."""
+    """The fragment has to be claimed again, with a higher epoch than ``epoch``."""
 
     def __init__(self, text: str, epoch: int) -> None:
         super().__init__(text)
@@ -42,28 +44,40 @@ class _Place:
 
     region: str
     fence: int = 0  # sequence of the last message among the heads there
-    at: bytes | None = None  # name of the entry after which it goes on; None: what is there has to be looked at
+    at: bytes | None = None  # name of the entry after which it goes on; None: its log has to be looked at
     version: int = 0  # of that entry
     sequence: int = 0  # of that entry, there
-    older: deque[Packed] = field(default_factory=deque)  # entries that come next, and are not in memory otherwise
+    older: deque[Packed] = field(default_factory=deque)  # entries that come next, and have left the memory
     stored: int = -1  # number of the last entry of those in memory that it holds
     noticed: int = -1  # number of the last entry that it was told is committed
-    level: bool = False  # it had everything since it was last away: what it misses now has waited for its link
+    copied: int = 0  # entries of earlier epochs that were stored behind the last claim there
+    level: bool = False  # it had everything since it was last away: the entries that it misses now have waited for its link
+
+
+@dataclass(frozen=True)
+class _Queued:
+    """An entry in memory, for the regions that miss it."""
+
+    packed: Packed
+    made_s: float  # when it was added
 
 
 class Replication:
-    """Made by whoever is to own the fragment: :meth:`claim`, then :meth:`append`, until another claims it (FenceError)."""
+    """The writers of a fragment's owner: :meth:`claim`, then :meth:`append`, until another syncer claims it (FenceError)."""
 
-    def __init__(self, regions: Regions, fragment: int, syncer: str, genesis_check: bytes, log: Logger, epoch: int) -> None:
-        """``epoch``: to claim with, where nobody is found to have a higher one."""
+    def __init__(
+        self, regions: Regions, fragment: int, syncer: str, genesis_check: bytes, log: Logger, epoch: int, known_epoch: int
+    ) -> None:
+        """``epoch``: to claim with, where nobody is found to have a higher one; ``known_epoch``: of what is committed."""
         self.regions, self.fragment, self.syncer, self.log = regions, fragment, syncer, log
         self.genesis_check = genesis_check
-        self.epoch = epoch
+        self.epoch, self._known_epoch = epoch, known_epoch
         self.committed = -1  # number of the last entry that a majority holds
-        self._entries: deque[Packed] = deque()  # the newest
-        self._made_s: deque[float] = deque()  # when each was added
+        self._entries: deque[_Queued] = deque()  # the newest
         self._numbered = 0  # entries so far, those included that were dropped from memory
         self._places = {region: _Place(region) for region in regions.names}
+        self._end = genesis_check, 0  # name and version of the last entry that was claimed and is right
+        self._wrong: Container[bytes] = ()  # entries that regions may have after that
         self._before = genesis_check  # name of the entry before those in memory; the own region has it
         self._lost: FenceError | None = None
         self._changed = asyncio.Condition()
@@ -72,18 +86,18 @@ class Replication:
     # ---- claiming
 
     async def claim(self, chain: Chain, wanted: Callable[[], bool]) -> list[Packed] | None:
-        """Shut everybody else out of a majority of regions; the entries that follow ``chain``, to be folded.
+        """Shut all others out of a majority of regions. Return the entries that follow ``chain``, to be folded.
 
-        They are part of what the log is from now on, whether or not they were committed before. None: it is no longer
-        ``wanted``, while there is no majority.
+        Those that are right are part of the log from now on, committed before or not. None: it is no longer ``wanted``, while
+        there is no majority.
 
         Raises:
-            OutbidError: it is to be done again: somebody else is at it, or the own region is too far behind.
+            OutbidError: it has to be done again: another syncer is at it, or the own region is too far behind.
         """
-        tips: dict[str, Tip] = {}
-        claims = [asyncio.ensure_future(self._claim(place, tips)) for place in self._places.values()]
+        log_heads: dict[str, LogHead] = {}
+        claims = [asyncio.ensure_future(self._claim(place, log_heads)) for place in self._places.values()]
         try:
-            while len(tips) < self.regions.majority or self.regions.own not in tips:
+            while len(log_heads) < self.regions.majority or self.regions.own not in log_heads:
                 if not wanted():
                     return None
                 done, _ = await asyncio.wait(claims, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -92,47 +106,51 @@ class Replication:
                 claims = [task for task in claims if not task.done()]
         finally:
             await end(*claims)
-        chosen = best(tips, self.regions.own)
+        chosen = best(log_heads, self.regions.own)
         source = await self.regions.log(chosen)
-        path = await patiently(lambda: self._between(source, chain, tips[chosen]), self.log)
+        path = await until_available(lambda: self._between(source, chain, log_heads[chosen]), self.log)
         if path is None:
             # the own region is so far behind that the entries between are gone elsewhere
-            await source.jump(self.fragment, self.regions.home, self._places[self.regions.own].fence)
+            await source.region.install_snapshot(self.fragment, self.regions.home.region, self._places[self.regions.own].fence)
             raise OutbidError(f"fragment {self.fragment}: the own region was far behind, and has a keyframe now", self.epoch)
-        self._before = chain.head
-        for packed in path:
-            self._add(packed)
         return path
 
-    async def _claim(self, place: _Place, tips: dict[str, Tip]) -> None:
-        log, complained = await self.regions.log(place.region), False
+    def go_on(self, chain: Chain, path: Sequence[Packed], wrong: Container[bytes]) -> None:
+        """Take up the log where ``chain`` is, after ``path``; in regions where it ends with ``wrong`` entries, before those."""
+        self._before = path[0].previous if path else chain.head
+        self._end, self._wrong = (chain.head, chain.version), wrong
+        for packed in path:
+            self._add(packed)
+
+    async def _claim(self, place: _Place, log_heads: dict[str, LogHead]) -> None:
+        log, complaint = await self.regions.log(place.region), Complaint(self.log)
         while True:
             try:
-                tip, epoch, head = await log.tip(self.fragment, self.genesis_check)
+                log_head, epoch, head = await log.region.log_head(self.fragment, self.genesis_check, self._known_epoch)
                 if epoch >= self.epoch:
                     raise OutbidError(f"fragment {self.fragment}: region {place.region} is at epoch {epoch}", epoch)
-                place.fence = await log.claim(self.fragment, self.epoch, self.syncer, tip, head)
-                tips[place.region] = tip
+                place.fence = await log.region.claim(self.fragment, self.epoch, self.syncer, log_head, head)
+                log_heads[place.region] = log_head
                 return
             except OutbidError:
                 raise
             except BrokerError as error:
-                complained = self._complain(place, error, complained)
+                self._failed(place, error, complaint)
                 self.log.debug("claim_retried", fragment=self.fragment, other_region=place.region, reason=str(error))
                 await asyncio.sleep(RETRY_S)
 
-    async def _between(self, source: Log, chain: Chain, tip: Tip) -> list[Packed] | None:
-        """The entries of the chosen log after ``chain``'s head, up to its tip; None: it does not have them all any more."""
-        if tip.check == chain.head:
+    async def _between(self, source: Log, chain: Chain, log_head: LogHead) -> list[Packed] | None:
+        """Return the entries of the chosen log after ``chain``'s head, up to its tip; None: it does not have all of them."""
+        if log_head.entry_hash == chain.head:
             return []
         home = source is self.regions.home
-        start = chain.sequence if home else await source.before(self.fragment, chain.version)
-        return await self._path(source, start, tip.sequence, chain.head, tip.check)
+        start = chain.sequence if home else await source.region.before(self.fragment, chain.version)
+        return await self._path(source, start, log_head.sequence, chain.head, log_head.entry_hash)
 
     async def _path(self, source: Log, start: int, stop: int, after: bytes, last: bytes) -> list[Packed] | None:
-        """The entries after the one named ``after`` up to the one named ``last``; None: the log does not have them all."""
-        held: Undecided[Packed] = Undecided(None)
-        async for packed in source.stored(self.fragment, start + 1, stop):
+        """Return the entries after the one named ``after`` up to the one named ``last``; None: the log does not have all."""
+        held: UncommittedEntries[Packed] = UncommittedEntries(None)
+        async for packed in source.entries.stored(self.fragment, start + 1, stop):
             held.add(packed)
         path = held.path(last)
         names = [packed.previous for packed in path]
@@ -141,23 +159,23 @@ class Replication:
     # ---- writing
 
     def begin(self, group: asyncio.TaskGroup) -> None:
-        """Have the writers at work."""
+        """Start the writers."""
         self._writers = [group.create_task(self._write(place)) for place in self._places.values()]
 
     async def stop(self) -> None:
-        """Write no more; who waits for an append is told so."""
+        """Write no more; an append that waits fails."""
         await end(*self._writers)
         if self._lost is None:
             await self._lose(FenceError(f"fragment {self.fragment}: {self.syncer} writes it no more"))
 
     async def append(self, record: Record, inline: bytes, parts: Sequence[bytes]) -> int:
-        """Append an entry and wait until it is committed; its sequence in the own region's stream.
+        """Append an entry and wait until it is committed. Return its sequence in the own region's stream.
 
         Raises:
-            FenceError: the fragment is another owner's now. Whether the entry is committed is for that one to find out.
+            FenceError: the fragment is another owner's now, which finds out whether the entry is committed.
         """
-        pieces = [part[messages.ATTEMPT_BYTES :] for part in parts]
-        number = self._add(Packed(record, messages.check_of(record, self.regions.run.identity), 0, inline, pieces))
+        pieces = [part[ATTEMPT_BYTES:] for part in parts]
+        number = self._add(Packed(record, framing.check_of(record, self.regions.run.identity), 0, inline, pieces))
         async with self._changed:
             self._changed.notify_all()
             await self._changed.wait_for(lambda: self._lost is not None or self.committed >= number)
@@ -181,23 +199,22 @@ class Replication:
             self.log.warning("regions_behind", fragment=self.fragment, regions=away)
 
     def waits_s(self, region: str, now_s: float) -> float:
-        """For how long the oldest entry that a region misses has waited; 0 while it is brought up to date after an absence."""
+        """Return for how long the oldest entry that a region misses has waited; 0 while it catches up after an absence."""
         place = self._places[region]
         missing = range(max(place.stored + 1, self._numbered - len(self._entries)), self._numbered)
-        return now_s - self._made_s[missing[0] - self._numbered] if missing and place.level else 0.0
+        return now_s - self._entries[missing[0] - self._numbered].made_s if missing and place.level else 0.0
 
     def away(self, region: str) -> None:
-        """A region cannot be reached: what it misses by the time that it can be waits for no fault of its link's."""
+        """Note that a region cannot be reached: entries that it misses from now on do not wait because of its link's rate."""
         self._places[region].level = False
 
     def _add(self, packed: Packed) -> int:
-        self._entries.append(packed)
-        self._made_s.append(asyncio.get_running_loop().time())
+        self._entries.append(_Queued(packed, asyncio.get_running_loop().time()))
         self._numbered += 1
         return self._numbered - 1
 
     async def _write(self, place: _Place) -> None:
-        log, complained = await self.regions.log(place.region), False
+        log, complaint = await self.regions.log(place.region), Complaint(self.log)
         while self._lost is None:
             try:
                 if place.at is None:
@@ -212,7 +229,7 @@ class Replication:
                 else:
                     async with self._changed:
                         await self._changed.wait_for(lambda: self._has_work(place))
-                complained = False
+                complaint.over()
             except OutbidError as error:
                 await self._lose(error)
             except (FenceError, RewoundError):
@@ -222,20 +239,18 @@ class Replication:
                 place.at = None
                 await asyncio.sleep(DAMAGED_RETRY_S)
             except BrokerError as error:
-                complained = self._complain(place, error, complained)
+                self._failed(place, error, complaint)
                 await asyncio.sleep(RETRY_S)
 
-    def _complain(self, place: _Place, error: BrokerError, complained: bool) -> bool:
-        """A region stored nothing: say once if it has no room; whether that is said."""
+    def _failed(self, place: _Place, error: BrokerError, complaint: Complaint) -> None:
+        """Note that a region stored nothing, and complain if it has no room; one that is away needs no word."""
         self.regions.tried(place.region, stored=False)
-        if complained or not isinstance(error, StorageFullError):
-            return complained
-        self.log.error("storage_full", fragment=self.fragment, other_region=place.region, reason=str(error))
-        return True
+        if isinstance(error, StorageFullError):
+            complaint.error("storage_full", fragment=self.fragment, other_region=place.region, reason=str(error))
 
     def _is_behind(self, place: _Place) -> bool:
         """Whether a region misses more than the newest entry."""
-        last = self._entries[-1].previous if self._entries else self._newest
+        last = self._entries[-1].packed.previous if self._entries else self._newest
         return bool(place.older) or place.at not in (self._newest, last)
 
     async def _catch_up(self, place: _Place, log: Log) -> None:
@@ -250,8 +265,8 @@ class Replication:
 
     @property
     def _newest(self) -> bytes:
-        """Name of the last entry that there is."""
-        return self._entries[-1].check if self._entries else self._before
+        """Name of the last entry."""
+        return self._entries[-1].packed.entry_hash if self._entries else self._before
 
     async def _lose(self, error: FenceError) -> None:
         async with self._changed:
@@ -259,14 +274,16 @@ class Replication:
             self._changed.notify_all()
 
     async def _settle(self, place: _Place, log: Log) -> None:
-        """Find out what a region has, and so what is to be stored there next."""
-        tip, epoch, place.fence = await log.tip(self.fragment, self.genesis_check)
+        """Find out the last entry of a region, and so the next one to store there."""
+        log_head, epoch, place.fence = await log.region.log_head(self.fragment, self.genesis_check, self._known_epoch)
         if epoch > self.epoch:
             raise OutbidError(f"fragment {self.fragment}: region {place.region} is at epoch {epoch}, not {self.epoch}", epoch)
-        notice = await log.last_notice(self.fragment)
+        notice = await log.region.last_notice(self.fragment)
         place.older.clear()
-        if self._number(tip.check) is not None or tip.check == self._before:
-            await self._reached(place, tip.check, tip.version, tip.sequence)
+        if log_head.entry_hash in self._wrong:  # it has all that leads up to them
+            await self._reached(place, *self._end, log_head.sequence)
+        elif self._number(log_head.entry_hash) is not None or log_head.entry_hash == self._before:
+            await self._reached(place, log_head.entry_hash, log_head.version, log_head.sequence)
         elif notice is not None:  # and after it, perhaps, a dead branch
             await self._reached(place, notice.check, notice.version, notice.sequence)
         else:
@@ -283,47 +300,54 @@ class Replication:
             self._changed.notify_all()
 
     def _number(self, check: bytes) -> int | None:
-        """The number of an entry that is in memory."""
+        """Return the number of an entry that is in memory; None: it is not."""
         first = self._numbered - len(self._entries)
-        return next((first + index for index, packed in enumerate(self._entries) if packed.check == check), None)
+        return next((first + index for index, entry in enumerate(self._entries) if entry.packed.entry_hash == check), None)
 
     async def _store_next(self, place: _Place, log: Log) -> None:
-        """Store the entry that comes next, from memory; or look for it in the own region's log, if it has left the memory."""
-        packed = next((packed for packed in self._entries if packed.previous == place.at), None)
+        """Store the next entry, from memory; look for it in the own region's log, if it has left the memory."""
+        packed = next((entry.packed for entry in self._entries if entry.packed.previous == place.at), None)
         if packed is None:
             place.older.extend(await self._older(place, log))
             return
-        await self._append(place, log, packed)
+        sequence = await self._append(place, log, packed)
         self.regions.tried(place.region, stored=True)
-        await self._reached(place, packed.check, packed.record.version, place.fence)
+        await self._reached(place, packed.entry_hash, packed.record.version, sequence)
 
-    async def _append(self, place: _Place, log: Log, packed: Packed) -> None:
-        began_s = asyncio.get_running_loop().time()
-        place.fence = await log.append_packed(packed, place.fence)
+    async def _append(self, place: _Place, log: Log, packed: Packed) -> int:
+        """Store an entry in a region, and return its sequence there; claim again what too many entries would hide."""
+        began_s, record = asyncio.get_running_loop().time(), packed.record
+        sequence = place.fence = await log.region.append_packed(packed, place.fence)
         self._took(place, began_s, packed.size_bytes)
+        place.copied = place.copied + 1 if record.epoch < self.epoch else 0
+        if place.copied == MAX_COPIED:
+            log_head = LogHead(record.epoch, record.version, record.closing, packed.entry_hash, sequence)
+            place.fence = await log.region.claim(self.fragment, self.epoch, self.syncer, log_head, sequence)
+            place.copied = 0
+        return sequence
 
     def _took(self, place: _Place, began_s: float, size_bytes: int) -> None:
         self.regions.appends[place.region].done(began_s, asyncio.get_running_loop().time(), size_bytes)
 
     async def _store_older(self, place: _Place, log: Log) -> None:
         packed = place.older[0]
-        await self._append(place, log, packed)
+        sequence = await self._append(place, log, packed)
         place.older.popleft()
-        await self._reached(place, packed.check, packed.record.version, place.fence)
-        if len(place.older) % OLDER_A_NOTICE == 0:  # readers hold back what no notice speaks of, and not without end
-            await log.notice(self.fragment, packed.record.version, packed.record.epoch, packed.check, place.fence)
+        await self._reached(place, packed.entry_hash, packed.record.version, sequence)
+        if len(place.older) % OLDER_A_NOTICE == 0:  # readers hold back entries that no notice names, but only so many
+            await log.region.notice(self.fragment, packed.record.version, packed.record.epoch, packed.entry_hash, sequence)
 
     async def _older(self, place: _Place, log: Log) -> list[Packed]:
-        """The entries that a region misses of those that are not in memory any more, which the own region's log has.
+        """Return the entries that a region misses of those that have left the memory; the own region's log has them.
 
-        If they are gone there, the region gets a keyframe first, and what follows that.
+        If they are gone there, the region gets a keyframe first, and the entries after that.
         """
         home, stop, last = self.regions.home, self._places[self.regions.own].sequence, self._before
         assert place.at is not None
-        path = await self._path(home, await home.before(self.fragment, place.version), stop, place.at, last)
+        path = await self._path(home, await home.region.before(self.fragment, place.version), stop, place.at, last)
         if path is not None:
             return path
-        jumped = await home.jump(self.fragment, log, place.fence)
+        jumped = await home.region.install_snapshot(self.fragment, log.region, place.fence)
         if jumped is None:
             raise AppendUncertainError(f"fragment {self.fragment}: the own region has no keyframe to go on from")
         place.fence = jumped.entry_sequence
@@ -332,22 +356,22 @@ class Replication:
         return []
 
     def _count(self, number: int) -> None:
-        """Commit what a majority holds, the own region among it: entries of the own epoch, and with them all before."""
+        """Commit the entries that a majority with the own region holds: those of the own epoch, and with them all before."""
         held = sum(place.stored >= number for place in self._places.values())
         own = self._places[self.regions.own]
-        entry = self._entries[number - self._numbered]
-        if held >= self.regions.majority and own.stored >= number and entry.record.epoch == self.epoch:
+        record = self._entries[number - self._numbered].packed.record
+        if held >= self.regions.majority and own.stored >= number and record.epoch == self.epoch:
             self.committed = max(self.committed, number)
-        # only the newest stay in memory, once the own region has them; who is further behind reads them there
+        # only the newest stay in memory, once the own region has them; writers of regions further behind read them there
         while len(self._entries) > KEPT and self._numbered - len(self._entries) < min(self.committed, own.stored):
-            self._before = self._entries.popleft().check
-            self._made_s.popleft()
+            self._before = self._entries.popleft().packed.entry_hash
 
     async def _notice(self, place: _Place, log: Log) -> None:
         number = place.stored
-        record, check = self._entries[number - self._numbered].record, self._entries[number - self._numbered].check
+        packed = self._entries[number - self._numbered].packed
+        record = packed.record
         began_s = asyncio.get_running_loop().time()
-        await log.notice(self.fragment, record.version, record.epoch, check, place.sequence)
+        await log.region.notice(self.fragment, record.version, record.epoch, packed.entry_hash, place.sequence)
         self._took(place, began_s, 0)
         async with self._changed:
             place.noticed = number

@@ -6,23 +6,25 @@ import asyncio
 import sys
 from functools import partial
 
-from diloco import membership, observe, service
+from diloco.control import creation
+from diloco.control.creation import Run
 from diloco.errors import SettingsError
-from diloco.identity import Identity
-from diloco.membership import Run
-from diloco.metrics import Exporter
+from diloco.nats.identity import Identity
 from diloco.nats.transport import NatsTransport
-from diloco.observe import Logger
-from diloco.patience import patiently
-from diloco.settings import SyncerSettings
-from diloco.tape import TapeFile
-from diloco.tasks import end
+from diloco.process import observe
+from diloco.process.observe import Logger
+from diloco.process.retry import until_available
+from diloco.process.tape import TapeFile
+from diloco.process.tasks import end
+from diloco.service import skeleton as service
+from diloco.service.metrics import Exporter
+from diloco.settings.service import SyncerSettings
 from diloco_syncer.metrics import ObservedShard
 from diloco_syncer.regions import Connect
 from diloco_syncer.shard import Shard
 from diloco_syncer.sweeper import Sweeper
 
-LEAVE_S = 5.0
+LEAVE_S = 5.0  # to hand fragments over, when the process is asked to end: keyframes of large fragments take a while
 
 
 async def serve(settings: SyncerSettings) -> None:
@@ -39,7 +41,7 @@ async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> N
         connect = _ways(settings, run, transport.identity, log)
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
         exporter.starting = "the first learner, whose model is the run's"
-        fragment_map = await patiently(partial(membership.find_map, run), log)
+        fragment_map = await until_available(partial(creation.find_map, run), log)
         shard = Shard(transport, run, fragment_map, settings, log, tape, connect)
         exporter.observed = ObservedShard(shard, transport, exporter.labels())
         serving = asyncio.ensure_future(shard.serve())
@@ -58,12 +60,12 @@ async def _serve(settings: SyncerSettings, exporter: Exporter, log: Logger) -> N
 
 
 def _ways(settings: SyncerSettings, run: Run, identity: Identity | None, log: Logger) -> dict[str, Connect]:
-    """How to reach the other regions.
+    """Return how to reach the other regions, by name.
 
     Raises:
         SettingsError: one of the others' servers is not known, or of a region that the run does not have.
     """
-    names = run.settings.regions.names
+    names = run.created.regions.names
     others = [name for name in names if name != settings.region]
     unknown = sorted(settings.region_urls.keys() - set(names))
     missing = [name for name in others if name not in settings.region_urls]

@@ -1,9 +1,9 @@
-"""Keeps the stream of offers to what offers can be.
+"""Drop messages from the stream of offers that can be part of no offer.
 
 A learner may write below its own name only, but a NATS server knows of no fragments: one could fill the disk with parts of
-fragments that the run does not have, or with ever more parts of one. Nobody reads such messages, so they are looked for. Who
-has stored any loses all that it has stored: those who go by the protocol never do, and so it is one request for each who does
-not.
+fragments that the run does not have, or with ever more parts of one. Nobody reads such messages, so they are looked for. A
+sender that has stored any loses all that it has stored: one that goes by the protocol never does, and so one request is enough
+for each that does not.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from diloco.core.fragments import FragmentMap
 from diloco.errors import BrokerError
 from diloco.nats import streams
 from diloco.nats.connection import Link
-from diloco.observe import Counted, Logger
+from diloco.process.observe import Counted, Logger
 from diloco.wire import subjects
-from diloco.wire.messages import ATTEMPT_BYTES, PART_BYTES
+from diloco.wire.body import ATTEMPT_BYTES, PART_BYTES
 from diloco.wire.subjects import Subjects
 
-EVERY_S = 30.0
+EVERY_S = 30.0  # from one look to the next: a learner fills no disk in less
 _NEVER = 1 << 62  # a sequence that no message has
 
 
 def most_parts(fragment_map: FragmentMap) -> list[int]:
-    """How many parts an offer may have, by fragment."""
+    """Return by fragment how many parts an offer may have."""
     limits = [codec.packed_limit(quantise.body_bytes(fragment.size, 32)) for fragment in fragment_map.fragments]
     return [-(-limit // (PART_BYTES - ATTEMPT_BYTES)) for limit in limits]
 
@@ -58,7 +58,7 @@ class Sweeper:
                 self.log.debug("not_swept", reason=str(error))
 
     async def sweep(self) -> None:
-        """Drop what is no offer.
+        """Drop the messages that belong to no offer.
 
         Raises:
             BrokerError: the server refuses, or does not answer.

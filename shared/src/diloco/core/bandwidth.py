@@ -1,27 +1,28 @@
-"""How precisely offers and entries cross the links between regions, and how far apart rounds are: what the links have room for.
+"""Precision and pace of a run with regions: bits of offers and entries, and distance of rounds, by the links' capacity.
 
-In a *cycle* of ``round.steps`` inner steps every fragment has a round. What an owner's rounds send in a cycle crosses each link
-on two *ways*: its entries to the other region, and offers of its fragments from there. For each way the achieved rate says for
-what share of a cycle its bytes keep the link busy, the **load**, at every level of
+In a *cycle* of ``round.steps`` inner steps every fragment has a round. An owner's rounds use each link in two directions, its
+*ways*: its entries go to the other region, and offers of its fragments come from there. The **load** of a way is the share of a
+cycle for which its bytes keep the link busy, at the achieved rate. It is computed for every level of
 
     offer_bits or record_bits  ->  fewer bits, down to regions.min_bits  ->  then longer cycles, up to regions.max_pace
 
-and the way goes by a level:
+and the way changes its level:
 
-* worse, at once to the first that fits, when the load is above ``FULL`` at ``BAD_LOOKS`` looks in a row; or by one, when the
-  oldest entry that waits is older than a window (a cycle at this level; ``LATE_S`` at least), and none has come over for as
-  long: there the rate says nothing;
-* better, by one, when the load would be below ``SPARE`` there, and nothing has waited for long, for ``HOLD_WINDOWS`` windows. A
-  step up that had to be undone soon is tried again after twice as long each time; sooner only when the load has halved since.
+* to a worse one: at once to the first that fits, when the load is above ``FULL`` at ``BAD_LOOKS`` looks in a row; or by one,
+  when the oldest entry that waits is older than a window (a cycle at this level; ``LATE_S`` at least), and none has come over
+  for as long: there the rate is unknown;
+* to a better one: by one, when the load would be below ``SPARE`` there, and nothing has waited for long, for ``HOLD_WINDOWS``
+  windows. A step up that soon had to be taken back is tried again after twice as long each time; sooner only when the load has
+  halved since.
 
-``SPARE`` is half of ``FULL``, so that what fits is not left again for a rate that varies by less; and since a direction also
-carries what the owner at its other end reads and writes, about as much again, which nobody sees before the link is busy. That
-there is a queue, of which something comes over, is no reason to go worse: it was made at the level before, and drains where the
-load is below ``FULL``.
+``SPARE`` is half of ``FULL`` for two reasons. A level that fits is not left again when the rate varies by less; and a direction
+also carries the traffic of the owner at its other end, about as much again, which nobody sees before the link is busy. A queue
+from which something comes over is no reason to go worse: it was made at the level before, and drains where the load is below
+``FULL``.
 
-Rejected: going by the time between a round's opening and its answers, of which most is the learners' own steps; by time stamps
-of servers, whose clocks may be minutes apart and jump; and by trying a level out, as TCP does: a link that recovers is told by
-its rate from one that did not, for nothing.
+Rejected: the time between a round's opening and its answers, most of which is the learners' own steps; time stamps of servers,
+whose clocks may be minutes apart and jump; and trying a level out, as TCP does: the rate tells a link that recovered from one
+that did not, at no cost.
 
 Pure: the caller gives the time, of a clock that never goes back, in seconds.
 """
@@ -35,16 +36,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diloco.core.quantise import body_bytes
-from diloco.settings import Bits, RunSettings
+from diloco.settings.run import Bits, RunSettings
 
 FULL = 0.8
 SPARE = 0.4
 BAD_LOOKS = 2
 HOLD_WINDOWS = 2.0
-REGRET_WINDOWS = 8.0  # a step up that was right for so long was not wrong
+REGRET_WINDOWS = 8.0  # a level that held for so long was no mistake
 MAX_DOUBLINGS = 16
-MIN_WINDOW_S = 2.0  # what is shorter says more about the machine than about a link
-LATE_S = 8.0  # a queue that stands still for less may wait for a link that is cut, which is found out by then
+MIN_WINDOW_S = 2.0  # a shorter window measures the machine rather than the link
+LATE_S = 8.0  # a queue that stands still for less may wait for a link that is cut, which is known by then
 # of appends: a smaller one is over in little more than a round trip, whatever the rate
 MIN_BYTES = 4096
 ROUND_TRIPS = 64  # appends of which the least time is that of a round trip
@@ -57,7 +58,7 @@ WayName = Literal["offers", "records"]
 
 @dataclass(frozen=True)
 class Level:
-    """Bits a value, and how many times ``round.steps`` lie between two rounds."""
+    """Bits of a value, and distance of two rounds in times ``round.steps``."""
 
     bits: Bits
     pace: float
@@ -65,7 +66,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Moved:
-    """What came over a link so far, and for how long the link was busy with it."""
+    """Bytes that came over a link so far, and the time for which they kept it busy."""
 
     bytes: int = 0
     busy_s: float = 0.0
@@ -73,61 +74,61 @@ class Moved:
 
 @dataclass(frozen=True)
 class Seen:
-    """One way of a link at one moment."""
+    """State of one way of a link."""
 
     moved: Moved
-    values: int  # that are to go this way in a cycle
-    age_s: float  # of the oldest that waits to
+    values: int  # to go this way in a cycle
+    age_s: float  # of the oldest entry or offer that waits
 
 
 @dataclass(frozen=True)
 class Change:
-    """A way goes by another level from now on; one that is cut counts as if it went by the best."""
+    """Change of a way's level; a way that is cut counts as one at the best level."""
 
     region: str
     way: WayName
     level: Level
     load: float
-    bytes_per_s: float  # infinite: nothing was seen of a rate
+    bytes_per_s: float  # infinite: not measured yet
     age_s: float
     reason: Reason
 
 
 def precisions(best: Bits, settings: RunSettings) -> list[Bits]:
-    """The bits that offers or records may have in a run, where ``best`` is what its settings give them; most first."""
+    """Return the bits that offers or records may have in a run, most first; ``best`` are those of its settings."""
     least = settings.regions.min_bits if settings.adapts else best
     return [bits for bits in BITS if bits == best or least <= bits < best]
 
 
 def possible(best: Bits, settings: RunSettings) -> list[Bits]:
-    """The same, whatever ``regions.min_bits`` is at the moment: it may be changed while offers are on their way."""
+    """Return the same for any ``regions.min_bits``, which may be changed while offers are on their way."""
     return [bits for bits in BITS if bits == best or (settings.adapts and bits < best)]
 
 
 def slowest(settings: RunSettings) -> float:
-    """The longest cycle that a run may have, in times ``round.steps``."""
-    # whoever waits for a version after round.steps takes no step that a later round could wait for
+    """Return the longest cycle that a run may have, in times ``round.steps``."""
+    # a learner that waits for a version after round.steps takes no step that a later round could wait for
     return settings.regions.max_pace if settings.adapts and not settings.round.learners_wait else 1.0
 
 
 def steps_between(settings: RunSettings, pace: float) -> int:
-    """Inner steps between two rounds of a fragment."""
+    """Return the inner steps between two rounds of a fragment."""
     return math.ceil(settings.round.steps * pace)
 
 
 def levels(best: Bits, settings: RunSettings) -> list[Level]:
-    """From the best level to the worst."""
+    """Return all levels, the best one first."""
     bits, longest = precisions(best, settings), slowest(settings)
     paces = [pace for pace in PACES if pace < longest] + ([longest] if longest > 1 else [])
     return [Level(b, 1.0) for b in bits] + [Level(bits[-1], pace) for pace in paces]
 
 
 class Appends:
-    """What rate a region's server takes entries at, found out from when each append was begun and when it was acknowledged.
+    """Rate at which a region's server takes entries, measured from the beginning of each append to its acknowledgement.
 
-    An acknowledgement takes a round trip, which costs no bandwidth: the least time that any of the last appends took. The link
-    was busy with an append from when it could have been acknowledged had it been empty, or when the one before it was, until it
-    was.
+    An acknowledgement takes a round trip, which costs no bandwidth; it is the shortest time of the last appends. The link was
+    busy with an append until its acknowledgement: from the time at which an empty append would have been acknowledged, or, if
+    that is later, from the acknowledgement before it.
     """
 
     def __init__(self) -> None:
@@ -136,7 +137,7 @@ class Appends:
         self._last_s = self._broken_s = -math.inf
 
     def done(self, began_s: float, now_s: float, size_bytes: int) -> None:
-        """An append was acknowledged."""
+        """Note that an append was acknowledged."""
         if began_s <= self._broken_s:
             return
         self._times.append(now_s - began_s)
@@ -146,22 +147,22 @@ class Appends:
             self.moved = Moved(self.moved.bytes + size_bytes, self.moved.busy_s + max(0.0, busy_s))
 
     def broken(self, now_s: float) -> None:
-        """The link is cut: how long what is under way takes says nothing about its rate."""
+        """Note that the link is cut: the duration of appends on their way says nothing about its rate."""
         self._broken_s = now_s
 
 
 class _Way:
-    """One way of one link, and the level that it goes by."""
+    """One way of one link, and its level."""
 
     def __init__(self, levels: list[Level]) -> None:
         self.levels, self.at = levels, 0
         self.load = self._bytes = self._busy_s = 0.0  # the sums forget, over about a window
         self._moved: Moved | None = None
-        self._counted_s = self._waited_s = -math.inf  # when something came over last; when waiting for that began
+        self._counted_s = self._waited_s = -math.inf  # when something came over last; when the wait for it began
         self._bad_looks = 0
-        self._fits_since_s: float | None = None  # since when the level above would
-        self._rose: tuple[float, float] = (-math.inf, 0.0)  # when it last did, and the load that it was to have there
-        self._undone: dict[int, tuple[int, float]] = {}  # by level: how often it was left again soon, and that load
+        self._fits_since_s: float | None = None  # since when the level above would fit
+        self._rose: tuple[float, float] = (-math.inf, 0.0)  # when the level last got better, and the load expected there
+        self._undone: dict[int, tuple[int, float]] = {}  # by level: how often it was soon left again, and that load
 
     @property
     def level(self) -> Level:
@@ -172,11 +173,11 @@ class _Way:
         return self._bytes / self._busy_s if self._busy_s else math.inf
 
     def pause(self, now_s: float) -> None:
-        """The link is cut: nothing follows from it until it is there again, and what waited has had time to go."""
+        """Note that the link is cut: decide nothing until it is back, and its queue has had time to go."""
         self._bad_looks, self._fits_since_s, self._waited_s = 0, None, now_s
 
     def look(self, now_s: float, cycle_s: float, seen: Seen) -> Reason | None:
-        """Go by another level if it is time to; why it was."""
+        """Change the level if it is time to; return the reason."""
         window_s = max(MIN_WINDOW_S, cycle_s * self.level.pace)
         self._count(now_s, seen.moved, window_s)
         self.load = self._load(self.at, cycle_s, seen.values)
@@ -200,14 +201,14 @@ class _Way:
     def _count(self, now_s: float, moved: Moved, window_s: float) -> None:
         before, self._moved = self._moved, moved
         if before is None or moved.bytes <= before.bytes or moved.busy_s < before.busy_s:
-            return  # nothing new, or counted anew
+            return  # nothing new, or the count began again
         kept = math.exp((self._counted_s - now_s) / window_s)
         self._bytes = kept * self._bytes + moved.bytes - before.bytes
         self._busy_s = kept * self._busy_s + moved.busy_s - before.busy_s
         self._counted_s = now_s
 
     def _load(self, at: int, cycle_s: float, values: int) -> float:
-        """The share of a cycle at a level for which its bytes keep the link busy; 0 where nothing is known."""
+        """Return the load at a level; 0 while the rate is unknown."""
         level = self.levels[at]
         return body_bytes(values, level.bits) / (self.bytes_per_s * cycle_s * level.pace)
 
@@ -240,14 +241,14 @@ class _Way:
 class _Link:
     offers: _Way
     records: _Way
-    counts: bool = False  # it is there
+    counts: bool = False  # the link is not cut
 
 
 class Bandwidth:
-    """One owner's ways to and from the other regions, and what follows from them for its rounds."""
+    """One owner's ways to and from the other regions, and the precision and pace of its rounds."""
 
     def __init__(self, settings: RunSettings, regions: Iterable[str]) -> None:
-        """``regions``: the others; none where nothing adapts."""
+        """Begin at the best levels. ``regions``: the others; none in a run that does not adapt."""
         codec = settings.codec
         self._settings = settings
         self._links = {
@@ -257,13 +258,13 @@ class Bandwidth:
 
     @property
     def record_bits(self) -> Bits:
-        """Of the next entries, which go to all regions alike."""
+        """Bits of the next entries, which go to all regions alike."""
         present = (link.records.level.bits for link in self._links.values() if link.counts)
         return min(present, default=self._settings.codec.record_bits)
 
     @property
     def pace(self) -> float:
-        """How many times ``round.steps`` lie between two rounds."""
+        """Distance of two rounds in times ``round.steps``."""
         present = (link for link in self._links.values() if link.counts)
         return max((way.level.pace for link in present for way in (link.offers, link.records)), default=1.0)
 
@@ -274,15 +275,15 @@ class Bandwidth:
 
     @property
     def offer_bits(self) -> list[tuple[str, Bits]]:
-        """The regions whose offers are to have fewer bits than the settings give them."""
+        """Regions whose offers shall have fewer bits than the settings give them, with these bits."""
         best = self._settings.codec.offer_bits
         wanted = ((region, link.offers.level.bits) for region, link in self._links.items())
         return sorted((region, bits) for region, bits in wanted if bits != best)
 
     def look(self, now_s: float, cycle_s: float, seen: Mapping[str, tuple[Seen, Seen]]) -> list[Change]:
-        """Look at the links, about once a second: what has changed. ``seen``: the offers' way and the records', by region.
+        """Look at the links, about once a second; return the changes. ``seen``: the offers' way and the records', by region.
 
-        A region that is not in ``seen`` is cut off: it keeps its levels and holds nobody up.
+        A region that is not in ``seen`` is cut off: it keeps its levels and delays nobody.
         """
         changes: list[Change] = []
         for region, link in self._links.items():

@@ -1,10 +1,12 @@
-"""One fragment's log as far as a reader has checked it: which entry may follow, and what the log says of each learner.
+"""One fragment's log as far as a reader has checked it: the entries that may follow, and the accounts of each learner.
 
-Entries are hash-chained (each names the check of the one before) and carry an epoch that a new owner raises with a
+Entries are hash-chained (each names the hash of the one before) and carry an epoch that a new owner raises with a
 takeover entry. The invariants: versions follow one another without a gap; an epoch never falls; no offer is merged twice,
 because a learner's (incarnation, number) only grows; token totals add up; nothing but a takeover follows a closing version.
-A takeover may pass over epochs: those of owners who claimed the fragment (:mod:`diloco.core.quorum`) and never wrote.
-A rollback makes a version, too, which has the state of an earlier one; what was made on a version before it is merged no more.
+A takeover raises the epoch by one; in a run with regions it may pass over those of syncers that claimed the fragment
+(:mod:`diloco.core.quorum`) and never wrote, but not over so many that an epoch is ever used up.
+A rollback makes a version, too, with the state of an earlier one; offers made on versions before it are merged no more.
+A repair is a rollback that may go back to the newest version, and takes the ends of shares back, too.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from dataclasses import dataclass, field
 
 from diloco.core import ranges
 from diloco.errors import ChainError
-from diloco.wire.messages import Cursor, Genesis, Keyframe, Record, RolledBack
+from diloco.wire.entries import Cursor, Genesis, Keyframe, Record, RolledBack
 
 NO_ENTRY = bytes(32)
+MAX_WRONG = 1024  # entries of a fragment that are remembered: their writer is replaced after the first few
 
 
 @dataclass
@@ -35,15 +38,16 @@ class Chain:
     cursors: dict[str, Cursor] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)  # by share of the data: the batch after the last one merged
     rolled_back: RolledBack | None = None  # the last time
+    epoch_step: int = 1  # most by which a takeover raises the epoch
 
     @classmethod
-    def from_genesis(cls, fragment: int, genesis: Genesis, check: bytes) -> Chain:
-        """The head that the first entry follows; sequence 0, since no entry of this fragment exists yet."""
-        return cls(fragment, 0, 0, check, 0, genesis.fragments[fragment])
+    def from_genesis(cls, fragment: int, genesis: Genesis, check: bytes, epoch_step: int = 1) -> Chain:
+        """Return the head that the first entry follows; sequence 0, since no entry of this fragment exists yet."""
+        return cls(fragment, 0, 0, check, 0, genesis.fragments[fragment], epoch_step=epoch_step)
 
     @classmethod
-    def from_keyframe(cls, keyframe: Keyframe) -> Chain:
-        """The head that the entry after a keyframe (not one of version 0 before genesis) follows."""
+    def from_keyframe(cls, keyframe: Keyframe, epoch_step: int = 1) -> Chain:
+        """Return the head that the entry after a keyframe follows; the keyframe is not one of version 0."""
         return cls(
             keyframe.fragment,
             keyframe.version,
@@ -57,24 +61,29 @@ class Chain:
             {cursor.learner: cursor for cursor in keyframe.cursors},
             dict(keyframe.ends),
             keyframe.rolled_back,
+            epoch_step,
         )
 
     @property
     def floor(self) -> int:
-        """The oldest version that an offer may be made on: the one that the last rollback made."""
+        """Oldest version that an offer may be made on: that of the last rollback."""
         return self.rolled_back.version if self.rolled_back else 0
 
     @property
     def change(self) -> int:
-        """Number of the run's last change that made this log go back."""
+        """Number of the run's last change that made this log go back, by a rollback or a repair."""
         return self.rolled_back.change if self.rolled_back else 0
 
     def must_go_back(self, change: int, version: int) -> bool:
         """Whether a change of the run that takes this fragment back to a version is still to be carried out here."""
         return change > self.change and self.version > version and not self.closed
 
+    def must_repair(self, change: int, version: int) -> bool:
+        """Whether a change of the run that repairs this fragment from a version is still to be carried out here."""
+        return change > self.change and self.version >= version and not self.closed
+
     def cursor(self, learner: str) -> tuple[int, int]:
-        """(incarnation, number) of the learner's last merged offer; (0, 0) if none was."""
+        """Return (incarnation, number) of the learner's last merged offer; (0, 0) if none was."""
         cursor = self.cursors.get(learner)
         return (cursor.incarnation, cursor.number) if cursor else (0, 0)
 
@@ -82,18 +91,18 @@ class Chain:
         """Refuse an entry that may not follow the head.
 
         Raises:
-            ChainError: naming the fragment, the rule, what was expected and what came.
+            ChainError: the fragment, the rule, the expected and the actual value are named.
         """
         makes_version, merges = record.makes_version, record.entry == "version"
         version = self.version + makes_version
-        takes, back = record.entry == "takeover", record.rolled_back
+        back = record.rolled_back
         names = [member.learner for member in record.members]
         merged = self.tokens_merged + sum(member.tokens for member in record.members)
         rules: list[tuple[str, object, object]] = [
             ("fragment", self.fragment, record.fragment),
             ("hash of the entry before", self.head.hex()[:16], record.previous.hex()[:16]),
             ("version", version, record.version),
-            ("epoch", max(record.epoch, self.epoch + 1) if takes else self.epoch, record.epoch),
+            ("epoch", self._epoch_after(record), record.epoch),
             ("members in order, each once", sorted(set(names)), names),
             ("merged tokens", merged, record.tokens_merged),
             ("lost tokens", self._lost_after(record), record.tokens_lost),
@@ -101,12 +110,19 @@ class Chain:
             ("members where it merges", merges, bool(names)),
             ("nothing but takeovers after closing", False, self.closed and record.entry != "takeover"),
             ("closing", record.entry == "close" or (merges and record.closing), record.closing),
+            ("the state before where it makes no version", makes_version or self.state_hash == record.state_hash, True),
         ]
         if back is not None:
             rules += [
                 ("version that a rollback makes", version, back.version),
-                ("an earlier version to go back to", True, back.to_version < self.version),
+                ("an earlier version to go back to", True, back.to_version < self.version + (record.repaired is not None)),
                 ("a change after those that were carried out", True, back.change > self.change),
+            ]
+        if record.repaired is not None:
+            ends = record.repaired.ends
+            rules += [
+                ("shares in order, each once", sorted(dict(ends).items()), ends),
+                ("ends of shares that are not beyond those before", [], [e for e in ends if e[1] > self.ends.get(e[0], 0)]),
             ]
         for rule, expected, came in rules:
             if expected != came:
@@ -131,6 +147,8 @@ class Chain:
         self.tokens_merged, self.tokens_lost, self.state_hash = record.tokens_merged, record.tokens_lost, record.state_hash
         self.closed, self.rolled_back = self.closed or record.closing, record.rolled_back or self.rolled_back
         self.ends = ranges.ends((held for member in record.members for held in member.data), self.ends)
+        if record.repaired is not None:
+            self.ends = dict(record.repaired.ends)
         for member in record.members:
             old = self.cursors.get(member.learner)
             self.cursors[member.learner] = Cursor(
@@ -140,21 +158,66 @@ class Chain:
                 (old.versions if old else 0) + 1,
                 (old.tokens if old else 0) + member.tokens,
                 member.lost_tokens,
+                (old.steps if old else 0) + member.steps,
             )
 
     def totals_with(self, members: Iterable[tuple[str, int, int]]) -> tuple[int, int]:
-        """Merged and lost tokens after a version with ``members``: (learner, tokens, lost tokens so far) each."""
+        """Return merged and lost tokens after a version with ``members``: (learner, tokens, lost tokens so far) each."""
         members = list(members)
         lost = {name: cursor.lost_tokens for name, cursor in self.cursors.items()} | {name: lost for name, _, lost in members}
         return self.tokens_merged + sum(tokens for _, tokens, _ in members), sum(lost.values())
 
     def keyframe_cursors(self) -> list[Cursor]:
-        """The cursors in the order in which a keyframe carries them."""
+        """Return the cursors in the order in which a keyframe carries them."""
         return [self.cursors[name] for name in sorted(self.cursors)]
 
     def keyframe_ends(self) -> list[tuple[int, int]]:
-        """How far the data was merged, in the order in which a keyframe carries it."""
+        """Return (share, first batch not merged) in the order in which a keyframe carries them."""
         return sorted(self.ends.items())
+
+    def _epoch_after(self, record: Record) -> int:
+        """Return the epoch that an entry may have: its own, or the nearest one to that."""
+        if record.entry != "takeover":
+            return self.epoch
+        return min(max(record.epoch, self.epoch + 1), self.epoch + self.epoch_step)
 
     def _lost_after(self, record: Record) -> int:
         return self.totals_with((m.learner, m.tokens, m.lost_tokens) for m in record.members)[1]
+
+
+class WrongEntries:
+    """The wrong entries of a fragment that a reader has met, and the entries that follow them; by hash, the newest ones.
+
+    Their writer goes on from a state that nobody else has. All readers pass over them, and over keyframes that stand after one.
+    """
+
+    def __init__(self) -> None:
+        self.newest: Record | None = None  # the newest that follows the log, and is wrong by itself
+        self.vouchers: set[str] = set()  # learners that have folded it to the state which it states, as later entries say
+        self._hashes: dict[bytes, None] = {}
+
+    def __contains__(self, entry_hash: object) -> bool:
+        return entry_hash in self._hashes
+
+    def add(self, record: Record, entry_hash: bytes) -> None:
+        """Note that an entry is wrong."""
+        self.newest = record
+        self.vouchers.clear()
+        self._remember(entry_hash)
+
+    def note(self, record: Record, entry_hash: bytes) -> bool:
+        """Return whether an entry is one of these, or follows one; it is one of them then."""
+        if record.previous in self:
+            self._remember(entry_hash)
+            if self.newest is not None:  # owners check that an offer states the hash of its base
+                self.vouchers |= {m.learner for m in record.members if m.base_version >= self.newest.version}
+        return entry_hash in self
+
+    def stand_after(self, chain: Chain) -> Record | None:
+        """Return the wrong entry by which a log ends, for as long as nobody has taken the fragment over from its writer."""
+        return self.newest if self.newest is not None and self.newest.epoch >= chain.epoch else None
+
+    def _remember(self, entry_hash: bytes) -> None:
+        self._hashes[entry_hash] = None
+        if len(self._hashes) > MAX_WRONG:
+            del self._hashes[next(iter(self._hashes))]

@@ -1,11 +1,11 @@
-"""Changes of a run while it goes on: a list that only grows, and what follows from it.
+"""Changes of a run while it goes on: a list that only grows, and its fold.
 
-A run's settings stay as it was created with them: their digest is its identity. What an operator or a syncer changes
-afterwards is a numbered record, chained to the one before it by its hash, so that everybody who reads the list comes to the
-same state, and nobody can take a record out. :class:`Effective` is the fold of the list.
+A run keeps the settings with which it was created: their digest is its identity. A later change by an operator or a syncer is
+a numbered record, chained to the one before it by its hash. So all readers of the list come to the same state, and nobody can
+take a record out. :class:`Effective` is the fold of the list.
 
-Only what decides neither the hashes nor the bits of what is folded can be set (:data:`SETTABLE`); the token budget, which the
-learning rate follows, has an action of its own, and learners' tapes say from which step on each went by which record.
+Only settings on which neither hashes nor bits of versions depend can be set (:data:`SETTABLE`). The token budget, which the
+learning rate follows, has an action of its own; learners' tapes have the step from which on each record was in force.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from blake3 import blake3
 from msgspec import Meta, Struct
 
 from diloco.errors import ChainError, FormatError, RunError, SettingsError
-from diloco.settings import RunSettings, all_names, changed_settings, nearest
-from diloco.wire.messages import MAX_FRAGMENTS, Count, FragmentIndex, Hash, MemberName, Seconds
+from diloco.settings.presets import changed_settings
+from diloco.settings.run import RunSettings
+from diloco.settings.validation import all_names, nearest
+from diloco.wire.fields import MAX_FRAGMENTS, Count, FragmentIndex, Hash, MemberName, Seconds
 
 MAX_CHANGES = 4096
 MAX_BYTES = 1 << 19  # of the whole list: half of what a key may hold
@@ -60,9 +62,12 @@ SETTABLE = (
     "regions.max_pace",
     "quarantine.factor",
     "quarantine.offers",
+    "quarantine.merge_factor",
 )
 _NEW_RUN = "it decides what every member trains or folds, bit by bit, and with that the run's identity; begin a new run with it"
-_WITH_START = "it is settled when services start; stop the run, and go on with diloco up NEW --resume DIR --set {key}=..."
+_WITH_START = (
+    "it is settled when services start; stop the run, and go on with diloco up --run-dir NEW --resume DIR --set {key}=..."
+)
 _WITH_START_KEYS = ("log.", "regions.")
 
 
@@ -71,50 +76,58 @@ class _Action(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
 
 
 class Set(_Action, frozen=True, tag="set"):
-    """A setting has another value from now on."""
+    """Give a setting another value."""
 
     key: Key
     value: Value
 
 
 class Tokens(_Action, frozen=True, tag="tokens"):
-    """The run's token budget is another one."""
+    """Give the run another token budget."""
 
     budget: Annotated[int, Meta(ge=1, le=10**18)]
 
 
 class Eject(_Action, frozen=True, tag="eject"):
-    """A learner takes no part any more: its offers are refused, nobody waits for it, and it ends."""
+    """Exclude a learner: its offers are refused, nobody waits for it, and it ends."""
 
     learner: MemberName
 
 
 class Quarantine(_Action, frozen=True, tag="quarantine"):
-    """A learner's outer gradients are outliers: as if ejected, but it trains on and may be looked at."""
+    """Exclude a learner whose outer gradients are outliers; it trains on, so that it can be examined."""
 
     learner: MemberName
     fragment: FragmentIndex
     norm: Norm  # of its offer
-    threshold: Norm  # what it was above
+    threshold: Norm  # that the norm exceeds
 
 
 class Readmit(_Action, frozen=True, tag="readmit"):
-    """A learner that was ejected or quarantined takes part again."""
+    """Let an ejected or quarantined learner take part again."""
 
     learner: MemberName
 
 
 class Rollback(_Action, frozen=True, tag="rollback"):
-    """Fragments go back to what they were at a version.
+    """Take fragments back to their states at a version.
 
-    They are named, since a fragment that is not beyond it by now may be by the time that its owner hears of this.
+    The record names the fragments, since others may pass that version before their owners read it.
     """
 
     version: Count
     fragments: Annotated[list[FragmentIndex], Meta(min_length=1, max_length=MAX_FRAGMENTS)]
 
 
-Action: TypeAlias = Set | Tokens | Eject | Quarantine | Readmit | Rollback
+class Repair(_Action, frozen=True, tag="repair"):
+    """Have a fragment go on from a version, the newest one or an earlier one, by an entry behind all that its subject holds."""
+
+    fragment: FragmentIndex
+    version: Count
+    sequence: Count  # label: of the message for which it is repaired; 0: none
+
+
+Action: TypeAlias = Set | Tokens | Eject | Quarantine | Readmit | Rollback | Repair
 
 
 class Change(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -129,13 +142,13 @@ class Change(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
 
     @property
     def label(self) -> str:
-        """Who made it, and why, as messages name it."""
+        """Author and reason, as messages name them."""
         return f"change {self.number} by {self.author}" + (f": {self.reason}" if self.reason else "")
 
 
 @dataclass(frozen=True)
 class Changes:
-    """The list as it is stored. Records are kept as the bytes that were hashed."""
+    """The stored list. Records are kept as the bytes that were hashed."""
 
     run: bytes  # the run's identity
     records: tuple[Change, ...] = ()
@@ -143,39 +156,43 @@ class Changes:
 
     @property
     def head(self) -> bytes:
-        """What the next record names as the one before it."""
+        """Hash of the last record, which the next one names as its previous one."""
         return blake3(_DOMAIN + (self.packed[-1] if self.packed else self.run)).digest()
 
     def pack(self) -> bytes:
-        """The value that is stored."""
+        """Return the stored form."""
         return msgspec.msgpack.encode(self.packed)
 
     def extends(self, other: Changes) -> bool:
-        """Whether this is ``other``, or goes on from it."""
+        """Whether this list is ``other``, or continues it."""
         return self.packed[: len(other.packed)] == other.packed
 
     def without_rollbacks(self, version: int, carried_out: Sequence[int]) -> Changes:
-        """The list up to the first order that would take a log, which begins again at ``version``, back behind that.
+        """Return the list before the first order to roll back behind ``version``, or to repair, that the log does not have.
 
-        ``carried_out``: by fragment, the change by which its log was rolled back last.
+        The log begins again at ``version``. ``carried_out``: by fragment, the change by which its log was rolled back last.
         """
         for change in self.records:
             action, kept = change.action, change.number - 1
-            if not isinstance(action, Rollback) or action.version >= version:
+            if isinstance(action, Repair):
+                fragments = [action.fragment]
+            elif isinstance(action, Rollback) and action.version < version:
+                fragments = action.fragments
+            else:
                 continue
-            if any(number < change.number for index, number in enumerate(carried_out) if index in action.fragments):
+            if any(number < change.number for index, number in enumerate(carried_out) if index in fragments):
                 return replace(self, records=self.records[:kept], packed=self.packed[:kept])
         return self
 
     def then(self, action: Action, *, at_s: float, author: str, reason: str = "") -> Changes:
-        """The list with a record more.
+        """Return the list with one more record.
 
         Raises:
             RunError: the reason or the author cannot be stored, or the list is full.
         """
         number = len(self.records) + 1
         try:
-            # by way of the wire, which has the bounds
+            # encoded and decoded, which checks the bounds
             change = _decode(msgspec.msgpack.encode((number, self.head, at_s, author, reason, action)), f"change {number}")
         except (FormatError, UnicodeEncodeError) as error:
             raise RunError(f"{error}; a reason is one line of at most {MAX_REASON} characters") from None
@@ -189,37 +206,69 @@ class Changes:
 
 
 def unpack(data: bytes, run: bytes) -> Changes:
-    """What :meth:`Changes.pack` gave, checked record by record. ``run``: the run's identity.
+    """Return the list that :meth:`Changes.pack` wrote, checked record by record. ``run``: the run's identity.
 
     Raises:
-        FormatError: it is no such list.
+        FormatError: the bytes are no such list.
         ChainError: a record does not follow the one before it.
     """
     if len(data) > MAX_BYTES:
         raise FormatError(f"the run's changes: {len(data)} bytes, at most {MAX_BYTES} are possible")
     try:
-        packed = msgspec.msgpack.decode(data, type=_Packed)
+        packed = _PACKED_DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise FormatError(f"the run's changes: {error}") from None
+    changes, fault = _joined(packed, run)
+    if fault is not None:
+        raise fault
+    return changes
+
+
+_PACKED_DECODER = msgspec.msgpack.Decoder(
+    Annotated[list[Annotated[bytes, Meta(max_length=MAX_CHANGE_BYTES)]], Meta(max_length=MAX_CHANGES)]
+)
+_CHANGE_DECODER = msgspec.msgpack.Decoder(Change)
+
+
+def readable(data: bytes, run: bytes, settings: RunSettings) -> Changes:
+    """Return the changes before the first one of a stored list that is damaged, does not follow, or cannot be in force.
+
+    Of what is no list there are none. ``settings``: those that the run was created with.
+    """
+    try:
+        listed, _ = _joined(_PACKED_DECODER.decode(data[:MAX_BYTES]), run)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return Changes(run)
+    effective = Effective(settings)
+    for kept, change in enumerate(listed.records):
+        try:
+            effective = effective.after(change)
+        except SettingsError:
+            return replace(listed, records=listed.records[:kept], packed=listed.packed[:kept])
+    return listed
+
+
+def _joined(packed: Sequence[bytes], run: bytes) -> tuple[Changes, FormatError | ChainError | None]:
+    """Return the list of these records up to the first one that is damaged or does not follow, and what is wrong with that."""
     changes = Changes(run)
     for item in packed:
         number = len(changes.records) + 1
-        change = _decode(item, f"change {number}")
+        try:
+            change = _decode(item, f"change {number}")
+        except FormatError as error:
+            return changes, error
         if change.number != number or change.previous != changes.head:
-            raise ChainError(
+            return changes, ChainError(
                 f"change {number}: expected number {number} after {changes.head.hex()[:16]}, got number {change.number} after "
                 f"{change.previous.hex()[:16]}"
             )
         changes = replace(changes, records=(*changes.records, change), packed=(*changes.packed, item))
-    return changes
-
-
-_Packed = Annotated[list[Annotated[bytes, Meta(max_length=MAX_CHANGE_BYTES)]], Meta(max_length=MAX_CHANGES)]
+    return changes, None
 
 
 def _decode(data: bytes, what: str) -> Change:
     try:
-        change = msgspec.msgpack.decode(data, type=Change)
+        change = _CHANGE_DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise FormatError(f"{what}: {error}") from None
     action = change.action
@@ -231,20 +280,21 @@ def _decode(data: bytes, what: str) -> Change:
 
 @dataclass(frozen=True)
 class Effective:
-    """What is in force after ``number`` changes."""
+    """State of a run after ``number`` changes: settings in force, and excluded learners."""
 
     settings: RunSettings
     number: int = 0
-    ejected: Mapping[str, Change] = field(default_factory=dict)  # by learner: what ejected it
+    ejected: Mapping[str, Change] = field(default_factory=dict)  # by learner: the change that ejected it
     quarantined: Mapping[str, Change] = field(default_factory=dict)
     rollbacks: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     # by fragment: the newest change that orders it back, and to which version
+    repairs: Mapping[int, tuple[int, Repair]] = field(default_factory=dict)  # by fragment: the newest such change
 
     def after(self, change: Change) -> Effective:
-        """What is in force once ``change``, the next one, is.
+        """Return the state after ``change``, the next one.
 
         Raises:
-            SettingsError: it sets what cannot be set, or to what cannot be.
+            SettingsError: it sets a fixed setting, or an impossible value.
         """
         assert change.number == self.number + 1, (change.number, self.number)
         return replace(self._after(change), number=change.number)
@@ -258,26 +308,28 @@ class Effective:
         if isinstance(action, Rollback):
             orders = dict.fromkeys(action.fragments, (change.number, action.version))
             return replace(self, rollbacks=dict(self.rollbacks) | orders)
+        if isinstance(action, Repair):
+            return replace(self, repairs=dict(self.repairs) | {action.fragment: (change.number, action)})
         ejected = {name: other for name, other in self.ejected.items() if name != action.learner}
         quarantined = {name: other for name, other in self.quarantined.items() if name != action.learner}
         if isinstance(action, Eject):
             ejected[action.learner] = change
         elif isinstance(action, Quarantine):
             quarantined[action.learner] = change
-            ejected = dict(self.ejected)  # of a learner that an operator ejected before, nothing changes
+            ejected = dict(self.ejected)  # a learner that an operator ejected before stays ejected
         return replace(self, ejected=ejected, quarantined=quarantined)
 
     @property
-    def barred(self) -> frozenset[str]:
-        """Learners whose offers are refused, and that nobody waits for."""
+    def excluded(self) -> frozenset[str]:
+        """Excluded learners: their offers are refused, and nobody waits for them."""
         return frozenset(self.ejected) | frozenset(self.quarantined)
 
 
 def in_force(settings: RunSettings, changes: Sequence[Change]) -> Effective:
-    """The fold of changes of a run that was created with ``settings``.
+    """Fold the changes of a run that was created with ``settings``.
 
     Raises:
-        SettingsError: one of them sets what cannot be set: it was written by another version, or by somebody else.
+        SettingsError: one of them sets a fixed setting, so another version or a stranger wrote it.
     """
     effective = Effective(settings)
     for change in changes:
@@ -286,10 +338,10 @@ def in_force(settings: RunSettings, changes: Sequence[Change]) -> Effective:
 
 
 def with_setting(settings: RunSettings, key: str, value: Any, source: str) -> RunSettings:
-    """Settings with one that may be changed while a run goes on.
+    """Return settings with another value of one that may be changed while a run goes on.
 
     Raises:
-        SettingsError: it may not be, and why; it is unknown; or the value is out of range, or contradicts another setting.
+        SettingsError: the setting is fixed (with the reason) or unknown, or the value is out of range or contradicts another.
     """
     names = all_names()
     if key not in names:
@@ -313,7 +365,7 @@ def with_setting(settings: RunSettings, key: str, value: Any, source: str) -> Ru
 
 
 def described(change: Change) -> tuple[str, dict[str, Any]]:
-    """The event that a change is in logs, and its fields."""
+    """Return a change as an event of the logs: its name and its fields."""
     action = change.action
     match action:
         case Set():
@@ -329,10 +381,12 @@ def described(change: Change) -> tuple[str, dict[str, Any]]:
             return "learner_quarantined", {"learner": action.learner, "fragment": action.fragment} | norms
         case Rollback():
             return "rollback_ordered", {"version": action.version}
+        case Repair():
+            return "repair_ordered", {"fragment": action.fragment, "version": action.version, "sequence": action.sequence}
 
 
 def text_of(change: Change) -> str:
-    """What a change does, in a line."""
+    """Describe a change in a line."""
     _, values = described(change)
     if "key" in values:
         return f"{values['key']} = {values['value']}"

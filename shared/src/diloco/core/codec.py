@@ -1,4 +1,4 @@
-"""Bodies as they travel: one zstd frame each, sizes bounded before anything is allocated."""
+"""Compression of bodies: one zstd frame each, sizes bounded before anything is allocated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _local = threading.local()  # zstd contexts must not be shared between threads
 
 
 def pack(body: Raw, level: int) -> bytes:
-    """One zstd frame with its content's size in the header."""
+    """Return ``body``, uint8 [bytes], as one zstd frame with its content's size in the header."""
     compressors: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
     if level not in compressors:
         compressors[level] = zstandard.ZstdCompressor(level=level)
@@ -25,15 +25,15 @@ def pack(body: Raw, level: int) -> bytes:
 
 
 def packed_limit(raw_bytes: int) -> int:
-    """Most bytes that a zstd frame of so much content needs (ZSTD_COMPRESSBOUND, rounded up)."""
+    """Return the largest size of a zstd frame of ``raw_bytes`` (ZSTD_COMPRESSBOUND, rounded up)."""
     return raw_bytes + (raw_bytes >> 8) + 1024
 
 
 def unpack(data: bytes | memoryview, expected_bytes: int) -> Raw:
-    """The content of a zstd frame that must hold exactly ``expected_bytes``.
+    """Return the content of a zstd frame, uint8 [expected_bytes].
 
     Raises:
-        FormatError: it states or holds another size, is damaged, or is followed by something.
+        FormatError: it states or holds another size, is damaged, or is followed by further bytes.
     """
     try:
         parameters = zstandard.get_frame_parameters(data)
@@ -56,5 +56,5 @@ def unpack(data: bytes | memoryview, expected_bytes: int) -> Raw:
 
 
 def content_hash(body: Raw) -> bytes:
-    """BLAKE3 (32 bytes) over the uncompressed bytes."""
+    """Return BLAKE3 (32 bytes) over the uncompressed bytes, uint8 [bytes]."""
     return blake3(body.data).digest()

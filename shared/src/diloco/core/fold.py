@@ -1,7 +1,7 @@
 """A fragment's parameters and outer momentum as a fold of its log.
 
-Everybody (syncers, learners, standbys, verifiers) folds the same entries with the same kernels and arrives at the same
-bits, which the hash in each entry proves. A body must have passed :func:`diloco.core.quantise.validate`.
+Syncers, learners, standbys and verifiers fold the same entries with the same kernels and arrive at the same bits, which the
+hash in each entry proves. A body must have passed :func:`diloco.core.quantise.validate`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from diloco.core import outer, quantise
 from diloco.core.chain import Chain
 from diloco.core.outer import NESTEROV, Optimizer
-from diloco.errors import HashError
-from diloco.wire.messages import Keyframe, Record
+from diloco.errors import HashError, StateError, WrongEntryError
+from diloco.wire.entries import Keyframe, Record
 
 
 @dataclass
@@ -28,20 +28,20 @@ class Replica:
     optimizer: Optimizer = NESTEROV
 
     def copy(self) -> Replica:
-        """A replica that is folded further by itself; the parameters are shared as long as nobody folds in place."""
+        """Return a replica that is folded further by itself; it shares the parameters until one of them is folded in place."""
         chain = replace(self.chain, cursors=dict(self.chain.cursors), ends=dict(self.chain.ends))
         return replace(self, chain=chain, momentum=self.momentum.copy())
 
     def fold(
         self, record: Record, check: bytes, sequence: int, body: NDArray[np.uint8] | None, *, in_place: bool = True
     ) -> None:
-        """Check that the entry follows, and fold it.
+        """Check that the entry follows, and fold its body, uint8 [quantised bytes].
 
-        With ``in_place=False`` ``theta`` becomes a new array and whoever holds the old one keeps the version before.
+        With ``in_place=False`` ``theta`` becomes a new array; the old one stays as the version before.
 
         Raises:
             ChainError: the entry does not follow; nothing has changed.
-            HashError: the result is not what the entry states; the replica is spoilt and must be loaded again.
+            StateError: the result does not have the hash that the entry states; the replica is invalid, and to be loaded again.
         """
         self.chain.check(record)
         if body is not None and record.rolled_back is not None:
@@ -58,24 +58,45 @@ class Replica:
         else:
             state_hash = self.chain.state_hash
         if state_hash != record.state_hash:
-            raise HashError(
+            raise StateError(
                 f"fragment {record.fragment}, version {record.version}: folding gives state {state_hash.hex()[:16]}, the "
-                f"entry states {record.state_hash.hex()[:16]}"
+                f"entry states {record.state_hash.hex()[:16]}",
+                sequence,
             )
         self.chain.advance(record, check, sequence)
 
+    def judge(self, record: Record, check: bytes, sequence: int, body: NDArray[np.uint8] | None) -> None:
+        """Fold an entry and its body, uint8 [quantised bytes], as :meth:`fold` does; one that is wrong changes nothing.
+
+        It costs a copy of the replica.
+
+        Raises:
+            ChainError: the entry does not follow.
+            WrongEntryError: it states another state than it folds to; all readers pass over it.
+            StateError: so it seems, but this replica has not the state that its head states, and must be loaded again.
+        """
+        after = self.copy()
+        try:
+            after.fold(record, check, sequence, body, in_place=False)
+        except StateError as error:
+            if outer.state_hash(self.theta, self.momentum) != self.chain.state_hash:
+                raise
+            raise WrongEntryError(str(error)) from None
+        self.theta, self.momentum = after.theta, after.momentum
+        self.chain.advance(record, check, sequence)
+
     def set_state(self, values: NDArray[np.float32]) -> None:
-        """Become what :meth:`state` of another version gave; the chain stays."""
+        """Take over the :meth:`state` of another version, float32 [(1 + moments) * size]; the chain stays."""
         n = self.theta.size
         self.theta[:], self.momentum[:] = values[:n], values[n:]
 
     def state(self) -> NDArray[np.float32]:
-        """Theta and momentum, one after the other."""
+        """Return theta and the optimizer's moments, float32 [(1 + moments) * size]."""
         return np.concatenate([self.theta, self.momentum], dtype=np.dtype("<f4"))
 
 
 def keyframe_body(replica: Replica, residual: NDArray[np.float32] | None) -> NDArray[np.uint8]:
-    """Theta, momentum and residual (zeros if None) as the raw bytes of a keyframe's body."""
+    """Return theta, momentum and residual, float32 [size] or None for zeros, as a keyframe's body, uint8 [raw bytes]."""
     if residual is None:
         residual = np.zeros_like(replica.theta)
     body = np.concatenate([replica.theta, replica.momentum, residual], dtype=np.dtype("<f4"))
@@ -83,22 +104,22 @@ def keyframe_body(replica: Replica, residual: NDArray[np.float32] | None) -> NDA
 
 
 def entry_values(record: Record, size: int, moments: int) -> int:
-    """How many values an entry's body has, for a fragment of ``size`` parameters and so many moments of each."""
+    """Return the number of values in an entry's body, for a fragment of ``size`` parameters and so many moments of each."""
     return size if record.rolled_back is None else (1 + moments) * size
 
 
 def keyframe_bytes(size: int, moments: int) -> int:
-    """Raw bytes of a keyframe's body for a fragment of ``size`` parameters, and so many moments of each."""
+    """Return the raw bytes of a keyframe's body, for a fragment of ``size`` parameters and so many moments of each."""
     return 4 * (2 + moments) * size
 
 
 def load_keyframe(
     keyframe: Keyframe, chain: Chain, raw: NDArray[np.uint8], optimizer: Optimizer = NESTEROV
 ) -> tuple[Replica, NDArray[np.float32]]:
-    """The replica that a keyframe describes, and the residual.
+    """Return the replica that a keyframe describes, and the residual, float32 [size]; ``raw`` is its body, uint8 [bytes].
 
     Raises:
-        HashError: parameters and momentum are not what the keyframe states.
+        HashError: parameters and momentum do not have the hash that the keyframe states.
         NonFiniteError: the residual holds NaN or infinity.
     """
     values = raw.view(np.dtype("<f4")).astype(np.float32, copy=False)

@@ -1,4 +1,4 @@
-"""Cutting a model into fragments, alike in every service.
+"""Fragments of a model, cut alike in every service.
 
 A *tensor* is named by its path. A *piece* is a tensor or a range of its rows (first axis). A *fragment* is a list of pieces
 and, on a host, one flat float32 vector: the pieces' values one after another in C order. Fragments are disjoint and cover
@@ -76,7 +76,7 @@ class Piece:
         return math.prod(self.shape)
 
     def row_segments(self) -> int:
-        """Number of vectors along the last axis; a vector or scalar is one."""
+        """Return the number of vectors along the last axis; a vector or scalar is one."""
         return max(1, self.size // self.shape[-1]) if len(self.shape) > 1 else 1
 
 
@@ -94,7 +94,7 @@ class Fragment:
         return sum(piece.size for piece in self.pieces)
 
     def segments(self, granularity: Literal["row", "tensor"]) -> NDArray[np.int64]:
-        """Boundaries ``[0, ..., size]`` of the norm groups of radial-directional averaging.
+        """Return the boundaries of the norm groups of radial-directional averaging: int64 [groups + 1], from 0 to ``size``.
 
         ``tensor``: one group a piece; ``row``: one a vector along the last axis, which is one output unit where weights
         are stored (out, in).
@@ -106,22 +106,13 @@ class Fragment:
         return np.concatenate(bounds)
 
     def gather(self, tensors: Mapping[str, NDArray[np.float32]], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Copy the fragment's values out of ``tensors`` into one vector."""
+        """Copy the fragment's values out of ``tensors``, float32 [their shapes], into one vector, float32 [size]."""
         vector = np.empty(self.size, np.float32) if out is None else out
         for piece in self.pieces:
             rows = np.asarray(tensors[piece.path], np.float32)
             rows = rows[piece.row_start : piece.row_stop] if rows.ndim else rows
             vector[piece.offset : piece.offset + piece.size] = rows.reshape(-1)
         return vector
-
-    def scatter(self, vector: NDArray[np.float32], tensors: Mapping[str, NDArray[np.float32]]) -> None:
-        """Copy the vector's values into ``tensors``, in place."""
-        for piece in self.pieces:
-            values = vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
-            if piece.shape:
-                tensors[piece.path][piece.row_start : piece.row_stop] = values
-            else:
-                tensors[piece.path][...] = values
 
 
 @dataclass(frozen=True)
@@ -143,17 +134,17 @@ class FragmentMap:
         return blake3(self.pack()).digest()
 
     def pack(self) -> bytes:
-        """The tensors, fragment count and strategy as msgpack; the pieces follow from them."""
+        """Return the tensors, fragment count and strategy as msgpack; the pieces follow from them."""
         tensors = [[tensor.path, list(tensor.shape), tensor.embedding] for tensor in self.tensors]
         return msgspec.msgpack.encode([tensors, len(self.fragments), self.strategy])
 
     def empty(self) -> dict[str, NDArray[np.float32]]:
-        """Zeroed tensors of the model, by path."""
+        """Return zeroed tensors of the model by path, float32 [their shapes]."""
         return {tensor.path: np.zeros(tensor.shape, np.float32) for tensor in self.tensors}
 
 
 def unpack_map(data: bytes) -> FragmentMap:
-    """The map that :meth:`FragmentMap.pack` wrote.
+    """Return the map that :meth:`FragmentMap.pack` wrote.
 
     Raises:
         FormatError: the bytes are not a fragment map within its bounds.
@@ -172,7 +163,7 @@ def build_map(tensors: Sequence[TensorSpec], count: int, strategy: Strategy = "b
     """Cut ``tensors`` into ``count`` fragments.
 
     Raises:
-        SettingsError: no tensors, two of one path, an empty tensor, or more fragments than there is to cut.
+        SettingsError: no tensors, two of one path, an empty tensor, or more fragments than rows.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.path)
     if not ordered:
@@ -201,7 +192,7 @@ def check_same_map(ours: FragmentMap, theirs: FragmentMap, run: str) -> None:
     """Refuse a model that is not the run's.
 
     Raises:
-        AdmissionError: naming the first tensor that differs, what the run has, and what this model has.
+        AdmissionError: with the first tensor that differs, in the run and in this model.
     """
     if ours.digest == theirs.digest:
         return

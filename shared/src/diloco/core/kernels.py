@@ -26,7 +26,7 @@ _OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck":
 
 @njit("float32(float32[::1])", **_OPTIONS)
 def absmax(values):
-    """Largest magnitude; NaN and infinity give infinity."""
+    """Return the largest magnitude; NaN and infinity give infinity."""
     bits = values.view(np.uint32)
     largest = np.uint32(0)
     for i in range(bits.size):
@@ -55,10 +55,10 @@ def _code(codes, at, j):
 
 @njit("boolean(float32[::1], uint16[::1], uint8[::1], boolean)", **_OPTIONS)
 def encode4(values, scales, codes, keep_error):
-    """int4: per block the scale absmax/7 as bfloat16, and two codes q + 8 a byte (element j low, element j + 32 high).
+    """Encode int4: per block the scale absmax/7 as bfloat16, and two codes q + 8 a byte (element j low, element j + 32 high).
 
-    With ``keep_error`` what is left over takes the place of the values. False if a value is not finite; what was written is
-    then worth nothing.
+    With ``keep_error`` the quantisation error takes the place of the values. Return False if a value is not finite; the output
+    is then invalid.
     """
     n = values.size
     magnitudes = values.view(np.uint32)
@@ -109,7 +109,7 @@ def encode4(values, scales, codes, keep_error):
 
 @njit("void(uint16[::1], uint8[::1], float32[::1], int64)", **_OPTIONS)
 def decode4(scales, codes, out, first_block):
-    """int4 to float32, from ``first_block`` on; ``out`` begins at that block."""
+    """Decode int4 to float32, from ``first_block`` on; ``out`` begins at that block."""
     n = U(out.size)
     word = np.empty(1, np.uint32)
     value = word.view(np.float32)
@@ -129,7 +129,7 @@ def decode4(scales, codes, out, first_block):
 
 @njit("boolean(uint16[::1], uint8[::1])", **_OPTIONS)
 def valid4(scales, codes):
-    """Scales are not negative, not subnormal, and finite seven times over; no nibble is 0 (which is no code)."""
+    """Whether no scale is negative, subnormal, or infinite seven times over, and no nibble is 0 (which is no code)."""
     bad = np.uint32(0)
     for b in range(scales.size):
         bad |= np.uint32(scales[b] > _MAX_SCALE4) | np.uint32((scales[b] != 0) & (scales[b] < np.uint16(0x0080)))
@@ -141,7 +141,7 @@ def valid4(scales, codes):
 
 @njit(types.int64(types.Array(types.uint8, 1, "C", readonly=True), types.int64), **_OPTIONS)
 def zstd_blocks_end(frame, at):
-    """Where the blocks of a zstd frame that begin at ``at`` end (RFC 8878, 3.1.1.2); beyond the frame if it is torn."""
+    """Return the end of a zstd frame's blocks, which begin at ``at`` (RFC 8878, 3.1.1.2); beyond the frame if it is torn."""
     last = False
     while not last and at + 3 <= frame.size:
         head = np.int64(frame[at]) | np.int64(frame[at + 1]) << 8 | np.int64(frame[at + 2]) << 16
@@ -153,7 +153,7 @@ def zstd_blocks_end(frame, at):
 
 @njit("void(float32[::1], float32[::1], int8[::1], boolean)", **_OPTIONS)
 def encode8(values, scales, codes, keep_error):
-    """int8: per block the scale absmax/127 as float32, and a code a byte. ``keep_error`` as in :func:`encode4`."""
+    """Encode int8: per block the scale absmax/127 as float32, and a code a byte. ``keep_error`` as in :func:`encode4`."""
     n = U(values.size)
     for b in range(U(scales.size)):
         start = b * U(BLOCK)
@@ -180,7 +180,7 @@ def encode8(values, scales, codes, keep_error):
 
 @njit("void(float32[::1], int8[::1], float32[::1], int64)", **_OPTIONS)
 def decode8(scales, codes, out, first_block):
-    """int8 to float32, from ``first_block`` on; ``out`` begins at that block."""
+    """Decode int8 to float32, from ``first_block`` on; ``out`` begins at that block."""
     n = U(out.size)
     for b in range((n + U(BLOCK - 1)) // U(BLOCK)):
         scale, start = scales[U(first_block) + b], b * U(BLOCK)
@@ -191,7 +191,7 @@ def decode8(scales, codes, out, first_block):
 
 @njit("void(float32[::1], uint16[::1], boolean)", **_OPTIONS)
 def encode16(values, codes, keep_error):
-    """float32 to bfloat16, half to even; what would round to infinity becomes the largest finite value.
+    """Encode float32 as bfloat16, half to even; a value that would round to infinity becomes the largest finite one.
 
     ``keep_error`` as in :func:`encode4`.
     """
@@ -210,14 +210,14 @@ def encode16(values, codes, keep_error):
 
 @njit("void(uint16[::1], uint32[::1])", **_OPTIONS)
 def decode16(codes, out):
-    """bfloat16 to the bits of float32."""
+    """Decode bfloat16 to the bits of float32."""
     for i in range(out.size):
         out[i] = np.uint32(codes[i]) << np.uint32(16)
 
 
 @njit("void(uint16[::1], uint8[::1], int64[::1], float64[::1])", **_OPTIONS)
 def squares4(scales, codes, segments, out):
-    """Squared norm of each segment of an int4 body: integer sums of squared codes, times squared scales, in block order."""
+    """Compute the squared norm of each segment of an int4 body: integer sums of squared codes, times squared scales."""
     word = np.empty(1, np.uint32)
     value = word.view(np.float32)
     for s in range(U(out.size)):
@@ -245,7 +245,7 @@ def squares4(scales, codes, segments, out):
 
 @njit("void(uint16[::1], uint8[::1], int64[::1], float32[::1], float32[::1])", **_OPTIONS)
 def add4(scales, codes, segments, factors, out):
-    """``out += factor * value`` with one factor a segment, from an int4 body."""
+    """Compute ``out += factor * value`` with one factor a segment, from an int4 body."""
     word = np.empty(1, np.uint32)
     value = word.view(np.float32)
     for s in range(U(factors.size)):
@@ -268,7 +268,7 @@ def add4(scales, codes, segments, factors, out):
 
 @njit("void(float32[::1], int64[::1], float64[::1])", **_OPTIONS)
 def squares32(values, segments, out):
-    """Squared norm of each segment in float64, summed in ``LANES`` lanes that are then added from first to last."""
+    """Compute the squared norm of each segment in float64, in ``LANES`` lanes that are then added from first to last."""
     lanes = np.empty(LANES, np.float64)
     for s in range(U(out.size)):
         i, stop = U(segments[s]), U(segments[s + U(1)])
@@ -296,7 +296,7 @@ def squares32(values, segments, out):
 
 @njit("void(float32[::1], int64[::1], float32[::1], float32[::1])", **_OPTIONS)
 def add32(values, segments, factors, out):
-    """``out += factor * values`` with one factor a segment."""
+    """Compute ``out += factor * values`` with one factor a segment."""
     for s in range(U(factors.size)):
         factor = factors[s]
         for i in range(U(segments[s]), U(segments[s + U(1)])):
@@ -305,7 +305,7 @@ def add32(values, segments, factors, out):
 
 @njit("void(float32[::1], int64[::1], float32[::1])", **_OPTIONS)
 def scale32(values, segments, factors):
-    """``values *= factor`` with one factor a segment."""
+    """Compute ``values *= factor`` with one factor a segment."""
     for s in range(U(factors.size)):
         factor = factors[s]
         for i in range(U(segments[s]), U(segments[s + U(1)])):
@@ -314,7 +314,7 @@ def scale32(values, segments, factors):
 
 @njit("void(float32[::1], float32[::1], float32[::1], float32, float32)", **_OPTIONS)
 def nesterov(theta, momentum, delta, learning_rate, mu):
-    """In place: ``momentum = mu * momentum + delta``, ``theta -= learning_rate * (delta + mu * momentum)``."""
+    """Compute ``momentum = mu * momentum + delta``, ``theta -= learning_rate * (delta + mu * momentum)``, in place."""
     for i in range(U(theta.size)):
         buffer = mu * momentum[i] + delta[i]
         momentum[i] = buffer
@@ -327,7 +327,7 @@ def nesterov(theta, momentum, delta, learning_rate, mu):
     **_OPTIONS,
 )
 def adamw(theta, mean, square, gradient, learning_rate, kept, taken, unbiased, epsilon, decay):
-    """In place: a step of AdamW. Pairs of constants are for the mean of gradients and for that of their squares.
+    """Take a step of AdamW, in place. Pairs of constants are for the mean of gradients and for that of their squares.
 
     ``mean = kept[0] * mean + taken[0] * gradient``, ``square = kept[1] * square + taken[1] * gradient * gradient``, and then
     ``theta -= learning_rate * (mean / unbiased[0] / (sqrt(square / unbiased[1]) + epsilon) + decay * theta)``.

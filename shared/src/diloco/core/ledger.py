@@ -1,11 +1,11 @@
-"""What became of every batch of the data: trained by whom, merged in which fragments, lost, or repeated.
+"""The fate of every batch of the data: trained by which processes, merged in which fragments, lost, or repeated.
 
-Fed with what learners say (or their tapes hold) that they trained, and with the records of the fragments' logs, in any order of
-the two; both may be told again. It keeps ranges, and a learner takes a share's batches one after another, so that its size is
-that of the breaks in their order: restarts, shares taken over, work that no version merged.
+Its sources are heartbeats or tapes of learners, with the batches that they trained, and records of the fragments' logs. Both
+come in any order, and may come again. The ledger keeps ranges. A learner takes a share's batches one after another, so the
+ledger grows only with breaks in their order: restarts, takeovers of shares, work that no version merged.
 
-A batch may be *repeated*: trained by two processes, since the share of a learner that died goes on behind the last batch
-merged. That one process's work on it is merged into a fragment twice is an error.
+A batch may be *repeated*: two processes trained it, since the share of a dead learner continues behind the last batch merged.
+It is an error if a fragment merges one process's work on a batch twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.core import ranges
-from diloco.wire.messages import Range, Record
+from diloco.wire.entries import Record
+from diloco.wire.fields import Range
 
 Process = tuple[str, int]  # learner and incarnation
 MAX_ERRORS = 100
@@ -29,11 +30,11 @@ class Line:
     first: int
     count: int
     trained: tuple[Process, ...]
-    merged: tuple[Process, ...]  # whose offers were merged; a process also offers what it restored of an earlier one's work
+    merged: tuple[Process, ...]  # with merged offers; a process also offers work that it restored of an earlier one
 
     @property
     def lost(self) -> bool:
-        """Whether it was trained and is in no version."""
+        """Whether it was trained and no version holds it."""
         return bool(self.trained) and not self.merged
 
     @property
@@ -56,13 +57,13 @@ class ShareSummary:
 
 @dataclass
 class Ledger:
-    """The ledger of a run with so many fragments."""
+    """The ledger of a run with ``fragments`` fragments."""
 
     fragments: int
     trained: dict[Process, list[Range]] = field(default_factory=dict)
     merged: list[dict[Process, list[Range]]] = field(default_factory=list)  # by fragment
-    versions: list[int] = field(default_factory=list)  # by fragment: the newest entered
-    batch_tokens: int = 0  # of one batch, as far as is known: the same for all of a run
+    versions: list[int] = field(default_factory=list)  # by fragment: the newest one entered
+    batch_tokens: int = 0  # of one batch, the same for all of a run; 0: not known yet
     errors: list[str] = field(default_factory=list)  # the first few
 
     def __post_init__(self) -> None:
@@ -70,17 +71,17 @@ class Ledger:
         self.versions = self.versions or [0] * self.fragments
 
     def train(self, process: Process, trained: Sequence[Range], batch_tokens: int = 0) -> None:
-        """Enter what a process has trained, and how many tokens a batch has (0: not known)."""
+        """Enter the batches that a process has trained, and the tokens of a batch (0: not known)."""
         self.trained[process] = ranges.normal([*self.trained.get(process, ()), *trained])
         self.batch_tokens = batch_tokens or self.batch_tokens
 
     def processed(self, learner: str | None = None) -> int:
-        """Tokens that a learner (None: all of them) has trained in all its processes, repetitions included."""
+        """Return the tokens that a learner (None: all of them) has trained in all its processes, repetitions included."""
         own = [trained for (name, _), trained in self.trained.items() if learner in (None, name)]
         return self.batch_tokens * sum(map(ranges.batches, own))
 
     def merge(self, record: Record) -> None:
-        """Enter a version; versions of a fragment in order, those entered before are passed over."""
+        """Enter a version. Versions of a fragment come in order; one that was entered before is ignored."""
         if record.entry != "version" or record.version <= self.versions[record.fragment]:
             return
         self.versions[record.fragment] = record.version
@@ -97,7 +98,7 @@ class Ledger:
             merged[process] = ranges.normal([*known, *member.data])
 
     def untrained(self) -> list[str]:
-        """What was merged although its learner had not trained it, by then or ever: errors, if ``trained`` is complete."""
+        """Describe merged batches that their learners never trained: errors, if ``trained`` is complete."""
         wrong = []
         for fragment, merged in enumerate(self.merged):
             for (learner, incarnation), held in sorted(merged.items()):
@@ -111,7 +112,7 @@ class Ledger:
         return wrong
 
     def lines(self, fragment: int) -> Iterator[Line]:
-        """The history of all data in one fragment, by share and batch."""
+        """Yield the history of all data in one fragment, by share and batch."""
         trained = _cuts(self.trained)
         merged = _cuts(self.merged[fragment])
         for share in sorted(trained.keys() | merged.keys()):
@@ -128,7 +129,7 @@ class Ledger:
                     yield Line(share, batch, count, tuple(sorted(holding[0])), tuple(sorted(holding[1])))
 
     def shares(self) -> list[ShareSummary]:
-        """Every share's batches in all fragments together."""
+        """Summarise every share's batches over all fragments."""
         trained = ranges.normal(piece for own in self.trained.values() for piece in own)
         everywhere, somewhere = trained, list[Range]()
         for merged in self.merged:
@@ -155,7 +156,7 @@ class Ledger:
         ]
 
     def dump(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the ledger as plain values."""
         return {
             "batch_tokens": self.batch_tokens,
             "trained": [[*process, own] for process, own in sorted(self.trained.items())],
@@ -166,10 +167,10 @@ class Ledger:
 
     @classmethod
     def load(cls, fragments: int, values: Mapping[str, Any]) -> Ledger:
-        """What :meth:`dump` gave.
+        """Return the ledger that :meth:`dump` wrote.
 
         Raises:
-            KeyError, TypeError, ValueError: it is no such thing, or of another number of fragments.
+            KeyError, TypeError, ValueError: the values are damaged, or of another number of fragments.
         """
         ledger = cls(fragments, versions=[int(version) for version in values["versions"]])
         ledger.batch_tokens = int(values["batch_tokens"])
@@ -183,17 +184,8 @@ class Ledger:
         return ledger
 
 
-def versions_of(records: Iterable[Record], data: Sequence[Range]) -> Iterator[tuple[Record, Process, list[Range]]]:
-    """Which of the records hold some of ``data``, of whom, and which of it."""
-    for record in records:
-        for member in record.members:
-            held = ranges.common(data, member.data)
-            if held:
-                yield record, (member.learner, member.incarnation), held
-
-
 def _cuts(held: Mapping[Process, Sequence[Range]]) -> dict[int, list[tuple[int, Process]]]:
-    """By share: the batches at which a process begins or ceases to hold."""
+    """Return, by share, the batches at which the work of a process begins or ends."""
     cuts: dict[int, list[tuple[int, Process]]] = {}
     for process, own in held.items():
         for share, first, count in own:
@@ -213,6 +205,6 @@ def _plain(values: Iterable[Sequence[int]]) -> list[Range]:
 
 
 def _spell(data: Sequence[Range]) -> str:
-    """Ranges for people; a few of many."""
+    """Describe ranges, the first few of many."""
     spelled = [f"share {share}: {first} to {first + count - 1}" for share, first, count in data[:3]]
     return ", ".join(spelled) + (f" and {len(data) - 3} more ranges" if len(data) > 3 else "")

@@ -11,35 +11,24 @@ share of the data, those of a step have not all come.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 
-@dataclass
-class Lockstep:
-    """One learner's place among the steps of a run.
+def missing_since_s(
+    newest: Sequence[Mapping[int, int]], since_s: float | None, now_s: float, *, holds: bool, moved: bool
+) -> float | None:
+    """Return since when no version has come although some are missing that are made without this learner; None: none is.
 
     ``newest`` are, by fragment, the ends by share of the batches in the version applied last; after a log was loaded, of all
-    that it has merged. If no version comes for ``patience_s``, there is nobody who would make those that are missing: all began
-    again, from logs that end unevenly.
+    that it has merged. ``since_s`` is the last result. The learner takes part in the versions that it ``holds`` an unmerged
+    step for. ``moved``: a version was applied just now. If none comes for long, nobody is there who would make the missing
+    ones: all learners began again, from logs that end unevenly.
     """
+    if holds or _even(newest):
+        return None
+    return now_s if moved or since_s is None else since_s
 
-    newest: list[Mapping[int, int]]
-    patience_s: float
-    moved_at_s: float | None = None  # when a version came last, as long as others are missing
 
-    def behind(self, now_s: float, *, holds: bool, moved: bool) -> bool:
-        """Whether versions are missing that are made without this learner.
-
-        It takes part in those that it ``holds`` an unmerged step for. ``moved``: a version was applied just now.
-        """
-        if holds or self._even():
-            self.moved_at_s = None
-            return False
-        if moved or self.moved_at_s is None:
-            self.moved_at_s = now_s
-        return now_s - self.moved_at_s < self.patience_s
-
-    def _even(self) -> bool:
-        seen: dict[int, int] = {}
-        return all(seen.setdefault(share, end) == end for ends in self.newest for share, end in ends.items())
+def _even(newest: Sequence[Mapping[int, int]]) -> bool:
+    seen: dict[int, int] = {}
+    return all(seen.setdefault(share, end) == end for ends in newest for share, end in ends.items())

@@ -6,7 +6,7 @@ Decoupled DiLoCo (arXiv 2604.21428; algorithm.md section 3), with ``phi(x) = x /
 * RDA: ``(sum w ||v|| / sum w) * phi(sum w phi(v) / sum w)``, which keeps the merged norm where near-orthogonal outer
   gradients would shrink it as ``1 / sqrt(M)``. Where directions cancel, the segment falls back to the direct average.
 
-A merge is an accumulator, so that a region may merge its own learners first and others add up what regions made.
+A merge is an accumulator, so that a region may merge its own learners first, and the owner adds up the regions' results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VANISHING = 1e-3
 
 
 class Accumulator:
-    """Additive state of a merge of vectors of ``size`` values whose norm groups are bounded by ``segments``.
+    """Additive state of a merge of vectors float32 [size], with norm groups bounded by ``segments``, int64 [groups + 1].
 
     The order of :meth:`add` decides the last bits of the result: add in the order of the learners' names.
     """
@@ -41,7 +41,7 @@ class Accumulator:
         self._bodies: list[tuple[NDArray[np.uint16], NDArray[np.uint8], Vector]] = []  # to be added yet: int4, factors
 
     def add(self, body: NDArray[np.uint8], bits: int, weight: float) -> None:
-        """Add an outer gradient straight from its quantised body, which is kept until the result is asked for."""
+        """Add an outer gradient from its quantised body, uint8 [bytes], which is kept until :meth:`result`."""
         if weight <= 0:
             return
         if bits != 4:
@@ -54,7 +54,7 @@ class Accumulator:
         self._bodies.append((scales, codes, self._factors(squares, weight)))
 
     def add_values(self, values: Vector, weight: float) -> None:
-        """Add an outer gradient."""
+        """Add an outer gradient, float32 [size]."""
         if weight <= 0:
             return
         squares = np.empty(self.norms.size, np.float64)
@@ -63,18 +63,18 @@ class Accumulator:
         kernels.add32(values, self.segments, self._factors(squares, weight), self._collect(scaled=False))
 
     def combine(self, other: Accumulator) -> None:
-        """Add what another accumulator of the same segments and method has collected."""
+        """Add the contents of another accumulator of the same segments and method."""
         total = self._collect(scaled=False)
         total += other._collect(scaled=False)
         self.weight += other.weight
         self.norms += other.norms
 
     def result(self) -> Vector:
-        """The merged outer gradient; zeros if nothing had weight. The accumulator is used up."""
+        """Return the merged outer gradient, float32 [size]; zeros if nothing had weight. The accumulator is used up."""
         return self._collect(scaled=self.weight > 0)
 
     def _collect(self, *, scaled: bool) -> Vector:
-        """The sum of all that was added; ``scaled`` makes it the result."""
+        """Return the sum of all gradients that were added, or the result if ``scaled``."""
         fresh = self._total is None
         total = np.empty(self.size, np.float32) if self._total is None else self._total
         if fresh or self._bodies or scaled:
@@ -90,7 +90,7 @@ class Accumulator:
         return total
 
     def _scale(self, total: Vector, first: int, last: int) -> None:
-        """Make the sums of some segments their result."""
+        """Turn the sums of some segments into their result."""
         segments, norms = self.segments[first : last + 1], self.norms[first:last]
         if self.method == "average":
             factors = np.full(norms.size, 1 / self.weight, np.float32)
@@ -113,7 +113,7 @@ class Accumulator:
 
 
 def _groups(segments: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Ranges of segments that together fit into a chunk; one that does not stands alone."""
+    """Yield ranges of segments that fit into a chunk together; a larger segment stands alone."""
     first, count = 0, segments.size - 1
     while first < count:
         last = int(np.searchsorted(segments, segments[first] + CHUNK, "right")) - 1
@@ -123,7 +123,7 @@ def _groups(segments: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 def _pieces(bounds: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """A group's bounds; those of slices where the group is one segment too large for a chunk."""
+    """Yield a group's bounds; bounds of slices if the group is one segment too large for a chunk."""
     if bounds[-1] - bounds[0] <= CHUNK:
         yield bounds
         return

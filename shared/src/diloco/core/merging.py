@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Literal, TypeVar
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec import structs
 from numpy.typing import NDArray
 
-from diloco.core import codec, kernels, outer, quantise
+from diloco.core import codec, excess, kernels, outer, quantise
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment
@@ -17,21 +18,26 @@ from diloco.core.merge import Accumulator
 from diloco.core.round import Held, Merge
 from diloco.core.schedule import scheduled_rate
 from diloco.core.weights import weight
-from diloco.errors import NonFiniteError
-from diloco.settings import Bits, RunSettings
-from diloco.wire.messages import Body, Combination, Combined, Member, Record, RolledBack, describe_body
+from diloco.errors import MessageError, NonFiniteError, UnmergeableError
+from diloco.settings.run import Bits, RunSettings
+from diloco.wire import framing
+from diloco.wire.body import Body, describe_body
+from diloco.wire.entries import Record, Repaired, RolledBack
+from diloco.wire.offers import Combination, Combined, Member
 
 Vector = NDArray[np.float32]
+H = TypeVar("H", bound=Held)
+ANY_NAME = 48 * "x"  # as long as a name may be
 
 
 def accumulate(
     fragment: Fragment, settings: RunSettings, held: Sequence[Held], theta_at: Callable[[int], Vector | None], theta: Vector
 ) -> Accumulator:
-    """The merge of outer gradients of one fragment, weighted, in the order given.
+    """Return the weighted merge of outer gradients of one fragment, added in the order given.
 
-    ``theta_at`` gives the fragment at an older version, for ``merge.against = "current"``: there every outer gradient is
-    taken against ``theta``, the newest version, however old the learner's base (Decoupled DiLoCo, arXiv 2604.21428).
-    Embedding-like fragments are averaged (ibid.). A combined offer weighs as much as its members together.
+    ``theta_at`` gives the fragment at an older version, float32 [size], for ``merge.against = "current"``: there every outer
+    gradient is taken against ``theta``, float32 [size], the newest version, however old the learner's base (Decoupled DiLoCo,
+    arXiv 2604.21428). Embedding-like fragments are averaged (ibid.). A combined offer weighs as much as its members together.
     """
     method = "average" if fragment.embedding else settings.merge.method
     merge = Accumulator(fragment.size, fragment.segments(settings.merge.granularity), method)
@@ -48,8 +54,117 @@ def accumulate(
     return merge
 
 
+def sound(
+    fragment: Fragment,
+    settings: RunSettings,
+    merge: Merge,
+    theta_at: Callable[[int], Vector | None],
+    replica: Replica,
+    live: Collection[str],
+    run: bytes,
+) -> Vector:
+    """Return the merged outer gradient of a closed round, float32 [size], if a version can be made of it; nothing has changed.
+
+    ``live``: the learners that take part; ``run``: the run's identity. Arguments else as of :func:`accumulate`.
+
+    Raises:
+        UnmergeableError: some offers cannot be in the version; it is to be made without them.
+    """
+    what = f"fragment {fragment.index}, version {merge.version}"
+    breaking = unreadable(replica.chain, merge, settings, run)
+    if breaking:
+        names = _learners(breaking)
+        raise UnmergeableError("merge_unreadable", names, f"{what}: nobody could read the entry with offers of {_list(names)}")
+
+    def together(held: Sequence[Held]) -> Vector:
+        return accumulate(fragment, settings, held, theta_at, replica.theta).result()
+
+    delta, moved = together(merge.held), replica.optimizer.moved(replica.momentum)
+    if moved and outer.norm(delta) <= excess.room(moved, merge.held, settings):
+        return delta  # as nearly always; the fragment's own norm, another pass over it, would but give more room
+    return within(together, merge.held, fragment.size, excess.usual(replica), live, settings, what)
+
+
+def within(
+    together: Callable[[Sequence[H]], Vector],
+    held: Sequence[H],
+    size: int,
+    usual: float,
+    live: Collection[str],
+    settings: RunSettings,
+    what: str,
+) -> Vector:
+    """Return the merge of all offers, float32 [size], where it is finite and moves no further than it may.
+
+    Arguments as of :func:`diloco.core.excess.left_out`; ``what`` is what messages name.
+
+    Raises:
+        UnmergeableError: the offers to leave out are named.
+    """
+    delta, out = excess.left_out(together, held, size, usual, live, settings)
+    if delta is not None and not out:
+        return delta
+    names, most = _learners(out), excess.room(usual, held, settings)
+    norm = max(excess.norm_of(item.body, size, item.offer.bits) for item in out)
+    theirs = f"{what}: with offers of {_list(names)}, of norms up to {norm:.4g}, the merge"
+    if outer.norm(together(held)) <= excess.LARGEST:
+        raise UnmergeableError("merge_too_far", names, f"{theirs} is longer than {most:.4g}, which it may be at most")
+    raise UnmergeableError("merge_not_finite", names, f"{theirs} is not finite")
+
+
+def unreadable(chain: Chain, merge: Merge, settings: RunSettings, run: bytes) -> list[Held]:
+    """Return the offers with which a version would not be readable: none, or those of the greatest claims that break it."""
+
+    def is_readable(held: Sequence[Held]) -> bool:
+        entry = version_record(
+            chain,
+            replace(merge, held=tuple(held)),
+            settings,
+            bits=settings.codec.record_bits,
+            learning_rate=0.0,
+            momentum=0.0,
+            syncer=ANY_NAME,
+            now_s=0.0,
+            state_hash=bytes(32),
+            body=Body(0, bytes(32), 0, bytes(8)),
+        )
+        try:
+            chain.check(readable(entry, run))
+        except MessageError:
+            return False
+        return True
+
+    if not merge.held or is_readable(merge.held):
+        return []
+    kept: list[Held] = []
+    for item in sorted(merge.held, key=lambda item: sum(m.tokens + m.lost_tokens for m in item.offer.members)):
+        if is_readable([*kept, item]):
+            kept.append(item)
+    return [item for item in merge.held if item not in kept]
+
+
+def readable(entry: Record, run: bytes, inline: bytes = b"") -> Record:
+    """Return an entry as its readers will decode it; ``run``: the run's identity, ``inline``: the body in its head.
+
+    Raises:
+        FormatError: none of them could.
+    """
+    return framing.unpack(framing.pack(entry, run, inline), Record, run)[0]
+
+
+def _learners(held: Sequence[Held]) -> tuple[str, ...]:
+    return tuple(sorted(member.learner for item in held for member in item.offer.members))
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} others" if len(names) > 8 else "")
+
+
 def encode(delta: Vector, residual: Vector, settings: RunSettings, bits: Bits) -> NDArray[np.uint8]:
-    """A record's content for a merged outer gradient; ``residual`` becomes what quantisation left over this time."""
+    """Return the content of a record for the merged outer gradient ``delta``, float32 [size], as uint8 [bytes].
+
+    ``residual``, float32 [size], is added before and holds the error of quantisation after.
+    """
     if not settings.codec.error_feedback:
         return quantise.quantise(delta, bits)
     residual += delta
@@ -57,10 +172,10 @@ def encode(delta: Vector, residual: Vector, settings: RunSettings, bits: Bits) -
 
 
 def outer_rates(settings: RunSettings, tokens_done: int) -> tuple[float, float]:
-    """Learning rate and momentum of the outer step after ``tokens_done`` of all learners, merged or lost.
+    """Return the learning rate and momentum of the outer step after ``tokens_done`` of all learners, merged or lost.
 
-    AdamW's are the inner settings'; its momentum is beta1. Readers take both from the record: a cosine may have other bits
-    elsewhere.
+    Those of AdamW are the inner settings'; its momentum is beta1. Readers take both from the record: a cosine may have other
+    bits elsewhere.
     """
     if settings.outer.optimizer == "adamw":
         return scheduled_rate(settings.inner, tokens_done, settings.tokens), settings.inner.beta1
@@ -70,7 +185,7 @@ def outer_rates(settings: RunSettings, tokens_done: int) -> tuple[float, float]:
 def make_version(
     replica: Replica,
     residual: Vector,
-    accumulator: Accumulator,
+    delta: Vector,
     merge: Merge,
     settings: RunSettings,
     *,
@@ -79,16 +194,17 @@ def make_version(
     attempt: bytes,
     now_s: float,
 ) -> tuple[Record, bytes, list[bytes]]:
-    """Turn a merge into the next version: the record, the body bytes in its head, and its parts.
+    """Turn the merged outer gradient ``delta``, float32 [size], into the next version.
 
-    ``replica``'s parameters and momentum are folded, its chain is not advanced: that is for when the record is stored.
-    ``residual`` receives what quantisation left over. If the record cannot be stored, both are spoilt.
+    Return the record, the body bytes in its head, and its parts. The parameters and momentum of ``replica`` are folded; its
+    chain advances once the record is stored. ``residual``, float32 [size], receives the error of quantisation. If the record
+    cannot be stored, both are invalid.
 
     Raises:
-        NonFiniteError: the merged outer gradient, or what follows from it, is not finite.
+        NonFiniteError: the merged outer gradient, a parameter or its momentum is not finite.
     """
     chain = replica.chain
-    body = encode(accumulator.result(), residual, settings, bits)
+    body = encode(delta, residual, settings, bits)
     learning_rate, momentum = outer_rates(settings, chain.tokens_merged + chain.tokens_lost)
     step = replica.optimizer.at(chain.version + 1, learning_rate, momentum)
     state_hash = outer.fold(replica.theta, replica.momentum, body, bits, step)
@@ -126,26 +242,12 @@ def version_record(
     state_hash: bytes,
     body: Body,
 ) -> Record:
-    """The entry after ``chain`` for a merge that has the state ``state_hash`` and the body ``body``."""
+    """Return the entry after ``chain`` for a merge that has the state ``state_hash`` and the body ``body``."""
     offers = sorted((member for item in merge.held for member in item.offer.members), key=lambda member: member.learner)
     place = {offer.learner: i for i, offer in enumerate(offers)}
     combined = [item.offer for item in merge.held if isinstance(item.offer, Combined)]
     tokens_merged, tokens_lost = chain.totals_with((offer.learner, offer.tokens, offer.lost_tokens) for offer in offers)
-    members = [
-        Member(
-            learner=offer.learner,
-            incarnation=offer.incarnation,
-            number=offer.number,
-            round=offer.round,
-            base_version=offer.base_version,
-            steps=offer.steps,
-            tokens=offer.tokens,
-            lost_tokens=offer.lost_tokens,
-            weight=weight(offer.tokens, offer.steps, settings.merge.weights),
-            data=offer.data,
-        )
-        for offer in offers
-    ]
+    members = [Member.of(offer, weight(offer.tokens, offer.steps, settings.merge.weights)) for offer in offers]
     return Record(
         fragment=chain.fragment,
         entry="version",
@@ -179,14 +281,17 @@ def make_rollback(
     change: int,
     settings: RunSettings,
     *,
+    repairs: int | None = None,
     syncer: str,
     attempt: bytes,
     now_s: float,
 ) -> tuple[Record, bytes, list[bytes]]:
-    """The entry that takes a fragment back to what it was at ``past``, as ``change`` of the run asks; as :func:`make_version`.
+    """Return the entry that takes a fragment back to ``past``, as ``change`` of the run asks; in parts as :func:`make_version`.
 
-    The momentum goes back with the parameters: it is of merges before the one to go back to, and what came after is gone from
-    both. Nothing is left over of what quantisation took from versions that are no more.
+    ``repairs``: the message that the change names where it asks for a repair, which takes the ends of shares back, too.
+
+    The momentum goes back with the parameters: it is of merges before the one to go back to, and later merges are gone from
+    both. ``residual``, float32 [size], becomes zero: it is of versions that are no more.
     """
     chain, state = replica.chain, past.state()
     raw = state.view(np.uint8)
@@ -195,14 +300,15 @@ def make_rollback(
     body, inline, parts = describe_body(codec.pack(raw, settings.codec.zstd_level), codec.content_hash(raw), attempt)
     marker = make_marker(replica, "takeover", settings, syncer=syncer, now_s=now_s, epoch=chain.epoch)
     rolled_back = RolledBack(change, past.chain.version, chain.version + 1)
-    record = replace(
+    record = structs.replace(
         marker,
-        entry="rollback",
+        entry="rollback" if repairs is None else "repair",
         version=rolled_back.version,
         bits=32,
         state_hash=past.chain.state_hash,
         body=body,
         rolled_back=rolled_back,
+        repaired=None if repairs is None else Repaired(repairs, past.chain.keyframe_ends()),
     )
     return record, inline, parts
 
@@ -216,7 +322,7 @@ def make_marker(
     now_s: float,
     epoch: int | None = None,
 ) -> Record:
-    """An entry that makes no version: ``takeover``, to ``epoch`` or (None) the next one, or ``close``."""
+    """Return an entry that makes no version: ``takeover``, to ``epoch`` or (None) the next one, or ``close``."""
     chain = replica.chain
     if epoch is None:
         epoch = chain.epoch + (entry == "takeover")

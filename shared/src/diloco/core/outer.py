@@ -7,6 +7,7 @@ gradients and of their squares.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from diloco.core import kernels, quantise
 from diloco.core.fragments import Fragment
-from diloco.settings import RunSettings
+from diloco.settings.run import RunSettings
 
 Vector = NDArray[np.float32]
 CHUNK = 1 << 16  # values folded and hashed at a time, so that they are still in the cache when they are hashed
@@ -24,19 +25,22 @@ EPSILON = 1e-8  # of AdamW, outer and inner alike
 
 
 class Step(Protocol):
-    """One version's outer step, in place, on a slice of a fragment that begins at ``start``."""
+    """One version's outer step, in place, on the slice of a fragment that begins at ``start``."""
 
     def __call__(self, start: int, theta: Vector, moments: list[Vector], delta: Vector) -> None: ...
 
 
 class Optimizer(Protocol):
-    """What a fragment's versions are folded by; the momentum is ``moments`` vectors of the fragment's size, in one array."""
+    """A fragment's outer optimizer; the momentum is one array of ``moments`` vectors of the fragment's size."""
 
     @property
     def moments(self) -> int: ...
 
     def at(self, version: int, learning_rate: float, momentum: float) -> Step:
-        """The step that makes a version, with the numbers that its record states."""
+        """Return the step of a version, with the learning rate and momentum of its record."""
+
+    def moved(self, momentum: Vector) -> float:
+        """Return the norm of the merges that the momentum, float32 [moments * size], remembers; 0: of none."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,10 @@ class Nesterov:
     """SGD with Nesterov momentum."""
 
     moments = 1
+
+    def moved(self, momentum: Vector) -> float:
+        """Return the norm of the momentum, float32 [size]."""
+        return norm(momentum)
 
     def at(self, version: int, learning_rate: float, momentum: float) -> Step:
         rate, mu = np.float32(learning_rate), np.float32(momentum)
@@ -56,16 +64,20 @@ class Nesterov:
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW. A record states the learning rate and, as momentum, beta1; what is here is the same for all versions."""
+    """AdamW. A record states the learning rate and, as momentum, beta1; the fields here are the same for all versions."""
 
     beta2: float
-    decays: tuple[tuple[int, float], ...]  # weight decay by element: to which element (excluded), how much
+    decays: tuple[tuple[int, float], ...]  # weight decay by element: (end of the range, decay)
 
     moments = 2
 
+    def moved(self, momentum: Vector) -> float:
+        """Return the root of the sum of squares that the momentum, float32 [2 * size], has in its second half."""
+        return math.sqrt(float(np.sum(momentum[momentum.size // 2 :], dtype=np.float64)))
+
     @classmethod
     def of(cls, settings: RunSettings, fragment: Fragment) -> AdamW:
-        """As ``inner`` has it; tensors of two or more axes decay, norms and biases do not."""
+        """Return the optimizer with the settings in ``inner``; tensors of two or more axes decay, norms and biases do not."""
         decays: list[tuple[int, float]] = []
         for piece in fragment.pieces:
             decay = settings.inner.weight_decay if len(piece.shape) > 1 else 0.0
@@ -99,12 +111,12 @@ NESTEROV = Nesterov()
 
 
 def optimizer(settings: RunSettings, fragment: Fragment) -> Optimizer:
-    """What the versions of a fragment are folded by."""
+    """Return the outer optimizer of a fragment."""
     return AdamW.of(settings, fragment) if settings.outer.optimizer == "adamw" else NESTEROV
 
 
 def power(base: float, exponent: int) -> float:
-    """``base ** exponent`` by squaring: of products alone, which have the same bits on every machine, as ``pow`` has not."""
+    """Return ``base ** exponent`` by squaring: products have the same bits on every machine, ``pow`` has not."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -117,9 +129,9 @@ def power(base: float, exponent: int) -> float:
 def fold(
     theta: Vector, momentum: Vector, body: NDArray[np.uint8], bits: int, step: Step, *, theta_out: Vector | None = None
 ) -> bytes:
-    """Decode a valid body, take the outer step, and hash the result; returns the state hash (32 bytes).
+    """Decode a valid body, uint8 [bytes], take the outer step, and hash the result; return the state hash (32 bytes).
 
-    ``momentum`` changes in place, ``theta`` too unless ``theta_out`` is given.
+    ``momentum``, float32 [moments * size], changes in place; ``theta``, float32 [size], too unless ``theta_out`` is given.
     """
     out = theta if theta_out is None else theta_out
     vectors = [out, *_moments(theta, momentum)]
@@ -138,12 +150,22 @@ def fold(
 
 
 def state_hash(theta: Vector, momentum: Vector) -> bytes:
-    """``BLAKE3(BLAKE3(theta) || BLAKE3(momentum))`` over little-endian float32 bytes; of two moments, the hash of each."""
+    """Return ``BLAKE3(BLAKE3(theta) || BLAKE3(momentum))`` over little-endian float32 bytes; of two moments, each one's hash.
+
+    ``theta`` is float32 [size], ``momentum`` float32 [moments * size].
+    """
     return _hash_of([blake3(vector.view(np.uint8).data).digest() for vector in (theta, *_moments(theta, momentum))])
 
 
 def _moments(theta: Vector, momentum: Vector) -> list[Vector]:
     return [momentum[at : at + theta.size] for at in range(0, momentum.size, theta.size)]
+
+
+def norm(values: Vector) -> float:
+    """Return the norm of a vector, float32 [size]."""
+    squares = np.empty(1, np.float64)
+    kernels.squares32(values, np.array([0, values.size], np.int64), squares)
+    return math.sqrt(squares[0])
 
 
 def _hash_of(digests: list[bytes]) -> bytes:

@@ -1,12 +1,12 @@
 """Which learners' outer gradients are outliers by norm: the rule behind ``quarantine.*``.
 
 An offer is one if its norm is above ``factor`` times the median over the other live learners of the largest norm among their
-recent offers of the same fragment, and as many times more as it holds more steps than the median of their largest: what moved
-for n times the steps is at most n times as far, so work that was carried over for long counts as what it is. One that holds
+recent offers of the same fragment, and as many times more as it holds more steps than the median of their largest: n times the
+steps move at most n times as far, so steps that were carried over for long are no outlier by themselves. An offer that holds
 fewer steps gets no less room. At least two others are asked: of two learners neither is the measure of the other.
 
 So in a run whose learners move by between r and R a step, each straight on or to and fro, nothing is an outlier as long as
-``factor`` is at least R / r. Who is quarantined is in the run's changes, and stays there until an operator readmits it.
+``factor`` is at least R / r. A quarantine is in the run's changes, and stays there until an operator readmits the learner.
 """
 
 from __future__ import annotations
@@ -16,13 +16,9 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from diloco.core import quantise
 from diloco.core.round import identity
-from diloco.settings import QuarantineSettings
-from diloco.wire.messages import Offer
+from diloco.settings.run import QuarantineSettings
+from diloco.wire.offers import Offer
 
 RECENT = 4  # offers of each learner that the others are measured by
 OTHERS = 2
@@ -30,7 +26,7 @@ OTHERS = 2
 
 @dataclass(frozen=True)
 class Outlier:
-    """A learner that is to be quarantined: the norm of its last offer, and what it is above."""
+    """A learner that is to be quarantined: the norm of its last offer, and the threshold that it is above."""
 
     learner: str
     norm: float
@@ -48,7 +44,7 @@ class Norms:
     def judge(
         self, offers: Iterable[tuple[Offer, float]], live: Collection[str], settings: QuarantineSettings
     ) -> list[Outlier]:
-        """Whose offers, given with their norms, are one outlier too many. Each offer is judged once."""
+        """Return the learners whose offers, given with their norms, are one outlier too many. Each offer is judged once."""
         fresh = [(offer, norm) for offer, norm in offers if offer.steps and self._newest.get(offer.learner) != identity(offer)]
         for offer, norm in fresh:
             self._newest[offer.learner] = identity(offer)
@@ -65,16 +61,10 @@ class Norms:
         return found
 
     def _threshold(self, offer: Offer, live: Collection[str], factor: float) -> float | None:
-        """What the norm of an offer may be; None where there is not enough to go by."""
+        """Return the largest norm that an offer may have; None where too few others are known."""
         others = [recent for name, recent in self._recent.items() if name in live and name != offer.learner]
         if len(others) < OTHERS:
             return None
         norm = statistics.median_high(max(norm for norm, _ in recent) for recent in others)
         steps = statistics.median_high(max(steps for _, steps in recent) for recent in others)
         return factor * norm * max(1.0, offer.steps / steps) if norm else None
-
-
-def norm_of(body: NDArray[np.uint8], size: int, bits: int) -> float:
-    """The norm of an offer's outer gradient. A thread's work: as much as to merge it."""
-    values = quantise.dequantise(body, size, bits)
-    return float(np.sqrt(np.sum(np.square(values, dtype=np.float64))))

@@ -1,9 +1,9 @@
-"""Which syncer owns which fragments: who is alive, how fragments are dealt out, and who may take one over.
+"""Which syncer owns which fragments: how they are dealt out, and when one may be taken over.
 
-Any number of syncers may come and go. At most ``shards`` of them, the *holders*, share the fragments; the others stand by. Who
-owns what is a small table, written only on change and by compare-and-set; nothing in it expires (design.md section 5). Every
-syncer runs this state machine on what it hears. If two of them propose at once, the compare-and-set lets one table through;
-if one of them is wrong about another, the log's fence still lets only one owner write.
+Any number of syncers may come and go. At most ``shards`` of them, the *holders*, share the fragments; the others stand by. The
+owners are a small table, written only on change and by compare-and-set; nothing in it expires (design.md section 5). Every
+syncer runs this state machine on the heartbeats that it hears. If two of them propose at once, the compare-and-set lets one
+table through; if one of them is wrong about another, the log's fence still lets only one owner write.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from diloco.wire.messages import MAX_FRAGMENTS, MAX_SYNCERS, MemberName, ShardPulse
+from diloco.core.syncers import Heard, Presence, Syncers
+from diloco.wire.control import ShardHeartbeat
+from diloco.wire.fields import MAX_FRAGMENTS, MAX_SYNCERS, MemberName
 
-FIRST_TABLE_S = 2.0
-READ_EVERY_S = 2.0
-PULSES = 6  # in the time after which a silent syncer is gone
-RIVAL_PULSES = 4
+FIRST_TABLE_S = 2.0  # that the first table waits for syncers: processes that are started together hear each other by then
+READ_EVERY_S = 2.0  # the table, even if nobody says that it has changed: heartbeats may be lost
+HEARTBEATS = 6  # heartbeats in the time after which a silent syncer is gone
+RIVAL_HEARTBEATS = 4  # heartbeats of a younger process with this syncer's name: more than may come late after a restart
 # of an even share: a fragment moves only between syncers whose loads differ by more than this
 UNEVEN = 0.1
-RETURN = 2.0  # so many times away_s a region has to be there again before it is given anything
 
 
 class OwnersTable(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """The value of the key ``owners``: the syncers that share the fragments, and by fragment the one that owns it."""
+    """The value of the key ``owners``: the syncers that share the fragments, and by fragment its owner."""
 
     holders: Annotated[list[MemberName], Meta(min_length=1, max_length=MAX_SYNCERS)]
     owners: Annotated[list[MemberName], Meta(min_length=1, max_length=MAX_FRAGMENTS)]
@@ -41,11 +41,11 @@ def plan(
     shards: int,
     regions: Mapping[str, str] | None = None,
 ) -> OwnersTable | None:
-    """The table that should be, if it is another one than ``table``; None too if nobody is ``live``.
+    """Return the table that should be, if it is another one than ``table``; None too if nobody is ``live``.
 
     Living holders stay, others fill up free places by name. With ``regions`` (of the living, by name) those of the region with
-    the fewest holders come first, and a region without any gets the place of one of a region with several, since what crosses
-    between regions is least where each owns its share. A fragment without a living owner goes to the holder with the
+    the fewest holders come first, and a region without any gets the place of one of a region with several: fewest bytes cross
+    between regions where each owns its share. A fragment without a living owner goes to the holder with the
     fewest parameters, largest first. Then fragments move from the fullest holder to the emptiest while their loads differ by
     more than ``UNEVEN`` of an even share and a move makes them clearly more even. It is a function of its arguments alone,
     and a table that it returned needs no change.
@@ -54,32 +54,49 @@ def plan(
     holders = _seat(holders, set(live), shards, regions or {})
     if not holders:
         return None
-    loads = dict.fromkeys(holders, 0)
-    owners = list(table.owners) if table else [""] * len(sizes)
-    for fragment, owner in enumerate(owners):
-        if owner in loads:
-            loads[owner] += sizes[fragment]
+    owners = _with_orphans(list(table.owners) if table else [""] * len(sizes), holders, sizes)
+    _even_out(owners, holders, sizes)
+    planned = OwnersTable(holders, owners)
+    return None if planned == table else planned
+
+
+def _with_orphans(owners: list[str], holders: Sequence[str], sizes: Sequence[int]) -> list[str]:
+    """Return the owners, with each fragment that none of ``holders`` has given to the emptiest of them, largest first."""
+    loads = _loads(owners, holders, sizes)
     orphans = [fragment for fragment, owner in enumerate(owners) if owner not in loads]
     for fragment in sorted(orphans, key=lambda f: -sizes[f]):
         owners[fragment] = min(holders, key=loads.__getitem__)
         loads[owners[fragment]] += sizes[fragment]
+    return owners
+
+
+def _even_out(owners: list[str], holders: Sequence[str], sizes: Sequence[int]) -> None:
+    """Move fragments, in place, from the fullest of ``holders`` to the emptiest while that makes loads clearly more even."""
+    loads = _loads(owners, holders, sizes)
     margin = UNEVEN * sum(sizes) / len(holders)
     while True:
         fullest, emptiest = max(holders, key=loads.__getitem__), min(holders, key=loads.__getitem__)
         excess = loads[fullest] - loads[emptiest]
         movable = [f for f, owner in enumerate(owners) if owner == fullest and sizes[f] <= excess - margin / 2]
         if excess <= margin or not movable:
-            break
+            return
         fragment = min(movable, key=lambda f: abs(excess - 2 * sizes[f]))
         owners[fragment] = emptiest
         loads[fullest] -= sizes[fragment]
         loads[emptiest] += sizes[fragment]
-    planned = OwnersTable(holders, owners)
-    return None if planned == table else planned
+
+
+def _loads(owners: Sequence[str], holders: Sequence[str], sizes: Sequence[int]) -> dict[str, int]:
+    """Return the parameters that each of ``holders`` owns."""
+    loads = dict.fromkeys(holders, 0)
+    for fragment, owner in enumerate(owners):
+        if owner in loads:
+            loads[owner] += sizes[fragment]
+    return loads
 
 
 def _seat(holders: list[str], live: set[str], shards: int, regions: Mapping[str, str]) -> list[str]:
-    """Holders, with free places filled, and as many regions among them as can be."""
+    """Return the holders, with free places filled, and as many regions among them as can be."""
     seated = list(holders)
     waiting = sorted(live - set(seated))
     while waiting:
@@ -95,19 +112,8 @@ def _seat(holders: list[str], live: set[str], shards: int, regions: Mapping[str,
     return seated
 
 
-@dataclass
-class _Peer:
-    pulse: ShardPulse
-    at_s: float
-    since_s: float  # when it was first heard, or again after it had been gone
-
-
 class Ownership:
-    """One syncer's view: the table as last read, and the syncers as heard by its own clock.
-
-    It hears its own pulses too. While they do not come back, it is this process or its connection that is silent, and
-    nobody counts as gone; when they come again, the others get as long as ever to be heard.
-    """
+    """One syncer's view: the owners table as last read, and the other syncers as heard (:class:`Syncers`)."""
 
     def __init__(
         self,
@@ -120,23 +126,27 @@ class Ownership:
         away_s: float = math.inf,
     ) -> None:
         """``region``: empty in a run without; one of which nobody is heard counts as gone after ``away_s``."""
-        self.name, self.incarnation, self.region, self.away_s = name, incarnation, region, away_s
-        self.sizes, self.shards, self.takeover_s = sizes, shards, takeover_s
+        self.name, self.incarnation, self.region = name, incarnation, region
+        self.sizes, self.shards = sizes, shards
         self.table: OwnersTable | None = None
         self.revision = 0  # of the table; 0: there is none
         self.leaving = False
-        self._peers: dict[str, _Peer] = {}
-        self._rival = (0, 0, 0)  # incarnation, newest number, pulses of a younger process with this name
-        self._echo_at_s = self._hearing_since_s = -math.inf
-        self._read_at_s = -math.inf  # when the table was last read, and the newest revision that others knew then
-        self._read_for = 0
+        self._others = Syncers(region, takeover_s, away_s)
+        self._rival = (0, 0, 0)  # incarnation, newest number, heartbeats of a younger process with this name
+        self._read_at_s = -math.inf  # when the table was last read
+        self._read_for = 0  # the newest revision that others knew then
         self._still_since_s = -math.inf  # when its revision last changed
         self._unable_since_s = math.inf  # nothing can be committed from here
+        self.wrong: Mapping[int, str] = {}  # by fragment whose log ends with a wrong entry: the syncer that wrote it
+
+    def change(self, shards: int, takeover_s: float, away_s: float) -> None:
+        """Go by these settings from now on."""
+        self.shards, self._others.takeover_s, self._others.away_s = shards, takeover_s, away_s
 
     @property
-    def pulse_s(self) -> float:
-        """How often to pulse."""
-        return self.takeover_s / PULSES
+    def heartbeat_s(self) -> float:
+        """Seconds from one heartbeat to the next."""
+        return self._others.takeover_s / HEARTBEATS
 
     @property
     def holds(self) -> bool:
@@ -146,66 +156,51 @@ class Ownership:
     @property
     def replaced(self) -> bool:
         """Whether a younger process goes by this one's name."""
-        return self._rival[2] >= RIVAL_PULSES
+        return self._rival[2] >= RIVAL_HEARTBEATS
 
     @property
     def closed_elsewhere(self) -> set[int]:
-        """Others' fragments whose log is closed: by the newest word of the one that the table gives each to.
+        """The fragments of others whose log is closed: by the newest heartbeat of the syncer that the table gives each to.
 
-        It looks after the log's end, which a server's crash may undo; whoever had the fragment before does so no more.
+        That one watches the log's end, which a server's crash may undo; an owner before it does so no more.
         """
-        said = {(index, name) for name, peer in self._peers.items() for index in peer.pulse.closed}
+        said = {(index, name) for name, syncer in self._others for index in syncer.heartbeat.closed}
         return {index for index, owner in said.intersection(enumerate(self.table.owners if self.table else []))}
 
-    def hear(self, pulse: ShardPulse, now_s: float) -> bool:
-        """Take in a pulse, the syncer's own included; whether there is something new to act on."""
-        if pulse.syncer == self.name:
-            return self._hear_own(pulse, now_s)
-        known = self._peers.get(pulse.syncer)
-        if known is None and len(self._peers) >= MAX_SYNCERS:
-            self._peers = {name: peer for name, peer in self._peers.items() if not self._gone(name, now_s)}
-            if len(self._peers) >= MAX_SYNCERS:
-                return False
-        gone = known is not None and self._gone(pulse.syncer, now_s)
-        if known is not None and _age(pulse) <= _age(known.pulse):
-            started_again = gone and pulse.incarnation != known.pulse.incarnation  # with its clock set back
-            if not started_again:
-                return False  # repeated or late
-        returns = known is None or gone or (known.pulse.state == "unable" and pulse.state != "unable")
-        self._peers[pulse.syncer] = _Peer(pulse, now_s, now_s if known is None or returns else known.since_s)
-        if known is None or gone or pulse.revision > self.revision:
-            return True
-        before = known.pulse
-        return (pulse.state, pulse.fragments, pulse.closed) != (before.state, before.fragments, before.closed)
+    def hear(self, heartbeat: ShardHeartbeat, now_s: float) -> bool:
+        """Take in a heartbeat, this syncer's own included. Return whether it says anything to act on."""
+        if heartbeat.syncer == self.name:
+            self._hear_own(heartbeat, now_s)
+            return False
+        heard = self._others.hear(heartbeat, now_s)
+        return heard is Heard.NEWS or (heard is Heard.ALIVE and heartbeat.revision > self.revision)
 
-    def _hear_own(self, pulse: ShardPulse, now_s: float) -> bool:
-        if pulse.incarnation > self.incarnation:
-            rival, number, pulses = self._rival
-            if (pulse.incarnation, pulse.number) > (rival, number):
-                self._rival = (pulse.incarnation, pulse.number, pulses + 1)
-        elif pulse.incarnation == self.incarnation:
-            if not self._hears(now_s):
-                self._hearing_since_s = now_s
-            self._echo_at_s = now_s
-        return False
+    def _hear_own(self, heartbeat: ShardHeartbeat, now_s: float) -> None:
+        if heartbeat.incarnation == self.incarnation:
+            self._others.hear_own(now_s)
+        elif heartbeat.incarnation > self.incarnation:
+            rival, number, heartbeats = self._rival
+            if (heartbeat.incarnation, heartbeat.number) > (rival, number):
+                self._rival = (heartbeat.incarnation, heartbeat.number, heartbeats + 1)
 
     def read(self, table: OwnersTable | None, revision: int, now_s: float) -> None:
         """Take in the table as stored, with the revision of its key."""
         if revision != self.revision:
             self._still_since_s = now_s
         self.table, self.revision = table, revision
-        self._read_at_s, self._read_for = now_s, self._newest()
+        self._read_at_s, self._read_for = now_s, self._others.newest_revision()
 
     def must_read(self, now_s: float) -> bool:
-        """Whether the table should be read: somebody knows a newer one, or the last time is long ago."""
-        return self._newest() > max(self.revision, self._read_for) or now_s - self._read_at_s >= READ_EVERY_S
+        """Whether the table should be read: another syncer knows a newer one, or the last time is long ago."""
+        newest = self._others.newest_revision()
+        return newest > max(self.revision, self._read_for) or now_s - self._read_at_s >= READ_EVERY_S
 
     def distrust(self) -> None:
-        """Somebody else has written as an owner: read the table before anything is taken over again."""
+        """Take over nothing before the table is read again: another process has written as an owner."""
         self._read_at_s = -math.inf
 
     def reach(self, commits: bool, now_s: float) -> None:
-        """Take in whether a version could be committed from here: whether there is room, in a majority that can be reached."""
+        """Take in whether a version could be committed from here: whether a majority of regions is reached, and has room."""
         self._unable_since_s = math.inf if commits else min(self._unable_since_s, now_s)
 
     def unable(self, now_s: float) -> bool:
@@ -213,38 +208,41 @@ class Ownership:
 
         Such a syncer is heard, since the control store may be reached by another way than the regions' servers.
         """
-        return now_s - self._unable_since_s >= self.away_s
+        return now_s - self._unable_since_s >= self._others.away_s
 
     def live(self, now_s: float) -> set[str]:
-        """The syncers that fragments may go to."""
-        names = {name for name, peer in self._peers.items() if peer.pulse.state not in ("leaving", "unable")}
-        names |= {name for name in self._named() if name not in self._peers}  # not heard yet: perhaps only not yet
-        names = {name for name in names - {self.name} if not self._gone(name, now_s)}
+        """Return the syncers that fragments may go to."""
+        names = {name for name, syncer in self._others if syncer.heartbeat.state not in ("leaving", "unable")}
+        names |= {name for name in self._named() if name not in self._others}  # not heard yet: perhaps only not yet
+        names = {name for name in names - {self.name} if not self._is_gone(name, now_s)}
         return names if self.leaving or self.unable(now_s) else names | {self.name}
 
     def propose(self, now_s: float) -> OwnersTable | None:
-        """The table to put in the place of the known one, or None.
+        """Return the table to put in the place of the known one, or None.
 
         The first table waits for ``shards`` syncers, but no longer than ``FIRST_TABLE_S``, so that a start does not deal
-        twice. What only makes loads more even, or fills a place that nobody waits for, waits until the table has been still
-        for a while: two syncers that do not hear the same ones would otherwise change it in turn, and fast. Who has just come
-        to a run with regions gets nothing yet: its region may have been cut off, and has to catch up over the same links.
+        twice. A change that only makes loads more even, or fills a place that nobody waits for, waits until the table has
+        been still for a while: two syncers that do not hear the same ones would otherwise change it in turn, and fast. A
+        syncer that has just come to a run with regions gets nothing yet (:meth:`Syncers.is_back`). An owner that has written a
+        wrong entry owns nothing until others have taken over from it: its memory may be bad.
         """
         live = self.live(now_s)
+        if self.table is not None:
+            live -= {name for index, name in self.wrong.items() if self.table.owners[index] == name} - {self.name}
         if self.table is None:
-            waited_s = now_s - self._hearing_since_s if self._hears(now_s) else 0.0
-            if len(live) < self.shards and waited_s < FIRST_TABLE_S:
+            if len(live) < self.shards and self._others.hearing_s(now_s) < FIRST_TABLE_S:
                 return None
-        elif not self._hears(now_s):
-            return None  # cut off, or its region's server is away: who is there is for others to say
+        elif not self._others.hears(now_s):
+            return None  # cut off, or its region's server is away: others hear who is there
         elif self._named() <= live:
-            if now_s - self._still_since_s < 2 * self.takeover_s:
+            if now_s - self._still_since_s < 2 * self._others.takeover_s:
                 return None
-            live -= {name for name in live - self._named() if self._is_fresh(name, now_s)}
+            new = live - self._named()
+            live -= {name for name in new if not self._others.is_back(None if name == self.name else name, now_s)}
         return plan(self.table, live, self.sizes, self.shards, self._regions())
 
     def keeps(self, fragment: int, now_s: float) -> bool:
-        """Whether it is this syncer that looks after a fragment in its region: the first of those who live there.
+        """Whether this syncer looks after a fragment in its region: the first of those who live there does.
 
         It stores the fragment's keyframes there, and combines offers of it. Where the owner lives, it is the owner.
         """
@@ -256,62 +254,36 @@ class Ownership:
         return self.name == min(name for name in self.live(now_s) | {self.name} if regions.get(name) == self.region)
 
     def inhabited(self, now_s: float) -> set[str]:
-        """The regions in which a syncer lives."""
+        """Return the regions in which a syncer lives."""
         regions = self._regions()
         return {regions[name] for name in self.live(now_s) if name in regions}
 
     def mine(self, now_s: float) -> set[int]:
-        """The fragments to own: those of the table, unless this syncer leaves and nobody else lives to be given them."""
+        """Return the fragments to own: those of the table, unless this syncer leaves and no other one could take them."""
         if self.table is None or (self.leaving and not self.live(now_s)):
             return set()
         return {fragment for fragment, owner in enumerate(self.table.owners) if owner == self.name}
 
     def may_take(self, fragment: int, now_s: float) -> bool:
-        """Whether a fragment of the table's is free: nobody alive still owns it, who could commit anything.
+        """Whether a fragment of the table's is free: no live syncer that could commit anything still owns it.
 
-        Nothing is, until this syncer has heard the others for two pulses, nor before it has read a table that it found wrong.
+        None is, until this syncer has heard the others for two heartbeats, nor before it has read a table that it found wrong.
         """
-        heard_s = now_s - self._hearing_since_s if self._hears(now_s) else 0.0
-        if self.leaving or self._read_at_s == -math.inf or heard_s < 2 * self.pulse_s:
+        if self.leaving or self._read_at_s == -math.inf or self._others.hearing_s(now_s) < 2 * self.heartbeat_s:
             return False
         return not any(
-            fragment in peer.pulse.fragments and peer.pulse.state != "unable" and not self._gone(name, now_s)
-            for name, peer in self._peers.items()
+            fragment in syncer.heartbeat.fragments
+            and syncer.heartbeat.state != "unable"
+            and self.wrong.get(fragment) != name
+            and not self._is_gone(name, now_s)
+            for name, syncer in self._others
         )
 
     def _named(self) -> set[str]:
         return {*self.table.holders, *self.table.owners} if self.table else set()
 
-    def _newest(self) -> int:
-        return max((peer.pulse.revision for peer in self._peers.values()), default=0)
-
-    def _hears(self, now_s: float) -> bool:
-        return now_s - self._echo_at_s < self.takeover_s / 2
-
-    def _gone(self, name: str, now_s: float) -> bool:
-        peer = self._peers.get(name)
-        heard_at_s = peer.at_s if peer else -math.inf
-        silence_s = self.takeover_s if self._near(peer, now_s) else self.away_s
-        return self._hears(now_s) and now_s - max(heard_at_s, self._hearing_since_s) >= silence_s
-
-    def _is_fresh(self, name: str, now_s: float) -> bool:
-        since_s = self._hearing_since_s if name == self.name else self._peers[name].since_s
-        return bool(self.region) and now_s - since_s < RETURN * self.away_s
-
-    def _near(self, peer: _Peer | None, now_s: float) -> bool:
-        """Whether a silence is the peer's own: others of its region are heard, or it is this one's region."""
-        if not self.region:
-            return True
-        if peer is None:
-            return False
-        region = peer.pulse.region
-        fresh_s = self.takeover_s / 2
-        others = [p for p in self._peers.values() if p is not peer and p.pulse.region == region]
-        return region == self.region or any(now_s - other.at_s < fresh_s for other in others)
+    def _is_gone(self, name: str, now_s: float) -> bool:
+        return self._others.presence(name, now_s) is Presence.GONE
 
     def _regions(self) -> dict[str, str]:
-        return {self.name: self.region} | {name: peer.pulse.region for name, peer in self._peers.items()}
-
-
-def _age(pulse: ShardPulse) -> tuple[int, int]:
-    return pulse.incarnation, pulse.number
+        return {self.name: self.region} | self._others.regions()

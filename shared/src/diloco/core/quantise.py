@@ -1,4 +1,4 @@
-"""float32 vectors as fewer bits, and back.
+"""Quantisation: float32 vectors as fewer bits, and back.
 
 Body layouts, little endian, for ``n`` values in blocks of 64 (``nb = ceil(n / 64)``; the last block is padded with zeros):
 
@@ -30,18 +30,20 @@ NOT_FINITE = "a value to be sent is NaN or infinite"
 
 
 def body_bytes(n: int, bits: int) -> int:
-    """Bytes of the body of ``n`` values."""
+    """Return the size of the body of ``n`` values."""
     blocks = -(-n // BLOCK)
     return {4: blocks * 34, 8: blocks * 68, 16: 2 * n, 32: 4 * n}[bits]
 
 
 def quantise(values: Vector, bits: int, *, error: Vector | None = None) -> Raw:
-    """The body of ``values``. ``error``, which may be ``values`` itself, receives what quantisation left over.
+    """Return the body of ``values``, float32 [n], as uint8 [bytes].
+
+    ``error``, float32 [n], which may be ``values`` itself, receives the quantisation error.
 
     Raises:
         NonFiniteError: a value is NaN or infinite; nothing has changed.
     """
-    # without `error` nothing can be spoilt, and int4's own loop sees what is not finite
+    # without `error` no input can be destroyed, and int4's own loop finds values that are not finite
     finite = (bits == 4 and error is None) or np.isfinite(kernels.absmax(values))
     if not finite:
         raise NonFiniteError(NOT_FINITE)
@@ -67,7 +69,10 @@ def quantise(values: Vector, bits: int, *, error: Vector | None = None) -> Raw:
 
 
 def dequantise(body: Raw, n: int, bits: int, out: Vector | None = None, *, start: int = 0) -> Vector:
-    """The ``n`` values of a valid body, or with ``out`` those from ``start`` (a multiple of 64) that fit into it."""
+    """Return the values, float32 [n], of a valid body, uint8 [bytes].
+
+    With ``out`` given, return those from ``start`` (a multiple of 64) that fit into it.
+    """
     values = np.empty(n, np.float32) if out is None else out
     if bits == 4:
         scales, codes = _split(body, n, np.uint16)
@@ -83,7 +88,7 @@ def dequantise(body: Raw, n: int, bits: int, out: Vector | None = None, *, start
 
 
 def validate(body: Raw, n: int, bits: int) -> None:
-    """Refuse a body that no encoder writes; all other functions trust bodies.
+    """Refuse a body, uint8 [bytes], that no encoder writes; all other functions trust bodies.
 
     Raises:
         FormatError: wrong size, or a code out of range.
@@ -108,7 +113,7 @@ def validate(body: Raw, n: int, bits: int) -> None:
 
 
 def split4(body: Raw, n: int) -> tuple[NDArray[np.uint16], Raw]:
-    """Scales and codes of an int4 body."""
+    """Return scales, uint16 [blocks], and codes, uint8 [blocks * 32], of an int4 body, uint8 [bytes]."""
     scales, codes = _split(body, n, np.uint16)
     return scales, codes
 

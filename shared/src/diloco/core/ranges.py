@@ -1,19 +1,19 @@
 """Sets of batches, as ranges of the data's shares: in order, none touching another.
 
-A batch is (share, index): the ``index``-th batch of a share, which is always the same batch. What a learner trained, what its
-displacement holds and what a version merged are such sets, and few ranges each, since a learner takes a share's batches one
-after another.
+A batch is (share, index): the ``index``-th batch of a share, which is always the same batch. The batches of a learner's
+training, of its displacement and of a version are such sets. They have few ranges each, since a learner takes a share's
+batches one after another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from diloco.wire.messages import Range
+from diloco.wire.fields import Range
 
 
 def normal(ranges: Iterable[Range]) -> list[Range]:
-    """The union of any ranges, as a set."""
+    """Return the union of any ranges, as a set."""
     joined: list[Range] = []
     for share, first, count in sorted(ranges):
         if joined and joined[-1][0] == share and joined[-1][1] + joined[-1][2] >= first:
@@ -25,7 +25,7 @@ def normal(ranges: Iterable[Range]) -> list[Range]:
 
 
 def add(ranges: list[Range], share: int, batch: int) -> list[Range]:
-    """The set with one batch more."""
+    """Return the set with one more batch."""
     for i, (its_share, first, count) in enumerate(ranges):
         following = ranges[i + 1][:2] if i + 1 < len(ranges) else None
         if (its_share, first + count) == (share, batch) and following != (share, batch + 1):
@@ -34,22 +34,22 @@ def add(ranges: list[Range], share: int, batch: int) -> list[Range]:
 
 
 def subtract(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range]:
-    """What of a set is not in another."""
+    """Return the part of a set that is not in another."""
     return [piece for piece, inside in _cut(ranges, others) if not inside]
 
 
 def common(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range]:
-    """What two sets have in common."""
+    """Return the intersection of two sets."""
     return [piece for piece, inside in _cut(ranges, others) if inside]
 
 
 def batches(ranges: Iterable[Range]) -> int:
-    """How many batches a set has."""
+    """Return the number of batches in a set."""
     return sum(count for _, _, count in ranges)
 
 
 def ends(ranges: Iterable[Range], known: Mapping[int, int] | None = None) -> dict[int, int]:
-    """By share: the batch after the last one of a set, or of ``known`` where that is further."""
+    """Return, by share, the batch after the last one of a set, or of ``known`` where that is further."""
     found = dict(known or {})
     for share, first, count in ranges:
         found[share] = max(found.get(share, 0), first + count)
@@ -57,7 +57,7 @@ def ends(ranges: Iterable[Range], known: Mapping[int, int] | None = None) -> dic
 
 
 def _cut(ranges: Sequence[Range], others: Sequence[Range]) -> Iterator[tuple[Range, bool]]:
-    """The pieces of a set, in order, and whether another set holds each."""
+    """Yield the pieces of a set, in order, and whether another set holds each."""
     at = 0
     for share, first, count in ranges:
         start, stop = first, first + count

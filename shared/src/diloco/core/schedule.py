@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from diloco.settings import InnerSettings
+from diloco.settings.run import InnerSettings
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Where in a run a learner takes a step."""
+    """The place of a learner's step in its run."""
 
     tokens: int  # of all learners so far
-    budget: int  # of the run, which may be changed while it goes on
-    warming_steps: int | None = None  # since its optimizer's state began fresh in mid-run; None: it did not
+    budget: int  # of the run, at present
+    warming_steps: int | None = None  # since its optimizer state was reset in mid-run; None: it was not
 
 
 def scheduled_rate(settings: InnerSettings, tokens_done: int, tokens_budget: int) -> float:
-    """Linear warm-up from 0, then a cosine to ``final_fraction`` of the peak at the end of the budget, and flat beyond it.
+    """Return the learning rate after ``tokens_done`` tokens of all learners.
 
-    ``tokens_done`` counts the tokens of all learners.
+    Linear warm-up from 0, then a cosine to ``final_fraction`` of the peak at the end of the budget, and flat beyond it.
     """
     progress = min(max(tokens_done / tokens_budget, 0.0), 1.0)
     if progress < settings.warmup_fraction:

@@ -1,6 +1,6 @@
-"""The event tape: what a run's bits depend on beyond its settings, data and log. ``docs/tape.md`` is the format in prose.
+"""The event tape: all inputs to a run's bits beyond its settings, data and log. ``docs/tape.md`` is the format in prose.
 
-Each process writes one tape. A learner's says when it took which batch, applied which version and offered what; the merges
+Each process writes one tape. A learner's has its batches, the versions that it applied, and its offers, in order; the merges
 themselves are in the log. A tape is a header and then blocks, each one or more whole events::
 
     header = MAGIC, varint VERSION, run (8 bytes), text name, check
@@ -16,7 +16,7 @@ thus refused. A process that dies leaves at most one block that is not whole, at
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from blake3 import blake3
@@ -36,7 +36,7 @@ _MAX_INT_BYTES = 9  # 63 bits
 
 
 class Event:
-    """Base of all events; its fields' order is that on the tape."""
+    """Base of all events; fields have the same order on the tape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Start(Event):
 
 @dataclass(frozen=True, slots=True)
 class Machine(Event):
-    """What the bits of a step depend on besides the program: processor and libraries, and the flags that these were given."""
+    """Processor and libraries, and their flags: the bits of a step depend on them besides the program."""
 
     text: str
     flags: str
@@ -58,14 +58,14 @@ class Machine(Event):
 
 @dataclass(frozen=True, slots=True)
 class Restored(Event):
-    """Parameters, optimizer state and books are those of the own checkpoint with this digest."""
+    """Parameters, optimizer state and delta state are those of the own checkpoint with this digest."""
 
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Borrowed(Event):
-    """The optimizer state is what ``peer`` lent, with this digest."""
+    """The optimizer state is the one that ``peer`` lent, with this digest."""
 
     peer: str
     digest: bytes
@@ -73,12 +73,12 @@ class Borrowed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Fresh(Event):
-    """The optimizer state begins anew in a run under way: the learning rate rises over ``inner.restart_warmup_steps``."""
+    """The optimizer state is reset in a run under way: the learning rate rises over ``inner.restart_warmup_steps``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Data(Event):
-    """The next step takes this batch; each one after it the next of the same share, until another such event."""
+    """The next step takes this batch; each later one the next batch of the same share, until another such event."""
 
     share: int
     batch: int
@@ -99,11 +99,11 @@ class Apply(Event):
 
 @dataclass(frozen=True, slots=True)
 class Reload(Event):
-    """Likewise, of a fragment that was loaded anew; ``spoilt``: the learner's own value was worth nothing."""
+    """The newest version of a fragment was loaded and written; ``invalid``: the learner's own value was invalid."""
 
     fragment: int
     version: int
-    spoilt: bool
+    invalid: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Copied(Event):
 
 @dataclass(frozen=True, slots=True)
 class Changed(Event):
-    """From here on the learner goes by the first so many of the run's changes."""
+    """From here on the first ``changes`` of the run's changes are in force at the learner."""
 
     changes: int
 
@@ -139,7 +139,7 @@ class Checkpoint(Event):
 
 @dataclass(frozen=True, slots=True)
 class Lent(Event):
-    """The copy's optimizer state was lent to a peer; the digest is its hash's."""
+    """The copy's optimizer state was lent to a peer; the digest is of its hash."""
 
     digest: bytes
 
@@ -154,7 +154,7 @@ class End(Event):
 
 @dataclass(frozen=True, slots=True)
 class Gap(Event):
-    """So many events could not be written."""
+    """``events`` events could not be written."""
 
     events: int
 
@@ -170,7 +170,7 @@ class Owners(Event):
 
 @dataclass(frozen=True, slots=True)
 class Gone(Event):
-    """A member is not heard any more."""
+    """A member has not been heard for ``liveness.dead_s``."""
 
     at_ms: int
     member: str
@@ -182,15 +182,6 @@ class Back(Event):
 
     at_ms: int
     member: str
-
-
-@dataclass(frozen=True, slots=True)
-class Lease(Event):
-    """A share of the data was given to a learner, or to nobody (empty)."""
-
-    at_ms: int
-    share: int
-    learner: str
 
 
 KINDS: dict[int, type[Event]] = {
@@ -213,13 +204,12 @@ KINDS: dict[int, type[Event]] = {
     32: Owners,
     33: Gone,
     34: Back,
-    35: Lease,
 }
 _CODES = {cls: code for code, cls in KINDS.items()}
 
 
 def fields_of(cls: type[Event]) -> list[tuple[str, Any]]:
-    """Names and types of an event's fields, in their order on the tape."""
+    """Return names and types of an event's fields, in their order on the tape."""
     hints = get_type_hints(cls)
     return [(field.name, hints[field.name]) for field in fields(cls)] if is_dataclass(cls) else []
 
@@ -230,28 +220,28 @@ _STEP = Step()
 
 @dataclass(frozen=True)
 class Header:
-    """Whose tape it is: run identity and the process's name."""
+    """The tape's owner: run identity and the process's name."""
 
     run: bytes
     name: str
 
     def pack(self) -> bytes:
-        """The bytes that a tape begins with."""
+        """Return the first bytes of a tape."""
         head = MAGIC + _varint(VERSION) + self.run + _text(self.name)
         return head + blake3(head).digest()[:CHECK_BYTES]
 
     @property
     def hash(self) -> bytes:
-        """What every block's check begins with."""
+        """The hash with which every block's check begins."""
         return blake3(self.pack()[:-CHECK_BYTES]).digest()
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What of a tape's bytes is whole: the events' places, and where and why the reading ended.
+    """The whole blocks of a tape, and the place and reason of their end.
 
-    ``torn_bytes`` at the end are a block that was never finished. ``damaged_at`` is the place of a block that is not what was
-    written although more of the tape follows; what follows is not read.
+    ``torn_bytes`` at the end are a block that was never finished. ``damaged_at`` is the place of a damaged block; the rest of
+    the tape is not read.
     """
 
     header: Header
@@ -262,7 +252,7 @@ class Scan:
 
 
 def encode(event: Event) -> bytes:
-    """An event's bytes."""
+    """Return an event's bytes."""
     out = bytes([_CODES[type(event)]])
     for name, _ in _TYPES[type(event)]:
         value = getattr(event, name)
@@ -278,7 +268,7 @@ def encode(event: Event) -> bytes:
 
 
 def blocks(events: Iterable[bytes], header_hash: bytes, place: int) -> Iterator[bytes]:
-    """Encoded events as blocks, the first of which is to stand at byte ``place`` of the tape."""
+    """Yield encoded events as blocks; the first one is for byte ``place`` of the tape."""
     waiting = b""
     for event in events:
         if len(waiting) + len(event) > MAX_BLOCK_BYTES:
@@ -316,10 +306,10 @@ def scan(data: bytes | memoryview) -> Scan:
 
 
 def events(data: bytes | memoryview, whole: Scan) -> Iterator[Event]:
-    """The events of a tape that :func:`scan` has checked.
+    """Yield the events of a tape that :func:`scan` has checked.
 
     Raises:
-        FormatError: a block holds what no writer of this version writes.
+        FormatError: a block holds bytes that no writer of this version writes.
     """
     data = memoryview(data)
     for start, stop in whole.blocks:
@@ -327,7 +317,7 @@ def events(data: bytes | memoryview, whole: Scan) -> Iterator[Event]:
 
 
 def decode(block: bytes) -> Iterator[Event]:
-    """The events of one block.
+    """Yield the events of one block.
 
     Raises:
         FormatError: an unknown kind, a value out of bounds, or a torn event.
@@ -363,115 +353,11 @@ def decode(block: bytes) -> Iterator[Event]:
 
 
 def state_digest(hashes: Mapping[str, bytes]) -> bytes:
-    """The digest of arrays of which the BLAKE3 hashes are given by name."""
+    """Return the digest of arrays by their names and BLAKE3 hashes."""
     digest = blake3()
     for name in sorted(hashes):
         digest.update(_text(name) + hashes[name])
     return digest.digest()[:DIGEST_BYTES]
-
-
-@dataclass
-class Life:
-    """One life of a learner's process, from its start to the next or to its end; ``steps`` are those that the tape holds."""
-
-    start: Start
-    machine: Machine | None = None
-    restored: bytes | None = None  # digest of the checkpoint that it began from
-    borrowed: tuple[str, bytes] | None = None  # peer and digest of the optimizer state that it began with
-    fresh: bool = False  # the optimizer state began anew in a run under way
-    steps: int = 0
-    data: list[tuple[int, int, int, int]] = field(default_factory=list)  # first step, share, first batch, count
-    at: dict[int, list[Event]] = field(default_factory=dict)  # by steps taken: what was done between that step and the next
-    copies: dict[tuple[int, int], bytes] = field(default_factory=dict)  # digests of copies, by their place in ``at``
-    end: End | None = None
-    gap: int = 0  # events that could not be written; what came after them is left out
-
-    @property
-    def rewound(self) -> bool:
-        """Whether it went back to an older version of a fragment: the server had lost what was applied before."""
-        newest = dict(enumerate(self.start.versions))
-        for step in sorted(self.at):
-            for event in self.at[step]:
-                if isinstance(event, Apply | Reload):
-                    if event.version < newest.get(event.fragment, 0):
-                        return True
-                    newest[event.fragment] = event.version
-        return False
-
-    def ranges(self) -> list[tuple[int, int, int]]:
-        """(share, first batch, count) of all that it trained on, in order."""
-        return [(share, first, count) for _, share, first, count in self.data]
-
-    def offers(self) -> Iterator[Offer]:
-        """All its offers."""
-        for done in self.at.values():
-            for event in done:
-                if isinstance(event, Offer):
-                    yield event
-
-
-def lives(tape: Iterable[Event]) -> list[Life]:
-    """A learner's tape by its starts. What is dated ``ago`` steps back stands where it was, in the tape's order.
-
-    Raises:
-        FormatError: an event that cannot stand where it does.
-    """
-    found: list[Life] = []
-    data: tuple[int, int] | None = None
-    copied: tuple[int, int] | None = None
-    for event in tape:
-        if isinstance(event, Start):
-            found.append(Life(event))
-            data = copied = None
-            continue
-        if not found:
-            raise FormatError(f"tape: {type(event).__name__} before any Start")
-        life = found[-1]
-        if isinstance(event, Gap):
-            life.gap += event.events
-        elif life.gap:
-            continue
-        elif isinstance(event, Step):
-            if data is None:
-                raise FormatError("tape: a step of unknown data")
-            _extend(life, *data)
-            data = (data[0], data[1] + 1)
-        elif isinstance(event, Data):
-            data = (event.share, event.batch)
-        elif isinstance(event, Machine):
-            life.machine = event
-        elif isinstance(event, Restored):
-            life.restored = event.digest
-        elif isinstance(event, Borrowed):
-            life.borrowed = (event.peer, event.digest)
-        elif isinstance(event, Fresh):
-            life.fresh = True
-        elif isinstance(event, End):
-            life.end = event
-        elif isinstance(event, Checkpoint | Lent):
-            if copied is None:
-                raise FormatError(f"tape: {event} of no copy")
-            life.copies[copied] = event.digest
-        else:
-            step = life.steps - (event.ago if isinstance(event, Offer) else 0)
-            if step < 0:
-                raise FormatError(f"tape: {event} is of {-step} steps before the start")
-            done = life.at.setdefault(step, [])
-            if isinstance(event, Copied):
-                copied = (step, len(done))
-            done.append(event)
-    return found
-
-
-def _extend(life: Life, share: int, batch: int) -> None:
-    if life.data:
-        first_step, its_share, first, count = life.data[-1]
-        if its_share == share and first + count == batch:
-            life.data[-1] = (first_step, share, first, count + 1)
-            life.steps += 1
-            return
-    life.data.append((life.steps, share, batch, 1))
-    life.steps += 1
 
 
 def _block(payload: bytes, header_hash: bytes, place: int) -> bytes:
@@ -483,7 +369,7 @@ def _check(header_hash: bytes, place: int, payload: bytes | memoryview) -> bytes
 
 
 def _whole(data: memoryview, place: int, header_hash: bytes) -> int | None:
-    """Where the block at ``place`` ends; None if there is none that is whole."""
+    """Return the end of the block at ``place``, or None if there is no whole one."""
     length, start = data[place], place + 1
     if length >= 0x80:
         if start >= len(data) or data[start] >= 0x80:

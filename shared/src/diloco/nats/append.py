@@ -6,8 +6,8 @@ alone, a process that lost its ownership would still store parts. A stream with 
 one subject be on their way (error 10164), so there it does stand on the head alone; such parts are never read.
 
 On nats-server 2.15.1 a retry of a stored single message with the same id is answered as a duplicate, unless its fence has
-moved meanwhile, which is reported first: a caller who is not sure reads the head back and compares. The answer to a batch
-that was stored before carries no sequence; it is looked up, without a fence by one who may not read the stream.
+moved meanwhile, which is reported first: an unsure caller reads the head back and compares. The answer to a batch that was
+stored before carries no sequence. It is looked up; without a fence, by a caller who may not read the stream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from diloco.wire.plain import json_object
 
 ID_HEADER = "Nats-Msg-Id"
 HEADER_BYTES = 1 << 10  # the server counts headers as payload
-FENCE_RETRY_S = 0.02
+FENCE_RETRY_S = 0.02  # a little longer than a replicated stream needs to store the message on its way
 # parts between two of the server's acknowledgements; over thin links fewer, so that something comes back before long
 FLOW_MESSAGES, FAR_FLOW_MESSAGES = 16, 2
 FLOWS_AHEAD = 2  # so at most 16 MiB of parts of 512 KiB are in flight, 2 MiB between regions
@@ -52,15 +52,15 @@ async def append(
     fence: Fence | None,
     timeout_s: float,
 ) -> int:
-    """Store ``parts`` and then ``data`` on ``subject``; returns the stream sequence of ``data``.
+    """Store ``parts`` and then ``data`` on ``subject``; return the stream sequence of ``data``.
 
     Args:
         part_subject: subject of a part by its index; needed with ``parts``.
         message_id: of this append, the same when it is tried again: the server stores it once.
-        timeout_s: how long the server may be silent.
+        timeout_s: longest silence of the server.
 
-    If an earlier attempt had stored a batch and its head is no longer the last message on ``subject``, returns 0; without a
-    fence, the sequence of whatever is the last one.
+    Returns 0 if an earlier attempt had stored the batch and its head is no longer the last message on ``subject``; without a
+    fence, it returns the sequence of the last message there.
 
     Raises:
         FenceError: somebody else appended; nothing was stored.
@@ -133,7 +133,7 @@ def _headers(message_id: str, fence: Fence | None) -> dict[str, str]:
 async def append_one(
     client: Client, subject: str, data: bytes, *, message_id: str, fence: Fence | None, timeout_s: float
 ) -> int:
-    """Store one message; as :func:`append` otherwise."""
+    """Store one message; return its stream sequence and raise as :func:`append`."""
     try:
         reply = await client.request(subject, data, timeout=timeout_s, headers=_headers(message_id, fence))
     except (nats.errors.Error, TimeoutError) as error:
@@ -168,7 +168,7 @@ class _Batch:
 
     async def _hear(self, message: Any) -> None:
         if self.error is not None:
-            return  # the first one is the cause; every later part is only told that its batch is unknown
+            return  # the first error is the cause; later parts only learn that their batch is unknown
         try:
             self._take(message)
         except BrokerError as error:
@@ -191,7 +191,7 @@ class _Batch:
             self.result = answer
 
     async def add(self, subject: str, data: bytes | memoryview, headers: dict[str, str], *, last: bool = False) -> int:
-        """Publish the next message; the last one returns its stream sequence."""
+        """Publish the next message; return its stream sequence if it is the last one, else 0."""
         self.sent += 1
         operation = _LAST if last else _FIRST if self.sent == 1 else _MIDDLE
         reply = f"{self.prefix}.{self.identifier}.{self.flow}.fail.{self.sent}.{operation}.$FI"

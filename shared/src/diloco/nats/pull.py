@@ -1,8 +1,12 @@
-"""Reading a stream: a windowed pull loop that survives whatever happens to the server or to its consumer.
+"""Reading a stream: a windowed pull loop that survives the loss of the server or of its consumer.
 
-Two requests of half a window overlap, so that the next messages are on their way while these are looked at; what is not
-asked for is not sent, so memory is bounded by the window however slow the reader is. The consumer is ephemeral: if it is
-lost, another one goes on behind the last sequence that was seen.
+Two requests of half a window overlap, so that the next messages are on their way while the reader works on these. The server
+sends nothing without a request, so the window bounds memory, however slow the reader is. The consumer is ephemeral: when it
+is lost, another one continues behind the last sequence that was read.
+
+A process has a few names for its consumers of a stream, since a server grants it these alone. A reader takes one that is free;
+with all of them in use it waits. A consumer that the process had before it was restarted, or that another process of its name
+has, is left alone where another name is free, and replaced otherwise. A reader whose consumer was replaced makes another one.
 """
 
 from __future__ import annotations
@@ -11,36 +15,39 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Sequence
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import nats.errors
-import nats.js.api
 import nats.js.errors
 
 from diloco.errors import AppendUncertainError, BrokerError, RewoundError
 from diloco.nats import streams
 from diloco.nats.connection import Link, check_open, wait_connected
+from diloco.nats.consumers import ConsumerNames
+from diloco.process.retry import RETRY_S
 from diloco.transport import Stored
+from diloco.wire.plain import json_object
 
 WINDOW_BYTES = 16 << 20
-FAR_WINDOW_BYTES = 4 << 20  # of which more would only wait in front of a thin link, and again after a cut
+FAR_WINDOW_BYTES = 4 << 20  # more would only wait in front of a thin link, and again after a cut
 OVERHEAD_BYTES = 1 << 16  # the server counts subject and reply subject of a message too
-EXPIRES_S = 5.0
-HEARTBEAT_S = 0.5
-SILENCE_S = 2.0  # so long without message or heartbeat: the consumer, or the server, is gone
+EXPIRES_S = 5.0  # of a request, which is then made again: one that a server lost is not waited for longer
+HEARTBEAT_S = 0.5  # of an idle consumer: four fit into SILENCE_S
+SILENCE_S = 2.0  # without message or heartbeat for so long, the consumer or the server is gone
 FAR_SILENCE_S = 20.0  # over thin links, where a part of 512 KiB may share one with others
-LOOK_S = 0.1  # how soon it is seen that the connection was remade
-INACTIVE_S = 30.0
-RETRY_S = 0.25
-CONNECTION_S = 5.0
+LOOK_S = 0.1  # a connection that was remade is noticed so soon
+INACTIVE_S = 30.0  # a consumer that nobody reads for so long goes: longer than a connection needs to be remade
 REQUESTS = 2
+
+_NAME_IN_USE = 10148  # error code of the JetStream API
 
 
 @dataclass(frozen=True)
 class Message(Stored):
-    """A stored message; ``pending`` is how many that the reader wants still stood behind it."""
+    """A stored message; ``pending`` is the number of messages for the reader that were stored behind it."""
 
     pending: int
 
@@ -48,12 +55,12 @@ class Message(Stored):
 class Puller:
     """``async for message in Puller(...)``: every message on ``subjects`` from ``start_sequence`` on, once, in order, for ever.
 
-    Messages that were purged before they could be read are simply not there; a reader that cares looks at the sequence.
-    ``read`` is what was read last through another one, which this one goes on behind.
+    Messages that were purged before they could be read are left out; their sequences are missing. ``read`` is the last message
+    that another puller read; this one continues behind it.
 
     Raises (while iterating):
         BrokerError: the stream does not exist, the filters overlap, or the connection was closed for good.
-        RewoundError: the stream lost what was read last, without having purged it; sequences may mean other messages now.
+        RewoundError: the stream lost the last message read, without having purged it; sequences may mean other messages now.
     """
 
     def __init__(
@@ -67,62 +74,109 @@ class Puller:
     ) -> None:
         self.link, self.stream, self.subjects = link, stream, list(subjects)
         self.next_sequence = max(1, start_sequence)
-        self._newest = read  # of those that were read
+        self._newest = read  # the last message read
         # a request that cannot hold the next message would be answered at once, for ever
         window_bytes = window_bytes or (FAR_WINDOW_BYTES if link.far else WINDOW_BYTES)
         self.half_bytes = max(link.bulk.max_payload + OVERHEAD_BYTES, window_bytes // REQUESTS)
 
-    async def __aiter__(self) -> AsyncIterator[Message]:
+    async def __aiter__(self) -> AsyncGenerator[Message, None]:
+        names = self.link.consumer_names(self.stream)
         while True:
-            consumer = await self._consumer()
+            consumer = await self._take(names)
             queue: asyncio.Queue[Any] = asyncio.Queue()
             inbox = self.link.bulk.new_inbox()
-            # no limits here: what is not asked for does not come
-            subscription = await self.link.bulk.subscribe(
-                f"{inbox}.*", cb=queue.put, pending_msgs_limit=0, pending_bytes_limit=0
-            )
+            subscription = None
             try:
+                # no limits here: requests have them
+                subscription = await self.link.bulk.subscribe(
+                    f"{inbox}.*", cb=queue.put, pending_msgs_limit=0, pending_bytes_limit=0
+                )
                 async for message in self._read(consumer, inbox, queue):
-                    self.next_sequence, self._newest = message.sequence + 1, message
-                    yield message
+                    self.next_sequence = message.sequence + 1
+                    if message.subject.isascii():  # any other is none of a run's, and may read otherwise when looked up
+                        self._newest = message
+                        yield message
             finally:
-                with contextlib.suppress(nats.errors.Error):
-                    await subscription.unsubscribe()
+                names.remove(consumer)
+                if subscription is not None:
+                    with contextlib.suppress(nats.errors.Error):
+                        await subscription.unsubscribe()
             await asyncio.sleep(RETRY_S)
 
-    async def _consumer(self) -> str:
-        config = nats.js.api.ConsumerConfig(
-            ack_policy=nats.js.api.AckPolicy.NONE,
-            deliver_policy=nats.js.api.DeliverPolicy.BY_START_SEQUENCE,
-            opt_start_seq=self.next_sequence,
-            filter_subjects=self.subjects,
-            inactive_threshold=INACTIVE_S,
-            mem_storage=True,
-            num_replicas=1,
-        )
+    async def _take(self, names: ConsumerNames) -> str:
+        """Make a consumer; return its name."""
+        tried: set[str] = set()
         while True:
-            config.opt_start_seq = self.next_sequence
+            made, name = False, await names.take()
             try:
-                await wait_connected(self.link.bulk, CONNECTION_S, f"stream {self.stream}")
-                await self._check_kept()
-                info = await self.link.bulk.jetstream(timeout=5).add_consumer(self.stream, config)
-                return str(info.name)
-            except nats.js.errors.NotFoundError:
-                raise BrokerError(f"stream {self.stream}: does not exist on the server") from None
-            except nats.js.errors.BadRequestError as error:
-                raise BrokerError(f"stream {self.stream}: cannot be read: {error.description}") from None
-            except (nats.errors.Error, TimeoutError, AppendUncertainError):
-                check_open(self.link.bulk)
-                await asyncio.sleep(RETRY_S)
+                made = await self._make(name, replace=name in tried)
+            finally:
+                if not made:
+                    names.give_back(name)
+            if made:
+                return name
+            tried.add(name)
+
+    async def _make(self, name: str, *, replace: bool) -> bool:
+        """Make a consumer, in the place of one that has its name if ``replace``.
+
+        Return False if there is such a one, or there is no answer: the server that has just died may have been given the
+        consumer, and then none comes for as long as it is dead.
+        """
+        subjects, attempt = self.subjects, uuid.uuid4().hex
+        config = {
+            "name": name,
+            "ack_policy": "none",
+            "deliver_policy": "by_start_sequence",
+            "inactive_threshold": int(INACTIVE_S * 1e9),
+            "mem_storage": True,
+            "num_replicas": 1,
+            # two requests for the same consumer are answered alike: without this, two readers would share one, half each
+            "metadata": {"attempt": attempt},
+        }
+        config |= {"filter_subject": subjects[0]} if len(subjects) == 1 else {"filter_subjects": subjects}
+        call = ".".join([f"CONSUMER.CREATE.{self.stream}.{name}", *(subjects if len(subjects) == 1 else [])])
+        request = {"stream_name": self.stream, "config": config, "action": "create"}
+        config["opt_start_seq"] = self.next_sequence
+        try:
+            await wait_connected(self.link.bulk, streams.TIMEOUT_S, f"stream {self.stream}")
+            await self._check_kept()
+            if replace:
+                await self._ask(f"CONSUMER.DELETE.{self.stream}.{name}", {})
+            code, error_code, text = await self._ask(call, request)
+        except nats.js.errors.NotFoundError:
+            raise BrokerError(f"stream {self.stream}: does not exist on the server") from None
+        except (nats.errors.Error, TimeoutError, AppendUncertainError):
+            check_open(self.link.bulk)
+            code, error_code, text = 0, 0, "no answer"
+        if code == 404:
+            raise BrokerError(f"stream {self.stream}: does not exist on the server")
+        if code == 400 and error_code != _NAME_IN_USE:
+            raise BrokerError(f"stream {self.stream}: cannot be read: {text}")
+        if code is None:
+            return True
+        await asyncio.sleep(RETRY_S)
+        return False
+
+    async def _ask(self, call: str, request: dict[str, Any]) -> tuple[int | None, int | None, str]:
+        """Ask JetStream; return the code, the code of JetStream's own and the text of an error, else None for all."""
+        reply = await self.link.bulk.request(f"$JS.API.{call}", json.dumps(request).encode(), timeout=streams.TIMEOUT_S)
+        answer = json_object(reply.data)
+        if answer is None:
+            return 0, 0, "no answer of JetStream"
+        error = answer.get("error")
+        if not isinstance(error, dict):
+            return None, None, ""
+        return error.get("code", 0), error.get("err_code", 0), str(error.get("description"))
 
     async def _check_kept(self) -> None:
-        """Find out whether the stream still is what was read: a server that lost its disk's last writes goes back."""
+        """Find out whether the stream still holds the last message read: a server that lost its last writes goes back."""
         newest = self._newest
         if newest is None:
             return
         stored = await streams.get(self.link, self.stream, newest.sequence)
         if stored is None:
-            info = await self.link.bulk.jetstream(timeout=5).stream_info(self.stream)
+            info = await self.link.bulk.jetstream(timeout=streams.TIMEOUT_S).stream_info(self.stream)
             kept = info.state.last_seq >= newest.sequence  # purged, or replaced by a newer one
         else:
             kept = (stored.subject, stored.data) == (newest.subject, newest.data)
@@ -131,7 +185,7 @@ class Puller:
 
     async def _request(self, consumer: str, inbox: str, number: int) -> None:
         request = {
-            "batch": self.half_bytes,  # never reached: only bytes and time end a request, and both are told
+            "batch": self.half_bytes,  # never reached: bytes or time end a request, and the server says so
             "max_bytes": self.half_bytes,
             "expires": int(EXPIRES_S * 1e9),
             "idle_heartbeat": int(HEARTBEAT_S * 1e9),
@@ -140,33 +194,36 @@ class Puller:
         await self.link.bulk.publish(subject, json.dumps(request).encode(), reply=f"{inbox}.{number}")
 
     async def _read(self, consumer: str, inbox: str, queue: asyncio.Queue[Any]) -> AsyncIterator[Message]:
-        """Messages until the consumer seems lost."""
-        reconnects = self.link.bulk.stats["reconnects"]
+        """Yield messages until the consumer seems lost."""
+        reconnects, delivered = self.link.bulk.stats["reconnects"], 0
         try:
             for number in range(REQUESTS):
                 await self._request(consumer, inbox, number)
             while True:
                 raw = await self._wait(queue, reconnects) if queue.empty() else queue.get_nowait()
-                status = (raw.headers or {}).get("Status")
-                if status is None:
+                headers = raw.headers or {}
+                if not raw.subject.startswith(f"{inbox}."):  # stored, whatever its headers say
                     # $JS.ACK.<stream>.<consumer>.<delivered>.<stream sequence>.<consumer sequence>.<time>.<pending>
                     tokens = raw.reply.split(".")
                     sequence, pending = int(tokens[-4]), int(tokens[-1])
+                    delivered += 1
+                    if int(tokens[-3]) != delivered:
+                        return  # another consumer has its name, or another process of this name reads it
                     if sequence >= self.next_sequence:
-                        yield Message(raw.subject, sequence, raw.data, pending)
-                elif status in ("408", "409") and "Consumer" not in (raw.headers.get("Description") or ""):
+                        yield Message(raw.subject, sequence, raw.data, pending, stored_at_s=int(tokens[-2]) / 1e9)
+                elif headers.get("Status") in ("408", "409") and "Consumer" not in (headers.get("Description") or ""):
                     # this request has had its bytes or its time: ask again
                     await self._request(consumer, inbox, int(raw.subject.rsplit(".", 1)[-1]))
-                elif status != "100":
+                elif headers.get("Status") != "100":
                     return
         except (nats.errors.Error, TimeoutError):
             return
 
     async def _wait(self, queue: asyncio.Queue[Any], reconnects: int) -> Any:
-        """What comes next.
+        """Return the next message.
 
         Raises:
-            TimeoutError: nothing, for too long, or since the connection was remade: the server has forgotten what was asked.
+            TimeoutError: none for too long, or the connection was remade, after which the server has forgotten the requests.
         """
         for _ in range(math.ceil((FAR_SILENCE_S if self.link.far else SILENCE_S) / LOOK_S)):
             with contextlib.suppress(TimeoutError):

@@ -1,10 +1,10 @@
-"""A small key-value bucket with compare-and-set, for what is rarely written: settings, the map, members, owners."""
+"""A small key-value bucket with compare-and-set, for values that are rarely written: settings, the map, members, owners."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import nats.errors
@@ -15,13 +15,12 @@ from nats.js import JetStreamContext
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError
 from diloco.nats.append import HEADER_BYTES, ID_HEADER, append_one
 from diloco.nats.connection import Link, check_open
-from diloco.nats.streams import DUPLICATE_WINDOW_S, OTHER_CONFIGURATION
-from diloco.transport import Fence
+from diloco.nats.streams import MAX_VALUE_BYTES, OTHER_CONFIGURATION, TIMEOUT_S, configured, look_up
+from diloco.process.retry import RETRY_S
+from diloco.transport import Fence, Stored
 
-TIMEOUT_S = 5.0
-ATTEMPTS = 6
-RETRY_S = 0.2
-MAX_VALUE_BYTES = (1 << 20) - HEADER_BYTES  # one message of a server with the smallest max_payload that the protocol allows
+ATTEMPTS = 6  # half a minute in all: as long as a cluster may need to elect a leader
+MAX_WRITTEN_BYTES = MAX_VALUE_BYTES - HEADER_BYTES  # the stream takes no message, headers included, that no reader would take
 
 _NO_MESSAGE = 10037  # error code of the JetStream API
 
@@ -29,9 +28,9 @@ T = TypeVar("T")
 
 
 class Registry:
-    """One bucket. Calls are tried again while the server is silent, which is safe: each write is known by an id of its own.
+    """One bucket. Calls are tried again while the server is silent, which is safe: each write has an id of its own.
 
-    So a compare-and-set succeeds for one caller only, also if another one sets the same value.
+    So a compare-and-set succeeds for one caller alone, also if another one sets the same value.
     """
 
     def __init__(self, link: Link, bucket: str) -> None:
@@ -39,21 +38,22 @@ class Registry:
 
     @classmethod
     async def open(cls, link: Link, bucket: str, *, create: bool, replicas: int = 1) -> Registry:
-        """The bucket, made if ``create``; one that an earlier version made is as good.
+        """Open the bucket, and make it if ``create``; one that an earlier version made is as good.
 
         Raises:
             BrokerError: there is no such bucket, it is kept otherwise than it should be, or the server refuses or is silent.
         """
         api = link.control.jetstream(timeout=TIMEOUT_S)
         # the client's own configuration of a bucket lets a header of any message empty it
-        config = nats.js.api.StreamConfig(
-            name=f"KV_{bucket}",
-            subjects=[f"$KV.{bucket}.>"],
-            discard=nats.js.api.DiscardPolicy.NEW,
-            max_msgs_per_subject=1,
-            num_replicas=replicas,
-            duplicate_window=DUPLICATE_WINDOW_S,
-            deny_delete=True,
+        config = configured(
+            nats.js.api.StreamConfig(
+                name=f"KV_{bucket}",
+                subjects=[f"$KV.{bucket}.>"],
+                discard=nats.js.api.DiscardPolicy.NEW,
+                max_msgs_per_subject=1,
+                num_replicas=replicas,
+                deny_delete=True,
+            )
         )
         try:
             if create:
@@ -70,24 +70,36 @@ class Registry:
         return cls(link, bucket)
 
     async def get(self, key: str) -> tuple[bytes, int] | None:
-        """Value and revision, or None.
+        """Return a key's value and revision, or None if it does not exist.
 
         Raises:
-            FormatError: the value is larger than anybody of this protocol writes.
+            FormatError: the value is larger than the protocol allows.
         """
-        stored = await self._patiently(lambda: self._last(key))
-        if stored is None or _deleted(stored):
+        stored, headers = await self._retried(lambda: self._last(key))
+        if stored is None or _deleted(headers):
             return None
-        value = bytes(stored.data or b"")
+        value = stored.data
         if len(value) > MAX_VALUE_BYTES:
             raise FormatError(
                 f"bucket {self._name}: key {key!r} holds {len(value)} bytes, at most {MAX_VALUE_BYTES} are allowed; "
                 "somebody else wrote it: choose another run name, or delete the bucket"
             )
-        return value, int(stored.seq)
+        return value, stored.sequence
+
+    async def after(self, keys: str, revision: int) -> tuple[str, bytes, int] | None:
+        """Return key, value and revision of the first value set after ``revision`` under ``keys`` (wildcards allowed), or None.
+
+        A value that was deleted is empty. Nothing is refused for its size: the stream bounds it, and one learner's value must
+        not keep others' from being read.
+        """
+        which = {"next_by_subj": self._subject(keys), "seq": revision + 1}
+        stored, headers = await self._retried(lambda: self._found(which))
+        if stored is None:
+            return None
+        return stored.subject.removeprefix(self._subject("")), b"" if _deleted(headers) else stored.data, stored.sequence
 
     async def create(self, key: str, value: bytes) -> int:
-        """Set a key that does not exist; its revision.
+        """Set a key that does not exist; return its revision.
 
         Raises:
             FenceError: it exists.
@@ -95,7 +107,7 @@ class Registry:
         return await self._write(key, value, 0)
 
     async def update(self, key: str, value: bytes, revision: int) -> int:
-        """Set a key that is at ``revision``; its new revision.
+        """Set a key that is at ``revision``; return its new revision.
 
         Raises:
             FenceError: it is at another one.
@@ -103,12 +115,14 @@ class Registry:
         return await self._write(key, value, revision)
 
     async def put(self, key: str, value: bytes) -> int:
-        """Set a key, whatever it was; its revision."""
+        """Set a key without a condition; return its revision."""
         return await self._write(key, value, None)
 
     async def _write(self, key: str, value: bytes, revision: int | None) -> int:
-        if len(value) > MAX_VALUE_BYTES:
-            raise BrokerError(f"bucket {self._name}: key {key!r}: a value of {len(value)} bytes, at most {MAX_VALUE_BYTES} fit")
+        if len(value) > MAX_WRITTEN_BYTES:
+            raise BrokerError(
+                f"bucket {self._name}: key {key!r}: a value of {len(value)} bytes, at most {MAX_WRITTEN_BYTES} fit"
+            )
         subject, identifier = self._subject(key), uuid.uuid4().hex
         expected = revision
 
@@ -118,29 +132,31 @@ class Registry:
 
         while True:
             try:
-                return await self._patiently(write)
+                return await self._retried(write)
             except FenceError:
-                stored = await self._patiently(lambda: self._last(key))
-                if stored is not None and (stored.headers or {}).get(ID_HEADER) == identifier:
-                    return int(stored.seq)  # an attempt that was not answered
-                if revision == 0 and stored is not None and _deleted(stored) and expected != stored.seq:
-                    expected = int(stored.seq)  # what was deleted does not exist
+                stored, headers = await self._retried(lambda: self._last(key))
+                if stored is not None and headers.get(ID_HEADER) == identifier:
+                    return stored.sequence  # an attempt that was not answered
+                if revision == 0 and stored is not None and _deleted(headers) and expected != stored.sequence:
+                    expected = stored.sequence  # a deleted key does not exist
                     continue
                 raise FenceError(f"bucket {self._name}: key {key!r} was set by somebody else") from None
 
     def _subject(self, key: str) -> str:
         return f"$KV.{self._name}.{key}"
 
-    async def _last(self, key: str) -> Any:
-        api = self._link.control.jetstream(timeout=TIMEOUT_S)
+    async def _last(self, key: str) -> tuple[Stored | None, dict[str, str]]:
+        return await self._found({"last_by_subj": self._subject(key)})
+
+    async def _found(self, which: Mapping[str, Any]) -> tuple[Stored | None, dict[str, str]]:
         try:
-            return await api.get_msg(f"KV_{self._name}", subject=self._subject(key))
+            return await look_up(self._link.control, f"KV_{self._name}", which)
         except nats.js.errors.NotFoundError as error:
             if error.err_code == _NO_MESSAGE:
-                return None
+                return None, {}
             raise
 
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
         for attempt in range(ATTEMPTS):
             try:
                 return await call()
@@ -156,7 +172,7 @@ class Registry:
 
 
 async def _keeps(api: JetStreamContext, wanted: nats.js.api.StreamConfig) -> bool:
-    """Whether the stream that has a bucket's name keeps what the bucket is to keep."""
+    """Whether the stream with a bucket's name keeps as much as the bucket has to."""
     try:
         config = (await api.stream_info(str(wanted.name))).config
     except (nats.js.errors.APIError, nats.errors.Error, TimeoutError):
@@ -165,5 +181,5 @@ async def _keeps(api: JetStreamContext, wanted: nats.js.api.StreamConfig) -> boo
     return same and (config.num_replicas or 1) >= (wanted.num_replicas or 1)
 
 
-def _deleted(stored: Any) -> bool:
-    return (stored.headers or {}).get("KV-Operation") in ("DEL", "PURGE")
+def _deleted(headers: Mapping[str, str]) -> bool:
+    return headers.get("KV-Operation") in ("DEL", "PURGE")

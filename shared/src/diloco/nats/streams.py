@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import enum
 import json
 import math
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import nats.errors
@@ -14,16 +15,23 @@ import nats.js.api
 import nats.js.errors
 
 from diloco.errors import AppendUncertainError, BrokerError, RunError
+from diloco.nats.client import Client
 from diloco.nats.connection import Link
+from diloco.nats.received import headers
 from diloco.transport import Stored
+from diloco.wire.plain import json_object
 
-TIMEOUT_S = 5.0
-DUPLICATE_WINDOW_S = 120.0
+TIMEOUT_S = 5.0  # for an answer of JetStream: a cluster elects another leader meanwhile
+DUPLICATE_WINDOW_S = 60.0  # a member tries an append again sooner, at most 15 s after the server fell silent
+MAX_MESSAGE_BYTES = 1 << 20  # of a frame, its headers included
+MAX_VALUE_BYTES = MAX_MESSAGE_BYTES - (1 << 10)  # of a bucket's key: readers take no more, so the stream takes no more
+CONSUMER_IDLE_S = 60.0  # no consumer stays longer without a reader, whatever its maker asked for
+MAX_CONSUMERS = 1 << 15  # 8 for each of 4096 processes; a server's own limit is 1000
 DROPS_AT_ONCE = 64
 
-# of an existing stream: what must be as asked for, and what may be more (a limit of zero or less is none)
+# settings of an existing stream: these must be equal, those may be larger (a limit of zero or less is none)
 _EXACT = ("subjects", "retention", "discard", "max_msgs_per_subject", "allow_direct", "allow_batched")
-_AT_LEAST = ("max_msgs", "max_bytes", "max_age", "max_msg_size", "num_replicas", "duplicate_window")
+_AT_LEAST = ("max_msgs", "max_age", "max_msg_size", "num_replicas", "duplicate_window")
 
 _EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"
 _NEVER = 1 << 62
@@ -33,14 +41,19 @@ _WRONG_LAST_SEQUENCE = 10071
 _NO_STREAM = 10059
 OTHER_CONFIGURATION = 10058
 _GONE = (10043, 10057)
+_NO_CONSUMER = 10014
 
 T = TypeVar("T")
 
 
 async def ensure(
     link: Link, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1
-) -> None:
+) -> int | None:
     """Make a stream, or find that it exists as it should; more room or more replicas than asked for are as good.
+
+    So are wider limits of what an insider may do, as a stream of an older version has them: :func:`wider_limits` names them.
+    Return the bytes that it may hold if these are fewer than asked for, else None: a limit changes while a run goes on, and
+    members wait at one that is reached.
 
     Raises:
         BrokerError: the server refuses.
@@ -56,8 +69,8 @@ async def ensure(
         num_replicas=replicas,
         allow_direct=True,
         allow_batched=True,
-        duplicate_window=DUPLICATE_WINDOW_S,
     )
+    config = configured(config)
     api = link.bulk.jetstream(timeout=TIMEOUT_S)
     try:
         await _answer(api.add_stream(config), stream)
@@ -68,20 +81,56 @@ async def ensure(
             raise RunError(
                 f"stream {stream}: has {difference}; if it belongs to something else, choose another run name, else set it so"
             ) from None
+        room_bytes = _limit(info.config.max_bytes)
+        return int(room_bytes) if room_bytes < _limit(max_bytes) else None
+    return None
 
 
 def _difference(wanted: nats.js.api.StreamConfig, existing: nats.js.api.StreamConfig) -> str | None:
-    """The first setting of a stream that does not do."""
+    """Describe the first setting of a stream that does not do, if any."""
     for name in _EXACT:
         a, b = getattr(wanted, name), getattr(existing, name)
-        # the server lists subjects in whatever order they were given
+        # the server lists subjects in the order in which they were given
         if (sorted(a) != sorted(b or [])) if name == "subjects" else a != b:
             return f"{name} = {_plain(b)}, expected {_plain(a)}"
     for name in _AT_LEAST:
-        a, b = (v if v and v > 0 else math.inf for v in (getattr(wanted, name), getattr(existing, name)))
+        a, b = _limit(getattr(wanted, name)), _limit(getattr(existing, name))
         if b < a:
             return f"{name} = {b:.15g}, expected {'no limit' if a == math.inf else f'at least {a:.15g}'}"
     return None
+
+
+def _limit(value: float | None) -> float:
+    return value if value and value > 0 else math.inf
+
+
+def limits(stream: str) -> dict[str, Any]:
+    """Return the limits that a run sets on a stream of its, as JetStream's API has them."""
+    return {
+        "max_msg_size": MAX_VALUE_BYTES if stream.startswith("KV_") else MAX_MESSAGE_BYTES,
+        "max_consumers": MAX_CONSUMERS,
+        "duplicate_window": int(DUPLICATE_WINDOW_S * 1e9),
+        "consumer_limits": {"inactive_threshold": int(CONSUMER_IDLE_S * 1e9)},
+    }
+
+
+def configured(config: nats.js.api.StreamConfig) -> nats.js.api.StreamConfig:
+    """Return a stream's configuration with its limits."""
+    return nats.js.api.StreamConfig.from_response(config.as_dict() | limits(str(config.name)))
+
+
+def wider_limits(config: Mapping[str, Any]) -> list[str]:
+    """Name the limits of a stream that are wider than a run sets them, by its configuration as JetStream's API has it."""
+    wanted = limits(str(config.get("name")))
+    found = [(name, config.get(name), wanted[name]) for name in ("max_msg_size", "duplicate_window")]
+    consumers = config.get("consumer_limits")
+    consumers = consumers if isinstance(consumers, dict) else {}
+    found += [(f"consumer_limits.{name}", consumers.get(name), most) for name, most in wanted["consumer_limits"].items()]
+    return [
+        f"{name} = {value if isinstance(value, int) and value > 0 else 'no limit'}, expected at most {most}"
+        for name, value, most in found
+        if not (isinstance(value, int) and 0 < value <= most)
+    ]
 
 
 def _plain(value: object) -> object:
@@ -89,7 +138,7 @@ def _plain(value: object) -> object:
 
 
 async def last(link: Link, stream: str, subject: str) -> Stored | None:
-    """The last message on a subject, or None.
+    """Return the last message on a subject, or None.
 
     Raises:
         AppendUncertainError: no answer.
@@ -99,15 +148,15 @@ async def last(link: Link, stream: str, subject: str) -> Stored | None:
 
 
 async def get(link: Link, stream: str, sequence: int) -> Stored | None:
-    """The message with a stream sequence, or None if it is gone; raises as :func:`last`."""
+    """Return the message with a stream sequence, or None if it is gone; raise as :func:`last`."""
     return await _get(link, stream, seq=sequence)
 
 
 async def last_sequence(link: Link, subject: str) -> int:
-    """The stream sequence of the last message on a subject that we may write to, 0 if there is none.
+    """Return the stream sequence of the last message on a subject that we may write to, 0 if there is none.
 
-    It is what the server says when it refuses an append behind a sequence that no message ever has, so whoever may write the
-    subject can ask, without being allowed to read anything.
+    The server states it when it refuses an append behind a sequence that no message ever has. So a member that may write the
+    subject learns it without permission to read.
 
     Raises:
         AppendUncertainError: no answer.
@@ -115,15 +164,16 @@ async def last_sequence(link: Link, subject: str) -> int:
     """
     headers = {_EXPECTED_SEQUENCE: str(_NEVER)}
     try:
-        answer = json.loads((await link.bulk.request(subject, b"", timeout=TIMEOUT_S, headers=headers)).data)
-        error = answer["error"]
-        if error["err_code"] == _WRONG_LAST_SEQUENCE:
-            return int(error["description"].removeprefix("wrong last sequence: "))
+        reply = await link.bulk.request(subject, b"", timeout=TIMEOUT_S, headers=headers)
     except (nats.errors.Error, TimeoutError) as silence:
         raise AppendUncertainError(f"{subject}: no answer: {silence!r}") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise AppendUncertainError(f"{subject}: the server does not say what was stored last") from None
-    raise BrokerError(f"{subject}: the server refuses: {error.get('description')} (code {error['err_code']})")
+    code, description = _refusal(json_object(reply.data) or {})
+    number = (description or "").removeprefix("wrong last sequence: ")
+    if code == _WRONG_LAST_SEQUENCE and number.isdecimal():
+        return int(number)
+    if code is None or code == _WRONG_LAST_SEQUENCE:
+        raise AppendUncertainError(f"{subject}: the server does not say what was stored last")
+    raise BrokerError(f"{subject}: the server refuses: {description} (code {code})")
 
 
 async def purge(link: Link, stream: str, subject: str, below_sequence: int) -> None:
@@ -136,32 +186,26 @@ async def purge(link: Link, stream: str, subject: str, below_sequence: int) -> N
 
 
 async def subjects(link: Link, stream: str, within: str) -> list[str]:
-    """All subjects of stored messages that match ``within``; raises as :func:`last`."""
+    """Return all subjects of stored messages that match ``within``; raises as :func:`last`."""
     found: list[str] = []
     while True:
-        request = json.dumps({"subjects_filter": within, "offset": len(found)}).encode()
-        reply = await _answer(link.bulk.request(f"$JS.API.STREAM.INFO.{stream}", request, timeout=TIMEOUT_S), stream)
-        try:
-            answer = json.loads(reply.data)
-            page, total = list(answer["state"].get("subjects", ())), int(answer.get("total", 0))
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise BrokerError(f"stream {stream}: {bytes(reply.data[:80])!r} came for its subjects") from None
+        answer = await _ask(link, f"STREAM.INFO.{stream}", stream, subjects_filter=within, offset=len(found))
+        state = answer.get("state")
+        page = state.get("subjects") or {} if isinstance(state, dict) else None
+        if not isinstance(page, dict):
+            raise _nonsense(stream, answer)
         found += page
-        if not page or len(found) >= total:
+        if not page or len(found) >= _total(answer, stream):
             return found
 
 
 async def drop(link: Link, stream: str, sequences: Iterable[int]) -> None:
-    """Drop single messages; those that are gone are as good. Raises as :func:`last`."""
+    """Drop single messages; ones that are gone already are as good. Raises as :func:`last`."""
     limit = asyncio.Semaphore(DROPS_AT_ONCE)
 
     async def drop_one(sequence: int) -> None:
-        request = json.dumps({"seq": sequence, "no_erase": True}).encode()
         async with limit:
-            reply = await _answer(link.bulk.request(f"$JS.API.STREAM.MSG.DELETE.{stream}", request, timeout=TIMEOUT_S), stream)
-        error = json.loads(reply.data).get("error")
-        if error is not None and error.get("err_code") not in _GONE:
-            raise BrokerError(f"stream {stream}: {error.get('description')} (code {error.get('err_code')})")
+            await _ask(link, f"STREAM.MSG.DELETE.{stream}", stream, _GONE, seq=sequence, no_erase=True)
 
     async with asyncio.TaskGroup() as group:
         for sequence in sequences:
@@ -177,24 +221,37 @@ async def delete(link: Link, stream: str) -> None:
 
 
 async def listed(link: Link) -> list[dict[str, Any]]:
-    """What the server says of each of its streams: ``config``, ``state`` and ``created``, as in its API.
+    """Return the ``config``, ``state`` and ``created`` of each of the server's streams, as its API has them.
 
     Raises:
-        BrokerError: the server refuses, or what it says is no list of streams.
+        AppendUncertainError: no answer.
+        BrokerError: the server refuses, or its answer is no list of streams.
     """
+    return await _pages(link, "STREAM.LIST", "*", "streams")
+
+
+async def consumers(link: Link, stream: str) -> list[dict[str, Any]]:
+    """Return the ``name``, ``config`` and ``created`` of each of a stream's consumers, as the server's API has them.
+
+    Raises: as :func:`listed`.
+    """
+    return await _pages(link, f"CONSUMER.LIST.{stream}", stream, "consumers")
+
+
+async def remove_consumer(link: Link, stream: str, name: str) -> None:
+    """Remove a consumer; none is as good. Raises as :func:`listed`."""
+    await _ask(link, f"CONSUMER.DELETE.{stream}.{name}", stream, (_NO_CONSUMER,))
+
+
+async def _pages(link: Link, call: str, stream: str, what: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     while True:
-        request = json.dumps({"offset": len(found)}).encode()
-        reply = await _answer(link.bulk.request("$JS.API.STREAM.LIST", request, timeout=TIMEOUT_S), "*")
-        try:
-            answer = json.loads(reply.data)
-            if "error" in answer:
-                raise BrokerError(f"the list of streams: {answer['error'].get('description')}")
-            page, total = list(answer["streams"] or []), int(answer["total"])
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise BrokerError(f"the list of streams: the server answers {reply.data[:40]!r} ({error!r})") from None
+        answer = await _ask(link, call, stream, offset=len(found))
+        page = answer.get(what) or []
+        if not isinstance(page, list):
+            raise _nonsense(stream, answer)
         found += page
-        if not page or len(found) >= total:
+        if not page or len(found) >= _total(answer, stream):
             return found
 
 
@@ -210,9 +267,11 @@ async def exists(link: Link, stream: str) -> bool:
 async def _get(link: Link, stream: str, subject: str | None = None, seq: int | None = None) -> Stored | None:
     api = link.bulk.jetstream(timeout=TIMEOUT_S)
     try:
-        # any replica answers a direct get, also one that has not got the newest message yet
-        direct = await _replicas(link, stream) == 1
-        message = await _answer(api.get_msg(stream, seq=seq, subject=subject, direct=direct), stream)
+        # any replica answers a direct get, even one without the newest message
+        if await _replicas(link, stream) > 1:
+            which = {"seq": seq} if subject is None else {"last_by_subj": subject}
+            return (await _answer(look_up(link.bulk, stream, which), stream))[0]
+        message = await _answer(api.get_msg(stream, seq=seq, subject=subject, direct=True), stream)
     except nats.js.errors.NotFoundError as error:
         if error.err_code == _NO_STREAM:
             raise _missing(stream) from None
@@ -221,7 +280,27 @@ async def _get(link: Link, stream: str, subject: str | None = None, seq: int | N
         if await exists(link, stream):  # nobody answers for a stream that is not there
             raise
         raise _missing(stream) from None
-    return Stored(str(message.subject), int(message.seq or 0), bytes(message.data or b""))
+    stored_at_s = message.time.timestamp() if message.time is not None else math.inf
+    return Stored(str(message.subject), int(message.seq or 0), bytes(message.data or b""), stored_at_s=stored_at_s)
+
+
+async def look_up(client: Client, stream: str, which: Mapping[str, Any]) -> tuple[Stored, dict[str, str]]:
+    """Ask JetStream's API for one message; return it and its headers, which are its writer's: of a large block the last ones.
+
+    Raises:
+        nats.errors.Error: as the client's requests; of JetStream's errors, NotFoundError where there is no such message.
+        BrokerError: the answer is none of JetStream.
+    """
+    reply = await client.request(f"$JS.API.STREAM.MSG.GET.{stream}", json.dumps(which).encode(), timeout=TIMEOUT_S)
+    answer = json_object(reply.data) or {}
+    if isinstance(answer.get("error"), dict):
+        nats.js.errors.APIError.from_error(answer["error"])
+    try:
+        message = answer["message"]
+        data, block = (base64.b64decode(message.get(name) or "") for name in ("data", "hdrs"))
+        return Stored(str(message["subject"]), int(message["seq"]), data), headers(block)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise _nonsense(stream, answer) from None
 
 
 async def _replicas(link: Link, stream: str) -> int:
@@ -230,6 +309,39 @@ async def _replicas(link: Link, stream: str) -> int:
         info = await _answer(link.bulk.jetstream(timeout=TIMEOUT_S).stream_info(stream), stream)
         known = link.replicas[stream] = int(info.config.num_replicas or 1)
     return known
+
+
+async def _ask(link: Link, call: str, stream: str, tolerated: Collection[int] = (), **request: Any) -> dict[str, Any]:
+    """Ask JetStream's API, and return its answer; an error of a code in ``tolerated`` is as good as none."""
+    asking = link.bulk.request(f"$JS.API.{call}", json.dumps(request).encode(), timeout=TIMEOUT_S)
+    data = (await _answer(asking, stream)).data
+    answer = json_object(data)
+    if answer is None:
+        raise _nonsense(stream, data)
+    code, description = _refusal(answer)
+    if code is not None and code not in tolerated:
+        raise BrokerError(f"stream {stream}: {description} (code {code})")
+    return answer
+
+
+def _refusal(answer: Mapping[str, Any]) -> tuple[int | None, str | None]:
+    """Return code and description of the error that an answer of JetStream is, else None for both."""
+    error = answer.get("error")
+    if not isinstance(error, dict):
+        return None, None
+    code = error.get("err_code")
+    return code if isinstance(code, int) else 0, str(error.get("description"))
+
+
+def _total(answer: Mapping[str, Any], stream: str) -> int:
+    total = answer.get("total", 0)
+    if not isinstance(total, int):
+        raise _nonsense(stream, answer)
+    return total
+
+
+def _nonsense(stream: str, answer: object) -> BrokerError:
+    return BrokerError(f"stream {stream}: {str(answer)[:80]} came for an answer of JetStream")
 
 
 def _missing(stream: str) -> BrokerError:

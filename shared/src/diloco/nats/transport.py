@@ -1,4 +1,4 @@
-"""NATS as a :class:`diloco.transport.Transport`: a :class:`Link` with what the modules of this package do over one."""
+"""NATS as a :class:`diloco.transport.Transport`: a :class:`Link` with the operations of this package's modules."""
 
 from __future__ import annotations
 
@@ -17,20 +17,29 @@ from diloco.nats.connection import POLL_S, Link, ask, subscribe, wait_connected
 from diloco.nats.pull import Puller
 from diloco.nats.registry import Registry
 from diloco.transport import Fence, Heard, Stored
+from diloco.wire.grants import SignedGrant
 
 T = TypeVar("T")
 
 
 class NatsTransport(Link):
-    """Signs of life and the bucket go over the control connection, all else over the bulk connection."""
+    """Heartbeats and the bucket go over the control connection, all else over the bulk connection."""
 
     alive_file: Path | None = None  # touched whenever something is published with both connections there
-    published_s: float | None = None  # when something last was, likewise, by the loop's clock
-    clock_file: Path | None = None  # holds the seconds that the wall clock is to be wrong by (``diloco chaos``)
+    published_s: float | None = None  # time of the last such publication, by the loop's clock
+    clock_file: Path | None = None  # holds an error of the wall clock, in seconds (``diloco chaos``)
 
     @property
     def founds(self) -> bool:
         return self.identity is None or self.identity.founder
+
+    @property
+    def authority(self) -> str | None:
+        return None if self.identity is None else self.identity.authority
+
+    @property
+    def grant(self) -> SignedGrant | None:
+        return None if self.identity is None else self.identity.grant
 
     @property
     def connected(self) -> bool:
@@ -70,8 +79,8 @@ class NatsTransport(Link):
 
     async def ensure_stream(
         self, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1
-    ) -> None:
-        await streams.ensure(
+    ) -> int | None:
+        return await streams.ensure(
             self, stream, subjects, max_msgs_per_subject=max_msgs_per_subject, max_bytes=max_bytes, replicas=replicas
         )
 
@@ -99,12 +108,12 @@ class NatsTransport(Link):
         return await self._answered(storing, subject)
 
     async def _answered(self, asking: Coroutine[Any, Any, T], what: str) -> T:
-        """Await what asks the bulk connection's server, until that connection is lost."""
+        """Await a request over the bulk connection, until that connection is lost."""
         asked, lost = asyncio.ensure_future(asking), asyncio.ensure_future(self._bulk_lost())
         try:
             await asyncio.wait({asked, lost}, return_when=asyncio.FIRST_COMPLETED)
             if not asked.done():
-                # its answer died with the connection: who tries again need not wait for the timeout
+                # its answer died with the connection: a caller that tries again need not wait for the timeout
                 raise AppendUncertainError(f"{what}: the connection was lost before the answer came")
             return asked.result()
         finally:
@@ -112,9 +121,9 @@ class NatsTransport(Link):
             lost.cancel()
 
     async def _asked(self, asking: Callable[[], Coroutine[Any, Any, T]], what: str) -> T:
-        """As :meth:`_answered`, once there is a connection.
+        """Await a request as :meth:`_answered`, once there is a connection.
 
-        What is asked without one is kept by the client, and sent when there is one again, with all its repetitions: their
+        Without one the client keeps the request, and sends it with all repetitions when there is one again: their
         answers, to nobody, may fill a thin link for a minute.
         """
         await wait_connected(self.bulk, streams.TIMEOUT_S, what)
@@ -138,7 +147,7 @@ class NatsTransport(Link):
         return await self._asked(partial(streams.last_sequence, self, subject), subject)
 
     async def purge(self, stream: str, subject: str, below_sequence: int) -> None:
-        await streams.purge(self, stream, subject, below_sequence)
+        await self._asked(partial(streams.purge, self, stream, subject, below_sequence), stream)
 
     def pull(
         self, stream: str, subjects: Sequence[str], start_sequence: int, read: Stored | None = None

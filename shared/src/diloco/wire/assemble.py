@@ -1,22 +1,22 @@
-"""Putting bodies together from a stream of parts and heads."""
+"""Assembly of bodies from a stream of parts and heads."""
 
 from __future__ import annotations
 
-from diloco.wire.messages import ATTEMPT_BYTES, PART_BYTES, Body
+from diloco.wire.body import ATTEMPT_BYTES, PART_BYTES, Body
 
 
-class Parts:
+class ChunkAssembler:
     """Parts of bodies whose heads have not come yet, by source (a fragment, or a fragment and a learner).
 
-    A source has one attempt at a time; parts of another one replace it, so that orphans of an interrupted attempt go, and
-    at most ``limit_bytes`` a source are kept: what exceeds them cannot belong to an acceptable body.
+    A source has one attempt at a time: a part of another attempt replaces it, so that orphans of an interrupted attempt go. At
+    most ``limit_bytes`` a source are kept, since more cannot belong to an acceptable body.
     """
 
     def __init__(self) -> None:
         self._parts: dict[object, tuple[bytes, dict[int, bytes]]] = {}
 
     def add(self, source: object, index: int, data: bytes, limit_bytes: int) -> bool:
-        """Keep a part; False if it cannot be one."""
+        """Keep a part; return False if it cannot be one."""
         attempt, content = data[:ATTEMPT_BYTES], data[ATTEMPT_BYTES:]
         if len(data) <= ATTEMPT_BYTES or len(data) > PART_BYTES or index * (PART_BYTES - ATTEMPT_BYTES) >= limit_bytes:
             return False
@@ -27,7 +27,7 @@ class Parts:
         return True
 
     def take(self, source: object, body: Body) -> list[bytes] | None:
-        """The parts that ``body`` describes, and forget the source's; None if they are not all here."""
+        """Return the parts that ``body`` describes, or None if some are missing. Forget all parts of the source."""
         attempt, parts = self._parts.pop(source, (b"", {}))
         if body.parts == 0:
             return []
@@ -37,6 +37,6 @@ class Parts:
 
 
 def part_index(subject: str) -> int | None:
-    """The index at the end of a part's subject."""
+    """Return the index at the end of a part's subject, or None if it has none."""
     last = subject.rsplit(".", 1)[-1]
     return int(last) if last.isdecimal() and len(last) < 9 else None

@@ -1,4 +1,4 @@
-"""JSON from others: what servers, coordinators, relays and buckets say."""
+"""JSON from others: answers of servers, coordinators and relays, and values of buckets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def json_object(data: bytes) -> dict[str, Any] | None:
-    """The JSON object that bytes are, or None if they are none; what is in it is for the caller to check."""
+    """Return the JSON object in ``data``, or None if there is none. The caller checks its values."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):

@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+CONSUMERS = 8  # names that one process may give to its consumers of a stream: as many reads at a time
+
+KEY_LETTERS = 20  # of an identity's public key in the names of its consumers: 100 random bits
+
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
+_CONSUMER = re.compile(rf"(.+?)(?:-[A-Z2-7]{{{KEY_LETTERS}}})?-(?:{_INDEX.pattern})")
 
 
 @dataclass(frozen=True)
@@ -16,12 +21,12 @@ class Subjects:
 
     @property
     def log_stream(self) -> str:
-        """Stream of records, keyframes and the genesis record: never shortened but by purges below a keyframe."""
+        """Stream of records, keyframes and the genesis record; shortened by purges below a keyframe alone."""
         return f"DILOCO_{self.run}_LOG"
 
     @property
     def offer_stream(self) -> str:
-        """Stream of offers: only the latest message of each subject is kept."""
+        """Stream of offers, which keeps the latest message of each subject."""
         return f"DILOCO_{self.run}_OFFERS"
 
     @property
@@ -31,7 +36,7 @@ class Subjects:
 
     @property
     def bucket(self) -> str:
-        """Key-value bucket: the run's settings, fragment map, members and owners."""
+        """Key-value bucket of the run's settings, fragment map, members and owners."""
         return f"DILOCO_{self.run}"
 
     @property
@@ -39,54 +44,58 @@ class Subjects:
         return f"diloco.{self.run}.genesis"
 
     def record(self, fragment: int | str) -> str:
-        """Heads of one fragment's log entries."""
+        """Return the subject of the heads of a fragment's log entries."""
         return f"diloco.{self.run}.fragment.{fragment}.head"
 
     def notice(self, fragment: int | str) -> str:
-        """Which of one fragment's log entries are committed, in a run with regions."""
+        """Return the subject of a fragment's commit notices, in a run with regions."""
         return f"diloco.{self.run}.fragment.{fragment}.notice"
 
     def record_tree(self, fragment: int | str) -> str:
-        """Heads and parts of one fragment's log entries, and notices of them."""
+        """Return the subjects of a fragment's log entries, heads and parts, and of their commit notices."""
         return f"diloco.{self.run}.fragment.{fragment}.>"
 
+    def heads_and_notices(self, fragment: int | str) -> str:
+        """Return one pattern of the subjects of a fragment's heads and commit notices, without parts."""
+        return f"diloco.{self.run}.fragment.{fragment}.*"
+
     def keyframe(self, fragment: int | str) -> str:
-        """Heads of one fragment's keyframes."""
+        """Return the subject of the heads of a fragment's keyframes."""
         return f"diloco.{self.run}.keyframe.{fragment}.head"
 
     def keyframe_tree(self, fragment: int | str) -> str:
-        """Heads and parts of one fragment's keyframes."""
+        """Return the subjects of a fragment's keyframes, heads and parts."""
         return f"diloco.{self.run}.keyframe.{fragment}.>"
 
     def offer(self, fragment: int | str, learner: str = "*") -> str:
-        """Heads of one learner's offers of one fragment."""
+        """Return the subject of the heads of a learner's offers of a fragment."""
         return f"diloco.{self.run}.delta.{fragment}.{learner}.head"
 
     def offer_tree(self, fragment: int | str) -> str:
-        """Heads and parts of all learners' offers of one fragment."""
+        """Return the subjects of all learners' offers of a fragment, heads and parts."""
         return f"diloco.{self.run}.delta.{fragment}.>"
 
     def offers_of(self, sender: str) -> list[str]:
-        """Heads and parts of all that a learner or a syncer has offered."""
+        """Return the subjects of all offers of a learner or a syncer, heads and parts."""
         return [f"diloco.{self.run}.{kind}.*.{sender}.>" for kind in ("delta", "combined")]
 
     def combined(self, fragment: int | str, syncer: str = "*") -> str:
-        """Heads of the offers of one fragment that a syncer has combined."""
+        """Return the subject of the heads of a syncer's combined offers of a fragment."""
         return f"diloco.{self.run}.combined.{fragment}.{syncer}.head"
 
     def combined_tree(self, fragment: int | str) -> str:
-        """Heads and parts of a region's combined offers of one fragment."""
+        """Return the subjects of a region's combined offers of a fragment, heads and parts."""
         return f"diloco.{self.run}.combined.{fragment}.>"
 
     def archived(self, fragment: int, learner: str, incarnation: int, number: int) -> str:
-        """Head of a merged offer."""
+        """Return the subject of the head of a merged offer."""
         return f"diloco.{self.run}.archive.{fragment}.{learner}.{incarnation}.{number}.head"
 
     def archived_combined(self, fragment: int, syncer: str, incarnation: int, number: int) -> str:
-        """Head of a merged combined offer."""
+        """Return the subject of the head of a merged combined offer."""
         return f"diloco.{self.run}.archive.{fragment}.combined.{syncer}.{incarnation}.{number}.head"
 
-    def pulse(self, learner: str = "*") -> str:
+    def heartbeat(self, learner: str = "*") -> str:
         return f"diloco.{self.run}.pulse.{learner}"
 
     def shard(self, syncer: str = "*") -> str:
@@ -97,66 +106,90 @@ class Subjects:
 
     @property
     def coordinator(self) -> str:
-        """The leading coordinator's sign of life."""
+        """Subject of the leading coordinator's heartbeat."""
         return f"diloco.{self.run}.coordinator"
 
     @property
     def changed(self) -> str:
-        """Rung when a change of the run has been stored: an empty message, after which whoever hears it reads the key."""
+        """Subject of an empty message that a change of the run has been stored; members then read the key."""
         return f"diloco.{self.run}.changed"
 
     @property
     def mark(self) -> str:
-        """Asks learners to save their states for a checkpoint of the whole run."""
+        """Subject of snapshot markers: learners save their states for a checkpoint of the whole run."""
         return f"diloco.{self.run}.mark"
 
     def marked(self, learner: str = "*") -> str:
-        """A learner's answer to a mark."""
+        """Return the subject of a learner's acknowledgement of a snapshot marker."""
         return f"diloco.{self.run}.marked.{learner}"
 
     @property
     def status(self) -> str:
-        """Answered by the coordinator with its status as JSON."""
+        """Subject of requests that the coordinator answers with its status as JSON."""
         return f"diloco.{self.run}.status"
 
     def answers(self, asker: str, nonce: str = "*") -> str:
-        """Where answers come that somebody asked for, of a member or of a command."""
+        """Return the subject of answers to a member or a command."""
         return f"diloco.{self.run}.answer.{asker}.{nonce}"
 
+    @property
+    def fragment_trees(self) -> str:
+        """Return one pattern of all fragments' log entries, commit notices and keyframes, heads and parts."""
+        return f"diloco.{self.run}.*.*.>"
+
     def log_filters(self) -> list[str]:
-        """What the log stream stores."""
+        """Return the subjects that the log stream stores."""
         return [self.genesis, f"diloco.{self.run}.fragment.>", f"diloco.{self.run}.keyframe.>"]
 
     def state(self, learner: str) -> str:
-        """Asks a learner for its optimizer's state."""
+        """Return the subject of requests for a learner's optimizer state."""
         return f"diloco.{self.run}.state.{learner}"
 
     def archive_filters(self) -> list[str]:
-        """What the archive stores."""
+        """Return the subjects that the archive stores."""
         return [f"diloco.{self.run}.archive.>"]
 
     def offer_filters(self) -> list[str]:
-        """What the offer stream stores."""
+        """Return the subjects that the offer stream stores."""
         return [f"diloco.{self.run}.delta.>", f"diloco.{self.run}.combined.>"]
 
 
 def answer_to(subject: str, asker: str, nonce: str) -> str:
-    """Where the answer to a message on ``subject`` is to come."""
+    """Return the subject for the answer to a message on ``subject``."""
     return Subjects(subject.split(".")[1]).answers(asker, nonce)
 
 
+def reader(process: str, public_key: str | None) -> str:
+    """Return how a process is called in its consumers' names: by letters of its key too, if it has an identity.
+
+    No other member knows these. One who knew a consumer's name could take its messages (docs/security.md).
+    """
+    return process if public_key is None else f"{process}-{public_key[1 : 1 + KEY_LETTERS]}"
+
+
+def consumers(reader: str) -> list[str]:
+    """Return the names of a reader's consumers. The slot stands behind the last dash, so no two readers share a name."""
+    return [f"{reader}-{slot}" for slot in range(CONSUMERS)]
+
+
+def reader_of(consumer: str) -> str:
+    """Return the process whose consumer this is, by its name; the name itself if it is of no such form."""
+    found = _CONSUMER.fullmatch(consumer)
+    return found[1] if found else consumer
+
+
 def log_part(head: str, attempt: bytes, index: int) -> str:
-    """Where part ``index`` of a log entry's or keyframe's body is stored: attempts never share a subject."""
+    """Return the subject of part ``index`` of a log entry's or keyframe's body. Attempts never share a subject."""
     return f"{head.removesuffix('.head')}.part.{attempt.hex()}.{index}"
 
 
 def offer_part(head: str, index: int) -> str:
-    """Where part ``index`` of an offer's body is stored: the next attempt replaces it, so that the stream stays small."""
+    """Return the subject of part ``index`` of an offer's body. The next attempt replaces it: the stream stays small."""
     return f"{head.removesuffix('.head')}.part.{index}"
 
 
 def is_head(subject: str) -> bool:
-    """Whether a stored message is a head; all others are parts.
+    """Whether a stored message is a head and not a part.
 
     Only the exact subject counts: a fence guards one subject, and a head beside it would be unfenced.
     """
@@ -165,13 +198,13 @@ def is_head(subject: str) -> bool:
 
 
 def is_notice(subject: str) -> bool:
-    """Whether a message of the log says which entry is committed."""
+    """Whether a message of the log is a commit notice."""
     tokens = subject.split(".")
     return tokens[-1] == "notice" and len(tokens) == 5
 
 
 def fragment_of(subject: str) -> int | None:
-    """The fragment that a record, keyframe, offer or round subject names in plain decimal, or None if it names none."""
+    """Return the fragment that a record, keyframe, offer or round subject names in plain decimal, or None."""
     tokens = subject.split(".")
     if len(tokens) > 3 and tokens[2] in ("fragment", "keyframe", "delta", "combined", "round") and _INDEX.fullmatch(tokens[3]):
         return int(tokens[3])
@@ -179,12 +212,12 @@ def fragment_of(subject: str) -> int | None:
 
 
 def part_of_offer(subject: str) -> int | None:
-    """The index in plain decimal of an offer's part, or None if it is none."""
+    """Return the index of an offer's part, in plain decimal, or None if the subject is no part's."""
     tokens = subject.split(".")
     return int(tokens[6]) if len(tokens) == 7 and tokens[5] == "part" and _INDEX.fullmatch(tokens[6]) else None
 
 
 def sender_of(subject: str) -> str | None:
-    """The learner that an offer's subject names, or the syncer of a combined one's; None if it is neither."""
+    """Return the learner that an offer's subject names, or the syncer of a combined offer's, or None."""
     tokens = subject.split(".")
     return tokens[4] if len(tokens) > 5 and tokens[2] in ("delta", "combined") else None

@@ -1,0 +1,1 @@
+"""Experiments: a question, arms that answer it over paired seeds, and claims that hold or do not."""

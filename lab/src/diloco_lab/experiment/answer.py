@@ -1,0 +1,140 @@
+"""An experiment's answer: a table, a picture with intervals, and a sentence for each claim."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from diloco_lab.experiment.runner import Results
+from diloco_lab.experiment.spec import Claim, Experiment
+from diloco_lab.experiment.statistics import Paired, paired, seeds_for
+
+MARGIN = 0.01  # the difference that a claim should be able to tell
+_WIDTH, _ROW, _LEFT, _RIGHT = 720, 30, 190, 24
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim and what came of it; ``holds`` is None where there are fewer than two pairs."""
+
+    claim: Claim
+    paired: Paired
+    holds: bool | None
+
+    def sentence(self) -> str:
+        """Return it in words."""
+        claim, found = self.claim, self.paired
+        mean = f"{claim.arm} ends {_percent(abs(found.mean))} {'above' if found.mean >= 0 else 'below'} {claim.against}"
+        if found.bound is None or found.spread is None:
+            return f"{mean} in one pair of seeds: nothing is decided."
+        enough = seeds_for(found.spread, MARGIN) or "More than 1,000"
+        said = "holds" if self.holds else "does not hold"
+        return (
+            f"{mean} over {found.pairs} pairs (95 % bound {_signed(found.bound)}, spread of a pair {_percent(found.spread)}): "
+            f"at most {_signed(claim.below)} {said}. {enough} pairs tell a difference of {_percent(MARGIN)}."
+        )
+
+
+def verdicts(experiment: Experiment, results: Results) -> list[Verdict]:
+    """Judge the claims by the seeds that both arms have ended; what diverged is in no average."""
+    judged: list[Verdict] = []
+    for claim in experiment.claims:
+        one, other = losses(results, claim.arm), losses(results, claim.against)
+        seeds = sorted(one.keys() & other.keys())
+        if seeds:
+            found = paired([one[seed] for seed in seeds], [other[seed] for seed in seeds])
+            judged.append(Verdict(claim, found, None if found.bound is None else found.bound <= claim.below))
+    return judged
+
+
+def losses(results: Results, arm: str) -> dict[int, float]:
+    """Return the final losses of an arm by seed, without those that diverged."""
+    known = {seed: measured.loss for (name, seed), measured in results.measured.items() if name == arm}
+    return {seed: loss for seed, loss in known.items() if loss is not None}
+
+
+def rows(experiment: Experiment, results: Results) -> list[list[str]]:
+    """Return the table's rows: arm, seeds, loss and its spread, learners a version, merged, bytes a token, diverged, failed."""
+    table: list[list[str]] = []
+    for arm in experiment.arms:
+        known = losses(results, arm)
+        measured = [m for (name, _), m in results.measured.items() if name == arm]
+        diverged = sum(m.loss is None for m in measured)
+        failed = sum(name == arm for name, _ in results.failed)
+        values = list(known.values())
+        mean = f"{np.mean(values):.4f}" if values else "-"
+        spread = f"{np.std(values, ddof=1):.4f}" if len(values) > 1 else "-"
+        members = [m.members for m in measured if m.members is not None]
+        merged = [m.merged for m in measured if m.merged is not None]
+        sent = [m.bytes_up * experiment.settings_of(arm, 0).learners / m.tokens for m in measured if m.bytes_up is not None]
+        table.append(
+            [
+                arm,
+                str(len(values)),
+                mean,
+                spread,
+                f"{np.mean(members):.2f}" if members else "-",
+                _percent(float(np.mean(merged))) if merged else "-",
+                f"{np.mean(sent):.2f}" if sent else "-",
+                f"{diverged}" if not failed else f"{diverged}, {failed} failed",
+            ]
+        )
+    return table
+
+
+HEAD = ["arm", "seeds", "loss", "spread", "learners a version", "merged", "bytes sent a token", "diverged"]
+
+
+def markdown(name: str, experiment: Experiment, results: Results, where: Mapping[str, str]) -> str:
+    """Return the page: question, table, sentences, and where and when it was measured."""
+    lines = [f"## {name}", "", experiment.question, "", "| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows(experiment, results)]
+    lines += ["", *(f"* {verdict.sentence()}" for verdict in verdicts(experiment, results))]
+    lines += [f"* {arm}, seed {seed}, failed: {reason}" for (arm, seed), reason in sorted(results.failed.items())]
+    lines += ["", ", ".join(f"{key} {value}" for key, value in where.items()), ""]
+    return "\n".join(lines)
+
+
+def picture(experiment: Experiment, results: Results) -> str:
+    """Return an SVG: of each arm the losses by seed, their mean and its 95 % interval."""
+    shown = {arm: list(losses(results, arm).values()) for arm in experiment.arms}
+    values = [loss for known in shown.values() for loss in known]
+    if not values:
+        return ""
+    pad = (max(values) - min(values)) * 0.1 or 0.01
+    low, high = min(values) - pad, max(values) + pad
+    scale = (_WIDTH - _LEFT - _RIGHT) / (high - low)
+    height = _ROW * len(shown) + 40
+
+    def x(loss: float) -> float:
+        return _LEFT + (loss - low) * scale
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>',
+    ]
+    for tick in np.linspace(low, high, 6)[1:-1]:
+        parts.append(f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="8" y2="{height - 26}" stroke="#ddd"/>')
+        parts.append(f'<text x="{x(tick):.1f}" y="{height - 10}" text-anchor="middle" fill="#666">{tick:.3f}</text>')
+    for place, (arm, known) in enumerate(shown.items()):
+        y = 20 + place * _ROW
+        parts.append(f'<text x="{_LEFT - 12}" y="{y + 4}" text-anchor="end" fill="#222">{escape(arm)}</text>')
+        parts += [f'<circle cx="{x(loss):.1f}" cy="{y}" r="3" fill="#3b9eff" fill-opacity="0.5"/>' for loss in known]
+        if len(known) > 1:
+            own = paired(known, [1.0] * len(known))
+            assert own.interval is not None
+            ends = [x(1 + end) for end in own.interval]
+            parts.append(f'<line x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{y}" y2="{y}" stroke="#c2410c" stroke-width="2"/>')
+            parts.append(f'<rect x="{x(1 + own.mean) - 1.5:.1f}" y="{y - 7}" width="3" height="14" fill="#c2410c"/>')
+    return "".join([*parts, "</svg>\n"])
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.1f} %"
+
+
+def _signed(part: float) -> str:
+    return f"{100 * part:+.1f} %"

@@ -1,0 +1,167 @@
+"""Play an experiment's trials: those that were not played before, in processes of one thread each."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from diloco.errors import DilocoError
+from diloco.settings.run import RunSettings
+from diloco_lab.experiment.methods import Measured, play, steps_of_each
+from diloco_lab.experiment.spec import Arm, Experiment
+from diloco_lab.experiment.store import Store
+from diloco_ops.launch import ONE_THREAD
+
+ENVIRONMENT = ONE_THREAD | {"NUMBA_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+PROBE_STEPS = 6  # whose median is a step's length
+BYTES_PER_PARAMETER = 48  # generous: 16 for a model with gradient and AdamW, up to 26 for a learner's protocol side
+FIXED_BYTES = 600 << 20  # of a process: JAX, its programs, the text
+
+
+@dataclass(frozen=True)
+class Job:
+    """One trial to be played, and the file for its result."""
+
+    arm: str
+    seed: int
+    settings: RunSettings
+    path: Path
+
+
+@dataclass(frozen=True)
+class Cost:
+    """An arm's cost on this machine: of a step of one learner, of a trial, and the memory of one process."""
+
+    step_s: float
+    trial_s: float
+    memory_bytes: int
+
+
+@dataclass
+class Results:
+    """Results by arm and seed; what failed, by arm and seed, with its reason."""
+
+    measured: dict[tuple[str, int], Measured]
+    failed: dict[tuple[str, int], str]
+
+
+def jobs(experiment: Experiment, store: Store, data: str | None) -> Iterator[Job]:
+    """Yield all trials, seed by seed: a set that is cut off has whole pairs."""
+    for seed in range(experiment.seeds):
+        for name, arm in experiment.arms.items():
+            settings = experiment.settings_of(name, seed)
+            yield Job(name, seed, settings, store.path(arm, settings, data))
+
+
+def play_all(
+    experiment: Experiment,
+    store: Store,
+    data: str | None,
+    workers: int,
+    done: Callable[[Job, Measured | str], None],
+) -> Results:
+    """Play all that is not in the store. ``done`` hears of each trial that is played: its result, or its failure.
+
+    Raises:
+        FormatError: a stored result is damaged.
+    """
+    results = Results({}, {})
+    missing: list[Job] = []
+    for job in jobs(experiment, store, data):
+        known = store.get(job.path)
+        if known is None:
+            missing.append(job)
+        else:
+            results.measured[job.arm, job.seed] = known
+    if not missing:
+        return results
+    with _pool(workers) as pool:
+        running: dict[Future[Measured], Job] = {}
+        while missing or running:
+            while missing and len(running) < workers:
+                job = missing.pop(0)
+                running[pool.submit(_play, experiment.arms[job.arm], job.settings, data)] = job
+            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                job = running.pop(future)
+                try:
+                    measured = future.result()
+                except DilocoError as error:
+                    results.failed[job.arm, job.seed] = str(error)
+                    done(job, str(error))
+                    continue
+                store.put(job.path, measured)
+                results.measured[job.arm, job.seed] = measured
+                done(job, measured)
+    return results
+
+
+def costs(experiment: Experiment, data: str | None) -> dict[str, Cost]:
+    """Measure each arm's cost by a few steps of its model."""
+    with _pool(1) as pool:
+        known: dict[str, Future[Cost]] = {
+            name: pool.submit(_cost, arm, experiment.settings_of(name, 0), data) for name, arm in experiment.arms.items()
+        }
+        return {name: future.result() for name, future in known.items()}
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Begin processes of one thread each. XLA reads the environment when it is loaded, so it is set before they begin."""
+    before = {key: os.environ.get(key) for key in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _set_up)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for key, value in before.items():
+            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+
+
+def _set_up() -> None:
+    """Prepare a process: the learners of a trial share one compilation, and of the services' events only failures are shown."""
+    import logging
+
+    import jax
+
+    update: Callable[[str, Any], None] = jax.config.update
+    folder = Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "diloco" / "lab"
+    update("jax_compilation_cache_dir", str(folder))
+    update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    update("jax_persistent_cache_min_entry_size_bytes", -1)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+
+
+def _play(arm: Arm, settings: RunSettings, data: str | None) -> Measured:
+    return play(arm, settings, data)
+
+
+def _cost(arm: Arm, settings: RunSettings, data: str | None) -> Cost:
+    import numpy as np
+
+    from diloco_learner.island import Island
+    from diloco_learner.task import first_batch, load_task
+
+    task = load_task(settings.task, data)
+    island, batch = Island(task, settings), first_batch(task, settings)
+    times: list[float] = []
+    for _ in range(PROBE_STEPS):
+        began_s = time.perf_counter()
+        island.step(batch, 0.0).wait()
+        times.append(time.perf_counter() - began_s)
+    step_s = float(np.median(times))
+    models = settings.learners if arm.method == "decoupled" else 1
+    batches = 1 if arm.method == "alone" else settings.learners
+    parameters = sum(int(np.prod(shape)) for _, shape, _ in island.tensors())
+    memory = FIXED_BYTES + models * parameters * BYTES_PER_PARAMETER
+    return Cost(step_s, times[0] + steps_of_each(settings, task) * batches * step_s, memory)

@@ -1,0 +1,74 @@
+"""Results of trials, kept by all that they depend on: settings, pace, seed, data, code and libraries."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib import metadata, resources
+from pathlib import Path
+
+import msgspec
+
+from diloco.errors import FormatError, SettingsError
+from diloco.process import files
+from diloco.settings.run import RunSettings
+from diloco_lab.experiment.methods import Measured
+from diloco_lab.experiment.spec import Arm
+
+PACKAGES = ("diloco", "diloco_learner", "diloco_syncer", "diloco_lab")
+LIBRARIES = ("jax", "jaxlib", "optax", "numpy")
+MAX_BYTES = 1 << 16  # of a result
+
+
+@cache
+def code_digest() -> str:
+    """Return a hash of all code and libraries that a result depends on."""
+    digest = hashlib.blake2b(digest_size=16)
+    for package in PACKAGES:
+        folder = Path(str(resources.files(package)))
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{package}/{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    for library in LIBRARIES:
+        digest.update(f"{library} {metadata.version(library)}\0".encode())
+    return digest.hexdigest()
+
+
+class Store:
+    """A folder with a file for each trial. A result of other code has another name, so it is never taken for this one's."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder.
+
+        Raises:
+            SettingsError: it cannot be made.
+        """
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"{folder}: cannot be made: {error.strerror}; name another folder with --out") from None
+
+    def path(self, arm: Arm, settings: RunSettings, data: str | None) -> Path:
+        """Return the file of a trial."""
+        said = msgspec.json.encode([arm.method, arm.pace.model_dump(), settings.model_dump(mode="json"), data, code_digest()])
+        return self.folder / f"{hashlib.blake2b(said, digest_size=16).hexdigest()}.json"
+
+    def get(self, path: Path) -> Measured | None:
+        """Return a result; None: it was not measured yet.
+
+        Raises:
+            FormatError: the file is damaged.
+        """
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_BYTES)
+        except FileNotFoundError:
+            return None
+        try:
+            return msgspec.json.decode(data, type=Measured)
+        except msgspec.MsgspecError as error:
+            raise FormatError(f"{path}: not a trial's result: {error}; delete the file to have it measured again") from None
+
+    def put(self, path: Path, measured: Measured) -> None:
+        """Store a result as a whole."""
+        files.replace_text(path, msgspec.json.encode(measured).decode() + "\n")

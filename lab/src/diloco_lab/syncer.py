@@ -1,0 +1,214 @@
+"""The syncer of a simulation: it cannot fail, and owns all fragments.
+
+The product's :class:`~diloco.core.round.Round` and :class:`~diloco.core.round.Roster` decide when a round opens and closes, and
+with whose offers; :class:`~diloco.core.chain.Chain` and :func:`~diloco.core.merging.version_record` make its version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from msgspec import structs
+
+from diloco.core import merging
+from diloco.core.chain import Chain
+from diloco.core.fragment_state import Version as Folded
+from diloco.core.roster import Roster
+from diloco.core.round import Held, Merge, Round
+from diloco.wire.body import Body
+from diloco.wire.control import Announcement, Heartbeat
+from diloco_lab.cluster import MICROS, Learner, Rounds, micros
+from diloco_lab.events import LOOK, MESSAGE, Events
+from diloco_lab.history import Steps
+from diloco_lab.network import Direction, Sizes
+from diloco_lab.outcome import Version
+
+NO_HASH = bytes(32)
+NO_BODY = Body(0, NO_HASH, 0, bytes(8))
+
+
+class Listener(Protocol):
+    """A learner as the syncer knows it."""
+
+    learner: Learner
+    process: int  # number of its process
+    steps: Steps
+    up: Direction
+    down: Direction
+
+    def hear_round(self, now_us: int, announced: Announcement) -> None:
+        """Take in an announcement."""
+
+    def receive(self, now_us: int, folded: Folded) -> None:
+        """Take in a version."""
+
+    def is_silent(self, now_us: int, *, absent: bool = False) -> bool:
+        """Return whether nothing is heard of the learner now; ``absent``: since it takes no part."""
+
+
+class Syncer:
+    """The rounds of all fragments."""
+
+    def __init__(self, events: Events, rounds: Rounds, on_version: Callable[[Version], Any] | None) -> None:
+        self.events, self.settings, self._on_version = events, rounds.settings, on_version
+        self.listeners: list[Listener] = []  # all learners
+        self.roster = Roster(rounds.settings)
+        self._sizes, self._commit_s = Sizes(rounds), rounds.commit_s
+        count = len(rounds.sizes)
+        chains = [Chain(fragment, 0, 0, NO_HASH, 0, NO_HASH) for fragment in range(count)]
+        self.rounds = [Round(self.roster, chain, count) for chain in chains]
+        self.versions = self.members = 0
+        self._opened_us = [0] * count
+        self._looks: set[tuple[int, int]] = set()  # (time, fragment) of those that are to come
+        self._due: set[int] = set()  # fragments of whose next round too few learners have said that it is due
+        self._gone: dict[str, int] = defaultdict(int)  # by learner: reasons to take it for dead
+        self._unsteady: dict[str, Listener] = {}  # learners whose step times change
+
+    # ---- learners
+
+    def hear(self, now_us: int, member: Listener, heartbeat: Heartbeat) -> None:
+        """Take in the first heartbeat of a process."""
+        self.roster.hear(heartbeat, now_us / MICROS)
+        self._note_live(member)
+        self._look_around(now_us)
+
+    def hear_due(self, now_us: int, member: Listener, process: int, fragment: int, version: int, since: int, step: int) -> None:
+        """Hear that a learner, which applied ``version`` after ``since`` steps, has taken enough since for a round."""
+        round_, seen = self.rounds[fragment], self.roster.learners.get(member.learner.name)
+        if process == member.process and round_.chain.version == version and seen is not None and round_.opened_at_s is None:
+            seen.since[fragment] = (version, since)
+            seen.heartbeat = structs.replace(seen.heartbeat, step=max(step, seen.heartbeat.step))
+            self._due.add(fragment)
+            self._look_at(now_us, fragment)
+
+    def lose(self, now_us: int, member: Listener) -> None:
+        """Take a learner for dead: it has been silent for long."""
+        self._gone[member.learner.name] += 1
+        self._note_live(member)
+        self._look_around(now_us)
+
+    def find(self, now_us: int, member: Listener) -> None:
+        """Take a learner for alive again."""
+        self._gone[member.learner.name] -= 1
+        self._note_live(member)
+        self._look_around(now_us)
+
+    def _note_live(self, member: Listener) -> None:
+        """Bring the roster up to date: it is told when a learner's heartbeats cease and begin, and not of each one."""
+        seen = self.roster.learners.get(member.learner.name)
+        if seen is not None:
+            seen.at_s = -math.inf if self._gone[member.learner.name] else math.inf
+            seen.first_s = seen.stepped_s = math.inf  # its steps are not told one by one
+            self.roster.change(self.settings, self.roster.excluded)
+
+    def watch_pace(self, member: Listener) -> None:
+        """Follow a learner's step time for as long as it changes."""
+        self._unsteady[member.learner.name] = member
+
+    def _note_paces(self, now_us: int) -> None:
+        for name, member in list(self._unsteady.items()):
+            seen = self.roster.learners.get(name)
+            if seen is not None:
+                heard_us = now_us - member.up.delay_us
+                step_s = member.steps.average_s(heard_us)
+                if step_s != seen.heartbeat.step_s:
+                    seen.heartbeat = structs.replace(seen.heartbeat, step_s=step_s)
+                if heard_us >= member.steps.unsteady_until_us:
+                    del self._unsteady[name]
+
+    # ---- rounds
+
+    def _look_around(self, now_us: int) -> None:
+        for fragment, round_ in enumerate(self.rounds):
+            if round_.opened_at_s is not None or fragment in self._due:
+                self._look_at(now_us, fragment)
+
+    def _look_at(self, at_us: int, fragment: int) -> None:
+        """Look at a round at a time, after all that arrives then."""
+        if (at_us, fragment) not in self._looks:
+            self._looks.add((at_us, fragment))
+            self.events.at(at_us, LOOK + fragment, self._look, fragment)
+
+    def _look(self, now_us: int, fragment: int) -> None:
+        self._looks.discard((now_us, fragment))
+        round_, now_s = self.rounds[fragment], now_us / MICROS
+        self._note_paces(now_us)
+        if round_.opened_at_s is None and round_.due(now_s, self.settings.round.steps):
+            round_.open(now_s)
+            self._due.discard(fragment)
+            self._opened_us[fragment] = now_us
+            self._announce(now_us, fragment)
+        merge = round_.poll(now_s)
+        if merge is not None:
+            self.events.at(now_us + micros(self._commit_s), MESSAGE, self._commit, fragment, merge)
+        elif round_.opened_at_s is not None and round_.merge_at_s is None and round_.quorum_at_s is not None:
+            self._look_at(now_us + micros(round_.remaining_s(now_s)) + 1, fragment)
+
+    def _announce(self, now_us: int, fragment: int) -> None:
+        round_ = self.rounds[fragment]
+        announced = Announcement(
+            fragment=fragment,
+            version=round_.version,
+            epoch=0,
+            syncer="syncer-0",
+            remaining_s=0.0,
+            closing=False,
+            tokens_processed=0,
+            steps=self.settings.round.steps,
+            offer_bits=[],
+        )
+        arrives: dict[int, list[Listener]] = defaultdict(list)
+        for member in self.listeners:
+            down = member.down
+            arrives[down.open_us(down.open_us(now_us) + down.delay_us)].append(member)  # it is repeated
+        for at_us, listeners in arrives.items():
+            self.events.at(at_us, MESSAGE, self._announced, listeners, announced)
+
+    def _announced(self, now_us: int, listeners: Sequence[Listener], announced: Announcement) -> None:
+        for listener in listeners:
+            listener.hear_round(now_us, announced)
+
+    def hear_offer(self, now_us: int, held: Held) -> None:
+        """Hold an offer for the next version."""
+        fragment = held.offer.fragment
+        self.rounds[fragment].hold(held)
+        self._look_at(now_us, fragment)
+
+    def _commit(self, now_us: int, fragment: int, merge: Merge) -> None:
+        round_, chain = self.rounds[fragment], self.rounds[fragment].chain
+        record = merging.version_record(
+            chain,
+            merge,
+            self.settings,
+            bits=self.settings.codec.record_bits,
+            learning_rate=0.0,
+            momentum=0.0,
+            syncer="syncer-0",
+            now_s=now_us / MICROS,
+            state_hash=NO_HASH,
+            body=NO_BODY,
+        )
+        chain.check(record)
+        chain.advance(record, record.version.to_bytes(32, "big"), chain.sequence + 1)
+        round_.committed(now_us / MICROS)
+        self.versions += 1
+        self.members += len(record.members)
+        folded = Folded(record, replace(chain, cursors=dict(chain.cursors)))
+        size_bytes = self._sizes.record(fragment, len(record.members))
+        arrives: dict[int, list[Listener]] = defaultdict(list)
+        for member in self.listeners:
+            if not member.is_silent(now_us, absent=True):
+                arrives[member.down.send(now_us, size_bytes)].append(member)
+        for at_us, listeners in arrives.items():
+            self.events.at(at_us, MESSAGE, self._delivered, listeners, folded)
+        if self._on_version:
+            names = tuple((m.learner, m.steps, m.tokens) for m in record.members)
+            self._on_version(Version(fragment, record.version, self._opened_us[fragment], now_us, names))
+
+    def _delivered(self, now_us: int, listeners: Sequence[Listener], folded: Folded) -> None:
+        for listener in listeners:
+            listener.receive(now_us, folded)

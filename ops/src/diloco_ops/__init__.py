@@ -1,0 +1,1 @@
+"""The `diloco` command, and all that only people need."""

@@ -1,0 +1,56 @@
+"""``diloco attach``: a run's directory for a run whose services others have started, so that it can be looked at."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.control import creation
+from diloco.errors import BrokerError, RunError
+from diloco.service.rundir import RunDirectory
+from diloco.settings.run import RunSettings
+from diloco.wire.subjects import Subjects
+from diloco_ops import run_reader
+
+
+def attach(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where run.json is to be; it is made, or replaced.")],
+    run: Annotated[str, typer.Option(envvar="DILOCO_RUN", help="The run's name.")] = "run",
+    nats_url: Annotated[
+        str, typer.Option("--nats", envvar="DILOCO_NATS_URL", help="Its NATS server; in a run with regions, its control store.")
+    ] = "nats://127.0.0.1:4222",
+    bulk_url: Annotated[
+        str | None, typer.Option("--bulk", envvar="DILOCO_NATS_BULK_URL", help="In a run with regions: the server of one.")
+    ] = None,
+    identity: Annotated[
+        Path | None, typer.Option(envvar="DILOCO_IDENTITY", help="File that `diloco keys` made: an operator's or observer's.")
+    ] = None,
+) -> None:
+    """Make a run's directory for a run that is there: for status, verify, replay."""
+    if (directory / "report.json").exists():
+        raise RunError(f"{directory}: holds a finished run; choose another directory")
+    file = None if identity is None else str(identity.resolve())
+    seen = RunDirectory(directory, run, nats_url, None, RunSettings(), nats_bulk_url=bulk_url, identity=file)
+    replace(seen, settings=asyncio.run(_settings(seen))).save()
+    print(f"run {run} at {nats_url}: diloco status {directory}")
+
+
+async def _settings(seen: RunDirectory) -> RunSettings:
+    run, nats_url = seen.name, seen.nats_url
+    transport = await run_reader.connect(seen, "attach", run_reader.ANSWER_TIMEOUT_S)
+    try:
+        try:
+            settings = await creation.stored_settings(await transport.bucket(Subjects(run).bucket, create=False), run)
+        except BrokerError as error:
+            raise RunError(f"run {run!r}: not at {nats_url}: {error}") from None
+        if settings is None:
+            raise RunError(f"run {run!r}: {nats_url} does not have its settings: no coordinator has created it yet")
+    finally:
+        await transport.close()
+    if settings.regions.names and seen.nats_bulk_url is None:
+        raise RunError(f"run {run!r} has the regions {', '.join(settings.regions.names)}: give the server of one with --bulk")
+    return settings

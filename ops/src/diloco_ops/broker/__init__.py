@@ -1,0 +1,1 @@
+"""Embedded `nats-server`s, and snapshots of their streams."""

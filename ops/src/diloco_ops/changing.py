@@ -1,0 +1,42 @@
+"""Changing a run by a command: in whose name, and how it is told."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from diloco.control.changes import append_changes
+from diloco.control.creation import Run
+from diloco.core.changes import MAX_AUTHOR, Action, Change, Effective, text_of
+from diloco.nats.transport import NatsTransport
+
+Reason = Annotated[str, typer.Option(help="Why: one line, which is kept with the change.")]
+
+
+async def make_changes(
+    transport: NatsTransport, run: Run, decide: Callable[[Effective], Sequence[Action]], reason: str
+) -> list[Change]:
+    """Append the changes that ``decide`` gives for those in force, print and return them.
+
+    Raises: as :func:`diloco.control.changes.append_changes`.
+    """
+    made = await append_changes(transport, run, decide, author=author(transport), reason=reason)
+    for one in made:
+        print(f"change {one.number}: {text_of(one)}")
+    return made
+
+
+def author(transport: NatsTransport) -> str:
+    """Return the name of the author: the identity, or else the user and the machine, as far as they can be told."""
+    if transport.identity is not None:
+        return transport.identity.name
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError, ImportError):
+        user = "operator"
+    text = f"{user}@{socket.gethostname()}"
+    return "".join(c if c.isprintable() else "?" for c in text)[:MAX_AUTHOR]

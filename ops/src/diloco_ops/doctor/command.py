@@ -1,0 +1,61 @@
+"""``diloco doctor``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from diloco.errors import SettingsError
+from diloco.process import observe
+from diloco.process.logs import printable
+from diloco.settings.loading import load_service
+from diloco_ops.doctor.check import Check, Role, Verdict
+from diloco_ops.doctor.examination import DoctorSettings, Examination
+
+EXIT_FAILED = 1
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
+_VERDICT_WIDTH, _NAME_WIDTH = 8, 16
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option(help="The service's TOML file; DILOCO_* in the environment win over it.")
+    ] = None,
+    role: Annotated[
+        Role | None, typer.Option(help="learner, evaluator, syncer or coordinator; default: its identity's, or a learner.")
+    ] = None,
+    step_s: Annotated[float | None, typer.Option(help="Seconds that a step takes; default: as heard from learners.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="As JSON lines.")] = False,
+) -> int:
+    """Examine this machine, the servers and the links, before a service joins a run."""
+    if step_s is not None and not 0 < step_s < 1e6:
+        raise SettingsError(f"--step-s {step_s:g}: expected a number of seconds above 0")
+    settings = load_service(DoctorSettings, config)
+    observe.configure(settings.name, settings.run, level="error", fmt="console")
+    return asyncio.run(_examine(Examination(settings, role, step_s), json_))
+
+
+async def _examine(examination: Examination, json_: bool) -> int:
+    console, counts = Console(soft_wrap=True, highlight=False), dict.fromkeys(get_args(Verdict), 0)
+    async for check in examination.checks():
+        counts[check.verdict] += 1
+        if json_:
+            values = asdict(check)
+            print(json.dumps(values | {"mend": values.pop("remedy")}), flush=True)
+        else:
+            console.print(_line(check))
+    if not json_:
+        console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    return EXIT_FAILED if counts["failed"] else 0
+
+
+def _line(check: Check) -> Text:
+    line = Text(f"{check.verdict:<{_VERDICT_WIDTH}}", _STYLES[check.verdict])
+    return line.append(f"{check.name:<{_NAME_WIDTH}} ", "bold").append(printable(check.text()), "")

@@ -1,0 +1,104 @@
+"""``diloco status`` and ``diloco logs``: looking at a run from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from diloco.errors import BrokerError, RunError
+from diloco.nats import connection
+from diloco.process import logs as run_logs
+from diloco.service import rundir
+from diloco.wire.plain import json_object
+from diloco.wire.subjects import Subjects
+from diloco_ops import run_reader
+from diloco_ops.live.screen import render
+
+ANSWER_TIMEOUT_S = 3.0  # a person waits for it
+UNITS = "nats per byte"
+
+
+def status(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory.")],
+    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Show what a run is doing now, or how it ended."""
+    run = rundir.load(directory)
+    if not run.finished:
+        _show(run, asyncio.run(ask(run)), json_)
+        return
+    try:
+        current = json.loads((run.path / "status.json").read_text())
+        if not current["learners"]:
+            raise ValueError("it has no learners")
+        _show(run, current, json_)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise RunError(
+            f"{run.path / 'status.json'}: missing or damaged ({error!r}); the run is finished, its report is {run.report}"
+        ) from None
+
+
+def _show(run: rundir.RunDirectory, current: dict[str, Any], json_: bool) -> None:
+    if json_:
+        print(json.dumps(current))
+    elif "learners" not in current:
+        print(f"run {run.name}: waiting for its first learner")
+    else:
+        console = Console()
+        console.print(render(current, console.width, max(console.height - 1, 28)))
+
+
+def logs(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory.")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")] = False,
+    service: Annotated[list[str] | None, typer.Option(help="Only this service, or a pattern (learner-*); repeatable.")] = None,
+    level: Annotated[str, typer.Option(help="Leave out what is below: debug, info, warning, error.")] = "debug",
+    json_: Annotated[bool, typer.Option("--json", help="As JSON lines.")] = False,
+) -> None:
+    """Show all services' logs of a run, in the order of time."""
+    console = Console(soft_wrap=True)
+    for entry in run_logs.merge(directory, service or [], level=level, follow=follow):
+        if json_:
+            print(entry.json(), flush=follow)
+        else:
+            console.print(run_logs.render(entry))
+
+
+def answered(data: bytes, run: rundir.RunDirectory) -> dict[str, Any]:
+    """Decode a coordinator's answer to a request for the status; with ``units``, those of the loss, of the built-in task.
+
+    Raises:
+        BrokerError: it is no JSON object.
+    """
+    current = json_object(data)
+    if current is None:
+        raise BrokerError(
+            f"run {run.name!r}: {data[:40]!r} came for its status; something else answers in its coordinator's place"
+        )
+    return current | {"units": UNITS if run.settings.task.name == "gpt" else None}
+
+
+async def ask(run: rundir.RunDirectory) -> dict[str, Any]:
+    """Return the status of a run that goes on, as its coordinator has it.
+
+    Raises:
+        RunError: it has not been started yet.
+        BrokerError: its server, or its coordinator, does not answer.
+    """
+    if not run.nats_url:
+        raise RunError(f"run {run.name!r} has not been started yet")
+    link = await run_reader.connect(run, "status", ANSWER_TIMEOUT_S)
+    try:
+        answer = await connection.ask(link.control, link.name, Subjects(run.name).status, b"", ANSWER_TIMEOUT_S)
+    finally:
+        await link.close()
+    if answer is None:
+        raise BrokerError(
+            f"run {run.name!r}: no coordinator answers at {run.nats_url}; learners and syncers may be running without it"
+        )
+    return answered(answer, run)

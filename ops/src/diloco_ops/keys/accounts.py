@@ -1,0 +1,163 @@
+"""The accounts of a server's ``auth.conf``: an own one for every identity, and what each may reach of the others.
+
+The lists of :mod:`diloco_ops.keys.permissions` would not do by themselves. nats-server checks no permission on the subject that
+it is to answer to, and answers with rights of its own: a client that may ask for a message that does not exist could have the
+empty answer sent to ``$JS.API.STREAM.DELETE`` of any stream, or into the bucket. But it answers within the account of the
+client. So every identity is in an account of its own, which imports the subjects that the identity may publish, and no others:
+an answer can land only where the asker may write itself.
+
+===========  ====================  ====================================================================================
+account      users                 has
+===========  ====================  ====================================================================================
+``RUN``      none                  the streams and the bucket
+``SIGNALS``  none                  passes on all that is not stored: heartbeats, announcements, requests among processes
+``P`` and a  one identity          an inbox, and imports
+number
+===========  ====================  ====================================================================================
+
+A server that is reloaded does not connect the services of an account that it did not know before (nats-server 2.15.1; the next
+reload does). So there are always :data:`SPARE` accounts without a user, of which identities take theirs when they are added.
+
+``SIGNALS`` is apart from ``RUN`` because of consumers that push. The subject that they send to is the asker's choice as well,
+and the server sends in the account of the streams. No subscription of a process is there.
+
+A signal leaves an account under ``sent.``, and enters all those that may hear it under ``heard.``, which is taken off there:
+nats-server refuses imports that lead from one account to itself, even through another one, under names that overlap. The reply
+subject of a request becomes another one on each border, under ``_R_``, and leads back to the asker alone. So nobody can be made
+to answer anywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from diloco.wire.subjects import Subjects
+from diloco_ops.keys.permissions import ANSWERS, Allowed, Who, permissions
+
+STREAMS, SIGNALS = "RUN", "SIGNALS"  # names of processes are in lower case
+SPARE = 64  # identities that may be added between two reloads of a server
+CONNECTIONS = 32  # of one identity at a time: a service has two, and after a restart those that a server does not miss yet
+SENT, HEARD = "sent.", "heard."
+STORED = ("$JS.API.>", "$JS.SNAPSHOT.>")  # of RUN, beside the subjects that its streams store
+
+NOTHING = Allowed()
+
+
+@dataclass(frozen=True)
+class Import:
+    """Subjects of another account: to ask or to write there (a service), or to hear (a stream); ``to`` are their names here."""
+
+    kind: str
+    account: str
+    subject: str
+    to: str = ""
+
+
+@dataclass(frozen=True)
+class Account:
+    """An account: its user, and the subjects that lead out of it and into it."""
+
+    name: str
+    user: Who | None = None
+    allowed: Allowed = NOTHING
+    services: tuple[str, ...] = ()  # exported: others may ask or write these
+    streams: tuple[str, ...] = ()  # exported: others may hear these
+    imports: tuple[Import, ...] = ()
+    renames: tuple[str, str] | None = None  # the prefix of what comes in, and the one that it gets here
+
+    @property
+    def has_streams(self) -> bool:
+        return self.name == STREAMS
+
+
+def accounts(run: str, regions: Sequence[str], serves: Collection[str], known: Mapping[int, Who], count: int) -> list[Account]:
+    """Return the accounts of a server of these regions, of the control store, or both.
+
+    Args:
+        known: the identities that may connect there, by the number of their account.
+        count: accounts that identities of the run have, or had, at any server.
+    """
+    names = Subjects(run)
+    own = [
+        _own(number, known[number], run, regions, serves) if number in known else Account(f"P{number}")
+        for number in range(count + SPARE)
+    ]
+    written = (*STORED, f"$KV.{names.bucket}.>", *names.log_filters(), *names.offer_filters(), *names.archive_filters())
+    saved = tuple(one.subject for account in own for one in account.imports if one.kind == "stream")
+    heard = tuple(Import("service", account.name, subject) for account in own for subject in account.services)
+    sent = tuple(SENT + subject for subject in _signals(names))
+    hub = Account(SIGNALS, services=sent, imports=heard, renames=(SENT, HEARD))
+    return [Account(STREAMS, services=written, streams=saved), hub, *own]
+
+
+def _own(number: int, who: Who, run: str, regions: Sequence[str], serves: Collection[str]) -> Account:
+    """Return the account of an identity."""
+    allowed, signals, inbox = permissions(who, run, regions, serves), _signals(Subjects(run)), f"_INBOX_{who.name}.>"
+
+    def is_signal(subject: str) -> bool:
+        return any(covers(signal, subject) for signal in signals)
+
+    out = [subject for subject in allowed.publish if subject not in (inbox, ANSWERS)]
+    imports = [
+        Import("service", SIGNALS, SENT + subject, subject) if is_signal(subject) else Import("service", STREAMS, subject)
+        for subject in out
+    ]
+    if any(subject.startswith("$JS.SNAPSHOT.") for subject in out):
+        imports.append(Import("stream", STREAMS, inbox))  # a snapshot is no answer: the server sends it to a subject of RUN
+    heard = tuple(HEARD + subject for subject in allowed.subscribe if is_signal(subject))
+    return Account(f"P{number}", who, allowed, heard, (), tuple(imports), (HEARD, ""))
+
+
+def _signals(names: Subjects) -> tuple[str, ...]:
+    """Return the subjects of all that is not stored: messages to all, and requests that a process answers."""
+    named = (names.heartbeat(), names.shard(), names.round(), names.marked(), names.state("*"))
+    return (*named, names.coordinator, names.changed, names.mark, names.status)
+
+
+def covers(pattern: str, subject: str) -> bool:
+    """Whether ``pattern`` stands for every subject that ``subject`` stands for."""
+    wanted, given = pattern.split("."), subject.split(".")
+    if wanted[-1] == ">":
+        return len(given) >= len(wanted) and covers(".".join(wanted[:-1]), ".".join(given[: len(wanted) - 1]))
+    return len(wanted) == len(given) and all(
+        one == other or (one == "*" and other != ">") for one, other in zip(wanted, given, strict=True)
+    )
+
+
+def authorization(made: Sequence[Account]) -> str:
+    """Return the text of accounts."""
+    return "\n".join(["accounts {", *chain.from_iterable(_text(account) for account in made), "}"]) + "\n"
+
+
+def _text(account: Account) -> list[str]:
+    if account == Account(account.name):
+        return [f"  {account.name} {{}}"]
+    lines = [f"  {account.name} {{"]
+    if account.has_streams:
+        lines.append("    jetstream: enabled")
+    if account.user is not None:
+        lines += [
+            f"    # {account.user.name}: {account.user.role}",
+            f"    users: [ {{ nkey: {account.user.public_key}, permissions: {{",
+        ]
+        for what, subjects in (("publish", account.allowed.publish), ("subscribe", account.allowed.subscribe)):
+            lines += [f"      {what}: {{ allow: [", *(f'        "{subject}"' for subject in subjects), "      ] }"]
+        lines += ["    } } ]", f"    limits: {{ max_connections: {CONNECTIONS} }}"]
+    answered = ", response_type: stream" if account.has_streams else ""
+    exports = [f'{{ service: "{subject}"{answered} }}' for subject in account.services]
+    exports += [f'{{ stream: "{subject}" }}' for subject in account.streams]
+    imports = [_imported(one) for one in account.imports]
+    if account.renames is not None:
+        coming, here = account.renames
+        lines.append(f'    mappings: {{ "{coming}diloco.>": "{here}diloco.>" }}')
+    for what, items in (("exports", exports), ("imports", imports)):
+        if items:
+            lines += [f"    {what}: [", *(f"      {item}" for item in items), "    ]"]
+    return [*lines, "  }"]
+
+
+def _imported(one: Import) -> str:
+    to = f', to: "{one.to}"' if one.to else ""
+    return f'{{ {one.kind}: {{ account: {one.account}, subject: "{one.subject}" }}{to} }}'

@@ -1,0 +1,243 @@
+"""``diloco keys``: an authority, certificates and NATS keys for a run whose servers nobody else may use."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.errors import SettingsError
+from diloco.nats.identity import ROLES, Role
+from diloco.settings.run import RunSettings
+from diloco.settings.validation import nearest, parse
+from diloco_ops.keys.folder import Folder
+from diloco_ops.keys.permissions import CONTROL
+from diloco_ops.keys.roster import IdentityEntry, Roster, ServerEntry
+
+DAYS = 365
+SOON_DAYS = 30
+MAX_DAYS = 3650
+KINDS = ("server", *ROLES)
+
+keys = typer.Typer(no_args_is_help=True, help="Who may take part in a run: certificates and NATS keys, made and taken back.")
+
+Where = Annotated[Path, typer.Argument(metavar="DIR", help="The operator's folder of the run's keys.")]
+Named = Annotated[str, typer.Argument(metavar="NAME", help="The server's, or the process's: as in its settings.")]
+BatchTokens = Annotated[int | None, typer.Option(help="A learner: tokens of its steps, at most; else by the run's settings.")]
+MinStepS = Annotated[float | None, typer.Option("--min-step-s", help="A learner: seconds that its fastest step takes.")]
+Days = Annotated[int, typer.Option(help="How long they are good for.")]
+
+
+@keys.command()
+def init(
+    folder: Where,
+    run: Annotated[str, typer.Option(help="The run's name.")],
+    region: Annotated[list[str] | None, typer.Option(help="A region of the run; repeatable.")] = None,
+) -> None:
+    """Make the folder, with an authority for the run."""
+    regions = region or []
+    if CONTROL in regions:
+        raise SettingsError(f"--region {CONTROL}: is the name of the control store; a region is to have another one")
+    if len(set(regions)) < len(regions):
+        raise SettingsError(f"--region {', '.join(regions)}: one of them is named twice")
+    parse(Roster, {"run": run, "regions": regions}, "diloco keys init")
+    if regions:
+        parse(RunSettings, {"regions": {"names": regions}}, "diloco keys init")
+    Folder.make(folder, run, regions)
+    print(f"{folder}: keys of run {run}{' in ' + ', '.join(regions) if regions else ''}; {folder / 'ca.key'} never leaves it")
+
+
+@keys.command()
+def add(
+    folder: Where,
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=", ".join(KINDS))],
+    name: Named,
+    region: Annotated[str | None, typer.Option(help="Where the process is, in a run with regions.")] = None,
+    founder: Annotated[bool, typer.Option("--founder", help="A learner that may found the run.")] = False,
+    host: Annotated[list[str] | None, typer.Option(help="A server's name or address, as clients use it; repeatable.")] = None,
+    serves: Annotated[list[str] | None, typer.Option(help="What a server holds: a region, or control; repeatable.")] = None,
+    batch_tokens: BatchTokens = None,
+    min_step_s: MinStepS = None,
+    days: Days = DAYS,
+) -> None:
+    """Make the keys of a server or of a process."""
+    opened = Folder.open(folder)
+    expires = _expiry(days)
+    opened.roster.check_new(name)
+    given: dict[str, object] = {"--host": host, "--serves": serves}
+    if kind == "server":
+        given = {"--region": region, "--founder": founder}
+    if kind != "learner":
+        given |= {"--batch-tokens": batch_tokens, "--min-step-s": min_step_s}
+    if kind not in KINDS:
+        raise SettingsError(f"{kind}: no such kind{nearest(kind, KINDS)}; there are {', '.join(KINDS)}")
+    for option, value in given.items():
+        if value:
+            raise SettingsError(f"{option} is nothing that a {kind} has")
+    if kind == "server":
+        _add_server(opened, name, host or [], serves or [], expires)
+    else:
+        _add_identity(opened, name, kind, region, founder, expires, {"batch_tokens": batch_tokens, "min_step_s": min_step_s})
+
+
+def _add_server(opened: Folder, name: str, hosts: list[str], serves: list[str], expires: datetime) -> None:
+    if not hosts:
+        raise SettingsError(f"server {name}: its names and addresses are missing: give each with --host, as clients use it")
+    places = opened.roster.checked_serves(serves)
+    values = {"name": name, "hosts": hosts, "serves": places, "serial": "0", "expires": expires}
+    parse(ServerEntry, values, "diloco keys add")
+    entry = opened.put_server(name, hosts, places, expires)
+    print(f"server {name}: good until {entry.expires:%Y-%m-%d}, for {', '.join(hosts)}")
+    print(f"it gets all of {opened.server_folder(name)}")
+    _say_routes(opened, entry)
+
+
+def _add_identity(
+    opened: Folder, name: str, kind: str, region: str | None, founder: bool, expires: datetime, granted: dict[str, float | None]
+) -> None:
+    role: Role = kind  # type: ignore[assignment]  # one of KINDS
+    if founder and role != "learner":
+        raise SettingsError(f"--founder: only a learner founds a run, not a {role}")
+    founder = founder or role == "coordinator"  # which creates it
+    opened.roster.check_region(region, role)
+    nothing = {"serial": "0", "public_key": "U" + "A" * 55}  # made with the keys
+    values = {"name": name, "role": role, "region": region, "founder": founder, "expires": expires}
+    entry = opened.put_identity(parse(IdentityEntry, nothing | values | granted, "diloco keys add"))
+    print(f"{role} {name}: good until {entry.expires:%Y-%m-%d}; it gets {opened.identity_file(name)}")
+    _say_reload(opened, [entry])
+
+
+@keys.command()
+def renew(folder: Where, name: Named, days: Days = DAYS) -> None:
+    """Make new keys for a server or a process: before they end, or when they may have been stolen."""
+    opened = Folder.open(folder)
+    expires = _expiry(days)
+    server = opened.roster.server(name)
+    if server is not None:
+        entry = opened.put_server(name, server.hosts, server.serves, expires)
+        print(
+            f"server {name}: good until {entry.expires:%Y-%m-%d}; it gets all of {opened.server_folder(name)}: restart it then"
+        )
+        _say_routes(opened, entry)
+        return
+    renewed = opened.put_identity(_living(opened, name).model_copy(update={"expires": expires}))
+    print(f"{renewed.role} {name}: good until {renewed.expires:%Y-%m-%d}; it gets {opened.identity_file(name)}")
+    print("what it had before is of no use any more, once these have been reloaded:")
+    _say_reload(opened, [renewed])
+
+
+@keys.command()
+def grant(folder: Where, name: Named, batch_tokens: BatchTokens = None, min_step_s: MinStepS = None) -> None:
+    """Grant a learner more work than before; what is not given stays. Servers need nothing of it."""
+    opened = Folder.open(folder)
+    entry = _living(opened, name)
+    if entry.role != "learner":
+        raise SettingsError(f"{name!r} is a {entry.role}: only learners state work")
+    if (batch_tokens or math.inf) < (entry.batch_tokens or 0) or (min_step_s or 0) > (entry.min_step_s or math.inf):
+        raise SettingsError(
+            f"{name!r} was granted more before ({_grant_of(entry)}), which nothing takes back: revoke it, and add another name"
+        )
+    changes = {"batch_tokens": batch_tokens, "min_step_s": min_step_s}
+    given = {what: value for what, value in changes.items() if value is not None}
+    entry = parse(IdentityEntry, entry.model_dump() | given, "diloco keys grant")
+    opened.grant(entry)
+    print(f"learner {name}: {_grant_of(entry)}")
+    print(f"it gets {opened.identity_file(name)}, and is restarted")
+
+
+def _grant_of(entry: IdentityEntry) -> str:
+    """Return what a learner was granted, for people."""
+    tokens = "the batch that the run's settings allow" if entry.batch_tokens is None else f"{entry.batch_tokens} tokens a step"
+    return tokens if entry.min_step_s is None else f"{tokens}, steps of {entry.min_step_s:g} s or longer"
+
+
+@keys.command()
+def revoke(folder: Where, name: Named) -> None:
+    """Take an identity's rights back, for ever."""
+    opened = Folder.open(folder)
+    if opened.roster.server(name) is not None:
+        raise SettingsError(f"{name!r} is a server, which is trusted by its certificate until that ends: make a new folder")
+    entry = _living(opened, name).model_copy(update={"revoked": True, "founder": False})
+    opened.replace(entry)
+    opened.identity_file(name).unlink(missing_ok=True)
+    print(f"{entry.role} {name}: revoked")
+    _say_reload(opened, [entry])
+
+
+@keys.command()
+def founded(folder: Where) -> None:
+    """End the extra rights of founders, and of coordinators, which create a run, once it has begun."""
+    opened = Folder.open(folder)
+    founders = [entry for entry in opened.roster.identities if entry.founder]
+    if not founders:
+        raise SettingsError(f"{folder}: nobody may found run {opened.roster.run!r} (any more)")
+    opened.replace(*(entry.model_copy(update={"founder": False}) for entry in founders))
+    print(f"may create or found the run no more: {', '.join(entry.name for entry in founders)}")
+    _say_reload(opened, founders)
+
+
+@keys.command()
+def refresh(folder: Where) -> None:
+    """Write the servers' files again: after an update of diloco, or when identities have ended."""
+    opened = Folder.open(folder)
+    opened.refresh()
+    for server in opened.roster.servers:
+        print(f"server {server.name} gets all of {opened.server_folder(server.name)}")
+
+
+@keys.command("list")
+def list_(folder: Where) -> None:
+    """List servers and identities, and how long each is good for."""
+    opened, now = Folder.open(folder), datetime.now(UTC)
+    rows = [
+        ("server", server.name, ", ".join(server.serves) or "everything", _until(server.expires, now), ", ".join(server.hosts))
+        for server in opened.roster.servers
+    ]
+    for entry in opened.roster.identities:
+        until = "revoked" if entry.revoked else _until(entry.expires, now)
+        rows.append((entry.role, entry.name, entry.region or "-", until, "founder" if entry.founder else ""))
+    print(f"run {opened.roster.run}, regions: {', '.join(opened.roster.regions) or 'none'}")
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(5)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _until(expires: datetime, now: datetime) -> str:
+    if expires <= now:
+        return f"ended {expires:%Y-%m-%d}"
+    return f"until {expires:%Y-%m-%d}" + (" (soon)" if expires - now < timedelta(days=SOON_DAYS) else "")
+
+
+def _expiry(days: int) -> datetime:
+    if not 1 <= days <= MAX_DAYS:
+        raise SettingsError(f"--days {days}: expected 1 to {MAX_DAYS}; keys that have ended already let nobody in")
+    return datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
+
+
+def _living(opened: Folder, name: str) -> IdentityEntry:
+    entry = opened.roster.identity(name)
+    if entry is None:
+        known = [entry.name for entry in (*opened.roster.servers, *opened.roster.identities)]
+        raise SettingsError(f"{opened.path}: nobody is called {name!r}{nearest(name, known)}; diloco keys list {opened.path}")
+    if entry.revoked:
+        raise SettingsError(f"{name!r} was revoked already; who is to come back gets another name (diloco keys add)")
+    return entry
+
+
+def _say_reload(opened: Folder, entries: list[IdentityEntry]) -> None:
+    """Print the servers that have to be reloaded."""
+    names = {server.name for entry in entries for server in opened.roster.servers_of(entry.who)}
+    for name in sorted(names):
+        path = opened.server_folder(name) / "auth.conf"
+        print(f"server {name} gets {path}, and is reloaded: nats-server --signal reload, or docker compose kill -s HUP nats")
+
+
+def _say_routes(opened: Folder, entry: ServerEntry) -> None:
+    """Print the other servers of the control store, which let no server in whose certificate they do not know."""
+    for server in opened.roster.servers:
+        if entry.is_control and server.is_control and server.name != entry.name:
+            path = opened.server_folder(server.name) / "routes.conf"
+            print(f"server {server.name} gets {path}, and is reloaded, before it forms a cluster with {entry.name}")

@@ -1,0 +1,286 @@
+"""Start the services of a run, tend them, show what they do, and end them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tomli_w
+from rich.console import Console
+
+from diloco.control import creation
+from diloco.control.changes import read_changes
+from diloco.control.creation import Run
+from diloco.errors import BrokerError, RunError, WanError
+from diloco.log.log import Log
+from diloco.nats.connection import ask, malloc_environment
+from diloco.nats.transport import NatsTransport
+from diloco.process import files, observe
+from diloco.process.retry import Complaint
+from diloco.process.tasks import end
+from diloco.service import rundir
+from diloco.service.rundir import RunDirectory
+from diloco.wire.subjects import Subjects
+from diloco_ops import inspect
+from diloco_ops.embedded import Embedded
+from diloco_ops.live import screen
+from diloco_ops.report import build
+from diloco_ops.run_reader import read_chains
+from diloco_ops.supervise import Supervisor
+from diloco_ops.wan import control as wan
+from diloco_report import page
+
+TEND_S = 0.1  # a killed service is begun again after so long at most
+POLL_S = 0.5  # the live view moves twice a second
+PLAIN_EVERY_S = 5.0  # lines that a person still reads
+NEAR_END_S = 15.0  # from here on the last status must not be missed
+NATS_TIMEOUT_S = 20.0  # a server with a large store is slow to start
+STATUS_TIMEOUT_S = 1.0  # a coordinator on this machine answers in milliseconds
+ONE_THREAD = {  # of computation, for a process that shares this machine's cores with others
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a run is started and shown."""
+
+    standbys: int  # syncers beyond the shards
+    coordinators: int
+    embedded: bool  # start servers; else the run directory names one
+    quiet: bool  # print nothing
+    plain: bool  # print lines, also on a terminal
+
+
+class Launcher:
+    """The services of one run: started, started again where one is killed, shown, and ended.
+
+    ``slow``: by learner, how many times as long its steps take.
+    """
+
+    def __init__(self, directory: RunDirectory, slow: Mapping[str, float], asked: Asked) -> None:
+        self.directory, self.slow, self.asked = directory, slow, asked
+        self.embedded = Embedded(directory.path, directory.settings.regions.names) if asked.embedded else None
+        self.url = self.embedded.url if self.embedded else directory.nats_url
+        self.bulk_url = self.embedded.bulk_url if self.embedded else None
+        self.wan_control = self.embedded.wan_control if self.embedded else None
+        self.console = Console()
+        self.live = not asked.quiet and not asked.plain and self.console.is_terminal
+        self.stopping = False
+        self.log = observe.get_logger()
+        self.services = Supervisor(self.log)
+        self.server_restarts = 0
+        self._saving = Complaint(self.log)
+
+    async def run(self, resumed: bool) -> dict[str, Any] | None:
+        """Run to the end. Return the report, or None if it was interrupted.
+
+        Raises:
+            ServiceFailed: a service ended with an error.
+        """
+        directory = self.directory
+        (directory.path / "logs").mkdir(exist_ok=True)
+        observe.configure("up", directory.name, file=directory.path / "logs" / "up.jsonl")
+        self._say(f"run {directory.name} in {directory.path}" + (", resumed" if resumed else ""))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop)
+        link: NatsTransport | None = None
+        try:
+            if self.embedded:
+                for name in self.embedded.servers:
+                    self.embedded.start(name)
+            link = await NatsTransport.open(self.url, self.bulk_url or self.url, "up", self.log, NATS_TIMEOUT_S)
+            replace(directory, nats_url=self.url, nats_bulk_url=self.bulk_url, wan_control=self.wan_control).save()
+            self._start_services(self.embedded)
+            if not await self._tend(link):
+                return None
+            report = await self._report(link)
+        finally:
+            # learners first: at their end they still ask the others
+            self.services.end(["diloco_learner"], ["diloco_syncer", "diloco_coordinator"], ["diloco_ops.wan"])
+            if link is not None:
+                await link.close()
+            if self.embedded:
+                self.embedded.stop()
+        return report
+
+    def _stop(self) -> None:
+        self.stopping = True
+
+    def _say(self, text: str) -> None:
+        if not self.asked.quiet:
+            print(text, flush=True)
+
+    # ---- processes
+
+    def _start_services(self, embedded: Embedded | None) -> None:
+        from diloco.core import kernels  # compiles them once, so that not every service does so at the same time
+
+        settings = self.directory.settings
+        self.log.info("starting", kernels=kernels.__name__, nats_url=self.url, learners=len(self.directory.learner_names))
+        if embedded and embedded.regions:
+            log_file = self.directory.path / "logs" / "wan.jsonl"
+            self._start("wan", "diloco_ops.wan", {"log_file": str(log_file)} | dict(embedded.links()), endless=True)
+
+        def place(number: int, *, syncer: bool = False) -> dict[str, Any]:
+            values = embedded.place(number, syncer=syncer) if embedded else {"nats_url": self.url}
+            return values | {"run": self.directory.name, "state_dir": str(self.directory.path)}
+
+        for index in range(self.asked.coordinators):
+            name = f"coordinator-{index}" if index else "coordinator"
+            self._start_service(name, "diloco_coordinator", place(index) | {"settings": settings.model_dump()})
+        for index in range(max(settings.shards, len(settings.regions.names)) + self.asked.standbys):
+            self._start_service(f"syncer-{index}", "diloco_syncer", place(index, syncer=True))
+        data = {"data": self.directory.data} if self.directory.data else {}
+        names = self.directory.learner_names
+        for share_, name in enumerate(names):
+            values = place(share_) | {"share": share_, "slow": self.slow.get(name, 1.0)} | data
+            self._start_service(name, "diloco_learner", values, _core(share_, len(names)))
+        self._start_service("evaluator", "diloco_learner", place(0) | {"role": "evaluator"} | data)
+
+    def _start_service(self, name: str, module: str, values: dict[str, Any], cores: set[int] | None = None) -> None:
+        clock_file = self.directory.path / "services" / f"{name}.clock"
+        self._start(name, module, {"name": name, "clock_file": str(clock_file)} | values, cores)
+
+    def _start(
+        self, name: str, module: str, values: dict[str, Any], cores: set[int] | None = None, *, endless: bool = False
+    ) -> None:
+        config = self.directory.path / "services" / f"{name}.toml"
+        files.replace_text(config, tomli_w.dumps(_without_none(values)))
+        self.services.start(name, module, config, service_environment(), cores, endless=endless)
+
+    async def _tend(self, link: NatsTransport) -> bool:
+        """Keep the run going until it is finished (True) or interrupted (False).
+
+        Raises:
+            ServiceFailed: a service ended with an error.
+            BrokerError: the server died and does not come up again.
+        """
+        showing = asyncio.create_task(self._show(link))
+        try:
+            while not self.stopping:
+                if self.services.tend():
+                    return True
+                if self.embedded:
+                    await self._restart_servers(self.embedded)
+                if showing.done():
+                    showing.result()
+                await asyncio.sleep(TEND_S)
+            return False
+        finally:
+            await end(showing)
+
+    async def _restart_servers(self, embedded: Embedded) -> None:
+        for name in await asyncio.to_thread(embedded.restart_dead):
+            self.server_restarts += 1
+            pid = embedded.servers[name].pid
+            self.log.warning("service_restarted", restarted=name, restarts=self.server_restarts, pid=pid)
+
+    # ---- what people see
+
+    async def _show(self, link: NatsTransport) -> None:
+        """Show the run, and keep its last status.
+
+        Plain lines are written every few seconds, and the run is asked no more often than that, since links may be thin. At
+        its beginning and near its end it is asked more often: the last answer is kept.
+        """
+        subject = Subjects(self.directory.name).status
+        said_s, next_s = -PLAIN_EVERY_S, POLL_S
+        with self._view() as view:
+            while True:
+                with suppress(BrokerError):
+                    answer = await ask(link.control, link.name, subject, b"", STATUS_TIMEOUT_S)
+                    status = {} if answer is None else inspect.answered(answer, self.directory)
+                    if "learners" in status:
+                        self._keep_status(status)
+                        quiet = view is None and (status["eta_s"] or 0.0) > NEAR_END_S
+                        next_s = PLAIN_EVERY_S if quiet else POLL_S
+                        if view is not None:
+                            view.update(status)
+                        elif time.monotonic() - said_s >= PLAIN_EVERY_S:
+                            said_s = time.monotonic()
+                            self._say(screen.plain_line(status))
+                await asyncio.sleep(next_s)
+
+    def _keep_status(self, status: dict[str, Any]) -> None:
+        try:
+            rundir.write_json(self.directory.path / "status.json", status)
+        except OSError as error:  # the disk is full, which is no reason to end a run
+            self._saving.warn("status_not_saved", reason=str(error))
+        else:
+            self._saving.over()
+
+    def _links(self) -> dict[str, Any]:
+        """Return the bytes that emulated links between regions carried; nothing without such links, or without an answer."""
+        if self.wan_control is None:
+            return {}
+        try:
+            [answer] = wan.asked(self.wan_control, wan.Status())
+        except WanError as error:
+            self.log.warning("links_unknown", reason=str(error))
+            return {}
+        links: dict[str, Any] = answer["links"]
+        return links
+
+    @contextmanager
+    def _view(self) -> Iterator[screen.LiveView | None]:
+        if self.live:
+            with screen.LiveView(self.console) as view:
+                yield view
+        else:
+            yield None
+
+    async def _report(self, link: NatsTransport) -> dict[str, Any]:
+        directory = self.directory
+        registry = await link.bucket(Subjects(directory.name).bucket, create=False)
+        run = Run(directory.name, directory.settings, registry)
+        fragment_map = await creation.find_map(run)
+        chains = await read_chains(Log(link, run.name, run.identity, fragment_map, run.created))
+        status = build.load_json(directory.path / "status.json")
+        series = build.load_json(directory.path / "series.json")
+        evaluation = build.load_json(directory.path / "evaluation.json")
+        links = await asyncio.to_thread(self._links)
+        changes = await read_changes(run)
+        try:
+            owners = [fragment["owner"] for fragment in status["fragments"]]
+            ledger = build.read_ledger(directory, run.identity, series, len(chains))
+            found = build.Findings(directory, fragment_map, chains, owners, series, ledger, evaluation, links, changes)
+            report = build.build(found)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunError(
+                f"{directory.path}: the run is over, but there is no report: series.json, status.json or evaluation.json is "
+                f"missing or damaged ({error!r}); its log is whole: diloco verify {directory.path}"
+            ) from None
+        rundir.write_json(directory.report, report)
+        page.write_html(report, directory.path / "report.html")
+        return report
+
+
+def _core(index: int, count: int) -> set[int] | None:
+    """Deal ``count`` learners to fewer cores, where the system can: left to itself, it may keep one core for one of four."""
+    if sys.platform != "linux":
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    return {cores[index % len(cores)]} if count > len(cores) else None
+
+
+def service_environment() -> dict[str, str]:
+    """Return the environment of a service: this machine's cores are shared, so each has one thread of computation."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
+    return inherited | malloc_environment() | ONE_THREAD
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values without those that TOML cannot say."""
+    found = {key: _without_none(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    return {key: value for key, value in found.items() if value is not None}

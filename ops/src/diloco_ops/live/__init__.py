@@ -1,0 +1,1 @@
+"""A run as it happens, in a terminal."""

@@ -1,0 +1,99 @@
+"""The live view's loss curves, drawn in braille dots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from diloco.process.logs import service_colour
+from diloco_ops.live.parts import FRAME, Status, panel
+from diloco_report.units import duration
+
+_GLOBAL = "bold default"
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+
+
+class _Canvas:
+    """Braille dots, 2 by 4 a cell; a cell has the colour of the line drawn last through it."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        self.columns, self.rows = columns, rows
+        self._bits = [[0] * columns for _ in range(rows)]
+        self._styles = [[""] * columns for _ in range(rows)]
+
+    def line(self, points: Sequence[tuple[float, float]], style: str) -> None:
+        """Join points, the origin at the bottom left and (1, 1) at the top right; what lies above is left out.
+
+        The cells it goes through lose what was drawn in them before, so that the line on top stays thin.
+        """
+        mine: set[tuple[int, int]] = set()
+        wide, high = self.columns * 2 - 1, self.rows * 4 - 1
+        dots = [(round(x * wide), round((1 - y) * high)) for x, y in points]
+        for start, end in zip(dots, dots[1:] or dots, strict=False):
+            steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
+            for step in range(steps + 1):
+                x = round(start[0] + (end[0] - start[0]) * step / steps)
+                y = round(start[1] + (end[1] - start[1]) * step / steps)
+                if y < 0:
+                    continue
+                if (y // 4, x // 2) not in mine:
+                    mine.add((y // 4, x // 2))
+                    self._bits[y // 4][x // 2] = 0
+                self._bits[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
+                self._styles[y // 4][x // 2] = style
+
+    def text(self, row: int) -> Text:
+        line = Text()
+        for bits, style in zip(self._bits[row], self._styles[row], strict=True):
+            line.append(chr(0x2800 + bits) if bits else " ", style)
+        return line
+
+
+def loss_curve(status: Status, width: int, lines: int) -> RenderableType:
+    units = status.get("units")
+    learners = {name: _points(points) for name, points in sorted((status.get("loss") or {}).items())}
+    validation = _points(status.get("validation") or [])
+    drawn = [points for points in (*learners.values(), validation) if points]
+    rows, columns = lines - 3, width - 4 - 6
+    if not drawn:
+        body = [Text("")] * (rows // 2) + [Text("no loss yet", "dim", justify="center")]
+        return panel(body + [Text("")] * (rows + 1 - len(body)), "loss", width, "")
+    end_s = max(max(points[-1][0] for points in drawn), 1e-9)
+    low, high = _range(drawn)
+    canvas = _Canvas(columns, rows)
+    for name, points in learners.items():
+        canvas.line([_place(point, end_s, low, high) for point in points], service_colour(name))
+    canvas.line([_place(point, end_s, low, high) for point in validation], _GLOBAL)
+    ticks = {0, rows // 2, rows - 1} if rows > 4 else {0, rows - 1}
+    labelled = {row: high - (high - low) * row / (rows - 1) for row in ticks}
+    body = []
+    for row in range(rows):
+        label = f"{labelled[row]:5.2f}" if row in labelled else " " * 5
+        body.append(Text(label, "dim").append("┤" if row in labelled else "│", FRAME).append_text(canvas.text(row)))
+    axis = f"{' ' * 5}└0:00"
+    body.append(Text(axis + f"{duration(end_s):>{width - 4 - len(axis)}}", "dim"))
+    legend = Text().append("● each learner  ", "default dim").append("━ global", _GLOBAL) if validation else ""
+    return panel(body, f"loss, {units}" if units else "loss", width, legend)
+
+
+def _points(points: Iterable[Sequence[float | None]]) -> list[tuple[float, float]]:
+    return [
+        (float(point[0]), float(point[2]))
+        for point in points
+        if point[0] is not None and point[2] is not None and math.isfinite(point[2])
+    ]
+
+
+def _range(drawn: Iterable[Sequence[tuple[float, float]]]) -> tuple[float, float]:
+    """Return the lowest value and the 90th percentile: the steep beginning would flatten the rest."""
+    values = sorted(value for points in drawn for _, value in points)
+    low, high = values[0], values[min(len(values) - 1, len(values) * 9 // 10)]
+    margin = max(0.02 * (high - low), 0.01)
+    return max(0.0, low - margin), high + margin
+
+
+def _place(point: tuple[float, float], end_s: float, low: float, high: float) -> tuple[float, float]:
+    return min(1.0, max(0.0, point[0] / end_s)), max(0.0, (point[1] - low) / (high - low))

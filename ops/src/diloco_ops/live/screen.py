@@ -1,0 +1,209 @@
+"""A run as it happens, in a terminal: a status dictionary drawn to a given width and height, or as one plain line.
+
+``render`` is pure: the same status and size give the same picture, so that it is tested without a
+terminal. Everything is laid out by hand to exact widths, since a view that wraps one line too early is worse than none;
+what does not fit is left out by its importance, columns first, then rows, with a line that says so.
+
+The status (all keys but the first may be missing) is what the coordinator answers:
+
+    run, preset, state ("waiting", "training", "closing", "finished"), wall_s, eta_s (None: unknown), tokens_budget,
+    tokens_processed, tokens_merged, versions, rounds, nats_url, parameters (of the model)
+    learners    {name: state, region, step, tokens, tokens_per_s, loss, step_s, busy_fraction, blocked_fraction, bytes_up,
+                 bytes_down, rounds_merged, rounds_missed, seen_s_ago}
+    shards      {name: region, fragments, rounds, versions, refused, bytes_in, bytes_out, seen_s_ago,
+                 open: [{fragment, answers, quorum, waited_s}]}
+    regions     {name: members, heard (of them), away_s (None: it is here), fragments, bytes_in, bytes_out}
+    validation  [[wall_s, tokens, loss], ...]                     of the global model
+    units       of the losses
+    loss        {learner: [[wall_s, tokens, loss], ...]}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from diloco.process.logs import printable
+from diloco_ops.live.curve import loss_curve
+from diloco_ops.live.parts import ACCENT, STATES, Status, bar, clean, ends, mean, speed, states_text, total
+from diloco_ops.live.tables import make_tables, share_rows
+from diloco_report.units import count, decimal, duration, share, size
+
+MIN_WIDTH = 32
+_WIDE = 112  # from here on the curve stands beside the tables
+
+
+def render(status: Status, width: int, height: int) -> RenderableType:
+    """Draw the whole view, at most ``width`` cells wide and ``height`` lines high (at least 32 by 4)."""
+    width = max(width, MIN_WIDTH)
+    head = _header(status, width, roomy=height >= 26)
+    left = max(0, height - len(head))
+    learners: Mapping[str, Any] = status.get("learners") or {}
+    shards: Mapping[str, Any] = status.get("shards") or {}
+    if width >= _WIDE:
+        column = max(78, width * 11 // 20)
+        rows = share_rows(left, len(learners), len(shards), curve=0)
+        tables = make_tables(learners, shards, column, rows)
+        curve_lines = min(max(rows.lines, 12), left)
+        parts: list[RenderableType] = []
+        if tables and curve_lines >= 5:
+            grid = Table.grid(padding=0)
+            grid.add_row(Group(*tables), loss_curve(status, width - column, curve_lines))
+            parts.append(grid)
+    else:
+        rows = share_rows(left, len(learners), len(shards), curve=7)
+        parts = make_tables(learners, shards, width, rows)
+        if left - rows.lines >= 6:
+            parts.append(loss_curve(status, width, min(left - rows.lines, 22)))
+    return Group(*head, *parts)
+
+
+def plain_line(status: Status) -> str:
+    """Return the status as one line, for where there is no terminal."""
+    learners: Mapping[str, Any] = status.get("learners") or {}
+    parts = [
+        duration(status.get("wall_s")),
+        str(status.get("state", "waiting")),
+        f"{count(status.get('tokens_processed', 0))} of {count(status.get('tokens_budget'))} tokens ({_progress_text(status)})",
+        f"{count(speed(learners))} tokens/s",
+    ]
+    if (loss := mean(learner.get("loss") for learner in learners.values())) is not None:
+        parts.append(f"loss {loss:.3f}")
+    if (validation := _last_validation(status)) is not None:
+        parts.append(f"validation {validation:.3f}")
+    parts.append(f"{status.get('versions', 0)} versions")
+    parts.append(f"up {size(total(learners, 'bytes_up'))}, down {size(total(learners, 'bytes_down'))}")
+    parts.append(states_text(learners) or "no learner yet")
+    regions: Mapping[str, Any] = status.get("regions") or {}
+    parts.extend(
+        f"{name} away {duration(region['away_s'])}" for name, region in regions.items() if region.get("away_s") is not None
+    )
+    if status.get("eta_s") is not None and status.get("state") != "finished":
+        parts.append(f"{duration(status['eta_s'])} left")
+    return printable(" | ".join(parts))
+
+
+class LiveView:
+    """The view kept up to date on a terminal's alternate screen; the last picture stays on the normal one.
+
+    A context manager. Without :meth:`update` nothing is drawn; a new size of the terminal is taken over at the next one.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._last: Status | None = None
+
+    def __enter__(self) -> LiveView:
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._live.stop()
+        if self._last is not None:
+            self._console.print(render(self._last, self._console.width, min(self._console.height - 1, 32)))
+
+    def update(self, status: Status) -> None:
+        """Draw this status now."""
+        self._last = status
+        self._live.update(render(status, self._console.width, self._console.height), refresh=True)
+
+
+def _header(status: Status, width: int, *, roomy: bool) -> list[RenderableType]:
+    state = str(status.get("state", "waiting"))
+    title = Text(" ").append("diloco", f"bold {ACCENT}").append(f"  {clean(status.get('run', 'run'))}", "bold")
+    if preset := status.get("preset"):
+        title.append(f"  {clean(preset)}", "dim")
+    right = Text().append(f"● {clean(state)}", STATES.get(state, "")).append(f"  {duration(status.get('wall_s', 0))}", "bold")
+    if status.get("eta_s") is not None and state != "finished":
+        right.append(f"  {duration(status['eta_s'])} left", "dim")
+    right.append(" ")
+
+    tokens = f"{count(status.get('tokens_processed', 0))} / {count(status.get('tokens_budget'))} tokens"
+    figures = Text(f" {_progress_text(status):>5}", "bold")
+    if width >= 56:
+        figures.append(f"  {tokens} ", "not bold")
+    progress = bar(_progress(status), max(4, width - figures.cell_len - 1), ACCENT)
+    lines: list[RenderableType] = [ends(title, right, width), Text(" ").append_text(progress).append_text(figures)]
+    facts = [_facts(status, width)]
+    if regions := status.get("regions"):
+        facts.append(_regions(regions, width))
+    return [Text(""), *lines, *facts, Text("")] if roomy else [*lines, *facts]
+
+
+def _facts(status: Status, width: int) -> Text:
+    learners: Mapping[str, Any] = status.get("learners") or {}
+    up, down = total(learners, "bytes_up"), total(learners, "bytes_down")
+    facts: list[tuple[str, str]] = []
+    if (validation := _last_validation(status)) is not None:
+        facts.append((decimal(validation), " validation loss"))
+    facts.append((f"↑ {size(up)} ↓ {size(down)}", ""))
+    parallel = _data_parallel_bytes(status)
+    if parallel and up + down:
+        facts.append((f"{parallel / (up + down):.1f}×", " less than data-parallel"))
+    facts.append((count(speed(learners)), " tokens/s"))
+    if status.get("tokens_processed"):
+        facts.append((share(status.get("tokens_merged", 0) / status["tokens_processed"]), " merged"))
+    facts.append((str(status.get("versions", 0)), " versions"))
+    line = Text(" ")
+    for number, (value, unit) in enumerate(facts):
+        part = Text("   " if number else "").append(value, "bold").append(unit, "dim")
+        if line.cell_len + part.cell_len < width:
+            line.append_text(part)
+    return line
+
+
+def _regions(regions: Mapping[str, Any], width: int) -> Text:
+    """Draw all regions in one line, with as much of each as fits beside the others."""
+    for more in (2, 1, 0):
+        line = Text(" ", no_wrap=True, overflow="ellipsis")
+        for number, (name, region) in enumerate(regions.items()):
+            line.append("   " if number else "").append_text(_region(name, region, more))
+        if line.cell_len <= width:
+            break
+    return line
+
+
+def _region(name: str, region: Mapping[str, Any], more: int) -> Text:
+    away_s = region.get("away_s")
+    line = Text().append(clean(name), "bold")
+    if away_s is not None:
+        line.append(f" away {duration(away_s)}", STATES["gone"])
+    else:
+        line.append(f" {region.get('heard', 0)}/{region.get('members', 0)}", STATES["stepping"])
+    if more:
+        line.append(f" {region.get('fragments', 0)} fragments", "dim")
+    if more > 1:
+        line.append(f" ↑ {size(region.get('bytes_out'))} ↓ {size(region.get('bytes_in'))}", "dim")
+    return line
+
+
+def _data_parallel_bytes(status: Status) -> float:
+    """Return the bytes that a ring all-reduce of bfloat16 gradients would have sent and received for the same steps.
+
+    They are 2 (M-1)/M of the model each way, each step, by each of the M learners.
+    """
+    learners: Mapping[str, Any] = status.get("learners") or {}
+    ring = 2 * (len(learners) - 1) / len(learners) if learners else 0.0
+    return 2 * total(learners, "step") * ring * 2 * (status.get("parameters") or 0)
+
+
+def _progress(status: Status) -> float:
+    budget = status.get("tokens_budget") or 0
+    return min(1.0, max(0.0, status.get("tokens_processed", 0) / budget)) if budget else 0.0
+
+
+def _progress_text(status: Status) -> str:
+    return f"{math.floor(100 * _progress(status))} %"  # 100 % only when it is
+
+
+def _last_validation(status: Status) -> float | None:
+    points = status.get("validation") or []
+    return points[-1][2] if points and points[-1][2] is not None else None

@@ -1,0 +1,112 @@
+"""Making the merges of a run again from its archive, as the owners of its fragments made them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core import merging
+from diloco.core.fold import Replica
+from diloco.core.round import Held
+from diloco.errors import MessageError
+from diloco.log.reader import Loaded
+from diloco.log.stream import Entry
+from diloco.wire.entries import Record
+from diloco.wire.offers import Answer, Combined, Member, Offer
+from diloco_ops.run_reader import RunReader
+
+Vector = NDArray[np.float32]
+
+
+class RemadeMerges:
+    """One fragment's merges, made again from the archive as its owners made them.
+
+    An owner's residual is known from the beginning on, after a keyframe, and after a takeover, which begins with the residual
+    of a keyframe of that very version or with zeros.
+    """
+
+    def __init__(self, seen: RunReader, index: int) -> None:
+        self.log, self.settings, self.fragment = seen.log, seen.run.created, seen.map.fragments[index]
+        self.redone = self.unknown = 0
+        self.wrong: list[str] = []
+        self._residuals = [np.zeros(self.fragment.size, np.float32)]  # that the owner may have
+        self._keyframe: Loaded | None = None
+        self._older: dict[int, Vector] = {}  # parameters by version, as an owner keeps them
+
+    async def redo(self, replica: Replica, entry: Entry) -> None:
+        """Compare an entry that is about to be folded into ``replica`` with the merge that its owner must have made."""
+        record, chain = entry.record, replica.chain
+        if record.rolled_back is not None:  # no residual is left of the versions undone, and no offer on them is taken
+            self._residuals, self._older = [np.zeros(self.fragment.size, np.float32)], {}
+        if record.entry == "takeover":
+            zeros = np.zeros(self.fragment.size, np.float32)
+            kept = self._keyframe is not None and self._keyframe.replica.chain.version == chain.version
+            self._residuals = [self._keyframe.residual, zeros] if kept and self._keyframe else [zeros]
+            self._older = {}
+        if record.entry != "version" or record.previous != chain.head:
+            return
+        if self.settings.merge.against == "current":
+            self._older[chain.version] = replica.theta.copy()
+        held = await self._held(record)
+        if not held or not self._residuals:
+            self._residuals, self.unknown = [], self.unknown + 1
+            return
+        merged = merging.accumulate(self.fragment, self.settings, held, self._older.get, replica.theta).result()
+        for residual in self._residuals:
+            left = residual.copy()
+            again = merging.encode(merged.copy(), left, self.settings, record.bits)
+            if entry.body is not None and np.array_equal(again, entry.body):
+                self._residuals, self.redone = [left], self.redone + 1
+                return
+        self._residuals = []
+        self.wrong.append(f"version {record.version}: its offers give another merge than it has")
+
+    def begin(self, keyframe: Loaded) -> None:
+        """Begin with the residual of a keyframe: nothing is known of earlier ones."""
+        self._residuals = [keyframe.residual]
+
+    def follow(self, keyframe: Loaded) -> None:
+        """Go on with the residual that a keyframe has."""
+        self._keyframe = keyframe
+        if len(self._residuals) == 1 and not np.array_equal(self._residuals[0], keyframe.residual):
+            self.wrong.append(
+                f"version {keyframe.replica.chain.version}: its keyframe has another residual than its merges leave"
+            )
+        self._residuals = [keyframe.residual]
+
+    async def _held(self, record: Record) -> list[Held]:
+        """Return the offers that a version merges, in the order of merging; none if one is not in the archive."""
+        held, left = [], dict(enumerate(record.members))
+        try:
+            for combination in record.combined:
+                stored = await self.log.archive.combined(
+                    record.fragment, combination.syncer, combination.incarnation, combination.number
+                )
+                if stored is None:
+                    return []
+                self._compare(record, [left.pop(place) for place in combination.members], stored[0])
+                held.append(Held(*stored))
+            for member in left.values():
+                found = await self.log.archive.offer(record.fragment, member.learner, member.incarnation, member.number)
+                if found is None:
+                    return []
+                self._compare(record, [member], found[0])
+                held.append(Held(*found))
+        except MessageError as error:
+            self.wrong.append(f"version {record.version}: {error}")
+            return []
+        return sorted(held, key=lambda item: item.offer.members[0].learner)
+
+    def _compare(self, record: Record, members: Sequence[Member], offer: Offer | Combined) -> None:
+        """Compare the members of a version with their statements in the offer."""
+        if [member.learner for member in members] != [stated.learner for stated in offer.members]:
+            self.wrong.append(f"version {record.version}: a combined offer has other members than it says")
+            return
+        contributions: Sequence[Offer | Answer] = offer.members
+        for member, contribution in zip(members, contributions, strict=True):
+            stated = Member.of(contribution, member.weight)
+            for name in Member.__struct_fields__:
+                if getattr(stated, name) != getattr(member, name):
+                    self.wrong.append(f"version {record.version}: {name} of {member.learner} is not that of its offer")

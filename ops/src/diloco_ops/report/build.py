@@ -1,0 +1,225 @@
+"""``report.json``: from the log (who merged what), the coordinator's series (what was heard) and the evaluator's result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.core.chain import Chain
+from diloco.core.changes import Changes, in_force, text_of
+from diloco.core.fragments import FragmentMap
+from diloco.core.ledger import Ledger
+from diloco.errors import RunError
+from diloco.process.tape import load_all
+from diloco.service.rundir import RunDirectory
+from diloco_ops.report import regions
+
+FORMAT = 1
+BFLOAT16_BYTES = 2
+
+
+def read_ledger(directory: RunDirectory, run: bytes, series: Mapping[str, Any], fragments: int) -> Ledger:
+    """Read the ledger that the coordinator kept, and add the learners' tapes: a learner may have died unheard.
+
+    Raises:
+        KeyError, TypeError, ValueError: the series are damaged.
+    """
+    ledger = Ledger.load(fragments, series["ledger"])
+    for tape in load_all(directory.path, run)[0]:
+        try:
+            lives = tape.lives()
+        except RunError:  # `diloco verify` names it; what was heard must do
+            continue
+        for life in lives:
+            if life.start.incarnation:
+                ledger.train((tape.name, life.start.incarnation), life.ranges())
+    return ledger
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that a report is made of. ``links``: of an emulated WAN, by name; empty without one."""
+
+    directory: RunDirectory
+    map: FragmentMap
+    chains: Sequence[Chain]
+    owners: Sequence[str]
+    series: Mapping[str, Any]
+    ledger: Ledger
+    evaluation: Mapping[str, Any]
+    links: Mapping[str, Any]
+    changes: Changes
+
+    @property
+    def sizes(self) -> list[int]:
+        """Parameters by fragment."""
+        return [fragment.size for fragment in self.map.fragments]
+
+    @property
+    def validation(self) -> list[list[Any]]:
+        return [list(point) for point in self.series["validation"]]
+
+
+def build(found: Findings) -> dict[str, Any]:
+    """Return the report as ``docs/report.md`` describes it.
+
+    Raises:
+        SettingsError: the run's changes make no sense here.
+        KeyError, TypeError, ValueError, AttributeError: the series or the evaluation are damaged.
+    """
+    settings, series, evaluation = found.directory.settings, found.series, found.evaluation
+    counted = _accounts(series, found.chains)
+    # a ledger begins with its run directory: the work of a resumed run before is in the learners' own accounts alone
+    processed_by = {name: max(tokens, found.ledger.processed(name)) for name, tokens in counted.items()}
+    processed = sum(processed_by.values())
+    learners = {name: _learner(name, found, processed_by[name]) for name in series["learners"]}
+    places = regions.describe(settings.regions.names, series, found.owners)
+    return {
+        "format": FORMAT,
+        "run": found.directory.name,
+        "preset": settings.preset,
+        "wall_s": series["wall_s"],
+        "parameters": found.map.parameters,
+        "val_loss": evaluation.get("val_loss", found.validation[-1][2] if found.validation else None),
+        "val_loss_initial": evaluation.get("val_loss_initial"),
+        "units": evaluation.get("units"),
+        "baselines": evaluation.get("baselines", {}),
+        **_tokens(found, counted, processed),
+        "rounds": series["rounds"],
+        "versions": sum(chain.version for chain in found.chains),
+        "learners": learners,
+        "fragments": _fragments(found, processed),
+        "data": _data(found.ledger),
+        "traffic": _traffic(found, learners),
+        "regions": places,
+        "together": regions.together(places, series["merges"], series["wall_s"]) if places else [],
+        "settings": settings.model_dump(),
+        "changes": [
+            {"number": c.number, "at_s": c.at_s, "author": c.author, "reason": c.reason, "text": text_of(c)}
+            for c in found.changes.records
+        ],
+        "sample": evaluation.get("sample"),
+        "series": {
+            "learners": {
+                name: [[at, tokens, step, loss] for at, tokens, step, loss in heard["points"]]
+                for name, heard in series["learners"].items()
+            },
+            "global": found.validation,
+            "activity": {name: heard["activity"] for name, heard in series["learners"].items()},
+            "merges": series["merges"],
+            "rollbacks": list(series.get("rollbacks", ())),
+        },
+    }
+
+
+def _tokens(found: Findings, counted: Mapping[str, int], processed: int) -> dict[str, int]:
+    """Return the run's token accounts; ``counted`` is by learner, ``processed`` of all."""
+    budget = in_force(found.directory.settings, found.changes.records).settings.tokens
+    merged = _mean([chain.tokens_merged for chain in found.chains], found.sizes)
+    return {
+        "tokens_budget": budget,
+        "tokens_processed": processed,
+        "tokens_overshoot": sum(counted.values()) - budget,
+        "tokens_forgotten": processed - sum(counted.values()),
+        "tokens_merged": merged,
+        "tokens_lost": processed - merged,
+    }
+
+
+def _fragments(found: Findings, processed: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "fragment": fragment.index,
+            "parameters": fragment.size,
+            "embedding": fragment.embedding,
+            "owner": owner,
+            "versions": chain.version,
+            "tokens_merged": chain.tokens_merged,
+            "tokens_lost": processed - chain.tokens_merged,
+            "state_hash": chain.state_hash.hex(),
+        }
+        for fragment, chain, owner in zip(found.map.fragments, found.chains, found.owners, strict=True)
+    ]
+
+
+def _data(ledger: Ledger) -> dict[str, Any]:
+    return {
+        "batch_tokens": ledger.batch_tokens,
+        "shares": [
+            {
+                "share": share.share,
+                "learners": list(share.learners),
+                "trained": share.trained,
+                "merged": share.merged,
+                "lost": share.lost,
+                "repeated": share.repeated,
+            }
+            for share in ledger.shares()
+        ],
+        "errors": ledger.errors + ledger.untrained(),
+    }
+
+
+def _traffic(found: Findings, learners: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the bytes that learners sent and received, beside a ring all-reduce of bfloat16 gradients at every step.
+
+    Such a ring sends, and receives, 2 (M - 1) / M of the model a learner of M.
+    """
+    steps, bytes_up, bytes_down = (
+        sum(learner[key] for learner in learners.values()) for key in ("steps", "bytes_up", "bytes_down")
+    )
+    ring = 2 * max(0, len(learners) - 1) / max(1, len(learners))
+    data_parallel = round(2 * steps * ring * found.map.parameters * BFLOAT16_BYTES)
+    return {
+        "bytes_up": bytes_up,
+        "bytes_down": bytes_down,
+        "bytes_data_parallel": data_parallel,
+        "ratio": data_parallel / (bytes_up + bytes_down) if bytes_up + bytes_down else None,
+        "borders": regions.borders(found.directory.settings.regions.names, found.series, found.links),
+    }
+
+
+def load_json(path: Any) -> dict[str, Any]:
+    """Read a JSON object from a file; empty if there is none."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _accounts(series: Mapping[str, Any], chains: Sequence[Chain]) -> dict[str, int]:
+    """Tokens by learner that it said it had processed, to the coordinator or, if it was never heard, to the log."""
+    accounts: dict[str, int] = {name: heard["tokens"] for name, heard in series["learners"].items()}
+    for chain in chains:
+        for name, cursor in chain.cursors.items():
+            accounts[name] = max(cursor.tokens + cursor.lost_tokens, accounts.get(name, 0))
+    return accounts
+
+
+def _learner(name: str, found: Findings, processed: int) -> dict[str, Any]:
+    heard, chains = found.series["learners"][name], found.chains
+    cursors = [chain.cursors.get(name) for chain in chains]
+    merged = sum(cursor.versions for cursor in cursors if cursor)
+    tokens_merged = _mean([cursor.tokens if cursor else 0 for cursor in cursors], found.sizes)
+    return {
+        "region": heard["region"],
+        "steps": heard["step"],
+        "tokens_processed": processed,
+        "tokens_merged": tokens_merged,
+        "tokens_lost": processed - tokens_merged,
+        "busy_fraction": heard["busy_fraction"],
+        "blocked_fraction": heard["blocked_fraction"],
+        "bytes_up": heard["bytes_up"],
+        "bytes_down": heard["bytes_down"],
+        "rounds_merged": merged,
+        "rounds_missed": sum(chain.version for chain in chains) - merged,
+        "step_s": heard["step_s"],
+    }
+
+
+def _mean(values: Sequence[int], sizes: Sequence[int]) -> int:
+    """Mean over fragments, weighted by parameters."""
+    return round(sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)) if values else 0

@@ -1,0 +1,228 @@
+"""Reading a run from its directory: through its own server, or through another one over a copy of its files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from diloco.control import creation
+from diloco.control.changes import read_changes
+from diloco.control.creation import Run
+from diloco.core.chain import Chain
+from diloco.core.fragments import FragmentMap
+from diloco.errors import BrokerError, RunError
+from diloco.log.entries import contradicts
+from diloco.log.log import Log
+from diloco.log.reader import Loaded
+from diloco.log.stream import Head, pass_over
+from diloco.nats.identity import of_command
+from diloco.nats.transport import NatsTransport
+from diloco.process import observe
+from diloco.service import rundir
+from diloco.service.rundir import RunDirectory
+from diloco.wire.entries import Genesis
+from diloco.wire.subjects import Subjects
+from diloco_ops.broker.server import Server
+from diloco_ops.embedded import CONTROL, server_name
+from diloco_ops.lineage import newest_line
+
+ANSWER_TIMEOUT_S = 5.0  # a person waits at a terminal; a server across the world answers within a second
+
+
+@dataclass(frozen=True)
+class RunReader:
+    """A run that is being read; nothing in it is changed."""
+
+    directory: RunDirectory
+    transport: NatsTransport
+    run: Run
+    map: FragmentMap
+    log: Log
+    genesis: Genesis
+    genesis_check: bytes
+    live: bool  # read from the run's own server
+
+    async def load_first(self, fragment: int) -> Loaded:
+        """Load version 0, as :meth:`diloco.log.reader.Reader.load_first` does and raises."""
+        return await self.log.reader.load_first(fragment, self.genesis, self.genesis_check)
+
+
+async def connect(directory: RunDirectory, name: str, give_up_after_s: float) -> NatsTransport:
+    """Connect to a run's servers as a command of this ``name``.
+
+    Raises:
+        SettingsError: the identity that the directory names cannot be used.
+        BrokerError: a server does not answer in time, or turns us away.
+    """
+    identity = None if directory.identity is None else of_command(Path(directory.identity), directory.name)
+    url, bulk_url = directory.nats_url, directory.nats_bulk_url or directory.nats_url
+    return await NatsTransport.open(url, bulk_url, name, observe.get_logger(), give_up_after_s, identity)
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """A run on its own server, to be asked or changed; ``run.now`` is up to date."""
+
+    directory: RunDirectory
+    transport: NatsTransport
+    run: Run
+
+
+@asynccontextmanager
+async def reached(path: Path) -> AsyncIterator[LiveRun]:
+    """Reach the run of a directory on its own server.
+
+    Raises:
+        RunError: there is no run, it was not started yet, or is finished.
+        BrokerError: its server does not answer.
+        FormatError, ChainError, SettingsError: the run's changes make no sense.
+    """
+    directory = rundir.load(path)
+    if directory.finished:
+        raise RunError(f"{path}: run {directory.name!r} is finished; its report is {directory.report}")
+    if not directory.nats_url:
+        raise RunError(f"{path}: run {directory.name!r} has not been started yet")
+    transport = await _live(directory)
+    if transport is None:
+        raise BrokerError(
+            f"{path}: the server of run {directory.name!r}, {directory.nats_url}, does not answer; start it again"
+        )
+    try:
+        run = await creation.open_run(transport, directory.name, directory.settings)
+        run.adopt((await read_changes(run)).records)
+        yield LiveRun(directory, transport, run)
+    finally:
+        await transport.close()
+
+
+@asynccontextmanager
+async def opened(path: Path) -> AsyncIterator[RunReader]:
+    """Open a run's directory for reading. Nothing in it, or on its server, is changed.
+
+    Where the run's own server does not answer, one is started over a copy of its files, made in the folder for temporary
+    files: they may belong to a server that is frozen.
+
+    Raises:
+        RunError: there is no run, or it has not begun yet.
+        BrokerError: its server does not answer, and its files are not here.
+    """
+    directory = rundir.load(path)
+    async with _transport(directory) as (transport, live):
+        run = await creation.open_run(transport, directory.name, directory.settings)
+        stored_map = await run.registry.get("map")
+        if stored_map is None:
+            raise RunError(f"{path}: run {run.name!r} has no fragment map yet: none of its learners has joined")
+        fragment_map = await creation.find_map(run)
+        log = Log(transport, run.name, run.identity, fragment_map, run.created)
+        genesis = await log.reader.genesis()
+        if genesis is None:
+            raise RunError(f"{path}: run {run.name!r} has no genesis record yet: none of its learners has founded it")
+        yield RunReader(directory, transport, run, fragment_map, log, *genesis, live)
+
+
+async def read_chains(log: Log) -> list[Chain]:
+    """Read every fragment's checked head, from the log alone; nothing before genesis.
+
+    No entry is folded, so a wrong one counts until somebody has taken the fragment over from its writer.
+
+    Raises:
+        RunError: the log misses a keyframe.
+    """
+    genesis = await log.reader.genesis()
+    if genesis is None:
+        return []
+    return [await _read_chain(log, fragment.index, *genesis) for fragment in log.map.fragments]
+
+
+async def _read_chain(log: Log, fragment: int, genesis: Genesis, genesis_check: bytes) -> Chain:
+    first: Chain | None = None
+    before: int | None = None
+    while True:
+        chain = (await log.reader.load(fragment, genesis, genesis_check, before)).replica.chain
+        if first is not None and chain.sequence >= (before or 0):
+            return first  # there is no older keyframe
+        begins, stop = chain.sequence, await log.reader.end_sequence(fragment)
+        heads = list[Head]()
+        if stop > begins:
+            heads = [head async for head in log.entries.heads(pass_over, begins + 1, stop, fragment=fragment)]
+        chain, _ = newest_line(chain, heads)
+        # a takeover that does not follow: its writer knows that the keyframe stands after a wrong entry
+        if not any(contradicts(head.record, chain) for head in heads):
+            return chain
+        first, before = first or chain, begins
+        if not begins:
+            return first
+
+
+@asynccontextmanager
+async def _transport(directory: RunDirectory) -> AsyncIterator[tuple[NatsTransport, bool]]:
+    transport = await _live(directory)
+    if transport is not None:
+        try:
+            yield transport, True
+        finally:
+            await transport.close()
+        return
+    names = [CONTROL, *map(server_name, directory.settings.regions.names[:1])]
+    if not all((directory.path / name / "jetstream").is_dir() for name in names):
+        raise BrokerError(f"{directory.path}: no server at {directory.nats_url or '(none yet)'} has this run; start it again")
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder, contextlib.ExitStack() as started:
+        servers = []
+        for name in names:
+            shutil.copytree(directory.path / name, Path(folder) / name)
+            servers.append(Server(Path(folder) / name))
+            servers[-1].start()
+            started.callback(servers[-1].stop)
+        copied = replace(directory, nats_url=servers[0].url, nats_bulk_url=servers[-1].url, identity=None)
+        transport = await connect(copied, "outside", ANSWER_TIMEOUT_S)
+        try:
+            await _check_settings(transport, directory)
+            yield transport, False
+        finally:
+            await transport.close()
+
+
+async def _live(directory: RunDirectory) -> NatsTransport | None:
+    """Connect to the run's own server, if it answers and holds this run: another run's may listen at that address by now."""
+    if not await _anybody_listens(directory.nats_url):
+        return None
+    try:
+        transport = await connect(directory, "outside", ANSWER_TIMEOUT_S)
+    except BrokerError:
+        return None
+    try:
+        await _check_settings(transport, directory)
+    except (BrokerError, RunError):
+        await transport.close()
+        if (directory.path / CONTROL).is_dir():
+            return None
+        raise
+    return transport
+
+
+async def _anybody_listens(urls: str) -> bool:
+    for url in filter(None, urls.split(",")):
+        address = urlsplit(url)
+        with contextlib.suppress(OSError, TimeoutError, ValueError):
+            _, writer = await asyncio.wait_for(asyncio.open_connection(address.hostname, address.port), ANSWER_TIMEOUT_S)
+            writer.close()
+            return True
+    return False
+
+
+async def _check_settings(transport: NatsTransport, directory: RunDirectory) -> None:
+    registry = await transport.bucket(Subjects(directory.name).bucket, create=False)
+    stored = await registry.get("run")
+    if stored is None:
+        raise RunError(f"{directory.path}: its server has no settings of run {directory.name!r}")
+    theirs = creation.settings_of(directory.name, stored[0])
+    difference = creation.first_difference(directory.settings.model_dump(), theirs)
+    if difference:
+        raise RunError(f"{directory.path}: its run.json differs from the settings on its server: {difference}")

@@ -1,0 +1,208 @@
+"""Processes that a launcher answers for: begun again when a signal killed them, ended in order, and none outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.errors import DilocoError, EjectedError
+from diloco.process.observe import Logger
+
+STOP_TIMEOUT_S = 20.0  # leaving learners wait 10 s for their last work (leave_s), and save
+RETRY_S = 0.5  # the first pause before a service that keeps dying
+RETRY_MAX_S = 10.0  # the longest one
+STEADY_S = 20.0  # a process that lived so long was well
+QUICK_DEATHS = 10  # in a row, and the process is taken to be unable to live
+
+
+class Guard:
+    """A shell that waits for lines of process ids, and kills those of the last line when its owner is gone."""
+
+    def __init__(self) -> None:
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", 'while read -r line; do pids="$line"; done; [ -z "$pids" ] || kill -KILL $pids'],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def watch(self, pids: Iterable[int]) -> None:
+        """End these processes with this one, and no others."""
+        assert self._shell.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._shell.stdin.write(" ".join(map(str, pids)).encode() + b"\n")
+            self._shell.stdin.flush()
+
+    def release(self) -> None:
+        """Watch nothing any more, and end."""
+        if self._shell.returncode is None:
+            self.watch(())
+            self._shell.communicate()
+
+
+class ServiceFailed(DilocoError):
+    """A service ended with an error; its exit code becomes the command's."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        return self.code if self.code > 0 else 1
+
+
+@dataclass
+class Service:
+    """One process of a run, and how it is begun again."""
+
+    name: str
+    module: str
+    config: Path
+    environment: Mapping[str, str]
+    cores: Collection[int] | None  # that it is kept to, where the system can
+    process: subprocess.Popen[bytes]
+    began_s: float
+    endless: bool = False  # it serves the others, and ends when it is told to
+    restarts: int = 0
+    quick_deaths: int = 0
+    due_s: float | None = None  # when it is begun again; None while it runs or has ended by itself
+
+    @property
+    def errors(self) -> Path:
+        return self.config.with_suffix(".stderr")
+
+    @property
+    def pid_file(self) -> Path:
+        return self.config.with_suffix(".pid")
+
+
+class Supervisor:
+    """The services of one run.
+
+    A service that a signal killed is begun again with its own configuration: at once, and later and later if it keeps dying.
+    One that ends with an error code ends the run, since wrong settings would only fail again; a learner that was ejected is
+    begun again and waits. One that ends with 0 is done.
+    """
+
+    def __init__(self, log: Logger) -> None:
+        self.log = log
+        self.services: list[Service] = []
+        self._guard = Guard()
+
+    def start(
+        self,
+        name: str,
+        module: str,
+        config: Path,
+        environment: Mapping[str, str],
+        cores: Collection[int] | None = None,
+        *,
+        endless: bool = False,
+    ) -> None:
+        """Begin ``python -m module --config FILE``; its pid is in the file of the same name with the ending ``.pid``."""
+        process = _begin(module, config, environment, cores)
+        self.services.append(Service(name, module, config, environment, cores, process, time.monotonic(), endless))
+        self._watch()
+
+    def tend(self) -> bool:
+        """Begin killed services again. Return whether every service has ended by itself, but for those that never do.
+
+        Raises:
+            ServiceFailed: a service ended with an error, what it said is the message; or was killed again and again.
+        """
+        now_s = time.monotonic()
+        for service in self.services:
+            code = service.process.poll()
+            if code is None or code == 0:
+                continue
+            if code > 0 and code != EjectedError.exit_code:
+                raise ServiceFailed(f"{service.name}: {last_words(service.errors.read_text(errors='replace'), code)}", code)
+            if service.due_s is None and code > 0:  # it waits until it is readmitted
+                self.log.warning("service_ejected", ejected=service.name)
+                service.due_s = now_s
+            elif service.due_s is None:
+                self._note_death(service, -code, now_s)
+            elif now_s >= service.due_s:
+                self._begin_again(service, now_s)
+        return all(service.endless or service.process.poll() == 0 for service in self.services)
+
+    def _note_death(self, service: Service, number: int, now_s: float) -> None:
+        service.quick_deaths = service.quick_deaths + 1 if now_s - service.began_s < STEADY_S else 0
+        if service.quick_deaths >= QUICK_DEATHS:
+            raise ServiceFailed(
+                f"{service.name}: killed by {_signal_name(number)} {QUICK_DEATHS} times in a row, each time within "
+                f"{STEADY_S:g} s; see {service.errors} and the system's log (is memory short?)",
+                1,
+            )
+        pause_s = 0.0 if service.quick_deaths < 2 else min(RETRY_MAX_S, RETRY_S * 2.0 ** (service.quick_deaths - 2))
+        service.due_s = now_s + pause_s
+        self.log.warning("service_killed", killed=service.name, signal=_signal_name(number), pause_s=pause_s)
+
+    def _begin_again(self, service: Service, now_s: float) -> None:
+        service.process = _begin(service.module, service.config, service.environment, service.cores)
+        service.began_s, service.due_s = now_s, None
+        service.restarts += 1
+        self._watch()
+        self.log.warning("service_restarted", restarted=service.name, restarts=service.restarts, pid=service.process.pid)
+
+    def end(self, *orders: Sequence[str]) -> None:
+        """End the services in order: those of one sequence of modules when those of the one before have ended."""
+        for modules in orders:
+            group = [service for service in self.services if service.module in modules]
+            for service in group:
+                if service.process.poll() is None:
+                    service.process.terminate()
+                    service.process.send_signal(signal.SIGCONT)  # a frozen one would not hear it
+            deadline_s = time.monotonic() + STOP_TIMEOUT_S
+            for service in group:
+                try:
+                    service.process.wait(max(0.1, deadline_s - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    service.process.kill()
+                    service.process.wait()
+        self._guard.release()
+        for service in self.services:
+            service.pid_file.unlink(missing_ok=True)
+
+    def _watch(self) -> None:
+        self._guard.watch(service.process.pid for service in self.services if service.process.poll() is None)
+
+
+def _begin(module: str, config: Path, environment: Mapping[str, str], cores: Collection[int] | None) -> subprocess.Popen[bytes]:
+    with config.with_suffix(".stderr").open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, "--config", str(config)],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            env=dict(environment),
+            start_new_session=True,  # Ctrl-C is the launcher's to hand on, in order
+        )
+    config.with_suffix(".pid").write_text(f"{process.pid}\n")
+    if cores is not None and sys.platform == "linux":
+        with contextlib.suppress(ProcessLookupError):  # it may be dead already
+            os.sched_setaffinity(process.pid, cores)
+    return process
+
+
+def last_words(said: str, code: int) -> str:
+    """Return the last line that a process wrote to stderr, without its program's name."""
+    lines = said.strip().splitlines()
+    last = lines[-1] if lines else f"ended with code {code}, see the logs of the run"
+    return last.partition(": ")[2] or last
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,275 @@
+"""``diloco up``: a whole run on one machine, every service a process of its own, over real NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diloco.control import creation
+from diloco.errors import DataError, DilocoError, RunError, SettingsError
+from diloco.nats import streams
+from diloco.nats.opening import checked, shown
+from diloco.nats.transport import NatsTransport
+from diloco.process import observe
+from diloco.service import rundir
+from diloco.service.rundir import RunDirectory
+from diloco.settings.loading import parse_assignments
+from diloco.settings.presets import PRESETS, run_settings
+from diloco.settings.run import RunSettings
+from diloco.wire.subjects import Subjects
+from diloco_ops import resume
+from diloco_ops.checkpoint import Checkpoint
+from diloco_ops.launch import NATS_TIMEOUT_S, Asked, Launcher, service_environment
+from diloco_ops.supervise import ServiceFailed, last_words
+from diloco_report.units import count, decimal, duration, share, size
+
+MAX_LEARNERS = 4096
+DEFAULT_PRESET = "decoupled"
+SERVICES = {
+    "diloco_learner": "diloco-learner", "diloco_syncer": "diloco-syncer", "diloco_coordinator": "diloco-coordinator",
+}  # fmt: skip
+
+
+def up(
+    learners: Annotated[int | None, typer.Option(help="Learners (M).")] = None,
+    shards: Annotated[int | None, typer.Option(help="Syncer shards.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Token budget of the run.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; an unfinished one is resumed.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the initial model and of the data's order.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="File or folder of text, or as your task reads it; default: Python's standard library.")
+    ] = None,
+    preset: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")] = DEFAULT_PRESET,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")] = None,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option("--resume", help="Go on from a checkpoint, or from a run's directory, in a new directory (--run-dir)."),
+    ] = None,
+    resume_at: Annotated[
+        int | None, typer.Option(min=0, help="With --resume: begin again where every fragment's log stood at this version.")
+    ] = None,
+    archive: Annotated[bool, typer.Option("--archive", help="Keep every merged offer, so that merges can be audited.")] = False,
+    standbys: Annotated[int, typer.Option(min=0, help="Syncers beyond the shards, which stand by.")] = 0,
+    coordinators: Annotated[int, typer.Option(min=1, help="Coordinators; all but one stand by.")] = 1,
+    slow: Annotated[list[str] | None, typer.Option(help="LEARNER=FACTOR: its steps take so many times as long.")] = None,
+    nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end, and nothing else.")] = False,
+) -> int:
+    """Train one model with several learners, syncer shards and a coordinator on this machine."""
+    overrides = parse_assignments(set_ or [])
+    given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed, "log.archive": archive or None}
+    overrides |= {key: value for key, value in given.items() if value is not None}
+    path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    if nats_url is not None:
+        checked(nats_url)
+    if resume_from is None and resume_at is not None:
+        raise SettingsError(f"--resume-at {resume_at}: needs --resume PATH, the checkpoint or the run to go on from")
+    _check_installed()
+    source: Checkpoint | None = None
+    if resume_from is None:
+        settings = run_settings(preset, overrides, "diloco up")
+        directory = _directory(path, settings, bool(overrides) or preset != DEFAULT_PRESET, data, nats_url)
+    else:
+        source, directory = _resumed(resume_from, path, preset, overrides, data, nats_url)
+    slowed = _slow_factors(slow or [], directory.learner_names)
+    resumed = _begin(directory, source, resume_at, nats_url)
+    with rundir.locked(directory.path):
+        if not resumed:
+            directory.save()
+        asked = Asked(standbys, coordinators, embedded=nats_url is None, quiet=json_, plain=plain)
+        report = asyncio.run(Launcher(directory, slowed, asked).run(resumed))
+    return _tell(report, directory, json_)
+
+
+def _begin(directory: RunDirectory, source: Checkpoint | None, at: int | None, nats_url: str | None) -> bool:
+    """Check a run that begins in this directory, and write its checkpoint there. Return whether there is a run to go on with.
+
+    Nothing is written before all that was asked for is known to be right.
+    """
+    if (directory.path / "run.json").exists():
+        return True
+    _check_task(directory)
+    if source is not None:
+        _prepare(source, directory, at)
+    elif nats_url is not None:
+        asyncio.run(_check_name(directory.name, nats_url))
+    return source is not None
+
+
+def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool) -> int:
+    """Print how the run ended. Return the exit code."""
+    if report is None and not json_:
+        print(f"stopped; go on with: diloco up --run-dir {directory.path}")
+    elif json_ and report is not None:
+        print(json.dumps(report))
+    elif report is not None:
+        summarise(report, directory.path)
+    return observe.EXIT_INTERRUPTED if report is None else 0
+
+
+def _check_installed() -> None:
+    """Find out that the services are installed.
+
+    Raises:
+        DilocoError: some are not; they are named.
+    """
+    missing = [name for module, name in SERVICES.items() if find_spec(module) is None]
+    if missing:
+        raise DilocoError(f"diloco up: not installed: {', '.join(missing)}; install all of it with: pip install 'diloco[all]'")
+
+
+def _slow_factors(items: list[str], names: list[str]) -> dict[str, float]:
+    factors = {}
+    for item in items:
+        name, _, text = item.partition("=")
+        try:
+            factor = float(text)
+        except ValueError:
+            factor = 0.0
+        if not 1 <= factor < math.inf:
+            raise SettingsError(f"--slow {item}: expected LEARNER=FACTOR with a factor of at least 1, for example learner-3=5")
+        if name not in names:
+            raise SettingsError(f"--slow {item}: no learner {name!r}; there are {names[0]} to {names[-1]}")
+        factors[name] = factor
+    return factors
+
+
+def _data(data: str | None, settings: RunSettings) -> str | None:
+    """Return ``--data`` as services are told it: an absolute path, or a string that only the run's own task understands.
+
+    Raises:
+        DataError: the built-in task would not find it.
+    """
+    if data is None:
+        return None
+    if Path(data).exists():
+        return str(Path(data).resolve())
+    if settings.task.name == "gpt":
+        raise DataError(f"--data {data}: there is no such file or folder")
+    return data
+
+
+def _directory(path: Path, settings: RunSettings, given: bool, data: str | None, nats_url: str | None) -> RunDirectory:
+    """Return the run's directory; a new one is not written yet."""
+    if not (path / "run.json").exists():
+        data = _data(data, settings)
+        if path.exists() and any(path.iterdir()):
+            raise RunError(f"{path}: exists, is not empty, and is no run's directory; choose another one")
+        name = "".join(c if c.isalnum() or c in "-_" else "-" for c in path.name.lower()).strip("-_")[:40] or "run"
+        return RunDirectory(path.resolve(), name, nats_url or "", data, settings)
+    directory = rundir.load(path.resolve())
+    if directory.finished:
+        raise RunError(f"{path}: this run is finished (its report is {directory.report}); choose another --run-dir")
+    if given and directory.settings != settings:
+        difference = creation.first_difference(directory.settings.model_dump(), settings.model_dump())
+        raise RunError(f"{path}: this run was begun with other settings ({difference}); resume it without settings")
+    if data is not None and _data(data, directory.settings) != directory.data:
+        raise RunError(f"{path}: this run was begun with data {directory.data}; resume it without --data")
+    return directory
+
+
+def _check_task(directory: RunDirectory) -> None:
+    """Find out that a run's task and data are fit to train, as its learners would find out too late.
+
+    Raises:
+        ServiceFailed: they are not; the message and the exit code are a learner's.
+    """
+    request = {"settings": directory.settings.model_dump(), "data": directory.data}
+    command = [sys.executable, "-m", "diloco_learner.check"]
+    ended = subprocess.run(
+        command, input=json.dumps(request), capture_output=True, text=True, env=service_environment(), check=False
+    )
+    if ended.returncode:
+        raise ServiceFailed(last_words(ended.stderr, ended.returncode), ended.returncode)
+
+
+async def _check_name(name: str, url: str) -> None:
+    """Find out that a server has no run of this name: the new services would take the places of that one's.
+
+    Raises:
+        RunError: it has.
+        BrokerError: it does not answer, or cannot be used.
+    """
+    link = await NatsTransport.open(url, url, "up", observe.get_logger(), NATS_TIMEOUT_S)
+    try:
+        if await streams.exists(link, f"KV_{Subjects(name).bucket}"):
+            raise RunError(
+                f"run {name!r} exists at {shown(checked(url))}: go on with it by the --run-dir that it was begun with, or "
+                "choose another --run-dir, after whose last part a run is named"
+            )
+    finally:
+        await link.close()
+
+
+def _resumed(
+    source: Path, path: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
+) -> tuple[Checkpoint, RunDirectory]:
+    """Return the checkpoint to go on from, and the new run's directory, which is not written yet."""
+    if path.exists() and any(path.iterdir()):
+        raise RunError(f"{path}: exists and is not empty; a checkpoint goes on in a new directory: choose another --run-dir")
+    found = resume.find(source)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    manifest = found.checkpoint.manifest
+    settings = found.checkpoint.settings
+    if preset not in ("decoupled", settings.preset):
+        raise RunError(f"{source}: run {manifest.run!r} has preset {settings.preset}; it cannot go on with --preset {preset}")
+    learners = overrides.pop("learners", None)  # who trains is not a setting of the run: shares of the data are leased
+    if learners is not None and (not isinstance(learners, int) or not 1 <= learners <= MAX_LEARNERS):
+        raise SettingsError(f"--learners {learners}: expected a number from 1 to {MAX_LEARNERS}")
+    settings = resume.changed(found.checkpoint, overrides)
+    data = manifest.data if data is None else _data(data, settings)
+    return found.checkpoint, RunDirectory(path.resolve(), manifest.run, nats_url or "", data, settings, learners)
+
+
+def _prepare(source: Checkpoint, directory: RunDirectory, at: int | None) -> None:
+    existed = directory.path.exists()
+    try:
+        asyncio.run(resume.prepare(source, directory, at=at))
+    except BaseException as error:
+        if not existed:
+            shutil.rmtree(directory.path, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise RunError(f"{directory.path}: could not be made from {source.path}: {error}") from None
+        raise
+
+
+def summarise(report: dict[str, Any], path: Path) -> None:
+    """Print what came out of a run."""
+    traffic, baselines = report["traffic"], report["baselines"]
+    compared = "".join(f", {name} {value:.3f}" for name, value in baselines.items())
+    units = f" {report['units']}" if report["units"] else ""
+    print(f"\nvalidation loss {report['val_loss']:.4f}{units} (began at {decimal(report['val_loss_initial'])}{compared})")
+    print(
+        f"{count(report['tokens_processed'])} tokens in {duration(report['wall_s'])}, "
+        f"{share(report['tokens_merged'] / max(1, report['tokens_processed']), 1)} of them merged, "
+        f"{report['versions']} versions of {len(report['fragments'])} fragments"
+    )
+    ratio = f", {traffic['ratio']:.0f} times less than data-parallel" if traffic["ratio"] else ""
+    print(f"learners sent {size(traffic['bytes_up'])} and received {size(traffic['bytes_down'])}{ratio}")
+    for name, learner in report["learners"].items():
+        merged = learner["tokens_merged"] / max(1, learner["tokens_processed"])
+        print(
+            f"  {name}: {learner['steps']} steps of {learner['step_s']:.3f} s, "
+            f"{share(learner['blocked_fraction'], 2)} blocked, {share(merged, 1)} of its tokens merged, "
+            f"in {learner['rounds_merged']} versions, missed {learner['rounds_missed']}"
+        )
+    if report["sample"]:
+        print(f"\na sample:\n{printable(report['sample'])}")
+    print(f"\nreport: {path / 'report.html'}")
+
+
+def printable(text: str) -> str:
+    """Return generated text without control characters that a terminal would obey."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text.expandtabs(4))

@@ -1,0 +1,475 @@
+"""The report's pictures as SVG text: drawn from numbers alone, coloured by CSS variables, every name escaped.
+
+Positions are in the pixels of the picture's own ``viewBox``. What the page's script needs to answer a pointer is in ``data-``
+attributes; without the script the pictures are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from diloco_report.units import count, decimal, duration, share
+
+Point = tuple[float, float]
+
+MAX_POINTS = 240  # of a line: means over as many parts of its extent
+MAX_DOTS = 40  # of a strong line that are marked one by one
+MAX_SPANS = 600  # of one learner's timeline
+MAX_MERGES = 2500
+MAX_FRAGMENTS = 64
+LABEL_WIDTH = 130  # of an absence, from which on it is written into it
+CARRIED = 2.0  # times the usual number of steps: an offer that holds more brings work along that was carried over
+
+STATES = ("starting", "stepping", "sending", "waiting", "recovering", "closing", "leaving", "finished", "left", "gone")
+# round times between two ticks
+_TIME_STEPS_S = (1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A named line of a chart; ``css`` is its colour."""
+
+    name: str
+    css: str
+    points: Sequence[Point]
+    strong: bool = False
+
+
+def nice_ticks(low: float, high: float, wanted: int) -> list[float]:
+    """Return about ``wanted`` round numbers within [low, high]: steps of 1, 2 or 5 times a power of ten."""
+    span = high - low
+    if not span > 0:
+        return [low]
+    power = 10 ** math.floor(math.log10(span / wanted))
+    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= wanted)
+    return [round(step * index, 12) for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def time_ticks(end_s: float, wanted: int) -> list[float]:
+    """Return about ``wanted`` round times from 0 to ``end_s``."""
+    step = next((step for step in _TIME_STEPS_S if end_s / step <= wanted), None)
+    if step is None:
+        step = 86400 * math.ceil(end_s / wanted / 86400)
+    return [float(step * index) for index in range(math.floor(end_s / step + 1e-9) + 1)]
+
+
+def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """Return at most ``limit`` points, each the mean of those in one of as many equal parts of the line's extent."""
+    if len(points) <= limit:
+        return list(points)
+    low, high = points[0][0], points[-1][0]
+    width = (high - low) / limit or 1.0
+    parts: dict[int, list[Point]] = {}
+    for point in points:
+        parts.setdefault(min(limit - 1, max(0, int((point[0] - low) / width))), []).append(point)
+    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for _, part in sorted(parts.items())]
+
+
+def loss_range(lines: Sequence[Line], references: Mapping[str, float]) -> Point:
+    """Return the lower and upper end of the loss axis.
+
+    It reaches from just below the lowest value to the 90th percentile, and includes the reference lines.
+    """
+    values = sorted(y for line in lines for _, y in line.points)
+    low, high = values[0], values[min(len(values) - 1, len(values) * 9 // 10)]
+    wanted = [value for name, value in references.items() if name != "unigram"]
+    low, high = min([low, *wanted]), max([high, *wanted])
+    margin = max(0.04 * (high - low), 0.02)
+    return max(0.0, low - margin), high + margin
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The plotting area of a line chart in its picture, and the values at its edges: 0 to ``end``, ``low`` to ``high``."""
+
+    end: float
+    low: float
+    high: float
+    wide: int = 560
+    tall: int = 320
+    left: int = 44
+    right: int = 548
+    top: int = 14
+    bottom: int = 280
+
+    @property
+    def middle(self) -> float:
+        return (self.left + self.right) / 2
+
+    def x(self, value: float) -> float:
+        return self.left + (self.right - self.left) * value / self.end
+
+    def y(self, value: float) -> float:
+        return self.bottom - (self.bottom - self.top) * (value - self.low) / (self.high - self.low)
+
+
+def line_chart(
+    lines: Sequence[Line], references: Mapping[str, float], *, time: bool, label: str, moments: Sequence[tuple[float, str]] = ()
+) -> str:
+    """Draw loss over time (s) or over tokens, with dashed lines at the references; it answers the pointer with the values.
+
+    ``moments``: events of the whole run, by their place on the level axis.
+    """
+    lines = [Line(line.name, line.css, thin(line.points), line.strong) for line in lines if line.points]
+    if not lines:
+        return '<p class="empty">No loss was recorded.</p>'
+    frame = _Frame(max(line.points[-1][0] for line in lines) or 1.0, *loss_range(lines, references))
+    clip = "clip-time" if time else "clip-tokens"
+    area = f'x="{frame.left}" y="{frame.top}" width="{frame.right - frame.left}" height="{frame.bottom - frame.top}"'
+    parts = [f'<clipPath id="{clip}"><rect {area}/></clipPath>', *_axes(frame, time=time, label=label)]
+    for name, value in references.items():
+        if frame.low <= value <= frame.high:
+            parts.append(across("reference", frame.left, frame.right, frame.y(value)))
+            parts.append(text_at("reference", frame.right, frame.y(value) - 5, "end", f"{name} {value:.2f}"))
+    for at, name in moments:
+        x, beyond = frame.x(at), frame.x(at) > frame.middle
+        parts.append(f'<line class="reference" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.top}" y2="{frame.bottom}"/>')
+        parts.append(text_at("reference", x + (-5 if beyond else 5), frame.top + 10, "end" if beyond else "start", name))
+    parts += [_curve(line, frame, clip) for line in sorted(lines, key=lambda line: line.strong)]
+    parts.append(f'<line class="cross" y1="{frame.top}" y2="{frame.bottom}" x1="{frame.left}" x2="{frame.left}"/>')
+    shown = [
+        {"name": line.name, "css": line.css, "x": [_short(x) for x, _ in line.points], "y": [_short(y) for _, y in line.points]}
+        for line in sorted(lines, key=lambda line: not line.strong)
+    ]
+    data = {"left": frame.left, "right": frame.right, "end": frame.end, "time": time, "lines": shown}
+    return (
+        f'<svg class="chart" viewBox="0 0 {frame.wide} {frame.tall}" role="img" aria-label="Loss over {escape(label)}" '
+        f'data-chart="{escape(json.dumps(data, separators=(",", ":")))}">{"".join(parts)}</svg>'
+    )
+
+
+def _axes(frame: _Frame, *, time: bool, label: str) -> list[str]:
+    parts = []
+    for tick in nice_ticks(frame.low, frame.high, 6):
+        parts.append(across("grid", frame.left, frame.right, frame.y(tick)))
+        parts.append(text_at("tick", frame.left - 8, frame.y(tick) + 4, "end", f"{tick:.4g}"))
+    form: Callable[[float], str] = duration if time else count
+    ticks = time_ticks(frame.end, 6) if time else nice_ticks(0, frame.end, 6)
+    parts += [text_at("tick", frame.x(tick), frame.bottom + 18, "middle", form(tick)) for tick in ticks]
+    return [*parts, text_at("axis", frame.middle, frame.tall - 4, "middle", label)]
+
+
+def _curve(line: Line, frame: _Frame, clip: str) -> str:
+    places = [(frame.x(x), frame.y(y)) for x, y in line.points]
+    path = "".join(f"{'L' if n else 'M'}{x:.1f} {y:.1f}" for n, (x, y) in enumerate(places))
+    drawn = (
+        f'<path class="{"line strong" if line.strong else "line"}" clip-path="url(#{clip})" d="{path}" '
+        f'style="stroke:{line.css}" data-name="{escape(line.name)}"/>'
+    )
+    dots = places if line.strong and len(places) <= MAX_DOTS else []
+    return drawn + "".join(
+        f'<circle class="dot" clip-path="url(#{clip})" cx="{x:.1f}" cy="{y:.1f}" r="3.5" '
+        f'style="fill:{line.css}" data-name="{escape(line.name)}"/>'
+        for x, y in dots
+    )
+
+
+def bars(rows: Sequence[tuple[str, float | None, str, str]], *, label_width: int = 96) -> str:
+    """Draw level bars from zero: (label, value, its text, colour); an unknown value has no bar."""
+    known = [value for _, value, _, _ in rows if value is not None and math.isfinite(value)]
+    if not known:
+        return '<p class="empty">Nothing to compare.</p>'
+    wide, step, thick, text_width = 560, 27, 13, 96
+    scale = (wide - label_width - text_width) / (max(known) or 1.0)
+    parts = []
+    for number, (name, value, text, css) in enumerate(rows):
+        y = number * step
+        length = max(2.0, value * scale) if value is not None and math.isfinite(value) else 0.0
+        parts.append(text_at("label", label_width - 10, y + 17, "end", _cut(name, 15)))
+        parts.append(f'<rect x="{label_width}" y="{y + 6}" width="{length:.1f}" height="{thick}" rx="3" style="fill:{css}"/>')
+        parts.append(text_at("value", label_width + length + 8, y + 17, "start", text))
+    return f'<svg class="bars" viewBox="0 0 {wide} {len(rows) * step}" role="img">{"".join(parts)}</svg>'
+
+
+def timeline(activity: Mapping[str, Sequence[tuple[float, float, str]]], end_s: float) -> str:
+    """Draw one row a learner, coloured by its state; gaps are times in which it was not heard."""
+    if not activity or not end_s > 0:
+        return '<p class="empty">No activity was recorded.</p>'
+    wide, left, right, row, thick = 1120, 110, 12, 26, 16
+    high = len(activity) * row
+    scale = (wide - left - right) / end_s
+    parts = [time_axis(end_s, left, scale, high)]
+    for number, (name, spans) in enumerate(activity.items()):
+        y = number * row + (row - thick) / 2
+        parts.append(row_name(name, left, number * row + row / 2))
+        for start_s, stop_s, state in joined_spans(spans, end_s):
+            css = f"var(--state-{state})" if state in STATES else "var(--muted)"
+            log_head = f"{name}\n{state}\n{moment(start_s)} to {moment(stop_s)}"
+            parts.append(
+                f'<rect x="{left + start_s * scale:.1f}" y="{y:.1f}" width="{max(0.6, (stop_s - start_s) * scale):.1f}" '
+                f'height="{thick}" style="fill:{css}" data-tip="{escape(log_head)}"/>'
+            )
+    return f'<svg class="rows" viewBox="0 0 {wide} {high + 24}" role="img">{"".join(parts)}</svg>'
+
+
+def merges(rounds: Sequence[Mapping[str, Any]], colours: Mapping[str, str], end_s: float) -> tuple[str, int]:
+    """Draw every version of every fragment: a column of one mark a learner that had a part in it, in the learners' order.
+
+    A pale mark: the offer was made from an older version than the newest. Returns the picture and how many of the rounds
+    are in it (evenly spread, if there are too many).
+    """
+    fragments = sorted({int(merged["fragment"]) for merged in rounds})[:MAX_FRAGMENTS]
+    if not fragments or not end_s > 0:
+        return '<p class="empty">Nothing was merged.</p>', 0
+    rounds = [merged for merged in rounds if int(merged["fragment"]) in set(fragments)]
+    drawn = rounds[:: -(-len(rounds) // MAX_MERGES)]
+    wide, left, right, mark = 1120, 110, 12, 5.0
+    lane = 4 if len(colours) <= 4 else 3 if len(colours) <= 8 else 2
+    row = len(colours) * lane + 6
+    scale = (wide - left - right - mark) / end_s
+    high = len(fragments) * row
+    lanes = {name: number for number, name in enumerate(colours)}
+    places = {fragment: number * row for number, fragment in enumerate(fragments)}
+    marks: dict[tuple[str, bool], list[str]] = {}
+    absent: list[str] = []
+    hits = []
+    for merged in drawn:
+        x, y = left + float(merged["wall_s"]) * scale, places[int(merged["fragment"])] + 3
+        members = {str(name): (weight, staleness) for name, weight, staleness, _ in merged["members"]}
+        for name, number in lanes.items():
+            rect = f"M{x:.1f} {y + number * lane:.1f}h{mark:g}v{lane - 0.6:g}h-{mark:g}z"
+            if name in members:
+                marks.setdefault((name, bool(members[name][1])), []).append(rect)
+            else:
+                absent.append(rect)
+        hits.append(
+            f'<rect class="hit" x="{x - 1:.1f}" y="{y - 2:.1f}" width="{mark + 2:g}" height="{row - 2}" '
+            f'data-tip="{escape(_merge_log_head(merged, members))}"/>'
+        )
+    parts = [time_axis(end_s, left, scale, high)]
+    for fragment, y in places.items():
+        parts.append(across("grid", left, wide - right, y))
+        parts.append(row_name(f"fragment {fragment}", left, y + row / 2))
+    parts.append(f'<path class="absent" d="{"".join(absent)}"/>')
+    for (name, stale), rects in marks.items():
+        faded = ";opacity:.45" if stale else ""
+        parts.append(f'<path d="{"".join(rects)}" style="fill:{colours[name]}{faded}" data-name="{escape(name)}"/>')
+    parts.extend(hits)
+    return f'<svg class="rows" viewBox="0 0 {wide} {high + 24}" role="img">{"".join(parts)}</svg>', len(drawn)
+
+
+def _merge_log_head(merged: Mapping[str, Any], members: Mapping[str, tuple[float, int]]) -> str:
+    lines = [
+        f"fragment {merged['fragment']}, version {merged['version']}",
+        f"at {moment(float(merged['wall_s']))}; quorum after {decimal(merged.get('quorum_s'), 2)} s, "
+        f"merged after {decimal(merged.get('duration_s'), 2)} s",
+    ]
+    for name, (weight, staleness) in members.items():
+        late = f", {staleness} version{'s' if staleness != 1 else ''} behind" if staleness else ""
+        lines.append(f"{name}  {share(weight, 1)}{late}")
+    return "\n".join(lines)
+
+
+def _began_s(points: Sequence[Point], at_s: float, steps: int) -> float:
+    """Return when a learner began the last ``steps`` of its steps until ``at_s``; between two times it went evenly."""
+    reached = 0.0
+    path: list[Point] = []
+    for time_s, step in points:  # a process that begins again may have to take some steps once more
+        if step > reached:
+            path.append((time_s, step))
+            reached = step
+    if not path:
+        return at_s
+    began = max(0.0, _between(path, at_s) - steps)
+    return min(at_s, _between([(step, time_s) for time_s, step in path], began))
+
+
+def _between(points: Sequence[Point], x: float) -> float:
+    """Interpolate at ``x`` on the way from the origin through points that grow both ways; beyond them, return the last."""
+    after = bisect_right(points, x, key=lambda point: point[0])
+    if after == len(points):
+        return points[-1][1]
+    (x0, y0), (x1, y1) = points[after - 1] if after else (0.0, 0.0), points[after]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A region of a run, as it is drawn: its learners, each with times (s) and its step then, and when it was away."""
+
+    name: str
+    css: str
+    learners: Mapping[str, Sequence[Point]]
+    absences: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """The picture of :func:`regions`: a lane a learner below its region's title, in it a row a fragment."""
+
+    groups: Sequence[Group]
+    fragments: Sequence[int]
+    end_s: float
+    wide: int = 1120
+    left: int = 110
+    right: int = 1108
+    mark: float = 4.0
+    title: int = 22
+    gap: int = 5
+
+    @property
+    def lane(self) -> float:
+        return min(72.0, max(14.0, 480 / sum(len(group.learners) for group in self.groups)))
+
+    @property
+    def row(self) -> float:
+        return self.lane / len(self.fragments)
+
+    @property
+    def scale(self) -> float:
+        """Pixels a second."""
+        return (self.right - self.left - self.mark) / self.end_s
+
+    def tops(self) -> tuple[list[float], dict[str, float], float]:
+        """Return where each group begins, where each learner's lane does, and where the last one ends."""
+        begins, lanes, y = [], {}, 0.0
+        for group in self.groups:
+            begins.append(y)
+            y += self.title
+            for name in group.learners:
+                lanes[name] = y
+                y += self.lane + self.gap
+        return begins, lanes, y
+
+    def rect(self, x: float, y: float, length: float) -> str:
+        """Return the path of a rectangle one row high."""
+        return f"M{x:.1f} {y:.1f}h{length:.1f}v{max(0.8, self.row - 0.5):.1f}h-{length:.1f}z"
+
+
+def regions(rounds: Sequence[Mapping[str, Any]], groups: Sequence[Group], homes: Mapping[str, str], end_s: float) -> str:
+    """Draw who was merged when: a lane a learner, in it a row a fragment, and a mark for each of its offers that was merged.
+
+    A mark has the colour of the region that owned the fragment then; ``homes`` gives each syncer's. From a mark whose offer
+    held much more work than usual a pale line goes back over the time that the work took. Shaded: the region was away.
+    """
+    fragments = sorted({int(merged["fragment"]) for merged in rounds})[:MAX_FRAGMENTS]
+    if not fragments or not any(group.learners for group in groups) or not end_s > 0:
+        return '<p class="empty">Nothing was merged.</p>'
+    rounds = [merged for merged in rounds if int(merged["fragment"]) in set(fragments)]
+    lanes = _Lanes(groups, fragments, end_s)
+    begins, _, end = lanes.tops()
+    parts = [time_axis(end_s, lanes.left, lanes.scale, end)]
+    for group, top, bottom in zip(groups, begins, [*begins[1:], end], strict=True):
+        parts += _group(group, lanes, top, bottom)
+    parts += _merged_offers(rounds, lanes, homes)
+    away = [
+        f"{group.name} was not heard from {duration(from_s)} to {duration(to_s)}"
+        for group in groups
+        for from_s, to_s in group.absences
+    ]
+    label = "; ".join([f"Merged offers over time, by learner, in {len(groups)} regions", *away])
+    size = f'viewBox="0 0 {lanes.wide} {end + 24:.0f}"'
+    return f'<svg class="rows" {size} role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+
+
+def _group(group: Group, lanes: _Lanes, top: float, bottom: float) -> list[str]:
+    """Draw a region's title, its absences and its learners' names."""
+    left = lanes.left
+    parts = [across("grid", left, lanes.right, top)]
+    parts.append(f'<rect x="{left - 108}" y="{top + 7:.1f}" width="10" height="10" rx="3" style="fill:{group.css}"/>')
+    parts.append(text_at("region", left - 92, top + 16, "start", group.name))
+    for from_s, to_s in group.absences:
+        x, length = left + from_s * lanes.scale, max(1.0, (to_s - from_s) * lanes.scale)
+        said = f"not heard, {duration(from_s)} to {duration(to_s)}"
+        parts.append(
+            f'<rect class="away" x="{x:.1f}" y="{top:.1f}" width="{length:.1f}" height="{bottom - top:.1f}" '
+            f'data-tip="{escape(group.name)}: {said}"/>'
+        )
+        if length >= LABEL_WIDTH:
+            parts.append(text_at("away", x + length / 2, top + 16, "middle", said))
+    _, tops, _ = lanes.tops()
+    return [*parts, *(row_name(name, left, tops[name] + lanes.lane / 2) for name in group.learners)]
+
+
+def _merged_offers(rounds: Sequence[Mapping[str, Any]], lanes: _Lanes, homes: Mapping[str, str]) -> list[str]:
+    """Draw a mark for each merged offer, and before them the pale lines of those that held much more work than usual."""
+    _, tops, _ = lanes.tops()
+    rows = {fragment: number * lanes.row for number, fragment in enumerate(lanes.fragments)}
+    colours = {group.name: group.css for group in lanes.groups}
+    paces = {name: points for group in lanes.groups for name, points in group.learners.items()}
+    steps = sorted(int(member[3]) for merged in rounds for member in merged["members"])
+    usual = steps[len(steps) // 2] if steps else 0
+    marks: dict[str, list[str]] = {}
+    carried: dict[str, list[str]] = {}
+    for merged in rounds[:: -(-len(rounds) // MAX_MERGES)]:
+        css = colours.get(homes.get(str(merged.get("syncer")), ""), "var(--soft)")
+        at_s = float(merged["wall_s"])
+        x = lanes.left + at_s * lanes.scale
+        for name, _, _, held in merged["members"]:
+            if str(name) not in tops:
+                continue
+            top = tops[str(name)] + rows[int(merged["fragment"])]
+            marks.setdefault(css, []).append(lanes.rect(x, top, lanes.mark))
+            if held > CARRIED * usual:
+                back = (at_s - _began_s(paces[str(name)], at_s, held)) * lanes.scale
+                carried.setdefault(css, []).append(lanes.rect(x - back, top, back))
+    pale = [f'<path class="carried" d="{"".join(rects)}" style="fill:{css}"/>' for css, rects in carried.items()]
+    return pale + [f'<path d="{"".join(rects)}" style="fill:{css}"/>' for css, rects in marks.items()]
+
+
+def joined_spans(spans: Sequence[tuple[float, float, str]], end_s: float) -> list[tuple[float, float, str]]:
+    """Join neighbouring spans of one state; if still too many, return equal parts with their longest states."""
+    joined: list[tuple[float, float, str]] = []
+    for start_s, stop_s, state in spans:
+        if joined and joined[-1][2] == state and start_s - joined[-1][1] < 0.002 * end_s:
+            joined[-1] = (joined[-1][0], stop_s, state)
+        else:
+            joined.append((start_s, stop_s, state))
+    if len(joined) <= MAX_SPANS:
+        return joined
+    part_s = end_s / MAX_SPANS
+    shares: list[dict[str, float]] = [{} for _ in range(MAX_SPANS)]
+    for start_s, stop_s, state in joined:
+        first, last = (min(MAX_SPANS - 1, max(0, int(moment_s / part_s))) for moment_s in (start_s, stop_s))
+        for part in range(first, last + 1):
+            inside_s = min(stop_s, (part + 1) * part_s) - max(start_s, part * part_s)
+            shares[part][state] = shares[part].get(state, 0.0) + max(0.0, inside_s)
+    return [
+        (part * part_s, (part + 1) * part_s, max(states, key=lambda state: states[state]))
+        for part, states in enumerate(shares)
+        if sum(states.values()) > 0.5 * part_s
+    ]
+
+
+def time_axis(end_s: float, left: float, scale: float, high: float) -> str:
+    """Draw lines from 0 down to ``high``, ``scale`` pixels a second, with their times below."""
+    return "".join(
+        f'<line class="grid" x1="{left + tick * scale:.1f}" x2="{left + tick * scale:.1f}" y1="0" y2="{high}"/>'
+        + text_at("tick", left + tick * scale, high + 17, "middle", duration(tick))
+        for tick in time_ticks(end_s, 12)
+    )
+
+
+def row_name(name: str, left: float, middle: float) -> str:
+    """Draw a row's name, to the left of where the row begins."""
+    return text_at("label", left - 12, middle + 4, "end", _cut(name, 14))
+
+
+def text_at(kind: str, x: float, y: float, anchor: str, text: str) -> str:
+    """Draw ``text``, escaped, in the style sheet's class ``kind``."""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def across(kind: str, left: float, right: float, y: float) -> str:
+    """Draw a level line in the style sheet's class ``kind``."""
+    return f'<line class="{kind}" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def moment(value_s: float) -> str:
+    """Format seconds as ``12:05.3``."""
+    minutes, seconds = divmod(value_s, 60)
+    return f"{int(minutes)}:{seconds:04.1f}"
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -1,0 +1,86 @@
+"""The parts of a page that opens without a network, in the style of ``page.css``.
+
+A content security policy forbids the browser to fetch anything, or to run any script but the one given, known by its hash.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+
+
+def style() -> str:
+    """Return the style sheet."""
+    return files("diloco_report").joinpath("page.css").read_text(encoding="utf-8")
+
+
+def document(title: str, header: str, body: str, script: str = "") -> str:
+    """Return the page as text; ``title`` is text, ``header`` and ``body`` are HTML."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    run = f"script-src 'sha256-{digest}'; " if script else ""
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; {run}img-src data:"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{escape(title)} · diloco</title>
+<style>
+{style()}</style>
+</head>
+<body>
+<main>
+<header><span class="brand">diloco</span><h1>{escape(title)}</h1>{header}</header>
+{body}
+</main>
+{f'<div id="tip" hidden></div>{chr(10)}<script>{script}</script>' if script else ""}
+</body>
+</html>
+"""
+
+
+def figure(name: str, number: str, unit: str, more: str) -> str:
+    """Draw a number in large; ``more`` is HTML, the rest is text."""
+    small = f" <small>{escape(unit)}</small>" if unit else ""
+    return (
+        f'<div class="figure"><div class="name">{escape(name)}</div>'
+        f'<div class="number">{escape(number)}{small}</div><div class="more">{more}</div></div>'
+    )
+
+
+def section(title: str, said: str, body: str) -> str:
+    """Draw a card; ``title`` and ``said`` are text, ``body`` is HTML."""
+    return f"<section><h2>{escape(title)}</h2>{note(said)}{body}</section>"
+
+
+def note(text: str) -> str:
+    """Draw a paragraph of text below a heading; nothing, if there is none."""
+    return f'<p class="note">{escape(text)}</p>' if text else ""
+
+
+def pair(left: str, right: str) -> str:
+    """Put two parts side by side where there is room."""
+    return f'<div class="pair"><div>{left}</div><div>{right}</div></div>'
+
+
+def wide(body: str) -> str:
+    """Let a part scroll where there is no room."""
+    return f'<div class="scroll">{body}</div>'
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Draw a table; ``head`` is text, the cells of the rows are HTML."""
+    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def legend(names: Iterable[tuple[str, str]]) -> str:
+    """Draw names with their colours."""
+    spans = "".join(f'<span><i style="background:{css}"></i>{escape(name)}</span>' for name, css in names)
+    return f'<div class="legend">{spans}</div>'

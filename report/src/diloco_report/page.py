@@ -1,0 +1,428 @@
+"""``report.html``: the report dictionary as one file that opens without a network.
+
+Style sheet and script are inlined, pictures are SVG (:mod:`diloco_report.charts`), and a content security policy forbids the
+browser to fetch anything or to run any script but this one, known by its hash. All that comes from a run (names, settings,
+generated text) is escaped. ``docs/report.md`` describes the dictionary; keys that are missing leave their part out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from diloco_report import charts, html
+from diloco_report.units import MISSING, count, decimal, duration, moment, share, size
+
+Report = Mapping[str, Any]
+
+MAX_PERIODS = 9
+_COLOURS = 8  # --s0 to --s7 of the style sheet
+_ACCENT, _PLAIN = "var(--accent)", "var(--parallel)"
+
+
+def write_html(report: Report, path: Path) -> None:
+    """Write the page; a reader sees the old file or the new one, never a part."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(render_html(report), encoding="utf-8", errors="replace")
+    os.replace(part, path)
+
+
+def render_html(report: Report) -> str:
+    """Return the page as text."""
+    run, preset = str(report.get("run", "run")), escape(str(report.get("preset", "")))
+    sections = "\n".join(
+        part
+        for part in (
+            _headline(report),
+            _losses(report),
+            _baselines_and_traffic(report),
+            _activity(report),
+            _merges(report),
+            _regions(report),
+            _learners(report),
+            _fragments(report),
+            _data(report),
+            _sample(report),
+            _settings(report),
+            _changes(report),
+        )
+        if part
+    )
+    header = f"""{f'<span class="preset">{preset}</span>' if preset else ""}
+<button id="theme" type="button">Light or dark</button>"""
+    script = files("diloco_report").joinpath("page.js").read_text(encoding="utf-8")
+    return html.document(run, header, sections, script)
+
+
+def _headline(report: Report) -> str:
+    learners = _learners_of(report)
+    traffic = report.get("traffic") or {}
+    processed, merged, wall_s = (report.get(key) for key in ("tokens_processed", "tokens_merged", "wall_s"))
+    blocked = [learner.get("blocked_fraction") for learner in learners.values()]
+    worst = max((value for value in blocked if value is not None), default=None)
+    ratio = traffic.get("ratio")
+    compared = ", ".join(filter(None, (escape(_units(report)), _against_baseline(report))))
+    bytes_ = f"than data-parallel: {size(traffic.get('bytes_up'))} up, {size(traffic.get('bytes_down'))} down"
+    rounds = f"{count(report.get('versions'))} versions from {count(report.get('rounds'))} rounds"
+    figures = (
+        ("Validation loss", decimal(report.get("val_loss")), "", compared),
+        ("Wall time", duration(wall_s), "", f"{count(_ratio(processed, wall_s))} tokens/s, {len(learners)} learners"),
+        ("Tokens merged", share(_ratio(merged, processed), 1), "", f"{count(merged)} of {count(processed)} processed"),
+        ("Traffic", f"{ratio:.1f}×" if ratio else MISSING, "less" if ratio else "", bytes_),
+        ("Steps blocked", share(worst, 2), "at most", rounds),
+    )
+    return '<div class="figures">\n' + "\n".join(html.figure(*figure) for figure in figures) + "\n</div>"
+
+
+def _units(report: Report) -> str:
+    """Return the units of the loss; empty where the task does not name them."""
+    return str(report.get("units") or "")
+
+
+def _against_baseline(report: Report) -> str:
+    loss, baselines = report.get("val_loss"), _baselines(report)
+    if loss is None or not baselines:
+        return f"began at {decimal(report.get('val_loss_initial'))}"
+    name = min(baselines, key=lambda name: baselines[name])
+    gain = 1 - loss / baselines[name]
+    mark = f'<span class="good">{share(gain)} below</span>' if gain >= 0 else f"{share(-gain)} above"
+    return f"{mark} {escape(name)} ({decimal(baselines[name], 2)})"
+
+
+def _losses(report: Report) -> str:
+    series = report.get("series") or {}
+    colours = _colours(report)
+    # by line: wall time, tokens of the whole run, loss
+    drawn = [
+        (name, colours.get(name, "var(--soft)"), [(point[0], point[1], point[3]) for point in points])
+        for name, points in (series.get("learners") or {}).items()
+    ]
+    whole = [(point[0], point[1], point[2]) for point in series.get("global") or []]
+    end = (report.get("wall_s"), report.get("tokens_merged"), report.get("val_loss"))
+    if any(_finite(loss) for *_, loss in whole) and all(_finite(value) for value in end):
+        whole.append(end)
+    drawn.append(("global", "var(--global)", whole))
+    rolled_back = series.get("rollbacks") or []
+
+    def chart(place: int, key: str, label: str) -> str:
+        lines = [
+            charts.Line(name, css, [(point[place], point[2]) for point in points if _finite(point[2])], strong=name == "global")
+            for name, css, points in drawn
+        ]
+        moments = [(moment[key], f"back to {moment['to_version']}") for moment in rolled_back]
+        return charts.line_chart(lines, _baselines(report), time=key == "wall_s", label=label, moments=moments)
+
+    units = _units(report).capitalize()
+    return html.section(
+        "Loss",
+        (f"{units}. " if units else "")
+        + "Learners: training loss, as a mean over each short stretch. Global: validation loss of "
+        "the model that the log holds, against the tokens merged by then."
+        + (" Dashed: models that only count which bytes follow which, fitted on the same text." if _baselines(report) else "")
+        + (" Upright: the run was rolled back to that version." if rolled_back else ""),
+        _toggles((name, css) for name, css, _ in drawn)
+        + html.pair(
+            f"<h3>Over tokens of the whole run</h3>{chart(1, 'tokens', 'tokens')}",
+            f"<h3>Over time</h3>{chart(0, 'wall_s', 'wall time')}",
+        ),
+    )
+
+
+def _baselines_and_traffic(report: Report) -> str:
+    baselines = _baselines(report)
+    losses: dict[str, float | None] = {
+        "this run": report.get("val_loss"),
+        **{name: baselines[name] for name in sorted(baselines, key=lambda name: baselines[name])},
+        "untrained": report.get("val_loss_initial"),
+    }
+    rows = [(name, loss, decimal(loss), _ACCENT if name == "this run" else _PLAIN) for name, loss in losses.items()]
+    learners, traffic, colours = _learners_of(report), report.get("traffic") or {}, _colours(report)
+    links: list[tuple[str, float | None, str, str]] = []
+    for name, learner in learners.items():
+        both = _sum(learner, "bytes_up", "bytes_down")
+        links.append((name, both, size(both), colours[name]))
+    parallel = _ratio(traffic.get("bytes_data_parallel"), len(learners))
+    rate = _ratio(parallel, report.get("wall_s"))
+    links.append(("data-parallel", parallel, size(parallel), _PLAIN))
+    in_units = f" in {_units(report)}" if _units(report) else ""
+    body = html.pair(
+        "<h2>Against simpler models</h2>" + html.note(f"Validation loss{in_units}; less is better.") + charts.bars(rows),
+        "<h2>Bytes over each learner's link</h2>"
+        + html.note(
+            "Sent and received. Data-parallel: a ring all-reduce of bfloat16 gradients at each of the same steps"
+            + (f", {size(rate)} each second on every link." if rate else ".")
+        )
+        + charts.bars(links),
+    )
+    return f"<section>{body}</section>"
+
+
+def _activity(report: Report) -> str:
+    activity = {
+        str(name): [(float(start_s), float(stop_s), str(state)) for start_s, stop_s, state in spans]
+        for name, spans in ((report.get("series") or {}).get("activity") or {}).items()
+    }
+    if not activity:
+        return ""
+    seen = {state for spans in activity.values() for _, _, state in spans}
+    legend = html.legend((state, f"var(--state-{state})") for state in charts.STATES if state in seen)
+    return html.section(
+        "What each learner did",
+        "Sending happens beside the steps, which go on. A gap: the learner was not heard.",
+        legend + html.wide(charts.timeline(activity, _end_s(report))),
+    )
+
+
+def _merges(report: Report) -> str:
+    rounds: Sequence[Mapping[str, Any]] = (report.get("series") or {}).get("merges") or []
+    colours = _colours(report)
+    for name in sorted({str(member[0]) for merged in rounds for member in merged["members"]} - set(colours)):
+        colours[name] = "var(--soft)"
+    picture, drawn = charts.merges(rounds, colours, _end_s(report))
+    some = f" {drawn} of {len(rounds)} are drawn." if 0 < drawn < len(rounds) else ""
+    return html.section(
+        "Who was in each merge",
+        "One column of marks for each version of a fragment, one mark for each learner; grey: it had no part. Pale: its offer "
+        f"was made from an older version. Point at one for weights and times.{some}",
+        _toggles(colours.items()) + html.wide(picture),
+    )
+
+
+def _regions(report: Report) -> str:
+    """Draw each learner's merges in a run with regions, and the traffic between them."""
+    regions: Mapping[str, Mapping[str, Any]] = report.get("regions") or {}
+    if not regions:
+        return ""
+    points, end_s = (report.get("series") or {}).get("learners") or {}, _end_s(report)
+    groups = [
+        charts.Group(
+            str(name),
+            f"var(--s{place % _COLOURS})",
+            {
+                str(member): [(float(at_s), float(step)) for at_s, _, step, _ in points.get(member, ())]
+                for member in sorted(region["learners"], key=_natural)
+            },
+            [(float(from_s), end_s if to_s is None else float(to_s)) for from_s, to_s in region["absences"]],
+        )
+        for place, (name, region) in enumerate(regions.items())
+    ]
+    homes = {str(syncer): str(name) for name, region in regions.items() for syncer in region["syncers"]}
+    rounds: Sequence[Mapping[str, Any]] = (report.get("series") or {}).get("merges") or []
+    legend = html.legend((group.name, group.css) for group in groups)
+    return html.section(
+        "Who was merged with whom",
+        "A lane for each learner, and in it a row for each fragment: a mark is an offer that was merged, in the colour of the "
+        "region that owned the fragment then. A pale line goes back from an offer that brought more work than usual, over the "
+        "time in which it was done. Shaded: nobody of the region was heard.",
+        legend + html.wide(charts.regions(rounds, groups, homes, end_s)) + _periods(report) + _borders(report),
+    )
+
+
+def _periods(report: Report) -> str:
+    periods: Sequence[Mapping[str, Any]] = report.get("together") or []
+    tables = "".join(_period(period) for period in periods[:MAX_PERIODS])
+    left_out = f" The first {MAX_PERIODS} of {len(periods)} periods are here." if len(periods) > MAX_PERIODS else ""
+    said = "In how many versions two learners were merged together; with itself: in how many a learner was merged." + left_out
+    return f'<h3>Merged together</h3>{html.note(said)}<div class="periods">{tables}</div>' if tables else ""
+
+
+def _period(period: Mapping[str, Any]) -> str:
+    learners = [str(name) for name in period["learners"]]
+    away = f"{', '.join(str(name) for name in period['away'])} away" if period["away"] else "all here"
+    when = f"{duration(period['from_s'])} to {duration(period['to_s'])}: {away}, {count(period['versions'])} versions"
+    rows = []
+    for name, row in zip(learners, period["together"], strict=True):
+        cells = [f'<td style="{_shade(_ratio(times, period["versions"]))}">{count(times)}</td>' for times in row]
+        rows.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>')
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in learners)
+    return (
+        f"<table><caption>{escape(when)}</caption><thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def _shade(part: float | None) -> str:
+    return f"background:color-mix(in srgb, var(--accent) {round(45 * min(1.0, part or 0.0))}%, transparent)"
+
+
+def _borders(report: Report) -> str:
+    borders: Sequence[Mapping[str, Any]] = (report.get("traffic") or {}).get("borders") or []
+    if not borders:
+        return ""
+    emulated = any(border.get("link") for border in borders)
+    head = ("from and to", "syncers' payload", *(("link: bulk", "control", "headers") if emulated else ()))
+    rows = []
+    for border in borders:
+        link: Mapping[str, Any] = border.get("link") or {}
+        sizes = [link.get(key) for key in ("bulk_bytes", "control_bytes", "header_bytes_estimated")] if emulated else []
+        ends = escape(f"{border.get('from', '')} → {border.get('to', '')}")
+        rows.append([ends, *(size(value) for value in [border.get("payload_bytes"), *sizes])])
+    said = "Messages as the syncers on both sides count them" + (
+        "; and all that the emulated links carried, with TCP's and IP's headers as estimated." if emulated else "."
+    )
+    return f"<h3>Bytes between regions</h3>{html.note(said)}{html.wide(html.table(head, rows))}"
+
+
+def _learners(report: Report) -> str:
+    learners, colours = _learners_of(report), _colours(report)
+    if not learners:
+        return ""
+    head = ("learner", "steps", "step", "tokens", "merged", "lost", "busy", "blocked", "up", "down", "in versions", "missed")
+    rows = [
+        [
+            f'<i style="background:{colours[name]}"></i>{escape(name)}',
+            count(learner.get("steps")),
+            f"{decimal(learner.get('step_s'))} s",
+            count(learner.get("tokens_processed")),
+            share(_ratio(learner.get("tokens_merged"), learner.get("tokens_processed")), 1),
+            count(learner.get("tokens_lost")),
+            share(learner.get("busy_fraction"), 1),
+            share(learner.get("blocked_fraction"), 2),
+            size(learner.get("bytes_up")),
+            size(learner.get("bytes_down")),
+            count(learner.get("rounds_merged")),
+            count(learner.get("rounds_missed")),
+        ]
+        for name, learner in learners.items()
+    ]
+    return html.section("Learners", "", html.wide(html.table(head, rows)))
+
+
+def _fragments(report: Report) -> str:
+    fragments: Sequence[Mapping[str, Any]] = report.get("fragments") or []
+    if not fragments:
+        return ""
+    head = ("fragment", "parameters", "merged by", "owner", "versions", "tokens merged", "state")
+    rows = [
+        [
+            str(int(fragment.get("fragment", 0))),
+            count(fragment.get("parameters")),
+            "average" if fragment.get("embedding") else "direction",
+            escape(str(fragment.get("owner", ""))),
+            count(fragment.get("versions")),
+            count(fragment.get("tokens_merged")),
+            f"<code>{escape(str(fragment.get('state_hash', ''))[:16])}</code>",
+        ]
+        for fragment in fragments
+    ]
+    total = count(sum(fragment.get("parameters") or 0 for fragment in fragments))
+    return html.section(
+        "Fragments",
+        f"{len(fragments)} fragments of {total} parameters. The state is the start of the hash of a fragment's last version, "
+        "which is the same on every machine.",
+        f"<details><summary>Show all</summary>{html.wide(html.table(head, rows))}</details>",
+    )
+
+
+def _data(report: Report) -> str:
+    data: Mapping[str, Any] = report.get("data") or {}
+    shares: Sequence[Mapping[str, Any]] = data.get("shares") or []
+    if not shares:
+        return ""
+    head = ("share", "trained by", "batches", "in every fragment", "in none", "trained again")
+    rows = [
+        [
+            str(int(row.get("share", 0))),
+            escape(", ".join(str(name) for name in row.get("learners") or [])),
+            *(count(row.get(key)) for key in ("trained", "merged", "lost", "repeated")),
+        ]
+        for row in shares
+    ]
+    return html.section(
+        "Data",
+        f"What became of the batches, of {count(data.get('batch_tokens'))} tokens each, by share of the data: merged into "
+        "every fragment, merged into none, and trained again because a learner died before they were merged.",
+        html.wide(html.table(head, rows)) + "".join(html.note(str(error)) for error in data.get("errors") or []),
+    )
+
+
+def _sample(report: Report) -> str:
+    sample = report.get("sample")
+    if not sample:
+        return ""
+    return html.section("A sample", "Text that the trained model made up.", f"<pre>{escape(str(sample))}</pre>")
+
+
+def _settings(report: Report) -> str:
+    settings: Mapping[str, Any] = report.get("settings") or {}
+    if not settings:
+        return ""
+    groups = {"run": {key: value for key, value in settings.items() if not isinstance(value, Mapping)}}
+    groups |= {key: dict(value) for key, value in settings.items() if isinstance(value, Mapping)}
+    body = "".join(
+        f"<div><h3>{escape(str(group))}</h3><dl>"
+        + "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>" for key, value in values.items())
+        + "</dl></div>"
+        for group, values in groups.items()
+        if values
+    )
+    return html.section("Settings", "As the run was created with them.", f'<div class="settings">{body}</div>')
+
+
+def _changes(report: Report) -> str:
+    changes: Sequence[Mapping[str, Any]] = report.get("changes") or []
+    if not changes:
+        return ""
+    rows = [
+        [moment(change.get("at_s")), *(escape(str(change.get(key, ""))) for key in ("text", "author", "reason"))]
+        for change in changes
+    ]
+    head = ["when", "what", "by", "why"]
+    return html.section("Changes", "What was changed while the run went on.", html.wide(html.table(head, rows)))
+
+
+# --- small parts ----------------------------------------------------------------------------------------------------
+
+
+def _toggles(names: Iterable[tuple[str, str]]) -> str:
+    buttons = "".join(
+        f'<button type="button" data-toggle="{escape(name)}" aria-pressed="true">'
+        f'<i style="background:{css}"></i>{escape(name)}</button>'
+        for name, css in names
+    )
+    return f'<div class="legend">{buttons}</div>'
+
+
+def _learners_of(report: Report) -> dict[str, Mapping[str, Any]]:
+    learners: Mapping[str, Mapping[str, Any]] = report.get("learners") or {}
+    return {str(name): learners[name] for name in sorted(learners, key=_natural)}
+
+
+def _colours(report: Report) -> dict[str, str]:
+    """Return colours by the number in the name, as in the live view and the logs."""
+    return {
+        name: f"var(--s{(number if number >= 0 else place) % _COLOURS})"
+        for place, name in enumerate(_learners_of(report))
+        for _, number, _ in (_natural(name),)
+    }
+
+
+def _natural(name: str) -> tuple[str, int, str]:
+    stem, _, number = name.rpartition("-")
+    return (stem, int(number), name) if stem and number.isdecimal() and len(number) < 10 else (name, -1, name)
+
+
+def _baselines(report: Report) -> dict[str, float]:
+    return {str(name): float(value) for name, value in (report.get("baselines") or {}).items() if _finite(value)}
+
+
+def _end_s(report: Report) -> float:
+    series = report.get("series") or {}
+    ends = [float(span[1]) for spans in (series.get("activity") or {}).values() for span in spans]
+    return max([float(report.get("wall_s") or 0.0), *ends, *(float(merged["wall_s"]) for merged in series.get("merges") or [])])
+
+
+def _ratio(part: object, whole: object) -> float | None:
+    return float(part) / float(whole) if _finite(part) and _finite(whole) and whole else None  # type: ignore[arg-type]
+
+
+def _sum(values: Mapping[str, Any], *keys: str) -> float:
+    return float(sum(values.get(key) or 0 for key in keys))
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,74 @@
+"""Numbers for people: counts, bytes, durations and shares, three significant digits, nothing known as a dash."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+
+MISSING = "–"
+
+
+def _scaled(value: float, prefixes: tuple[str, ...], small: str) -> str:
+    for prefix in ("", *prefixes):
+        if abs(value) < 999.5 or prefix == prefixes[-1]:
+            if prefix == "":
+                return f"{value:{small}}"
+            digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+            return f"{value:.{digits}f}{prefix}"
+        value /= 1000
+    raise AssertionError("the last prefix takes what is left")
+
+
+def _known(value: object) -> float | None:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def count(value: object) -> str:
+    """Format ``1234567`` as ``1.23M``."""
+    number = _known(value)
+    return MISSING if number is None else _scaled(number, ("k", "M", "G", "T", "P"), ".0f")
+
+
+def size(value_bytes: object) -> str:
+    """Format ``1234567`` bytes as ``1.23 MB``."""
+    number = _known(value_bytes)
+    return (
+        MISSING
+        if number is None
+        else _scaled(number, (" kB", " MB", " GB", " TB", " PB"), ".0f") + (" B" if abs(number) < 999.5 else "")
+    )
+
+
+def duration(value_s: object) -> str:
+    """Format seconds as ``0:42``, ``12:05`` or ``3:04:05``."""
+    number = _known(value_s)
+    if number is None or number < 0:
+        return MISSING
+    minutes, seconds = divmod(round(number), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def moment(value_s: object) -> str:
+    """Format Unix time as ``2026-11-22 08:30:00`` UTC."""
+    number = _known(value_s)
+    if number is None:
+        return MISSING
+    try:
+        return datetime.fromtimestamp(number, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # after the year 9999
+        return MISSING
+
+
+def share(value: object, digits: int = 0) -> str:
+    """Format a fraction as per cent: ``0.941`` as ``94 %``."""
+    number = _known(value)
+    return MISSING if number is None else f"{100 * number:.{digits}f} %"
+
+
+def decimal(value: object, digits: int = 3) -> str:
+    """Format a figure with a fixed number of digits, such as a loss."""
+    number = _known(value)
+    return MISSING if number is None else f"{number:.{digits}f}"

@@ -1,1 +1,0 @@
-"""Who may take part in a run, made and kept by its operator: ``diloco keys``."""

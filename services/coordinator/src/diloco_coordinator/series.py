@@ -1,0 +1,41 @@
+"""The file of a run's series, for the coordinator's next process and for the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from diloco.process.observe import Logger
+from diloco.process.retry import Complaint
+from diloco.service.rundir import write_json
+from diloco_coordinator.monitor import Monitor
+
+
+class SeriesFile:
+    """The series in the state directory. A file that cannot be read or written is logged, and no reason to end."""
+
+    def __init__(self, directory: Path, log: Logger) -> None:
+        self.path, self.log = directory / "series.json", log
+        self._complaint = Complaint(log)
+
+    def resume(self, monitor: Monitor) -> float | None:
+        """Let a monitor continue the series; return the seconds that they cover, or None without usable series."""
+        try:
+            series = json.loads(self.path.read_text())
+            covered_s = float(series["wall_s"])
+            monitor.resume(series)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            self.log.warning("series_unreadable", file=str(self.path), reason=str(error))
+            return None
+        return covered_s
+
+    def save(self, monitor: Monitor, now_s: float) -> None:
+        """Write the series as of ``now_s``."""
+        try:
+            write_json(self.path, monitor.series(now_s))
+        except OSError as error:  # the disk is full
+            self._complaint.warn("series_not_saved", file=str(self.path), reason=str(error))
+        else:
+            self._complaint.over()

@@ -1,0 +1,69 @@
+"""The run, the connections and the counts that all parts of one syncer share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.control.creation import Run
+from diloco.core.fragments import FragmentMap
+from diloco.core.roster import Roster
+from diloco.errors import MessageError
+from diloco.log.log import Log
+from diloco.process.observe import Counted, Logger
+from diloco.service.metrics import Histogram
+from diloco.settings.service import SyncerSettings
+from diloco.transport import Transport
+from diloco_syncer.regions import Regions
+
+
+@dataclass
+class Counts:
+    """The counts of a syncer's rounds, for its heartbeat and metrics."""
+
+    rounds: int = 0  # opened
+    versions: int = 0  # committed
+    merged_members: int = 0  # of these versions
+    quorum_times: Histogram = field(default_factory=Histogram)  # of these versions
+    round_times: Histogram = field(default_factory=Histogram)
+    unstored: set[int] = field(default_factory=set)  # fragments whose next entry waits because storage is full
+    archive_full: bool = False
+
+
+@dataclass(frozen=True)
+class Context:
+    """One syncer's run, and its ways to the others. ``store`` is the log of the syncer's own region."""
+
+    transport: Transport
+    run: Run
+    map: FragmentMap
+    settings: SyncerSettings
+    log: Logger
+    store: Log
+    regions: Regions | None  # None: a run without regions
+    roster: Roster
+    refused: Counted
+    counts: Counts = field(default_factory=Counts)
+
+    @property
+    def region(self) -> str:
+        """The syncer's own region; empty in a run without regions."""
+        return self.settings.region or ""
+
+    def refuse(self, sender: str, error: MessageError, **values: Any) -> None:
+        """Count a message that does not fit; log the first of each sender and kind of error."""
+        self.refused.note(sender, type(error).__name__, reason=str(error), **values)
+
+
+def clock_s() -> float:
+    """Return the event loop's time: it never goes back, and is virtual in the simulation."""
+    return asyncio.get_running_loop().time()
+
+
+async def wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait until ``event`` is set, but no longer than ``timeout_s``."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

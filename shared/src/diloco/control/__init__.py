@@ -1,0 +1,1 @@
+"""A run's control: creation, admission, tables, genesis, changes."""

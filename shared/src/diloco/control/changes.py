@@ -1,0 +1,125 @@
+"""The changes of a run: read, appended, and followed by every service, when the bell rings and every few seconds anyway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+from diloco.control.creation import Run
+from diloco.control.tables import Table
+from diloco.core.changes import Action, Change, Changes, Effective, described, in_force, unpack
+from diloco.errors import BrokerError, MessageError, SettingsError
+from diloco.process.observe import Logger
+from diloco.transport import Heard, Transport
+from diloco.wire.subjects import Subjects
+
+LOOK_S = 5.0  # for a bell that was not heard: an operator waits no longer for a change to be in force
+GAP_S = 0.2  # between two looks, however often it rings
+
+
+class ChangesFollower:
+    """Keeps ``run.now`` up to date with the list; calls ``changed`` after each new list."""
+
+    def __init__(self, transport: Transport, run: Run, log: Logger, changed: Callable[[], None]) -> None:
+        self.transport, self.run, self.log, self.changed = transport, run, log, changed
+        self.known = Changes(run.identity)
+        self._rung = asyncio.Event()
+        self._complaint = ""
+        self._reading = asyncio.Lock()  # a list that was read first must not be taken in last
+
+    async def look(self) -> None:
+        """Read the list; one that makes no sense here changes nothing, and is logged once.
+
+        Raises:
+            AppendUncertainError: the server is silent.
+        """
+        async with self._reading:
+            await self._look()
+
+    async def _look(self) -> None:
+        try:
+            listed = await read_changes(self.run)
+            self.run.adopt(listed.records)
+        except (MessageError, SettingsError) as error:
+            if str(error) != self._complaint:
+                self.log.error("changes_refused", reason=str(error))
+            self._complaint = str(error)
+            return
+        self._complaint = ""
+        if listed == self.known:
+            return
+        if not listed.extends(self.known):
+            self.log.error("changes_rewound", known=len(self.known.records), stored=len(listed.records))
+        before, self.known = self.known, listed
+        for change in listed.records[len(before.records) :]:
+            event, values = described(change)
+            self.log.info(event, change=change.number, author=change.author, reason=change.reason, **values)
+        self.changed()
+
+    async def follow(self) -> None:
+        """Look again and again, until cancelled."""
+        await self.transport.subscribe(Subjects(self.run.name).changed, self._hear)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._rung.wait()
+            self._rung.clear()
+            try:
+                await self.look()
+            except BrokerError as error:  # the server is away: the known list is in force
+                self.log.debug("changes_unknown", reason=str(error))
+            await asyncio.sleep(GAP_S)
+
+    async def _hear(self, message: Heard) -> None:
+        self._rung.set()
+
+
+def table(run: Run) -> Table[Changes]:
+    """Return the list of changes made since the run was created.
+
+    Reading it raises FormatError or ChainError where the key holds no such list.
+    """
+    return Table(
+        run.registry,
+        "changes",
+        lambda stored: Changes(run.identity) if stored is None else unpack(stored, run.identity),
+        Changes.pack,
+    )
+
+
+async def read_changes(run: Run) -> Changes:
+    """Read the list of changes.
+
+    Raises:
+        FormatError, ChainError: the key holds no such list.
+    """
+    listed, _ = await table(run).read()
+    return listed
+
+
+async def append_changes(
+    transport: Transport, run: Run, decide: Callable[[Effective], Sequence[Action]], *, author: str, reason: str = ""
+) -> list[Change]:
+    """Append the actions that ``decide`` gives for the changes in force, all or none, and ring; return the new changes.
+
+    ``decide`` is asked again if another process appended meanwhile.
+
+    Raises:
+        RunError, SettingsError: the list has no room for them, or they lead to impossible settings.
+        FormatError, ChainError: the key holds no such list.
+    """
+    at_s, made = transport.wall_s(), list[Change]()
+
+    def extended(listed: Changes) -> Changes | None:
+        made.clear()
+        effective = in_force(run.created, listed.records)
+        for action in decide(effective):
+            listed = listed.then(action, at_s=at_s, author=author, reason=reason)
+            made.append(listed.records[-1])
+            effective = effective.after(made[-1])
+        return listed if made else None
+
+    await table(run).change(extended)
+    await transport.publish(Subjects(run.name).changed, b"")
+    return made

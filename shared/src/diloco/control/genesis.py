@@ -1,0 +1,88 @@
+"""The genesis of a run: one learner is elected to store version 0, and one record names it for good."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.control.creation import POLL_S, Run
+from diloco.control.tables import Table
+from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RunError
+from diloco.log.log import Log
+from diloco.process.observe import Logger
+from diloco.wire import framing
+from diloco.wire.entries import Genesis
+
+
+async def await_genesis(
+    run: Run,
+    log: Log,
+    learner: str | None,
+    initial: Callable[[], Sequence[NDArray[np.float32]]],
+    logger: Logger,
+) -> tuple[Genesis, bytes]:
+    """Return the genesis record and its hash; a learner (None: another service) founds the run if no other does.
+
+    The founder is elected by compare-and-set. One that does not finish within ``liveness.dead_s`` of this member's clock is
+    replaced; should both finish, the log's fence lets one genesis record through.
+
+    Args:
+        initial: gives version 0 by fragment, float32 [size] each.
+    """
+    watched: tuple[int, float] | None = None
+    clock = asyncio.get_running_loop().time
+    founder = Table[bytes](run.registry, "founder", lambda stored: stored or b"", bytes)
+    while True:
+        try:
+            found = await log.reader.genesis()
+        except BrokerError as error:
+            if not run.regions or isinstance(error, AppendUncertainError):
+                raise
+            await asyncio.sleep(POLL_S)  # the region's syncer has not made its streams yet
+            continue
+        if found is not None:
+            return found
+        if learner is not None:
+            _, revision = await founder.read()
+            if watched is None or watched[0] != revision:
+                watched = (revision, clock())
+            if revision == 0 or clock() - watched[1] > run.created.liveness.dead_s:
+                try:
+                    await founder.write(learner.encode(), revision)
+                except FenceError:
+                    continue
+                logger.info("founding")
+                await log.writer.found(learner, run.created.digest(), initial(), partial(_decide, run) if run.regions else None)
+                continue
+        await asyncio.sleep(POLL_S)
+
+
+async def _decide(run: Run, genesis_frame: bytes) -> bool:
+    """Whether a genesis record is the run's: the first one that is asked for."""
+    try:
+        await run.registry.create("genesis", genesis_frame)
+    except FenceError:
+        return await decided_genesis(run) == genesis_frame
+    return True
+
+
+async def decided_genesis(run: Run) -> bytes | None:
+    """Return the frame of the run's genesis record, which each region's log is to have; None before there is one.
+
+    Raises:
+        RunError: the bucket holds something else.
+    """
+    stored = await run.registry.get("genesis")
+    if stored is None:
+        return None
+    try:
+        framing.unpack(stored[0], Genesis, run.identity)
+    except MessageError as error:
+        raise RunError(
+            f"run {run.name!r}: the bucket's key 'genesis' is damaged ({error}); diloco repair RUN --key genesis"
+        ) from None
+    return stored[0]

@@ -1,0 +1,109 @@
+"""A learner's totals: steps, tokens, times, and its place in the learning rate's schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from diloco.core.pace import Average
+from diloco.core.schedule import Moment
+from diloco.wire.entries import Cursor
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """Inner steps that have ended (usually one), on consecutive batches of a share of the data.
+
+    ``tokens`` are those of each step. ``loss`` is the newest known (None: none yet). Since the last call, a step was in flight
+    for ``busy_s`` and none for ``blocked_s``, as far as is known by now.
+    """
+
+    tokens: int
+    share: int
+    batch: int  # index in the share of the first step's
+    loss: float | None
+    busy_s: float
+    blocked_s: float
+    steps: int = 1
+
+
+@dataclass
+class Done:
+    """Totals of this process, whatever its learner did before."""
+
+    steps: int = 0
+    tokens: int = 0
+    busy_s: float = 0.0
+    blocked_s: float = 0.0
+
+
+@dataclass
+class Accounts:
+    """Totals of a learner in this run, also before a restart."""
+
+    step: int = 0
+    tokens: int = 0
+    earlier_tokens: int = 0  # of these: processed before this process
+    busy_s: float = 0.0
+    blocked_s: float = 0.0
+    loss: float | None = None  # the newest that is finite
+    warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
+    schedule: tuple[int, int] = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
+    announced: tuple[int, int] = (0, 0)  # tokens of all learners as last announced, own tokens then
+    step_average: Average = field(default_factory=Average)  # seconds
+    done: Done = field(default_factory=Done)
+
+    def book(self, done: StepDone) -> None:
+        """Count steps that have ended."""
+        tokens = done.steps * done.tokens
+        self.step += done.steps
+        self.tokens += tokens
+        self.busy_s += done.busy_s
+        self.blocked_s += done.blocked_s
+        self.done.steps += done.steps
+        self.done.tokens += tokens
+        self.done.busy_s += done.busy_s
+        self.done.blocked_s += done.blocked_s
+        if self.warming is not None:
+            self.warming += done.steps
+        if done.loss is not None and math.isfinite(done.loss):
+            self.loss = done.loss
+        if done.busy_s:
+            self.step_average.add((done.busy_s + done.blocked_s) / done.steps)
+
+    def count_on(self, cursor: Cursor | None, incarnation: int) -> int:
+        """Square the totals with a merge of an offer that is not pending; return the tokens that were not known here.
+
+        ``cursor`` is what the log holds of the learner; None: nothing, since it went back to before its first merged offer.
+        An offer of this process, whose ``incarnation`` it has, was void, and all its tokens are known.
+        """
+        if cursor is None or cursor.incarnation == incarnation:
+            return 0
+        processed = cursor.tokens + cursor.lost_tokens
+        unknown = max(0, processed - self.earlier_tokens)
+        self.earlier_tokens += unknown
+        self.tokens += unknown
+        return unknown
+
+    def note_version(self, tokens: int) -> None:
+        """Go on with the schedule from an applied version, which states so many tokens of all learners."""
+        if tokens > self.schedule[0]:
+            self.schedule = (tokens, self.tokens)
+
+    def note_announced(self, tokens: int) -> None:
+        """Take in how many tokens of all learners an announcement states."""
+        if tokens > self.announced[0]:
+            self.announced = (tokens, self.tokens)
+
+    def processed(self) -> int:
+        """Return the tokens of all learners, as last announced and with own ones since: the own ones at least.
+
+        What is announced goes by the log, and has nothing of a learner that was cut off before its first merge.
+        """
+        announced, own = self.announced
+        return max(announced + self.tokens - own, self.tokens)
+
+    def moment(self, budget: int) -> Moment:
+        """Return what the learning rate goes by: the tokens that the newest applied version states and own ones since."""
+        stated, own = self.schedule
+        return Moment(stated + self.tokens - own, budget, self.warming)

@@ -1,0 +1,97 @@
+"""The bounds of what a learner can state of its work in an offer.
+
+Nobody sees a learner train: its steps, tokens, lost tokens and batches are claims. An owner, a region's aggregator, the owner
+after a takeover and the simulators refuse those that cannot be, by :func:`judge` alone. It goes by the claim, the run's
+settings, the fragment's log, the learner's grant, and the time at which a server stored the offer: by no clock of a syncer.
+So a takeover judges as the owner before it, and a learner that was cut off passes.
+
+A learner stops when its own tokens and those that it last heard of the others make up the budget. That may come late, so it may
+have processed the budget twice, and the step that it was in. No claim is bounded by what other learners do: islands differ.
+"""
+
+from __future__ import annotations
+
+import math
+
+from diloco.core import ranges
+from diloco.core.chain import Chain
+from diloco.core.grants import most_steps
+from diloco.errors import ClaimError
+from diloco.settings.run import CarrySettings, RunSettings
+from diloco.wire.fields import MAX_MEMBERS
+from diloco.wire.grants import Grant
+from diloco.wire.offers import Answer, Offer
+
+BUILT_IN = "gpt"  # the task whose batch the settings describe
+ISLAND = 8  # an island's batch is at most so many times the task's, and at least that part of it
+MAX_STEP_TOKENS = 1 << 27  # of one step of one learner in a task of one's own, on any devices
+MAX_TOTAL = 1 << 61  # tokens of all learners of a fragment: half of what a field holds
+
+
+def step_tokens(settings: RunSettings, grant: Grant | None = None) -> int:
+    """Return the most tokens that one step of a learner has."""
+    if grant is not None and grant.batch_tokens is not None:
+        return grant.batch_tokens
+    task = settings.task
+    return ISLAND * task.batch * task.context if task.name == BUILT_IN else MAX_STEP_TOKENS
+
+
+def processed_tokens(settings: RunSettings, grant: Grant | None = None) -> int:
+    """Return the most tokens that one learner processes in a run: merged, lost and held."""
+    return 2 * settings.tokens + step_tokens(settings, grant)
+
+
+def furthest_batch(settings: RunSettings) -> int:
+    """Return the end that no share's batches pass: the position after all that a learner can process, in small batches."""
+    task = settings.task
+    least = max(1, task.batch * task.context // ISLAND) if task.name == BUILT_IN else 1
+    return processed_tokens(settings) // least
+
+
+def judge(
+    claim: Offer | Answer,
+    chain: Chain | None,
+    settings: RunSettings,
+    grant: Grant | None = None,
+    elapsed_s: float = math.inf,
+) -> None:
+    """Refuse a claim that cannot be.
+
+    Args:
+        chain: the fragment's log, whose cursor the claim follows; None: not known yet.
+        grant: the learner's; None: the run has no identities.
+        elapsed_s: from genesis until a server stored the offer.
+
+    Raises:
+        ClaimError: the learner, the bound and the claim are named.
+    """
+    cursor = chain.cursors.get(claim.learner) if chain is not None else None
+    steps, merged, lost = (cursor.steps, cursor.tokens, cursor.lost_tokens) if cursor else (0, 0, 0)
+    rounded = _rounded(settings.carry)
+    held = ranges.batches(claim.data)
+    end = max((first + count for _, first, count in claim.data), default=0)
+    share = max((share for share, _, _ in claim.data), default=0)
+    bounds: list[tuple[str, int, float]] = [
+        ("steps, each of a token at least", claim.steps, claim.tokens),
+        ("tokens in its steps", claim.tokens, (claim.steps + rounded) * step_tokens(settings, grant)),
+        ("steps since genesis, merged ones included", steps + claim.steps, most_steps(elapsed_s, grant)),
+        ("tokens merged, lost and held", merged + claim.tokens + claim.lost_tokens, processed_tokens(settings, grant)),
+        ("batches in its tokens", held, claim.tokens + max(0, claim.lost_tokens - lost) + rounded),
+        ("the end of its batches", end, min(furthest_batch(settings), most_steps(elapsed_s))),
+        ("a share of the data", share, settings.learners + MAX_MEMBERS - 1),
+    ]
+    if chain is not None:
+        totals = chain.tokens_merged + claim.tokens, chain.tokens_lost - lost + claim.lost_tokens
+        bounds.append(("tokens of all learners", max(totals), MAX_TOTAL))
+    for what, stated, most in bounds:
+        if stated > most:
+            raise ClaimError(
+                f"offer {claim.number} of {claim.learner} states what cannot be: {what}: {stated}, at most {most:.0f} "
+                f"({claim.steps} steps, {claim.tokens} tokens, {claim.lost_tokens} lost)"
+            )
+
+
+def _rounded(carry: CarrySettings) -> int:
+    """Return how many steps, and tokens, carrying a part of the work over may have rounded off an offer's counts."""
+    whole = carry.late in (0, 1) and carry.overlap in (0, 1)
+    return 0 if whole else carry.max_versions + 1

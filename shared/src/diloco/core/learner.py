@@ -1,0 +1,319 @@
+"""A learner's protocol side as one state machine: no clock, network, thread or lock; times and messages are handed in.
+
+Events change the state: :meth:`Learner.book` (inner steps), :meth:`Learner.queue` (the log), :meth:`Learner.hear` (rounds),
+:meth:`Learner.submit` (snapshots), and so on. At a boundary between two steps, :func:`diloco.core.boundary.decide` says which
+versions are applied and what the trainer does next, and :func:`diloco.core.boundary.apply` carries that out.
+
+The caller serialises the calls. An event costs time by the one fragment that it concerns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from numpy.typing import NDArray
+
+from diloco import __version__
+from diloco.core import bandwidth, delta
+from diloco.core.accounts import Accounts, StepDone
+from diloco.core.changes import Effective
+from diloco.core.delta import DeltaState, DeltaValues, Encoded, PendingDelta
+from diloco.core.fragment_state import Answer, Event, FragmentState, Phase, Reader, Snapshot, Version
+from diloco.core.marks import Marks
+from diloco.core.work import Work
+from diloco.errors import MessageError
+from diloco.settings.run import Bits, RunSettings
+from diloco.wire.control import Announcement, Heartbeat
+from diloco.wire.fields import Range
+
+Activity = Literal["starting", "stepping", "waiting", "recovering", "closing", "leaving", "left", "finished"]
+Role = Literal["learner", "evaluator"]
+Dump = tuple[dict[str, Any], dict[str, NDArray[Any]]]  # plain values, and arrays by name
+
+
+class Learner:
+    """The state of one learner (or evaluator) in one run."""
+
+    def __init__(self, name: str, role: Role, region: str, incarnation: int, settings: RunSettings) -> None:
+        """Begin without fragments; ``settings`` are those that the run was created with."""
+        self.name, self.role, self.region, self.incarnation = name, role, region, incarnation
+        self.settings, self.in_force = settings, Effective(settings)
+        self.in_lockstep = settings.round.lockstep and role == "learner"
+        self.fragments: list[FragmentState] = []
+        self.accounts, self.work, self.marks = Accounts(), Work(), Marks()
+        self.rounds_merged = self.rounds_missed = 0
+        self.draining = False  # a closing round was announced
+        self.leaving = False  # no further step is taken, and rounds are wanted that merge what is unmerged
+        self.silent = False  # no round is answered any more
+        self._joined = False  # every fragment has the log's state; no event takes one back to JOINING
+        # as of the last boundary
+        self.activity: Activity = "recovering"
+        self.changes, self.budget = 0, settings.tokens
+        self.stopped = False
+        self.missing_since_s: float | None = None  # in lockstep: versions that are made without this learner
+
+    # ---- joining
+
+    def seat(self, version: Version) -> FragmentState:
+        """Begin the next fragment with the log's state, which the first boundary applies."""
+        chain, settings = version.chain, self.settings
+        after = chain.cursor(self.name)
+        counts = DeltaState(self.name, self.incarnation, settings.carry, chain.version, chain.state_hash, after)
+        values = None if version.theta is None else DeltaValues(version.theta, settings.codec.error_feedback)
+        state = FragmentState(len(self.fragments), counts, version, values)
+        state.pending.append(version)
+        self.fragments.append(state)
+        return state
+
+    def take_up_accounts(self) -> None:
+        """Count on from what the log says of this learner; work beyond that before a crash is not known here."""
+        cursors = [state.newest.chain.cursors.get(self.name) for state in self.fragments]
+        tokens = max(cursor.tokens + cursor.lost_tokens if cursor else 0 for cursor in cursors)
+        self.accounts.tokens = self.accounts.earlier_tokens = tokens
+        for state, cursor in zip(self.fragments, cursors, strict=True):
+            state.delta.lost_tokens = tokens - (cursor.tokens if cursor else 0)
+
+    @property
+    def is_warming(self) -> bool:
+        """Whether the learning rate still rises for an optimizer state that began fresh in a run under way."""
+        warming = self.accounts.warming
+        return warming is not None and warming < self.settings.inner.restart_warmup_steps
+
+    def peers(self) -> list[str] | None:
+        """Return the other learners of which the log has merged something, most tokens first; None: it has merged nothing."""
+        merged: Counter[str] = Counter()
+        for state in self.fragments:
+            merged.update({name: cursor.tokens for name, cursor in state.newest.chain.cursors.items()})
+        return [name for name, _ in merged.most_common() if name != self.name] if merged else None
+
+    def ends(self) -> dict[int, int]:
+        """Return by share how far the log has merged the data: in the fragment that is furthest."""
+        ends: dict[int, int] = {}
+        for state in self.fragments:
+            for share, until in state.newest.chain.ends.items():
+                ends[share] = max(until, ends.get(share, 0))
+        return ends
+
+    # ---- events
+
+    def change(self, effective: Effective) -> None:
+        """Take in what was changed of the run; the next boundary goes by it."""
+        self.in_force = effective
+
+    def book(self, done: StepDone) -> None:
+        """Count inner steps that have ended."""
+        self.accounts.book(done)
+        if self.work.add(done.tokens, done.share, done.batch, done.steps):
+            self.settle()
+
+    def settle(self) -> None:
+        """Have every fragment count all steps that were booked, for its ``delta`` to be read; events settle their own."""
+        for state in self.fragments:
+            self.work.settle(state)
+        self.work.forget()
+
+    def queue(self, index: int, version: Version) -> None:
+        """Have the next boundary apply a version that was folded, or loaded."""
+        self.fragments[index].queue(version)
+
+    def rewind(self, index: int, version: Version) -> None:
+        """Go back to what the log has of a fragment, after it lost entries."""
+        self.fragments[index].rewind(version)
+        self.marks.forget()
+
+    def hear(self, announced: Announcement, now_s: float) -> bool:
+        """Take in the announcement of a round; return whether it is the first one of a closing round.
+
+        Raises:
+            MessageError: it does not fit the run; nothing has changed.
+        """
+        if announced.fragment >= len(self.fragments):
+            raise MessageError(f"round of fragment {announced.fragment}, the run has {len(self.fragments)}")
+        bits, state = self._checked_bits(announced), self.fragments[announced.fragment]
+        if announced.epoch < state.newest.chain.epoch:
+            return False  # from an owner that has been replaced, and does not know it yet
+        state.hear(announced, bits, now_s)
+        self.accounts.note_announced(announced.tokens_processed)
+        begins = announced.closing and not self.draining
+        self.draining |= announced.closing
+        return begins
+
+    def _checked_bits(self, announced: Announcement) -> Bits:
+        """Return the bits of an answer from here.
+
+        Raises:
+            MessageError: the announcement asks for what the run's settings do not allow.
+        """
+        settings, best = self.in_force.settings, self.settings.codec.offer_bits
+        if announced.steps == settings.round.steps and not announced.offer_bits:
+            return best  # as usual: links are not too slow
+        most = bandwidth.steps_between(settings, bandwidth.slowest(settings))
+        if not settings.round.steps <= announced.steps <= most:
+            raise MessageError(f"round every {announced.steps} steps, the run has one every {settings.round.steps} to {most}")
+        allowed, asked = bandwidth.possible(best, settings), dict(announced.offer_bits)
+        if not set(asked.values()) <= set(allowed):
+            raise MessageError(f"round asks for offers of {asked} bits, the run has {allowed}")
+        return asked.get(self.region, best)
+
+    def reopen(self, index: int) -> None:
+        """Have the fragment's open round answered again: the answer is gone."""
+        self.fragments[index].reopen()
+
+    def submit(self, index: int, reader: Reader | None) -> None:
+        """Take a snapshot of a fragment as of this boundary, at most one; ``reader`` gives its values."""
+        state = self.fragments[index]
+        state.happen(Event.SNAPSHOT)
+        self.work.settle(state)
+        held = state.delta
+        state.snapshot = Snapshot(reader, held.steps, held.tokens, held.data, self.accounts.step)
+
+    def try_answer(self, index: int) -> Answer | None:
+        """Answer the fragment's open round if that can be done now; return the offer to be made, if one is."""
+        state = self.fragments[index]
+        if not state.wants_answer or state.snapshot is None or self.silent or (state.closing and not self.stopped):
+            return None
+        if not self._joined:
+            if any(other.phase is Phase.JOINING for other in self.fragments):
+                return None  # a newcomer has nothing to say before it has the whole of the global model
+            self._joined = True
+        return state.answer()
+
+    def encode(self, answer: Answer) -> Encoded:
+        """Read and quantise an offer.
+
+        It takes time, and may run beside other events: until it is :meth:`encoded`, none touches its arrays.
+
+        Raises:
+            NonFiniteError: the values that were read hold NaN or infinity.
+        """
+        values, reader = self.fragments[answer.fragment].values, answer.snapshot.reader
+        assert values is not None
+        assert reader is not None
+        return values.encode(reader(), answer.bits)
+
+    def encoded(self, answer: Answer, encoded: Encoded | None = None) -> PendingDelta:
+        """Count an offer that was quantised (None: there are no arrays); it is sent next."""
+        return self.fragments[answer.fragment].encoded(answer, encoded)
+
+    def not_finite(self, index: int) -> None:
+        """Give up an offer whose values are not finite; the next boundary begins again from the global model."""
+        self.fragments[index].happen(Event.NOT_FINITE)
+
+    def sent(self, index: int, sequence: int) -> None:
+        """Note that the offer under way is stored, with its head at ``sequence`` of its stream."""
+        state = self.fragments[index]
+        state.happen(Event.SENT)
+        state.sent = sequence
+
+    # ---- what others are told, and what is saved
+
+    @property
+    def left(self) -> bool:
+        """Whether nothing of this learner is unmerged."""
+        return not any(self.work.unmerged(state) or state.sending or state.pending for state in self.fragments)
+
+    def heartbeat(self, *, trained: list[Range], batch_tokens: int, bytes_up: int, bytes_down: int, refused: int) -> Heartbeat:
+        """Return the heartbeat: what others are told of this learner now."""
+        self.settle()
+        states, accounts = self.fragments, self.accounts
+        return Heartbeat(
+            learner=self.name,
+            region=self.region,
+            incarnation=self.incarnation,
+            role=self.role,
+            state=self.activity,
+            sending=any(state.sending for state in states),
+            step=accounts.step,
+            tokens=accounts.tokens,
+            step_s=accounts.step_average.get(),
+            loss=accounts.loss,
+            versions=[state.delta.base_version for state in states],
+            steps=[state.delta.steps for state in states],
+            fragment_tokens=[state.delta.tokens for state in states],
+            lost_tokens=[max(0, state.delta.lost_tokens) for state in states],
+            trained=trained,
+            batch_tokens=batch_tokens,
+            busy_s=accounts.busy_s,
+            blocked_s=accounts.blocked_s,
+            bytes_up=bytes_up,
+            bytes_down=bytes_down,
+            refused=refused,
+            software=__version__,
+        )
+
+    @property
+    def encoding(self) -> bool:
+        """Whether an offer is being quantised."""
+        return any(state.phase is Phase.ENCODING for state in self.fragments)
+
+    @property
+    def may_dump(self) -> bool:
+        """Whether the state can be saved as it is: an offer that it does not hold could be merged all the same."""
+        return not self.encoding and not any(state.phase is Phase.INVALID for state in self.fragments)
+
+    def dump(self, positions: list[tuple[int, int]]) -> Dump:
+        """Return the state as of the last boundary, for a checkpoint, with the learner's ``positions`` in the data.
+
+        Nobody writes to its arrays any more.
+        """
+        self.settle()
+        arrays: dict[str, NDArray[Any]] = {}
+        fragments = []
+        for state in self.fragments:
+            assert state.values is not None
+            plain, named = delta.dump(state.delta, state.values)
+            fragments.append(plain)
+            arrays |= {f"books/{state.index}/{name}": array for name, array in named.items()}
+        accounts = self.accounts
+        plain_state = {
+            "step": accounts.step,
+            "tokens": accounts.tokens,
+            "busy_s": accounts.busy_s,
+            "blocked_s": accounts.blocked_s,
+            "schedule": accounts.schedule,
+            "positions": positions,
+            "warming": accounts.warming,
+            "version_steps": [state.version_step for state in self.fragments],
+            "fragments": fragments,
+        }
+        return plain_state, arrays
+
+    def restore(self, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take over a :meth:`dump`, its ``arrays`` any dtype [...] by name, before the first boundary.
+
+        Displacement is kept where the log holds of this learner what it held then; it is lost otherwise (design.md
+        section 4). Where the log stands as the restored state does, the learner's value is right as it is, to the last bit.
+
+        Raises:
+            LookupError, TypeError, ValueError, OverflowError: the checkpoint is not of this model; nothing has changed.
+        """
+        if len(plain["fragments"]) != len(self.fragments):
+            raise ValueError(f"it has {len(plain['fragments'])} fragments, the run {len(self.fragments)}")
+        loaded = []
+        version_steps = [int(step) for step in plain["version_steps"]]
+        for state, values, _ in zip(self.fragments, plain["fragments"], version_steps, strict=True):
+            assert state.values is not None
+            prefix = f"books/{state.index}/"
+            named = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
+            loaded.append(delta.load(state.delta, state.values, values, named))
+        stated, own = plain["schedule"]
+        accounts = replace(
+            self.accounts,
+            step=int(plain["step"]),
+            tokens=int(plain["tokens"]),
+            earlier_tokens=int(plain["tokens"]),
+            busy_s=float(plain["busy_s"]),
+            blocked_s=float(plain["blocked_s"]),
+            warming=None if plain["warming"] is None else int(plain["warming"]),
+            schedule=(int(stated), int(own)),
+        )
+        self.accounts = accounts
+        for state, (counts, held), version_step in zip(self.fragments, loaded, version_steps, strict=True):
+            state.delta, state.values = counts, held
+            first = state.pending[0]
+            stands = (first.chain.version, first.chain.state_hash, first.chain.cursor(self.name))
+            if first.record is None and stands == (counts.base_version, counts.base_hash, counts.after):
+                state.restored(version_step)

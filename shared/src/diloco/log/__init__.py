@@ -1,0 +1,1 @@
+"""The durable log: one chain of entries per fragment."""

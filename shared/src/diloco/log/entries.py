@@ -1,0 +1,191 @@
+"""The entries of a log in the order of its stream: those committed, with bodies or without, and all that are stored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from functools import partial
+from typing import TypeVar
+
+from diloco.core.chain import Chain, WrongEntries
+from diloco.core.fold import Replica
+from diloco.core.quorum import UncommittedEntries
+from diloco.errors import ChainError, FormatError, MessageError, StateError, WrongEntryError
+from diloco.log.stream import Entry, Head, LogStream, Packed, Refusal, Refuse
+from diloco.process import observe
+from diloco.process.tasks import unbroken
+from diloco.transport import Stored
+from diloco.wire import subjects
+from diloco.wire.assemble import ChunkAssembler, part_index
+from diloco.wire.entries import CommitNotice, Record
+
+H = TypeVar("H", bound=Head)
+
+
+class Entries:
+    """Reads the entries of one log stream."""
+
+    def __init__(self, stream: LogStream) -> None:
+        self.stream = stream
+
+    async def follow(
+        self, fragments: Collection[int], start_sequence: int, refuse: Refuse, stop_sequence: int | None = None
+    ) -> AsyncIterator[Entry]:
+        """Yield committed entries from ``start_sequence`` on, in order: for ever, or up to and with ``stop_sequence``.
+
+        A message that cannot be an entry is told to ``refuse`` and passed over.
+
+        Raises (while iterating):
+            RewoundError: the stream lost messages that were read, or the message to stop at.
+        """
+        uncommitted: dict[int, UncommittedEntries[Packed]] = {fragment: UncommittedEntries() for fragment in fragments}
+        async for stored, message in self._read(fragments, start_sequence, refuse, stop_sequence):
+            for packed in _commit(uncommitted, message, regions=self.stream.regions):
+                try:
+                    body = await self.stream.open(packed)
+                except MessageError as error:
+                    refuse(Refusal("log", stored.subject, packed.sequence, error))
+                else:
+                    yield Entry(packed.record, packed.entry_hash, packed.sequence, body, packed.size_bytes, stored.sequence)
+
+    async def heads(
+        self, refuse: Refuse, start_sequence: int = 1, stop_sequence: int | None = None, *, fragment: int | None = None
+    ) -> AsyncIterator[Head]:
+        """Yield the heads of committed entries as :meth:`follow` does, of all fragments or one; no body is read."""
+        names, count = self.stream.subjects, len(self.stream.map.fragments)
+        of = "*" if fragment is None else fragment
+        wanted = names.heads_and_notices(of) if self.stream.regions else names.record(of)
+        uncommitted: dict[int, UncommittedEntries[Head]] = {index: UncommittedEntries() for index in range(count)}
+        async for stored in self.stream.pull([wanted], start_sequence, stop_sequence):
+            index = subjects.fragment_of(stored.subject)
+            if index is None or index >= count or not (subjects.is_head(stored.subject) or subjects.is_notice(stored.subject)):
+                continue
+            try:
+                message = self.stream.decode(stored)
+            except MessageError as error:
+                refuse(Refusal("log", stored.subject, stored.sequence, error))
+                continue
+            if isinstance(message, Head | CommitNotice):
+                for head in _commit(uncommitted, message, regions=self.stream.regions):
+                    yield head
+
+    async def stored(self, fragment: int, start_sequence: int, stop_sequence: int) -> AsyncIterator[Packed]:
+        """Yield a fragment's entries as they are stored, committed or not, between two messages of the stream.
+
+        A message that cannot be one is named in the log and passed over.
+
+        Raises (while iterating):
+            RewoundError: the stream lost the message to stop at.
+        """
+
+        def refuse(refusal: Refusal) -> None:
+            observe.log.warning("entry_refused", subject=refusal.subject, sequence=refusal.sequence, reason=str(refusal.error))
+
+        async for _, message in self._read([fragment], start_sequence, refuse, stop_sequence):
+            if isinstance(message, Packed):
+                yield message
+
+    async def fold_missed(
+        self,
+        replica: Replica,
+        stop_sequence: int,
+        refuse: Refuse,
+        wrong: WrongEntries,
+        *,
+        in_place: bool = True,
+        judge: bool = False,
+        doubtful: int | None = None,
+    ) -> AsyncIterator[Entry]:
+        """Fold the entries after a replica's, up to a message of the stream; yield each that was folded.
+
+        ``judge``: tell wrong entries, which costs a copy of the replica for each entry; they are refused like others that do
+        not follow. ``wrong`` receives them, and those that follow them. ``doubtful``: the replica is of a keyframe after the
+        entry with this sequence, which may be a wrong one; a takeover that does not follow the replica says so.
+
+        Raises (while iterating):
+            FormatError: entries are missing between those that are judged.
+            StateError: folding gives another state than an entry states, or the keyframe is in doubt; the replica is worth
+                nothing, and a keyframe before the error's sequence serves.
+            RewoundError: the stream lost the message to stop at.
+        """
+        chain = replica.chain
+        if stop_sequence <= chain.sequence:
+            return
+        async for entry in self.follow([chain.fragment], chain.sequence + 1, refuse, stop_sequence):
+            follows_wrong = wrong.note(entry.record, entry.entry_hash)
+            try:
+                fold_one = partial(judged, replica, entry) if judge else partial(fold, replica, entry, in_place=in_place)
+                await unbroken(asyncio.to_thread(fold_one))
+            except ChainError as error:
+                if isinstance(error, WrongEntryError):
+                    wrong.add(entry.record, entry.entry_hash)
+                elif doubtful is not None and contradicts(entry.record, chain):
+                    raise StateError(str(error), doubtful) from None
+                elif judge and not follows_wrong and entry.record.version > chain.version + 1:
+                    raise FormatError(f"{error}: entries are missing") from None
+                refuse(Refusal(entry.record.syncer, self.stream.subjects.record(chain.fragment), entry.sequence, error))
+            else:
+                yield entry
+
+    async def _read(
+        self, fragments: Collection[int], start_sequence: int, refuse: Refuse, stop_sequence: int | None
+    ) -> AsyncIterator[tuple[Stored, Packed | CommitNotice]]:
+        """Yield entries with all their parts, and notices, each with the message that brought it."""
+        wanted, names, regions = set(fragments), self.stream.subjects, self.stream.regions
+        everything = len(wanted) == len(self.stream.map.fragments)
+        filters = [names.record_tree("*")] if everything else [names.record_tree(index) for index in sorted(wanted)]
+        parts = ChunkAssembler()
+        async for stored in self.stream.pull(filters, start_sequence, stop_sequence):
+            fragment = subjects.fragment_of(stored.subject)
+            if fragment is None or fragment not in wanted:
+                continue
+            if subjects.is_head(stored.subject) or (regions and subjects.is_notice(stored.subject)):
+                try:
+                    message = self._assembled(stored, fragment, parts)
+                except MessageError as error:
+                    refuse(Refusal("log", stored.subject, stored.sequence, error))
+                else:
+                    if message is not None:
+                        yield stored, message
+            else:
+                index = part_index(stored.subject)
+                if index is not None:
+                    parts.add(fragment, index, stored.data, self.stream.most_body_bytes(fragment))
+
+    def _assembled(self, stored: Stored, fragment: int, parts: ChunkAssembler) -> Packed | CommitNotice | None:
+        """Return an entry with its parts, or a notice; None for a claim, which says nothing to readers."""
+        message = self.stream.decode(stored)
+        if not isinstance(message, Head):
+            return message if isinstance(message, CommitNotice) else None
+        record, pieces = message.record, []
+        if record.body is not None:
+            taken = parts.take(fragment, record.body)
+            if taken is None:
+                raise FormatError(f"fragment {fragment}, version {record.version}: parts of the body are missing")
+            pieces = taken
+        return Packed(record, message.entry_hash, message.sequence, message.inline, pieces)
+
+
+def fold(replica: Replica, entry: Entry, *, in_place: bool = True) -> None:
+    """Fold an entry into a replica, as :meth:`diloco.core.fold.Replica.fold` does and raises."""
+    replica.fold(entry.record, entry.entry_hash, entry.sequence, entry.body, in_place=in_place)
+
+
+def contradicts(record: Record, chain: Chain) -> bool:
+    """Whether an entry that does not follow says that a syncer has gone on from another head than the one known here."""
+    return record.entry == "takeover" and record.epoch > chain.epoch
+
+
+def judged(replica: Replica, entry: Entry) -> None:
+    """Fold an entry into a replica, unless it is wrong, as :meth:`diloco.core.fold.Replica.judge` does and raises."""
+    replica.judge(entry.record, entry.entry_hash, entry.sequence, entry.body)
+
+
+def _commit(uncommitted: dict[int, UncommittedEntries[H]], message: H | CommitNotice, *, regions: bool) -> list[H]:
+    """Return the entries that a message commits, in the order of the chain; without regions an entry commits itself."""
+    if isinstance(message, CommitNotice):
+        return uncommitted[message.fragment].commit(message.check)
+    if not regions:
+        return [message]
+    uncommitted[message.record.fragment].add(message)
+    return []

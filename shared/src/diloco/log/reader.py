@@ -1,0 +1,322 @@
+"""Single things of a log: its genesis, a fragment's keyframes, its state at a version, where it ends.
+
+All that is returned has been checked: frames, hashes, bounds, bodies. Whether an entry *follows* is checked when it is folded
+(:mod:`diloco.core.chain`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Container
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core import codec, fold
+from diloco.core.chain import NO_ENTRY, Chain, WrongEntries
+from diloco.core.fold import Replica
+from diloco.errors import BrokerError, FormatError, HashError, MessageError, RunError
+from diloco.log.entries import Entries
+from diloco.log.stream import Head, LogStream, Refusal, Refuse, decode_head, decode_keyframe, open_body, pass_over
+from diloco.process import observe
+from diloco.transport import Stored
+from diloco.wire import framing
+from diloco.wire.body import check_body_size
+from diloco.wire.entries import Genesis, Keyframe
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A fragment as the newest whole keyframe has it."""
+
+    replica: Replica
+    residual: NDArray[np.float32]
+    keyframe_sequence: int
+    refused: tuple[int, ...] = ()  # sequences of newer keyframes, which are not whole
+
+
+class Reader:
+    """Reads single things of one log stream."""
+
+    def __init__(self, stream: LogStream, entries: Entries) -> None:
+        self.stream, self.entries = stream, entries
+        self._named: set[int] = set()  # sequences of keyframes whose damage was logged
+
+    async def genesis(self) -> tuple[Genesis, bytes] | None:
+        """Return the genesis record, which is the first one stored, and its hash; None before there is one.
+
+        Whatever stands beside it is passed over: who may found a run may store more on its subject later.
+
+        Raises:
+            MessageError: there is something else, and no genesis record.
+            RunError: it belongs to another fragment map.
+        """
+        fault: MessageError | None = None
+        async for stored in self.stream.by_now(self.stream.subjects.genesis):
+            try:
+                genesis, check, _ = framing.unpack(stored.data, Genesis, self.stream.run)
+            except MessageError as error:
+                fault = fault or error
+                continue
+            if genesis.map_digest != self.stream.map.digest or len(genesis.fragments) != len(self.stream.map.fragments):
+                raise RunError(f"run {self.stream.subjects.run!r}: its genesis record belongs to another fragment map")
+            return genesis, check
+        if fault is not None:
+            raise fault
+        return None
+
+    async def load(
+        self,
+        fragment: int,
+        genesis: Genesis,
+        genesis_check: bytes,
+        before: int | None = None,
+        wrong: Container[bytes] = (),
+    ) -> Loaded:
+        """Load a fragment from its newest whole keyframe after genesis, or from version 0.
+
+        A keyframe that is damaged, or misses a part, or stands after one of the ``wrong`` entries, is named in the log, and
+        the one before it serves, provided that the entries after that one are all there. ``before``: the keyframe is to stand
+        after an entry before this sequence, if one that does is still there.
+
+        Raises:
+            RunError: none serves; the fault of each is named.
+        """
+        while True:
+            newest = await self.stream.last(self.stream.subjects.keyframe(fragment))
+            loaded, faults = await self._load_newest(fragment, newest, genesis, genesis_check, before, wrong)
+            if loaded is None and before is not None:
+                before = None
+                continue
+            if not faults:
+                assert loaded is not None
+                return loaded
+            again = await self.stream.last(self.stream.subjects.keyframe(fragment))
+            if newest is None or again is None or again.sequence == newest.sequence:
+                break
+            # they may have been purged while they were read
+        for sequence, reason in faults.items():
+            if sequence not in self._named:
+                observe.log.warning("keyframe_refused", fragment=fragment, sequence=sequence, reason=reason)
+            self._named.add(sequence)
+        if loaded is None:
+            raise RunError(
+                f"run {self.stream.subjects.run!r}: fragment {fragment} has no keyframe that can be loaded: "
+                f"{'; '.join(faults.values())}; go on from a checkpoint (diloco up --resume)"
+            )
+        return replace(loaded, refused=tuple(faults))
+
+    async def _load_newest(
+        self,
+        fragment: int,
+        newest: Stored | None,
+        genesis: Genesis,
+        genesis_check: bytes,
+        before: int | None,
+        wrong: Container[bytes],
+    ) -> tuple[Loaded | None, dict[int, str]]:
+        """Return the newest keyframe that serves, and the faults of those after it, by stream sequence."""
+        faults: dict[int, str] = {}
+        async for stored in self._from_newest(fragment, newest):
+            try:
+                keyframe, inline = decode_keyframe(stored, self.stream.run)
+                if keyframe.entry_hash == NO_ENTRY:
+                    break
+                chain = Chain.from_keyframe(keyframe, self.stream.epoch_step)
+                if keyframe.entry_hash in wrong:
+                    raise FormatError(
+                        f"fragment {fragment}, keyframe of version {keyframe.version}: its entry states another state than it "
+                        "folds to, or follows one that does"
+                    )
+                if before is not None and keyframe.entry_sequence >= before:
+                    continue
+                if not await self.holds(chain):  # purged; or lost, and its writer stored the keyframe before it learned that
+                    raise FormatError(
+                        f"fragment {fragment}, keyframe of version {keyframe.version}: what follows it was purged, or lost"
+                    )
+                return await self._load(keyframe, chain, inline, stored.sequence), faults
+            except MessageError as error:
+                faults[stored.sequence] = str(error)
+        try:
+            first = await self.load_first(fragment, genesis, genesis_check)
+            if (faults or before is not None) and not await self.begins_with(fragment, genesis_check):
+                raise FormatError(f"fragment {fragment}, keyframe of version 0: what follows it was purged")
+            return first, faults
+        except (MessageError, RunError) as error:
+            return None, faults | {0: str(error)}
+
+    async def load_first(self, fragment: int, genesis: Genesis, genesis_check: bytes) -> Loaded:
+        """Load version 0 of a fragment.
+
+        Raises:
+            MessageError: its keyframe is damaged.
+            RunError: its keyframe is gone.
+        """
+        chain, fault = Chain.from_genesis(fragment, genesis, genesis_check, self.stream.epoch_step), None
+        async for stored in self.stream.by_now(self.stream.subjects.keyframe(fragment)):
+            try:
+                keyframe, inline = decode_keyframe(stored, self.stream.run)
+            except MessageError as error:
+                fault = fault or error
+                continue
+            if keyframe.entry_hash != NO_ENTRY:
+                break  # a founder stores nothing after genesis, and so after an entry
+            if keyframe.state_hash == chain.state_hash:
+                return await self._load(keyframe, chain, inline, stored.sequence)
+        raise fault or RunError(f"run {self.stream.subjects.run!r}: fragment {fragment} has no keyframe; the log is damaged")
+
+    async def state_at(self, fragment: int, version: int, genesis: Genesis, genesis_check: bytes) -> Replica:
+        """Return a fragment as it was at a version: its newest whole keyframe up to that, and the entries that follow, folded.
+
+        Raises:
+            RunError: the log does not have it, or not any more; the versions that it does have are named.
+        """
+        loaded, oldest = None, 0
+        newest = await self.stream.last(self.stream.subjects.keyframe(fragment))
+        async for stored in self._from_newest(fragment, newest):
+            with contextlib.suppress(MessageError):  # load says so
+                keyframe, inline = decode_keyframe(stored, self.stream.run)
+                chain = Chain.from_keyframe(keyframe, self.stream.epoch_step)
+                if keyframe.entry_hash == NO_ENTRY or not await self.holds(chain):
+                    continue
+                oldest = keyframe.version
+                if oldest <= version:
+                    loaded = await self._load(keyframe, chain, inline, stored.sequence)
+                    break
+        with contextlib.suppress(MessageError):
+            if loaded is None and await self.begins_with(fragment, genesis_check):
+                loaded, oldest = await self.load_first(fragment, genesis, genesis_check), 0
+        end = await self.end_sequence(fragment)
+        replica = loaded.replica if loaded else None
+        if replica is not None and replica.chain.version < version:
+            try:
+                async for _ in self.entries.fold_missed(replica, end, pass_over, WrongEntries(), judge=True):
+                    if replica.chain.version == version:
+                        break
+            except (FormatError, HashError) as error:
+                raise RunError(f"run {self.stream.subjects.run!r}: {error}") from None
+        if replica is None or replica.chain.version != version:
+            last = replica.chain.version if replica else "the newest"
+            raise RunError(
+                f"run {self.stream.subjects.run!r}, fragment {fragment}: version {version} is not in the log, which has those "
+                f"from {oldest} to {last}; how far back it goes is set by log.keep_keyframes and log.keep_bytes"
+            )
+        return replica
+
+    async def keyframes(self, fragment: int, refuse: Refuse) -> AsyncIterator[Loaded]:
+        """Yield the fragment's keyframes after genesis that are stored by now, the oldest first.
+
+        A message that cannot be one is told to ``refuse`` and passed over.
+        """
+        async for stored in self.stream.by_now(self.stream.subjects.keyframe(fragment)):
+            try:
+                keyframe, inline = decode_keyframe(stored, self.stream.run)
+                if keyframe.entry_hash != NO_ENTRY:
+                    yield await self._load(
+                        keyframe, Chain.from_keyframe(keyframe, self.stream.epoch_step), inline, stored.sequence
+                    )
+            except MessageError as error:
+                refuse(Refusal("log", stored.subject, stored.sequence, error))
+
+    async def newest_keyframe(self, fragment: int) -> tuple[Keyframe, int] | None:
+        """Return the newest keyframe after genesis whose head is whole, without its body, and its head's stream sequence."""
+        newest = await self.stream.last(self.stream.subjects.keyframe(fragment))
+        async for stored in self._from_newest(fragment, newest):
+            with contextlib.suppress(MessageError):  # load says so
+                keyframe, _ = decode_keyframe(stored, self.stream.run)
+                return None if keyframe.entry_hash == NO_ENTRY else (keyframe, stored.sequence)
+        return None
+
+    async def oldest_keyframe(self, fragment: int) -> Keyframe | None:
+        """Return the oldest keyframe that is stored, version 0's included, without its body; None if there is none.
+
+        Raises:
+            MessageError: it is damaged.
+        """
+        async for stored in self.stream.by_now(self.stream.subjects.keyframe(fragment)):
+            return decode_keyframe(stored, self.stream.run)[0]
+        return None
+
+    async def _from_newest(self, fragment: int, newest: Stored | None) -> AsyncIterator[Stored]:
+        """Yield the newest head of a fragment's keyframes, then those before it, which are looked for only then."""
+        if newest is None:
+            return
+        yield newest
+        for sequence in reversed(await self.keyframe_sequences(fragment)):
+            older = await self.stream.get(sequence) if sequence < newest.sequence else None
+            if older is not None:
+                yield older
+
+    async def begins_with(self, fragment: int, genesis_check: bytes) -> bool:
+        """Whether the log still has the fragment's first entry, or never had any."""
+        nothing = True
+        async for stored in self.stream.by_now(self.stream.subjects.record(fragment)):
+            nothing = False
+            with contextlib.suppress(MessageError):  # in a run with regions claims stand before it
+                return decode_head(stored, self.stream.run).previous == genesis_check
+        return nothing
+
+    async def holds(self, chain: Chain) -> bool:
+        """Whether the log still has the chain's head, and with this state after it.
+
+        It may be purged, or lost with a server's last unsynced writes; or a keyframe lies about it.
+        """
+        if not chain.sequence:
+            return True
+        stored = await self.stream.get(chain.sequence)
+        if stored is None:
+            return False
+        try:
+            head = decode_head(stored, self.stream.run)
+        except MessageError:
+            return False
+        return (head.entry_hash, head.record.state_hash) == (chain.head, chain.state_hash)
+
+    async def keyframe_sequences(self, fragment: int) -> list[int]:
+        """Return the stream sequences of the fragment's keyframes, the oldest first."""
+        return [stored.sequence async for stored in self.stream.by_now(self.stream.subjects.keyframe(fragment))]
+
+    async def newest(self, fragment: int) -> Head | None:
+        """Return the head of the fragment's last entry; None before there is one.
+
+        Raises:
+            MessageError: there stands something else; in a run with regions it may be a claim.
+        """
+        stored = await self.stream.last(self.stream.subjects.record(fragment))
+        return decode_head(stored, self.stream.run) if stored else None
+
+    async def closed(self) -> bool:
+        """Whether every fragment's newest entry closes its log, as far as can be told."""
+        for fragment in self.stream.map.fragments:
+            try:
+                head = await self.newest(fragment.index)
+            except (MessageError, BrokerError):
+                return False
+            if head is None or not head.record.closing:
+                return False
+        return True
+
+    async def head_sequence(self, fragment: int) -> int:
+        """Return the stream sequence of the last message on the fragment's head subject, which a fence names; 0 without one."""
+        stored = await self.stream.last(self.stream.subjects.record(fragment))
+        return stored.sequence if stored else 0
+
+    async def end_sequence(self, fragment: int) -> int:
+        """Return the stream sequence up to which the fragment's entries are to be read; 0 if there is nothing."""
+        subject = self.stream.subjects.notice(fragment) if self.stream.regions else self.stream.subjects.record(fragment)
+        stored = await self.stream.last(subject)
+        return stored.sequence if stored else 0
+
+    async def _load(self, keyframe: Keyframe, chain: Chain, inline: bytes, sequence: int) -> Loaded:
+        fragment, body = keyframe.fragment, keyframe.body
+        optimizer = self.stream.optimizers[fragment]
+        raw_bytes = fold.keyframe_bytes(self.stream.map.fragments[fragment].size, optimizer.moments)
+        what = f"fragment {fragment}, keyframe of version {keyframe.version}"
+        check_body_size(body, codec.packed_limit(raw_bytes), what)
+        head = self.stream.subjects.keyframe(fragment)
+        pieces = await self.stream.parts(head, body, what)
+        raw = await asyncio.to_thread(open_body, body, inline, pieces, raw_bytes, what)
+        replica, residual = await asyncio.to_thread(fold.load_keyframe, keyframe, chain, raw, optimizer)
+        return Loaded(replica, residual, sequence)

@@ -1,0 +1,186 @@
+"""One of several regions' logs: claims, commit notices, and bringing it to where another one is (:mod:`diloco.core.quorum`)."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import msgspec
+
+from diloco.core.chain import NO_ENTRY, Chain
+from diloco.core.quorum import CLAIM_STEP, EPOCH_STEP, MAX_COPIED, LogHead
+from diloco.errors import FenceError, MessageError, RunError
+from diloco.log.reader import Reader
+from diloco.log.stream import Head, LogStream, Packed, decode_keyframe
+from diloco.log.writer import Writer
+from diloco.process import observe
+from diloco.transport import Fence, Stored
+from diloco.wire import framing
+from diloco.wire.entries import Claim, CommitNotice, Genesis, Keyframe
+
+FIRST_SPAN, SPAN_GROWTH = 256, 16  # messages of the stream that are looked through for the newest heads of a fragment
+
+
+class RegionalLog:
+    """A log as one of a quorum."""
+
+    def __init__(self, stream: LogStream, reader: Reader, writer: Writer) -> None:
+        self.stream, self.reader, self.writer = stream, reader, writer
+
+    async def log_head(self, fragment: int, genesis_check: bytes, known_epoch: int) -> tuple[LogHead, int, int]:
+        """Return the last entry, committed or not, the highest epoch of any head message, and the last one's sequence.
+
+        A claim may be hidden by entries of earlier epochs, :data:`MAX_COPIED` of them. Messages that are damaged, or whose
+        epoch is further beyond what is before it, or beyond ``known_epoch``, than any may be, are passed over.
+        """
+        subject = self.stream.subjects.record(fragment)
+        newest = await self.stream.last(subject)
+        log_head, epoch = LogHead(0, 0, False, genesis_check, 0), 0
+        if newest is None:
+            return log_head, epoch, 0
+        for found in await self._newest_heads(subject, newest.sequence):
+            highest = max(epoch, known_epoch)
+            if isinstance(found, Claim):
+                if found.epoch <= highest + CLAIM_STEP:
+                    epoch = max(epoch, found.epoch)
+            elif found.record.epoch <= highest + EPOCH_STEP:
+                record = found.record
+                log_head = LogHead(record.epoch, record.version, record.closing, found.entry_hash, found.sequence)
+                epoch = max(epoch, record.epoch)
+        return log_head, epoch, newest.sequence
+
+    async def _newest_heads(self, subject: str, last_sequence: int) -> list[Head | Claim]:
+        """Return entries and claims up to a message, more than :data:`MAX_COPIED` entries or all, the oldest first."""
+        span = FIRST_SPAN
+        while True:
+            start, found, entries = max(1, last_sequence - span), list[Head | Claim](), 0
+            async for stored in self.stream.by_now(subject, start):
+                try:
+                    message = self.stream.decode(stored)
+                except MessageError as error:
+                    observe.log.warning("entry_refused", subject=subject, sequence=stored.sequence, reason=str(error))
+                else:
+                    assert not isinstance(message, CommitNotice)  # notices have a subject of their own
+                    found.append(message)
+                    entries += isinstance(message, Head)
+                if stored.sequence >= last_sequence:
+                    break
+            if entries > MAX_COPIED or start == 1:
+                return found
+            span *= SPAN_GROWTH
+
+    async def claim(self, fragment: int, epoch: int, syncer: str, log_head: LogHead, head_sequence: int) -> int:
+        """Claim the fragment in this region, behind ``head_sequence``; return the claim's sequence, the fence from now on.
+
+        Raises:
+            FenceError: another process has appended.
+            StorageFullError: nothing was stored.
+        """
+        head = self.stream.subjects.record(fragment)
+        claim = Claim(
+            fragment, epoch, syncer, log_head.epoch, log_head.version, log_head.closing, log_head.entry_hash, log_head.sequence
+        )
+        return await self.writer.append(head, framing.pack(claim, self.stream.run), [], b"", Fence(head, head_sequence))
+
+    async def notice(self, fragment: int, version: int, epoch: int, check: bytes, sequence: int) -> None:
+        """Say that an entry, stored here at ``sequence``, is committed; saying it twice says it once.
+
+        Raises:
+            StorageFullError: nothing was stored.
+        """
+        frame = framing.pack(CommitNotice(fragment, version, epoch, check, sequence), self.stream.run)
+        await self.writer.append(self.stream.subjects.notice(fragment), frame, [], b"", None)
+
+    async def last_notice(self, fragment: int) -> CommitNotice | None:
+        """Return the newest notice; None if there is none. What is no notice is passed over."""
+        subject = self.stream.subjects.notice(fragment)
+        stored = await self.stream.last(subject)
+        if stored is None:
+            return None
+        with contextlib.suppress(MessageError):
+            return self._notice(stored)
+        newest = None
+        async for stored in self.stream.by_now(subject):
+            with contextlib.suppress(MessageError):
+                newest = self._notice(stored)
+        return newest
+
+    async def before(self, fragment: int, version: int) -> int:
+        """Return a stream sequence after which all entries of a committed version, and of later ones, are stored here."""
+        sequence = 0
+        async for stored in self.stream.by_now(self.stream.subjects.notice(fragment)):
+            try:
+                notice = self._notice(stored)
+            except MessageError:
+                continue
+            if notice.version >= version:
+                break
+            sequence = notice.sequence
+        return sequence
+
+    def _notice(self, stored: Stored) -> CommitNotice:
+        return framing.unpack(stored.data, CommitNotice, self.stream.run)[0]
+
+    async def append_packed(self, packed: Packed, expected_sequence: int) -> int:
+        """Append another region's entry here; as :meth:`diloco.log.writer.Writer.append_record`."""
+        body = packed.record.body
+        parts = [body.attempt + part for part in packed.parts] if body else []
+        return await self.writer.append_record(packed.record, packed.inline, parts, expected_sequence)
+
+    async def install_snapshot(self, fragment: int, to: RegionalLog, expected_sequence: int) -> Keyframe | None:
+        """Install the newest keyframe in another region, whose log is too far behind; return it as it is there, if any.
+
+        The head of its entry is stored before it, behind ``expected_sequence``, and a notice of that entry after it.
+
+        Raises:
+            FenceError: another process has appended there.
+            StorageFullError: nothing was stored.
+        """
+        newest = await self.reader.newest_keyframe(fragment)
+        entry = await self.stream.get(newest[0].entry_sequence) if newest else None
+        stored = await self.stream.get(newest[1]) if newest else None
+        if entry is None or stored is None:
+            return None
+        keyframe, inline = decode_keyframe(stored, self.stream.run)
+        what = f"fragment {fragment}, keyframe of version {keyframe.version}"
+        head = self.stream.subjects.keyframe(fragment)
+        pieces = await self.stream.parts(head, keyframe.body, what)
+        record = self.stream.subjects.record(fragment)
+        sequence = await to.writer.append(record, entry.data, [], b"", Fence(record, expected_sequence))
+        there, attempt = msgspec.structs.replace(keyframe, entry_sequence=sequence), keyframe.body.attempt
+        frame = framing.pack(there, self.stream.run, inline)
+        await to.writer.append(head, frame, [attempt + piece for piece in pieces], attempt, Fence(record, sequence))
+        await to.notice(fragment, there.version, there.epoch, there.entry_hash, sequence)
+        return there
+
+    async def begin_from(self, source: RegionalLog, genesis_frame: bytes) -> None:
+        """Store the keyframes of version 0 that ``source`` has, unless they are here, and the genesis record that names them.
+
+        If ``source`` has dropped one by now, its newest keyframe serves: a region may join a run that is old. Succeed too if
+        another process has done this.
+
+        Raises:
+            MessageError, RunError: ``source`` does not have them all.
+        """
+        genesis, check, _ = framing.unpack(genesis_frame, Genesis, self.stream.run)
+        try:
+            for fragment in self.stream.map.fragments:
+                if await self.reader.newest_keyframe(fragment.index) is None:
+                    await self._begin_fragment_as(source, fragment.index, genesis, check)
+            await self.writer.append_genesis(genesis_frame)
+        except FenceError:
+            return
+
+    async def _begin_fragment_as(self, source: RegionalLog, fragment: int, genesis: Genesis, check: bytes) -> None:
+        try:
+            replica = (await source.reader.load_first(fragment, genesis, check)).replica
+        except RunError:
+            if (
+                source is self
+                or await source.install_snapshot(fragment, self, await self.reader.head_sequence(fragment)) is None
+            ):
+                raise
+            return
+        if source is not self:
+            chain = Chain(fragment, 0, 0, NO_ENTRY, 0, replica.chain.state_hash)
+            await self.writer.append_keyframe(replace(replica, chain=chain), None, Fence(self.stream.subjects.genesis, 0))

@@ -1,0 +1,231 @@
+"""One run's log stream as one process reaches it, and how its messages are decoded; every other module here builds on it.
+
+Nothing else in this project turns a message of the log into an entry. A message that cannot be one raises. A reader that
+goes on tells it as a :class:`Refusal`: all readers pass over the same messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core import codec, fold, outer, quantise
+from diloco.core.fragments import FragmentMap
+from diloco.core.quorum import EPOCH_STEP
+from diloco.errors import AppendUncertainError, FormatError, HashError, MessageError, RewoundError
+from diloco.settings.run import RunSettings
+from diloco.transport import Stored, Transport
+from diloco.wire import framing, subjects
+from diloco.wire.body import ATTEMPT_BYTES, Body, check_body_size, join_parts
+from diloco.wire.entries import Claim, CommitNotice, Keyframe, Record
+from diloco.wire.subjects import Subjects
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A message that is no entry of the log, and that all readers pass over."""
+
+    sender: str  # the syncer that the entry names; "log" where no entry could be read
+    subject: str
+    sequence: int  # in the stream
+    error: MessageError
+
+
+LOOK_S = 2.0  # how often to ask whether a message that does not come is still there: longer than a usual reconnection
+
+Of = TypeVar("Of", Record, CommitNotice, Claim)
+Refuse: TypeAlias = Callable[[Refusal], None]
+
+
+def pass_over(refusal: Refusal) -> None:
+    """Refuse without a word, where another reader of the log tells it."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """One entry's head, decoded; its body is left alone."""
+
+    record: Record
+    entry_hash: bytes
+    sequence: int
+    inline: bytes  # the body, or its beginning, where the head carries it
+
+    @property
+    def previous(self) -> bytes:
+        return self.record.previous
+
+
+@dataclass(frozen=True)
+class Packed(Head):
+    """One entry as it is stored, its body not opened."""
+
+    parts: Sequence[bytes]  # of the body, without their attempt; none where the head carries it
+
+    @property
+    def size_bytes(self) -> int:
+        """Of head and parts as stored, nearly."""
+        return self.record.body.size_bytes if self.record.body else 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One committed entry: checked by itself, not yet against its chain."""
+
+    record: Record
+    entry_hash: bytes
+    sequence: int
+    body: NDArray[np.uint8] | None
+    size_bytes: int  # of the body as stored
+    known_sequence: int  # of the message that commits it: the entry itself, or in a run with regions a notice
+
+
+class LogStream:
+    """The stream of one run's log, seen through one transport; in a run with regions, one region's."""
+
+    def __init__(
+        self, transport: Transport, run_name: str, run: bytes, fragment_map: FragmentMap, settings: RunSettings
+    ) -> None:
+        self.transport, self.run, self.map, self.regions = transport, run, fragment_map, bool(settings.regions.names)
+        self.subjects = Subjects(run_name)
+        self.epoch_step = EPOCH_STEP if self.regions else 1
+        self.optimizers = [outer.optimizer(settings, fragment) for fragment in fragment_map.fragments]
+
+    async def last(self, subject: str) -> Stored | None:
+        """Return the last message on a subject."""
+        return await self.transport.last(self.subjects.log_stream, subject)
+
+    async def get(self, sequence: int) -> Stored | None:
+        """Return the message with a stream sequence; None if it is gone."""
+        return await self.transport.get(self.subjects.log_stream, sequence)
+
+    async def pull(self, filters: list[str], start_sequence: int, stop_sequence: int | None) -> AsyncIterator[Stored]:
+        """Yield messages for ever, or up to and with the one to stop at, as long as that is there: lost, it never comes.
+
+        Raises (while iterating):
+            RewoundError: the stream lost messages that were read, or the message to stop at.
+        """
+        name = self.subjects.log_stream
+        pulled = aiter(self.transport.pull(name, filters, start_sequence))
+        if stop_sequence is None:
+            async for message in pulled:
+                yield message
+            return
+        expected = await self.get(stop_sequence)
+        while True:
+            coming = asyncio.ensure_future(anext(pulled))
+            try:
+                while not (await asyncio.wait([coming], timeout=LOOK_S))[0]:
+                    with contextlib.suppress(AppendUncertainError):  # the server is away
+                        if expected is None or await self.get(stop_sequence) != expected:
+                            raise RewoundError(f"stream {name}: message {stop_sequence} is gone, up to which it is read")
+                message = coming.result()
+            finally:
+                coming.cancel()
+            yield message
+            if message.sequence >= stop_sequence:
+                return
+
+    async def by_now(self, subject: str, start_sequence: int = 1) -> AsyncIterator[Stored]:
+        """Yield the messages stored on a subject by now, from ``start_sequence`` on, the oldest first.
+
+        Those that are lost meanwhile are left out.
+        """
+        newest = await self.last(subject)
+        if newest is not None and newest.sequence >= start_sequence:
+            with contextlib.suppress(RewoundError):
+                async for stored in self.pull([subject], start_sequence, newest.sequence):
+                    yield stored
+
+    def decode(self, message: Stored) -> Head | CommitNotice | Claim:
+        """Decode a head, a notice or, in a run with regions, a claim among a fragment's entries.
+
+        Raises:
+            MessageError: it is none of them.
+        """
+        if subjects.is_notice(message.subject):
+            return _of_subject(message, framing.unpack(message.data, CommitNotice, self.run)[0])
+        if self.regions and framing.kind_of(message.data) == Claim.kind:
+            return _of_subject(message, framing.unpack(message.data, Claim, self.run)[0])
+        return decode_head(message, self.run)
+
+    def most_body_bytes(self, fragment: int) -> int:
+        """Return the most bytes that the zstd frame of an entry may have; a rollback's is the largest."""
+        values = (1 + self.optimizers[fragment].moments) * self.map.fragments[fragment].size
+        return codec.packed_limit(4 * values + quantise.BLOCK * 8)
+
+    async def open(self, packed: Packed) -> NDArray[np.uint8] | None:
+        """Return an entry's uncompressed body, checked: uint8 [quantised bytes]; None if it has none.
+
+        Raises:
+            FormatError, HashError, NonFiniteError: it does not have the size, hash or values that the entry states.
+        """
+        record = packed.record
+        if record.body is None:
+            return None
+        what = f"fragment {record.fragment}, version {record.version}"
+        size, moments = self.map.fragments[record.fragment].size, self.optimizers[record.fragment].moments
+        values = fold.entry_values(record, size, moments)
+        raw_bytes = quantise.body_bytes(values, record.bits)
+        body = await asyncio.to_thread(open_body, record.body, packed.inline, packed.parts, raw_bytes, what)
+        await asyncio.to_thread(quantise.validate, body, values, record.bits)
+        return body
+
+    async def parts(self, head: str, body: Body, what: str, stream: str | None = None) -> list[bytes]:
+        """Read the parts of a body whose head was stored on subject ``head``.
+
+        Raises:
+            FormatError: some are missing.
+        """
+        names = [subjects.log_part(head, body.attempt, index) for index in range(body.parts)]
+        stored = [await self.transport.last(stream or self.subjects.log_stream, name) for name in names]
+        pieces = [part.data[ATTEMPT_BYTES:] for part in stored if part is not None]
+        if len(pieces) != body.parts:
+            raise FormatError(f"{what}: {body.parts - len(pieces)} of {body.parts} parts are missing")
+        return pieces
+
+
+def decode_head(message: Stored, run: bytes) -> Head:
+    """Decode the head of an entry.
+
+    Raises:
+        MessageError: it is none.
+    """
+    record, check, inline = framing.unpack(message.data, Record, run)
+    return Head(_of_subject(message, record), check, message.sequence, inline)
+
+
+def decode_keyframe(message: Stored, run: bytes) -> tuple[Keyframe, bytes]:
+    """Decode the head of a keyframe: the keyframe, and its body, or the beginning of it, where the head carries it.
+
+    Raises:
+        MessageError: it is none.
+    """
+    keyframe, _, inline = framing.unpack(message.data, Keyframe, run)
+    return keyframe, inline
+
+
+def _of_subject(message: Stored, found: Of) -> Of:
+    fragment = subjects.fragment_of(message.subject)
+    if found.fragment != fragment:
+        raise FormatError(f"{found.kind} of fragment {found.fragment} came as one of fragment {fragment}")
+    return found
+
+
+def open_body(body: Body, inline: bytes, pieces: Sequence[bytes], raw_bytes: int, what: str) -> NDArray[np.uint8]:
+    """Return the uncompressed bytes of a body, uint8 [raw_bytes], sizes and hash checked.
+
+    Raises:
+        FormatError: sizes do not fit, or the zstd frame is damaged.
+        HashError: the content does not have its hash.
+    """
+    check_body_size(body, codec.packed_limit(raw_bytes), what)
+    raw = codec.unpack(join_parts(body, inline, pieces, what), raw_bytes)
+    if codec.content_hash(raw) != body.content_hash:
+        raise HashError(f"{what}: the body's content does not have the hash that its head states")
+    return raw

@@ -1,0 +1,160 @@
+"""Appending to a log: entries, keyframes, the genesis record; and dropping the part before a keyframe."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core import codec, fold, outer
+from diloco.core.chain import NO_ENTRY, Chain
+from diloco.core.fold import Replica
+from diloco.errors import AppendUncertainError, FenceError, MessageError
+from diloco.log.stream import LogStream, decode_keyframe
+from diloco.process import observe
+from diloco.transport import Fence, Stored
+from diloco.wire import framing, subjects
+from diloco.wire.body import ATTEMPT_BYTES, describe_body
+from diloco.wire.entries import Genesis, Keyframe, Record
+
+APPEND_TIMEOUT_S = 10.0  # the parts of a large keyframe cross a thin link in less
+READ_BACK_RETRY_S = 0.2  # each attempt has waited for the server by itself
+
+
+class Writer:
+    """Appends to one log stream, each time until it is known whether it was stored."""
+
+    def __init__(self, stream: LogStream) -> None:
+        self.stream = stream
+
+    async def found(
+        self,
+        founder: str,
+        settings_digest: bytes,
+        thetas: Sequence[NDArray[np.float32]],
+        decide: Callable[[bytes], Awaitable[bool]] | None = None,
+    ) -> None:
+        """Store version 0 of every fragment, float32 [size] each, and then genesis; succeed too if another process has.
+
+        Version 0 is fenced by genesis: a founder that comes late would store it behind the keyframes of a run under way, and
+        hide them. Where there are several logs, ``decide`` says whether a genesis record is the run's.
+        """
+        hashes: list[bytes] = []
+        fence = Fence(self.stream.subjects.genesis, 0)
+        try:
+            for fragment, theta in zip(self.stream.map.fragments, thetas, strict=True):
+                optimizer = self.stream.optimizers[fragment.index]
+                momentum = np.zeros(optimizer.moments * theta.size, np.float32)
+                chain = Chain(fragment.index, 0, 0, NO_ENTRY, 0, outer.state_hash(theta, momentum))
+                await self.append_keyframe(Replica(chain, theta, momentum, optimizer), None, fence)
+                hashes.append(chain.state_hash)
+            genesis = Genesis(founder, settings_digest, self.stream.map.digest, hashes, self.stream.transport.wall_s())
+            frame = framing.pack(genesis, self.stream.run)
+            if decide is None or await decide(frame):
+                await self.append_genesis(frame)
+        except FenceError:
+            return
+
+    async def append_genesis(self, frame: bytes) -> None:
+        """Store the genesis record; all keyframes of version 0 must be there.
+
+        Raises:
+            FenceError: another one is stored.
+        """
+        await self.append(self.stream.subjects.genesis, frame, [], b"", Fence(self.stream.subjects.genesis, 0))
+
+    async def append_record(self, record: Record, inline: bytes, parts: Sequence[bytes], expected_sequence: int) -> int:
+        """Append an entry behind the head at ``expected_sequence``; return its stream sequence.
+
+        Raises:
+            FenceError: the head is another one.
+            StorageFullError: nothing was stored.
+        """
+        head = self.stream.subjects.record(record.fragment)
+        frame = framing.pack(record, self.stream.run, inline)
+        attempt = record.body.attempt if record.body else b""
+        return await self.append(head, frame, parts, attempt, Fence(head, expected_sequence))
+
+    async def append_keyframe(self, replica: Replica, residual: NDArray[np.float32] | None, fence: Fence | None) -> int:
+        """Append a keyframe of a replica, with its residual, float32 [size] or None; return its head's stream sequence.
+
+        Raises:
+            FenceError: the fragment's log went on.
+            StorageFullError: nothing was stored.
+            FormatError: its readers could not decode it; nothing was stored.
+        """
+        chain = replica.chain
+        raw = await asyncio.to_thread(fold.keyframe_body, replica, residual)
+        packed = await asyncio.to_thread(codec.pack, raw, -1)
+        body, inline, parts = describe_body(packed, codec.content_hash(raw), self.stream.transport.random_bytes(ATTEMPT_BYTES))
+        keyframe = Keyframe(
+            fragment=chain.fragment,
+            version=chain.version,
+            epoch=chain.epoch,
+            entry_hash=chain.head,
+            entry_sequence=chain.sequence,
+            tokens_merged=chain.tokens_merged,
+            tokens_lost=chain.tokens_lost,
+            cursors=chain.keyframe_cursors(),
+            ends=chain.keyframe_ends(),
+            state_hash=chain.state_hash,
+            closing=chain.closed,
+            body=body,
+            rolled_back=chain.rolled_back,
+        )
+        head, frame = self.stream.subjects.keyframe(chain.fragment), framing.pack(keyframe, self.stream.run, inline)
+        framing.unpack(frame, Keyframe, self.stream.run)
+        return await self.append(head, frame, parts, body.attempt, fence)
+
+    async def purge_below(self, fragment: int, keyframe_sequences: Sequence[int]) -> None:
+        """Drop the part of a fragment's log that stands before its keyframes with these heads, the oldest first.
+
+        A keyframe's parts stand before its head and after the entry that it was made of, which therefore bounds the purge.
+        Nothing is dropped if one of them is damaged, or lost with its server's last writes.
+        """
+        names, entries = self.stream.subjects, []
+        for sequence in keyframe_sequences:
+            stored = await self.stream.get(sequence)
+            if stored is None or stored.subject != names.keyframe(fragment):
+                return
+            try:
+                entries.append(decode_keyframe(stored, self.stream.run)[0].entry_sequence)
+            except MessageError:
+                return
+        if entries[0]:
+            for tree in (names.record_tree(fragment), names.keyframe_tree(fragment)):
+                await self.stream.transport.purge(names.log_stream, tree, entries[0])
+
+    async def append(
+        self, head: str, frame: bytes, parts: Sequence[bytes], attempt: bytes, fence: Fence | None, stream: str | None = None
+    ) -> int:
+        """Append until it is known whether it was stored: read the head back after an uncertain outcome."""
+        identifier = self.stream.transport.random_bytes(8).hex()
+        while True:
+            try:
+                return await self.stream.transport.append(
+                    head,
+                    frame,
+                    parts=parts,
+                    part_subject=lambda index: subjects.log_part(head, attempt, index),
+                    message_id=identifier,
+                    fence=fence,
+                    timeout_s=APPEND_TIMEOUT_S,
+                )
+            except (AppendUncertainError, FenceError) as error:
+                stored = await self._read_back(stream or self.stream.subjects.log_stream, head)
+                if stored is not None and stored.data == frame:
+                    return stored.sequence
+                if isinstance(error, FenceError):
+                    raise
+                # a server whose disk is full answers nothing at all: say that there is something to look at
+                observe.log.warning("append_retried", subject=head, reason=str(error))
+
+    async def _read_back(self, stream: str, head: str) -> Stored | None:
+        while True:
+            try:
+                return await self.stream.transport.last(stream, head)
+            except AppendUncertainError:
+                await asyncio.sleep(READ_BACK_RETRY_S)

@@ -1,0 +1,1 @@
+"""A learner's protocol side; needs no accelerator library."""

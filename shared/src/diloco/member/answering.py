@@ -1,0 +1,90 @@
+"""Answers rounds: reads and quantises a fragment in a thread of its own, and stores the offer, however long that takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from diloco.control.creation import Run
+from diloco.core import codec
+from diloco.core import tape as events
+from diloco.core.delta import Encoded
+from diloco.core.fragment_state import Answer
+from diloco.errors import BrokerError, NonFiniteError, StorageFullError
+from diloco.log.offers import append_offer
+from diloco.member.shared import SharedLearner
+from diloco.process.observe import Logger
+from diloco.process.retry import Complaint
+from diloco.process.tape import Recorder
+from diloco.transport import Transport
+from diloco.wire.body import ATTEMPT_BYTES, describe_body
+from diloco.wire.offers import Offer
+from diloco.wire.subjects import Subjects
+
+OFFER_TIMEOUT_S = 15.0  # an offer of 100 MB takes that long at 50 Mbit/s; it is then sent again, under the same id
+
+
+class Answering:
+    """Makes and sends the offers of one learner, in the loop thread."""
+
+    def __init__(self, transport: Transport, run: Run, shared: SharedLearner, tape: Recorder, log: Logger) -> None:
+        self.transport, self.run, self.shared, self.tape, self.log = transport, run, shared, tape, log
+        self.learner, self.subjects = shared.learner, Subjects(run.name)
+
+    def begin(self, index: int) -> None:
+        """Answer the fragment's open round if that can be done now; the lock is held."""
+        answer = self.learner.try_answer(index)
+        if answer is not None:
+            self.shared.spawn(self._answer(answer))
+
+    def begin_soon(self, index: int) -> None:
+        """Answer the fragment's open round, likewise; the lock is not held. Callable from any thread."""
+        self.shared.loop.call_soon_threadsafe(self._begin_locked, index)
+
+    def _begin_locked(self, index: int) -> None:
+        with self.shared.lock:
+            self.begin(index)
+
+    async def _answer(self, answer: Answer) -> None:
+        index, level = answer.fragment, self.run.created.codec.zstd_level
+
+        def encode() -> tuple[Encoded, bytes, bytes]:
+            encoded = self.learner.encode(answer)
+            return encoded, codec.pack(encoded.body, level), codec.content_hash(encoded.body)
+
+        try:
+            encoded, packed, content_hash = await asyncio.to_thread(encode)
+        except NonFiniteError as error:
+            self.log.warning("displacement_not_finite", fragment=index, version=answer.version, reason=str(error))
+            with self.shared.lock:
+                self.learner.not_finite(index)
+                self.shared.tell()
+            return
+        with self.shared.lock:
+            pending = self.learner.encoded(answer, encoded)
+            ago, digest = self.learner.accounts.step - answer.snapshot.step, content_hash[: events.DIGEST_BYTES]
+            self.tape.record(events.Offer(ago, index, pending.stated.number, answer.version, answer.bits, digest))
+            self.shared.tell()
+        self.tape.flush()  # before it is sent: all that is merged of this learner is on its tape
+        body, inline, parts = describe_body(packed, content_hash, self.transport.random_bytes(ATTEMPT_BYTES))
+        sequence = await self._send(pending.message(index, body), inline, parts)
+        with self.shared.lock:
+            self.learner.sent(index, sequence)
+            self.shared.tell()
+
+    async def _send(self, offer: Offer, inline: bytes, parts: Sequence[bytes]) -> int:
+        complaint = Complaint(self.log)
+
+        def failed(error: BrokerError) -> None:
+            values = {"fragment": offer.fragment, "number": offer.number, "reason": str(error)}
+            if isinstance(error, StorageFullError):
+                complaint.warn("offer_not_stored", **values)
+            else:
+                self.log.warning("offer_retried", **values)
+
+        run, timeout_s = self.run.identity, OFFER_TIMEOUT_S
+        sequence = await append_offer(
+            self.transport, self.subjects, run, offer, inline, parts, timeout_s=timeout_s, failed=failed
+        )
+        assert sequence is not None  # it is wanted as long as it is not stored
+        return sequence

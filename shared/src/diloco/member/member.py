@@ -1,0 +1,435 @@
+"""A learner's protocol side in a process: the state machine of :mod:`diloco.core.learner` with a transport, threads and a tape.
+
+Two threads share it. The *trainer* (any framework, or a toy) calls :meth:`Member.boundary` between two inner steps, writes
+the versions it returns into its model and hands over readers for the fragments it asks for; none of these calls waits for
+anything. The *loop* thread runs asyncio: it follows the log and folds it, hears announcements, reads, quantises and sends.
+A lock guards the short passages in which both touch the state; while a fragment's offer is being quantised, versions of that
+fragment are applied one boundary later instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.control.changes import ChangesFollower
+from diloco.control.creation import Run
+from diloco.control.genesis import await_genesis
+from diloco.control.hearing import hear, name_in
+from diloco.core import tape as events
+from diloco.core.accounts import StepDone
+from diloco.core.boundary import apply, decide
+from diloco.core.delta import Apply
+from diloco.core.fragment_state import Reader, Version
+from diloco.core.fragments import FragmentMap
+from diloco.core.learner import Dump, Learner
+from diloco.core.schedule import Moment
+from diloco.errors import BrokerError, EjectedError, MachineError
+from diloco.log.follower import Folded, LogFollower, Wrong
+from diloco.log.log import Log
+from diloco.log.stream import Refusal
+from diloco.member.admission import AdmissionClient
+from diloco.member.answering import Answering
+from diloco.member.audit import Audit
+from diloco.member.peer import Borrower, Layout, Lender, Loan
+from diloco.member.shared import SharedLearner
+from diloco.member.shares import LeaseClient
+from diloco.member.taping import LearnerTape
+from diloco.process.observe import Counted, Logger, Progress
+from diloco.process.retry import until_available
+from diloco.process.tape import Recorder, Unrecorded
+from diloco.process.tasks import end
+from diloco.settings.service import LearnerSettings
+from diloco.transport import Heard, Transport
+from diloco.wire import framing
+from diloco.wire.control import Announcement, Heartbeat, MarkerAnswer, SnapshotMarker
+from diloco.wire.subjects import Subjects, fragment_of
+
+M = TypeVar("M", bound=framing.Message)
+Vector = NDArray[np.float32]
+
+LEAVE_TIMEOUT_S = 10.0  # quantising a fragment takes less; it ends without the offer otherwise
+FREE_TIMEOUT_S = 2.0  # a few round trips; others take over what is left
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The trainer's work between two steps, in this order."""
+
+    applies: list[tuple[int, Apply]]  # by fragment
+    reads: list[int]  # fragments to hand over a reader for, with :meth:`Member.submit`
+    stop: bool  # the token budget is used up: take no further step
+    wait: bool  # take no step yet: a version is on its way (``round.learners_wait``)
+    finished: bool  # every fragment's log is closed and applied
+
+
+class Member:
+    """One learner (or evaluator) in one run. Construct it in the loop thread, then ``await join()``."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: Run,
+        fragment_map: FragmentMap,
+        settings: LearnerSettings,
+        log: Logger,
+        tape: Recorder | None = None,
+    ) -> None:
+        self.transport, self.run, self.map, self.settings, self.log = transport, run, fragment_map, settings, log
+        self.tape = tape or Unrecorded()
+        self.store = Log(transport, run.name, run.identity, fragment_map, run.created)
+        self.subjects = Subjects(run.name)
+        self.lender = Lender(transport, run.identity, self.subjects, settings.name, self._may_lend, log)
+        self.refused = Counted(log)
+        self.admission = AdmissionClient(transport, run, settings.name, fragment_map, log)
+        self.shares = LeaseClient(run, settings, self.admission.incarnation, fragment_map.digest, self.refused, log)
+        self.learner = Learner(settings.name, settings.role, settings.region or "", self.admission.incarnation, run.created)
+        self._shared = SharedLearner(self.learner)
+        self._answering = Answering(transport, run, self._shared, self.tape, log)
+        self._changes = ChangesFollower(transport, run, log, self._change)
+        self._taped = LearnerTape(self.tape)
+        self._follower: LogFollower
+        self._following: asyncio.Task[None]
+
+    # ---- loop thread
+
+    async def join(self, initial: Callable[[], Sequence[Vector]]) -> None:
+        """Be admitted, found the run if nobody else does (with ``initial``), load the log, and begin to follow it.
+
+        A learner that was ejected is not, and waits until it is readmitted. ``initial`` gives the parameters by fragment,
+        float32 [size of the fragment].
+
+        Raises:
+            AdmissionError: this learner's model is not the run's.
+        """
+        learns = self.settings.role == "learner"
+        await until_available(self._changes.look, self.log)
+        self._shared.spawn(self._changes.follow())
+        await self.admission.readmitted(self.store.reader.closed)
+        if learns:
+            await self.admission.take()
+            self.learner.incarnation = self.shares.incarnation = self.admission.incarnation
+        founder = self.settings.name if learns and self.transport.founds else None
+        begin = partial(await_genesis, self.run, self.store, founder, initial, self.log)
+        genesis = await until_available(begin, self.log)
+        self._follower = LogFollower(self.store, genesis, self._refuse_entry, self.log, in_place=False)
+        for fragment in self.map.fragments:
+            self.learner.seat(Version.of((await self._follower.load(fragment.index)).replica))
+        self.learner.take_up_accounts()
+        if learns:
+            await self.transport.subscribe(self.subjects.heartbeat(), self._hear_alive)
+            await until_available(lambda: self.shares.take(self.learner.ends()), self.log)
+        await self._hear(self.subjects.round(), Announcement, self._hear_round)
+        if learns:
+            await self._hear(self.subjects.mark, SnapshotMarker, self._hear_mark)
+            await self.lender.serve()
+        versions = self.versions()
+        at_ms = int(self.transport.wall_s() * 1000)
+        self.tape.record(events.Start(at_ms, self.learner.incarnation, tuple(versions)))
+        self._following = self._shared.spawn(self._follow())
+        audit = Audit(self._shared, self.admission, self.shares, self._follower.holds, self._follow_again, self.log)
+        self._shared.spawn(audit.work())
+        self._shared.spawn(self._send_heartbeats_regularly())
+        self._change()
+        self.log.info("joined", fragments=len(versions), version_min=min(versions), version_max=max(versions))
+
+    async def _hear(self, subject: str, kind: type[M], handle: Callable[[M, Heard], Awaitable[None]]) -> None:
+        await hear(self.transport, subject, kind, self.run.identity, handle, self.refused)
+
+    def _change(self) -> None:
+        """Take in what was changed of the run: a learner that was ejected ends."""
+        with self._shared.lock:
+            self.learner.change(self.run.now)
+            if len(self.learner.fragments) < len(self.map.fragments):
+                return  # it ends when it has joined
+            ejected = self.run.now.ejected.get(self.settings.name)
+            over = all(state.newest.chain.closed for state in self.learner.fragments)
+            if ejected is not None and not over:
+                message = (
+                    f"run {self.run.name!r}: learner {self.settings.name} was ejected by {ejected.label}; it may come back "
+                    f"after diloco readmit DIR {self.settings.name}"
+                )
+                self._shared.fail(EjectedError(message))
+            self._shared.tell()
+
+    async def borrow(self, layout: Layout) -> Loan | None:
+        """Return the state of a peer's optimizer, for a learner that joined without a checkpoint; None: it begins afresh.
+
+        Peers are asked in the order of what the log has merged of them, most first. In a run without versions nobody is asked,
+        nor by an optimizer without a state.
+        """
+        peers = self.learner.peers()
+        if peers is None or not layout.arrays:
+            return None
+        borrower = Borrower(self.transport, self.run.identity, self.subjects, self.settings.name, layout, self.log)
+        loan = await borrower.borrow(peers)
+        if loan is None:
+            self.learner.accounts.warming = 0
+            self.tape.record(events.Fresh())
+            self.log.info("state_fresh", warmup_steps=self.run.created.inner.restart_warmup_steps)
+        else:
+            self.tape.record(events.Borrowed(loan.peer, loan.content_hash[: events.DIGEST_BYTES]))
+            self.log.info(
+                "state_from_peer", learner=loan.peer, step=loan.step, version_min=min(loan.versions), bytes=layout.size_bytes
+            )
+        return loan
+
+    def _may_lend(self) -> bool:
+        """Return whether this learner's optimizer state is worth something."""
+        with self._shared.lock:
+            return self.learner.activity in ("stepping", "waiting") and not self.learner.is_warming
+
+    async def close(self) -> None:
+        """Send a last heartbeat, if others have heard of this member, and stop everything that runs in the loop."""
+        if len(self.learner.fragments) == len(self.map.fragments):
+            if self.learner.activity != "finished":
+                self.learner.activity = "left"
+            await self._send_heartbeat()
+            await self._free_shares()
+        await self._shared.end_tasks()
+        self.tape.flush()
+
+    async def _free_shares(self) -> None:
+        if self.settings.role == "learner" and self.learner.activity != "finished":
+            try:
+                await asyncio.wait_for(self.shares.leave(), FREE_TIMEOUT_S)
+            except (BrokerError, TimeoutError) as error:  # others take them over once this learner is silent for long
+                self.log.warning("shares_not_freed", reason=str(error))
+
+    async def _follow(self) -> None:
+        async for event in self._follower.follow(range(len(self.map.fragments))):
+            replica = event.copy.replica
+            with self._shared.lock:
+                if isinstance(event, Folded):
+                    self.learner.queue(replica.chain.fragment, Version.of(replica, event.entry.record))
+                elif isinstance(event, Wrong):
+                    continue  # the versions that were queued are right
+                elif event.rewound:
+                    self.learner.rewind(replica.chain.fragment, Version.of(replica))
+                else:
+                    self.learner.queue(replica.chain.fragment, Version.of(replica))
+                self._shared.tell()
+
+    async def _follow_again(self) -> None:
+        """Load and follow the log again, which has lost what was read last without its reader noticing."""
+        self.log.error("log_rewound", reason="the newest entry that was read is gone")
+        await end(self._following)
+        self._follower.rewind()
+        self._following = self._shared.spawn(self._follow())
+
+    def _refuse_entry(self, refusal: Refusal) -> None:
+        """Note an entry that is passed over.
+
+        Raises:
+            MachineError: at least half of the other learners have folded what seems wrong here.
+        """
+        error, name, fragment = refusal.error, self.settings.name, fragment_of(refusal.subject)
+        self.refused.note(refusal.sender, type(error).__name__, reason=str(error), sequence=refusal.sequence)
+        wrong = self._follower.wrong.get(fragment) if fragment is not None else None
+        if wrong is None or wrong.newest is None:
+            return
+        vouchers, others = sorted(wrong.vouchers - {name}), self.run.created.learners - (self.settings.role == "learner")
+        if 2 * len(vouchers) >= max(1, others):
+            raise MachineError(
+                f"run {self.run.name!r}, fragment {fragment}: version {wrong.newest.version} folds to another state here than "
+                f"at {', '.join(vouchers)}, who go on with it: test this machine's memory, and compare its libraries"
+            )
+
+    async def _hear_alive(self, heard: Heard) -> None:
+        self.shares.hear(name_in(heard.subject), self._shared.loop.time())
+
+    async def _hear_round(self, announced: Announcement, heard: Heard) -> None:
+        with self._shared.lock:
+            if self.learner.hear(announced, self._shared.loop.time()):
+                self._shared.tell()
+            self._answering.begin(announced.fragment)
+
+    async def _hear_mark(self, mark: SnapshotMarker, heard: Heard) -> None:
+        with self._shared.lock:
+            answered = self.learner.marks.hear(mark, len(self.learner.fragments))
+        if answered is not None:
+            await self._send_marked(answered)
+
+    async def _send_marked(self, answer: MarkerAnswer) -> None:
+        await self.transport.publish(self.subjects.marked(self.settings.name), framing.pack(answer, self.run.identity))
+
+    async def _send_heartbeats_regularly(self) -> None:
+        progress = Progress(self.log, self._shared.loop.time(), lambda: _progress(self.heartbeat()))
+        while True:
+            await self._send_heartbeat()
+            progress.look(self._shared.loop.time())
+            await asyncio.sleep(self.run.in_force.liveness.pulse_s)
+
+    def _heartbeat_soon(self) -> None:
+        self.tape.flush()
+        self._shared.spawn(self._send_heartbeat())
+
+    async def _send_heartbeat(self) -> None:
+        frame = framing.pack(self.heartbeat(), self.run.identity)
+        await self.transport.publish(self.subjects.heartbeat(self.settings.name), frame)
+
+    def heartbeat(self) -> Heartbeat:
+        """Return the heartbeat: what others are told of this member now."""
+        with self._shared.lock:
+            return self.learner.heartbeat(
+                trained=self.shares.trained(),
+                batch_tokens=self.shares.batch_tokens,
+                bytes_up=self.transport.bytes_out,
+                bytes_down=self.transport.bytes_in,
+                refused=self.refused.total,
+            )
+
+    # ---- trainer thread
+
+    def boundary(self, done: StepDone | None) -> Boundary:
+        """Book the step that ended (None: there was none), and return the trainer's work before the next one.
+
+        Raises:
+            DilocoError: a task of the loop thread failed.
+        """
+        now_s = self._shared.loop.time()
+        with self._shared.lock:
+            self._shared.begin_boundary()
+            if done is not None:
+                self.learner.book(done)
+                self.shares.book(done.share, done.batch, done.tokens)
+                self._taped.step(done)
+            decision = decide(self.learner, now_s)
+            self._taped.decision(decision)
+            applied = apply(self.learner, decision)
+        self._shared.loop.call_soon_threadsafe(self._heartbeat_soon)
+        writes = [(each.application.fragment, each.write) for each in applied if each.write is not None]
+        return Boundary(writes, list(decision.reads), decision.stop, decision.wait, decision.finished)
+
+    def submit(self, fragment: int, reader: Reader) -> None:
+        """Hand over a way to read a fragment as it is at this boundary; called from another thread, at most once."""
+        with self._shared.lock:
+            self.learner.submit(fragment, reader)
+            asked = self.learner.fragments[fragment].wants_answer
+        if asked:  # otherwise the announcement finds the snapshot
+            self._answering.begin_soon(fragment)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there is something new since the last boundary, at most ``timeout_s``."""
+        self._shared.wait_for_news(timeout_s)
+
+    def leased(self) -> dict[int, int]:
+        """Return the shares of the data that this learner holds now, each with the batch at which it begins or goes on."""
+        return self.shares.leased()
+
+    def moment(self) -> Moment:
+        """Return what the learning rate goes by: the tokens that the newest applied version states and own ones since."""
+        with self._shared.lock:
+            return self.learner.accounts.moment(self.learner.budget)
+
+    @property
+    def step(self) -> int:
+        """Own steps taken in this run."""
+        return self.learner.accounts.step
+
+    def count_steps(self, step_tokens: int) -> None:
+        """Begin with as many steps as the log holds tokens of this learner, for steps of ``step_tokens`` each."""
+        with self._shared.lock:
+            self.learner.accounts.step = self.learner.accounts.tokens // step_tokens
+
+    def versions(self) -> list[int]:
+        """Return by fragment the version applied at the last boundary."""
+        with self._shared.lock:
+            return [state.delta.base_version for state in self.learner.fragments]
+
+    def offers(self) -> int:
+        """Return how many offers this process has made."""
+        with self._shared.lock:
+            return sum(state.delta.next_number - 1 for state in self.learner.fragments)
+
+    def report_loss(self, loss: float) -> None:
+        """Set the loss that the next heartbeats carry (an evaluator's): none if it is not finite."""
+        with self._shared.lock:
+            self.learner.accounts.loss = loss if math.isfinite(loss) else None
+
+    def leave(self) -> None:
+        """Take no further step, and ask for rounds that merge what is unmerged; boundaries go on until :attr:`left`."""
+        with self._shared.lock:
+            self.learner.leaving = True
+
+    @property
+    def left(self) -> bool:
+        """Whether nothing of this learner is unmerged."""
+        with self._shared.lock:
+            return self.learner.left
+
+    def dump(self) -> Dump | None:
+        """Return the state as of the last boundary, for a checkpoint; None if that must wait for a later one.
+
+        Nobody writes to its arrays any more: they may be saved while training goes on.
+        """
+        with self._shared.lock:
+            return self.learner.dump(self.shares.positions()) if self.learner.may_dump else None
+
+    def checkpoint(self) -> Dump:
+        """Return the state as of the last boundary, for the last checkpoint: no round is answered any more."""
+        with self._shared.lock:
+            self.learner.silent = True
+        self._shared.wait_until(lambda: not self.learner.encoding, LEAVE_TIMEOUT_S)
+        with self._shared.lock:
+            return self.learner.dump(self.shares.positions())
+
+    def restore(self, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Take over a :meth:`checkpoint`, its ``arrays`` any dtype [...], after :meth:`join` and before the first boundary.
+
+        Raises:
+            LookupError, TypeError, ValueError, OverflowError: the checkpoint is not of this model; nothing has changed.
+        """
+        with self._shared.lock:
+            self.learner.restore(plain, arrays)
+            self.shares.restore(plain["positions"])
+
+    def lend(self, step: int, versions: list[int], layout: Layout, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Lend the optimizer's state, arrays any dtype [...] of ``layout``, as of a boundary after ``step`` steps.
+
+        It takes time. Callable from any thread.
+        """
+        content_hash = self.lender.give(step, versions, layout, layout.join(arrays))
+        self.tape.record(events.Lent(content_hash[: events.DIGEST_BYTES]))
+        self.log.info("state_lent", step=step, bytes=layout.size_bytes)
+
+    def note_saved(self, digest: bytes) -> None:
+        """Note that the state that was copied last is on the disk. Callable from any thread."""
+        self.tape.record(events.Checkpoint(digest))
+        self.tape.flush()  # a process that begins again with this state says so on the same tape
+
+    def mark_due(self) -> SnapshotMarker | None:
+        """Return the mark of a whole run's checkpoint that the state as of the last boundary answers."""
+        with self._shared.lock:
+            return self.learner.marks.reached(self.learner.fragments)
+
+    def note_copied(self, mark: SnapshotMarker) -> None:
+        """Let versions beyond a mark be applied: the state that it asks for has been copied."""
+        with self._shared.lock:
+            self.learner.marks.copied(mark)
+
+    def answer_mark(self, answer: MarkerAnswer) -> None:
+        """Say that the state asked for is saved. Callable from any thread."""
+        with self._shared.lock:
+            self.learner.marks.answer(answer)
+        self._shared.loop.call_soon_threadsafe(lambda: self._shared.spawn(self._send_marked(answer)))
+
+
+def _progress(heartbeat: Heartbeat) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return counts, and values as they are, for the event ``progress``."""
+    counts = {
+        "steps": heartbeat.step,
+        "tokens": heartbeat.tokens,
+        "bytes_up": heartbeat.bytes_up,
+        "bytes_down": heartbeat.bytes_down,
+    }
+    loss = None if heartbeat.loss is None else round(heartbeat.loss, 4)
+    values = {"state": heartbeat.state, "loss": loss, "step_s": round(heartbeat.step_s, 4), "refused": heartbeat.refused}
+    return counts, values | {"version_min": min(heartbeat.versions), "version_max": max(heartbeat.versions)}

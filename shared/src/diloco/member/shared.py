@@ -1,0 +1,68 @@
+"""A learner's state between two threads: a lock, news for the thread that waits, and the tasks of the loop thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from diloco.core.learner import Learner
+from diloco.process.tasks import end
+
+
+class SharedLearner:
+    """``lock`` guards ``learner``; nothing slow is done under it. Construct it in the loop thread."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner, self.lock = learner, threading.Condition(threading.Lock())
+        self.failure: BaseException | None = None  # of a task, or what else ends this learner
+        self.loop = asyncio.get_running_loop()
+        self._unseen = False  # something happened since the last boundary
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def tell(self) -> None:
+        """Wake the trainer if it waits for news; the lock is held."""
+        self._unseen = True
+        self.lock.notify_all()
+
+    def begin_boundary(self) -> None:
+        """Count news from here on; the lock is held.
+
+        Raises:
+            DilocoError: a task of the loop thread failed.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self._unseen = False
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Sleep until something happens that the last boundary has not seen, at most ``timeout_s``."""
+        self.wait_until(lambda: self._unseen, timeout_s)
+
+    def wait_until(self, reached: Callable[[], bool], timeout_s: float) -> None:
+        """Sleep until ``reached``, which is asked at all news, at most ``timeout_s``."""
+        with self.lock:
+            self.lock.wait_for(reached, timeout_s)
+
+    def fail(self, error: BaseException | None) -> None:
+        """End the learner at its next boundary; the first error counts. The lock is held."""
+        self.failure = self.failure or error
+        self.tell()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin a task of the loop thread."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            with self.lock:
+                self.fail(task.exception())
+
+    async def end_tasks(self) -> None:
+        """Cancel all tasks and wait for their end."""
+        await end(*self._tasks)

@@ -1,0 +1,35 @@
+"""A learner's steps and boundaries on its tape."""
+
+from __future__ import annotations
+
+from diloco.core import tape as events
+from diloco.core.accounts import StepDone
+from diloco.core.boundary import Decision
+from diloco.process.tape import Recorder
+
+
+class LearnerTape:
+    """Writes steps and decisions; a reader of the tape takes for granted that a share's batches come one after another."""
+
+    def __init__(self, tape: Recorder) -> None:
+        self.tape = tape
+        self._next: tuple[int, int] | None = None  # share and batch of the next step, as the tape has it
+        self._changes = 0
+
+    def step(self, done: StepDone) -> None:
+        """Record an inner step."""
+        if (done.share, done.batch) != self._next:
+            self.tape.record(events.Data(done.share, done.batch))
+        self.tape.record(events.Step())
+        self._next = (done.share, done.batch + 1)
+
+    def decision(self, decision: Decision) -> None:
+        """Record a boundary's decision."""
+        if decision.changes != self._changes:
+            self._changes = decision.changes
+            self.tape.record(events.Changed(decision.changes))
+        for applied in decision.applies:
+            if applied.how == "version":
+                self.tape.record(events.Apply(applied.fragment, applied.version))
+            else:
+                self.tape.record(events.Reload(applied.fragment, applied.version, applied.how == "reset"))

@@ -1,0 +1,224 @@
+"""Opening a connection to NATS, and logging its troubles as long as it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+import re
+import ssl
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import nats.errors
+
+from diloco.errors import BrokerError, SettingsError
+from diloco.nats.client import Client
+from diloco.nats.identity import Identity
+from diloco.nats.nkey import NatsKey
+from diloco.process.observe import Logger
+
+CONNECT_TIMEOUT_S = 2.0  # a few round trips over the longest link; TCP would try for two minutes
+FLUSH_TIMEOUT_S = 5  # longer than PING_S notices a dead server, so that this never ends first
+RETRY_S = 0.5  # between two attempts to connect: a server that starts is used soon, and is not flooded
+PING_S = 2.0  # a frozen server is noticed at the third ping
+COMPLAIN_EVERY_S = 10.0  # of the same trouble: often enough to see it go on, seldom enough to read the rest
+TURNED_AWAY_S = 10.0  # an identity that a server does not know for so long will not be known again
+
+
+class _State(enum.Enum):
+    """State of a connection."""
+
+    OPENING = enum.auto()  # no server has taken it yet; the client goes on trying
+    OPEN = enum.auto()  # a server took it; the client makes it again when it is lost
+    TURNED_AWAY = enum.auto()  # it was open; a server now refuses the identity
+
+
+class Opening:
+    """Opens one connection, and hears from the client of its troubles.
+
+    ===========  ==========================  ================================================================
+    state        event                       action
+    ===========  ==========================  ================================================================
+    OPENING      error                       complain, every ``COMPLAIN_EVERY_S``
+    OPENING      the identity is refused     give up
+    OPENING      connected                   OPEN
+    OPEN         error                       log it, unless the connection is being remade, or closed
+    OPEN         the identity is refused     TURNED_AWAY
+    TURNED_AWAY  refused for 10 s            close the connection
+    TURNED_AWAY  connected again             OPEN
+    ===========  ==========================  ================================================================
+    """
+
+    def __init__(self, urls: list[str], name: str, log: Logger, identity: Identity | None) -> None:
+        self.urls, self.name, self.log, self.identity = urls, name, log, identity
+        self.client = Client(identity)
+        self._clock = asyncio.get_running_loop().time
+        self._state = _State.OPENING
+        self._began_s = self._clock()
+        self._complained_s = self._turned_away_s = -math.inf
+        self._reason = "no answer; start a server there, or give another URL"
+        self._refused = asyncio.Event()  # while opening: waiting would not help
+
+    async def open(self, give_up_after_s: float | None) -> Client:
+        """Return the client once it is connected.
+
+        Raises:
+            BrokerError: no server in time, or one that does not know the identity; the URL is named.
+        """
+        ends_s = math.inf if give_up_after_s is None else self._began_s + give_up_after_s
+        while not await self._try(None if ends_s == math.inf else max(0.0, ends_s - self._clock())):
+            # the server closed the connection before its refusal, if it is one, was read: the next attempt may read it
+            if self._clock() >= ends_s:
+                raise self._failure()
+            await asyncio.sleep(RETRY_S)
+            self.client = Client(self.identity)
+        return self.client
+
+    async def _try(self, timeout_s: float | None) -> bool:
+        """Let a new client connect; return False if the server closed the connection meanwhile, which says nothing."""
+        # without a limit of attempts the client also waits by itself for a server that is not there yet
+        connecting = asyncio.ensure_future(
+            self.client.connect(
+                self.urls,
+                name=self.name,
+                connect_timeout=CONNECT_TIMEOUT_S,
+                flush_timeout=FLUSH_TIMEOUT_S,
+                ping_interval=PING_S,
+                max_outstanding_pings=2,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=RETRY_S,
+                error_cb=self._on_error,
+                disconnected_cb=self._on_disconnect,
+                reconnected_cb=self._on_reconnect,
+                **_credentials(self.identity),
+            )
+        )
+        refused = asyncio.ensure_future(self._refused.wait())
+        try:
+            await asyncio.wait({connecting, refused}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if connecting.done() and not connecting.cancelled():
+                connecting.result()
+                self._state = _State.OPEN
+                return True
+        except (nats.errors.Error, OSError, ValueError) as error:
+            if not self._refused.is_set():  # else that is the reason
+                self._reason = _said(error, self.identity)
+                if isinstance(error, BrokenPipeError | ConnectionResetError):
+                    return False
+        finally:
+            refused.cancel()
+            if not self.client.is_connected:
+                connecting.cancel()
+                await asyncio.wait({connecting})
+                await self.client.close()
+        raise self._failure()
+
+    def _failure(self) -> BrokerError:
+        tried_s = self._clock() - self._began_s
+        return BrokerError(f"NATS: no connection to {shown(self.urls)} (tried for {tried_s:.0f} s): {self._reason}")
+
+    async def _on_error(self, error: Exception) -> None:
+        if self._state is _State.OPENING:
+            self._complain(error)
+        elif _turns_away(error):
+            await self._turn_away(error)
+        # after the end nobody asks, while it is being remade every attempt fails, and a lost server is logged as a disconnect
+        elif not (self.client.is_closed or self.client.is_reconnecting or isinstance(error, nats.errors.UnexpectedEOF)):
+            reason = _said(error, self.identity)
+            if "permissions violation" in reason.lower():  # nothing else shows it: the request is never answered
+                if self.identity is not None:
+                    reason += f": the server's auth.conf does not give it to {self.identity.name} (diloco keys refresh)"
+                self.log.error("permission_denied", connection=self.name, reason=reason)
+            else:
+                self.log.warning("nats_error", connection=self.name, reason=reason)
+
+    def _complain(self, error: Exception) -> None:
+        if self._refused.is_set():
+            return  # the refusal is the reason, not the broken pipe that follows it
+        now_s, self._reason = self._clock(), _said(error, self.identity)
+        if _turns_away(error):
+            self._refused.set()
+        elif now_s - self._complained_s >= COMPLAIN_EVERY_S:
+            self._complained_s = now_s
+            waited_s = round(now_s - self._began_s, 1)
+            self.log.warning("waiting_for_nats", url=shown(self.urls), waited_s=waited_s, reason=self._reason)
+
+    async def _turn_away(self, error: Exception) -> None:
+        if self._state is _State.OPEN:
+            self._state, self._turned_away_s = _State.TURNED_AWAY, self._clock()
+            reason = _said(error, self.identity)
+            self.log.error("nats_turns_away", connection=self.name, url=shown(self.urls), reason=reason)
+        elif self._clock() - self._turned_away_s >= TURNED_AWAY_S:
+            await self.client.close()
+
+    async def _on_disconnect(self) -> None:
+        if not self.client.is_closed:  # else it was us
+            self.log.warning("nats_disconnected", connection=self.name, url=shown(self.urls))
+
+    async def _on_reconnect(self) -> None:
+        self._state = _State.OPEN
+        self.log.info("nats_reconnected", connection=self.name, url=shown(self.urls))
+
+
+def checked(urls: str) -> list[str]:
+    """Return the URLs of one cluster, given with commas between them, each with its scheme as the client expects it.
+
+    Raises:
+        SettingsError: one of them is no URL of NATS.
+    """
+    return [_checked_one(url.strip()) for url in urls.split(",")]
+
+
+def _checked_one(url: str) -> str:
+    full = url if "://" in url else f"nats://{url}"
+    try:
+        parts = urlsplit(full)
+        named = parts.port != 0 and re.fullmatch(r"[\w.:-]+", parts.hostname or "") is not None
+        # nobody would read what stands behind the port, and the client takes "none" for no name
+        plain = parts.hostname != "none" and not (parts.path.strip("/") or parts.query or parts.fragment)
+        valid = parts.scheme in ("nats", "tls") and named and plain
+    except ValueError:
+        valid = False
+    if not valid:
+        shown = re.sub(r"^(\w+://)?.*@", r"\1", url, flags=re.DOTALL)  # without credentials
+        raise SettingsError(f"NATS URL {shown!r}: not the address of a server; expected nats://HOST:PORT or tls://HOST:PORT")
+    return full
+
+
+def shown(urls: list[str]) -> str:
+    """Return URLs without their credentials, as messages show them."""
+    shown = []
+    for url in urls:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        host = f"[{host}]" if ":" in host else host
+        shown.append(urlunsplit((parts.scheme, f"{host}:{parts.port}" if parts.port else host, "", "", "")))
+    return ",".join(shown)
+
+
+def _turns_away(error: Exception) -> bool:
+    return "authorization" in str(error).lower()
+
+
+def _said(error: Exception, identity: Identity | None) -> str:
+    """Return an error's reason, with the certificate or identity that it is about."""
+    text = str(error) or type(error).__name__
+    if _turns_away(error):
+        who = "who we are: set an identity" if identity is None else f"the identity {identity.path}, or it is revoked there"
+        return f"{text}: the server does not know {who}"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        hint = "the server wants TLS: set an identity" if identity is None else "make it with 'diloco keys add server'"
+        return f"the server's certificate is not accepted: {error.verify_message.rstrip('.')}; {hint}"
+    if isinstance(error, ssl.SSLError):
+        whose = "ours" if identity is None else f"that of {identity.path}"
+        return f"TLS fails, the server may not accept our certificate ({whose}): {error.reason or text}"
+    if isinstance(error, ConnectionRefusedError | TimeoutError):
+        return f"{text}; start a server there, or give another URL"
+    return text
+
+
+def _credentials(identity: Identity | None) -> dict[str, Any]:
+    if identity is None:
+        return {}
+    return {"tls": identity.tls, "signature_cb": NatsKey.from_seed(identity.seed).sign, "inbox_prefix": identity.inbox}

@@ -1,0 +1,1 @@
+"""A process of ours: structured events, log files, tapes, tasks, files, retries."""

@@ -1,0 +1,305 @@
+"""A service's HTTP server: ``/metrics`` for Prometheus, ``/healthz``, ``/readyz``.
+
+A service lists its metrics in a table (:class:`Metric`): a name with its unit, a meaning, and a function that reads the value
+from the service. Nothing is computed between two scrapes. ``prometheus_client`` makes the text, without its threads, its
+server and its global registry. It is imported only where ``metrics_address`` is set, since it delays the start of a service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+
+from diloco import __version__
+from diloco.errors import SettingsError
+from diloco.nats.transport import NatsTransport
+from diloco.process.observe import Counted, Logger
+from diloco.settings.service import ServiceSettings, host_and_port
+from diloco.wire import framing
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+
+PATHS = ("/metrics", "/healthz", "/readyz")
+MAX_REQUEST_BYTES = 8192
+MAX_REST_BYTES = 1 << 16  # read and dropped, so that a refused client can read why before the connection is reset
+MAX_CONNECTIONS = 16
+TIMEOUT_S = 5.0  # for a request to come and its answer to go
+SILENT_S = 15.0  # a service that is connected and gives no heartbeat for so long hangs
+ROUND_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # from a LAN's rounds to those of a thin link
+
+T = TypeVar("T")
+Labelled = Mapping[tuple[str, ...], float]
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+class Histogram:
+    """Counts of times by their length; not for several threads at once."""
+
+    def __init__(self, bounds_s: Sequence[float] = ROUND_BUCKETS_S) -> None:
+        self.bounds_s, self.sum_s = bounds_s, 0.0
+        self._counts = [0] * (len(bounds_s) + 1)
+
+    def observe(self, time_s: float) -> None:
+        """Count a time."""
+        self._counts[bisect.bisect_left(self.bounds_s, time_s)] += 1
+        self.sum_s += time_s
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return upper bounds, as text, with the number of times that were at most as long."""
+        return list(zip([*map(str, self.bounds_s), "+Inf"], accumulate(self._counts), strict=True))
+
+
+Values = float | Labelled | Histogram | None
+
+
+@dataclass(frozen=True)
+class Metric(Generic[T]):
+    """One row of a table. ``value`` returns one value, or one by the values of ``labels``, or None: there is none now."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    value: Callable[[T], Values]
+    labels: tuple[str, ...] = ()
+
+
+class Observed(Protocol):
+    """A service in its run."""
+
+    quiet_s: float  # longest time without a heartbeat
+
+    def waits_for(self) -> str | None:
+        """Name the thing that it waits for before its work; None if it works, or stands by."""
+
+    def beat_s(self) -> float | None:
+        """Return the time of its last heartbeat, by its loop's clock; None if none is due yet."""
+
+    def families(self) -> Iterator[Family]:
+        """Yield its metrics, as of now."""
+
+
+def one_of(state: str, states: Iterable[str]) -> Labelled:
+    """Return a state as a metric: 1 for the one that holds, 0 for all others."""
+    return {(name,): float(name == state) for name in states}
+
+
+def by_kind(refused: Counted) -> Labelled:
+    """Return refused messages by kind of error, of all senders together: senders' names would have no bound."""
+    kinds: dict[tuple[str, ...], float] = {}
+    for (_, kind), count in refused.counts().items():
+        kinds[kind,] = kinds.get((kind,), 0) + count
+    return kinds
+
+
+def families(metrics: Iterable[Metric[T]], source: T, labels: Mapping[str, str]) -> Iterator[Family]:
+    """Yield the metrics of a table as ``source`` has them now, each with ``labels``."""
+    from prometheus_client.core import HistogramMetricFamily
+    from prometheus_client.core import Metric as Family
+
+    for metric in metrics:
+        value = metric.value(source)
+        if value is None:
+            continue
+        if isinstance(value, Histogram):
+            histogram = HistogramMetricFamily(metric.name, metric.meaning, labels=list(labels))
+            histogram.add_metric(list(labels.values()), value.buckets(), value.sum_s)
+            yield histogram
+            continue
+        plain = Family(metric.name.removesuffix("_total"), metric.meaning, metric.kind)
+        for own, number in ({(): value} if isinstance(value, int | float) else value).items():
+            plain.add_sample(metric.name, {**labels, **dict(zip(metric.labels, own, strict=True))}, number)
+        yield plain
+
+
+@dataclass(eq=False)
+class Exporter:
+    """A process's HTTP server, if ``metrics_address`` is set; it answers while the process still starts."""
+
+    settings: ServiceSettings
+    kind: str  # of the service
+    log: Logger
+    transport: NatsTransport | None = None
+    observed: Observed | None = None
+    starting: str = "its run to be created"  # the thing waited for until ``observed`` is set
+    port: int | None = None  # of the listener
+    _server: asyncio.Server | None = None
+    _connections: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def start(self) -> None:
+        """Begin to answer, in the running loop.
+
+        Raises:
+            SettingsError: the address cannot be used.
+        """
+        if not self.settings.metrics_address:
+            return
+        import prometheus_client.exposition  # noqa: F401  # here rather than at the first scrape, which would hold up the loop
+
+        host, port = host_and_port(self.settings.metrics_address)
+        try:
+            self._server = await asyncio.start_server(self._connected, host, port, limit=MAX_REQUEST_BYTES)
+        except OSError as error:
+            raise SettingsError(
+                f"metrics_address (DILOCO_METRICS_ADDRESS) = {self.settings.metrics_address!r}: cannot listen there: "
+                f"{(error.strerror or str(error)).lower()}; give another one, or none"
+            ) from None
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.log.info("metrics_served", host=host, port=self.port)
+
+    async def close(self) -> None:
+        """Stop answering."""
+        if self._server is not None:
+            self._server.close()
+            for connection in self._connections:
+                connection.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def __aenter__(self) -> Exporter:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # ---- content
+
+    def waits_for(self) -> str | None:
+        """Name the thing that keeps the service from its work, or None."""
+        if self.transport is None:
+            return "NATS"  # without its address, which may contain a password: the log has it
+        if not self.transport.connected:
+            return "its connection to NATS"
+        return self.starting if self.observed is None else self.observed.waits_for()
+
+    def silent_s(self) -> float | None:
+        """Return the time since the last heartbeat if that is too long, else None."""
+        if self.transport is None or self.observed is None or not self.transport.connected:
+            return None  # it waits for others: a restart would not help, and would lose work
+        beat_s = self.observed.beat_s()
+        silent_s = 0.0 if beat_s is None else asyncio.get_running_loop().time() - beat_s
+        return silent_s if silent_s > self.observed.quiet_s else None
+
+    def labels(self) -> dict[str, str]:
+        """Return the labels of every metric of this process."""
+        return {"run": self.settings.run, "name": self.settings.name, "region": self.settings.region or ""}
+
+    def exposition(self) -> bytes:
+        """Return all metrics, in Prometheus's text format."""
+        from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        ProcessCollector(registry=registry)
+        return generate_latest(registry)
+
+    def collect(self) -> Iterator[Family]:
+        """Yield all metrics; ``prometheus_client`` calls it."""
+        yield from families(COMMON, self, self.labels())
+        if self.observed is not None:
+            yield from self.observed.families()
+
+    # ---- HTTP
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        task = asyncio.ensure_future(self._serve(reader, writer))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            # a client that has gone, or is too slow, gets no answer
+            with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+                async with asyncio.timeout(TIMEOUT_S):
+                    writer.write(await self._response(reader))
+                    await writer.drain()
+                    writer.write_eof()
+                    dropped = 0
+                    while dropped < MAX_REST_BYTES and (rest := await reader.read(MAX_REQUEST_BYTES)):
+                        dropped += len(rest)
+        finally:
+            writer.transport.abort()
+
+    async def _response(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            request = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            return _response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"at most {MAX_REQUEST_BYTES} bytes\n")
+        method, _, rest = request.partition(b"\r\n")[0].partition(b" ")
+        target, _, version = rest.rpartition(b" ")
+        if not method.isalpha() or not target.startswith(b"/") or version not in (b"HTTP/1.0", b"HTTP/1.1"):
+            return _response(HTTPStatus.BAD_REQUEST, "not a request of HTTP/1.1\n")
+        if method != b"GET":
+            text = "" if method == b"HEAD" else "GET is all there is\n"
+            return _response(HTTPStatus.METHOD_NOT_ALLOWED, text, "Allow: GET\r\n")
+        return self._page(target.partition(b"?")[0].decode("latin-1"))
+
+    def _page(self, path: str) -> bytes:
+        if path not in PATHS:
+            return _response(HTTPStatus.NOT_FOUND, f"there are {', '.join(PATHS)}\n")
+        try:
+            if path == "/metrics":
+                return _response(HTTPStatus.OK, self.exposition())
+            if path == "/healthz":
+                trouble = self.silent_s()
+                said = None if trouble is None else f"no sign of life for {trouble:.0f} s"
+            else:
+                waits_for = self.waits_for()
+                said = None if waits_for is None else f"waits for {waits_for}"
+        except Exception as error:  # a defect, which must not end the process's own work
+            self.log.error("metrics_failed", path=path, exc_info=error)
+            return _response(HTTPStatus.INTERNAL_SERVER_ERROR, "an internal error; see the log\n")
+        return _response(HTTPStatus.OK, "ok\n") if said is None else _response(HTTPStatus.SERVICE_UNAVAILABLE, f"{said}\n")
+
+
+def _response(status: HTTPStatus, body: str | bytes, header: str = "") -> bytes:
+    content = body.encode() if isinstance(body, str) else body
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\n"
+        "Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+        f"Content-Length: {len(content)}\r\n"
+        f"{header}Connection: close\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+def _connections(exporter: Exporter, value: Callable[[Any], float]) -> Labelled:
+    if exporter.transport is None:
+        return {("control",): 0.0, ("bulk",): 0.0}
+    return {("control",): value(exporter.transport.control), ("bulk",): value(exporter.transport.bulk)}
+
+
+COMMON: tuple[Metric[Exporter], ...] = (
+    Metric(
+        "diloco_build_info",
+        "gauge",
+        "Always 1: what runs here; `protocol` is the wire's version",
+        lambda exporter: {(exporter.kind, __version__, str(framing.VERSION)): 1.0},
+        ("service", "version", "protocol"),
+    ),
+    Metric("diloco_healthy", "gauge", "1 if `/healthz` answers 200", lambda exporter: float(exporter.silent_s() is None)),
+    Metric("diloco_ready", "gauge", "1 if `/readyz` answers 200", lambda exporter: float(exporter.waits_for() is None)),
+    Metric(
+        "diloco_broker_connected",
+        "gauge",
+        "1 while there is a connection to NATS",
+        lambda exporter: _connections(exporter, lambda client: float(client.is_connected)),
+        ("connection",),
+    ),
+    Metric(
+        "diloco_broker_reconnects_total",
+        "counter",
+        "Times that a lost connection was made again",
+        lambda exporter: _connections(exporter, lambda client: float(client.stats["reconnects"])),
+        ("connection",),
+    ),
+)

@@ -1,0 +1,105 @@
+"""A run's directory: its settings, its server's address, its logs and its report."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco import __version__
+from diloco.errors import RunError, SettingsError
+from diloco.settings.run import RunSettings
+from diloco.settings.validation import parse
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The content of ``run.json``: the run as it was created."""
+
+    path: Path
+    name: str
+    nats_url: str
+    data: str | None
+    settings: RunSettings
+    learners: int | None = None  # that are started here; None: as many as the data has shares
+    nats_bulk_url: str | None = None  # of the region from which the log is read, in a run with regions
+    identity: str | None = None  # file of the identity of commands
+    wan_control: str | None = None  # control address of emulated links between regions
+
+    @property
+    def learner_names(self) -> list[str]:
+        return [f"learner-{i}" for i in range(self.learners or self.settings.learners)]
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.json"
+
+    @property
+    def finished(self) -> bool:
+        return self.report.exists()
+
+    def save(self) -> None:
+        """Write ``run.json``."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        values = {"format": FORMAT, "version": __version__} | asdict(self) | {"settings": self.settings.model_dump()}
+        write_json(self.path / "run.json", {key: value for key, value in values.items() if key != "path"})
+
+
+def load(path: Path) -> RunDirectory:
+    """Read a run's directory.
+
+    Raises:
+        RunError: there is none, it is damaged, or another version made it.
+    """
+    file = path / "run.json"
+    try:
+        values: dict[str, Any] = json.loads(file.read_text())
+        if values["format"] != FORMAT:
+            raise RunError(
+                f"{path}: made by version {values.get('version')} of diloco (format {values['format']}), this is {FORMAT}"
+            )
+        settings = parse(RunSettings, values["settings"], str(file))
+        kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "learners": int | None}
+        kinds |= {"nats_bulk_url": str | None, "wan_control": str | None, "identity": str | None}
+        for key, kind in kinds.items():
+            if not isinstance(values.get(key), kind):
+                raise TypeError(f"{key} = {values.get(key)!r}")
+        own: dict[str, Any] = {key: values.get(key) for key in kinds}
+        return RunDirectory(path, settings=settings, **own)
+    except FileNotFoundError:
+        raise RunError(f"{path}: not a run's directory (it has no run.json)") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SettingsError) as error:
+        raise RunError(f"{file}: damaged: {error}") from None
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Lock a run's directory until the process ends, and make it if need be, so that no two commands start its services.
+
+    Raises:
+        RunError: another process holds it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"{path}: another `diloco up` is at work on this run: look at it with `diloco status {path}`, stop it, or "
+                "choose another --run-dir"
+            ) from None
+        yield
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file by ``value`` as JSON; a reader sees the old or the new file, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(value, indent=1))
+    draft.replace(path)

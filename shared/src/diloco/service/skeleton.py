@@ -1,0 +1,136 @@
+"""The start of every service: arguments, settings, logs, connection, signals."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from diloco.control import creation
+from diloco.control.creation import Run
+from diloco.errors import DilocoError, SettingsError
+from diloco.nats.identity import Role, identity_file, of_service
+from diloco.nats.transport import NatsTransport
+from diloco.process import observe
+from diloco.process.observe import Logger
+from diloco.service import volume
+from diloco.settings.loading import load_service
+from diloco.settings.service import LearnerSettings, ServiceSettings, check_region
+
+S = TypeVar("S", bound=ServiceSettings)
+MAX_NUMBERS = 4096
+
+
+def parse_settings(cls: type[S], program: str) -> S:
+    """Read ``--config FILE`` and the environment, and set up the process's logs.
+
+    Raises:
+        SettingsError: a setting is wrong.
+        RunError: their state directory is another run's, or a newer version's.
+        DilocoError: a name that ends in a star cannot be settled.
+    """
+    parser = argparse.ArgumentParser(prog=program)
+    parser.add_argument("--config", type=Path, help="TOML file; DILOCO_* variables in the environment win over it")
+    loaded = load_service(cls, parser.parse_args().config)
+    volume.claim(loaded.state_dir, loaded.run)
+    settings = named(loaded)
+    to_file = settings.log_format == "json" and settings.log_to == "file"
+    logs = settings.state_dir / "logs" / f"{settings.name}.jsonl" if to_file else None
+    role = settings.role if isinstance(settings, LearnerSettings) else program.removeprefix("diloco-")
+    about: dict[str, Any] = {"role": role, "region": settings.region or ""}
+    observe.configure(settings.name, settings.run, **about, level=settings.log_level, fmt=settings.log_format, file=logs)
+    return settings
+
+
+def named(settings: S) -> S:
+    """Settle a name that ends in a star: the first number whose lock no living process holds.
+
+    A new container thus takes over the name, the checkpoint and the accounts of one that is gone. The lock is held as long as
+    this process lives, frozen or not.
+
+    Raises:
+        SettingsError: there are identities and none of them has such a name, or they cannot be listed.
+        DilocoError: the state directory cannot be written, or all numbers are taken.
+    """
+    if not settings.name.endswith("*"):
+        return settings
+    names = [f"{settings.name[:-1]}{number}" for number in range(MAX_NUMBERS)]
+    if settings.identity is not None:
+        names = _with_identity(names, settings.identity, settings.name)
+    folder = settings.state_dir / "names"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            lock = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return settings.model_copy(update={"name": name})
+            os.close(lock)
+    except OSError as error:
+        raise DilocoError(f"name = {settings.name!r}: {folder} cannot be written: {error.strerror}") from None
+    taken = f"all {MAX_NUMBERS} numbers" if settings.identity is None else f"all names with an identity ({settings.identity})"
+    raise DilocoError(f"name = {settings.name!r}: {taken} are taken by processes that share {folder}")
+
+
+def _with_identity(names: Sequence[str], path: str, pattern: str) -> list[str]:
+    """Return the names that have an identity."""
+    try:
+        found = [name for name in names if identity_file(path, name).exists()]
+    except OSError as error:
+        raise SettingsError(f"identity {path}: cannot be read by the user of this service: {error.strerror}") from None
+    if not found:
+        raise SettingsError(f"identity {path}: there is none for name = {pattern!r}: make it with 'diloco keys add'")
+    return found
+
+
+async def connect(settings: ServiceSettings, role: Role, log: Logger) -> NatsTransport:
+    """Connect to NATS, and wait for it without limit.
+
+    Raises:
+        SettingsError: the identity is not one for ``role`` and these settings.
+    """
+    identity = None
+    if settings.identity is not None:
+        identity = of_service(settings.identity, settings.name, settings.run, settings.region, role)
+    transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, settings.name, log, None, identity)
+    transport.clock_file, transport.alive_file = settings.clock_file, settings.alive_file
+    return transport
+
+
+async def find_run(transport: NatsTransport, settings: ServiceSettings, log: Logger) -> Run:
+    """Wait until the service's run exists.
+
+    Raises:
+        RunError: the stored settings are not of this version.
+        SettingsError: the service is in none of the run's regions.
+    """
+    run = await creation.find(transport, settings.run, log)
+    check_region(settings.region, run.created.regions.names, run.name)
+    return run
+
+
+async def until_stopped(work: Callable[[], Awaitable[None]], log: Logger) -> None:
+    """Run ``work`` to its end, or until SIGTERM or SIGINT cancels it."""
+    task = asyncio.ensure_future(work())
+    loop = asyncio.get_running_loop()
+    stopped = False
+
+    def stop(number: int) -> None:
+        nonlocal stopped
+        stopped = True
+        log.info("stopping", signal=signal.Signals(number).name, pid=os.getpid())
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not stopped:
+            raise

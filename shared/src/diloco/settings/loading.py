@@ -1,0 +1,71 @@
+"""Load settings: the only place that reads the environment and TOML files."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_settings import SettingsError as EnvironmentValueError
+
+from diloco.errors import SettingsError
+from diloco.settings.service import ServiceSettings
+from diloco.settings.validation import explain, nearest
+
+
+def parse_assignments(assignments: Sequence[str], source: str = "--set") -> dict[str, Any]:
+    """Return ``["round.steps=12", "merge.method=rda"]`` as a mapping; values are TOML if they parse as such, else text.
+
+    Raises:
+        SettingsError: an item without ``=``.
+    """
+    values: dict[str, Any] = {}
+    for item in assignments:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise SettingsError(f"{source} {item}: expected KEY=VALUE, for example round.steps=12")
+        try:
+            values[key.strip()] = tomllib.loads(f"v = {text}")["v"]
+        except (ValueError, RecursionError):
+            values[key.strip()] = text.strip()
+    return values
+
+
+V = TypeVar("V", bound=ServiceSettings)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file.
+
+    Raises:
+        SettingsError: it cannot be read, or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8 and numbers of thousands of digits included
+        raise SettingsError(f"{path}: not TOML: {error}") from None
+
+
+def load_service(cls: type[V], config: Path | None) -> V:
+    """Read a service's settings from a TOML file and the environment.
+
+    Raises:
+        SettingsError: file missing or not TOML, unknown or wrong settings, unknown ``DILOCO_*`` variable.
+    """
+    values = {} if config is None else read_toml(config)
+    known = {f"DILOCO_{name.upper()}": name for name in cls.model_fields}
+    for variable in os.environ:
+        if variable.startswith("DILOCO_") and variable not in known:
+            raise SettingsError(f"environment: no setting {variable}{nearest(variable, list(known))}")
+    try:
+        return cls(**values)
+    except ValidationError as error:
+        source = str(config) if config else "environment"
+        raise SettingsError(f"{source}: " + "; ".join(explain(cls, detail) for detail in error.errors())) from None
+    except EnvironmentValueError as error:
+        raise SettingsError(f"environment: {error}") from None

@@ -1,0 +1,102 @@
+"""Presets: complete sets of a run's settings, and a preset with overrides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from diloco.errors import SettingsError
+from diloco.settings.run import RunSettings
+from diloco.settings.validation import all_names, nearest, parse
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    # ours: the published structure, four bits both ways, late work carried over, defaults that measured best
+    "decoupled": {},
+    # algorithm.md section 1 to the letter; outer learning rate and momentum are those of the lineage
+    "published": {
+        "merge": {"granularity": "tensor", "against": "current"},
+        "outer": {"learning_rate": 0.7, "momentum": 0.9},
+        "carry": {"overlap": 0.0, "late": 0.0},
+        "codec": {"offer_bits": 16, "record_bits": 16, "error_feedback": False},
+    },
+    # Streaming DiLoCo (arXiv 2501.18512): fragments, overlapped; every live learner must answer
+    "streaming": {
+        "round": {"quorum": "all", "grace_factor": 0.0, "overlap_steps": 5.0},
+        "merge": {"method": "average", "weights": "equal", "against": "current"},
+        "outer": {"learning_rate": 0.4, "momentum": 0.9},
+        "carry": {"overlap": 0.0, "late": 0.0},
+        "apply": {"alpha": 0.5},
+        "codec": {"offer_bits": 4, "record_bits": 32, "error_feedback": False},
+    },
+    # DiLoCo (arXiv 2311.08105): the whole model at once, and nobody goes on before the new version is there
+    "diloco": {
+        "shards": 1,
+        "fragments": {"count": 1},
+        "round": {"quorum": "all", "grace_factor": 0.0, "learners_wait": True},
+        "merge": {"method": "average", "weights": "equal", "against": "current"},
+        "outer": {"learning_rate": 0.7, "momentum": 0.9},
+        "carry": {"overlap": 0.0, "late": 0.0},
+        "codec": {"offer_bits": 32, "record_bits": 32, "error_feedback": False},
+    },
+    # the usual way: gradients are averaged at every step, over the same transport, as a reduce-scatter to the fragments' owners
+    # and an all-gather from them. So many fragments share the model evenly between the owners of two regions or three.
+    "data-parallel": {
+        "fragments": {"count": 12},
+        "round": {
+            "steps": 1,
+            "quorum": "all",
+            "grace_factor": 0.0,
+            "max_staleness_versions": 0,
+            "learners_wait": True,
+        },
+        "merge": {"method": "average", "weights": "tokens"},
+        "outer": {"optimizer": "adamw", "learning_rate": 1.0, "momentum": 0.0},
+        "carry": {"overlap": 0.0, "late": 0.0},
+        "codec": {"offer_bits": 16, "record_bits": 16, "error_feedback": False},
+    },
+}
+
+
+PRESETS = tuple(_PRESETS)
+
+
+def run_settings(
+    preset: str = "decoupled", overrides: Mapping[str, Any] | None = None, source: str = "settings"
+) -> RunSettings:
+    """Return a preset with overrides, which are nested mappings or dotted names (``{"round.steps": 12}``).
+
+    Raises:
+        SettingsError: unknown preset, unknown setting, or a value out of range.
+    """
+    if preset not in _PRESETS:
+        raise SettingsError(f"{source}: no preset {preset!r}{nearest(preset, PRESETS)}; there are {', '.join(PRESETS)}")
+    values: dict[str, Any] = json.loads(json.dumps(_PRESETS[preset])) | {"preset": preset}
+    return _overridden(values, overrides or {}, source)
+
+
+def changed_settings(settings: RunSettings, overrides: Mapping[str, Any], source: str) -> RunSettings:
+    """Return settings with overrides, given as to :func:`run_settings`."""
+    return _overridden(settings.model_dump(), overrides, source)
+
+
+def _overridden(values: dict[str, Any], overrides: Mapping[str, Any], source: str) -> RunSettings:
+    for key, value in overrides.items():
+        if key == "preset":
+            raise SettingsError(f"{source}: preset = {value!r}: a preset is chosen before any setting, not set among them")
+        _put(values, key, value, source)
+    return parse(RunSettings, values, source)
+
+
+def _put(values: dict[str, Any], key: str, value: Any, source: str) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise SettingsError(f"{source}: no setting {key!r}{nearest(key, all_names())}")
+        values = inner
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            _put(values, f"{last}.{name}", item, source)
+    else:
+        values[last] = value

@@ -1,0 +1,299 @@
+"""The settings of a run: one set for all members, created once, stored with the run, equal everywhere.
+
+Their digest is part of the run's identity. Published values are those of "Decoupled DiLoCo" (arXiv 2604.21428); where the
+paper is silent the field's description says "unpublished".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Bits = Literal[4, 8, 16, 32]
+
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$", description="lower-case letters, digits, - and _")]
+
+
+# a process's name, or a pattern that ends in a star (:mod:`diloco.service.skeleton` settles the number)
+ProcessName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9_-]{0,47}|[a-z0-9_-]{0,42}[*])$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class FragmentSettings(_Section):
+    """Cutting the model into fragments (Decoupled DiLoCo, section on fragmentation)."""
+
+    count: int = Field(24, ge=1, le=4096, description="fragments P, embedding-like fragments counted in")
+    strategy: Literal["balanced", "strided", "layer"] = Field("balanced", description="how tensors are dealt to fragments")
+
+
+class RoundSettings(_Section):
+    """Opening and closing of a fragment's rounds."""
+
+    steps: int = Field(24, ge=1, le=100_000, description="sync interval H in inner steps, per fragment")
+    overlap_steps: float = Field(2.0, gt=0, description="tau: steps of time a round may take before the version is applied")
+    quorum: int | Literal["all"] = Field(1, description="learners K that must answer, or all that are alive")
+    grace_factor: float = Field(
+        0.9, ge=0, lt=1, description="gamma of the grace window; 0 switches the window off (gamma itself is unpublished)"
+    )
+    max_staleness_versions: int = Field(
+        4, ge=0, le=64, description="an offer whose base is more versions behind is not merged (unpublished)"
+    )
+    learners_wait: bool = Field(False, description="learners pause from their answer until the version arrives (DiLoCo)")
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether every learner's every step is answered by a version of every fragment before the next one."""
+        return self.learners_wait and self.steps == 1
+
+
+class MergeSettings(_Section):
+    """Merging the outer gradients of several learners."""
+
+    method: Literal["rda", "average"] = Field("rda", description="for all but embedding-like tensors, which are averaged")
+    granularity: Literal["row", "tensor"] = Field(
+        "row", description="one norm per row (vector along the last axis) or per tensor piece (unpublished)"
+    )
+    weights: Literal["quality", "tokens", "equal"] = Field("quality", description="tokens^2/steps, tokens, or 1")
+    against: Literal["base", "current"] = Field(
+        "base", description="outer gradients against the learner's base version, or the syncer's value as published"
+    )
+
+
+class OuterSettings(_Section):
+    """SGD with Nesterov momentum; both values unpublished, the defaults are measured (docs/quality.md). Or AdamW."""
+
+    optimizer: Literal["nesterov", "adamw"] = Field(
+        "nesterov", description="adamw: learners send gradients, and the step that inner describes is taken from their average"
+    )
+    learning_rate: float = Field(0.7, gt=0, le=10, description="1 for adamw, whose rate is the inner one")
+    momentum: float = Field(0.5, ge=0, lt=1, description="0 for adamw, which has its own")
+
+
+class InnerSettings(_Section):
+    """AdamW or Muon over a cosine schedule in tokens; all values unpublished. An outer AdamW goes by them, too."""
+
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: for matrices; embeddings, the head and vectors stay with AdamW"
+    )
+    learning_rate: float = Field(8e-3, gt=0, le=10)
+    final_fraction: float = Field(0.1, ge=0, le=1, description="learning rate at the end of the budget, relative to the peak")
+    warmup_fraction: float = Field(0.05, ge=0, lt=1, description="share of the token budget with a rising learning rate")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    weight_decay: float = Field(0.1, ge=0)
+    clip_norm: float = Field(1.0, gt=0)
+    restart_warmup_steps: int = Field(
+        10, ge=0, le=100_000, description="steps of a learner's own warm-up when its optimizer state is lost in mid-run"
+    )
+
+
+class CarrySettings(_Section):
+    """Carrying over work that a version does not contain (beyond the paper, where a version overwrites all of it)."""
+
+    overlap: float = Field(0.0, ge=0, le=1, description="share kept of the progress made since the offer that was merged")
+    late: float = Field(1.0, ge=0, le=1, description="share kept of progress that came too late for its round")
+    max_versions: int = Field(8, ge=1, le=1024, description="progress carried over more versions than this is dropped")
+
+
+class ApplySettings(_Section):
+    """Writing a version into a learner's model."""
+
+    alpha: float = Field(0.0, ge=0, lt=1, description="mixing: share of the learner's own value kept on receipt")
+
+
+class CodecSettings(_Section):
+    """Encoding of offers and records."""
+
+    offer_bits: Bits = Field(4, description="bits a value of a learner's offer")
+    record_bits: Bits = Field(4, description="bits a value of a record's merged outer gradient")
+    error_feedback: bool = Field(True, description="quantisation errors are added to the next offer or record")
+    zstd_level: int = Field(-1, ge=-50, le=19, description="-1 is nearly free; 1 saves another 12 % at a third of the speed")
+
+
+class LogSettings(_Section):
+    """Retention of the log."""
+
+    keyframe_factor: float = Field(
+        1.0, gt=0, le=1000, description="a keyframe is written when the records since the last one are this many times its size"
+    )
+    keep_keyframes: int = Field(2, ge=2, le=1_000_000, description="so many keyframes of a fragment stay, and all that follows")
+    keep_bytes: int = Field(1 << 30, ge=0, le=2**60, description="more keyframes stay while the log is smaller than about this")
+    archive: bool = Field(False, description="every merged offer is kept too, so that merges can be done again")
+    archive_bytes: int = Field(1 << 34, ge=1 << 20, le=2**60, description="at most so much of them")
+    replicas: Literal[1, 3, 5] = Field(1, description="servers of a NATS cluster that hold each message")
+
+
+class LivenessSettings(_Section):
+    """Heartbeats, and the silence after which a member counts as dead."""
+
+    pulse_s: float = Field(0.5, gt=0, le=60, description="a learner sends a heartbeat at every step, and at least this often")
+    dead_s: float = Field(5.0, gt=0, le=3600, description="a learner not heard for so long is not waited for")
+    lease_s: float = Field(30.0, gt=0, le=3600, description="a learner not heard for so long loses its data shares to others")
+    takeover_s: float = Field(1.5, gt=0, le=3600, description="a syncer not heard for so long loses its fragments to others")
+
+
+RegionName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_]{0,15}$", description="lower-case letters, digits and _")]
+
+
+class RegionSettings(_Section):
+    """Regions, each with a NATS server of its own, and the store that spans them."""
+
+    names: list[RegionName] = Field([], max_length=64, description="all regions; empty: one server for all")
+    away_s: float = Field(
+        6.0,
+        gt=0,
+        le=3600,
+        description="a region none of whose syncers is heard, or can commit, so long loses its fragments",
+    )
+    control_replicas: Literal[1, 3, 5] = Field(1, description="servers that hold the control store, which spans the regions")
+    adaptive: bool = Field(True, description="fewer bits and longer sync intervals where a link is too slow (not in lockstep)")
+    min_bits: Bits = Field(4, description="not fewer bits than this because of a slow link")
+    max_pace: float = Field(
+        4.0, ge=1, le=16, description="most times that the sync interval grows because of a slow link (not with learners_wait)"
+    )
+    merge: bool = Field(False, description="a region's offers are merged there, so that one crosses to a fragment's owner")
+
+    @model_validator(mode="after")
+    def _distinct(self) -> RegionSettings:
+        twice = sorted({name for name in self.names if self.names.count(name) > 1})
+        if twice:
+            raise ValueError(f"regions.names: two regions are named {twice[0]!r}; give each a name of its own")
+        if "control" in self.names:
+            raise ValueError("regions.names: 'control' is what links name the control store; give the region another name")
+        if len(self.names) == 1:
+            raise ValueError(f"regions.names: one ({self.names[0]!r}) is none: name all regions, or leave the list empty")
+        if self.merge and not self.names:
+            raise ValueError("regions.merge: there are no regions (regions.names); name them, or leave it out")
+        return self
+
+
+class QuarantineSettings(_Section):
+    """Offers left out of a merge, and exclusion of a learner whose outer gradients are outliers (off where ``factor`` is 0)."""
+
+    factor: float = Field(
+        0.0,
+        ge=0,
+        le=1e9,
+        description="an offer is an outlier above so many times the median norm of the other learners' recent ones; 0: never",
+    )
+    offers: int = Field(
+        1, ge=1, le=1000, description="so many outliers of one fragment in a row, and its learner is quarantined"
+    )
+    merge_factor: float = Field(
+        100.0,
+        ge=0,
+        le=1e9,
+        description="a merge that would move a fragment by so many times the usual is made without its largest offers; 0: any",
+    )
+
+
+class TaskSettings(_Section):
+    """The training task: a built-in one or the user's own `package.module:attribute`."""
+
+    name: str = Field("gpt", pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")
+    layers: int = Field(3, ge=1, le=128)
+    width: int = Field(96, ge=8, le=16384)
+    heads: int = Field(4, ge=1, le=256)
+    context: int = Field(128, ge=8, le=131072, description="bytes a sequence")
+    batch: int = Field(16, ge=1, le=65536, description="sequences a step")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> TaskSettings:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(f"width {self.width} must be an even multiple of heads {self.heads}")
+        return self
+
+
+# settings of machines, links, the log and liveness, on which no member's bits depend
+DEPLOYMENT = ("shards", "log", "liveness", "regions", "quarantine")
+
+
+class RunSettings(_Section):
+    """All that every member of a run must agree on."""
+
+    preset: str = "decoupled"
+    seed: int = Field(0, ge=0, lt=2**32)
+    tokens: int = Field(7_500_000, ge=1, le=10**18, description="token budget: the run ends when so many were processed")
+    learners: int = Field(4, ge=1, le=4096, description="learners M that the data is shared between")
+    shards: int = Field(2, ge=1, le=1024, description="at most so many syncers share the fragments; further ones stand by")
+    fragments: FragmentSettings = FragmentSettings()
+    round: RoundSettings = RoundSettings()
+    merge: MergeSettings = MergeSettings()
+    outer: OuterSettings = OuterSettings()
+    inner: InnerSettings = InnerSettings()
+    carry: CarrySettings = CarrySettings()
+    apply: ApplySettings = ApplySettings()
+    codec: CodecSettings = CodecSettings()
+    log: LogSettings = LogSettings()
+    liveness: LivenessSettings = LivenessSettings()
+    regions: RegionSettings = RegionSettings()
+    quarantine: QuarantineSettings = QuarantineSettings()
+    task: TaskSettings = TaskSettings()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunSettings:
+        quorum = self.round.quorum
+        if isinstance(quorum, int) and not 1 <= quorum <= self.learners:
+            raise ValueError(f"round.quorum = {quorum} must be between 1 and learners = {self.learners}")
+        if self.shards > self.fragments.count:
+            raise ValueError(f"shards = {self.shards} is more than fragments.count = {self.fragments.count}")
+        if self.regions.merge and self.merge.against == "current":
+            raise ValueError(
+                "regions.merge with merge.against = current: the owner takes each offer against its own newest version, and of "
+                "offers that are merged already it could not; set merge.against = base"
+            )
+        if self.regions.merge and self.quarantine.factor:
+            raise ValueError(
+                "quarantine.factor with regions.merge: an owner sees no norms of offers that are merged before; set one of them"
+            )
+        if self.outer.optimizer == "adamw":
+            self._gradients_alone()
+        return self
+
+    def _gradients_alone(self) -> None:
+        """Refuse an outer AdamW unless a displacement is a gradient: of one step, from the newest version."""
+        needed: dict[str, tuple[Any, Any]] = {
+            "round.steps": (self.round.steps, 1),
+            "round.learners_wait": (self.round.learners_wait, True),
+            "carry.overlap": (self.carry.overlap, 0.0),
+            "carry.late": (self.carry.late, 0.0),
+            "apply.alpha": (self.apply.alpha, 0.0),
+            "outer.learning_rate": (self.outer.learning_rate, 1.0),
+            "outer.momentum": (self.outer.momentum, 0.0),
+            "inner.optimizer": (self.inner.optimizer, "adamw"),
+        }
+        wrong = [f"{name} = {value} must be {right}" for name, (value, right) in needed.items() if value != right]
+        if wrong:
+            raise ValueError(f"outer.optimizer = adamw is for gradients (preset data-parallel): {', '.join(wrong)}")
+
+    @property
+    def adapts(self) -> bool:
+        """Whether precision and pace follow the links between regions (:mod:`diloco.core.bandwidth`)."""
+        return self.regions.adaptive and bool(self.regions.names) and not self.round.lockstep
+
+    def quorum(self, live_learners: int) -> int:
+        """Return the number of learners that must answer before a round may close, of so many that are alive."""
+        return max(1, live_learners) if self.round.quorum == "all" else self.round.quorum
+
+    def canonical(self) -> bytes:
+        """Return the settings as canonical JSON: equal settings, equal bytes, on any machine."""
+        return _canonical(self.model_dump())
+
+    def digest(self) -> bytes:
+        """Return BLAKE3 (32 bytes) of the canonical JSON of all settings that a member's bits depend on.
+
+        :data:`DEPLOYMENT` is left out: a run that is resumed from a checkpoint may have other values there.
+        """
+        return blake3(_canonical(self.model_dump(exclude=set(DEPLOYMENT)))).digest()
+
+
+def _canonical(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()

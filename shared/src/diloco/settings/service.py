@@ -1,0 +1,132 @@
+"""The settings of a service: each process has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from diloco.errors import SettingsError
+from diloco.settings.presets import run_settings
+from diloco.settings.run import Name, ProcessName, RegionName, RunSettings
+from diloco.settings.validation import nearest
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return host and port of ``metrics_address``; port 0 is any free one.
+
+    Raises:
+        ValueError: it is no address; the message names the setting and its variable.
+    """
+    try:
+        parts = urlsplit(f"//{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or port is None or parts.netloc != address or "@" in address or any(map(str.isspace, address)):
+        raise ValueError(
+            f"metrics_address (DILOCO_METRICS_ADDRESS) = {address!r}: expected HOST:PORT, for example 127.0.0.1:9464, or "
+            "0.0.0.0:9464 for all of this machine's addresses"
+        )
+    return host, port
+
+
+class ServiceSettings(BaseSettings):
+    """Settings of every service, from its TOML file (``--config``) and from ``DILOCO_*`` in the environment, which wins."""
+
+    model_config = SettingsConfigDict(env_prefix="DILOCO_", extra="forbid", frozen=True)
+
+    name: ProcessName = Field(
+        description="learner-* is the first of learner-0, learner-1, ... that no process of state_dir has"
+    )
+    run: Name = "run"
+    nats_url: str = Field("nats://127.0.0.1:4222", description="control traffic; bulk too unless nats_bulk_url is set")
+    nats_bulk_url: str | None = None
+    region: RegionName | None = Field(None, description="where this service is, in a run with regions")
+    identity: str | None = Field(
+        None,
+        description="file of `diloco keys` for this process, {name} in it being its name; none: no TLS, no credentials",
+    )
+    state_dir: Path = Field(Path("."), description="where this process may keep files of its own")
+    alive_file: Path | None = Field(None, description="touched at each sign of life that goes out, for health checks")
+    clock_file: Path | None = Field(None, description="seconds that this process's wall clock is to be wrong by, for chaos")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "console"] = Field("json", description="console: for people, on standard error")
+    log_to: Literal["file", "stderr"] = Field(
+        "file", description="where JSON goes: state_dir/logs/NAME.jsonl, or standard error (for containers and journald)"
+    )
+    metrics_address: str = Field("", description="HOST:PORT that /metrics, /healthz and /readyz are served at; empty: nowhere")
+
+    @field_validator("metrics_address")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        if value:
+            host_and_port(value)
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return env_settings, init_settings
+
+    @property
+    def bulk_url(self) -> str:
+        return self.nats_bulk_url or self.nats_url
+
+
+class LearnerSettings(ServiceSettings):
+    """A learner's own settings."""
+
+    role: Literal["learner", "evaluator"] = "learner"
+    share: int | None = Field(None, ge=0, description="which of the run's data shares this learner takes if it is free")
+    data: str | None = Field(None, description="file or folder of text; default: Python's standard library sources")
+    cache_dir: Path = Field(
+        Path.home() / ".cache" / "diloco" / "jax", description="compiled programs, so that a restart need not compile again"
+    )
+    checkpoint_s: float = Field(10.0, ge=0, description="time between own checkpoints; 0: only when it leaves")
+    leave_s: float = Field(10.0, ge=0, description="asked to end, it waits at most so long for its last work to be merged")
+    slow: float = Field(1.0, ge=1, description="every step takes this many times as long, asleep (for experiments)")
+
+
+class SyncerSettings(ServiceSettings):
+    """A syncer's own settings: all syncers of a region are alike."""
+
+    region_urls: dict[RegionName, str] = Field({}, description="bulk servers of the other regions")
+
+
+class CoordinatorSettings(ServiceSettings):
+    """The coordinator's own settings; ``settings`` is the run that it creates if the server does not have it yet."""
+
+    settings: RunSettings = RunSettings()
+
+    @field_validator("settings", mode="before")
+    @classmethod
+    def _of_preset(cls, value: Any) -> Any:
+        """Take the settings of the preset that a table names, with the table's other values over them."""
+        if not isinstance(value, Mapping) or "preset" not in value:
+            return value
+        return run_settings(str(value["preset"]), {name: item for name, item in value.items() if name != "preset"})
+
+
+def check_region(region: str | None, regions: Sequence[str], run: str) -> None:
+    """Refuse a service outside the run's regions, or in a region of a run without regions.
+
+    Raises:
+        SettingsError: with the run's regions.
+    """
+    if (region is None) == (not regions) and (region is None or region in regions):
+        return
+    if region is None:
+        raise SettingsError(f"region: run {run!r} has the regions {', '.join(regions)}; set the one that this service is in")
+    known = f"there are {', '.join(regions)}{nearest(region, regions)}" if regions else "it has no regions"
+    raise SettingsError(f"region = {region!r}: not a region of run {run!r}: {known}")

@@ -1,0 +1,170 @@
+"""Messages that are heard and not stored: heartbeats, rounds, checkpoints, and loans of a learner's optimizer state."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from diloco.wire.body import ATTEMPT_BYTES, Attempt
+from diloco.wire.fields import (
+    MAX_FRAGMENTS,
+    MAX_REGIONS,
+    Bits,
+    Count,
+    Counts,
+    FragmentIndex,
+    Hash,
+    MemberName,
+    Number,
+    Pace,
+    Ranges,
+    Region,
+    RegionBits,
+    Seconds,
+    Software,
+)
+from diloco.wire.framing import Message
+
+
+class Heartbeat(Message, frozen=True):
+    """A learner's heartbeat, at every step and at least every ``liveness.pulse_s``. Not stored."""
+
+    kind = "pulse"
+    subject_field = "learner"
+
+    learner: MemberName
+    region: Region
+    incarnation: Count
+    role: Literal["learner", "evaluator"]
+    state: Literal["starting", "stepping", "waiting", "recovering", "closing", "leaving", "left", "finished"]
+    sending: bool
+    step: Count
+    tokens: Count  # processed by this learner in this run, those before a restart included
+    step_s: Seconds  # moving average of the time of an inner step
+    loss: float | None  # of the last step, nats per token; an evaluator's is the global model's validation loss
+    versions: Counts  # by fragment: the version last applied
+    steps: Counts  # by fragment: steps not yet merged
+    fragment_tokens: Counts  # by fragment: tokens not yet merged
+    lost_tokens: Counts  # by fragment: tokens that will never be merged
+    trained: Ranges  # the newest ranges that this incarnation has trained, each whole
+    batch_tokens: Count  # of one batch: the same for all of a run
+    busy_s: Seconds  # time with a step in flight
+    blocked_s: Seconds  # time without a step in flight because of this system
+    bytes_up: Count
+    bytes_down: Count
+    refused: Count
+    software: Software
+
+
+class ShardHeartbeat(Message, frozen=True):
+    """A syncer's heartbeat, six times in ``liveness.takeover_s``. Not stored."""
+
+    kind = "shard"
+    subject_field = "syncer"
+
+    syncer: MemberName
+    region: Region
+    incarnation: Count
+    number: Count  # of this incarnation's heartbeats
+    state: Literal["owner", "standby", "leaving", "unable"]
+    revision: Count  # of the owners table that it follows; 0 for none
+    fragments: Counts  # that it owns, or takes over
+    closed: Counts  # fragments with a closed log, as far as it knows
+    rounds: Count
+    versions: Count
+    open: Annotated[list[tuple[FragmentIndex, Count, Count, Seconds]], Meta(max_length=MAX_FRAGMENTS)]
+    # for each open round: fragment, answers, quorum, waited_s
+    refused: Count
+    bytes_up: Count
+    bytes_down: Count
+    crossing: Annotated[list[tuple[Region, Count, Count]], Meta(max_length=MAX_REGIONS)]
+    # of these bytes: sent to and received from the servers of each other region
+    record_bits: Bits
+    pace: Pace  # of its rounds: `round.steps` times this number of steps lie between two of them
+    offer_bits: RegionBits  # bits of the offers that it asks for
+    software: Software
+
+
+class CoordinatorHeartbeat(Message, frozen=True):
+    """The leading coordinator's heartbeat, twice a second. Not stored."""
+
+    kind = "coordinator"
+
+    coordinator: MemberName
+    revision: Count  # of the bucket's key `coordinator` that names it
+    finished: bool  # the run is over: a standby may end
+    software: Software
+
+
+class Announcement(Message, frozen=True):
+    """Announcement of an open round of a fragment; repeated until it closes, and idempotent. Not stored."""
+
+    kind = "round"
+    subject_field = "fragment"
+
+    fragment: FragmentIndex
+    version: Count  # of the merge that ends the round
+    epoch: Count
+    syncer: MemberName
+    remaining_s: Seconds  # as the syncer expects it; a duration, since clocks differ
+    closing: bool  # the budget is used up: offer everything
+    tokens_processed: Count  # by all learners, as far as the syncer knows
+    steps: Number  # between two rounds, at present
+    offer_bits: RegionBits  # bits of the answers, by region; in other regions those of the settings
+
+
+class SnapshotMarker(Message, frozen=True):
+    """Snapshot marker: a checkpoint of the whole run is taken, every learner saves its state. Repeated. Not stored."""
+
+    kind = "mark"
+
+    number: Count  # of the checkpoint
+    versions: Counts  # by fragment: a learner saves its state at its first step boundary with all of them applied
+
+
+class MarkerAnswer(Message, frozen=True):
+    """Acknowledgement of a snapshot marker: a learner has saved its state; repeated with the marker. Not stored."""
+
+    kind = "marked"
+    subject_field = "learner"
+
+    learner: MemberName
+    number: Count
+    step: Count
+    versions: Counts  # by fragment: applied when the state was saved
+    size_bytes: Count  # of the file
+    file_hash: Hash
+
+
+class StateRequest(Message, frozen=True):
+    """Request of a learner to a peer for its optimizer state, or for a part of it. Answered at once."""
+
+    kind = "state_request"
+
+    learner: MemberName  # that asks
+    copy: Annotated[bytes, Meta(max_length=ATTEMPT_BYTES)]  # that a part is asked of; empty: a loan is asked for
+    offset: Count
+
+
+class StateLoan(Message, frozen=True):
+    """Loan of a peer: its optimizer state as of one of its boundaries."""
+
+    kind = "state_loan"
+
+    peer: MemberName
+    copy: Annotated[bytes, Meta(max_length=ATTEMPT_BYTES)]  # its name; empty: it is not made yet, ask again
+    step: Count
+    versions: Counts  # by fragment: applied when it was made
+    layout: Hash  # of names, shapes and types of its arrays
+    size_bytes: Annotated[int, Meta(ge=0, le=2**40)]
+    content_hash: Hash
+
+
+class StatePart(Message, frozen=True):
+    """A part of a loan: the frame's body has its bytes from ``offset`` on, ``PART_BYTES`` or the rest."""
+
+    kind = "state_part"
+
+    copy: Attempt
+    offset: Count

@@ -1,0 +1,64 @@
+"""One fragment's pending delta with its arrays, as a learner has both: counts decide, arrays follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core import delta
+from diloco.core.chain import Chain
+from diloco.core.delta import Apply, Carried, DeltaState, DeltaValues, PendingDelta
+from diloco.settings.run import CarrySettings
+from diloco.wire.entries import Record
+from diloco.wire.fields import Bits, Range
+
+Vector = NDArray[np.float32]
+
+
+class Delta:
+    """``state`` and ``values`` of one fragment of one learner; ``carried`` is what the newest version left."""
+
+    def __init__(
+        self,
+        learner: str,
+        incarnation: int,
+        carry: CarrySettings,
+        error_feedback: bool,
+        base: Vector,
+        base_version: int,
+        base_hash: bytes,
+        **counts: Any,
+    ) -> None:
+        self.state = DeltaState(learner, incarnation, carry, base_version, base_hash, **counts)
+        self.values = DeltaValues(base, error_feedback)
+        self.carried: Carried | None = None
+
+    def offer(
+        self, snapshot: Vector, steps: int, tokens: int, data: list[Range], round_version: int, bits: Bits
+    ) -> PendingDelta:
+        """Answer a round with a snapshot, which is overwritten."""
+        encoded = self.values.encode(snapshot, bits)
+        offer = self.state.offer(steps, tokens, data, round_version, bits)
+        self.values.hold(offer, encoded)
+        return offer
+
+    def body(self, offer: PendingDelta) -> NDArray[np.uint8]:
+        """An outstanding offer's quantised outer gradient."""
+        return self.values.held[offer.identity].body
+
+    def apply(self, record: Record, theta: Vector) -> Apply:
+        self.carried = self.state.apply(record)
+        return self.values.apply(self.carried, self.state, theta)
+
+    def reload(self, chain: Chain, theta: Vector, *, invalid: bool = False) -> Apply:
+        self.carried = self.state.reload(chain, invalid=invalid)
+        return self.values.apply(self.carried, self.state, theta)
+
+    def dump(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        return delta.dump(self.state, self.values)
+
+    def load(self, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        self.state, self.values = delta.load(self.state, self.values, plain, arrays)

@@ -1,0 +1,228 @@
+"""Rounds as they were recorded: the same chip time, rounds, members and totals, version by version.
+
+``rounds.json`` was recorded when the simulator had two implementations, one of every message and one of arrays, which agreed on
+all of it. It has, by case: the outcome, and of the versions, in order of fragment and version, when each was opened and
+committed, and the SHA-256 of all members. Recorded again is "only a scavenged learner": a learner that comes back is a new
+process, whose steps the syncer counts from its first heartbeat, where the old implementations let it count on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.errors import SettingsError
+from diloco.settings.presets import run_settings
+from diloco_lab import simulation, tapes
+from diloco_lab.cluster import YEAR_S, Cluster, Costs, Link, Rounds, Slowdowns
+from diloco_lab.outcome import Outcome, Scenario, Version
+from diloco_lab.repair import Repair
+from diloco_ops.failures import Failure, Tape
+
+TOLERANCE_US = 5  # the syncer counts in float seconds, and wakes a microsecond after the end of a grace window
+RECORDED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "rounds.json").read_text())
+LINK = Link(1e9, 0.02)
+
+
+@dataclass
+class Case:
+    """A small scenario; what is not said is regular."""
+
+    preset: str = "decoupled"
+    learners: int = 4
+    chips: int = 400_000  # of each learner, which at 256 a slice fails every minute or two
+    duration_s: float = 900.0
+    step_s: float = 5.0
+    link: Link = LINK
+    settings: dict[str, Any] | None = None
+    elastic: bool = True
+    answer_s: float = 0.05
+    commit_s: float = 0.02
+    speeds: tuple[float, ...] = ()
+    spread: float = 0.0
+    slowdowns: Slowdowns | None = None
+    present: tuple[tuple[float, float], ...] = ()  # of the last learner
+    tape: tuple[Failure, ...] = ()
+    seed: int = 1
+
+    def scenario(self) -> Scenario:
+        cluster = Cluster(
+            self.chips * self.learners,
+            self.learners,
+            256,
+            self.step_s,
+            YEAR_S,
+            Repair(1.0, 1.0, 1200.0),
+            Costs(self.elastic, 20.0, 16.0, 60.0, 82.0),
+            self.slowdowns,
+            self.link,
+            100,
+            self.spread,
+            self.speeds,
+        )
+        run = run_settings(self.preset, {"learners": self.learners, **(self.settings or {})})
+        rounds = Rounds(run, [10_000_000 + 1_000_000 * p for p in range(run.fragments.count)], self.answer_s, self.commit_s)
+        *most, last = cluster.split(self.seed)
+        learners = [*most, replace(last, present=self.present)]
+        tape = tapes.played(Tape(self.duration_s, self.tape), learners)
+        return Scenario(learners, self.duration_s, self.seed, rounds, tape.faults, tape.cuts)
+
+
+def assert_lives_equal(one: Outcome, other: Outcome) -> None:
+    assert [learner.chip_time for learner in one.learners] == [learner.chip_time for learner in other.learners]
+    assert one.stepping_us == other.stepping_us
+    for mine, theirs in zip(one.learners, other.learners, strict=True):
+        for name in ("name", "steps", "tokens", "failures"):
+            assert getattr(mine, name) == getattr(theirs, name)
+
+
+def played(scenario: Scenario) -> tuple[Outcome, list[Version]]:
+    versions: list[Version] = []
+    outcome = simulation.simulate(replace(scenario, on_version=versions.append))
+    return outcome, sorted(versions, key=lambda version: (version.fragment, version.version))
+
+
+def members_digest(versions: list[Version]) -> str:
+    stated = [[version.fragment, version.version, version.members] for version in versions]
+    return hashlib.sha256(json.dumps(stated).encode()).hexdigest()
+
+
+def assert_as_recorded(name: str, scenario: Scenario, *, least: int = 3) -> None:
+    recorded = RECORDED[name]
+    outcome, versions = played(scenario)
+    assert outcome.versions >= least, "nothing to compare"
+    for learner, (steps, tokens, failures, time, merged, lost, up, down) in zip(
+        outcome.learners, recorded["learners"], strict=True
+    ):
+        assert (learner.steps, learner.tokens, learner.failures) == (steps, tokens, failures)
+        assert list(astuple(learner.chip_time)) == time
+        assert (learner.bytes_up, learner.bytes_down) == (up, down)
+        assert learner.merged_tokens == pytest.approx(merged, rel=1e-12)
+        assert learner.lost_tokens == pytest.approx(lost, rel=1e-12, abs=1e-6 * outcome.tokens)
+    assert outcome.stepping_us == recorded["stepping_us"]
+    assert (outcome.versions, outcome.members) == (recorded["versions"], recorded["members"])
+    assert members_digest(versions) == recorded["members_sha256"]
+    for version, opened_us, committed_us in zip(versions, recorded["opened_us"], recorded["committed_us"], strict=True):
+        assert abs(version.opened_us - opened_us) <= TOLERANCE_US
+        assert abs(version.committed_us - committed_us) <= TOLERANCE_US
+
+
+SMALL: dict[str, Any] = {"fragments.count": 4, "round.steps": 6}
+CASES = {
+    "decoupled": Case(settings={"fragments.count": 12, "round.steps": 12}),
+    "published": Case(preset="published", learners=3, settings={"fragments.count": 6, "round.steps": 12}),
+    "streaming": Case(preset="streaming", settings=SMALL),
+    "diloco": Case(preset="diloco", learners=3, duration_s=4000.0, settings={"round.steps": 24}),
+    "one learner": Case(learners=1, settings=SMALL),
+    "quorum of two, no grace": Case(settings={**SMALL, "round.quorum": 2, "round.grace_factor": 0.0}),
+    "quorum of all": Case(settings={**SMALL, "round.quorum": "all"}, speeds=(1.0, 0.7, 1.31, 1.0)),
+    "carried in part": Case(settings={**SMALL, "carry.late": 0.5, "carry.overlap": 0.5}, speeds=(1.0, 0.4, 1.31, 1.0)),
+    "nothing carried": Case(settings={**SMALL, "carry.late": 0.0, "carry.overlap": 0.0}),
+    "unlimited links at once": Case(link=Link(), answer_s=0.0, commit_s=0.0, settings=SMALL),
+    "thin links": Case(link=Link(3e7, 0.2), settings=SMALL),
+    "very thin links": Case(link=Link(6e6, 0.2), settings=SMALL, duration_s=1500.0),
+    "not elastic": Case(elastic=False, settings=SMALL),
+    "chips of unequal speed": Case(spread=0.05, settings={**SMALL, "round.overlap_steps": 6.0}),
+    "steps that differ": Case("published", settings={**SMALL, "round.quorum": 2}, speeds=(0.7, 1.0, 1.31, 1.31), chips=20_000),
+    "only a scavenged learner": Case(learners=1, present=((50.0, 200.0), (300.0, 500.0)), settings=SMALL, chips=20_000),
+    "killed before the first version": Case(learners=1, settings=SMALL, chips=20_000, tape=(Failure(19.0, "kill", "*"),)),
+    "a scavenged learner": Case(present=((100.0, 400.0), (500.0, 800.0)), settings=SMALL, chips=20_000),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rounds_are_as_recorded(name: str) -> None:
+    assert_as_recorded(name, CASES[name].scenario())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rounds_are_as_recorded_whatever_is_drawn(seed: int) -> None:
+    chance = random.Random(seed)
+    learners, preset = chance.choice((1, 2, 3, 5)), chance.choice(("decoupled", "streaming", "diloco", "published"))
+    settings: dict[str, Any] = {"round.steps": chance.choice((3, 6, 12))}
+    if preset != "diloco":
+        settings["round.quorum"] = chance.choice((1, max(1, learners // 2), "all"))
+        settings["fragments.count"] = chance.choice((2, 4, 6))
+    if chance.random() < 0.4:
+        settings |= {"carry.late": chance.choice((0.0, 0.5, 1.0)), "carry.overlap": chance.choice((0.0, 0.5, 1.0))}
+    if chance.random() < 0.3:
+        settings["round.grace_factor"] = 0.0
+    if chance.random() < 0.3:
+        settings["round.overlap_steps"] = chance.choice((1.0, 6.0))
+    case = Case(
+        preset,
+        learners,
+        chance.choice((20_000, 200_000, 600_000)),
+        600.0,
+        chance.choice((2.0, 5.0, 20.0)),
+        Link(chance.choice((math.inf, 1e9, 1e8, 2e7)), chance.choice((0.013, 0.2))),
+        settings,
+        chance.random() < 0.8,
+        chance.choice((0.0, 0.07)),
+        chance.choice((0.0, 0.03)),
+        tuple(chance.choice((1.0, 0.7, 1.31)) for _ in range(learners)) if chance.random() < 0.5 else (),
+        seed=seed,
+    )
+    assert_as_recorded(f"drawn {seed}", case.scenario(), least=0)
+
+
+FREEZE = Failure(200.0, "freeze", "learner-1", 40.0)
+FAULTS = {
+    "chip_loss": (Failure(100.0, "chip_loss", "learner-0/slice-3", 300.0), Failure(101.0, "chip_loss", "*/slice-1", 50.0)),
+    "kill": (Failure(150.0, "kill", "learner-1"), Failure(403.0, "kill", "learner-0")),
+    "kill all": (Failure(300.0, "kill", "learner-*"),),
+    "freeze": (FREEZE,),
+    "slow": (Failure(100.0, "slow", "learner-2", 200.0, {"factor": 3.0}),),
+    "cut": (Failure(150.0, "cut", "learner-1", 60.0),),
+    "everything": (
+        Failure(100.0, "chip_loss", "learner-0/slice-3", 300.0),
+        Failure(120.0, "slow", "learner-2", 200.0, {"factor": 2.0}),
+        Failure(150.0, "kill", "learner-1"),
+        FREEZE,
+        Failure(400.0, "cut", "learner-0", 30.0),
+        Failure(500.0, "freeze", "learner-*", 15.0),
+    ),
+}
+QUIET: dict[str, Any] = {"chips": 10_000, "settings": SMALL}
+
+
+@pytest.mark.parametrize("preset", ["decoupled", "streaming"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_tape_is_played_the_same(name: str, preset: str) -> None:
+    assert_as_recorded(f"{name}, {preset}", Case(preset, tape=FAULTS[name], **QUIET).scenario())
+
+
+def test_transient_slowdowns_are_played_the_same() -> None:
+    assert_as_recorded("slowdowns", Case(slowdowns=Slowdowns(300.0, 30.0, 2.0), **QUIET).scenario())
+
+
+def test_waiting_for_all_does_not_wait_for_the_dead() -> None:
+    killed = (Failure(150.0, "kill", "learner-1"), Failure(180.0, "kill", "learner-2"))
+    case = Case(tape=killed, chips=10_000, settings={**SMALL, "round.quorum": "all"})
+    assert_as_recorded("all but the dead", case.scenario())
+
+
+def test_lives_without_rounds_are_those_with_rounds_that_do_not_wait() -> None:
+    scenario = CASES["decoupled"].scenario()
+    assert_lives_equal(simulation.simulate(scenario), simulation.simulate(replace(scenario, rounds=None)))
+
+
+def test_versions_that_outrun_a_thin_link_are_all_applied() -> None:
+    learners = list(CASES["decoupled"].scenario().learners)
+    learners[0] = replace(learners[0], link=Link(2e6, 0.02))
+    scenario = replace(Case(settings=SMALL, duration_s=2000.0).scenario(), learners=learners)
+    assert_as_recorded("versions outrun a link", scenario)
+
+
+def test_more_tokens_than_can_be_counted_are_refused() -> None:
+    scenario = Case().scenario()
+    learners = [replace(learner, tokens=1 << 50) for learner in scenario.learners]
+    with pytest.raises(SettingsError, match=r"learner-0: tokens = 1125899906842624"):
+        simulation.simulate(replace(scenario, learners=learners, duration_s=7 * 86400.0))

@@ -1,0 +1,84 @@
+"""A trial is a run: the services train real models in virtual time, the same each time, and as a live run does."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.services.test_up import Running, some_text
+
+from diloco.settings.presets import run_settings
+from diloco.wire import framing
+from diloco.wire.entries import Record
+from diloco_lab.trial import Result, Trial, steady
+from diloco_learner.task import load_task
+from diloco_ops.run_reader import opened
+
+SMALL: dict[str, Any] = {
+    "learners": 2,
+    "shards": 1,
+    "task.layers": 1,
+    "task.width": 16,
+    "task.heads": 2,
+    "task.context": 16,
+    "task.batch": 4,
+    "fragments.count": 2,
+    "round.steps": 4,
+}
+STEP_TOKENS = 4 * 16
+LOCKSTEP: dict[str, Any] = {"round.learners_wait": True, "round.quorum": 2, "round.grace_factor": 0.0}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("trial") / "text.txt"
+    path.write_text(some_text())
+    return str(path)
+
+
+def play(text: str, tokens: int, speeds: tuple[float, float] = (0.1, 0.1), **changes: Any) -> Result:
+    settings = run_settings("decoupled", SMALL | {"tokens": tokens} | changes)
+    return Trial(settings, load_task(settings.task, text), [steady(step_s) for step_s in speeds]).play()
+
+
+@pytest.mark.slow
+def test_a_trial_trains_accounts_for_its_tokens_and_is_the_same_each_time(text: str) -> None:
+    first, again = (play(text, 60 * STEP_TOKENS, (0.1, 0.3)) for _ in range(2))
+    assert first.state_hashes == again.state_hashes
+    assert first.loss == again.loss < np.log(256) - 1  # it begins at ln 256
+    # 60 steps of both together, and what a learner does before it hears that the budget is used up
+    assert 60 * STEP_TOKENS <= first.tokens <= 64 * STEP_TOKENS
+    assert first.tokens % STEP_TOKENS == 0
+    # the fast learner takes three steps where the slow one takes one: 45 steps of 0.1 s
+    assert 4.5 <= first.virtual_s <= 10.0
+    assert 0.5 < first.merged <= 1
+    assert 1 < first.members <= 2
+
+
+@pytest.mark.slow
+async def test_in_lockstep_a_trial_makes_the_versions_of_a_live_run_bit_for_bit(text: str, tmp_path: Path) -> None:
+    tokens = 48 * STEP_TOKENS
+    options = [f"{name}={value}".replace("True", "true") for name, value in (SMALL | LOCKSTEP).items()]
+    sets = [word for option in options for word in ("--set", option)]
+    directory = tmp_path / "run"
+    arguments = ["--plain", "--data", text, "--run-dir", str(directory), "--tokens", str(tokens), "--learners", "2"]
+    ended = await asyncio.to_thread(Running("up", *arguments, "--shards", "1", *sets).end)
+    assert ended.code == 0, ended.err
+
+    live: list[list[bytes]] = []
+    async with opened(directory) as reader:
+        for fragment in reader.map.fragments:
+            subject, end = reader.log.subjects.record(fragment.index), await reader.log.reader.end_sequence(fragment.index)
+            live.append([])
+            async for stored in reader.transport.pull(reader.log.subjects.log_stream, [subject], 1):
+                record = framing.unpack(stored.data, Record, reader.run.identity)[0]
+                if record.makes_version:
+                    live[-1].append(record.state_hash)
+                if stored.sequence >= end:
+                    break
+
+    assert play(text, tokens, **LOCKSTEP).state_hashes == live
+    assert min(len(hashes) for hashes in live) >= 5

@@ -1,0 +1,247 @@
+"""The live view, drawn into a recorded console."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from diloco_ops.live.screen import LiveView, plain_line, render
+
+
+def fake_status(learners: int = 4, shards: int = 2, progress: float = 0.63, **changed: Any) -> dict[str, Any]:
+    """A status as it may look part of the way through a run of two minutes."""
+    chance = random.Random(7)
+    wall_s = 118.0 * progress
+    states = ["stepping", "stepping", "sending", "stepping", "recovering", "gone"]
+
+    def loss_at(time_s: float, noise: float) -> float:
+        return 1.55 + 4.0 * math.exp(-time_s / 9) + 0.9 * math.exp(-time_s / 60) + chance.gauss(0, noise)
+
+    return {
+        "run": "run",
+        "preset": "decoupled",
+        "state": "training",
+        "wall_s": wall_s,
+        "eta_s": 118.0 - wall_s,
+        "tokens_budget": 3_000_000,
+        "tokens_processed": int(3_000_000 * progress),
+        "tokens_merged": int(2_880_000 * progress),
+        "versions": 402,
+        "rounds": 408,
+        "nats_url": "nats://127.0.0.1:4222",
+        "parameters": 350_000,
+        "units": "nats per byte",
+        "learners": {
+            f"learner-{m}": {
+                "state": states[m % len(states)],
+                "step": int(733 * progress) + m,
+                "tokens": int(750_000 * progress),
+                "tokens_per_s": 6_350.0 + 17 * m,
+                "loss": 1.912 + 0.011 * m,
+                "step_s": 0.161,
+                "busy_fraction": 0.991 - 0.01 * m,
+                "blocked_fraction": 0.004,
+                "bytes_up": 12_310_000 + 9_000 * m,
+                "bytes_down": 31_700_000,
+                "rounds_merged": 398 - m,
+                "rounds_missed": m,
+                "seen_s_ago": 0.1,
+            }
+            for m in range(learners)
+        },
+        "shards": {
+            f"syncer-{s}": {
+                "fragments": 12,
+                "rounds": 204,
+                "versions": 201,
+                "open": [
+                    {"fragment": 3 + 7 * s, "answers": 2, "quorum": 1, "waited_s": 0.14},
+                    {"fragment": 8 + s, "answers": 0, "quorum": 1, "waited_s": 0.02},
+                ],
+                "refused": 0,
+                "bytes_in": 24_600_000,
+                "bytes_out": 63_100_000,
+                "seen_s_ago": 0.2,
+            }
+            for s in range(shards)
+        },
+        "fragments": [{"fragment": p, "version": 16, "tokens_merged": 1, "owner": f"syncer-{p % 2}"} for p in range(24)],
+        "validation": [[t, t * 25_000, loss_at(t, 0)] for t in range(4, int(wall_s), 4)],
+        "loss": {
+            f"learner-{m}": [[t / 2, t * 12_000, loss_at(t / 2, 0.06)] for t in range(1, int(2 * wall_s))]
+            for m in range(learners)
+        },
+    } | changed
+
+
+def drawn(status: dict[str, Any], width: int, height: int) -> list[str]:
+    console = Console(record=True, file=io.StringIO(), width=width, height=height, color_system=None)
+    console.print(render(status, width, height))
+    return console.export_text(styles=False).splitlines()
+
+
+EMPTY = {"run": "run", "state": "waiting", "wall_s": 0.0, "tokens_budget": 3_000_000, "learners": {}, "shards": {}}
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 32), (120, 30), (200, 60), (60, 20), (40, 16), (34, 8), (80, 5)])
+@pytest.mark.parametrize(
+    "status",
+    [
+        EMPTY,
+        fake_status(),
+        fake_status(learners=16, shards=8),
+        fake_status(learners=1, shards=1, progress=0.02),
+        fake_status(state="finished", progress=1.0, eta_s=None),
+        fake_status(regions={f"region_{n}": {"away_s": None} for n in range(64)}),
+    ],
+    ids=["empty", "usual", "many", "first", "finished", "regions"],
+)
+def test_fits_the_terminal(status: dict[str, Any], width: int, height: int) -> None:
+    lines = drawn(status, width, height)
+    assert len(lines) <= height
+    assert max(cell_len(line) for line in lines) <= width
+
+
+def test_usual_run_in_80_by_24() -> None:
+    text = "\n".join(drawn(fake_status(), 80, 24))
+    assert "63 %" in text
+    assert "1.89M / 3.00M tokens" in text
+    assert "1:14  0:44 left" in text
+    for part in ("learner-0", "learner-3", "stepping", "sending", "1.912", "461", "6.35k", "12.3 MB", "398/0", "395/3"):
+        assert part in text
+    assert "syncer-1" in text
+    assert "f10 ●● 0.1s" in text
+    assert "f9 ○ 0.0s" in text
+    assert "loss, nats per byte" in text
+    assert "nats per byte" not in "\n".join(drawn(fake_status(units=None), 80, 24))
+    assert "22.1× less than data-parallel" in text
+
+
+def in_regions(**changed: Any) -> dict[str, Any]:
+    """Three regions, of which eu has been away for half a minute."""
+    status = fake_status(learners=3, shards=3)
+    for kind in ("learners", "shards"):
+        for member, region in zip(status[kind].values(), ("us", "eu", "ap"), strict=True):
+            member["region"] = region
+    here = {"members": 2, "heard": 2, "away_s": None, "fragments": 12, "bytes_in": 1_230_000, "bytes_out": 4_560_000}
+    away = here | {"heard": 0, "away_s": 34.2, "fragments": 0}
+    return status | {"regions": {"us": here, "eu": away, "ap": here}} | changed
+
+
+def test_regions_and_who_is_away() -> None:
+    lines = drawn(in_regions(), 140, 40)
+    said = "us 2/2 12 fragments ↑ 4.56 MB ↓ 1.23 MB   eu away 0:34 0 fragments ↑ 4.56 MB ↓ 1.23 MB   ap 2/2 12 fragments"
+    assert any(said in line for line in lines)
+    assert any(re.search(r"● learner-1 +stepping +eu ", line) for line in lines)
+    assert any(re.search(r"● syncer-2 +ap ", line) for line in lines)
+    assert " | eu away 0:34 | " in plain_line(in_regions())
+    narrow = drawn(in_regions(), 80, 24)
+    assert any("us 2/2 12 fragments   eu away 0:34 0 fragments   ap 2/2 12 fragments" in line for line in narrow)
+    assert any("us 2/2   eu away 0:34   ap 2/2" in line for line in drawn(in_regions(), 50, 24))
+    assert not any("region" in line for line in drawn(fake_status(), 140, 40))
+
+
+def test_no_learners_yet() -> None:
+    text = "\n".join(drawn(EMPTY, 80, 24))
+    assert "waiting for the first learner" in text
+    assert "waiting for the first syncer" in text
+    assert "no loss yet" in text
+
+
+def test_unknown_loss_is_a_dash() -> None:
+    status = fake_status(loss={}, validation=[])
+    for learner in status["learners"].values():
+        learner["loss"] = None
+    lines = drawn(status, 80, 24)
+    assert "–" in next(line for line in lines if "learner-1" in line)
+    assert any("no loss yet" in line for line in lines)
+
+
+def test_learners_that_do_not_fit_are_counted() -> None:
+    lines = drawn(fake_status(learners=16), 80, 24)
+    shown = sum("● learner-" in line for line in lines)
+    assert any(f"+ {16 - shown} more: " in line for line in lines)
+    assert all(f"learner-{m}" in "\n".join(drawn(fake_status(learners=16), 80, 48)) for m in range(16))
+
+
+def test_narrow_terminals_keep_name_state_and_loss() -> None:
+    line = next(line for line in drawn(fake_status(), 40, 20) if "learner-2" in line)
+    assert "sending" in line
+    assert "1.934" in line
+    assert "MB" not in line
+
+
+def test_names_from_outside_cannot_disturb_the_terminal() -> None:
+    status = fake_status()
+    status["learners"] = {"\x1b[31mevil\n" + "x" * 200: status["learners"]["learner-0"], "[bold]b[/]": {"state": "stepping"}}
+    lines = drawn(status, 80, 24)
+    assert all("\x1b" not in line and cell_len(line) <= 80 for line in lines)
+    assert any("[bold]b" in line for line in lines)
+
+
+def test_finished_shows_no_time_left() -> None:
+    text = "\n".join(drawn(fake_status(state="finished", progress=1.0), 80, 24))
+    assert "100 %" in text
+    assert "finished" in text
+    assert "left" not in text
+
+
+def test_progress_reads_100_only_when_it_is() -> None:
+    assert " 99 %" in "\n".join(drawn(fake_status(progress=0.99999), 80, 24))
+
+
+def test_long_quorums_become_numbers() -> None:
+    status = fake_status()
+    status["shards"]["syncer-0"]["open"] = [{"fragment": 5, "answers": 11, "quorum": 16, "waited_s": 1.25}]
+    assert any("f5 11/16" in line for line in drawn(status, 80, 24))
+
+
+def test_curve_has_a_line_that_falls() -> None:
+    status = fake_status(loss={}, validation=[[float(t), t, 5.0 - t / 5] for t in range(20)])
+    lines = [line for line in drawn(status, 80, 24) if "│" in line or "┤" in line]
+    braille = [(row, column) for row, line in enumerate(lines) for column, char in enumerate(line) if "⠀" < char <= "⣿"]
+    assert min(braille, key=lambda cell: cell[1])[0] < max(braille, key=lambda cell: cell[1])[0]
+
+
+def test_plain_line() -> None:
+    assert plain_line(fake_status()) == (
+        "1:14 | training | 1.89M of 3.00M tokens (63 %) | 25.5k tokens/s | loss 1.929 | validation "
+        f"{fake_status()['validation'][-1][2]:.3f} | 402 versions | up 49.3 MB, down 127 MB | 3 stepping, 1 sending | 0:44 left"
+    )
+    assert "left" not in plain_line(fake_status(state="finished", progress=1.0))
+    assert "no learner yet" in plain_line(EMPTY)
+    assert "\n" not in plain_line(EMPTY | {"state": "a\nb"})
+
+
+def test_live_view_leaves_the_last_picture() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, height=24, legacy_windows=False)
+    with LiveView(console) as view:
+        view.update(fake_status(progress=0.1))
+        view.update(fake_status(progress=0.5))
+    after = out.getvalue().rpartition("\x1b[?1049l")[2]
+    assert "50 %" in after
+    assert "10 %" not in after
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    learners=st.integers(0, 20),
+    shards=st.integers(0, 9),
+    progress=st.floats(0.0, 1.0),
+    width=st.integers(32, 220),
+    height=st.integers(4, 70),
+)
+def test_any_size_fits(learners: int, shards: int, progress: float, width: int, height: int) -> None:
+    lines = drawn(fake_status(learners, shards, progress), width, height)
+    assert len(lines) <= height
+    assert max(cell_len(line) for line in lines) <= width

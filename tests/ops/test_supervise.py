@@ -1,0 +1,162 @@
+"""The supervisor, with small programs that die in various ways."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import psutil
+import pytest
+from tests.services.cluster import Events
+
+from diloco.errors import EjectedError
+from diloco.process.observe import Logger
+from diloco_ops import supervise
+from diloco_ops.supervise import ServiceFailed, Supervisor
+
+DEADLINE_S = 30.0
+# counts its lives in a file, and ends each as the configuration says: a signal, a code, or never
+MORTAL = """
+import os, pathlib, signal, sys, time
+config = pathlib.Path(sys.argv[2])
+lives = config.with_suffix(".lives")
+lives.write_text(str(int(lives.read_text()) + 1 if lives.exists() else 1))
+fate = config.read_text().split(",")[int(lives.read_text()) - 1]
+if fate == "lives":
+    time.sleep(60)
+if fate.startswith("-"):
+    os.kill(os.getpid(), -int(fate))
+print("mortal: it was my fate", file=sys.stderr)
+sys.exit(int(fate))
+"""
+
+
+class Mortals:
+    """Programs under one supervisor."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "mortal.py").write_text(MORTAL)
+        self.folder, self.events = folder, Events()
+        self.supervisor = Supervisor(cast(Logger, self.events))
+
+    def start(self, name: str, *fates: str) -> None:
+        config = self.folder / f"{name}.toml"
+        config.write_text(",".join(fates))
+        self.supervisor.start(name, "mortal", config, os.environ | {"PYTHONPATH": str(self.folder)})
+
+    def lives(self, name: str) -> int:
+        file = self.folder / f"{name}.lives"
+        text = file.read_text() if file.exists() else ""
+        return int(text) if text else 0
+
+    def pid(self, name: str) -> int:
+        return int((self.folder / f"{name}.pid").read_text())
+
+    def tend_until(self, predicate: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + DEADLINE_S
+        while not predicate():
+            assert time.monotonic() < ends_s
+            self.supervisor.tend()
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def mortals(tmp_path: Path) -> Iterator[Mortals]:
+    made = Mortals(tmp_path)
+    yield made
+    made.supervisor.end(["mortal"])
+
+
+def test_a_learner_that_was_ejected_is_begun_again_to_wait_and_ends_nothing(mortals: Mortals) -> None:
+    mortals.start("a", str(EjectedError.exit_code), "0")
+    mortals.start("b", "0")
+    mortals.tend_until(mortals.supervisor.tend)
+    assert (mortals.lives("a"), mortals.lives("b")) == (2, 1)
+    assert [(event, values["ejected"]) for _, event, values in mortals.events.entries if "ejected" in values] == [
+        ("service_ejected", "a")
+    ]
+
+
+def test_what_a_signal_killed_is_begun_again(mortals: Mortals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "RETRY_S", 0.05)
+    mortals.start("a", "-9", "-11", "-6", "0")
+    mortals.tend_until(mortals.supervisor.tend)
+    assert mortals.lives("a") == 4
+    killed = [values["signal"] for _, event, values in mortals.events.entries if event == "service_killed"]
+    assert killed == ["SIGKILL", "SIGSEGV", "SIGABRT"]
+    restarted = [values for _, event, values in mortals.events.entries if event == "service_restarted"]
+    assert [(values["restarted"], values["restarts"]) for values in restarted] == [("a", 1), ("a", 2), ("a", 3)]
+
+
+def test_the_pid_of_a_running_service_is_in_its_file(mortals: Mortals) -> None:
+    mortals.start("a", "lives", "lives")
+    first = mortals.pid("a")
+    mortals.tend_until(lambda: mortals.lives("a") == 1)
+    os.kill(first, signal.SIGKILL)
+    mortals.tend_until(lambda: mortals.lives("a") == 2)
+    assert mortals.pid("a") != first
+    assert psutil.Process(mortals.pid("a")).is_running()
+    mortals.supervisor.end(["mortal"])
+    assert not (mortals.folder / "a.pid").exists()
+
+
+def test_an_error_code_ends_the_run_with_what_the_service_said(mortals: Mortals) -> None:
+    mortals.start("a", "lives")
+    mortals.start("b", "2")
+    with pytest.raises(ServiceFailed, match="b: it was my fate") as failed:
+        mortals.tend_until(lambda: False)
+    assert failed.value.exit_code == 2
+    assert mortals.lives("b") == 1
+
+
+def test_a_service_that_cannot_live_ends_the_run(mortals: Mortals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "RETRY_S", 0.01)
+    monkeypatch.setattr(supervise, "QUICK_DEATHS", 3)
+    mortals.start("a", *["-9"] * 10)
+    with pytest.raises(ServiceFailed, match="a: killed by SIGKILL 3 times in a row"):
+        mortals.tend_until(lambda: False)
+    assert mortals.lives("a") == 3
+
+
+def test_ending_also_ends_what_is_frozen(mortals: Mortals) -> None:
+    mortals.start("a", "lives")
+    mortals.tend_until(lambda: mortals.lives("a") == 1)
+    os.kill(mortals.pid("a"), signal.SIGSTOP)
+    began_s = time.monotonic()
+    mortals.supervisor.end(["mortal"])
+    assert time.monotonic() - began_s < supervise.STOP_TIMEOUT_S / 2
+
+
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+from tests.ops.test_supervise import Mortals
+mortals = Mortals(Path(sys.argv[1]))
+mortals.start("a", "lives")
+mortals.start("b", "-9", "lives")
+mortals.tend_until(lambda: mortals.lives("b") == 2)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_no_service_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    try:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == b"ready\n"
+        services = [psutil.Process(int((tmp_path / f"{name}.pid").read_text())) for name in ("a", "b")]
+        services[0].suspend()  # a frozen one too
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    _, alive = psutil.wait_procs(services, timeout=DEADLINE_S)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []

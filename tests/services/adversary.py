@@ -1,0 +1,230 @@
+"""What an insider with nothing to lose sends: actions drawn from a seed, alike for every role. Pure.
+
+An action is a message: a subject that anybody's rights name, or one of its own; a payload that is a message of this project,
+whole or damaged, or anything else; headers that mean something to a server or to a client; a reply subject of anybody's.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from diloco.wire.framing import MAGIC, VERSION
+from diloco.wire.subjects import Subjects
+from diloco_ops.keys.permissions import Who, permissions
+
+GOLDEN = Path(__file__).parents[1] / "protocol" / "golden"
+MAX_PAYLOAD = 1 << 20
+_NAME = re.compile(r"(learner|syncer|coordinator)-[0-9]+")  # in golden messages
+_INCARNATION = 1700000000000
+_KIND_OF = {
+    "delta": "offer",
+    "pulse": "pulse",
+    "shard": "shard",
+    "round": "round",
+    "fragment": "record",
+    "archive": "offer",
+} | {
+    kind: kind for kind in ("genesis", "keyframe", "coordinator", "mark", "marked", "combined")
+}  # by the subject's third token
+KINDS = ("valid", "fields", "damaged", "random", "json", "empty", "large", "value")
+OWN = 0.6  # of all actions are on subjects that the server lets it write: the others are refused there
+CALLS = 0.4  # of JetStream's API; most rights are to these
+LARGE = 0.01
+TOKENS = (
+    b"0",
+    b"1",
+    b"3",
+    b"4",
+    b"00",
+    b"999999999",
+    b"-1",
+    b"x",
+    b"*",
+    b">",
+    b"\xff",
+    b"a\x0cb",
+    b"\x1b[2J",
+    b"toy-1",
+    b"head",
+)
+NUMBERS: tuple[Any, ...] = (0, 1, 2, 2**31, 2**53, 2**62, 2**62 + 1, 2**63, 2**64 - 1, -1, -(2**63), 0.5, 1e308, None, True)
+VALUES: tuple[Any, ...] = (*NUMBERS, "", "toy-1", "x" * 5000, b"", bytes(32), [], [[]], {}, [0] * 5000, ["toy-1"] * 100)
+HEADERS = (
+    b"NATS/1.0\r\n\r\n",
+    b"NATS/1.0\r\nNats-Expected-Last-Sequence: 4611686018427387904\r\n\r\n",
+    b"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: 0\r\n\r\n",
+    b"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: -1\r\nNats-Expected-Last-Subject-Sequence-Subject: >\r\n\r\n",
+    b"NATS/1.0\r\nNats-Expected-Stream: other\r\n\r\n",
+    b"NATS/1.0\r\nNats-Msg-Id: 0\r\n\r\n",
+    b"NATS/1.0\r\nStatus: 100\r\nDescription: Idle Heartbeat\r\n\r\n",
+    b"NATS/1.0 503\r\n\r\n",
+    b"NATS/1.0 408 Request Timeout\r\n\r\n",
+    b"NATS/1.0 409 Consumer Deleted\r\nNats-Sequence: 1\r\n\r\n",
+    b"NATS/1.0 \xff\xfe\r\n\r\n",
+    b"NATS/1.0\r\n\xff: \xff\r\n\r\n",
+    b"NATS/1.0",
+    b"\xff",
+    b"NATS/1.0\r\nNats-Rollup: all\r\n\r\n",
+    b"NATS/1.0\r\nNats-Rollup: sub\r\n\r\n",
+    b"NATS/1.0\r\nNats-TTL: 1s\r\n\r\n",
+    b"NATS/1.0\r\nNats-Schedule: @every 1s\r\nNats-Schedule-Target: diloco.x\r\n\r\n",
+    b"NATS/1.0\r\nKV-Operation: PURGE\r\n\r\n",
+    b"NATS/1.0\r\nKV-Operation: DEL\r\n\r\n",
+    b"NATS/1.0\r\nNats-Batch-Id: b\r\nNats-Batch-Sequence: 1\r\n\r\n",
+    b"NATS/1.0\r\n" + b"a:\r\n" * 20_000 + b"\r\n",
+)
+
+
+@dataclass(frozen=True)
+class Action:
+    """A message to be sent."""
+
+    kind: str  # of the payload
+    subject: bytes
+    data: bytes
+    headers: bytes
+    reply: bytes
+
+
+class Adversary:
+    """Draws the actions of one identity against one run. ``withheld``: subjects that it is entitled to do harm on."""
+
+    def __init__(
+        self, seed: int, names: Subjects, identity: bytes, who: Who, everybody: Sequence[Who], withheld: Sequence[str] = ()
+    ) -> None:
+        """Attack the run of this ``identity``, which its frames carry."""
+        self.incarnation = 1  # as which its messages are its own, if it is admitted
+        self.random, self.names, self.run, self.who = random.Random(f"{seed} {who.role} {who.name}"), names, identity, who
+        self._own = [p for p in permissions(who, names.run, (), ()).publish if not p.startswith(tuple(withheld))]
+        everyones = {p for one in everybody for p in permissions(one, names.run, (), ()).publish}
+        heard = {p for one in everybody for p in permissions(one, names.run, (), ()).subscribe}
+        self._anybodys = sorted(everyones - set(permissions(who, names.run, (), ()).publish))
+        self._replies = sorted(everyones | heard)
+        parts = {path.stem: _parts_of(path) for path in sorted(GOLDEN.glob("*.hex"))}
+        self._frames = {name: frame for name, frame in parts.items() if frame is not None}
+        self._values = [
+            bytes.fromhex((GOLDEN / f"{name}.hex").read_text()) for name in ("map", "share_claim", "owners", "admission")
+        ]
+
+    def actions(self) -> Iterator[Action]:
+        """Yield actions for ever."""
+        while True:
+            own = self.random.random() < OWN
+            calls = self.random.random() < CALLS
+            patterns = self._own if own else self._anybodys
+            pattern = self.random.choice([p for p in patterns if p.startswith("$JS.") == calls] or patterns)
+            kind, data = self._payload(pattern)
+            reply = self._one_of(self.random.choice(self._replies)) if self.random.random() < 0.5 else b""
+            headers = self.random.choice(HEADERS) if self.random.random() < 0.4 else b""
+            if self.random.random() < 0.05:
+                target = self._one_of(self.random.choice(self._replies))
+                headers = b"NATS/1.0\r\nNats-Trace-Dest: %s\r\n\r\n" % target.replace(b"\x0c", b"")
+            data = data[: MAX_PAYLOAD - len(headers)]
+            yield Action(kind, self._one_of(pattern), data, headers, reply)
+
+    def _one_of(self, pattern: str) -> bytes:
+        """Return a subject that a pattern stands for."""
+        tokens = []
+        for token in pattern.encode().split(b"."):
+            if token == b"*":
+                tokens.append(self.random.choice(TOKENS))
+            elif token == b">":
+                tail = self.random.choice([self.names.record(0), self.names.offer(0, "toy-1"), "0", "0.toy-1.1.1.head"])
+                tokens.append(tail.encode())
+            else:
+                tokens.append(token)
+        return b".".join(tokens)
+
+    def _payload(self, pattern: str) -> tuple[str, bytes]:
+        kind = "large" if self.random.random() < LARGE else self.random.choice([k for k in KINDS if k != "large"])
+        if pattern.startswith("$JS.API.") and kind in ("valid", "fields", "value"):
+            kind = "json"
+        make: dict[str, Callable[[], bytes]] = {
+            "valid": lambda: self._frame(pattern, 0),
+            "fields": lambda: self._frame(pattern, self.random.randint(1, 3)),
+            "damaged": lambda: self._damaged(pattern),
+            "random": lambda: self.random.randbytes(self.random.randint(1, 300)),
+            "json": lambda: self._json(pattern),
+            "empty": bytes,
+            "large": lambda: self.random.choice([bytes(MAX_PAYLOAD), b"\x91" * MAX_PAYLOAD, b"[" * MAX_PAYLOAD]),
+            "value": lambda: self.random.choice(self._values),
+        }
+        return kind, make[kind]()
+
+    def _frame(self, pattern: str, changed: int) -> bytes:
+        """Return a frame that the run's members take for one of theirs, with so many fields changed."""
+        fitting = [name for name, frame in self._frames.items() if frame[0] == _KIND_OF.get(self._subject_of(pattern))]
+        names = fitting if fitting and self.random.random() < 0.7 else list(self._frames)
+        kind, fields, inline = self._frames[self.random.choice(names)]
+        own = self.random.random() < 0.8
+        fields = [self._as_own(field) if own else field for field in fields]
+        for _ in range(changed):
+            fields[self.random.randrange(len(fields))] = self.random.choice(VALUES)
+        packed = msgspec.msgpack.encode(fields)
+        check = blake3(f"{MAGIC}{VERSION}{kind}\0".encode() + self.run + packed).digest()
+        return msgspec.msgpack.encode((MAGIC, VERSION, kind, self.run, packed, check, inline))
+
+    def _as_own(self, field: Any) -> Any:
+        if isinstance(field, str) and _NAME.fullmatch(field):
+            return self.who.name
+        return self.incarnation if field == _INCARNATION else field
+
+    @staticmethod
+    def _subject_of(pattern: str) -> str:
+        tokens = pattern.split(".")
+        return tokens[2] if tokens[0] == "diloco" else ""
+
+    def _damaged(self, pattern: str) -> bytes:
+        frame = bytearray(self._frame(pattern, 0))
+        if self.random.random() < 0.5:
+            return bytes(frame[: self.random.randrange(len(frame))])
+        frame[self.random.randrange(len(frame))] ^= 1 << self.random.randrange(8)
+        return bytes(frame)
+
+    def _json(self, pattern: str) -> bytes:
+        stream = self.random.choice([self.names.log_stream, self.names.offer_stream, f"KV_{self.names.bucket}"])
+        asked: list[Any] = [
+            {},
+            [],
+            None,
+            {"seq": self.random.choice(NUMBERS)},
+            {"last_by_subj": self.random.choice([self.names.record(0), ">", "$KV." + self.names.bucket + ".run"])},
+            {"batch": 1 << 40, "expires": 60 * 10**9, "idle_heartbeat": 10**8},
+            {"batch": 1, "no_wait": True},
+            {"subjects_filter": ">", "offset": self.random.choice(NUMBERS)},
+            {"name": stream, "subjects": [self.names.genesis, ">"], "max_msgs": 1, "republish": {"src": ">", "dest": "x.>"}},
+            {"stream_name": stream, "config": self._consumer(pattern), "action": self.random.choice(["", "create", "update"])},
+        ]
+        text = json.dumps(self.random.choice(asked)).encode()
+        return text if self.random.random() < 0.8 else text[: self.random.randrange(len(text))]
+
+    def _consumer(self, pattern: str) -> dict[str, Any]:
+        config: dict[str, Any] = {"ack_policy": "none", "mem_storage": True, "filter_subject": self.names.record(0)}
+        named = [name for name in self.who.consumers if f".{name}" in pattern]
+        if named:
+            config["name"] = named[0]
+        if self.random.random() < 0.5:
+            target = self._one_of(self.random.choice(self._replies)).decode(errors="replace")
+            config |= {"deliver_subject": target, "idle_heartbeat": 10**8, "flow_control": True}
+        else:
+            config |= {"max_waiting": self.random.choice([1, 512, 1 << 30])}
+        return config
+
+
+def _parts_of(path: Path) -> tuple[str, list[Any], bytes] | None:
+    """Return kind, fields and body of a golden message; None if it is no frame."""
+    try:
+        value = msgspec.msgpack.decode(bytes.fromhex(path.read_text()))
+        magic, _, kind, _, fields, _, inline = value
+        return (kind, msgspec.msgpack.decode(fields), inline) if magic == MAGIC else None
+    except (ValueError, TypeError):
+        return None

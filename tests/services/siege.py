@@ -1,0 +1,237 @@
+"""A run besieged by one insider at a time: ``python -m tests.services.siege --actions 20000 --rate 100 --seed 1``.
+
+A real server with a run's keys, learners, syncers and a coordinator as processes, and one identity more, of each role in turn,
+whose holder sends all that :mod:`tests.services.adversary` draws. The table says what came of it. What may not be:
+
+* a service ends, or its listener falls silent: a version of every fragment is made after the last action;
+* a version is lost: each that was there stays in its place, and the reference folds the whole log;
+* a key of the bucket changes that the role may not write (:data:`MAY_CHANGE`), or one that many write holds others' words;
+* the honest learners are slower than :data:`LEAST_PACE` of their pace before and after.
+
+What a role is there to do is not tried (:data:`WITHHELD`): a syncer may drop what its log does not need any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import nats.errors
+from tests import raw
+from tests.services.adversary import Adversary
+from tests.services.cluster import Cluster, newest_entries, small, some_versions
+from tests.services.forking import Nursery
+from tests.services.secured import guest, make_keys, members, serving
+
+from diloco.control import admission
+from diloco.control.creation import Run
+from diloco.nats import streams
+from diloco.transport import Stored
+from diloco.wire.subjects import Subjects
+from diloco_ops.broker.server import Server
+from diloco_ops.keys.folder import Folder
+from diloco_ops.keys.permissions import Who
+
+RUN = "besieged"
+NAMES = Subjects(RUN)
+STORE = f"KV_{NAMES.bucket}"
+LIAR = "liar"
+LEARNERS, SYNCERS = 3, 2
+HONEST = {f"toy-{share}" for share in range(LEARNERS)}
+ROLES = {
+    "observer": Who(LIAR, "observer"),
+    "evaluator": Who(LIAR, "evaluator"),
+    "learner": Who(LIAR, "learner"),
+    "founder": Who(LIAR, "learner", founder=True),
+    "syncer": Who(LIAR, "syncer"),
+    "coordinator": Who(LIAR, "coordinator", founder=True),
+}
+MAY_CHANGE = {
+    "learner": {f"member.{LIAR}", f"share.{LIAR}"},
+    "founder": {f"member.{LIAR}", f"share.{LIAR}"},
+    "syncer": {"owners", "changes"},
+    "coordinator": {"coordinator"},
+}
+WRITTEN_BY_ALL = {"owners", "coordinator"}  # by honest members, all the time
+WITHHELD = {"syncer": [f"$JS.API.STREAM.PURGE.{stream}" for stream in (NAMES.log_stream, NAMES.offer_stream)]}
+LEAST_PACE = 0.9
+BASE_S = 15.0  # each time that the pace is taken without the adversary
+
+
+@dataclass
+class Outcome:
+    """What came of one role's siege."""
+
+    role: str
+    sent: Counter[str] = field(default_factory=Counter)  # actions by kind
+    refused: int = 0  # by the server
+    cut: int = 0  # connections
+    ended: list[str] = field(default_factory=list)  # services
+    versions: int = 0  # made meanwhile
+    versions_pace: float = 0.0  # of these, relative to those without it
+    changed: list[str] = field(default_factory=list)  # keys that it may not change
+    pace: float = 0.0  # steps a second beside it, relative to those without it
+
+    def row(self) -> str:
+        sent = ", ".join(f"{count} {kind}" for kind, count in sorted(self.sent.items()))
+        wrong = f"{', '.join(self.ended) or 'none'} | {', '.join(self.changed) or 'none'}"
+        paces = f"{self.versions_pace:.0%} | {self.pace:.0%}"
+        return f"| {self.role} | {sent} | {self.refused} | {self.cut} | {wrong} | {self.versions} | {paces} |"
+
+
+HEAD = """| role | actions by payload | refused | cut off | services ended | keys changed | versions | pace | steps' |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+class Siege:
+    """A besieged run, from its first version to its last."""
+
+    def __init__(self, cluster: Cluster, server: Server, keys: Folder, role: str, seed: int) -> None:
+        self.cluster, self.server, self.keys, self.role, self.seed = cluster, server, keys, role, seed
+        self.outcome = Outcome(role)
+
+    async def run(self, actions: int, rate: float, base_s: float) -> Outcome:
+        cluster, outcome = self.cluster, self.outcome
+        cluster.coordinator()
+        cluster.syncers()
+        for share in range(LEARNERS):
+            cluster.toy_process(share)
+        await cluster.link()
+        await cluster.until(lambda: cluster.heartbeats.keys() >= HONEST, "learners are heard")
+        await some_versions(cluster, of=sorted(HONEST))
+        entries = [entry.model_copy(update={"founder": False}) for entry in self.keys.roster.identities if entry.founder]
+        self.keys.replace(*entries)  # as diloco keys founded
+        self.server.reload()
+        adversary = await self._adversary()
+        before, keys = await newest_entries(cluster), await self._keys()
+        without = [await self._pace(asyncio.sleep(base_s))]
+        versions = self._versions()
+        beside = await self._pace(self._attack(adversary, actions, rate))
+        outcome.versions = self._versions() - versions
+        without.append(await self._pace(asyncio.sleep(base_s)))
+        outcome.pace, outcome.versions_pace = (
+            2 * with_it / sum(each) for with_it, each in zip(beside, zip(*without, strict=True), strict=True)
+        )
+        outcome.ended = [s.name for s in cluster.services if s.process.poll() is not None]
+        if not outcome.ended:
+            await some_versions(cluster, of=sorted(HONEST))
+        await self._check_log(before)
+        after = await self._keys()
+        mine = MAY_CHANGE.get(self.role, set()) | WRITTEN_BY_ALL
+        outcome.changed = sorted(
+            key for key in keys.keys() | after.keys() if key not in mine and keys.get(key) != after.get(key)
+        )
+        return outcome
+
+    async def _adversary(self) -> Adversary:
+        entries = self.keys.roster.identities
+        [own] = [entry.who for entry in entries if entry.name == LIAR]
+        store, fragments = await self.cluster.store()
+        made = Adversary(self.seed, NAMES, store.stream.run, own, [entry.who for entry in entries], WITHHELD.get(self.role, ()))
+        if own.role == "learner":
+            async with guest(self.server, self.keys, LIAR) as liar:
+                registry = await liar.link.bucket(NAMES.bucket, create=False)
+                run, digest = Run(RUN, self.cluster.settings, registry), self.cluster.settings.digest()
+                made.incarnation = await admission.join(run, LIAR, 1, fragments, digest, founds=False)
+        return made
+
+    async def _attack(self, adversary: Adversary, actions: int, rate: float) -> None:
+        drawn, began_s = islice(adversary.actions(), actions), time.monotonic()
+        while sum(self.outcome.sent.values()) < actions:
+            async with guest(self.server, self.keys, LIAR) as liar:
+                while not liar.link.bulk.is_closed:
+                    due_s = began_s + sum(self.outcome.sent.values()) / rate
+                    await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+                    action = next(drawn, None)
+                    if action is None:
+                        break
+                    self.outcome.sent[action.kind] += 1
+                    try:
+                        await raw.publish(liar.link.bulk, action.subject, action.data, action.headers, action.reply)
+                    except (nats.errors.Error, OSError):
+                        break
+                    if any(service.process.poll() is not None for service in self.cluster.services):
+                        return
+                await asyncio.sleep(0.2)  # for the server's refusals
+                self.outcome.refused += liar.count("permission_denied")
+                self.outcome.cut += liar.count("nats_reconnected") + liar.link.bulk.is_closed
+
+    async def _pace(self, meanwhile: Awaitable[None]) -> tuple[float, float]:
+        """Steps a second of all honest learners, and versions a second of all fragments."""
+        began_s, steps, versions = time.monotonic(), self._steps(), self._versions()
+        await meanwhile
+        took_s = time.monotonic() - began_s
+        return (self._steps() - steps) / took_s, (self._versions() - versions) / took_s
+
+    def _versions(self) -> int:
+        return min(sum(self.cluster.heartbeats[name][-1].versions) for name in HONEST)
+
+    def _steps(self) -> int:
+        return sum(self.cluster.heartbeats[name][-1].step for name in HONEST)
+
+    async def _check_log(self, before: Sequence[Stored | None]) -> None:
+        store, fragments = await self.cluster.store()
+        for entry in before:
+            assert entry is not None
+            kept = await store.transport.get(NAMES.log_stream, entry.sequence)
+            assert kept is not None, f"{entry.subject}: lost"
+            assert kept.data == entry.data, f"{entry.subject}: another one"
+        genesis = await store.reader.genesis()
+        assert genesis is not None
+        for fragment in fragments.fragments:
+            loaded = await store.reader.load(fragment.index, *genesis)
+            assert loaded.replica.chain.sequence >= 0
+
+    async def _keys(self) -> dict[str, bytes]:
+        opened = await self.cluster.link()
+        registry = await opened.bucket(NAMES.bucket, create=False)
+        found = {}
+        for subject in await streams.subjects(opened, STORE, f"$KV.{NAMES.bucket}.>"):
+            key = subject.removeprefix(f"$KV.{NAMES.bucket}.")
+            stored = await registry.get(key)
+            found[key] = stored[0] if stored else b""
+        return found
+
+
+async def besiege(
+    nursery: Nursery, directory: Path, role: str, actions: int, rate: float, seed: int, base_s: float = BASE_S
+) -> Outcome:
+    """Besiege a run of its own; raises AssertionError where its log is not what it was."""
+    keys = make_keys(directory / "keys", RUN, [*members(LEARNERS, SYNCERS), ROLES[role]])
+    with serving(keys, directory / "nats") as server:
+        cluster = Cluster(nursery, directory / RUN, server.url, RUN, small(tokens=10**9, learners=LEARNERS, shards=SYNCERS))
+        cluster.identity, cluster.liars = str(keys.path / "identities" / "{name}.identity"), {LIAR}
+        try:
+            return await Siege(cluster, server, keys, role, seed).run(actions, rate, base_s)
+        finally:
+            await cluster.close()
+
+
+async def _main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--actions", type=int, default=20_000, help="of each role")
+    parser.add_argument("--rate", type=float, default=100.0, help="actions a second")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--role", action="append", choices=sorted(ROLES), help="repeatable; all of them without it")
+    asked = parser.parse_args()
+    print(HEAD, flush=True)
+    failed, nursery = False, Nursery()
+    for role in asked.role or ROLES:
+        with tempfile.TemporaryDirectory(prefix="siege-") as folder:
+            outcome = await besiege(nursery, Path(folder), role, asked.actions, asked.rate, asked.seed)
+        print(outcome.row(), flush=True)
+        failed |= bool(outcome.ended or outcome.changed) or outcome.pace < LEAST_PACE
+    nursery.close()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(_main()))

@@ -1,0 +1,210 @@
+"""A learner with an identity of its own states work that cannot be, or sends values that no merge survives: it is left out."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import zstandard
+from blake3 import blake3
+from tests.services.cluster import Cluster, Events, check_accounts, small, some_versions
+from tests.services.conftest import Launch
+from tests.services.secured import make_keys, members
+from tests.services.toy import SAMPLES
+
+from diloco.control import admission, creation
+from diloco.control.creation import Run
+from diloco.core import quantise
+from diloco.nats import identity
+from diloco.nats.registry import Registry
+from diloco.nats.transport import NatsTransport
+from diloco.process.observe import Logger
+from diloco.wire import framing
+from diloco.wire.body import Body
+from diloco.wire.entries import Record
+from diloco.wire.offers import Offer
+from diloco_ops.broker.server import Server
+from diloco_ops.keys.folder import Folder
+
+RUN = "claims"
+LIAR = "toy-2"
+HONEST = {"toy-0", "toy-1"}
+BUDGET = 2 * 150 * SAMPLES  # 4,800 tokens
+# the built-in task's batch is 16 * 8 tokens, so that by the settings a step would have 1,024 at most; the liar was granted 16
+SETTINGS: dict[str, Any] = {
+    "tokens": BUDGET,
+    "shards": 1,
+    "round__steps": 6,
+    "carry__overlap": 1.0,
+    "task__name": "gpt",
+    "task__batch": 16,
+    "task__context": 8,
+}
+STEP, MIN_STEP_S = SAMPLES, 0.05
+PROCESSED, FURTHEST = 2 * BUDGET + STEP, (2 * BUDGET + 1024) // SAMPLES
+
+IMPOSSIBLE: dict[str, dict[str, Any]] = {
+    "row 3: lost tokens that no total can hold": {"lost_tokens": 2**62},
+    "row 3: more tokens lost than a learner processes": {"lost_tokens": PROCESSED - SAMPLES + 1},
+    "row 3: more tokens than steps can have, and lost": {"steps": 20, "tokens": PROCESSED, "lost_tokens": 1},
+    "row 13: batches up to a thousand million": {"data": [(0, 10**9 - 1, 1)]},
+    "row 13: batches beyond what a field holds": {"data": [(0, 2**62, 2**62)]},
+    "row 13: the first batch behind all that can be": {"data": [(1, FURTHEST, 1)]},
+    "row 13: more batches than tokens": {"data": [(0, 0, SAMPLES + 1)]},
+    "row 13: a share that does not exist": {"data": [(2**14 - 1, 0, 1)]},
+    "row 15: twenty million tokens in a step": {"tokens": 2 * 10**7},
+    "row 15: one token more than it was granted": {"tokens": STEP + 1},
+    "row 15: more steps than the time since genesis has": {"steps": 9000, "tokens": 9000, "data": []},
+    "row 15: more steps than tokens": {"steps": SAMPLES + 1},
+}
+VALUES = {
+    "row 16: values of 3e37": 3e37,
+    "row 16: such whose merge is finite": 3e35,
+    "row 16: a million million million": -1e18,
+}
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Keys of which two learners' were granted exactly what they do, and the other honest one's nothing in particular."""
+    made = make_keys(tmp_path_factory.mktemp("keys") / "run", RUN, members(3, 1))
+    for name in (LIAR, "toy-0"):
+        entry = made.roster.identity(name)
+        assert entry is not None
+        made.grant(entry.model_copy(update={"batch_tokens": STEP, "min_step_s": MIN_STEP_S if name == LIAR else None}))
+    return made
+
+
+class Liar:
+    """Makes offers of fragment 0 as a learner that was admitted."""
+
+    def __init__(self, cluster: Cluster, link: NatsTransport, run: Run, size: int) -> None:
+        self.cluster, self.link, self.run, self.size = cluster, link, run, size
+        self.incarnation, self.number = time.time_ns() // 1_000_000, 0
+
+    async def base(self) -> tuple[int, bytes]:
+        """The newest version of fragment 0, and its state hash."""
+        names = self.cluster.subjects
+        head = await self.link.last(names.log_stream, names.record(0))
+        assert head is not None
+        record = framing.unpack(head.data, Record, self.run.identity)[0]
+        return record.version, record.state_hash
+
+    async def offer(self, value: float = 1.0, **changes: Any) -> None:
+        """Store an offer that is fit but for ``changes``: a displacement of ``value`` in each parameter."""
+        self.number += 1
+        version, base_hash = await self.base()
+        raw = quantise.quantise(np.full(self.size, value, np.float32), 4).tobytes()
+        packed = zstandard.ZstdCompressor().compress(raw)
+        values: dict[str, Any] = {
+            "fragment": 0,
+            "learner": LIAR,
+            "incarnation": self.incarnation,
+            "number": self.number,
+            "after": (0, 0),
+            "round": version + 1,
+            "base_version": version,
+            "base_hash": base_hash,
+            "bits": 4,
+            "steps": 1,
+            "tokens": SAMPLES,
+            "lost_tokens": 0,
+            "data": [(2, 0, 1)],
+            "body": Body(len(packed), blake3(raw).digest(), 0, bytes(8)),
+        }
+        frame = framing.pack(Offer(**(values | changes)), self.run.identity, packed)
+        subject = self.cluster.subjects.offer(0, LIAR)
+        await self.link.append(subject, frame, message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
+
+
+@contextlib.asynccontextmanager
+async def lying(launch: Launch, keys: Folder, tmp_path: Path) -> AsyncIterator[tuple[Cluster, Liar]]:
+    """A run of two honest learners, held before their first step, and a liar that was admitted."""
+    server = Server(tmp_path / "nats", keys=keys.server_folder("nats"))
+    server.start()
+    try:
+        cluster = launch(small(**SETTINGS), server.url, RUN)
+        cluster.identity = str(keys.path / "identities" / "{name}.identity")
+        cluster.liars = {LIAR}
+        cluster.coordinator()
+        cluster.syncer(0)
+        for share in range(2):
+            cluster.toy(share)
+        await cluster.link()
+        await cluster.all_ready()
+        own = identity.load(keys.identity_file(LIAR))
+        link = await NatsTransport.open(server.url, server.url, LIAR, cast(Logger, Events()), 20.0, identity=own)
+        try:
+            run = Run(RUN, cluster.settings, await Registry.open(link, cluster.subjects.bucket, create=False))
+            fragments = await creation.find_map(run)
+            liar = Liar(cluster, link, run, fragments.fragments[0].size)
+            digest = cluster.settings.digest()
+            await admission.join(run, LIAR, liar.incarnation, fragments, digest, founds=False, grant=own.grant)
+            yield cluster, liar
+        finally:
+            await link.close()
+    finally:
+        server.kill()
+
+
+async def honest_run(cluster: Cluster) -> None:
+    """The run ends as if the liar were not there: its log is whole, of the honest alone, and what it holds was learned."""
+    await cluster.ended()
+    heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
+    check_accounts(heartbeats, folded)
+    for log in folded:
+        assert log.passed_over == 0
+        data = [held for record in log.versions for member in record.members for held in member.data]
+        assert {m.learner for record in log.versions for m in record.members} <= HONEST
+        assert max(first + count for _, first, count in data) <= BUDGET // SAMPLES
+        assert log.entries[-1].tokens_merged + log.entries[-1].tokens_lost >= BUDGET
+    task = cluster.toys[0].task
+    assert task is not None
+    assert task.distance(await cluster.tensors(folded)) < 0.5
+
+
+def refused(cluster: Cluster) -> int:
+    """How many messages the syncer has refused."""
+    return cluster.shard_heartbeats["syncer-0"].refused
+
+
+async def test_what_cannot_be_is_refused_and_values_that_no_merge_survives_are_left_out(
+    launch: Launch, keys: Folder, tmp_path: Path
+) -> None:
+    async with lying(launch, keys, tmp_path) as (cluster, liar):
+        for count, (what, changes) in enumerate(IMPOSSIBLE.items(), 1):
+            await liar.offer(**changes)
+            await cluster.until(lambda count=count: refused(cluster) >= count, what, 10)  # type: ignore[misc]
+            assert refused(cluster) == count, what
+        [told] = cluster.events("message_refused", "syncer-0")  # the first of its kind
+        assert (told["sender"], told["kind"]) == (LIAR, "ClaimError")
+        assert "lost" in told["reason"]
+        await liar.offer(3e37)  # is held, since it may be a learner's
+        cluster.gate.open()
+        await cluster.until(lambda: bool(cluster.events("merge_not_finite", "syncer-0")), "it is named")
+        await some_versions(cluster, 2)
+        cluster.gate.close()
+        await liar.offer(1e9)  # a merge could have it, and the model would be nobody's any more
+        cluster.gate.open()
+        await cluster.until(lambda: bool(cluster.events("merge_too_far", "syncer-0")), "it is named")
+        named = [cluster.events(event, "syncer-0")[0] for event in ("merge_not_finite", "merge_too_far")]
+        assert [values["learners"] for values in named] == [[LIAR], [LIAR]]
+        assert refused(cluster) >= len(IMPOSSIBLE) + 1
+        await honest_run(cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [*IMPOSSIBLE, *VALUES])
+async def test_a_run_goes_on_as_if_the_liar_were_not_there(launch: Launch, keys: Folder, tmp_path: Path, what: str) -> None:
+    async with lying(launch, keys, tmp_path) as (cluster, liar):
+        await liar.offer(VALUES.get(what, 1.0), **IMPOSSIBLE.get(what, {}))
+        cluster.gate.open()
+        await some_versions(cluster, 2, of=sorted(HONEST))
+        cluster.hurry()
+        await honest_run(cluster)

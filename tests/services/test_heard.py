@@ -1,0 +1,174 @@
+"""What a learner's or an evaluator's identity can say in messages that are not stored, and what comes of it: nothing.
+
+Rows 4 to 8 and 18 of issue 16's table, at a real server with real identities: a run under quorum ``all`` beside a liar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.heartbeats import learner_heartbeat
+from tests.services.cluster import Cluster, check_accounts, small, some_versions
+from tests.services.conftest import Launch
+from tests.services.secured import make_keys, members, serving
+from tests.services.toy import SAMPLES
+
+from diloco.control import admission, creation
+from diloco.control.creation import Run
+from diloco.nats import identity
+from diloco.nats.transport import NatsTransport
+from diloco.process.observe import get_logger
+from diloco.process.tasks import end
+from diloco.service.rundir import RunDirectory
+from diloco.transport import Heard
+from diloco.wire import framing
+from diloco.wire.control import Heartbeat, MarkerAnswer, SnapshotMarker
+from diloco.wire.subjects import Subjects
+from diloco_ops import checkpoint
+from diloco_ops.broker.server import Server
+from diloco_ops.keys.folder import Folder
+from diloco_ops.keys.permissions import Who
+
+RUN = "heard"
+NAMES = Subjects(RUN)
+LIAR, EVALUATOR = "mallory", "eva"
+TOYS = ("toy-0", "toy-1")
+EVERY_S = 0.05  # so often a lie is told
+FRAGMENTS = 4
+BUDGET = 2 * 250 * SAMPLES
+LARGEST = 2**62
+
+
+def heartbeat(learner: str, incarnation: int, **changes: Any) -> Heartbeat:
+    """A heartbeat in full swing, but for what a test changes."""
+    values: dict[str, Any] = {
+        "incarnation": incarnation, "step": 5, "tokens": 5 * SAMPLES, "step_s": 0.02, "loss": 1.0, "steps": [5] * FRAGMENTS,
+        "fragment_tokens": [80] * FRAGMENTS, "batch_tokens": SAMPLES, "busy_s": 1.0,
+    }  # fmt: skip
+    return learner_heartbeat(learner, FRAGMENTS, **(values | changes))
+
+
+class Liar:
+    """A connection under an identity that says on its own subject what it likes."""
+
+    def __init__(self, link: NatsTransport, name: str, run: Run) -> None:
+        self.link, self.name, self.run = link, name, run
+        self.incarnation = 1
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def connected(cls, cluster: Cluster, keys: Folder, name: str) -> AsyncIterator[Liar]:
+        own = identity.load(keys.identity_file(name))
+        link = await NatsTransport.open(cluster.url, cluster.url, name, get_logger(), 20.0, identity=own)
+        try:
+            yield cls(link, name, await creation.open_run(link, cluster.name, cluster.settings))
+        finally:
+            await link.close()
+
+    async def join(self) -> None:
+        fragments = await creation.find_map(self.run)
+        self.incarnation = await admission.join(
+            self.run, self.name, self.incarnation, fragments, self.run.created.digest(), founds=False, grant=self.link.grant
+        )
+
+    async def say(self, learner: str, incarnation: int = 1, **changes: Any) -> None:
+        frame = framing.pack(heartbeat(learner, incarnation, **changes), self.run.identity)
+        await self.link.publish(NAMES.heartbeat(self.name), frame)
+
+    async def lie_on(self, rows: Sequence[str]) -> None:
+        for number in itertools.count():
+            for row in rows:
+                for learner, incarnation, changes in LIES[row](self, number):
+                    await self.say(learner, incarnation, **changes)
+            await asyncio.sleep(EVERY_S)
+
+    async def answer_marks(self, learners: list[str]) -> None:
+        """Row 18: say in the names of others that their states are saved."""
+
+        async def answer(heard: Heard) -> None:
+            mark, _, _ = framing.unpack(heard.data, SnapshotMarker, self.run.identity)
+            for learner in learners:
+                lie = MarkerAnswer(learner, mark.number, 1, mark.versions, 1, bytes(32))
+                await self.link.publish(NAMES.marked(self.name), framing.pack(lie, self.run.identity))
+
+        await self.link.subscribe(NAMES.mark, answer)
+
+
+Lie = tuple[str, int, dict[str, Any]]  # the learner and incarnation that it states, and what it says
+LIES: dict[str, Callable[[Liar, int], list[Lie]]] = {
+    "4": lambda liar, n: [(liar.name, liar.incarnation, {"tokens": BUDGET})],
+    "4, the largest counts": lambda liar, n: [
+        (liar.name, liar.incarnation, {"tokens": LARGEST, "step": LARGEST, "steps": [LARGEST] * FRAGMENTS})
+    ],
+    "4, having stopped": lambda liar, n: [
+        (liar.name, liar.incarnation, {"tokens": BUDGET, "state": "closing", "steps": [0] * FRAGMENTS})
+    ],
+    "5": lambda liar, n: [(f"ghost-{n}", 1, {"tokens": LARGEST})],
+    "6": lambda liar, n: [(toy, LARGEST, {"state": "left"}) for toy in TOYS],
+    "6, of its own": lambda liar, n: [(liar.name, LARGEST, {"step": LARGEST})],
+    "7": lambda liar, n: [("ghost", 1, {"step": n})],
+    "7, itself": lambda liar, n: [(liar.name, liar.incarnation, {"step": 6, "step_s": 1e12})],
+    "7, leaving for ever": lambda liar, n: [(liar.name, liar.incarnation, {"state": "leaving", "step": 6 + n})],
+    "8": lambda liar, n: [(f"ghost-{n}-{i}", 1, {}) for i in range(500 * (n < 10))],
+    "in another role": lambda liar, n: [
+        (liar.name, liar.incarnation, changes) for changes in ({"step": 5 + n}, {"role": "evaluator", "loss": 0.0})
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    who = [*members(2, 2), Who(LIAR, "learner"), Who(EVALUATOR, "evaluator")]
+    return make_keys(tmp_path_factory.mktemp("keys") / "run", RUN, who)
+
+
+@pytest.fixture
+def server(keys: Folder, tmp_path: Path) -> Iterator[Server]:
+    with serving(keys, tmp_path / "server") as server:
+        yield server
+
+
+@pytest.mark.parametrize("rows", [[*LIES], *(pytest.param([row], id=row, marks=pytest.mark.slow) for row in LIES)])
+async def test_nobody_ends_steers_or_stops_a_run_by_what_it_says(
+    launch: Launch, keys: Folder, server: Server, rows: list[str]
+) -> None:
+    settings = small(learners=2, tokens=BUDGET, round__quorum="all", liveness__dead_s=1.0, carry__overlap=1.0)
+    cluster = launch(settings, server.url, RUN)
+    cluster.identity = str(keys.path / "identities" / "{name}.identity")
+    await cluster.begin()
+    async with Liar.connected(cluster, keys, LIAR) as liar, Liar.connected(cluster, keys, EVALUATOR) as evaluator:
+        await some_versions(cluster, 1, TOYS)
+        await liar.join()
+        lying = [asyncio.create_task(who.lie_on(rows)) for who in (liar, evaluator)]
+        await cluster.ended()
+        await end(*lying)
+    toys = {name: heartbeats[-1] for name, heartbeats in cluster.heartbeats.items() if name in TOYS}
+    folded = await cluster.folded()
+    check_accounts(toys, folded)
+    assert sum(own.tokens for own in toys.values()) >= BUDGET
+    assert {member.learner for log in folded for record in log.versions for member in record.members} == set(TOYS)
+    assert not cluster.events("version_fenced") + cluster.events("ownership_lost")
+    refused = {str(values["sender"]) for values in cluster.events("message_refused")}
+    assert refused & {NAMES.heartbeat(LIAR), NAMES.heartbeat(EVALUATOR), EVALUATOR}
+
+
+async def test_nobody_answers_a_marker_in_anothers_name(launch: Launch, keys: Folder, server: Server) -> None:
+    """Row 18: with a hash that is none, so that the others' states would be thrown away."""
+    cluster = launch(small(learners=2, tokens=BUDGET), server.url, RUN)
+    cluster.identity = str(keys.path / "identities" / "{name}.identity")
+    await cluster.begin()
+    async with Liar.connected(cluster, keys, LIAR) as liar:
+        await liar.answer_marks([*TOYS, "ghost"])
+        await some_versions(cluster, 1, TOYS)
+        operator = str(keys.identity_file("operator"))
+        RunDirectory(cluster.directory, RUN, cluster.url, None, cluster.settings, identity=operator).save()
+        taken, problems = await checkpoint.take(cluster.directory)
+        assert (sorted(taken.manifest.learners), problems) == ([*TOYS], [])
+        cluster.hurry()
+        await cluster.ended()

@@ -1,0 +1,140 @@
+"""``diloco repair``: what stands on a fragment's subject and is no entry is named, and the run goes on behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+from tests.services.cluster import Cluster, small, some_versions
+from tests.services.conftest import Launch
+from tests.services.test_rollback import newest, rollbacks, save, settings
+from tests.services.toy import SAMPLES
+
+from diloco.control.changes import append_changes
+from diloco.control.creation import Run
+from diloco.core import changes
+from diloco.core.changes import Set
+from diloco.core.outer import Nesterov, Step
+from diloco.errors import MachineError, RunError
+from diloco.nats.registry import Registry
+from diloco_ops import verify
+from diloco_ops.repair import command
+
+
+async def repair(cluster: Cluster, **options: Any) -> int:
+    """``diloco repair``, in this process; nobody is asked."""
+    values: dict[str, Any] = {"fragment": None, "to_version": None, "key": None, "dry_run": False, "yes": True, "reason": ""}
+    return await asyncio.to_thread(command.repair, save(cluster), **values | options)
+
+
+async def publish(cluster: Cluster, subject: str, data: bytes) -> int:
+    """Store a message without any fence, and return its sequence."""
+    return int((await (await cluster.link()).bulk.jetstream().publish(subject, data)).seq)
+
+
+async def test_a_fragment_with_garbage_on_its_subject_goes_on_and_can_be_repaired(
+    launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = launch(settings(steps=120))
+    await cluster.begin()
+    await some_versions(cluster, 3)
+    sequence = await publish(cluster, cluster.subjects.record(1), b"no record")
+    await some_versions(cluster, 2)  # its owner takes the fragment over again, behind that message
+
+    assert await repair(cluster) == 0
+    said = capsys.readouterr().out
+    assert f"fragment 1: message {sequence} on {cluster.subjects.record(1)}, 9 bytes: record: " in said
+    assert "all readers pass over it, and the log goes on behind it" in said
+    assert "nothing is to be repaired" in said
+
+    good = min(newest(cluster)) - 1
+    assert await repair(cluster, fragment=[1], to_version=good, dry_run=True) == 1
+    said = capsys.readouterr().out
+    assert f"fragment 1: goes on from version {good}; " in said
+    assert await repair(cluster, fragment=[1], to_version=good, reason="unwanted") == 0
+    assert f"is what version {good} was" in capsys.readouterr().out
+
+    cluster.hurry()
+    await cluster.ended()
+    folded = await cluster.folded()
+    assert rollbacks(folded) == {0: [], 1: [(1, good)], 2: [], 3: []}
+    [entry] = [entry for entry in folded[1].entries if entry.repaired]
+    assert entry.repaired is not None
+    assert (entry.entry, entry.repaired.sequence) == ("repair", sequence)
+    for log in folded:
+        assert log.passed_over == (log.index == 1)
+        assert all(toy.thetas[log.index].tobytes() == log.theta.tobytes() for toy in cluster.toys)
+    check = next(check for check in (await verify.check(save(cluster))).checks if check.name == "log")
+    assert check.state == "holds"
+    assert f"repaired: fragment 1, version {entry.version} is what version {good} was, by change 1" in check.found
+    with pytest.raises(RunError, match=r"its log is closed at version \d+, and nothing follows that; .* --resume-at"):
+        await repair(cluster, fragment=[1])
+
+
+async def test_damaged_keys_end_what_begins_and_are_made_again(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = launch(settings(steps=60))
+    await cluster.begin()
+    cluster.gate.close()
+    link = await cluster.link()
+    registry = await Registry.open(link, cluster.subjects.bucket, create=False)
+    run = Run(cluster.name, cluster.settings, registry)
+    await append_changes(link, run, lambda _: [Set("round.steps", 5)], author="ann")
+    good = {key: await registry.get(key) for key in ("run", "protocol", "map", "changes")}
+    listed = await registry.get("changes")
+    assert listed is not None
+    two = changes.unpack(listed[0], run.identity).then(Set("round.steps", 6), at_s=0.0, author="bob").pack()
+    for key, garbage in {"run": b"7", "protocol": b"{", "map": b"\x93\x01", "changes": two[:-5] + b"xxxxx"}.items():
+        await registry.put(key, garbage)
+
+    [(code, said)] = await cluster.refused(cluster.syncer(7))
+    assert code == 5
+    assert "diloco repair RUN --key protocol" in said
+
+    assert await repair(cluster) == 1
+    found = capsys.readouterr().out
+    assert [line.split(":")[0] for line in found.splitlines()] == ["key run", "key protocol", "key map", "key changes"]
+    assert await repair(cluster, key="run", dry_run=True) == 1
+    for key in ("run", "protocol", "map", "changes"):
+        assert await repair(cluster, key=key) == 0
+    for key in ("run", "protocol", "changes"):
+        assert (await registry.get(key) or (b"",))[0] == (good[key] or (b"",))[0]
+    assert await registry.get("map") is None
+    with pytest.raises(RunError, match=r"no key 'warp' that can be repaired"):
+        await repair(cluster, key="warp")
+    assert await repair(cluster, key="owners") == 0
+
+    cluster.gate.open()
+    late = cluster.toy(2, name="late")  # it sets the map again
+    await cluster.until(lambda: "late" in cluster.heartbeats, "a newcomer is there")
+    cluster.hurry()
+    await cluster.ended()
+    assert late.finished
+    assert (await registry.get("map") or (b"",))[0] == (good["map"] or (b"",))[0]
+    assert (await verify.check(save(cluster))).holds
+
+
+class Broken(Nesterov):
+    """The outer optimizer of a machine that computes other bits."""
+
+    def at(self, version: int, learning_rate: float, momentum: float) -> Step:
+        return super().at(version, learning_rate * 1.5, momentum)
+
+
+@pytest.mark.slow
+async def test_a_learner_that_folds_to_other_states_than_all_others_ends_and_says_so(launch: Launch) -> None:
+    cluster = launch(small(carry__overlap=1.0, tokens=3 * 400 * SAMPLES, liveness__dead_s=2.0))
+    await cluster.begin()
+    await some_versions(cluster, 2)
+    broken = cluster.toys.pop()
+    member = broken.member
+    assert member is not None
+    member.store.stream.optimizers[2] = Broken()
+    follower = member._follower
+    follower.copies[2].replica.optimizer = Broken()
+    await cluster.until(lambda: not broken.running, "it has ended")
+    assert isinstance(broken.failure, MachineError)
+    assert re.search(r"fragment 2: version \d+ folds to another state here than at toy-", str(broken.failure))
+    cluster.hurry()
+    await cluster.ended()

@@ -1,0 +1,22 @@
+"""A short siege of each role: what the long one shows (``python -m tests.services.siege``), a few hundred actions of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.services.forking import Nursery
+from tests.services.siege import ROLES, besiege
+
+ACTIONS = 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ROLES)
+async def test_an_insider_ends_nothing_and_loses_nothing(nursery: Nursery, tmp_path: Path, role: str) -> None:
+    outcome = await besiege(nursery, tmp_path, role, ACTIONS, rate=200, seed=3, base_s=3)
+    assert sum(outcome.sent.values()) == ACTIONS
+    assert (outcome.ended, outcome.changed) == ([], []), outcome.row()
+    assert outcome.refused > 0
+    assert outcome.versions > 0
+    assert outcome.pace > 0.5, outcome.row()  # how busy the machine is, is no test's matter

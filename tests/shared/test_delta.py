@@ -1,0 +1,619 @@
+"""A learner's pending delta: the table of what stays, row by row with numbers; no token is counted twice or forgotten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tests.deltas import Delta
+
+from diloco.core import quantise, ranges
+from diloco.core.chain import Chain
+from diloco.core.delta import Apply, PendingDelta
+from diloco.errors import NonFiniteError
+from diloco.settings.run import CarrySettings
+from diloco.wire.body import Body
+from diloco.wire.entries import Cursor, Record, RolledBack
+from diloco.wire.fields import Bits, Range
+from diloco.wire.offers import Member
+
+Vector = NDArray[np.float32]
+BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
+
+
+def hash_of(version: int) -> bytes:
+    return version.to_bytes(32, "big")
+
+
+def vector(*values: float) -> Vector:
+    return np.array(values, np.float32)
+
+
+def version_record(version: int, *members: Member) -> Record:
+    return Record(
+        fragment=0,
+        entry="version",
+        version=version,
+        epoch=0,
+        syncer="syncer-0",
+        previous=bytes(32),
+        members=list(members),
+        combined=[],
+        bits=32,
+        learning_rate=0.5,
+        momentum=0.0,
+        tokens_merged=0,
+        tokens_lost=0,
+        state_hash=hash_of(version),
+        closing=False,
+        committed_at_s=0.0,
+        quorum_s=0.0,
+        round_s=0.0,
+        body=BODY,
+    )
+
+
+def rollback_record(version: int, to_version: int) -> Record:
+    back = RolledBack(1, to_version, version)
+    return msgspec.structs.replace(version_record(version), entry="rollback", rolled_back=back)
+
+
+def member_of(offer: PendingDelta) -> Member:
+    return Member.of(offer.stated, 1.0)
+
+
+@dataclass
+class Learner:
+    """A learner's value of one fragment beside its delta, and what an outsider counts."""
+
+    delta: Delta
+    value: Vector
+    processed: int = 0
+    merged: int = 0
+    tokens_of: list[int] = field(default_factory=list)  # by batch trained, all of share 3
+    merged_data: list[Range] = field(default_factory=list)
+    moved: Vector = field(default_factory=lambda: vector(0, 0))  # sum of all inner steps
+    sent: Vector = field(default_factory=lambda: vector(0, 0))  # sum of all merged offers, decoded
+
+    def step(self, tokens: int, *change: float) -> None:
+        self.value = self.value + vector(*change)
+        self.moved = self.moved + vector(*change)
+        self.delta.state.step(tokens, 3, len(self.tokens_of))
+        self.tokens_of.append(tokens)
+        self.processed += tokens
+
+    def offer(self, bits: Bits = 32, round_version: int | None = None) -> PendingDelta:
+        delta = self.delta
+        answered = delta.state.base_version + 1 if round_version is None else round_version
+        return delta.offer(self.value.copy(), delta.state.steps, delta.state.tokens, delta.state.data, answered, bits)
+
+    def take(self, applied: Apply) -> None:
+        kept = 0.0 if applied.reference is None else np.float32(applied.factor) * (self.value - applied.reference)
+        self.value = applied.theta + kept
+
+    def version(self, theta: Vector, offer: PendingDelta | None) -> None:
+        """A version that merges ``offer``, or only another learner's."""
+        members = [Member("zoe", 1, 1, 1, 0, 1, 5, 0, 1.0, [])]
+        if offer is not None:
+            members.insert(0, member_of(offer))
+            self.merged += offer.stated.tokens
+            assert not ranges.common(self.merged_data, offer.stated.data), "merged twice"
+            self.merged_data = ranges.normal(self.merged_data + offer.stated.data)
+            self.sent = self.sent + quantise.dequantise(self.delta.body(offer), theta.size, offer.bits)
+        self.take(self.delta.apply(version_record(self.delta.state.base_version + 1, *members), theta))
+
+    def balanced(self) -> bool:
+        return self.processed == self.merged + self.delta.state.lost_tokens + self.delta.state.tokens
+
+    def tokens_in(self, data: list[Range]) -> int:
+        """Tokens of the batches in some ranges."""
+        assert all(share == 3 for share, _, _ in data)
+        return sum(sum(self.tokens_of[first : first + count]) for _, first, count in data)
+
+
+def learner(overlap: float = 0, late: float = 1, max_versions: int = 8, *, feedback: bool = True) -> Learner:
+    base = vector(100, 200)
+    carry = CarrySettings(overlap=overlap, late=late, max_versions=max_versions)
+    return Learner(Delta("ann", 7, carry, feedback, base, 0, hash_of(0)), base.copy())
+
+
+def chain_at(version: int, cursor: tuple[int, int]) -> Chain:
+    chain = Chain(0, version, 0, bytes(32), 9, hash_of(version))
+    if cursor != (0, 0):
+        chain.cursors["ann"] = Cursor("ann", *cursor, 1, 0, 0, 0)
+    return chain
+
+
+def test_what_an_offer_states() -> None:
+    ann = learner()
+    ann.step(10, 1, -2)
+    ann.step(20, 2, -3)
+    offer = ann.offer(round_version=1)
+    # the outer gradient is the base minus the value
+    assert quantise.dequantise(ann.delta.body(offer), 2, 32).tolist() == [-3, 5]
+    assert (offer.stated.incarnation, offer.stated.number, offer.stated.round, offer.stated.after) == (7, 1, 1, (0, 0))
+    assert (offer.stated.base_version, offer.stated.base_hash) == (0, hash_of(0))
+    assert (offer.stated.steps, offer.stated.tokens, offer.stated.lost_tokens) == (2, 30, 0)
+    assert ann.value.tolist() == [103, 195]
+    assert ann.offer(round_version=2).stated.number == 2
+
+
+# A learner of base (100, 200): one step of 10 tokens by (4, 8), an offer, one step of 6 tokens by (2, -6), the version
+# (50, 60). `offered` is (4, 8), `since` is (2, -6).
+@pytest.mark.parametrize(
+    ("overlap", "value", "tokens", "steps", "lost"),
+    [(0, [50, 60], 0, 0, 6), (0.5, [51, 57], 3, 0, 3), (1, [52, 54], 6, 1, 0)],
+)
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_version_that_merges_the_answer_to_its_own_round(
+    overlap: float, late: float, value: list[float], tokens: int, steps: int, lost: int
+) -> None:
+    ann = learner(overlap, late)
+    ann.step(10, 4, 8)
+    offer = ann.offer()
+    ann.step(6, 2, -6)
+    ann.version(vector(50, 60), offer)
+    assert ann.value.tolist() == value
+    assert (ann.delta.state.tokens, ann.delta.state.steps, ann.delta.state.lost_tokens) == (tokens, steps, lost)
+    assert (ann.delta.state.base_version, ann.delta.state.base_hash, ann.delta.state.after) == (1, hash_of(1), (7, 1))
+    assert ann.delta.values.base.tolist() == [50, 60]
+    assert ann.delta.state.outstanding == []
+    assert ann.balanced()
+
+
+@pytest.mark.parametrize(
+    ("late", "value", "tokens", "steps", "lost"),
+    [(0, [50, 60], 0, 0, 16), (0.5, [53, 61], 8, 1, 8), (1, [56, 62], 16, 2, 0)],
+)
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_version_that_merges_none_of_this_learner(
+    overlap: float, late: float, value: list[float], tokens: int, steps: int, lost: int
+) -> None:
+    ann = learner(overlap, late)
+    ann.step(10, 4, 8)
+    ann.offer()
+    ann.step(6, 2, -6)
+    ann.version(vector(50, 60), None)
+    assert ann.value.tolist() == value
+    assert (ann.delta.state.tokens, ann.delta.state.steps, ann.delta.state.lost_tokens) == (tokens, steps, lost)
+    assert (ann.delta.state.after, ann.delta.state.base_version) == ((0, 0), 1)
+    assert ann.balanced()
+
+
+# As before, and then a step of 4 tokens by (1, 1) and a version (10, 20), which merges the offer after all. What came
+# after the offer is (2, -6), scaled by the first version, and (1, 1); all of it is scaled by the second. With late = 0 the
+# first version wrote off all 16 tokens; the 10 of the offer come back, the 4 new ones go.
+@pytest.mark.parametrize(
+    ("late", "value", "tokens", "lost"), [(0, [10, 20], 0, 10), (0.5, [11, 19], 3, 7), (1, [13, 15], 10, 0)]
+)
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_version_that_merges_an_offer_too_late_for_its_own_round(
+    overlap: float, late: float, value: list[float], tokens: int, lost: int
+) -> None:
+    ann = learner(overlap, late)
+    ann.step(10, 4, 8)
+    offer = ann.offer()
+    ann.step(6, 2, -6)
+    ann.version(vector(50, 60), None)
+    ann.step(4, 1, 1)
+    ann.version(vector(10, 20), offer)
+    assert ann.value.tolist() == value
+    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens) == (tokens, lost)
+    assert ann.merged == 10
+    assert ann.balanced()
+
+
+@pytest.mark.parametrize("late", [0, 0.5, 1])
+def test_an_offer_merged_late_leaves_no_error_beyond_its_quantisation(late: float) -> None:
+    # the log holds the offer whole, so what was scaled down meanwhile must not be taken back by the next offer
+    ann = learner(late=late)
+    ann.step(10, 4, 8)
+    offer = ann.offer()
+    ann.version(vector(50, 60), None)
+    ann.version(vector(10, 20), offer)
+    assert ann.delta.values.error is not None
+    assert ann.delta.values.error.tolist() == [0, 0]
+
+
+def test_an_offer_of_which_next_to_nothing_is_left_is_as_if_dropped() -> None:
+    ann = learner(late=0.01, max_versions=100)
+    ann.step(10, 4, 8)
+    offer = ann.offer()
+    for _ in range(40):
+        ann.version(vector(0, 0), None)
+    ann.version(vector(10, 20), offer)
+    assert ann.value.tolist() == [10, 20]
+    error = ann.delta.dump()[1]["error"]
+    assert error.tolist() == [0, 0]
+    assert ann.balanced()
+
+
+def test_a_newer_offer_supersedes_and_holds_all() -> None:
+    ann = learner(overlap=1)
+    ann.step(10, 4, 8)
+    ann.offer()
+    ann.version(vector(50, 60), None)
+    ann.step(6, 2, -6)
+    second = ann.offer()
+    assert quantise.dequantise(ann.delta.body(second), 2, 32).tolist() == [-6, -2]
+    assert (
+        second.stated.number,
+        second.stated.after,
+        second.stated.steps,
+        second.stated.tokens,
+        second.stated.base_version,
+    ) == (2, (0, 0), 2, 16, 1)
+    ann.version(vector(10, 20), second)
+    assert ann.value.tolist() == [10, 20]
+    assert (ann.delta.state.tokens, ann.merged) == (0, 16)
+
+
+def test_the_older_offer_may_be_the_one_that_is_merged() -> None:
+    ann = learner()
+    ann.step(10, 4, 8)
+    first = ann.offer()
+    ann.version(vector(50, 60), None)
+    ann.step(6, 2, -6)
+    ann.offer()  # states that nothing was merged: it never will be, once the first is
+    ann.version(vector(10, 20), first)
+    assert ann.value.tolist() == [12, 14]
+    assert (ann.delta.state.tokens, ann.delta.state.steps, ann.delta.state.lost_tokens) == (6, 1, 0)
+    assert ann.delta.state.outstanding == []
+    third = ann.offer()
+    assert (third.stated.number, third.stated.after, third.stated.tokens) == (3, (7, 1), 6)
+    assert ann.balanced()
+
+
+def test_an_offer_of_a_forgotten_incarnation_was_merged() -> None:
+    # what is in the value since belongs to no known base: it cannot be told from what was merged
+    ann = learner()
+    ann.step(10, 4, 8)
+    ann.offer()
+    members = [Member("ann", 6, 3, 1, 0, 2, 25, 0, 1.0, [])]
+    ann.take(ann.delta.apply(version_record(1, *members), vector(50, 60)))
+    assert ann.value.tolist() == [50, 60]
+    assert (ann.delta.state.tokens, ann.delta.state.steps, ann.delta.state.lost_tokens) == (0, 0, 10)
+    assert ann.delta.state.after == (6, 3)
+    assert ann.delta.state.outstanding == []
+
+
+def test_displacement_is_dropped_after_too_many_versions() -> None:
+    ann = learner(max_versions=2)
+    ann.step(10, 4, 8)
+    for _ in range(2):
+        ann.version(vector(50, 60), None)
+        assert ann.value.tolist() == [54, 68]
+    ann.version(vector(50, 60), None)
+    assert ann.value.tolist() == [50, 60]
+    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens) == (0, 10)
+    # new work has its own two versions
+    ann.step(3, 1, 1)
+    ann.version(vector(50, 60), None)
+    ann.version(vector(50, 60), None)
+    assert ann.value.tolist() == [51, 61]
+    assert ann.delta.state.tokens == 3
+
+
+def test_a_dropped_offer_that_is_merged_after_all_is_counted_back() -> None:
+    ann = learner(max_versions=1)
+    ann.step(10, 4, 8)
+    offer = ann.offer()
+    for _ in range(2):
+        ann.version(vector(50, 60), None)
+    assert ann.delta.state.lost_tokens == 10
+    ann.step(3, 1, 1)
+    ann.version(vector(10, 20), offer)
+    assert ann.value.tolist() == [11, 21]
+    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens) == (3, 0)
+    assert ann.balanced()
+
+
+def test_a_merge_ends_the_carrying_over() -> None:
+    ann = learner(max_versions=2)
+    ann.step(10, 4, 8)
+    ann.version(vector(50, 60), None)
+    offer = ann.offer(round_version=2)
+    ann.step(6, 2, -6)
+    ann.version(vector(50, 60), None)
+    ann.version(vector(50, 60), offer)  # late: the 6 tokens stay, and are as if new
+    ann.version(vector(50, 60), None)
+    ann.version(vector(50, 60), None)
+    assert ann.delta.state.tokens == 6
+    ann.version(vector(50, 60), None)
+    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens) == (0, 6)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_the_quantisation_error_of_a_merged_offer_goes_into_the_next(feedback: bool) -> None:
+    # int8, one block: the scale is 127 / 127 = 1, so -127 and 0.25 are sent as -127 and 0
+    ann = learner(feedback=feedback)
+    ann.step(10, 127, -0.25)
+    offer = ann.offer(8)
+    assert quantise.dequantise(ann.delta.body(offer), 2, 8).tolist() == [-127, 0]
+    assert "error" not in ann.delta.dump()[1]  # its fate is not known yet
+    ann.version(vector(50, 60), offer)
+    error = ann.delta.dump()[1].get("error")
+    assert (None if error is None else error.tolist()) == ([0, 0.25] if feedback else None)
+    ann.step(10, 0, -1)
+    expected = [0, 1.25] if feedback else [0, 1]
+    assert quantise.dequantise(ann.delta.body(ann.offer(32)), 2, 32).tolist() == expected
+    assert ann.value.tolist() == [50, 59]  # the error lives apart from the parameters
+
+
+STEP = st.tuples(st.just("step"), st.integers(1, 50), st.integers(-20, 20), st.integers(-20, 20))
+OFFER = st.tuples(st.just("offer"))
+VERSION = st.tuples(st.just("version"), st.sampled_from(["regular", "late", "none"]), st.integers(-20, 20))
+SCHEDULES = st.lists(st.one_of(STEP, OFFER, VERSION), max_size=40)
+ROLLBACK = st.tuples(st.just("rollback"))
+WITH_ROLLBACKS = st.lists(st.one_of(STEP, OFFER, VERSION, ROLLBACK), max_size=40)
+
+
+def mergeable(ann: Learner, which: str) -> PendingDelta | None:
+    """An offer that the next version may merge: the newest answer to that very round, or the oldest of an earlier one."""
+    version = ann.delta.state.base_version + 1
+    fit = [
+        o
+        for o in ann.delta.state.outstanding
+        if o.stated.after == ann.delta.state.after and (o.stated.round == version) is (which == "regular")
+    ]
+    if which == "none" or not fit:
+        return None
+    return fit[-1] if which == "regular" else fit[0]
+
+
+def play(ann: Learner, schedule: list[Any], *bits: Bits) -> None:
+    """Play a schedule; ``bits`` are those of the offers, in turn."""
+    turns = cycle(bits)
+    for kind, *values in schedule:
+        if kind == "step":
+            ann.step(*values)
+        elif kind == "offer":
+            ann.offer(next(turns))
+        elif kind == "rollback":
+            ann.take(ann.delta.apply(rollback_record(ann.delta.state.base_version + 1, 0), vector(3, -3)))
+            assert (ann.value.tolist(), ann.delta.state.tokens, ann.delta.state.outstanding) == ([3, -3], 0, [])
+        else:
+            which, shift = values
+            ann.version(ann.delta.values.base + vector(shift, -shift), mergeable(ann, which))
+        assert not ranges.common(ann.delta.state.data, ann.merged_data)
+        assert bool(ann.delta.state.data) == bool(ann.delta.state.tokens)
+        assert ann.balanced(), (ann.processed, ann.merged, ann.delta.state.lost_tokens, ann.delta.state.tokens)
+        assert ann.delta.state.lost_tokens >= 0
+        assert ann.delta.state.tokens >= 0
+        assert ann.delta.state.steps >= 0
+
+
+@given(WITH_ROLLBACKS, st.sampled_from([0, 0.25, 0.3, 0.5, 1]), st.sampled_from([0, 0.5, 0.7, 1]), st.integers(1, 3))
+def test_every_token_is_merged_or_lost_or_in_the_books(schedule: list[Any], overlap: float, late: float, most: int) -> None:
+    play(learner(overlap, late, most), schedule, 32)
+
+
+@given(WITH_ROLLBACKS, st.sampled_from([0, 1]), st.sampled_from([0, 1]), st.integers(1, 3))
+def test_every_batch_is_merged_or_lost_or_in_the_books(schedule: list[Any], overlap: float, late: float, most: int) -> None:
+    ann = learner(overlap, late, most)
+    for i in range(len(schedule)):
+        play(ann, schedule[i : i + 1], 32)
+        assert ann.tokens_in(ann.delta.state.data) == ann.delta.state.tokens
+        assert ann.tokens_in(ann.merged_data) == ann.merged
+        for offer in ann.delta.state.outstanding:
+            assert ann.tokens_in(offer.stated.data) == offer.stated.tokens
+    kept = ranges.normal(ann.merged_data + ann.delta.state.data)
+    assert sum(ann.tokens_of) - ann.tokens_in(kept) == ann.delta.state.lost_tokens
+
+
+def test_batches_stay_while_a_token_of_the_displacement_does() -> None:
+    ann = learner(late=0.5)
+    ann.step(10, 4, 8)
+    ann.step(6, 2, 2)
+    for tokens in (8, 4, 2, 1):
+        ann.version(ann.delta.values.base + 1, None)
+        assert (ann.delta.state.tokens, ann.delta.state.data) == (tokens, [(3, 0, 2)])
+    ann.version(ann.delta.values.base + 1, None)
+    assert (ann.delta.state.tokens, ann.delta.state.data, ann.delta.state.lost_tokens) == (0, [], 16)
+
+
+@given(SCHEDULES, st.booleans())
+def test_nothing_is_lost_where_all_is_carried_over(schedule: list[Any], feedback: bool) -> None:
+    ann = learner(1, 1, 1024, feedback=feedback)
+    play(ann, schedule, 32)
+    assert ann.delta.state.lost_tokens == 0
+    # exact, since small integers are exact in float32: what was done is what was sent and what is still there
+    np.testing.assert_array_equal(ann.moved, -ann.sent + (ann.value - ann.delta.values.base))
+
+
+# an offer of nothing but the error that was left over, which misses a version before it is merged
+ERROR_ALONE = [
+    *[("step", 1, 1, -12), ("offer",), ("version", "regular", 0)],
+    *[("offer",), ("version", "late", 0), ("version", "late", 0)],
+]
+
+
+@given(SCHEDULES, st.lists(st.sampled_from([4, 8, 16, 32]), min_size=1, max_size=4))
+@example(ERROR_ALONE, [4])
+@example(ERROR_ALONE, [4, 32, 16])
+def test_with_error_feedback_quantisation_loses_nothing_either(schedule: list[Any], bits: list[Bits]) -> None:
+    ann = learner(1, 1, 1024)
+    play(ann, schedule, *bits)
+    error = vector(0, 0) if ann.delta.values.error is None else ann.delta.values.error
+    np.testing.assert_allclose(ann.moved, -(ann.sent + error) + (ann.value - ann.delta.values.base), atol=0.02)
+
+
+@given(SCHEDULES, SCHEDULES, st.sampled_from([0.5, 1]))
+def test_books_go_on_from_a_checkpoint(before: list[Any], after: list[Any], late: float) -> None:
+    ann = learner(0.5, late, 3)
+    play(ann, before, 4)
+    plain, arrays = ann.delta.dump()
+    plain = msgspec.json.decode(msgspec.json.encode(plain))
+    again = learner(0.5, late, 3)
+    again.delta.load(plain, {name: values.copy() for name, values in arrays.items()})
+    again.delta.state.next_number = ann.delta.state.next_number  # a new incarnation would number from 1
+    again.value, again.processed, again.merged = ann.value.copy(), ann.processed, ann.merged
+    again.tokens_of, again.merged_data = list(ann.tokens_of), list(ann.merged_data)
+    play(ann, after, 4)
+    play(again, after, 4)
+    np.testing.assert_array_equal(again.value, ann.value)
+    assert again.delta.dump()[0] == ann.delta.dump()[0]
+    for name, values in ann.delta.dump()[1].items():
+        np.testing.assert_array_equal(again.delta.dump()[1][name], values)
+
+
+def test_a_checkpoint_is_taken_over_by_a_new_incarnation() -> None:
+    ann = learner()
+    ann.step(10, 4, 8)
+    ann.offer()
+    plain, arrays = ann.delta.dump()
+    again = Delta("ann", 8, ann.delta.state.carry, True, vector(0, 0), 0, hash_of(0))
+    again.load(plain, arrays)
+    assert again.state.incarnation == 8
+    assert [(o.stated.incarnation, o.stated.number) for o in again.state.outstanding] == [(7, 1)]
+    assert again.state.outstanding[0].held_tokens == 10
+
+
+def test_a_checkpoint_of_another_model_is_refused() -> None:
+    plain, arrays = learner().delta.dump()
+    other = Delta("ann", 8, CarrySettings(), True, np.zeros(3, np.float32), 0, hash_of(0))
+    with pytest.raises(ValueError, match="2 parameters, expected 3"):
+        other.load(plain, arrays)
+    with pytest.raises(KeyError):
+        learner().delta.load({name: value for name, value in plain.items() if name != "tokens"}, arrays)
+
+
+def test_reload_of_the_same_version_changes_nothing() -> None:
+    ann = learner()
+    ann.step(10, 4, 8)
+    ann.offer()
+    ann.step(6, 2, -6)
+    applied = ann.delta.reload(chain_at(0, (0, 0)), vector(100, 200))
+    assert applied.reset  # so that apply.alpha mixes nothing of a newcomer's own initial values in
+    ann.take(applied)
+    assert ann.value.tolist() == [106, 202]
+    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens, len(ann.delta.state.outstanding)) == (16, 0, 1)
+
+
+def test_reload_of_another_version_keeps_nothing_of_a_newcomers_own_values() -> None:
+    ann = learner()
+    ann.value = vector(3, -4)  # as it was initialised: it has not applied the version that its delta begin with
+    ann.take(ann.delta.reload(chain_at(3, (0, 0)), vector(50, 60)))
+    assert ann.value.tolist() == [50, 60]
+
+
+@pytest.mark.parametrize(("version", "value", "tokens"), [(3, [56, 62], 16), (8, [56, 62], 16), (9, [50, 60], 0)])
+def test_reload_carries_over_what_the_log_has_not_merged(version: int, value: list[float], tokens: int) -> None:
+    ann = learner(max_versions=8)
+    ann.step(10, 4, 8)
+    ann.offer()
+    ann.step(6, 2, -6)
+    ann.take(ann.delta.reload(chain_at(version, (0, 0)), vector(50, 60)))
+    assert ann.value.tolist() == value
+    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens) == (tokens, 16 - tokens)
+    assert (ann.delta.state.base_version, ann.delta.state.base_hash) == (version, hash_of(version))
+
+
+def test_reload_counts_an_offer_that_was_merged_meanwhile_as_merged() -> None:
+    ann = learner()
+    ann.step(10, 4, 8)
+    ann.offer()
+    ann.step(6, 2, -6)
+    ann.merged = 10
+    ann.take(ann.delta.reload(chain_at(3, (7, 1)), vector(50, 60)))
+    assert ann.value.tolist() == [52, 54]
+    assert (ann.delta.state.tokens, ann.delta.state.steps, ann.delta.state.lost_tokens) == (6, 1, 0)
+    assert ann.delta.state.after == (7, 1)
+    assert ann.balanced()
+
+
+def test_reload_drops_what_the_log_may_have_merged_unknown_to_the_books() -> None:
+    ann = learner()
+    ann.step(10, 4, 8)
+    ann.offer()
+    ann.take(ann.delta.reload(chain_at(3, (6, 9)), vector(50, 60)))
+    assert ann.value.tolist() == [50, 60]
+    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens, ann.delta.state.after) == (0, 10, (6, 9))
+    assert ann.delta.state.outstanding == []
+    assert ann.delta.values.error is None
+
+
+@pytest.mark.parametrize(("cursor", "merged"), [((0, 0), 0), ((7, 1), 10)])
+@pytest.mark.parametrize("version", [0, 3])
+def test_reload_of_a_invalid_value_keeps_nothing_of_it(version: int, cursor: tuple[int, int], merged: int) -> None:
+    ann = learner(overlap=1)
+    ann.step(10, 4, 8)
+    ann.offer()
+    ann.step(6, np.nan, 0)
+    ann.merged = merged
+    ann.take(ann.delta.reload(chain_at(version, cursor), vector(50, 60), invalid=True))
+    assert ann.value.tolist() == [50, 60]
+    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens, ann.delta.state.after) == (0, 16 - merged, cursor)
+    assert ann.delta.state.outstanding == []
+    assert ann.balanced()
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_is_never_offered(wrong: float) -> None:
+    ann = learner()
+    ann.step(10, 4, 8)
+    before = ann.delta.dump()[0]
+    ann.value[1] = wrong
+    with pytest.raises(NonFiniteError):
+        ann.offer(4)
+    assert ann.delta.dump()[0] == before
+
+
+@pytest.mark.parametrize("carry", [{}, {"overlap": 1, "late": 0.5}])
+def test_a_rollback_leaves_nothing_of_what_a_learner_has(carry: dict[str, Any]) -> None:
+    ann = learner(**carry)
+    ann.step(10, 4, 8)
+    merged = ann.offer(4)  # so coarse that something is left over of it
+    ann.version(vector(100, 200), merged)
+    assert ann.delta.values.error is not None
+    ann.step(6, 2, -6)
+    ann.offer()
+    ann.step(5, 1, 1)
+    applied = ann.delta.apply(rollback_record(2, 0), vector(0, 0))
+    ann.take(applied)
+    assert applied.reset
+    assert ann.value.tolist() == [0, 0]
+    assert (ann.delta.state.steps, ann.delta.state.tokens, ann.delta.state.lost_tokens) == (0, 0, 11)
+    assert (ann.delta.state.data, ann.delta.state.outstanding, ann.delta.state.carried_since) == ([], [], None)
+    assert ann.delta.dump()[1].keys() == {"base"}  # nothing left over
+    assert (ann.delta.state.base_version, ann.delta.state.after) == (2, (7, 1))  # what was merged stays merged
+    assert ann.balanced()
+    # it goes on from there, with a number that no offer had
+    ann.step(8, 1, -1)
+    offer = ann.offer()
+    assert (offer.stated.number, offer.stated.after, offer.stated.base_version, offer.stated.lost_tokens) == (3, (7, 1), 2, 11)
+    assert quantise.dequantise(ann.delta.body(offer), 2, 32).tolist() == [-1, 1]
+
+
+@pytest.mark.parametrize(("cursor", "lost"), [((0, 0), 16), ((7, 1), 6)])
+def test_who_was_away_when_the_log_went_back_keeps_nothing_either(cursor: tuple[int, int], lost: int) -> None:
+    ann = learner()
+    ann.step(10, 4, 8)
+    ann.offer()
+    ann.step(6, 2, -6)
+    ann.merged = 16 - lost
+    chain = chain_at(5, cursor)
+    chain.rolled_back = RolledBack(1, 0, 4)
+    ann.take(ann.delta.reload(chain, vector(50, 60)))
+    assert ann.value.tolist() == [50, 60]
+    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens, ann.delta.state.after) == (0, lost, cursor)
+    assert ann.delta.state.outstanding == []
+    assert ann.balanced()
+
+
+def test_what_was_made_since_a_log_went_back_is_carried_over_as_ever() -> None:
+    ann = learner(max_versions=8)
+    ann.step(10, 4, 8)
+    chain = chain_at(5, (0, 0))
+    chain.rolled_back = RolledBack(1, 0, 4)
+    ann.delta.state.base_version = 4
+    ann.take(ann.delta.reload(chain, vector(50, 60)))
+    assert ann.value.tolist() == [54, 68]
+    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens) == (10, 0)

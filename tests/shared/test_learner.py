@@ -1,0 +1,479 @@
+"""A learner's state machine: its table of phases, its accounts under random schedules, and decisions apart from their doing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import deque
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from itertools import product
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from diloco.core import ranges
+from diloco.core.accounts import StepDone
+from diloco.core.boundary import Applied, Decision, apply, decide, next_decision
+from diloco.core.chain import Chain
+from diloco.core.changes import Effective
+from diloco.core.delta import PendingDelta
+from diloco.core.fragment_state import TRANSITIONS, Answer, Application, Event, Phase, Version
+from diloco.core.learner import Learner
+from diloco.errors import MessageError, NonFiniteError
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco.wire.body import Body
+from diloco.wire.control import Announcement, MarkerAnswer, SnapshotMarker
+from diloco.wire.entries import Record, RolledBack
+from diloco.wire.offers import Member
+
+FRAGMENTS, TOKENS, SIZE = 2, 10, 4
+BODY = Body(0, bytes(32), 0, bytes(8))
+SMALL = {"tokens": 10**9, "round.steps": 4, "fragments.count": FRAGMENTS, "learners": 2, "codec.offer_bits": 8}
+Vector = NDArray[np.float32]
+
+
+def settings(preset: str = "decoupled", **overrides: Any) -> RunSettings:
+    return run_settings(preset, SMALL | {name.replace("__", "."): value for name, value in overrides.items()})
+
+
+class Log:
+    """One fragment's log, as long as it is; another learner is merged in every version."""
+
+    def __init__(self, index: int) -> None:
+        self.chain = Chain(index, 0, 0, bytes(32), 0, bytes(32))
+
+    def head(self, record: Record | None, *, arrays: bool) -> Version:
+        chain = replace(self.chain, cursors=dict(self.chain.cursors))
+        return Version(record, chain, np.full(SIZE, chain.version, np.float32) if arrays else None)
+
+    def append(self, offer: PendingDelta | None, *, rolled_back: bool = False, closing: bool = False) -> Record:
+        chain = self.chain
+        version = chain.version + 1
+        number = chain.cursor("zoe")[1] + 1
+        members = [] if rolled_back else [Member("zoe", 1, number, version, chain.version, 1, 5, 0, 1.0, [(9, number, 1)])]
+        if offer is not None:
+            members.insert(0, Member.of(offer.stated, 1.0))
+        merged, lost = chain.totals_with((m.learner, m.tokens, m.lost_tokens) for m in members)
+        record = Record(
+            fragment=chain.fragment,
+            entry="rollback" if rolled_back else "version",
+            version=version,
+            epoch=0,
+            syncer="syncer-0",
+            previous=chain.head,
+            members=members,
+            combined=[],
+            bits=32,
+            learning_rate=0.5,
+            momentum=0.0,
+            tokens_merged=merged,
+            tokens_lost=lost,
+            state_hash=version.to_bytes(32, "big"),
+            closing=closing,
+            committed_at_s=0.0,
+            quorum_s=0.0,
+            round_s=0.0,
+            body=BODY,
+            rolled_back=RolledBack(version, 0, version) if rolled_back else None,
+        )
+        chain.check(record)
+        chain.advance(record, version.to_bytes(32, "big"), chain.sequence + 1)
+        return record
+
+
+class World:
+    """A learner, its fragments' logs, and the offers that are stored there."""
+
+    def __init__(self, run: RunSettings, *, arrays: bool = True, tokens: int = TOKENS) -> None:
+        self.run, self.arrays, self.tokens = run, arrays, tokens
+        self.logs = [Log(index) for index in range(FRAGMENTS)]
+        self.learner = self.joined(1)
+        self.values = [np.zeros(SIZE, np.float32) for _ in range(FRAGMENTS)]
+        self.stored: list[list[PendingDelta]] = [[] for _ in range(FRAGMENTS)]
+        self.answers: list[Answer] = []  # being quantised
+        self.sending: list[PendingDelta | None] = [None] * FRAGMENTS
+        self.taken = self.now_s = 0
+
+    def joined(self, incarnation: int) -> Learner:
+        learner = Learner("ann", "learner", "", incarnation, self.run)
+        for log in self.logs:
+            learner.seat(log.head(None, arrays=self.arrays))
+        learner.take_up_accounts()
+        return learner
+
+    def step(self, steps: int = 1) -> None:
+        self.learner.book(StepDone(self.tokens, 3, self.taken, 1.0, 0.5 * steps, 0.0, steps))
+        self.taken += steps
+        for values in self.values:
+            values += 0.25 * steps
+
+    def write(self, applied: list[Applied]) -> None:
+        for each in applied:
+            if each.write is not None:
+                old, write = self.values[each.application.fragment], each.write
+                kept = 0.0 if write.reference is None else np.float32(write.factor) * (old - write.reference)
+                self.values[each.application.fragment] = write.theta + kept
+
+    def boundary(self) -> Decision:
+        self.now_s += 1
+        decision = decide(self.learner, self.now_s)
+        self.write(apply(self.learner, decision))
+        for index in decision.reads:
+            self.learner.submit(index, self.values[index].copy if self.arrays else None)
+            self.answer(index)
+        return decision
+
+    def announce(self, index: int, *, closing: bool = False) -> None:
+        version = self.logs[index].chain.version + 1
+        heard = Announcement(index, version, 0, "syncer-0", 1.0, closing, 0, self.run.round.steps, [])
+        self.learner.hear(heard, self.now_s)
+        self.answer(index)
+
+    def answer(self, index: int) -> None:
+        answer = self.learner.try_answer(index)
+        if answer is not None:
+            self.answers.append(answer)
+
+    def encode(self) -> None:
+        if self.answers:
+            answer = self.answers.pop(0)
+            encoded = self.learner.encode(answer) if self.arrays else None
+            self.sending[answer.fragment] = self.learner.encoded(answer, encoded)
+
+    def store(self) -> None:
+        for index, offer in enumerate(self.sending):
+            if offer is not None:
+                self.stored[index].append(offer)
+                self.sending[index] = None
+                self.learner.sent(index, len(self.stored[index]))
+
+    def merge(self, index: int, *, own: bool, rolled_back: bool = False) -> None:
+        log = self.logs[index]
+        rolled_back = rolled_back and log.chain.version > 0
+        after, floor = log.chain.cursor("ann"), log.chain.floor
+        fit = [offer for offer in self.stored[index] if offer.stated.after == after and offer.stated.base_version >= floor]
+        record = log.append(fit[-1] if own and fit and not rolled_back else None, rolled_back=rolled_back)
+        self.learner.queue(index, log.head(record, arrays=self.arrays))
+
+    def kill(self) -> None:
+        self.learner = self.joined(self.learner.incarnation + 1)
+        self.answers, self.sending = [], [None] * FRAGMENTS
+
+    def check_accounts(self) -> None:
+        self.learner.settle()
+        for state, stored in zip(self.learner.fragments, self.stored, strict=True):
+            held = state.delta
+            assert held.tokens >= 0
+            assert held.steps >= 0
+            assert bool(held.data) == bool(held.tokens)
+            merged = merged_of(state.delta.after, stored)
+            assert self.learner.accounts.tokens == merged + held.lost_tokens + held.tokens
+
+
+def merged_of(after: tuple[int, int], stored: list[PendingDelta]) -> int:
+    """Tokens of the offers that a learner knows merged: the chain of offers that end with the one ``after``."""
+    offers, tokens = {offer.identity: offer for offer in stored}, 0
+    while after != (0, 0):
+        tokens += offers[after].stated.tokens
+        after = offers[after].stated.after
+    return tokens
+
+
+ACTS = st.one_of(
+    st.tuples(st.just("step"), st.integers(1, 5)),
+    st.tuples(st.just("boundary")),
+    st.tuples(st.just("announce"), st.integers(0, FRAGMENTS - 1)),
+    st.tuples(st.just("encode")),
+    st.tuples(st.just("store")),
+    st.tuples(st.just("merge"), st.integers(0, FRAGMENTS - 1), st.booleans()),
+    st.tuples(st.just("rollback"), st.integers(0, FRAGMENTS - 1)),
+    st.tuples(st.just("kill")),
+)
+SCHEDULES = st.lists(ACTS, max_size=60)
+
+
+def act(world: World, name: str, *values: Any) -> None:
+    if name == "merge":
+        world.merge(values[0], own=values[1])
+    elif name == "rollback":
+        world.merge(values[0], own=False, rolled_back=True)
+    else:
+        getattr(world, name)(*values)
+
+
+def plain(value: Any) -> Any:
+    """A value that can be compared: all that a learner's state is made of."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Enum) or callable(value):
+        return repr(value) if isinstance(value, Enum) else "callable"
+    if isinstance(value, msgspec.Struct):
+        return msgspec.to_builtins(value)
+    if isinstance(value, dict):
+        return {str(key): plain(its) for key, its in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [plain(its) for its in value]
+    if isinstance(value, RunSettings):
+        return value.digest()
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    return {name: plain(its) for name, its in vars(value).items()} if hasattr(value, "__dict__") else value
+
+
+def test_every_pair_of_a_phase_and_an_event_is_in_the_table() -> None:
+    assert TRANSITIONS.keys() == set(product(Phase, Event))
+
+
+@pytest.mark.parametrize(("phase", "event"), list(product(Phase, Event)), ids=lambda value: value.name)
+def test_what_cannot_happen_is_refused_and_changes_nothing(phase: Phase, event: Event) -> None:
+    state, after = World(settings()).learner.fragments[0], TRANSITIONS[phase, event]
+    state.phase = phase
+    if after is None:
+        with pytest.raises(ValueError, match=f"fragment 0: {event.value} while {phase.value}"):
+            state.happen(event)
+        assert state.phase is phase
+    else:
+        state.happen(event)
+        assert state.phase is after
+
+
+def test_every_phase_is_reached_from_joining() -> None:
+    reached, waiting = set[Phase](), [Phase.JOINING]
+    while waiting:
+        phase = waiting.pop()
+        if phase not in reached:
+            reached.add(phase)
+            waiting += [after for (before, _), after in TRANSITIONS.items() if before is phase and after is not None]
+    assert reached == set(Phase)
+
+
+CARRIES = st.fixed_dictionaries(
+    {
+        "carry__overlap": st.sampled_from([0.0, 0.5, 1.0]),
+        "carry__late": st.sampled_from([0.0, 0.5, 1.0]),
+        "carry__max_versions": st.integers(1, 3),
+    }
+)
+
+
+@given(SCHEDULES, CARRIES)
+def test_every_token_is_merged_or_lost_or_held(schedule: list[Any], carry: dict[str, Any]) -> None:
+    world = World(settings(**carry))
+    for name, *values in schedule:
+        act(world, name, *values)
+        if name == "boundary":
+            world.check_accounts()
+            for state in world.learner.fragments:
+                pending = [offer.stated.data for offer in state.delta.outstanding]
+                assert all(data == ranges.normal(data) for data in pending)
+
+
+@given(SCHEDULES, CARRIES)
+def test_deciding_changes_nothing_and_a_decision_can_be_carried_out_elsewhere(
+    schedule: list[Any], carry: dict[str, Any]
+) -> None:
+    world = World(settings(**carry))
+    for name, *values in schedule:
+        act(world, name, *values)
+        elsewhere = copy.deepcopy(world.learner)
+        decision = decide(world.learner, world.now_s)
+        assert decide(world.learner, world.now_s) == decision
+        assert plain(world.learner) == plain(elsewhere)
+        carried: Decision = pickle.loads(pickle.dumps(decision))
+        assert carried == decision
+        here = copy.deepcopy(world.learner)
+        assert plain(apply(elsewhere, carried)) == plain(apply(here, decision))
+        assert plain(elsewhere) == plain(here)
+        moment = here.accounts.moment(here.budget)
+        assert decision.moment == moment
+        assert decision.finished == all(s.newest.chain.closed and not s.pending for s in here.fragments)
+
+
+@given(SCHEDULES, CARRIES)
+def test_without_arrays_it_counts_the_same(schedule: list[Any], carry: dict[str, Any]) -> None:
+    worlds = [World(settings(**carry)), World(settings(**carry), arrays=False)]
+    for name, *values in schedule:
+        for world in worlds:
+            act(world, name, *values)
+    counts = []
+    for world in worlds:
+        world.learner.settle()
+        counts.append([plain(state.delta) for state in world.learner.fragments] + [plain(world.learner.accounts)])
+    assert counts[0] == counts[1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.booleans()), max_size=100))
+def test_steps_booked_together_count_as_steps_one_by_one(booked: list[tuple[int, int, bool]]) -> None:
+    together, single = World(settings()).learner, World(settings()).learner
+    batches = [0] * 4
+    for share, steps, settles in booked:
+        together.book(StepDone(TOKENS, share, batches[share], None, 0.0, 0.0, steps))
+        for batch in range(batches[share], batches[share] + steps):
+            single.book(StepDone(TOKENS, share, batch, None, 0.0, 0.0))
+            single.settle()
+        batches[share] += steps
+        if settles:
+            together.work.settle(together.fragments[share % FRAGMENTS])
+    together.settle()
+    assert [plain(state.delta) for state in together.fragments] == [plain(state.delta) for state in single.fragments]
+    assert plain(together.accounts) == plain(single.accounts)
+
+
+@given(st.sampled_from(["decoupled", "diloco", "data-parallel"]), SCHEDULES)
+def test_until_it_has_to_decide_a_boundary_decides_nothing(preset: str, schedule: list[Any]) -> None:
+    overrides = {"round__steps": 4} if preset != "data-parallel" else {"round__steps": 1}
+    world = World(settings(preset, tokens=3000, **overrides))
+    for name, *values in schedule:
+        act(world, name, *values)
+    first, steps = world.boundary(), next_decision(world.learner, TOKENS).steps
+    if first.stop or first.wait:
+        return
+    for _ in range((steps or 50) - 1):
+        world.step()
+        decision = decide(world.learner, world.now_s)
+        assert (decision.applies, decision.stop, decision.wait, decision.activity) == ((), False, False, "stepping")
+        apply(world.learner, decision)
+
+
+def joined(**overrides: Any) -> World:
+    world = World(settings(**overrides))
+    world.boundary()
+    return world
+
+
+def test_a_decision_is_not_carried_out_twice() -> None:
+    world = joined()
+    world.merge(0, own=False)
+    decision = decide(world.learner, 1.0)
+    assert decision.applies == (Application(0, 1, "version"),)
+    apply(world.learner, decision)
+    with pytest.raises(ValueError, match="the next one is None"):
+        apply(world.learner, decision)
+
+
+def test_versions_wait_while_an_offer_is_quantised() -> None:
+    world = joined()
+    world.step(4)
+    world.announce(0)
+    world.boundary()
+    assert world.learner.encoding
+    world.merge(0, own=False)
+    world.merge(1, own=False)
+    assert world.boundary().applies == (Application(1, 1, "version"),)
+    world.encode()
+    assert world.boundary().applies == (Application(0, 1, "version"),)
+    assert world.learner.fragments[0].phase is Phase.SENDING
+
+
+def test_a_value_that_is_not_finite_is_replaced_by_the_newest_version() -> None:
+    world = joined()
+    world.step(4)
+    world.values[0][1] = np.nan
+    world.announce(0)
+    world.boundary()
+    with pytest.raises(NonFiniteError):
+        world.encode()
+    world.learner.not_finite(0)
+    world.merge(0, own=False)
+    world.merge(0, own=False)
+    assert not world.learner.may_dump
+    assert world.boundary().applies == (Application(0, 2, "reset"),)
+    assert world.values[0].tolist() == [2.0] * SIZE
+    assert world.learner.fragments[0].phase is Phase.READY
+    world.check_accounts()
+
+
+def test_versions_beyond_a_mark_wait_for_the_copy() -> None:
+    world = joined()
+    learner = world.learner
+    assert learner.marks.hear(SnapshotMarker(1, [1, 0]), FRAGMENTS) is None
+    for _ in range(2):
+        world.merge(0, own=False)
+    world.merge(1, own=False)
+    decision = world.boundary()
+    assert (decision.applies, decision.save) == ((Application(0, 1, "version"),), 1)
+    mark = learner.marks.reached(learner.fragments)
+    assert mark is not None
+    learner.marks.copied(mark)
+    assert world.boundary().applies == (Application(0, 2, "version"), Application(1, 1, "version"))
+    answer = MarkerAnswer("ann", 1, 0, [1, 0], 1, bytes(32))
+    learner.marks.answer(answer)
+    assert world.boundary().save is None
+    assert learner.marks.hear(SnapshotMarker(1, [1, 0]), FRAGMENTS) == answer
+    with pytest.raises(MessageError, match="mark 2 of 1 fragments"):
+        learner.marks.hear(SnapshotMarker(2, [1]), FRAGMENTS)
+
+
+def test_a_round_is_answered_again_where_the_answer_is_gone() -> None:
+    world = joined()
+    world.step(4)
+    world.announce(0)
+    world.boundary()
+    world.encode()
+    world.store()
+    assert not world.learner.fragments[0].wants_answer
+    world.learner.reopen(0)
+    world.boundary()
+    assert [answer.version for answer in world.answers] == [1]
+
+
+def test_the_last_round_is_answered_by_a_learner_that_has_stopped() -> None:
+    world = joined()
+    world.step(4)
+    world.boundary()
+    world.announce(0, closing=True)
+    assert world.answers == []  # a step may be under way
+    assert world.learner.draining
+    assert world.boundary().stop
+    assert [answer.version for answer in world.answers] == [1]
+
+
+def test_an_announcement_that_does_not_fit_changes_nothing() -> None:
+    world = joined()
+    before = plain(world.learner)
+    for heard in (
+        Announcement(FRAGMENTS, 1, 0, "syncer-0", 1.0, False, 0, 4, []),
+        Announcement(0, 1, 0, "syncer-0", 1.0, False, 0, 3, []),
+        Announcement(0, 1, 0, "syncer-0", 1.0, False, 0, 4, [("", 32)]),
+    ):
+        with pytest.raises(MessageError):
+            world.learner.hear(heard, 1.0)
+    assert plain(world.learner) == before
+
+
+def test_a_change_of_the_budget_counts_from_the_next_boundary() -> None:
+    world = joined()
+    world.step(4)
+    world.learner.change(Effective(settings(tokens=4 * TOKENS), 1))
+    assert world.learner.budget == 10**9
+    decision = world.boundary()
+    assert (decision.changes, decision.budget, decision.stop) == (1, 4 * TOKENS, True)
+    assert world.learner.budget == 4 * TOKENS
+
+
+@given(SCHEDULES, SCHEDULES)
+def test_a_learner_goes_on_from_what_it_dumped(before: list[Any], after: list[Any]) -> None:
+    world = World(settings())
+    for name, *values in before:
+        act(world, name, *values)
+    while world.answers:
+        world.encode()
+    world.boundary()
+    plain_state, arrays = world.learner.dump([(3, world.taken)])
+    values, learner = [its.copy() for its in world.values], world.learner
+    world.kill()
+    world.learner.restore(msgspec.json.decode(msgspec.json.encode(plain_state)), arrays)
+    world.values = values
+    restored = world.learner
+    assert restored.accounts.tokens == learner.accounts.tokens
+    for name, *acted in after:
+        act(world, name, *acted)
+        if name == "boundary" and not any(act_[0] == "kill" for act_ in after):
+            world.check_accounts()

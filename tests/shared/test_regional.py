@@ -1,0 +1,134 @@
+"""One region's log as a new owner finds it: the last entry, and the highest epoch that anybody has claimed."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from diloco.core import merging
+from diloco.core.fold import Replica
+from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.quorum import CLAIM_STEP, MAX_COPIED, LogHead
+from diloco.log.log import Log
+from diloco.nats.transport import NatsTransport
+from diloco.settings.presets import run_settings
+from diloco.wire import framing
+from diloco.wire.entries import Claim, Record
+
+SETTINGS = run_settings("decoupled", {"regions.names": ["eu", "us"], "fragments.count": 1, "shards": 1})
+
+
+@dataclass
+class Region:
+    """The log of one region; every entry is a takeover."""
+
+    log: Log
+    genesis: bytes
+    replica: Replica
+    fence: int = 0
+
+    async def entry(self, epoch: int) -> None:
+        """Store an entry behind whatever is the last message."""
+        chain = self.replica.chain
+        record: Record = merging.make_marker(self.replica, "takeover", SETTINGS, syncer="s", now_s=0.0, epoch=epoch)
+        self.fence = await self.log.writer.append_record(record, b"", [], self.fence)
+        chain.advance(record, framing.check_of(record, self.log.run), self.fence)
+
+    async def claim(self, epoch: int, **lies: Any) -> None:
+        """Store a claim behind whatever is the last message."""
+        chain = self.replica.chain
+        last = LogHead(chain.epoch, chain.version, False, chain.head, chain.sequence)
+        claim = Claim(0, epoch, "mallory", last.epoch, last.version, False, last.entry_hash, last.sequence)
+        frame = framing.pack(msgspec.structs.replace(claim, **lies), self.log.run)
+        subject = self.log.subjects.record(0)
+        self.fence = await self.log.transport.append(subject, frame, message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
+
+    async def found(self, known_epoch: int = 0) -> tuple[int, bytes, int]:
+        """Return the highest epoch, the last entry, and the last message."""
+        head, epoch, sequence = await self.log.region.log_head(0, self.genesis, known_epoch)
+        return epoch, head.entry_hash, sequence
+
+
+@pytest.fixture
+async def region(link: NatsTransport) -> Region:
+    fragments = build_map([TensorSpec("w", (64,))], 1)
+    name = f"run-{uuid.uuid4().hex[:8]}"
+    log = Log(link, name, framing.run_id(name, SETTINGS.digest()), fragments, SETTINGS)
+    await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
+    await log.writer.found("ann", SETTINGS.digest(), [np.zeros(64, np.float32)])
+    genesis = await log.reader.genesis()
+    assert genesis is not None
+    return Region(log, genesis[1], (await log.reader.load(0, *genesis)).replica)
+
+
+async def test_before_any_entry_there_is_genesis(region: Region) -> None:
+    assert await region.found() == (0, region.genesis, 0)
+    await region.claim(1)
+    assert await region.found() == (1, region.genesis, region.fence)
+
+
+async def test_a_claim_is_not_hidden_by_entries_that_its_claimant_has_brought_there(region: Region) -> None:
+    await region.entry(1)
+    await region.claim(7)
+    for _ in range(MAX_COPIED):
+        await region.entry(1)
+    assert await region.found() == (7, region.replica.chain.head, region.fence)
+    await region.entry(7)
+    assert await region.found() == (7, region.replica.chain.head, region.fence)
+
+
+@pytest.mark.parametrize("lies", [{}, {"entry_epoch": 2**62 - 1}, {"entry_check": b"x" * 32, "entry_version": 2**60}])
+async def test_nobody_can_claim_what_nobody_else_could_claim_after(region: Region, lies: dict[str, Any]) -> None:
+    await region.entry(1)
+    await region.claim(2**62, **lies)
+    assert await region.found() == (1, region.replica.chain.head, region.fence)
+    # one after the other they go up by so much at most
+    for steps in (1, 2, 3):
+        await region.claim(1 + steps * CLAIM_STEP, **lies)
+        assert await region.found() == (1 + steps * CLAIM_STEP, region.replica.chain.head, region.fence)
+    await region.claim(2 + 4 * CLAIM_STEP)
+    assert (await region.found())[0] == 1 + 3 * CLAIM_STEP
+
+
+async def test_an_entry_that_no_reader_accepts_for_its_epoch_is_not_gone_on_with(region: Region) -> None:
+    await region.entry(1)
+    head = region.replica.chain.head
+    await region.entry(2**62)
+    assert await region.found() == (1, head, region.fence)
+    await region.claim(2)
+    assert await region.found(known_epoch=1) == (2, head, region.fence)
+
+
+async def test_a_region_that_was_away_is_claimed_with_an_epoch_that_others_have_come_to(region: Region) -> None:
+    await region.entry(1)
+    await region.claim(2**30)  # where syncers know of epoch 2^30 - 1
+    assert (await region.found(known_epoch=2**30 - 1))[0] == 2**30
+
+
+async def test_what_is_no_entry_and_no_notice_stops_no_owner(region: Region) -> None:
+    log, names = region.log, region.log.subjects
+
+    async def garbage(subject: str) -> int:
+        return await log.transport.append(subject, b"garbage", message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
+
+    assert await log.region.last_notice(0) is None
+    await region.entry(1)
+    first = region.replica.chain.head
+    await garbage(names.notice(0))
+    assert await log.region.last_notice(0) is None
+    await log.region.notice(0, 0, 1, first, region.fence)
+    region.fence = await garbage(names.record(0))
+    await garbage(names.notice(0))
+    await region.entry(2)
+    notice = await log.region.last_notice(0)
+    assert notice is not None
+    assert notice.check == first
+    assert [p.entry_hash async for p in log.entries.stored(0, 1, region.fence)] == [first, region.replica.chain.head]
+    assert await region.found() == (2, region.replica.chain.head, region.fence)
+    await log.region.notice(0, 1, 2, region.replica.chain.head, region.fence)
+    assert await log.region.before(0, 1) == notice.sequence

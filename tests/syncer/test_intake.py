@@ -1,0 +1,95 @@
+"""Offers come from their stream to the rounds of the fragments that are owned, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from structlog.testing import capture_logs
+from tests.syncer.parts import Begun, begin, merge, offer, send_offer
+
+from diloco.control.admission import join
+from diloco.nats.transport import NatsTransport
+from diloco_syncer.intake import Intake
+from diloco_syncer.owner import FragmentOwner
+
+
+@asynccontextmanager
+async def reading(begun: Begun, *owners: FragmentOwner) -> AsyncIterator[tuple[Intake, asyncio.Event]]:
+    """Read the offers of these fragments; the event is set when one is held."""
+    held = asyncio.Event()
+    intake = Intake(begun.context, None, held.set)
+    owned = {owner.index: owner for owner in owners}
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        await intake.read(owned, begun.ownership(), group)
+        yield intake, held
+        await intake.stop()
+
+
+async def admit(begun: Begun, *learners: str) -> None:
+    run, fragments = begun.context.run, begun.context.map
+    for learner in learners:
+        await join(run, learner, 1, fragments, run.created.digest())
+
+
+async def test_an_offer_that_is_stored_is_held_by_its_fragments_round(link: NatsTransport) -> None:
+    begun = await begin(link)
+    await admit(begun, "ann")
+    owner = await begun.taken_over()
+    async with reading(begun, owner) as (_, held):
+        await send_offer(owner, offer(owner, "ann", 1.0))
+        await held.wait()
+    assert [answer.learner for answer in owner.round.answers()] == ["ann"]
+
+
+async def test_an_offer_of_a_learner_that_was_never_admitted_is_refused(link: NatsTransport) -> None:
+    begun = await begin(link)
+    await admit(begun, "ann")
+    owner = await begun.taken_over()
+    with capture_logs() as logs:
+        async with reading(begun, owner) as (_, held):
+            await send_offer(owner, offer(owner, "eve", 1.0))
+            await send_offer(owner, offer(owner, "ann", 1.0))
+            await held.wait()
+    assert [answer.learner for answer in owner.round.answers()] == ["ann"]
+    assert [(e["event"], e["sender"]) for e in logs if e["log_level"] == "warning"] == [("message_refused", "eve")]
+    assert begun.context.refused.total == 1
+
+
+async def test_a_new_owner_is_given_what_comes_next_and_after_reading_again_everything(link: NatsTransport) -> None:
+    begun = await begin(link)
+    await admit(begun, "ann", "bob")
+    old = await begun.taken_over()
+    new = await begun.taken_over()
+    async with reading(begun, old) as (intake, held):
+        await send_offer(old, offer(old, "ann", 1.0))
+        await held.wait()
+        held.clear()
+        intake.replace(new)
+        await send_offer(new, offer(new, "bob", 1.0))
+        await held.wait()
+        assert [answer.learner for answer in new.round.answers()] == ["bob"]
+        held.clear()
+        intake.read_again()
+        async with asyncio.TaskGroup() as group:
+            await intake.read({0: new}, begun.ownership(), group)
+            while len(new.round.answers()) < 2:
+                await held.wait()
+                held.clear()
+            await intake.stop()
+
+
+async def test_an_offer_that_was_merged_is_passed_over(link: NatsTransport) -> None:
+    begun = await begin(link)
+    await admit(begun, "ann", "bob")
+    owner = await begun.taken_over()
+    held_before = offer(owner, "ann", 1.0)
+    await send_offer(owner, held_before)
+    await owner.commit(merge(owner, held_before), 32)
+    with capture_logs() as logs:
+        async with reading(begun, owner) as (_, held):
+            await send_offer(owner, offer(owner, "bob", 1.0))
+            await held.wait()  # the stream is read in its order: ann's offer has been judged too
+    assert [e["sender"] for e in logs if e["event"] == "offer_passed_over"] == ["ann"]
+    assert [answer.learner for answer in owner.round.answers()] == ["bob"]

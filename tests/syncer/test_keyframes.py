@@ -1,0 +1,63 @@
+"""Keyframes of a fragment in a real log: when one is stored, and which are dropped."""
+
+from __future__ import annotations
+
+import pytest
+from tests.syncer.parts import begin, merge, offer
+
+from diloco.core.fold import keyframe_bytes
+from diloco.errors import FenceError
+from diloco.nats.transport import NatsTransport
+from diloco_syncer.keyframes import Keyframes
+
+
+async def test_one_is_due_when_the_log_has_grown_by_its_size_times_the_factor(link: NatsTransport) -> None:
+    begun = await begin(link, **{"log.keyframe_factor": 2.0})
+    owner, store = await begun.taken_over(), begun.context.store
+    copy, size_bytes = owner.copy, keyframe_bytes(64, 1)
+    keyframes = Keyframes(begun.context, copy)
+    copy.log_bytes = 2 * size_bytes - 1
+    await keyframes.keep(copy.fence)
+    assert len(await store.reader.keyframe_sequences(0)) == 1
+    copy.log_bytes += 1
+    await keyframes.keep(copy.fence)
+    sequences = await store.reader.keyframe_sequences(0)
+    assert (len(sequences), copy.keyframe_sequence, copy.log_bytes) == (2, sequences[-1], 0)
+
+
+async def test_one_is_due_at_once_after_a_newer_one_that_is_damaged_which_does_not_count_among_those_kept(
+    link: NatsTransport,
+) -> None:
+    begun = await begin(link, **{"log.keep_keyframes": 2, "log.keep_bytes": 0})
+    owner, store = await begun.taken_over(), begun.context.store
+    keyframes = Keyframes(begun.context, owner.copy)
+    first = owner.copy.keyframe_sequence
+    await keyframes.store(owner.copy.fence)
+    owner.copy.refused, owner.copy.keyframe_sequence = (owner.copy.keyframe_sequence,), first
+    await keyframes.keep(owner.copy.fence)
+    assert len(await store.reader.keyframe_sequences(0)) == 3, "two that are whole, and the damaged one between them"
+    await keyframes.keep(owner.copy.fence)
+    assert len(await store.reader.keyframe_sequences(0)) == 3, "the newest is whole again"
+
+
+@pytest.mark.parametrize("remembers", [True, False], ids=["owner", "follower"])
+async def test_the_oldest_are_dropped_whether_one_object_keeps_them_or_one_for_each(
+    link: NatsTransport, remembers: bool
+) -> None:
+    begun = await begin(link, **{"log.keyframe_factor": 1e-3, "log.keep_keyframes": 2, "log.keep_bytes": 0})
+    owner, store = await begun.taken_over(), begun.context.store
+    keyframes = Keyframes(begun.context, owner.copy)
+    for number in range(1, 5):
+        owner.keyframes = keyframes if remembers else Keyframes(begun.context, owner.copy)
+        await owner.commit(merge(owner, offer(owner, "ann", 1.0, number)), 32)
+    sequences = await store.reader.keyframe_sequences(0)
+    assert (len(sequences), sequences[-1]) == (2, owner.copy.keyframe_sequence)
+    assert (await begun.owner()).chain.version == 4
+
+
+async def test_behind_an_entry_that_is_not_the_last_one_nothing_is_stored(link: NatsTransport) -> None:
+    begun = await begin(link)
+    owner = await begun.taken_over()
+    with pytest.raises(FenceError):
+        await owner.keyframes.store(owner.copy.fence - 1)
+    assert len(await begun.context.store.reader.keyframe_sequences(0)) == 1

@@ -1,0 +1,216 @@
+"""One owned fragment: versions, the fence, rollback, the archive and keyframes, on a real log."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from msgspec import structs
+from structlog.testing import capture_logs
+from tests.syncer.parts import SIZE, begin, change, heartbeat, merge, offer
+
+from diloco.core.changes import Changes, Repair, Rollback
+from diloco.errors import FenceError, FormatError, UnmergeableError
+from diloco.nats.transport import NatsTransport
+from diloco_syncer.context import clock_s
+
+
+async def test_a_version_is_the_mean_of_its_offers_and_loads_as_the_owner_has_it(link: NatsTransport) -> None:
+    begun = await begin(link)
+    owner = await begun.taken_over()
+    await owner.commit(merge(owner, offer(owner, "ann", 1.0), offer(owner, "bob", 3.0)), 32)
+    assert owner.chain.version == 1
+    # an outer gradient is base minus local: the parameters move against it
+    np.testing.assert_allclose(owner.replica.theta, np.full(SIZE, -2.0, np.float32))
+    loaded = (await begun.owner()).replica
+    assert (loaded.chain.version, loaded.chain.epoch, loaded.chain.head) == (1, 1, owner.chain.head)
+    np.testing.assert_array_equal(loaded.theta, owner.replica.theta)
+    counts = begun.context.counts
+    assert (counts.versions, counts.merged_members, counts.round_times.sum_s) == (1, 2, 0.2)
+
+
+async def test_without_offers_the_log_is_closed(link: NatsTransport) -> None:
+    begun = await begin(link)
+    owner = await begun.taken_over()
+    await owner.commit(merge(owner, closing=True), 32)
+    assert owner.chain.closed
+    assert (await begun.owner()).chain.closed
+    assert begun.context.counts.versions == 0
+
+
+async def test_of_two_owners_the_fence_lets_one_append(link: NatsTransport) -> None:
+    begun = await begin(link)
+    old = await begun.taken_over()
+    new = await begun.taken_over(context=begun.another("syncer-1"))
+    with pytest.raises(FenceError):
+        await old.commit(merge(old, offer(old, "ann", 1.0)), 32)
+    assert await new.lost() is None
+    assert await old.lost() == "ownership_lost"
+    await new.commit(merge(new, offer(new, "ann", 1.0)), 32)
+    assert (new.chain.version, new.chain.epoch) == (1, 2)
+
+
+async def test_a_merge_that_overflows_is_not_appended(link: NatsTransport) -> None:
+    begun = await begin(link)
+    owner = await begun.taken_over()
+    with pytest.raises(UnmergeableError, match=r"with offers of ann, bob, .* the merge is not finite"):
+        await owner.commit(merge(owner, offer(owner, "ann", 3e38), offer(owner, "bob", 3e38)), 32)
+    assert (await begun.owner()).chain.version == 0
+
+
+async def test_the_only_learner_that_lives_moves_as_far_as_it_likes_but_not_before_others_can_have_been_heard(
+    link: NatsTransport,
+) -> None:
+    begun = await begin(link, **{"liveness.dead_s": 0.3})
+    owner = await begun.taken_over()
+    far = merge(owner, offer(owner, "ann", 1000.0))  # of norm 8000, where 0.8 times 100 may be
+    begun.context.roster.hear(heartbeat("ann", 4), clock_s())
+    with pytest.raises(UnmergeableError, match=r"with offers of ann, .* is longer than 80"):
+        await owner.commit(far, 32)
+    await asyncio.sleep(0.3)
+    begun.context.roster.hear(heartbeat("ann", 5), clock_s())
+    await owner.commit(far, 32)
+    assert owner.chain.version == 1
+
+
+async def test_an_entry_or_a_keyframe_that_nobody_could_read_is_not_stored(link: NatsTransport) -> None:
+    begun = await begin(link)
+    owner = await begun.taken_over()
+    names, stream = begun.context.store.subjects, begun.context.store.stream
+    head = await stream.last(names.record(0))
+    record = structs.replace(owner.marker("close"), tokens_lost=2**62 + 1)
+    with pytest.raises(FormatError, match="Expected `int` <= 4611686018427387904"):
+        await owner.append(record, b"", [])
+    assert await stream.last(names.record(0)) == head
+    owner.chain.ends[3] = 2**62 + 1
+    with capture_logs() as logs:
+        await owner.store_keyframe()
+    assert [entry["event"] for entry in logs] == ["keyframe_not_stored"]
+    assert (await begun.owner()).copy.keyframe_version == 0
+    # it goes on all the same
+    await owner.commit(merge(owner, offer(owner, "ann", 1.0)), 32)
+    assert (await begun.owner()).chain.version == 1
+
+
+async def test_offers_that_no_entry_could_hold_together_are_left_out_before_anything_is_folded(link: NatsTransport) -> None:
+    owner = await (await begin(link)).taken_over()
+    claims = {"ann": 5, "bob": 2**61, "cat": 2**61}
+    held = [offer(owner, name, 1.0, lost_tokens=lost) for name, lost in claims.items()]
+    with pytest.raises(UnmergeableError, match="with offers of cat"):
+        await owner.commit(merge(owner, *held), 32)
+    assert not owner.replica.theta.any()
+    await owner.commit(merge(owner, *held[:2]), 32)
+    assert owner.chain.tokens_lost == 2**61 + 5
+
+
+async def test_heads_are_checked_now_and_then_more_often_while_a_round_is_slow_and_not_while_it_is_busy(
+    link: NatsTransport,
+) -> None:
+    owner = await (await begin(link)).taken_over()
+    assert await owner.lost() is None
+    now_s = owner.checked_at_s
+    assert not owner.must_check(now_s + 9.9)
+    assert owner.must_check(now_s + 10.1)
+    owner.round.opened_at_s = now_s
+    assert not owner.must_check(now_s + 1.9)
+    assert owner.must_check(now_s + 2.1)
+    owner.busy = True
+    assert not owner.must_check(now_s + 100)
+    owner.busy = False
+    owner.distrust()
+    assert owner.must_check(now_s)
+
+
+async def test_an_order_takes_the_fragment_back_once(link: NatsTransport) -> None:
+    begun = await begin(link)
+    owner, run = await begun.taken_over(), begun.context.run
+    for number, value in enumerate((1.0, 2.0, 4.0), 1):
+        await owner.commit(merge(owner, offer(owner, "ann", value, number)), 32)
+    assert owner.order() is None
+    change(run, Rollback(2, [0]))
+    order = owner.order()
+    assert order == (1, 2, None)
+    await owner.roll_back(*order)
+    assert owner.chain.version == 4
+    np.testing.assert_allclose(owner.replica.theta, np.full(SIZE, -3.0, np.float32))
+    assert owner.order() is None
+    assert (await begun.owner()).order() is None, "the log says that it is done"
+
+
+async def test_a_repair_goes_on_from_the_newest_version_behind_what_is_no_entry_and_takes_the_ends_of_shares_back(
+    link: NatsTransport,
+) -> None:
+    begun = await begin(link)
+    owner, run = await begun.taken_over(), begun.context.run
+    far = [(0, 10**9, 4)]
+    for number, changes in enumerate(({}, {"data": far}, {}), 1):
+        await owner.commit(merge(owner, offer(owner, "ann", 1.0, number, **changes)), 32)
+    subject = begun.context.store.subjects.record(0)
+    sequence = int((await link.bulk.jetstream().publish(subject, b"no record")).seq)
+    change(run, Repair(0, 1, sequence))
+    order = owner.order()
+    assert order == (1, 1, sequence)
+    with pytest.raises(FenceError):
+        await owner.roll_back(*order)
+    again = await begun.taken_over()
+    assert again.chain.version == 3
+    assert again.chain.ends[0] > 10**9
+    await again.roll_back(*order)
+    assert (again.chain.version, again.chain.ends, again.chain.tokens_merged) == (4, {0: 4}, 120)
+    np.testing.assert_array_equal(again.replica.theta, np.full(SIZE, -1.0, np.float32))
+    assert again.order() is None
+    run.adopt(
+        Changes(run.identity).then(Repair(0, 1, 0), at_s=0.0, author="a").then(Repair(0, 4, 0), at_s=0.0, author="a").records
+    )
+    order = again.order()
+    assert order == (2, 4, 0)
+    await again.roll_back(*order)
+    other = await begun.owner()
+    assert (other.chain.head, other.chain.version, other.order()) == (again.chain.head, 5, None)
+
+
+async def test_a_rollback_to_a_version_that_is_gone_is_given_up(link: NatsTransport) -> None:
+    begun = await begin(link, **{"log.keyframe_factor": 1e-3, "log.keep_keyframes": 2, "log.keep_bytes": 0})
+    owner, run = await begun.taken_over(), begun.context.run
+    for number in range(1, 6):
+        await owner.commit(merge(owner, offer(owner, "ann", 1.0, number)), 32)
+    change(run, Rollback(1, [0]))
+    with capture_logs() as logs:
+        await owner.roll_back(1, 1)
+    assert [entry["event"] for entry in logs] == ["rollback_failed"]
+    assert owner.chain.version == 5
+    assert owner.order() is None
+
+
+async def test_offers_are_archived_before_they_are_merged(link: NatsTransport) -> None:
+    begun = await begin(link, **{"log.archive": True})
+    owner = await begun.taken_over()
+    held = offer(owner, "ann", 1.0)
+    await owner.commit(merge(owner, held), 32)
+    kept = await begun.context.store.archive.offer(0, "ann", 1, 1)
+    assert kept is not None
+    np.testing.assert_array_equal(kept[1], held.body)
+
+
+async def test_the_residual_outlives_its_owner_in_a_keyframe(link: NatsTransport) -> None:
+    begun = await begin(link, **{"codec.record_bits": 4})
+    owner = await begun.taken_over()
+    step = np.linspace(0.0, 1.0, SIZE, dtype=np.float32)
+    held = offer(owner, "ann", 1.0)
+    held.body.view(np.float32)[:] = step
+    await owner.commit(merge(owner, held), 4)
+    assert np.any(owner.residual)
+    had = owner.has_keyframe
+    await owner.store_keyframe()
+    assert (had, owner.has_keyframe) == (False, True)
+    np.testing.assert_array_equal((await begun.owner()).residual, owner.residual)
+
+
+async def test_a_keyframe_that_another_owner_is_ahead_of_is_only_complained_about(link: NatsTransport) -> None:
+    begun = await begin(link)
+    old = await begun.taken_over()
+    await begun.taken_over(context=begun.another("syncer-1"))
+    with capture_logs() as logs:
+        await old.store_keyframe()
+    assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["keyframe_not_stored"]

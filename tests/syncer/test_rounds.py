@@ -1,0 +1,201 @@
+"""The loop over rounds: opened, announced, merged and closed, on a real log; offers are handed to the rounds by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+from structlog.testing import capture_logs
+from tests.syncer.parts import SIZE, Begun, begin, change, heartbeat, offer
+
+from diloco.control.changes import ChangesFollower
+from diloco.core.bandwidth import Bandwidth
+from diloco.core.changes import Rollback
+from diloco.nats.transport import NatsTransport
+from diloco.process.tasks import end
+from diloco.transport import Heard
+from diloco.wire import framing
+from diloco.wire.control import Announcement
+from diloco_syncer.context import clock_s
+from diloco_syncer.governor import Governor
+from diloco_syncer.links import LinkWatch
+from diloco_syncer.owner import FragmentOwner
+from diloco_syncer.quarantine import Suspects
+from diloco_syncer.rounds import RoundLoop
+
+
+@dataclass
+class Owned:
+    """A governor that owns what the test gives it, and notes what it loses."""
+
+    owned: dict[int, FragmentOwner]
+    over: bool = False
+    ending: bool = False  # no log is closed
+    lost: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
+
+    async def lose(self, owner: FragmentOwner) -> None:
+        del self.owned[owner.index]
+        self.lost.append(owner.index)
+
+    async def take_again(self, owner: FragmentOwner, group: asyncio.TaskGroup) -> None:
+        await self.lose(owner)
+        self.again.append(owner.index)
+
+
+@dataclass
+class Pace:
+    """Links with room for everything."""
+
+    bandwidth: Bandwidth
+
+
+@dataclass
+class Running:
+    """A loop over one owner's rounds."""
+
+    begun: Begun
+    owner: FragmentOwner
+    governor: Owned
+    suspects: Suspects
+    news: asyncio.Event
+    announced: asyncio.Queue[Announcement] = field(default_factory=asyncio.Queue)
+
+    def hear(self, step: int, *learners: str, **changes: Any) -> None:
+        """Learners of the newest version have taken so many steps."""
+        for learner in learners:
+            versions = (self.owner.chain.version, 0)
+            self.begun.context.roster.hear(heartbeat(learner, step, versions, **changes), clock_s())
+        self.news.set()
+
+    async def until(self, *, version: int) -> None:
+        while self.owner.chain.version < version:
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def running(link: NatsTransport, **overrides: Any) -> AsyncIterator[Running]:
+    begun = await begin(link, **overrides)
+    owner, news = await begun.taken_over(), asyncio.Event()
+    governor = Owned({0: owner})
+    context = begun.context
+
+    def changed() -> None:
+        context.roster.change(context.run.in_force, suspects.excluded)
+        owner.round.drop_unfit()
+        news.set()
+
+    follower = ChangesFollower(link, context.run, context.log, changed)
+    suspects = Suspects(context, follower, changed)
+    links = cast(LinkWatch, Pace(Bandwidth(context.run.created, [])))
+    loop = RoundLoop(context, cast(Governor, governor), links, suspects, news)
+    made = Running(begun, owner, governor, suspects, news)
+
+    async def heard(message: Heard) -> None:
+        announcement, _, _ = framing.unpack(message.data, Announcement, context.run.identity)
+        made.announced.put_nowait(announcement)
+
+    await link.subscribe(context.store.subjects.round(0), heard)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        task = group.create_task(loop.run(group))
+        yield made
+        governor.over = True
+        news.set()
+        await end(task)
+
+
+async def test_a_round_opens_is_announced_until_its_offers_are_in_and_becomes_a_version(link: NatsTransport) -> None:
+    async with running(link) as made:
+        made.hear(4, "ann", "bob")
+        for _ in range(2):  # repeated: nobody may have heard the first
+            announcement = await made.announced.get()
+            assert (announcement.version, announcement.epoch, announcement.closing) == (1, 1, False)
+        for learner in ("ann", "bob"):
+            assert made.owner.round.hold(offer(made.owner, learner, 1.0)) is None
+        made.news.set()
+        await made.until(version=1)
+    counts = made.begun.context.counts
+    assert (counts.rounds, counts.versions, counts.merged_members) == (1, 1, 2)
+
+
+async def test_an_order_to_go_back_comes_before_rounds(link: NatsTransport) -> None:
+    async with running(link) as made:
+        made.hear(4, "ann")
+        await made.announced.get()
+        made.owner.round.hold(offer(made.owner, "ann", 1.0))
+        made.news.set()
+        await made.until(version=1)
+        run = made.begun.context.run
+        change(run, Rollback(0, [0]))
+        made.news.set()
+        await made.until(version=2)
+    assert not made.owner.replica.theta.any()
+
+
+async def test_a_fragment_that_another_process_has_appended_to_is_lost(link: NatsTransport) -> None:
+    async with running(link) as made:
+        made.hear(4, "ann")
+        await made.announced.get()
+        await made.begun.taken_over(context=made.begun.another("syncer-1"))
+        with capture_logs() as logs:
+            made.owner.round.hold(offer(made.owner, "ann", 1.0))
+            made.news.set()
+            while not made.governor.lost:
+                await asyncio.sleep(0.005)
+    assert "version_fenced" in [entry["event"] for entry in logs]
+    assert not made.owner.busy
+
+
+async def test_offers_whose_sum_overflows_are_named_and_the_version_is_made_without_them(link: NatsTransport) -> None:
+    learners = ("ann", "bob", "cat")
+    async with running(link, learners=3, **{"round.quorum": "all"}) as made:
+        made.hear(4, *learners)
+        await made.announced.get()
+        with capture_logs() as logs:
+            for learner, value in zip(learners, (3e38, 1.0, 3e38), strict=True):
+                made.owner.round.hold(offer(made.owner, learner, value))
+            made.news.set()
+            await made.until(version=1)  # though the quorum is all: these have answered
+    assert made.governor.again == []
+    [told] = [entry for entry in logs if entry["event"] == "merge_not_finite"]
+    assert told["learners"] == ["ann", "cat"]
+    assert made.begun.context.refused.counts() == {(name, "UnmergeableError"): 1 for name in ("ann", "cat")}
+    np.testing.assert_array_equal(made.owner.replica.theta, np.full(SIZE, -1.0, np.float32))
+
+
+async def test_a_merge_that_moves_too_far_is_made_without_the_offer_that_does_it(link: NatsTransport) -> None:
+    async with running(link, **{"outer.momentum": 0.5}) as made:
+        for version, (mine, liars) in enumerate(((1.0, 1.0), (1.0, 1.0), (1.0, 3e37)), 1):
+            for step in (8 * version - 8, 8 * version - 4):  # when the version was applied, and when the round is due
+                made.hear(step, "ann", "bob")
+            await made.announced.get()
+            for learner, value in (("ann", mine), ("bob", liars)):
+                made.owner.round.hold(offer(made.owner, learner, value, number=version))
+            made.news.set()
+            await made.until(version=version)
+    # 1 and 0.5 times 1 before it: the momentum is 1.5 in each of 64 values, of norm 12; 0.5 * 1.5 + 1 after the third version
+    np.testing.assert_array_equal(made.owner.replica.momentum, np.full(SIZE, 1.75, np.float32))
+    assert made.begun.context.refused.counts() == {("bob", "UnmergeableError"): 1}
+    assert made.begun.context.counts.merged_members == 5
+
+
+async def test_an_outlier_is_excluded_at_once_and_put_on_record(link: NatsTransport) -> None:
+    learners = ("ann", "bob", "cat")
+    quarantine = {"learners": 3, "quarantine.factor": 10.0, "quarantine.offers": 1}
+    async with running(link, **quarantine) as made:
+        made.hear(4, *learners)
+        await made.announced.get()
+        for learner, value in zip(learners, (1.0, 1.0, 1000.0), strict=True):
+            made.owner.round.hold(offer(made.owner, learner, value))
+        made.news.set()
+        await made.until(version=1)
+        run = made.begun.context.run
+        while not run.now.quarantined:
+            await asyncio.sleep(0.005)
+        assert made.suspects.excluded == {"cat"}
+        assert run.now.excluded == {"cat"}
+    assert made.begun.context.counts.merged_members == 2

@@ -1,0 +1,20 @@
+"""A model's tensors, written from the fragments' vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core.fragments import Fragment
+
+
+def scatter(fragment: Fragment, vector: NDArray[np.float32], tensors: Mapping[str, NDArray[np.float32]]) -> None:
+    """Copy a fragment's values, float32 [size], into ``tensors``, in place: the inverse of :meth:`Fragment.gather`."""
+    for piece in fragment.pieces:
+        values = vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
+        if piece.shape:
+            tensors[piece.path][piece.row_start : piece.row_stop] = values
+        else:
+            tensors[piece.path][...] = values

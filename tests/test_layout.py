@@ -1,0 +1,50 @@
+"""The layout: `diloco` holds what services need at run time, and nothing else. `make lint` checks who imports whom."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {
+    "diloco": ROOT / "shared/src",
+    "diloco_learner": ROOT / "services/learner/src",
+    "diloco_syncer": ROOT / "services/syncer/src",
+    "diloco_coordinator": ROOT / "services/coordinator/src",
+}
+SERVICES = ("diloco_learner.service", "diloco_syncer.service", "diloco_coordinator.service")
+ENTRY_POINTS = ("diloco_learner.replay", "diloco_learner.check")  # of `diloco replay` and `diloco up`, which find them by name
+PROGRAMS = ("__main__",)
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for source in SOURCES.values():
+        for path in source.rglob("*.py"):
+            parts = path.relative_to(source).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(path: Path, known: dict[str, Path]) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names & known.keys()
+
+
+def test_every_shared_module_is_reached_by_a_service() -> None:
+    known = modules()
+    reached: set[str] = set()
+    waiting = [*SERVICES, *ENTRY_POINTS]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += imported(known[name], known)
+    packages = {name for name, path in known.items() if path.name == "__init__.py"}
+    programs = {name for name in known if name.endswith(PROGRAMS)}
+    assert known.keys() - reached - packages - programs == set()
