@@ -45,6 +45,7 @@ from diloco.wire.entries import Genesis, Record
 from diloco.wire.subjects import Subjects
 
 Vector = NDArray[np.float32]
+READY = ("stepping", "waiting", "closing")  # to step; one that goes on from a checkpoint may have no step to take
 DEADLINE_S = 60.0  # generous: only a failing test waits so long
 
 # A run of some two seconds: three learners of about 60 steps of 16 tokens, a round every 6. All that a test relies on is here.
@@ -246,7 +247,7 @@ class Cluster:
         self.heartbeats.clear()
         names = {toy.name for toy in self.toys}
         await self.until(
-            lambda: all(any(p.state == "stepping" for p in self.heartbeats.get(n, ())) for n in names), "learners are ready"
+            lambda: all(any(p.state in READY for p in self.heartbeats.get(n, ())) for n in names), "learners are ready"
         )
 
     def hurry(self) -> None:

@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import MakeServer
 from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
 from tests.services.conftest import Launch
-from tests.services.toy import SAMPLES
+from tests.services.toy import SAMPLES, STEP_S
 
 from diloco.errors import DilocoError, RunError
 from diloco.service.rundir import RunDirectory
@@ -48,6 +48,17 @@ async def restored(
     return cluster
 
 
+async def checkpoint_of(run: Cluster) -> tuple[Checkpoint, list[str]]:
+    """Take a checkpoint while learners go on, slowly: on a busy machine a mark comes late, and few rounds may pass by then."""
+    for toy in run.toys:
+        toy.step_s = 0.15
+    try:
+        return await checkpoint.take(as_directory(run))
+    finally:
+        for toy in run.toys:
+            toy.step_s = STEP_S
+
+
 async def go_on(cluster: Cluster, learners: int = 3) -> list[Folded]:
     for share in range(learners):
         cluster.toy(share)
@@ -68,7 +79,7 @@ async def test_a_run_goes_on_from_its_checkpoint_to_the_same_bits(
     await unbroken.begin()
     await unbroken.until(lambda: min((p[-1].versions[0] for p in unbroken.heartbeats.values()), default=0) >= 4, "versions")
 
-    taken, problems = await checkpoint.take(as_directory(unbroken))
+    taken, problems = await checkpoint_of(unbroken)
 
     await unbroken.ended()
     [end] = await whole(unbroken)
@@ -124,9 +135,9 @@ async def test_with_other_members_nothing_that_was_merged_is_lost(
     await run.begin()
     await some_versions(run)
 
-    path = as_directory(run)
-    await asyncio.to_thread(operate.set_, path, ["outer.learning_rate=0.25", "liveness.dead_s=9.0"])
-    taken, _ = await checkpoint.take(path)
+    changes = ["outer.learning_rate=0.25", "liveness.dead_s=9.0"]
+    await asyncio.to_thread(operate.set_, as_directory(run), changes)
+    taken, _ = await checkpoint_of(run)
 
     await stop(run)
     resumed = await restored(taken, launch, make_server(), tmp_path / "resumed", shards=1, liveness__dead_s=8.0)

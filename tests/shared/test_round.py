@@ -76,6 +76,8 @@ def offer(learner: str, number: int = 1, version: int = 1, **changes: Any) -> Of
 def round_of(*learners: str, **changes: Any) -> Round:
     """A round of version 1 over learners that were heard at ``now_s`` (0) when they had taken ``step`` (H) steps."""
     now_s, step = changes.pop("now_s", 0.0), changes.pop("step", STEPS)
+    if "round.quorum" not in changes or changes["round.quorum"] == "all":
+        changes = {"learners": max(1, len(learners))} | changes  # as many as the run has
     roster = Roster(settings_of(**changes))
     for learner in learners:
         roster.hear(heartbeat(learner, step), now_s)
@@ -305,6 +307,24 @@ def test_the_step_time_is_the_median_of_the_living() -> None:
 
 
 # ---- the end of the budget: by what the log holds
+
+
+def test_a_quorum_of_all_waits_at_first_for_learners_that_may_be_about_to_take_part() -> None:
+    round_ = round_of("ann", **{"round.quorum": "all", "learners": 2})  # of a run that has merged nothing yet
+    assert (round_.due(0.0, STEPS), round_.quorum(0.0)) == (False, 2)
+    dead_s = round_.settings.liveness.dead_s
+    round_.roster.hear(heartbeat("ann", STEPS), dead_s - 0.1)
+    assert not round_.due(dead_s - 0.1, STEPS)
+    assert (round_.due(dead_s, STEPS), round_.quorum(dead_s)) == (True, 1)
+
+    later = Round(Roster(settings_of(**{"round.quorum": "all", "learners": 3})), log_of(8, ann=(1, 4), bob=(1, 4)), 1)
+    later.roster.hear(heartbeat("ann", STEPS), 7.0)  # an owner that took over, of a log that knows bob
+    assert later.quorum(7.0) == 2
+    later.roster.hear(heartbeat("bob", STEPS, state="recovering"), 7.1)
+    later.roster.hear(heartbeat("cat", STEPS), 7.1)
+    assert later.quorum(7.1) == 3
+    later.roster.change(later.settings, frozenset({"bob"}))
+    assert later.quorum(7.1) == 2
 
 
 def log_of(tokens: int, *, lost: int = 0, **merged: tuple[int, int]) -> Chain:

@@ -96,12 +96,12 @@ class Accounts:
             self.announced = (tokens, self.tokens)
 
     def processed(self) -> int:
-        """Return the tokens of all learners, as last announced and with own ones since: the own ones at least.
+        """Return the tokens of all learners, as an announcement or version stated them, with own ones since: own ones at least.
 
-        What is announced goes by the log, and has nothing of a learner that was cut off before its first merge.
+        What is announced goes by the log, and has nothing of a learner that was cut off before its first merge. A version may
+        come before the announcement that says as much: learners that wait for it must not take a step more by chance.
         """
-        announced, own = self.announced
-        return max(announced + self.tokens - own, self.tokens)
+        return max(self.tokens, *(stated + self.tokens - own for stated, own in (self.announced, self.schedule)))
 
     def moment(self, budget: int) -> Moment:
         """Return what the learning rate goes by: the tokens that the newest applied version states and own ones since."""

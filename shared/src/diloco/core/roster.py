@@ -23,6 +23,7 @@ from diloco.wire.offers import Answer, Offer
 
 DEFAULT_STEP_S = 1.0  # of an inner step, before any learner has said how long one takes
 ACTIVE = ("stepping", "waiting", "closing", "leaving")
+BEGINNING = ("starting", "recovering")
 PATIENCE = 6.0  # a learner may be so many times slower than usual, and is waited for
 FIRST_STEP_S = 60.0  # for a learner whose step time is not known yet: frameworks compile their first step
 GROWTH = 2.0  # a step time counts as at most so many times the usual one: one long pause must not make the next one usual
@@ -59,6 +60,7 @@ class Roster:
         self.learners: dict[str, Seen] = {}
         self.ending = False
         self._began_s: float | None = None  # when a step of any learner was first heard to end
+        self._first_s: float | None = None  # when any learner was first heard
         self._live: tuple[float, list[Seen]] | None = None  # at one moment, about which every fragment asks several times
 
     def hear(self, heartbeat: Heartbeat, now_s: float) -> bool:
@@ -66,6 +68,8 @@ class Roster:
         known = self.learners.get(heartbeat.learner)
         if heartbeat.learner in self.excluded or (known and _age(heartbeat) < _age(known.heartbeat)):
             return False
+        if self._first_s is None:
+            self._first_s = now_s
         if known is None:
             if len(self.learners) >= MAX_MEMBERS:
                 del self.learners[min(self.learners, key=lambda name: self.learners[name].at_s)]
@@ -117,6 +121,19 @@ class Roster:
             steps = ("stepping",) if self.settings.round.learners_wait else ("stepping", "waiting")
             self._live = now_s, [s for s in recent if s.heartbeat.state not in steps or not self.stands_still(s, now_s)]
         return self._live[1]
+
+    def expected(self, chain: Chain, now_s: float) -> int:
+        """Return how many more learners may be about to take part: those of the log or, before any merge, of the settings.
+
+        A syncer that has just begun has heard some learners a moment before the others. For ``liveness.dead_s`` it expects
+        those that it has not heard, or not with a step to come.
+        """
+        if self._first_s is None or now_s - self._first_s >= self.settings.liveness.dead_s:
+            return 0
+        here = {name for name, seen in self.learners.items() if seen.heartbeat.state not in BEGINNING}
+        if not chain.cursors:
+            return max(0, self.settings.learners - len(here))
+        return len(chain.cursors.keys() - here - self.excluded)
 
     def stands_still(self, seen: Seen, now_s: float) -> bool:
         """Whether a learner has taken no step for longer than it ever needs, while others step."""

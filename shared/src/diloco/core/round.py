@@ -186,12 +186,12 @@ class Round:
         return [o for held in self._held() for o in held.offer.members if o.round == self.version]
 
     def quorum(self, now_s: float) -> int:
-        """Return how many learners must answer the open round.
+        """Return how many learners must answer the open round; "all" are also those that may be about to take part.
 
         Once the budget is used up, not more than have steps to answer with; if one leaves, not more than there are.
         """
         present = self._present(now_s)
-        needed = self.settings.quorum(len(present))
+        needed = self.settings.quorum(len(present) + self.roster.expected(self.chain, now_s))
         if self._used_up(now_s):
             fragment, answered = self.chain.fragment, {answer.learner for answer in self.answers()}
             present = [seen for seen in present if seen.heartbeat.steps[fragment] or seen.heartbeat.learner in answered]
@@ -219,7 +219,8 @@ class Round:
         if ready >= max(1, self.quorum(now_s)):
             return True
         # after a rollback learners count from different steps: some may wait for this fragment, and the others for another one
-        if not ready or any(seen.heartbeat.state != "waiting" for seen in present):
+        expected = self.roster.expected(self.chain, now_s)
+        if not ready or expected or any(seen.heartbeat.state != "waiting" for seen in present):
             self.stuck_at_s = None
             return False
         self.stuck_at_s = now_s if self.stuck_at_s is None else self.stuck_at_s
