@@ -98,11 +98,12 @@ def test_what_was_found_stays_found(seed: int) -> None:
     assert error is None, f"{FOUND[seed]}: {error}"
 
 
-def test_a_seed_replays_exactly_in_any_process() -> None:
-    here = World(7).run()
-    again = World(7, verbose=False).run()
+@pytest.mark.parametrize("how", [{}, {"regions": True, "merged": True}])
+def test_a_seed_replays_exactly_in_any_process(how: dict[str, bool]) -> None:
+    here = World(9, **how).run()
+    again = World(9, verbose=False, **how).run()
     assert here.trace == again.trace
-    program = "from tests.simulation.world import World; print(World(7).run().trace_hash)"
+    program = f"from tests.simulation.world import World; print(World(9, **{how}).run().trace_hash)"
     environment = os.environ | {"PYTHONHASHSEED": "12345", "PYTHONPATH": str(ROOT)}
     there = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True, check=True

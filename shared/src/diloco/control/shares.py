@@ -42,7 +42,7 @@ class Claims:
         Raises:
             BrokerError: the server is away.
         """
-        for known in {self._own, self._newest}:
+        for known in dict.fromkeys((self._own, self._newest)):  # they may be one
             if known is not None and not await self._is_there(*known):
                 self._own = self._newest = None
                 self._claims.clear()
