@@ -283,7 +283,7 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
     file = folder / "manifest.json"
     with contextlib.suppress(msgspec.ValidationError):
         manifest = msgspec.convert(values, checkpoint.Manifest)
-        values = values | {"check": manifest.hash()}
+        values = values | {"hash": manifest.right_hash()}
     file.write_text(json.dumps(values))
 
 
