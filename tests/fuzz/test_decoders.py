@@ -474,7 +474,7 @@ def _(data: bytes) -> None:
     snapshot._parse("stream", data)
 
 
-@decoder("creation.check_protocol", _json({"protocol": 2, "software": "0.1.0"}), RunError)
+@decoder("creation.check_protocol", _json({"protocol": 2, "software": "0.1.0", "requires": ["sequences"]}), RunError)
 def _(data: bytes) -> None:
     now(creation.check_protocol(run_with(data).registry, "run"))
 

@@ -162,7 +162,8 @@ class SmallestLearner:
 
     async def join(self) -> None:
         bucket = self.bucket = await self.js.key_value(f"DILOCO_{self.run_name}")
-        assert json.loads((await bucket.get("protocol")).value)["protocol"] == 2
+        protocol = json.loads((await bucket.get("protocol")).value)
+        assert (protocol["protocol"], protocol["requires"]) == (2, [])
         self.settings = json.loads((await bucket.get("run")).value)
         hashed = {key: value for key, value in self.settings.items() if key not in ROUTE}
         self.digest = digest(json.dumps(hashed, sort_keys=True, separators=(",", ":")).encode())

@@ -237,7 +237,7 @@ async def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_used(laun
 
     values = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(values | {"version": 1}))
-    assert "has format version 1, this diloco reads 2" in resume.find(directory).notes[0]
+    assert "(format 1); this is" in resume.find(directory).notes[0]
     manifest.write_text(json.dumps({"format": "something else"}))
     assert "is no manifest of a checkpoint" in resume.find(directory).notes[0]
     manifest.unlink()  # as if it had never been finished

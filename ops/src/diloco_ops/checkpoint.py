@@ -162,7 +162,10 @@ def load(path: Path) -> Checkpoint:
         if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise RunError(f"{file}: is no manifest of a checkpoint")
         if head.get("version") != VERSION:
-            raise RunError(f"{file}: has format version {head.get('version')!r}, this diloco reads {VERSION}")
+            raise RunError(
+                f"{file}: made by version {head.get('made_by')} of diloco (format {head.get('version')}); this is "
+                f"{__version__} (format {VERSION}): go on from it with the version that made it"
+            )
         manifest = msgspec.json.decode(text, type=Manifest)
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{path}: is no checkpoint, or one that was never finished (it has no {MANIFEST})") from None
