@@ -2,9 +2,9 @@
 
 A run is a small key-value bucket beside its streams. Keys: ``protocol`` (what members must speak), ``run`` (settings as JSON),
 ``map`` (the fragment map), ``member.<learner>`` (:mod:`~diloco.control.admission`), ``founder`` and ``genesis``
-(:mod:`~diloco.control.genesis`), ``owners`` and ``shares`` (:mod:`~diloco.control.tables`), ``changes``
-(:mod:`~diloco.control.changes`). All are written by compare-and-set or are idempotent, so that any member may do it, and a dead
-one is replaced.
+(:mod:`~diloco.control.genesis`), ``owners`` (:mod:`~diloco.control.tables`), ``share.<learner>``
+(:mod:`~diloco.control.shares`), ``changes`` (:mod:`~diloco.control.changes`). All are written by compare-and-set or are
+idempotent, so that any member may do it, and a dead one is replaced.
 """
 
 from __future__ import annotations
