@@ -86,7 +86,9 @@ async def measure(learners: int, fragments: int, rounds: int) -> dict[str, Any]:
     gate = HeartbeatGate(run, parts, refused, hear)
     working = asyncio.create_task(gate.work())
     beats = [[heartbeat(name, step, fragments) for name in names] for step in range(rounds)]
-    frames = [Frame(f"diloco.bench.pulse.{beat.learner}", framing.pack(beat, run.identity)) for step in beats for beat in step]
+    frames = [
+        Frame(f"diloco.bench.heartbeat.{beat.learner}", framing.pack(beat, run.identity)) for step in beats for beat in step
+    ]
     for frame in frames[:learners]:
         await gate.hear(cast(Heard, frame))
     await asyncio.sleep(0.5)
@@ -111,7 +113,7 @@ async def measure(learners: int, fragments: int, rounds: int) -> dict[str, Any]:
     looks_s = _timed(lambda: _look(roster, held, looked))
 
     ghosts = [
-        Frame(f"diloco.bench.pulse.ghost-{index}", framing.pack(heartbeat(f"ghost-{index}", 1, fragments), run.identity))
+        Frame(f"diloco.bench.heartbeat.ghost-{index}", framing.pack(heartbeat(f"ghost-{index}", 1, fragments), run.identity))
         for index in range(GHOSTS)
     ]
     bucket.reads, began, began_s = 0, time.process_time(), time.monotonic()

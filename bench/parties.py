@@ -384,7 +384,7 @@ def _trace_learner(tracer: Tracer) -> None:
     tracer.wrap(codec, "pack", "zstd")
     tracer.wrap(codec, "content_hash", "hash")
     tracer.wrap(sys.modules[__name__], "scatter", "apply: write")
-    tracer.wrap(Member, "boundary", "apply: books")
+    tracer.wrap(Member, "boundary", "apply: accounts")
     tracer.wrap(stream, "open_body", "open record")
     tracer.wrap(quantise, "validate", "validate record")
     tracer.wrap(outer, "fold", "fold")

@@ -34,7 +34,7 @@ from diloco.core.round import Held
 from diloco.log.log import Log
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import Record
-from diloco.wire.offers import Answer, Combined, Offer
+from diloco.wire.offers import Answer, Offer, RegionalOffer
 
 Grouping = Callable[[int], int]  # the group of a learner, by its index
 BETWEEN = "between two learners' offers"
@@ -117,7 +117,7 @@ def combined(fragment: Fragment, settings: RunSettings, offers: Sequence[Held], 
     for members in groups.values():
         own = [held.offer for held in members if isinstance(held.offer, Offer)]
         bits = settings.codec.offer_bits
-        offer = Combined(fragment.index, "bench", 0, 1, bits, [Answer.of(offer) for offer in own], own[0].body)
+        offer = RegionalOffer(fragment.index, "bench", 0, 1, bits, [Answer.of(offer) for offer in own], own[0].body)
         made.append(Held(offer, quantise.quantise(merged(fragment, settings, members), bits)))
     return made
 

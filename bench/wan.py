@@ -91,7 +91,7 @@ class Watch:
 
     async def hear(self, message: Any) -> None:
         with contextlib.suppress(MessageError):
-            if ".pulse." in message.subject:
+            if ".heartbeat." in message.subject:
                 heartbeat, _, _ = framing.unpack(message.data, Heartbeat, self.identity)
                 seen = self.steps.setdefault(heartbeat.learner, [])
                 if heartbeat.role == "learner" and (not seen or heartbeat.step > seen[-1][1]):

@@ -42,7 +42,7 @@ def measure(parameters: int, fragments: int, repeat: int) -> dict[str, Any]:
         while served < fragments:
             time.sleep(0.2)
             served = syncer.ask("fragments")
-        time.sleep(2 * settings.liveness.pulse_s)  # the syncer has heard the learner, and reads the offers' stream
+        time.sleep(2 * settings.liveness.heartbeat_s)  # the syncer has heard the learner, and reads the offers' stream
         names = ("learner", "syncer", "nats-server")
         for _ in range(repeat):
             before = learner.cpu_s(), syncer.cpu_s(), cpu_s(server.pid)

@@ -46,7 +46,7 @@ class Delta:
         return offer
 
     def body(self, offer: PendingDelta) -> NDArray[np.uint8]:
-        """An outstanding offer's quantised outer gradient."""
+        """An pending offer's quantised outer gradient."""
         return self.values.held[offer.identity].body
 
     def apply(self, record: Record, theta: Vector) -> Apply:

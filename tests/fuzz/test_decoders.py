@@ -474,7 +474,7 @@ def _(data: bytes) -> None:
     snapshot._parse("stream", data)
 
 
-@decoder("creation.check_protocol", _json({"protocol": 2, "software": "0.1.0"}), RunError)
+@decoder("creation.check_protocol", _json({"protocol": 2, "software": "0.1.0", "requires": ["sequences"]}), RunError)
 def _(data: bytes) -> None:
     now(creation.check_protocol(run_with(data).registry, "run"))
 
@@ -587,17 +587,17 @@ PLAIN, ARRAYS = DELTA.dump()
 
 
 def _state_file(data: bytes, **metadata: str) -> bytes:
-    """A state with these bytes for its books, or other metadata, and the check that belongs to them."""
+    """A state with these bytes for its accounts, or other metadata, and the hash that belongs to them."""
     arrays = {name: np.ascontiguousarray(ARRAYS[name]) for name in sorted(ARRAYS)}
     hashes = json.dumps({name: blake3(array.tobytes()).hexdigest() for name, array in arrays.items()})
     named = {
         "format": state.FORMAT,
         "run": RUN.hex(),
         "learner": "ann",
-        "books": data.decode(errors="replace"),
+        "accounts": data.decode(errors="replace"),
         "hashes": hashes,
     } | metadata
-    header = state._header(arrays, named | {"check": state._check(named).hex()})
+    header = state._header(arrays, named | {"hash": state._hash(named).hex()})
     return len(header).to_bytes(8, "little") + header + b"".join(array.tobytes() for array in arrays.values())
 
 
@@ -625,7 +625,7 @@ def _(data: bytes) -> None:
     saved = state.load(file(data), RUN, "ann")
     delta = Delta("ann", 8, CarrySettings(), True, np.zeros(8, np.float32), 0, bytes(32))
     try:
-        delta.load(saved.books, saved.arrays)
+        delta.load(saved.accounts, saved.arrays)
     except (LookupError, TypeError, ValueError, OverflowError):  # as it says; services/learner takes them for a refusal
         return
 
@@ -640,21 +640,21 @@ MANIFEST = {
     "data": None,
     "map_digest": "00",
     "created_at_s": 1.0,
-    "fragments": [{"version": 1, "sequence": 2, "check": "00"}],
+    "fragments": [{"version": 1, "sequence": 2, "entry_hash": "00"}],
     "log": {"saved": FILE, "config": {"name": "diloco-run-log"}, "state": {"last_seq": 3}},
     "bucket": {"saved": FILE | {"file": "bucket.snapshot"}, "config": {"name": "KV_diloco-run"}, "state": {"last_seq": 3}},
     "learners": {"ann": {"saved": FILE | {"file": "learners/ann"}, "step": 1, "versions": [1]}},
-    "check": "",
+    "hash": "",
 }
 for _stream, _name in (("log", Subjects("run").log_stream), ("bucket", f"KV_{Subjects('run').bucket}")):
     MANIFEST[_stream]["config"]["name"] = _name  # type: ignore[index]
 
 
 def _manifest(data: bytes) -> bytes:
-    """With its check made right, where it can have one."""
+    """With its hash made right, where it can have one."""
     try:
         manifest = msgspec.json.decode(data, type=checkpoint.Manifest)
-        return msgspec.json.encode(msgspec.structs.replace(manifest, check=manifest.hash()))
+        return msgspec.json.encode(msgspec.structs.replace(manifest, hash=manifest.right_hash()))
     except (ValueError, RecursionError):
         return data
 

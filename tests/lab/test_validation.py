@@ -126,7 +126,7 @@ def test_messages_are_as_long_as_the_simulator_assumes() -> None:
             syncer="syncer-0",
             previous=HASH,
             members=member,
-            combined=[],
+            regional_offers=[],
             bits=4,
             learning_rate=0.7,
             momentum=0.5,

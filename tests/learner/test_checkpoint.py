@@ -31,14 +31,14 @@ from diloco_learner.island import Island
 RUN = b"\x05" * 8
 
 
-class Books:
-    """Plays a member whose books are its number of steps and one array."""
+class Bookkeeper:
+    """Plays a member whose accounts are its number of steps and one array."""
 
     def __init__(self) -> None:
         self.run, self.lender = SimpleNamespace(identity=RUN), SimpleNamespace(wanted=False)
         self.step = 0
         self.busy = False  # a fragment is being encoded
-        self.mark: SnapshotMarker | None = None
+        self.marker: SnapshotMarker | None = None
         self.answers: list[MarkerAnswer] = []
         self.saved: list[bytes] = []
         self.lent: list[tuple[int, list[int], dict[str, NDArray[Any]]]] = []
@@ -49,20 +49,20 @@ class Books:
         return None if self.busy else self.checkpoint()
 
     def checkpoint(self) -> Dump:
-        return {"step": self.step}, {"books/0/base": np.full(3, self.step, np.float32)}
+        return {"step": self.step}, {"accounts/0/base": np.full(3, self.step, np.float32)}
 
     def versions(self) -> list[int]:
         return [self.step]
 
-    def mark_due(self) -> SnapshotMarker | None:
-        return self.mark
+    def marker_due(self) -> SnapshotMarker | None:
+        return self.marker
 
-    def note_copied(self, mark: SnapshotMarker) -> None:
-        assert mark is self.mark
+    def note_copied(self, marker: SnapshotMarker) -> None:
+        assert marker is self.marker
 
-    def answer_mark(self, answer: MarkerAnswer) -> None:
+    def answer_marker(self, answer: MarkerAnswer) -> None:
         self.answers.append(answer)
-        self.mark = None
+        self.marker = None
 
     def note_saved(self, digest: bytes) -> None:
         self.saved.append(digest)
@@ -73,7 +73,7 @@ class Books:
         self.lent.append((step, versions, arrays))
 
     def restore(self, plain: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
-        np.testing.assert_array_equal(arrays["books/0/base"], np.full(3, plain["step"], np.float32))
+        np.testing.assert_array_equal(arrays["accounts/0/base"], np.full(3, plain["step"], np.float32))
         self.step = plain["step"]
 
 
@@ -81,15 +81,15 @@ class Rig:
     """An island, its keeper, and a folder."""
 
     def __init__(self, folder: Path, *, checkpoint_s: float = 1e-9) -> None:
-        self.island, self.books = Island(Slope(), SETTINGS), Books()
+        self.island, self.accounts = Island(Slope(), SETTINGS), Bookkeeper()
         self.settings = LearnerSettings(name="ann", state_dir=folder, checkpoint_s=checkpoint_s)
-        self.keeper = Keeper(self.island, cast(Member, self.books), self.settings, get_logger())
+        self.keeper = Keeper(self.island, cast(Member, self.accounts), self.settings, get_logger())
         self.path, self.previous = state.generations(folder, "ann")
 
     def step(self) -> dict[str, NDArray[Any]]:
         """One step, and its boundary; the state then."""
         self.island.step(np.float32(1), 0.1).wait()
-        self.books.step += 1
+        self.accounts.step += 1
         now = self.island.state()
         self.keeper.at_boundary()
         return now
@@ -102,13 +102,13 @@ class Rig:
     def restored(self) -> tuple[bool, list[str]]:
         """Whether another process of this learner goes on from a checkpoint, and what it logs."""
         self.again = Island(Slope(), SETTINGS)
-        self.books_again = Books()
+        self.accounts_again = Bookkeeper()
         with capture_logs() as logs:
-            done = restore(self.settings, self.again, cast(Member, self.books_again), get_logger())
+            done = restore(self.settings, self.again, cast(Member, self.accounts_again), get_logger())
         return done, [f"{entry['event']} {Path(entry['file']).name}" for entry in logs]
 
     def check(self, expected: dict[str, NDArray[Any]], step: int) -> None:
-        assert self.books_again.step == step
+        assert self.accounts_again.step == step
         for name, values in self.again.state().items():
             np.testing.assert_array_equal(values, expected[name], strict=True)
 
@@ -125,8 +125,8 @@ def test_a_checkpoint_is_the_state_as_of_its_boundary(rig: Rig) -> None:
     rig.settle()
     assert rig.restored() == (True, ["checkpoint_restored ann.safetensors"])
     rig.check(at_boundary, 1)
-    assert rig.books.recorded == [Copied()]
-    assert rig.books_again.recorded == [Restored(rig.books.saved[0])]
+    assert rig.accounts.recorded == [Copied()]
+    assert rig.accounts_again.recorded == [Restored(rig.accounts.saved[0])]
 
 
 def test_no_boundary_waits_for_the_one_before(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_no_boundary_waits_for_the_one_before(rig: Rig, monkeypatch: pytest.Monk
     assert begun.wait(30)
     for _ in range(3):
         rig.step()
-    assert rig.books.recorded == [Copied()]  # nothing more was begun
+    assert rig.accounts.recorded == [Copied()]  # nothing more was begun
     may_end.set()
     rig.settle()
     assert rig.restored()[0]
@@ -150,11 +150,11 @@ def test_no_boundary_waits_for_the_one_before(rig: Rig, monkeypatch: pytest.Monk
 
 
 def test_a_fragment_that_is_being_encoded_puts_it_off(rig: Rig) -> None:
-    rig.books.busy = True
+    rig.accounts.busy = True
     rig.step()
     rig.settle()
     assert not rig.path.exists()
-    rig.books.busy = False
+    rig.accounts.busy = False
     rig.step()
     rig.settle()
     assert rig.path.exists()
@@ -248,11 +248,11 @@ def test_a_full_disk_ends_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_mark_is_answered_with_a_file_of_its_own(tmp_path: Path) -> None:
     rig = Rig(tmp_path, checkpoint_s=0.0)
-    rig.books.mark = SnapshotMarker(4, [1])
+    rig.accounts.marker = SnapshotMarker(4, [1])
     rig.step()
     rig.settle()
-    [answer] = rig.books.answers
-    path = state.marked(tmp_path, 4, "ann")
+    [answer] = rig.accounts.answers
+    path = state.snapshot(tmp_path, 4, "ann")
     raw = path.read_bytes()
     assert answer == MarkerAnswer("ann", 4, 1, [1], len(raw), blake3(raw).digest())
     assert not rig.path.exists()
@@ -260,11 +260,11 @@ def test_a_mark_is_answered_with_a_file_of_its_own(tmp_path: Path) -> None:
 
 def test_a_peer_gets_the_optimizer_state_of_a_boundary(tmp_path: Path) -> None:
     rig = Rig(tmp_path, checkpoint_s=0.0)
-    rig.books.lender.wanted = True
+    rig.accounts.lender.wanted = True
     now = rig.step()
     rig.island.step(np.float32(1), 0.1).wait()
     rig.settle()
-    [(step, versions, arrays)] = rig.books.lent
+    [(step, versions, arrays)] = rig.accounts.lent
     assert (step, versions) == (1, [1])
     assert arrays.keys() == {name for name in now if name.startswith("optimizer/")}
     for name, values in arrays.items():

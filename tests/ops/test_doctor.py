@@ -246,7 +246,7 @@ def test_limits_of_streams() -> None:
 def test_what_is_tried_is_the_service_s_own() -> None:
     learner = access.at_control("learner", "demo", "a") + access.at_bulk("learner", "demo", "a", "a-KEY")
     assert learner.stores == ("$KV.DILOCO_demo.member.a", "$KV.DILOCO_demo.share.a", "diloco.demo.delta.0.a.head")
-    heard = ("diloco.demo.pulse.*", "diloco.demo.round.*", "diloco.demo.mark", "diloco.demo.changed")
+    heard = ("diloco.demo.heartbeat.*", "diloco.demo.round.*", "diloco.demo.marker", "diloco.demo.changed")
     assert learner.listens == (*heard, "diloco.demo.state.a")
     created = "$JS.API.CONSUMER.CREATE.DILOCO_demo_LOG"
     assert learner.sends == (

@@ -339,7 +339,7 @@ def test_an_account_imports_what_its_identity_may_publish_and_nothing_else() -> 
         assert {one.account for one in own.imports} <= {"RUN", "SIGNALS"}
         assert own.streams == ()
     heard = {one.subject for one in made["SIGNALS"].imports if one.account == "P0"}
-    assert heard == {f"heard.diloco.r.{what}" for what in ("pulse.*", "round.*", "mark", "changed", "state.a")}
+    assert heard == {f"heard.diloco.r.{what}" for what in ("heartbeat.*", "round.*", "marker", "changed", "state.a")}
     assert made["RUN"].streams == ("_INBOX_d.>",)  # snapshots of streams are sent there
     assert made["RUN"].imports == ()
 
@@ -424,4 +424,4 @@ def test_a_learner_of_another_region_is_not_known() -> None:
     assert is_known(Who("a", "syncer", "eu"), REGIONS, ["us"])
     there = permissions(Who("a", "syncer", "eu"), "r", REGIONS, ["us"])
     assert "diloco.r.fragment.*.head" in there.publish
-    assert not [s for s in there.publish if ("CREATE.DILOCO" in s and "STREAM" in s) or "PURGE" in s or "combined" in s]
+    assert not [s for s in there.publish if ("CREATE.DILOCO" in s and "STREAM" in s) or "PURGE" in s or "regional" in s]

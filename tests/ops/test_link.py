@@ -103,7 +103,7 @@ def test_jitter_is_within_its_bounds_and_of_all_sizes() -> None:
 
 def test_control_waits_for_one_piece_of_bulk_at_most() -> None:
     # 5 Mbit/s: pieces of 4 packets, 9.3 ms each; the queue alone would be 105 ms
-    link, bulk, control = made(rate_bits_per_s=5 * MBIT), flow("bulk"), flow("pulse", "control")
+    link, bulk, control = made(rate_bits_per_s=5 * MBIT), flow("bulk"), flow("heartbeat", "control")
     link.enter(0.0, bulk, bytes(MIN_QUEUE_BYTES))
     piece_s = 4 * 1448 * 8 / (5 * MBIT)
     for i in range(1, 11):
@@ -146,7 +146,7 @@ def test_a_full_queue_takes_no_more_and_a_newcomer_still_gets_in() -> None:
     assert link.room(two) == 0  # while the other one's surplus drains
     link.poll(0.40)  # 50 kB later
     assert link.room(two) > 10_000
-    assert link.room(flow("pulse", "control")) == MIN_QUEUE_BYTES  # the classes do not share
+    assert link.room(flow("heartbeat", "control")) == MIN_QUEUE_BYTES  # the classes do not share
 
 
 def test_a_flow_has_a_window_even_on_an_unlimited_link() -> None:
@@ -232,7 +232,7 @@ def test_a_dropped_flow_is_gone_and_others_are_not() -> None:
 
 
 def test_it_counts_payload_and_packets_by_class_and_the_rate_achieved() -> None:
-    link, bulk, heartbeat = made(rate_bits_per_s=8 * MBIT, delay_s=0.5), flow("bulk"), flow("pulse", "control")
+    link, bulk, heartbeat = made(rate_bits_per_s=8 * MBIT, delay_s=0.5), flow("bulk"), flow("heartbeat", "control")
     link.mark(100.0, heartbeat, "open")
     link.enter(100.0, heartbeat, bytes(200))
     link.enter(100.0, bulk, bytes(15_000))
@@ -386,7 +386,7 @@ def test_backlogged_flows_of_a_class_get_equal_shares(count: int, seed: int) -> 
 @settings(max_examples=50)
 def test_control_waits_for_no_more_than_what_is_on_its_way_out(rate: float, delay_s: float, at: list[float]) -> None:
     conditions = Conditions(rate, delay_s)
-    link, bulk, heartbeat = made(conditions), flow("bulk"), flow("pulse", "control")
+    link, bulk, heartbeat = made(conditions), flow("bulk"), flow("heartbeat", "control")
     link.enter(0.0, bulk, bytes(int(rate / 8)))  # a second of bulk
     for at_s in sorted(at):
         link.enter(at_s, heartbeat, bytes(100))

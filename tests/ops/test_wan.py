@@ -218,7 +218,7 @@ async def test_control_passes_a_queue_of_bulk() -> None:
         heartbeats, heard = await there.pair("control")
         send(bulk, bytes(300_000))  # 12 s
         await read(sink, 1)
-        send(heartbeats, b"pulse")
+        send(heartbeats, b"heartbeat")
         await read(heard, 5)
         assert there.link("us-eu")["queued_bytes"] > 0  # the bulk that was there before it still is
 

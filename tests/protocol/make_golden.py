@@ -1,7 +1,7 @@
 """The golden messages, made from ``docs/protocol.md`` alone: nothing of this project is imported.
 
 ``python tests/protocol/make_golden.py`` writes ``golden/``: a frame or value a file as hex, and ``expected.json`` with
-every message's fields, the checks, hashes and the state after each log entry. ``follows`` names the message that an entry
+every message's fields, the hashes and the state after each log entry. ``follows`` names the message that an entry
 follows in its log, that a keyframe stands after, or that a claim or notice is of; it is null before genesis. Bodies are zstd
 frames of raw blocks, which need no compressor; their bytes are as good as any.
 """
@@ -51,13 +51,13 @@ SETTINGS_DIGEST = digest(SETTINGS)
 RUN = digest(RUN_NAME.encode() + b"\0" + SETTINGS_DIGEST)[:8]
 
 
-def check_of(kind: str, fields: bytes) -> bytes:
+def hash_of(kind: str, fields: bytes) -> bytes:
     return digest(b"DLC2" + kind.encode() + b"\0" + RUN + fields)
 
 
 def frame(kind: str, fields: list[Any], inline: bytes = b"") -> bytes:
     packed = packb(fields)
-    return packb(["DLC", 2, kind, RUN, packed, check_of(kind, packed), inline])
+    return packb(["DLC", 2, kind, RUN, packed, hash_of(kind, packed), inline])
 
 
 # ---- bodies
@@ -183,8 +183,8 @@ def pattern(n: int, factor: int, modulus: int, unit: float) -> Floats:
     return ((np.arange(n) * factor % modulus - modulus // 2) * unit).astype(np.float32)
 
 
-# by kind of a log's message: the place of the field with the check of the entry before, or the one that it stands after
-HASH_BEFORE = {"record": 5, "keyframe": 3, "claim": 6, "notice": 3}
+# by kind of a log's message: the place of the field with the hash of the entry before, or the one that it stands after
+HASH_BEFORE = {"record": 5, "keyframe": 3, "claim": 6, "commit_notice": 3}
 
 
 def attempt(number: int) -> bytes:
@@ -200,13 +200,20 @@ class Golden:
         self.names: dict[bytes, str] = {}  # of messages by their checks
 
     def add(self, name: str, kind: str, fields: list[Any], inline: bytes = b"", **more: Any) -> bytes:
-        """Add a message; returns its check."""
-        check = check_of(kind, packb(fields))
+        """Add a message; returns its hash."""
+        entry_hash = hash_of(kind, packb(fields))
         self.values[name] = frame(kind, fields, inline)
-        self.names[check] = name
+        self.names[entry_hash] = name
         follows = {"follows": self.names.get(fields[HASH_BEFORE[kind]])} if kind in HASH_BEFORE else {}
-        self.expected[name] = {"kind": kind, "check": check, **follows, "fields": fields, "inline_bytes": len(inline), **more}
-        return check
+        self.expected[name] = {
+            "kind": kind,
+            "hash": entry_hash,
+            **follows,
+            "fields": fields,
+            "inline_bytes": len(inline),
+            **more,
+        }
+        return entry_hash
 
 
 def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
@@ -221,25 +228,25 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     golden.values["admission_without"] = packb(["learner-0", 1700000000000, SETTINGS_DIGEST, digest(MAP), None])
 
     counts = [[3, 3, 0], [24, 12, 0], [24576, 12288, 0], [0, 0, 1024]]
-    pulse: list[Any] = ["learner-0", "ap_2", 1700000000000, "learner", "stepping", True, 300, 307200, 0.125, 2.5, *counts]
-    golden.add("pulse", "pulse", [*pulse, [[0, 0, 200], [4, 8, 100]], 1024, 37.5, 0.0625, 70000, 2**32, 0, "0.1.0"])
+    heartbeat: list[Any] = ["learner-0", "ap_2", 1700000000000, "learner", "stepping", True, 300, 307200, 0.125, 2.5, *counts]
+    golden.add("heartbeat", "heartbeat", [*heartbeat, [[0, 0, 200], [4, 8, 100]], 1024, 37.5, 0.0625, 70000, 2**32, 0, "0.1.0"])
     idle = [[0, 0, 0]] * 4
     evaluator = ["evaluator", "", 1, "evaluator", "starting", False, 0, 0, 0.0, None, *idle, [], 0, 0.0, 0.0, 0, 0, 0, ""]
-    golden.add("pulse_evaluator", "pulse", evaluator)
+    golden.add("heartbeat_evaluator", "heartbeat", evaluator)
     shard = ["syncer-1", "us", 1700000000000, 1200, "owner", 7, [0, 2], [1], 9, 8, [[2, 1, 2, 0.75]], 0, 65536, 255]
     crossing = [["eu", 4096, 200], ["ap", 0, 70000]]
     golden.add("shard", "shard", [*shard, crossing, 8, 1.5, [["ap", 4], ["eu", 8]], "0.1.0"])
     golden.add("coordinator", "coordinator", ["coordinator-1", 3, False, ""])
     golden.add("round", "round", [FRAGMENT, 1, 1, "syncer-1", 0.5, False, 98304, 36, [["eu", 8]]])
 
-    golden.add("mark", "mark", [7, [3, 3, 0]])
+    golden.add("marker", "marker", [7, [3, 3, 0]])
     golden.add("state_request", "state_request", ["learner-1", b"", 0])
     golden.add("state_request_part", "state_request", ["learner-1", attempt(9), 524288])
     loan = ["learner-0", attempt(9), 300, [3, 3, 0], digest(b"a layout"), 524293, digest(b"a state")]
     golden.add("state_loan", "state_loan", loan)
     golden.add("state_loan_later", "state_loan", ["learner-0", b"", 0, [], bytes(32), 0, bytes(32)])
     golden.add("state_part", "state_part", [attempt(9), 524288], b"state")
-    golden.add("marked", "marked", ["learner-0", 7, 300, [3, 4, 0], 70000, digest(b"a file")])
+    golden.add("marker_answer", "marker_answer", ["learner-0", 7, 300, [3, 4, 0], 70000, digest(b"a file")])
 
     momentum = np.zeros(SIZE, np.float32)
     thetas = [pattern(n, 37, 101, 1 / 64) for n in SIZES]
@@ -283,8 +290,8 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
         ["learner-1", 7, 1, [0, 0], 1, 0, digest(b"another"), 3, 1000, 24, [[1, 1, 2], [5, 0, 1]]],
     ]
     body, inline, _ = describe(offer_raw, attempt(12))
-    combined = [FRAGMENT, "syncer-3", 1700000000000, 5, 4, answers, body]
-    golden.add("combined", "combined", combined, inline, raw=offer_raw)
+    regional = [FRAGMENT, "syncer-3", 1700000000000, 5, 4, answers, body]
+    golden.add("regional_offer", "regional_offer", regional, inline, raw=offer_raw)
 
     # the fragment's log: a takeover, a version in each codec (the last one closes), and a takeover after closing
     previous, merged, lost = genesis, 0, 0
@@ -308,7 +315,7 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
         closing = version == 4
         if version == 3:
             golden.add("claim_after", "claim", [FRAGMENT, 2**40, "syncer-2", 1, 2, False, previous, 70000])
-            golden.add("notice", "notice", [FRAGMENT, 2, 1, previous, 70000])
+            golden.add("commit_notice", "commit_notice", [FRAGMENT, 2, 1, previous, 70000])
         previous = golden.add(
             f"record_{version}",
             "record",
@@ -326,13 +333,27 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
             back = [FRAGMENT, "rollback", 4, 1, "syncer-1", previous, [], [], 32, 0.3, 0.9, merged, lost, past[1], False]
             made = [7, 1, 4]
             entry = [*back, 1700000006.0, 0.0, 0.0, body, made]
-            check = golden.add("record_rollback", "record", entry, inline, content=past[0])
+            entry_hash = golden.add("record_rollback", "record", entry, inline, content=past[0])
             # or repaired it, because of message 8 of the stream
             entry = [FRAGMENT, "repair", *back[2:], 1700000006.0, 0.0, 0.0, body, made, [8, [[0, 4]]]]
             golden.add("record_repair", "record", entry, inline, content=past[0])
             body, inline, _ = describe(past[0] + bytes(4 * SIZE), attempt(14))
             cursors = [["learner-0", 1700000000000, 3, 3, 12288, 0, 12], ["learner-1", 7, 1, 1, 1000, 24, 3]]
-            fields = [FRAGMENT, 4, 1, check, 9, merged, lost, cursors, [[0, 12], [1, 3], [5, 1]], past[1], False, body, made]
+            fields = [
+                FRAGMENT,
+                4,
+                1,
+                entry_hash,
+                9,
+                merged,
+                lost,
+                cursors,
+                [[0, 12], [1, 3], [5, 1]],
+                past[1],
+                False,
+                body,
+                made,
+            ]
             golden.add("keyframe_rollback", "keyframe", fields, inline)
     cursors = [["learner-0", 1700000000000, 4, 4, 16384, 0, 16], ["learner-1", 7, 1, 1, 1000, 24, 3]]
     ends = [[0, 16], [1, 3], [5, 1]]
@@ -344,8 +365,8 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
 
     # another fragment, to which nobody contributed
     opened = [0, "takeover", 0, 1, "syncer-1", genesis, [], [], 4, 0.3, 0.9, 0, 0, hashes[0], False]
-    check = golden.add("record_takeover_0", "record", [*opened, 1700000002.0, 0.0, 0.0, None])
-    close = [0, "close", 0, 1, "syncer-1", check, [], [], 4, 0.3, 0.9, 0, 0, hashes[0], True, 1700000009.0, 0.0, 0.0, None]
+    entry_hash = golden.add("record_takeover_0", "record", [*opened, 1700000002.0, 0.0, 0.0, None])
+    close = [0, "close", 0, 1, "syncer-1", entry_hash, [], [], 4, 0.3, 0.9, 0, 0, hashes[0], True, 1700000009.0, 0.0, 0.0, None]
     golden.add("record_close", "record", close)
 
     # a third one, whose outer optimizer is AdamW

@@ -162,7 +162,8 @@ class SmallestLearner:
 
     async def join(self) -> None:
         bucket = self.bucket = await self.js.key_value(f"DILOCO_{self.run_name}")
-        assert json.loads((await bucket.get("protocol")).value)["protocol"] == 2
+        protocol = json.loads((await bucket.get("protocol")).value)
+        assert (protocol["protocol"], protocol["requires"]) == (2, [])
         self.settings = json.loads((await bucket.get("run")).value)
         hashed = {key: value for key, value in self.settings.items() if key not in ROUTE}
         self.digest = digest(json.dumps(hashed, sort_keys=True, separators=(",", ":")).encode())
@@ -389,7 +390,7 @@ class SmallestLearner:
             if due and (stop or not closing):
                 await self.answer(fragment)
         finished = all(fragment.closed and not fragment.folded for fragment in self.fragments)
-        await self.pulse("finished" if finished else "closing" if stop else "stepping")
+        await self.heartbeat("finished" if finished else "closing" if stop else "stepping")
         if not stop:
             self.loss = self.take_step(self.tensors, self.share, self.batch)
             self.steps, self.tokens = self.steps + 1, self.tokens + self.batch_tokens
@@ -459,14 +460,14 @@ class SmallestLearner:
             await self.js.publish(f"{head}.part.{i}", part, headers={"Nats-Msg-Id": f"{unique}/{i}"})
         await self.js.publish(f"{head}.head", frame, headers={"Nats-Msg-Id": unique})
 
-    async def pulse(self, state: str) -> None:
+    async def heartbeat(self, state: str) -> None:
         """Send a heartbeat."""
         each = self.fragments
         counts = [[f.base_version for f in each], [f.steps for f in each], [f.tokens for f in each], [f.lost for f in each]]
         trained = [[self.share, self.first, self.batch - self.first]] if self.batch > self.first else []
         about = [self.name, "", self.incarnation, "learner", state, False, self.steps, self.tokens, self.step_s, self.loss]
         fields = [*about, *counts, trained, self.batch_tokens, 0.0, 0.0, 0, 0, 0, ""]
-        await self.client.publish(self.subject(f"pulse.{self.name}"), self.pack("pulse", fields, b""))
+        await self.client.publish(self.subject(f"heartbeat.{self.name}"), self.pack("heartbeat", fields, b""))
 
     # ---- frames and bodies
 

@@ -50,7 +50,7 @@ def record_of(event: dict[str, Any]) -> Record:
         syncer="syncer-0",
         previous=bytes(32),
         members=members,
-        combined=[],
+        regional_offers=[],
         bits=32,
         learning_rate=0.5,
         momentum=0.0,

@@ -32,7 +32,7 @@ from diloco.wire.body import Body, describe_body
 from diloco.wire.entries import Cursor, Keyframe, RolledBack
 from diloco.wire.framing import Message
 from diloco.wire.grants import Grant, SignedGrant
-from diloco.wire.offers import Answer, Combination, Member
+from diloco.wire.offers import Answer, Member, RegionalMembers
 
 GOLDEN = Path(__file__).with_name("golden")
 PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -73,7 +73,7 @@ def read(name: str) -> tuple[Any, bytes, bytes]:
 
 def reframed(name: str, **changes: Any) -> bytes:
     """The golden frame with elements replaced, and everything else as it was."""
-    keys = ("magic", "version", "kind", "run", "fields", "check", "body")
+    keys = ("magic", "version", "kind", "run", "fields", "hash", "body")
     frame = dict(zip(keys, msgspec.msgpack.decode(golden(name)), strict=True)) | changes
     return bytes(msgpack.packb(list(frame.values())))
 
@@ -88,7 +88,7 @@ def test_the_files_are_what_the_maker_makes() -> None:
 def test_decoder_reads_exactly_the_expected_fields(name: str) -> None:
     message, check, inline = read(name)
     assert plain(message) == MESSAGES[name]["fields"]
-    assert check == MESSAGES[name]["check"] == framing.check_of(message, RUN)
+    assert check == MESSAGES[name]["hash"] == framing.hash_of(message, RUN)
     assert len(inline) == MESSAGES[name]["inline_bytes"]
 
 
@@ -239,8 +239,8 @@ def test_a_wrong_entry_is_passed_over_and_so_is_all_that_follows_it() -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if MESSAGES[name].get("follows")])
 def test_an_entry_names_the_one_that_it_follows(name: str) -> None:
     message, _, _ = read(name)
-    hashes = {"record": "previous", "keyframe": "entry_hash", "claim": "entry_check", "notice": "check"}
-    assert getattr(message, hashes[message.kind]) == MESSAGES[MESSAGES[name]["follows"]]["check"]
+    hashes = {"record": "previous", "keyframe": "entry_hash", "claim": "entry_hash", "commit_notice": "entry_hash"}
+    assert getattr(message, hashes[message.kind]) == MESSAGES[MESSAGES[name]["follows"]]["hash"]
 
 
 def test_every_entry_leads_back_to_genesis() -> None:
@@ -292,21 +292,21 @@ def test_damaged_is_refused(name: str) -> None:
         with pytest.raises(FormatError):
             framing.unpack(reframed(name, **changes), cls, RUN)
     for changes in (
-        {"check": bytes([check[0] ^ 1]) + check[1:]},
-        {"check": check[:31]},
+        {"hash": bytes([check[0] ^ 1]) + check[1:]},
+        {"hash": check[:31]},
         {"fields": fields[:-1] + bytes([fields[-1] ^ 1])},
     ):
         with pytest.raises(HashError):
             framing.unpack(reframed(name, **changes), cls, RUN)
     for other in (fields[:-1], fields + b"\xc0", msgpack.packb([*msgspec.msgpack.decode(fields), 0])):
-        changed = reframed(name, fields=other, check=MAKER["check_of"](cls.kind, other))
+        changed = reframed(name, fields=other, hash=MAKER["hash_of"](cls.kind, other))
         with pytest.raises(FormatError):
             framing.unpack(changed, cls, RUN)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if MESSAGES[name]["inline_bytes"] and name != "state_part"])
 def test_a_damaged_body_is_refused(name: str) -> None:
-    """The check covers the fields; what covers the body is the content's hash in them."""
+    """The hash covers the fields; what covers the body is the content's hash in them."""
     message, _, inline = read(name)
     raw_bytes = zstandard.get_frame_parameters(inline).content_size
     flipped = inline[:-1] + bytes([inline[-1] ^ 1])
@@ -383,7 +383,7 @@ def test_the_text_lists_every_field_in_order(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "struct",
-    [Body, Answer, Member, Combination, Cursor, RolledBack, Admission, SignedGrant, Grant, ShareClaim, ClaimedShare],
+    [Body, Answer, Member, RegionalMembers, Cursor, RolledBack, Admission, SignedGrant, Grant, ShareClaim, ClaimedShare],
 )
 def test_the_text_lists_every_nested_field_in_order(struct: type[msgspec.Struct]) -> None:
     name = re.sub("(?<!^)(?=[A-Z])", "_", struct.__name__).lower()
@@ -394,7 +394,7 @@ def test_the_text_lists_every_nested_field_in_order(struct: type[msgspec.Struct]
 
 def test_only_the_exact_subjects_are_heads() -> None:
     names = subjects.Subjects("golden")
-    for head in (names.record(2), names.keyframe(10), names.offer(0, "learner-0"), names.combined(0, "syncer-0")):
+    for head in (names.record(2), names.keyframe(10), names.offer(0, "learner-0"), names.regional_offer(0, "syncer-0")):
         assert subjects.is_head(head)
         assert subjects.fragment_of(head) in (2, 10, 0)
     for beside in ("fragment.2.x.head", "fragment.2.part.a2.head", "keyframe.2.x.head", "delta.2.head", "delta.2.l.x.head"):

@@ -27,14 +27,13 @@ _NAME = re.compile(r"(learner|syncer|coordinator)-[0-9]+")  # in golden messages
 _INCARNATION = 1700000000000
 _KIND_OF = {
     "delta": "offer",
-    "pulse": "pulse",
+    "regional": "regional_offer",
+    "heartbeat": "heartbeat",
     "shard": "shard",
     "round": "round",
     "fragment": "record",
     "archive": "offer",
-} | {
-    kind: kind for kind in ("genesis", "keyframe", "coordinator", "mark", "marked", "combined")
-}  # by the subject's third token
+} | {kind: kind for kind in ("genesis", "keyframe", "coordinator", "marker", "marker_answer")}  # by the subject's third token
 KINDS = ("valid", "fields", "damaged", "random", "json", "empty", "large", "value")
 OWN = 0.6  # of all actions are on subjects that the server lets it write: the others are refused there
 CALLS = 0.4  # of JetStream's API; most rights are to these

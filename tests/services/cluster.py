@@ -59,7 +59,7 @@ SMALL: dict[str, Any] = {
     "round.steps": 6,
     "carry.max_versions": 1000,  # on a slow machine a learner may be behind for long, and must not lose its work
     "log.keyframe_factor": 1000.0,  # none but genesis's, so that the whole log is there to be read
-    "liveness.pulse_s": 0.1,
+    "liveness.heartbeat_s": 0.1,
     "liveness.dead_s": 10.0,
     "task.name": "tests:toy",
     "task.width": 8,
@@ -269,7 +269,7 @@ class Cluster:
     async def _hear(self, message: Any) -> None:
         run = framing.run_id(self.name, self.settings.digest())
         try:
-            if ".pulse." in message.subject:
+            if ".heartbeat." in message.subject:
                 heartbeat, _, _ = framing.unpack(message.data, Heartbeat, run)
                 check_subject(heartbeat, message.subject)
                 self.heartbeats.setdefault(heartbeat.learner, []).append(heartbeat)

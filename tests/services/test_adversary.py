@@ -32,6 +32,6 @@ def test_all_that_there_is_to_send_is_sent() -> None:
     plain = {subject for subject in permissions(LIAR, NAMES.run, (), ()).publish if "*" not in subject and ">" not in subject}
     assert plain <= subjects
     assert not any(f".{NAMES.run}.state." in subject for subject in subjects)
-    frames = [action.data for action in some if action.kind == "valid" and framing.kind_of(action.data) == "pulse"]
+    frames = [action.data for action in some if action.kind == "valid" and framing.kind_of(action.data) == "heartbeat"]
     heartbeats = [framing.unpack(frame, Heartbeat, RUN_ID)[0] for frame in frames]
     assert "liar" in {heartbeat.learner for heartbeat in heartbeats}

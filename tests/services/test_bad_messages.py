@@ -165,7 +165,7 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
     for steps, bits in ((7, 4), (6, 8)):  # nothing adapts in a run without regions
         asked = Announcement(0, 1, 1, MALLORY, 0.0, False, 0, steps, [("us", bits)])  # type: ignore[list-item]
         await control.publish(cluster.subjects.round(0), pack(asked, store.run))
-    await cluster.until(lambda: refused() == len(bad) + 2, "pulses refused")
+    await cluster.until(lambda: refused() == len(bad) + 2, "heartbeats refused")
     await cluster.until(lambda: all(toy.member and toy.member.refused.total == 4 for toy in toys), "announcements refused")
     cluster.gate.open()
     # entries that do not follow, and no entries at all, in the midst of the log; and an old offer once more

@@ -85,7 +85,7 @@ def test_a_run_heals_from_whatever_is_done_to_it(tmp_path: Path) -> None:
         assert all(times["max_s"] < DEADLINE_S for times in verdict["recovery"].values())
         assert sorted(restarts(directory)) == ["coordinator", "learner-0", "nats", "syncer-0"]
         assert not list((directory / "services").glob("*.clock"))
-        assert not (directory / "chaos-undo.json").exists()
+        assert not (directory / "chaos-journal.json").exists()
         assert up.poll() is None
         # and now the launcher itself, with one service frozen
         running = pids(directory)

@@ -24,6 +24,7 @@ from tests.services.test_resume import as_directory
 from tests.services.test_up import SETTINGS, Running, some_text, wait_for_training
 from tests.services.toy import SAMPLES
 
+from diloco import __version__
 from diloco.core import tape
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.member import state
@@ -263,7 +264,7 @@ def test_manifest_of_another_version_or_that_reaches_out_is_refused(taken: Path,
     outside = {"saved": learner["saved"] | {"file": "../1/log.snapshot"}, "step": 1, "versions": None}
     other_log = manifest["log"] | {"config": manifest["log"]["config"] | {"name": "ORDERS"}}
     for changes, says in (
-        ({"version": 2}, "has format version 2, this diloco reads 1"),
+        ({"version": 3}, f"made by version {__version__} of diloco (format 3)"),
         ({"format": "tar"}, "is no manifest of a checkpoint"),
         ({"settings": manifest["settings"] | {"warp": 9}}, "no setting 'warp'"),
         ({"learners": {"learner-0": outside}}, "outside of the checkpoint"),
@@ -283,7 +284,7 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
     file = folder / "manifest.json"
     with contextlib.suppress(msgspec.ValidationError):
         manifest = msgspec.convert(values, checkpoint.Manifest)
-        values = values | {"check": manifest.hash()}
+        values = values | {"hash": manifest.right_hash()}
     file.write_text(json.dumps(values))
 
 

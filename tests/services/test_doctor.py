@@ -50,7 +50,7 @@ START_S = 20.0
 RATE_BITS_PER_S, DELAY_S = 2e6, 0.02
 
 # of runs that are short to listen to
-QUICK: dict[str, Any] = {"liveness.pulse_s": 0.1, "liveness.takeover_s": 0.6, "log.keep_bytes": 0}
+QUICK: dict[str, Any] = {"liveness.heartbeat_s": 0.1, "liveness.takeover_s": 0.6, "log.keep_bytes": 0}
 # 1000 blocks of 64 values, which take 34 bytes each in four bits
 MAP = build_map([TensorSpec("w", (1000, 64))], 4)
 
@@ -139,7 +139,7 @@ async def test_a_name_that_is_taken(link: NatsTransport, nats_server: Server, na
 
 async def test_members_of_another_protocol(link: NatsTransport, nats_server: Server, name: str, tmp_path: Path) -> None:
     await create(link, name)
-    frame = msgspec.msgpack.encode((framing.MAGIC, framing.VERSION + 1, "pulse", b"", b"", b"", b""))
+    frame = msgspec.msgpack.encode((framing.MAGIC, framing.VERSION + 1, "heartbeat", b"", b"", b"", b""))
 
     async def heartbeat() -> None:
         while True:
@@ -245,7 +245,7 @@ async def test_a_server_without_jetstream(start: Callable[[str], str], tmp_path:
 async def test_what_a_server_forbids(start: Callable[[str], str], name: str, tmp_path: Path) -> None:
     subjects = Subjects(name)
     forbidden = f'["{subjects.offer(0, "a")}", "$JS.API.STREAM.CREATE.>"]'
-    listening = f'["{subjects.heartbeat()}", "{subjects.mark}"]'
+    listening = f'["{subjects.heartbeat()}", "{subjects.marker}"]'
     url = start(
         f'jetstream {{ store_dir: "{tmp_path / "js"}" }}\n'
         "authorization { users: [ { user: boss, password: b }, { user: a, password: a, permissions: {\n"
@@ -258,7 +258,7 @@ async def test_what_a_server_forbids(start: Callable[[str], str], name: str, tmp
     found = await examined(DoctorSettings(name="a", run=name, nats_url=f"a:a@{url}", state_dir=tmp_path / "state"))
     assert named(found, "failed") == ["nats permissions"]
     said = found["nats permissions"].found
-    listen = f"to listen to {subjects.heartbeat()}, to listen to {subjects.mark}"
+    listen = f"to listen to {subjects.heartbeat()}, to listen to {subjects.marker}"
     assert said == f"refused: {listen}, to write to {subjects.offer(0, 'a')}"
     # who may not hear others, nor make streams, cannot know
     assert named(found, "skipped") == ["identity", "metrics", "name", "nats room", "nats sync"]
@@ -512,7 +512,7 @@ def test_the_command(diloco: Diloco, nats_server: Server, tmp_path: Path) -> Non
     assert (code, err) == (1, "")
     found = [json.loads(line) for line in out.splitlines()]
     assert [check["name"] for check in found if check["verdict"] == "failed"] == ["nats reach"]
-    assert set(found[0]) == {"name", "verdict", "found", "needed", "mend"}
+    assert set(found[0]) == {"name", "verdict", "found", "needed", "remedy"}
 
 
 @pytest.mark.parametrize(

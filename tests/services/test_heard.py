@@ -88,16 +88,16 @@ class Liar:
                     await self.say(learner, incarnation, **changes)
             await asyncio.sleep(EVERY_S)
 
-    async def answer_marks(self, learners: list[str]) -> None:
+    async def answer_markers(self, learners: list[str]) -> None:
         """Row 18: say in the names of others that their states are saved."""
 
         async def answer(heard: Heard) -> None:
-            mark, _, _ = framing.unpack(heard.data, SnapshotMarker, self.run.identity)
+            marker, _, _ = framing.unpack(heard.data, SnapshotMarker, self.run.identity)
             for learner in learners:
-                lie = MarkerAnswer(learner, mark.number, 1, mark.versions, 1, bytes(32))
-                await self.link.publish(NAMES.marked(self.name), framing.pack(lie, self.run.identity))
+                lie = MarkerAnswer(learner, marker.number, 1, marker.versions, 1, bytes(32))
+                await self.link.publish(NAMES.marker_answer(self.name), framing.pack(lie, self.run.identity))
 
-        await self.link.subscribe(NAMES.mark, answer)
+        await self.link.subscribe(NAMES.marker, answer)
 
 
 Lie = tuple[str, int, dict[str, Any]]  # the learner and incarnation that it states, and what it says
@@ -164,7 +164,7 @@ async def test_nobody_answers_a_marker_in_anothers_name(launch: Launch, keys: Fo
     cluster.identity = str(keys.path / "identities" / "{name}.identity")
     await cluster.begin()
     async with Liar.connected(cluster, keys, LIAR) as liar:
-        await liar.answer_marks([*TOYS, "ghost"])
+        await liar.answer_markers([*TOYS, "ghost"])
         await some_versions(cluster, 1, TOYS)
         operator = str(keys.identity_file("operator"))
         RunDirectory(cluster.directory, RUN, cluster.url, None, cluster.settings, identity=operator).save()

@@ -31,7 +31,7 @@ from diloco.settings.service import LearnerSettings
 from diloco.transport import Heard, Stored
 from diloco.wire import subjects
 from diloco.wire.body import Body
-from diloco.wire.offers import Answer, Combined, Offer
+from diloco.wire.offers import Answer, Offer, RegionalOffer
 from diloco.wire.subjects import Subjects
 from diloco_ops import runs
 from diloco_ops.broker.server import Server
@@ -250,15 +250,15 @@ async def test_a_combined_offer_is_stored_whatever_ids_a_learner_has_used(
     server = Server(path / "server", keys=keys.server_folder("nats"))
     server.start()
     answer = Answer(LIAR, 7, 1, (0, 0), 1, 0, bytes(32), 1, 1, 0, [])
-    offer = Combined(0, "syncer-0", 7, 1, 4, [answer], Body(5, bytes(32), 0, b"attempt."))
+    offer = RegionalOffer(0, "syncer-0", 7, 1, 4, [answer], Body(5, bytes(32), 0, b"attempt."))
     try:
         async with guest(server, keys, "coordinator") as coordinator:
             await creation.create(coordinator.link, RUN, small(regions__names=["eu", "us"]))
         async with guest(server, keys, LIAR) as liar, guest(server, keys, "syncer-0") as combining:
             own = NAMES.offer(0, LIAR)
-            await liar.link.append(own, b"x", message_id="combined/syncer-0/7/0/1", fence=None, timeout_s=DEADLINE_S)
+            await liar.link.append(own, b"x", message_id="regional/syncer-0/7/0/1", fence=None, timeout_s=DEADLINE_S)
             sequence = await store(combining, offer, [])
-            stored = await combining.link.last(OFFERS, NAMES.combined(0, "syncer-0"))
+            stored = await combining.link.last(OFFERS, NAMES.regional_offer(0, "syncer-0"))
             assert stored is not None, "acknowledged, and thrown away"
             assert stored.sequence == sequence
     finally:
@@ -287,7 +287,7 @@ async def test_an_offer_whose_answer_was_lost_is_stored_once(
         assert await last_sequence(syncer) == before + len(parts) + 1
 
 
-async def store(sender: Guest, offer: Offer | Combined, parts: list[bytes]) -> int | None:
+async def store(sender: Guest, offer: Offer | RegionalOffer, parts: list[bytes]) -> int | None:
     """Store an offer as a learner or a syncer does."""
     return await append_offer(
         sender.link, NAMES, b"identity", offer, b"", parts, timeout_s=DEADLINE_S, failed=lambda error: None

@@ -20,7 +20,7 @@ from diloco.process.observe import get_logger
 from diloco.wire import framing
 from diloco.wire.body import Body
 from diloco.wire.entries import Genesis
-from diloco.wire.offers import Answer, Combined
+from diloco.wire.offers import Answer, RegionalOffer
 from diloco_ops import operate, verify
 
 # fragments change no hands however slow the machine is, so that no keyframe is stored and the whole log is there to be read
@@ -44,14 +44,16 @@ async def test_where_offers_are_merged_in_their_region_one_of_each_region_crosse
         for record in log.versions:
             own = owners[record.syncer]
             elsewhere = sorted(member.learner for member in record.members if home[member.learner] != own)
-            together = [[record.members[place].learner for place in one.members] for one in record.combined]
+            together = [[record.members[place].learner for place in one.members] for one in record.regional_offers]
             assert sorted(name for names in together for name in names) == elsewhere
             assert all(len({home[name] for name in names}) == 1 for names in together)
-            assert all(owners[one.syncer] == home[names[0]] for one, names in zip(record.combined, together, strict=True))
+            assert all(
+                owners[one.syncer] == home[names[0]] for one, names in zip(record.regional_offers, together, strict=True)
+            )
             if not record.closing and len(record.members) == 6:
                 assert [len(names) for names in together] == [2, 2]
 
-    sent = run.events("offers_combined")
+    sent = run.events("regional_offer_stored")
     # closing rounds are answered again by who had answered them before they were closing
     last = {log.index: log.versions[-1].version for log in read["us"]}
     rounds = Counter((values["fragment"], values["version"]) for values in sent if values["version"] < last[values["fragment"]])
@@ -95,7 +97,7 @@ async def test_combined_offers_that_cannot_be_are_refused_and_never_merged(regio
     for region in REGIONS:
         link = await NatsTransport.open(run.url, run.server(region).url, "forger", get_logger(), give_up_after_s=20)
         for name, frame in frames.items():
-            await link.bulk.jetstream().publish(run.subjects.combined(0, name), frame)
+            await link.bulk.jetstream().publish(run.subjects.regional_offer(0, name), frame)
         await link.close()
     await run.until(
         lambda: {values["sender"] for values in run.events("message_refused")} >= frames.keys(), "all are refused, and named"
@@ -145,14 +147,14 @@ def forged(learner: str, **changes: Any) -> Answer:
     return Answer(learner, **values | changes)
 
 
-def combined_of(syncer: str, /, **changes: Any) -> Combined:
+def combined_of(syncer: str, /, **changes: Any) -> RegionalOffer:
     body = Body(0, bytes(32), 0, bytes(8))
     values: dict[str, Any] = {"fragment": 0, "syncer": syncer, "incarnation": 1, "number": 1, "bits": 4, "body": body}
-    return Combined(**values | {"members": [forged("toy-0")]} | changes)
+    return RegionalOffer(**values | {"members": [forged("toy-0")]} | changes)
 
 
 async def pulled_until_ended(run: Region) -> tuple[int, int, int]:
-    """Wait for the end. Offers that all regions have stored, and those that readers got: combined ones, and learners' own.
+    """Wait for the end. Offers that all regions have stored, and those that readers got: regional ones, and learners' own.
 
     Readers remove their consumers at the end, so each is looked at all the time.
     """
@@ -169,7 +171,7 @@ async def pulled_until_ended(run: Region) -> tuple[int, int, int]:
                 for reader in await api.consumers_info(stream):
                     assert reader.delivered is not None
                     subjects = reader.config.filter_subjects or [reader.config.filter_subject]
-                    got[region, reader.created] = ".combined." in str(subjects[0]), reader.delivered.consumer_seq
+                    got[region, reader.created] = ".regional." in str(subjects[0]), reader.delivered.consumer_seq
             await asyncio.wait([ending], timeout=0.05)
         ending.result()
         stored = sum([(await api.stream_info(stream)).state.last_seq for api in apis])

@@ -389,7 +389,7 @@ async def test_precision_follows_a_link_that_becomes_slow_and_recovers(regions: 
     for way in ("records", "offers"):
         await run.until(lambda way=way: bool(went(8, {"load", "queue"}, way)), f"{way} have fewer bits")  # type: ignore[misc]
     fallen = went(8, {"load", "queue"}, "records")
-    await run.until(lambda: any(run.shard_heartbeats[name].record_bits == 8 for name in fallen), "pulses say so")
+    await run.until(lambda: any(run.shard_heartbeats[name].record_bits == 8 for name in fallen), "heartbeats say so")
 
     async def made(bits: int) -> None:
         """Wait until the newest version of a fragment whose owner had fewer bits is one of so many."""

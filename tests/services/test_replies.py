@@ -77,7 +77,7 @@ TARGETS = sorted(
     {one_of(subject) for who in PEOPLE.values() for what in ("publish", "subscribe") for subject in may(who, what)}
     | {f"$JS.ACK.{LOG}.0.1.1.1.1.0", f"$JS.API.STREAM.DELETE.{OFFERS}", f"$JS.API.STREAM.PURGE.{ARCHIVE}"}
     | {f"$KV.{NAMES.bucket}.{key}" for key in ("map", "member.toy-2", "unknown")}
-    | {NAMES.offer(0, "toy-2"), NAMES.genesis, "sent." + NAMES.round(0), "heard." + NAMES.round(0), "sent." + NAMES.mark}
+    | {NAMES.offer(0, "toy-2"), NAMES.genesis, "sent." + NAMES.round(0), "heard." + NAMES.round(0), "sent." + NAMES.marker}
 )
 
 

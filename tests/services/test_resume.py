@@ -49,7 +49,7 @@ async def restored(
 
 
 async def checkpoint_of(run: Cluster) -> tuple[Checkpoint, list[str]]:
-    """Take a checkpoint while learners go on, slowly: on a busy machine a mark comes late, and few rounds may pass by then."""
+    """Take a checkpoint while learners go on, slowly: on a busy machine a marker comes late, and few rounds may pass."""
     for toy in run.toys:
         toy.step_s = 0.15
     try:
@@ -114,10 +114,10 @@ async def test_a_checkpoint_counts_on_from_marks_that_only_learners_know(launch:
     await run.begin()
     await some_versions(run)
     store, _ = await run.store()
-    mark = framing.pack(SnapshotMarker(50, [1] * run.settings.fragments.count), store.run)
+    marker = framing.pack(SnapshotMarker(50, [1] * run.settings.fragments.count), store.run)
     folder = run.directory / "checkpoints" / "50"
     while not folder.is_dir() or len(list(folder.glob("*.safetensors"))) < len(NAMES):
-        await store.transport.publish(run.subjects.mark, mark)
+        await store.transport.publish(run.subjects.marker, marker)
         await asyncio.sleep(0.1)
     shutil.rmtree(folder)  # as if it had come to nothing
 
@@ -236,8 +236,8 @@ async def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_used(laun
     assert f"{state}: missing" in resume.find(directory).notes[0]
 
     values = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(values | {"version": 2}))
-    assert "has format version 2, this diloco reads 1" in resume.find(directory).notes[0]
+    manifest.write_text(json.dumps(values | {"version": 1}))
+    assert "(format 1); this is" in resume.find(directory).notes[0]
     manifest.write_text(json.dumps({"format": "something else"}))
     assert "is no manifest of a checkpoint" in resume.find(directory).notes[0]
     manifest.unlink()  # as if it had never been finished

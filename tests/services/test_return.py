@@ -125,7 +125,7 @@ async def still(cluster: Cluster) -> list[bytes]:
 
     while True:
         before, number = await heads(cluster), heartbeat().number
-        await cluster.until(lambda number=number: heartbeat().number > number + 4, "the syncer pulses on")  # type: ignore[misc]
+        await cluster.until(lambda number=number: heartbeat().number > number + 4, "the syncer sends heartbeats on")  # type: ignore[misc]
         if before == await heads(cluster) and not any(answers for _, answers, _, _ in heartbeat().open):
             return before
 
@@ -166,21 +166,21 @@ async def test_learners_save_their_state_at_a_mark(launch: Launch) -> None:
         answer, _, _ = framing.unpack(message.data, MarkerAnswer, run)
         answers[answer.learner] = answer
 
-    await link.subscribe(cluster.subjects.marked(), hear)
+    await link.subscribe(cluster.subjects.marker_answer(), hear)
     ahead = [version + 2 for version in cluster.heartbeats["toy-0"][-1].versions]
-    mark = framing.pack(SnapshotMarker(7, ahead), run)
+    marker = framing.pack(SnapshotMarker(7, ahead), run)
     ends_s = asyncio.get_running_loop().time() + DEADLINE_S
     while len(answers) < 3:
         assert asyncio.get_running_loop().time() < ends_s
-        await link.publish(cluster.subjects.mark, mark)
+        await link.publish(cluster.subjects.marker, marker)
         await asyncio.sleep(0.05)
     for name, answer in answers.items():
-        path = state.marked(cluster.directory, 7, name)
+        path = state.snapshot(cluster.directory, 7, name)
         assert blake3(path.read_bytes()).digest() == answer.file_hash
         assert path.stat().st_size == answer.size_bytes
         saved = state.load(path, run, name)
-        assert saved.books["step"] == answer.step
-        assert [fragment["base_version"] for fragment in saved.books["fragments"]] == answer.versions
+        assert saved.accounts["step"] == answer.step
+        assert [fragment["base_version"] for fragment in saved.accounts["fragments"]] == answer.versions
         assert min(np.subtract(answer.versions, ahead)) >= 0
     await cluster.ended()
 

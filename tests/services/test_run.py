@@ -1,4 +1,4 @@
-"""Whole runs over a real server: they end by themselves, everybody has the same bits, and the books add up."""
+"""Whole runs over a real server: they end by themselves, everybody has the same bits, and the accounts add up."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ NOBODYS = [
     f"$JS.API.CONSUMER.MSG.NEXT.{LOG}.toy-2-0",
     f"$JS.API.CONSUMER.INFO.{LOG}.toy-2-0",
     f"$JS.API.CONSUMER.NAMES.{LOG}",
-    f"diloco.{OTHER}.pulse.{LEARNER}",
+    f"diloco.{OTHER}.heartbeat.{LEARNER}",
     f"diloco.{OTHER}.round.0",
     f"$KV.DILOCO_{OTHER}.run",
     "$SYS.REQ.SERVER.PING",
@@ -108,19 +108,19 @@ STREAMS = [
 VERSIONS = [
     NAMES.record(0),
     f"diloco.{RUN}.fragment.0.part.0011223344556677.0",
-    NAMES.notice(0),
+    NAMES.commit_notice(0),
     NAMES.keyframe(0),
     f"diloco.{RUN}.keyframe.0.part.0011223344556677.0",
     NAMES.genesis,
-    NAMES.combined(0, "syncer-0"),
+    NAMES.regional_offer(0, "syncer-0"),
     NAMES.archived(0, "toy-2", 1, 1),
 ]
 OFFERED = [NAMES.offer(0, "toy-2"), f"diloco.{RUN}.delta.0.toy-2.part.0"]
 OTHERS_OFFERS = [
     f"$JS.API.{call}.{OFFERS}" for call in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET", "CONSUMER.CREATE", "STREAM.PURGE")
 ]
-SIGNS = [NAMES.shard("syncer-1"), NAMES.heartbeat("toy-2"), NAMES.marked("toy-2")]
-DECIDING = [NAMES.round(0), NAMES.shard("syncer-0"), NAMES.coordinator, NAMES.mark, NAMES.changed]
+SIGNS = [NAMES.shard("syncer-1"), NAMES.heartbeat("toy-2"), NAMES.marker_answer("toy-2")]
+DECIDING = [NAMES.round(0), NAMES.shard("syncer-0"), NAMES.coordinator, NAMES.marker, NAMES.changed]
 
 FORBIDDEN: dict[str, list[str]] = {
     LEARNER: [
@@ -140,7 +140,7 @@ FORBIDDEN: dict[str, list[str]] = {
             for key in ("run", "map", "founder", "genesis", "coordinator", "member.toy-2", "share.toy-2")
         ),
         NAMES.coordinator,
-        NAMES.mark,
+        NAMES.marker,
     ],
     "coordinator": [
         *(NOBODYS + CONSUMERS + STREAMS + OFFERED + VERSIONS + SIGNS),

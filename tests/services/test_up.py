@@ -36,7 +36,7 @@ SETTINGS = {
     "task.batch": 4,
     "fragments.count": 4,
     "round.steps": 12,
-    "liveness.pulse_s": 0.2,
+    "liveness.heartbeat_s": 0.2,
     "log.keyframe_factor": 1000,
 }
 REPORT_KEYS = {

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import uuid
+from pathlib import Path
 
 import msgspec
 import pytest
 from tests.services.cluster import small
-from tests.services.conftest import Launch
+from tests.services.conftest import Diloco, Launch
 
 from diloco import __version__
 from diloco.control import admission, creation
-from diloco.errors import RunError
+from diloco.errors import FormatError, RunError
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.settings.run import RunSettings
 from diloco.wire import framing
-from diloco.wire.framing import VERSION
+from diloco.wire.control import Heartbeat
+from diloco.wire.entries import Genesis, Keyframe, Record
+from diloco.wire.framing import VERSION, Message
+from diloco.wire.offers import Offer
 from diloco.wire.subjects import Subjects
+
+VERSION_1 = Path(__file__).parents[1] / "protocol" / "version1"  # bytes that diloco 0.1.0 wrote
+MADE_BY_1 = "made by version 0.1.0 of diloco (format 1)"
 
 
 async def says(link: NatsTransport, name: str, value: object) -> None:
@@ -70,3 +78,78 @@ async def test_another_version_that_speaks_the_same_is_let_in_and_said_once(laun
     await cluster.until(lambda: bool(cluster.events("version_differs", "coordinator")), "the coordinator says so")
     [skew] = cluster.events("version_differs", "coordinator")
     assert (skew["sender"], skew["kind"], skew["here"]) == ("mallory", "9.8.7", __version__)
+
+
+async def version_1(link: NatsTransport, *, without: str = "") -> str:
+    """Put the bucket of a run of version 1 on the server, under another name."""
+    name = f"run-{uuid.uuid4().hex[:8]}"
+    bucket = await link.bucket(Subjects(name).bucket, create=True)
+    for key, value in json.loads((VERSION_1 / "bucket.json").read_text()).items():
+        if key != without:
+            await bucket.put(key, bytes.fromhex(value))
+    return name
+
+
+async def test_a_run_of_version_1_is_refused_by_the_software_that_made_it_and_left_as_it_is(
+    link: NatsTransport, launch: Launch
+) -> None:
+    name = await version_1(link)
+    expected = (
+        f"run {name!r} was made by diloco 0.1.0 and speaks protocol 1; this is diloco {__version__}, which speaks {VERSION}: "
+        "use diloco 0.1.0, or begin another run"
+    )
+    for joining in (creation.find(link, name, get_logger()), creation.create(link, name, RunSettings())):
+        with pytest.raises(RunError) as refused:
+            await joining
+        assert str(refused.value) == expected
+    cluster = launch(small(), None, name)
+    [(code, said)] = await cluster.refused(cluster.start("syncer-0", "diloco_syncer"))
+    assert (code, expected in said) == (5, True)
+    made = [str(info.config.name) for info in await link.bulk.jetstream().streams_info()]
+    assert [stream for stream in made if name in stream] == [f"KV_{Subjects(name).bucket}"], "it has got no streams of ours"
+
+
+async def test_a_run_that_requires_what_this_version_does_not_know_is_refused_by_name(link: NatsTransport) -> None:
+    name = f"run-{uuid.uuid4().hex[:8]}"
+    await says(link, name, {"protocol": VERSION, "software": "0.9.0", "requires": ["sequences", "signatures"]})
+    with pytest.raises(RunError, match=r"requires sequences, signatures of its members; this is diloco .*: update it"):
+        await creation.create(link, name, RunSettings())
+
+
+async def test_a_new_run_requires_nothing_beside_the_protocol(link: NatsTransport) -> None:
+    name = f"run-{uuid.uuid4().hex[:8]}"
+    stored = await (await creation.create(link, name, RunSettings())).registry.get("protocol")
+    assert stored is not None
+    assert stored[0] == f'{{"protocol":{VERSION},"software":"{__version__}","requires":[]}}'.encode()
+
+
+async def test_a_run_that_says_no_protocol_is_one_of_version_1(link: NatsTransport) -> None:
+    name = await version_1(link, without="protocol")
+    with pytest.raises(RunError, match=r"a diloco 0\.1\.0 made it that wrote none"):
+        await creation.find(link, name, get_logger())
+
+
+def test_files_of_version_1_are_refused_by_the_software_that_made_them(diloco: Diloco, tmp_path: Path) -> None:
+    (tmp_path / "old" / "whole" / "1").mkdir(parents=True)
+    (tmp_path / "old" / "run.json").write_bytes((VERSION_1 / "run.json").read_bytes())
+    (tmp_path / "old" / "whole" / "1" / "manifest.json").write_bytes((VERSION_1 / "manifest.json").read_bytes())
+    for arguments in (
+        ("verify", "old"),
+        ("up", "--run-dir", "old"),
+        ("checkpoint", "old"),
+        ("up", "--resume", "old", "--run-dir", "new"),
+        ("up", "--resume", "old/whole/1", "--run-dir", "new"),
+    ):
+        ended = diloco(*arguments)
+        assert (ended.code, MADE_BY_1 in ended.err, ended.err.count("\n")) == (5, True, 1), (arguments, ended)
+        assert not Path("new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [("pulse", Heartbeat), ("offer", Offer), ("record_1", Record), ("genesis", Genesis), ("keyframe_0", Keyframe)],
+)
+def test_a_message_of_version_1_is_refused_with_both_versions(name: str, cls: type[Message]) -> None:
+    frame = bytes.fromhex((VERSION_1 / f"{name}.hex").read_text())
+    with pytest.raises(FormatError, match="protocol version 1, expected 2; update the older member"):
+        framing.unpack(frame, cls, b"any run.")

@@ -218,7 +218,7 @@ class Toy:
                 member.tape.record(End(False, task.digest(member.map)))
                 self._save(member, task, member.checkpoint())
                 return
-            self._answer_mark(member, task)
+            self._answer_marker(member, task)
             dump = member.dump() if time.monotonic() >= save_at_s else None
             if dump is not None:
                 self._save(member, task, dump)
@@ -233,17 +233,17 @@ class Toy:
             time.sleep(max(0.0, self.step_s * self.settings.slow + began_s - time.perf_counter()))
             done = StepDone(SAMPLES, *batch, loss, time.perf_counter() - began_s, 0.0)
 
-    def _answer_mark(self, member: Member, task: Regression) -> None:
-        mark = member.mark_due()
-        dump = None if mark is None else member.dump()
-        if mark is None or dump is None:
+    def _answer_marker(self, member: Member, task: Regression) -> None:
+        marker = member.marker_due()
+        dump = None if marker is None else member.dump()
+        if marker is None or dump is None:
             return
-        member.note_copied(mark)
+        member.note_copied(marker)
         plain, arrays = dump
-        path = state.marked(self.settings.state_dir, mark.number, self.name)
+        path = state.snapshot(self.settings.state_dir, marker.number, self.name)
         saved = state.save(path, member.run.identity, self.name, plain, arrays | self._params(task))
-        member.answer_mark(
-            MarkerAnswer(self.name, mark.number, plain["step"], member.versions(), saved.size_bytes, saved.file_hash)
+        member.answer_marker(
+            MarkerAnswer(self.name, marker.number, plain["step"], member.versions(), saved.size_bytes, saved.file_hash)
         )
 
     def _params(self, task: Regression) -> Tensors:
@@ -261,7 +261,7 @@ class Toy:
         path, _ = state.generations(self.settings.state_dir, self.name)
         if path.exists():
             saved = state.load(path, member.run.identity, self.name)
-            member.restore(saved.books, saved.arrays)
+            member.restore(saved.accounts, saved.arrays)
             for name in task.tensors:
                 task.tensors[name] = saved.arrays[f"params/{name}"]
             member.tape.record(Restored(saved.digest))

@@ -41,7 +41,7 @@ def record(chain: Chain, *members: Member, **changes: Any) -> Record:
         "syncer": "syncer-0",
         "previous": chain.head,
         "members": list(members),
-        "combined": [],
+        "regional_offers": [],
         "bits": 4,
         "learning_rate": 0.5,
         "momentum": 0.0,

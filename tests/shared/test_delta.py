@@ -45,7 +45,7 @@ def version_record(version: int, *members: Member) -> Record:
         syncer="syncer-0",
         previous=bytes(32),
         members=list(members),
-        combined=[],
+        regional_offers=[],
         bits=32,
         learning_rate=0.5,
         momentum=0.0,
@@ -164,7 +164,7 @@ def test_a_version_that_merges_the_answer_to_its_own_round(
     assert (ann.delta.state.tokens, ann.delta.state.steps, ann.delta.state.lost_tokens) == (tokens, steps, lost)
     assert (ann.delta.state.base_version, ann.delta.state.base_hash, ann.delta.state.after) == (1, hash_of(1), (7, 1))
     assert ann.delta.values.base.tolist() == [50, 60]
-    assert ann.delta.state.outstanding == []
+    assert ann.delta.state.pending == []
     assert ann.balanced()
 
 
@@ -265,7 +265,7 @@ def test_the_older_offer_may_be_the_one_that_is_merged() -> None:
     ann.version(vector(10, 20), first)
     assert ann.value.tolist() == [12, 14]
     assert (ann.delta.state.tokens, ann.delta.state.steps, ann.delta.state.lost_tokens) == (6, 1, 0)
-    assert ann.delta.state.outstanding == []
+    assert ann.delta.state.pending == []
     third = ann.offer()
     assert (third.stated.number, third.stated.after, third.stated.tokens) == (3, (7, 1), 6)
     assert ann.balanced()
@@ -281,7 +281,7 @@ def test_an_offer_of_a_forgotten_incarnation_was_merged() -> None:
     assert ann.value.tolist() == [50, 60]
     assert (ann.delta.state.tokens, ann.delta.state.steps, ann.delta.state.lost_tokens) == (0, 0, 10)
     assert ann.delta.state.after == (6, 3)
-    assert ann.delta.state.outstanding == []
+    assert ann.delta.state.pending == []
 
 
 def test_displacement_is_dropped_after_too_many_versions() -> None:
@@ -360,7 +360,7 @@ def mergeable(ann: Learner, which: str) -> PendingDelta | None:
     version = ann.delta.state.base_version + 1
     fit = [
         o
-        for o in ann.delta.state.outstanding
+        for o in ann.delta.state.pending
         if o.stated.after == ann.delta.state.after and (o.stated.round == version) is (which == "regular")
     ]
     if which == "none" or not fit:
@@ -378,7 +378,7 @@ def play(ann: Learner, schedule: list[Any], *bits: Bits) -> None:
             ann.offer(next(turns))
         elif kind == "rollback":
             ann.take(ann.delta.apply(rollback_record(ann.delta.state.base_version + 1, 0), vector(3, -3)))
-            assert (ann.value.tolist(), ann.delta.state.tokens, ann.delta.state.outstanding) == ([3, -3], 0, [])
+            assert (ann.value.tolist(), ann.delta.state.tokens, ann.delta.state.pending) == ([3, -3], 0, [])
         else:
             which, shift = values
             ann.version(ann.delta.values.base + vector(shift, -shift), mergeable(ann, which))
@@ -402,7 +402,7 @@ def test_every_batch_is_merged_or_lost_or_in_the_books(schedule: list[Any], over
         play(ann, schedule[i : i + 1], 32)
         assert ann.tokens_in(ann.delta.state.data) == ann.delta.state.tokens
         assert ann.tokens_in(ann.merged_data) == ann.merged
-        for offer in ann.delta.state.outstanding:
+        for offer in ann.delta.state.pending:
             assert ann.tokens_in(offer.stated.data) == offer.stated.tokens
     kept = ranges.normal(ann.merged_data + ann.delta.state.data)
     assert sum(ann.tokens_of) - ann.tokens_in(kept) == ann.delta.state.lost_tokens
@@ -472,8 +472,8 @@ def test_a_checkpoint_is_taken_over_by_a_new_incarnation() -> None:
     again = Delta("ann", 8, ann.delta.state.carry, True, vector(0, 0), 0, hash_of(0))
     again.load(plain, arrays)
     assert again.state.incarnation == 8
-    assert [(o.stated.incarnation, o.stated.number) for o in again.state.outstanding] == [(7, 1)]
-    assert again.state.outstanding[0].held_tokens == 10
+    assert [(o.stated.incarnation, o.stated.number) for o in again.state.pending] == [(7, 1)]
+    assert again.state.pending[0].held_tokens == 10
 
 
 def test_a_checkpoint_of_another_model_is_refused() -> None:
@@ -494,7 +494,7 @@ def test_reload_of_the_same_version_changes_nothing() -> None:
     assert applied.reset  # so that apply.alpha mixes nothing of a newcomer's own initial values in
     ann.take(applied)
     assert ann.value.tolist() == [106, 202]
-    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens, len(ann.delta.state.outstanding)) == (16, 0, 1)
+    assert (ann.delta.state.tokens, ann.delta.state.lost_tokens, len(ann.delta.state.pending)) == (16, 0, 1)
 
 
 def test_reload_of_another_version_keeps_nothing_of_a_newcomers_own_values() -> None:
@@ -536,7 +536,7 @@ def test_reload_drops_what_the_log_may_have_merged_unknown_to_the_books() -> Non
     ann.take(ann.delta.reload(chain_at(3, (6, 9)), vector(50, 60)))
     assert ann.value.tolist() == [50, 60]
     assert (ann.delta.state.tokens, ann.delta.state.lost_tokens, ann.delta.state.after) == (0, 10, (6, 9))
-    assert ann.delta.state.outstanding == []
+    assert ann.delta.state.pending == []
     assert ann.delta.values.error is None
 
 
@@ -551,7 +551,7 @@ def test_reload_of_a_invalid_value_keeps_nothing_of_it(version: int, cursor: tup
     ann.take(ann.delta.reload(chain_at(version, cursor), vector(50, 60), invalid=True))
     assert ann.value.tolist() == [50, 60]
     assert (ann.delta.state.tokens, ann.delta.state.lost_tokens, ann.delta.state.after) == (0, 16 - merged, cursor)
-    assert ann.delta.state.outstanding == []
+    assert ann.delta.state.pending == []
     assert ann.balanced()
 
 
@@ -581,7 +581,7 @@ def test_a_rollback_leaves_nothing_of_what_a_learner_has(carry: dict[str, Any]) 
     assert applied.reset
     assert ann.value.tolist() == [0, 0]
     assert (ann.delta.state.steps, ann.delta.state.tokens, ann.delta.state.lost_tokens) == (0, 0, 11)
-    assert (ann.delta.state.data, ann.delta.state.outstanding, ann.delta.state.carried_since) == ([], [], None)
+    assert (ann.delta.state.data, ann.delta.state.pending, ann.delta.state.carried_since) == ([], [], None)
     assert ann.delta.dump()[1].keys() == {"base"}  # nothing left over
     assert (ann.delta.state.base_version, ann.delta.state.after) == (2, (7, 1))  # what was merged stays merged
     assert ann.balanced()
@@ -604,7 +604,7 @@ def test_who_was_away_when_the_log_went_back_keeps_nothing_either(cursor: tuple[
     ann.take(ann.delta.reload(chain, vector(50, 60)))
     assert ann.value.tolist() == [50, 60]
     assert (ann.delta.state.tokens, ann.delta.state.lost_tokens, ann.delta.state.after) == (0, lost, cursor)
-    assert ann.delta.state.outstanding == []
+    assert ann.delta.state.pending == []
     assert ann.balanced()
 
 

@@ -48,7 +48,7 @@ def version_entry(chain: Chain, number: int, state_hash: bytes, bits: Bits, *, t
         syncer="syncer-0",
         previous=chain.head,
         members=members,
-        combined=[],
+        regional_offers=[],
         bits=bits,
         learning_rate=0.5,
         momentum=0.25,

@@ -44,7 +44,7 @@ class Followed:
         if epoch is not None:
             return await self.log.writer.append_record(msgspec.structs.replace(record, epoch=epoch), b"", [], head)
         sequence = await self.log.writer.append_record(record, b"", [], head)
-        chain.advance(record, framing.check_of(record, self.log.run), sequence)
+        chain.advance(record, framing.hash_of(record, self.log.run), sequence)
         return sequence
 
 

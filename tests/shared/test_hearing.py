@@ -20,7 +20,7 @@ NAMES = Subjects("run")
     [
         (heartbeat("ann"), NAMES.heartbeat("ann"), NAMES.heartbeat("eve")),
         (shard_heartbeat("syncer-0", 1), NAMES.shard("syncer-0"), NAMES.shard("syncer-1")),
-        (MarkerAnswer("ann", 1, 1, [1], 1, bytes(32)), NAMES.marked("ann"), NAMES.marked("eve")),
+        (MarkerAnswer("ann", 1, 1, [1], 1, bytes(32)), NAMES.marker_answer("ann"), NAMES.marker_answer("eve")),
         (Announcement(1, 1, 1, "syncer-0", 0.0, False, 0, 4, []), NAMES.round(1), NAMES.round("01")),
     ],
 )
@@ -31,4 +31,4 @@ def test_a_message_that_names_another_than_its_subject_is_refused(message: Messa
 
 
 def test_a_message_that_states_no_name_may_have_any_subject() -> None:
-    check_subject(SnapshotMarker(1, [1]), NAMES.mark)
+    check_subject(SnapshotMarker(1, [1]), NAMES.marker)

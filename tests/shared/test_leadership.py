@@ -25,7 +25,7 @@ def test_the_first_one_reads_claims_and_then_heartbeats() -> None:
     only.claimed(1, 0.0)
     assert only.leads
     assert only.sure(0.0)
-    assert only.tick(TICK_S, True) == "pulse"
+    assert only.tick(TICK_S, True) == "heartbeat"
 
 
 def test_a_standby_claims_after_the_silence_and_not_before() -> None:
@@ -95,7 +95,7 @@ def test_a_leader_looks_at_the_key_from_time_to_time() -> None:
     leader.read(None, 0, 0.0)
     leader.claimed(1, 0.0)
     actions = [leader.tick(tick * TICK_S, True) for tick in range(1, round(READ_S / TICK_S) + 2)]
-    assert actions[:-1] == ["pulse"] * (len(actions) - 1)
+    assert actions[:-1] == ["heartbeat"] * (len(actions) - 1)
     assert actions[-1] == "read"
 
 
@@ -129,7 +129,7 @@ class World:
                 one.claimed(self.revision, now_s)
             else:
                 one.claimed(None, now_s)
-        elif action == "pulse" and not lossy:
+        elif action == "heartbeat" and not lossy:
             for other in self.processes:
                 if now_s >= self.frozen_until_s.get(other.name, 0.0):
                     other.hear(one.revision, now_s)

@@ -69,7 +69,7 @@ class Log:
             syncer="syncer-0",
             previous=chain.head,
             members=members,
-            combined=[],
+            regional_offers=[],
             bits=32,
             learning_rate=0.5,
             momentum=0.0,
@@ -271,7 +271,7 @@ def test_every_token_is_merged_or_lost_or_held(schedule: list[Any], carry: dict[
         if name == "boundary":
             world.check_accounts()
             for state in world.learner.fragments:
-                pending = [offer.stated.data for offer in state.delta.outstanding]
+                pending = [offer.stated.data for offer in state.delta.pending]
                 assert all(data == ranges.normal(data) for data in pending)
 
 
@@ -393,22 +393,22 @@ def test_a_value_that_is_not_finite_is_replaced_by_the_newest_version() -> None:
 def test_versions_beyond_a_mark_wait_for_the_copy() -> None:
     world = joined()
     learner = world.learner
-    assert learner.marks.hear(SnapshotMarker(1, [1, 0]), FRAGMENTS) is None
+    assert learner.markers.hear(SnapshotMarker(1, [1, 0]), FRAGMENTS) is None
     for _ in range(2):
         world.merge(0, own=False)
     world.merge(1, own=False)
     decision = world.boundary()
     assert (decision.applies, decision.save) == ((Application(0, 1, "version"),), 1)
-    mark = learner.marks.reached(learner.fragments)
-    assert mark is not None
-    learner.marks.copied(mark)
+    marker = learner.markers.reached(learner.fragments)
+    assert marker is not None
+    learner.markers.copied(marker)
     assert world.boundary().applies == (Application(0, 2, "version"), Application(1, 1, "version"))
     answer = MarkerAnswer("ann", 1, 0, [1, 0], 1, bytes(32))
-    learner.marks.answer(answer)
+    learner.markers.answer(answer)
     assert world.boundary().save is None
-    assert learner.marks.hear(SnapshotMarker(1, [1, 0]), FRAGMENTS) == answer
-    with pytest.raises(MessageError, match="mark 2 of 1 fragments"):
-        learner.marks.hear(SnapshotMarker(2, [1]), FRAGMENTS)
+    assert learner.markers.hear(SnapshotMarker(1, [1, 0]), FRAGMENTS) == answer
+    with pytest.raises(MessageError, match="marker 2 of 1 fragments"):
+        learner.markers.hear(SnapshotMarker(2, [1]), FRAGMENTS)
 
 
 def test_a_round_is_answered_again_where_the_answer_is_gone() -> None:

@@ -29,7 +29,7 @@ def version(fragment: int, number: int, **data: Sequence[Range]) -> Record:
         members.append(Member(learner, int(incarnation), number, number, 0, 1, 1, 0, 1.0, list(held)))
     return Record(
         fragment=fragment, entry="version", version=number, epoch=0, syncer="s", previous=bytes(32), members=members,
-        combined=[], bits=4,
+        regional_offers=[], bits=4,
         learning_rate=0.5, momentum=0.0, tokens_merged=0, tokens_lost=0, state_hash=bytes(32), closing=False,
         committed_at_s=0.0, quorum_s=0.0, round_s=0.0, body=BODY,
     )  # fmt: skip

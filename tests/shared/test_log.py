@@ -48,7 +48,7 @@ class Written:
         chain = self.replica.chain
         record = merging.make_marker(self.replica, "takeover", SETTINGS, syncer="s", now_s=0.0)
         sequence = await self.log.writer.append_record(record, b"", [], await self.log.reader.head_sequence(0))
-        chain.advance(record, framing.check_of(record, self.log.run), sequence)
+        chain.advance(record, framing.hash_of(record, self.log.run), sequence)
         self.heads.append(await self.log.writer.append_keyframe(self.replica, None, None))
 
     async def load(self) -> tuple[Loaded, list[tuple[int, str]]]:
@@ -223,7 +223,7 @@ async def versions(link: NatsTransport, count: int, keyframes: set[int]) -> tupl
             replica, residual, merged.result(), merge, settings, bits=4, syncer="s", attempt=bytes(8), now_s=0.0
         )
         sequence = await log.writer.append_record(record, inline, parts, replica.chain.sequence)
-        replica.chain.advance(record, framing.check_of(record, log.run), sequence)
+        replica.chain.advance(record, framing.hash_of(record, log.run), sequence)
         if number in keyframes:
             await log.writer.append_keyframe(replica, residual, None)
     return log, genesis, [*states, replica]

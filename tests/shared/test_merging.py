@@ -20,7 +20,7 @@ from diloco.settings.run import RunSettings
 from diloco.wire.body import Body, join_parts
 from diloco.wire.entries import Record, RolledBack
 from diloco.wire.fields import Bits
-from diloco.wire.offers import Answer, Combination, Combined, Member, Offer
+from diloco.wire.offers import Answer, Member, Offer, RegionalMembers, RegionalOffer
 
 Vector = NDArray[np.float32]
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
@@ -150,7 +150,7 @@ def test_against_the_current_value_an_old_base_counts_as_moved() -> None:
 def combined(*items: Held, values: Vector) -> Held:
     """A version that a syncer has made of some learners' offers."""
     answers = [Answer.of(item.offer) for item in items if isinstance(item.offer, Offer)]
-    return Held(Combined(0, "syncer-2", 5, 6, 32, answers, BODY), quantise.quantise(values.copy(), 32))
+    return Held(RegionalOffer(0, "syncer-2", 5, 6, 32, answers, BODY), quantise.quantise(values.copy(), 32))
 
 
 def test_offers_averaged_in_their_region_first_weigh_as_much_as_each_by_itself() -> None:
@@ -230,7 +230,7 @@ def test_what_a_version_states() -> None:
     # the chain has not advanced, and takes the record
     assert replica.chain.version == 3
     replica.chain.check(record)
-    assert record.combined == []
+    assert record.regional_offers == []
 
 
 def test_a_version_names_all_members_of_a_combined_offer_and_how_they_came() -> None:
@@ -239,7 +239,7 @@ def test_a_version_names_all_members_of_a_combined_offer_and_how_they_came() -> 
     together = combined(items[0], items[2], values=vector(2, 4))
     record, _, _ = version(replica, vector(0, 0), settings_of(), together, items[1])
     assert [(member.learner, member.weight) for member in record.members] == [("ann", 10), ("bob", 10), ("cat", 10)]
-    assert record.combined == [Combination("syncer-2", 5, 6, [0, 2])]
+    assert record.regional_offers == [RegionalMembers("syncer-2", 5, 6, [0, 2])]
     assert record.tokens_merged == 1030
     replica.chain.check(record)
 

@@ -31,7 +31,7 @@ from diloco.wire.control import (
 from diloco.wire.entries import Claim, CommitNotice, Cursor, Genesis, Keyframe, Record, Repaired, RolledBack
 from diloco.wire.fields import Range
 from diloco.wire.framing import MAX_FRAME_BYTES, Message
-from diloco.wire.offers import Answer, Combination, Combined, Member, Offer, answer_bytes, members_bytes
+from diloco.wire.offers import Answer, Member, Offer, RegionalMembers, RegionalOffer, answer_bytes, members_bytes
 
 RUN = b"run-id.."
 COUNT = st.integers(0, 2**62)
@@ -58,13 +58,13 @@ ANSWERS = st.lists(ANSWER, min_size=1, max_size=3, unique_by=lambda answer: answ
 
 
 def some_combined(record: Record) -> st.SearchStrategy[Record]:
-    """The record, or one of which some members came as one combined offer."""
+    """The record, or one of which some members came as one regional offer."""
     count = len(record.members)
     if not count:
         return st.just(record)
     places = st.tuples(st.permutations(range(count)), st.integers(1, count)).map(lambda drawn: drawn[0][: drawn[1]])
-    combination = st.builds(Combination, NAME, COUNT, COUNT, places)
-    return st.lists(combination, max_size=1).map(lambda combined: msgspec.structs.replace(record, combined=combined))
+    combination = st.builds(RegionalMembers, NAME, COUNT, COUNT, places)
+    return st.lists(combination, max_size=1).map(lambda combined: msgspec.structs.replace(record, regional_offers=combined))
 
 
 ROLLED_BACK = st.builds(RolledBack, NUMBER, COUNT, NUMBER)
@@ -147,7 +147,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         RANGES,
         BODY,
     ),
-    Combined: st.builds(Combined, FRAGMENT, NAME, COUNT, NUMBER, BITS, ANSWERS, BODY),
+    RegionalOffer: st.builds(RegionalOffer, FRAGMENT, NAME, COUNT, NUMBER, BITS, ANSWERS, BODY),
     Record: st.builds(
         Record,
         FRAGMENT,
@@ -250,7 +250,7 @@ EXAMPLES: dict[type[Message], Message] = {
     CoordinatorHeartbeat: CoordinatorHeartbeat("coordinator", 1, False, "0.1.0"),
     Announcement: Announcement(3, 7, 1, "syncer-0", 0.25, False, 9, 24, [("eu", 8)]),
     Offer: Offer(3, "ann", 1, 2, (1, 1), 4, 3, b"b" * 32, 4, 5, 6, 7, [(2, 9, 5)], Body(8, b"c" * 32, 0, b"attempt.")),
-    Combined: Combined(
+    RegionalOffer: RegionalOffer(
         3,
         "syncer-0",
         1,
@@ -270,7 +270,7 @@ EXAMPLES: dict[type[Message], Message] = {
         syncer="syncer-0",
         previous=b"p" * 32,
         members=[Member("ann", 1, 2, 4, 3, 5, 6, 7, 8.5, [(2, 9, 5)])],
-        combined=[Combination("syncer-1", 5, 6, [0])],
+        regional_offers=[RegionalMembers("syncer-1", 5, 6, [0])],
         bits=4,
         learning_rate=0.5,
         momentum=0.9,
@@ -335,7 +335,7 @@ def test_there_and_back(message: Message, inline: bytes) -> None:
     assert again == message
     assert type(again) is type(message)
     assert body == inline
-    assert check == framing.check_of(message, RUN) == msgspec.msgpack.decode(frame)[5]
+    assert check == framing.hash_of(message, RUN) == msgspec.msgpack.decode(frame)[5]
 
 
 @pytest.mark.parametrize("cls", KINDS)
@@ -528,9 +528,9 @@ def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
         (Genesis, {"fragments": [b"0" * 31]}),
         (Claim, {"fragment": 4096}),
         (Claim, {"epoch": 0}),
-        (Claim, {"entry_check": b"short"}),
+        (Claim, {"entry_hash": b"short"}),
         (CommitNotice, {"sequence": -1}),
-        (CommitNotice, {"check": b""}),
+        (CommitNotice, {"entry_hash": b""}),
         (Genesis, {"founder": "ann\0"}),
     ],
 )
@@ -630,19 +630,19 @@ def test_an_inline_body_of_another_size_is_refused() -> None:
 
 
 def test_members_of_a_combined_offer_are_named_in_order_and_once() -> None:
-    combined = EXAMPLES[Combined]
-    assert isinstance(combined, Combined)
+    combined = EXAMPLES[RegionalOffer]
+    assert isinstance(combined, RegionalOffer)
     ann, bob = combined.members
     for members in ([bob, ann], [ann, ann], []):
         with pytest.raises(FormatError, match=r"members|length >= 1"):
-            framing.unpack(framed(fields_of(combined, members=members), "combined"), Combined, RUN)
+            framing.unpack(framed(fields_of(combined, members=members), "regional_offer"), RegionalOffer, RUN)
 
 
 @pytest.mark.parametrize("places", [[1], [0, 0], []])
 def test_a_record_says_once_at_most_of_each_of_its_members_how_it_came(places: list[int]) -> None:
     combination = ("syncer-1", 5, 6, places)
-    with pytest.raises(FormatError, match=r"combined|length >= 1"):
-        framing.unpack(framed(fields_of(EXAMPLES[Record], combined=[combination]), "record"), Record, RUN)
+    with pytest.raises(FormatError, match=r"regional_offers|length >= 1"):
+        framing.unpack(framed(fields_of(EXAMPLES[Record], regional_offers=[combination]), "record"), Record, RUN)
 
 
 def large_offer(learner: str, data: list[Range]) -> Offer:
@@ -651,28 +651,28 @@ def large_offer(learner: str, data: list[Range]) -> Offer:
 
 
 def test_what_fits_a_combined_offer_fits_a_record() -> None:
-    # so that no combined offer is too large to be merged
+    # so that no regional offer is too large to be merged
     data = [(share, 2**62 - 2**32, 2**32) for share in range(2**14 - 64, 2**14)]
     for count in (1, 3, 300):
         for ranges in ([], data):
             offers = [large_offer(f"{i:048}", ranges) for i in range(count)]
-            combined = Combined(0, "s" * 48, 2**62, 2**62, 4, [Answer.of(offer) for offer in offers], offers[0].body)
+            combined = RegionalOffer(0, "s" * 48, 2**62, 2**62, 4, [Answer.of(offer) for offer in offers], offers[0].body)
             assert members_bytes(combined) <= sum(map(answer_bytes, offers)) + 128
 
 
 def test_subjects_say_what_they_name() -> None:
     run = subjects.Subjects("r")
-    for head in (run.record(12), run.keyframe(12), run.offer(12, "ann"), run.combined(12, "syncer-0")):
+    for head in (run.record(12), run.keyframe(12), run.offer(12, "ann"), run.regional_offer(12, "syncer-0")):
         assert subjects.is_head(head)
         assert subjects.fragment_of(head) == 12
     assert subjects.sender_of(run.offer(12, "ann")) == "ann"
-    assert subjects.sender_of(run.combined(12, "syncer-0")) == "syncer-0"
+    assert subjects.sender_of(run.regional_offer(12, "syncer-0")) == "syncer-0"
     assert subjects.sender_of(run.record(12)) is None
     parts = [
         subjects.log_part(run.record(12), b"attempt.", 3),
         subjects.log_part(run.keyframe(12), b"attempt.", 3),
         subjects.offer_part(run.offer(12, "ann"), 3),
-        subjects.offer_part(run.combined(12, "ann"), 3),
+        subjects.offer_part(run.regional_offer(12, "ann"), 3),
     ]
     for part in parts:
         assert not subjects.is_head(part)

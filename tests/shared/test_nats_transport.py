@@ -57,15 +57,15 @@ async def test_a_service_is_alive_while_what_it_says_goes_out(make_server: MakeS
     transport.alive_file = tmp_path / "alive"
     try:
         assert not transport.alive_file.exists()
-        await transport.publish("pulse", b"")
+        await transport.publish("heartbeat", b"")
         os.utime(transport.alive_file, (1, 1))
-        await transport.publish("pulse", b"")
+        await transport.publish("heartbeat", b"")
         assert transport.alive_file.stat().st_mtime > 1
         server.kill()
         while transport.connected:
             await asyncio.sleep(0.01)
         os.utime(transport.alive_file, (1, 1))
-        await transport.publish("pulse", b"")  # it waits for the connection
+        await transport.publish("heartbeat", b"")  # it waits for the connection
         assert transport.alive_file.stat().st_mtime == 1
     finally:
         await transport.close()

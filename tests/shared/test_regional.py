@@ -37,7 +37,7 @@ class Region:
         chain = self.replica.chain
         record: Record = merging.make_marker(self.replica, "takeover", SETTINGS, syncer="s", now_s=0.0, epoch=epoch)
         self.fence = await self.log.writer.append_record(record, b"", [], self.fence)
-        chain.advance(record, framing.check_of(record, self.log.run), self.fence)
+        chain.advance(record, framing.hash_of(record, self.log.run), self.fence)
 
     async def claim(self, epoch: int, **lies: Any) -> None:
         """Store a claim behind whatever is the last message."""
@@ -82,7 +82,7 @@ async def test_a_claim_is_not_hidden_by_entries_that_its_claimant_has_brought_th
     assert await region.found() == (7, region.replica.chain.head, region.fence)
 
 
-@pytest.mark.parametrize("lies", [{}, {"entry_epoch": 2**62 - 1}, {"entry_check": b"x" * 32, "entry_version": 2**60}])
+@pytest.mark.parametrize("lies", [{}, {"entry_epoch": 2**62 - 1}, {"entry_hash": b"x" * 32, "entry_version": 2**60}])
 async def test_nobody_can_claim_what_nobody_else_could_claim_after(region: Region, lies: dict[str, Any]) -> None:
     await region.entry(1)
     await region.claim(2**62, **lies)
@@ -119,15 +119,15 @@ async def test_what_is_no_entry_and_no_notice_stops_no_owner(region: Region) -> 
     assert await log.region.last_notice(0) is None
     await region.entry(1)
     first = region.replica.chain.head
-    await garbage(names.notice(0))
+    await garbage(names.commit_notice(0))
     assert await log.region.last_notice(0) is None
     await log.region.notice(0, 0, 1, first, region.fence)
     region.fence = await garbage(names.record(0))
-    await garbage(names.notice(0))
+    await garbage(names.commit_notice(0))
     await region.entry(2)
     notice = await log.region.last_notice(0)
     assert notice is not None
-    assert notice.check == first
+    assert notice.entry_hash == first
     assert [p.entry_hash async for p in log.entries.stored(0, 1, region.fence)] == [first, region.replica.chain.head]
     assert await region.found() == (2, region.replica.chain.head, region.fence)
     await log.region.notice(0, 1, 2, region.replica.chain.head, region.fence)

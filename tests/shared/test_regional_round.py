@@ -24,7 +24,7 @@ from diloco.errors import ClaimError, UnmergeableError
 from diloco.wire.body import Body
 from diloco.wire.control import Announcement
 from diloco.wire.entries import Cursor, Record, RolledBack
-from diloco.wire.offers import Answer, Combination, Combined, Offer
+from diloco.wire.offers import Answer, Offer, RegionalMembers, RegionalOffer
 
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 RAW = np.zeros(0, np.uint8)
@@ -61,8 +61,8 @@ def names(held: tuple[HeldOffer, ...]) -> list[tuple[str, int]]:
 
 
 def version_of(number: int, *combined: int) -> Record:
-    """Version ``number``, in which own combined offers were merged."""
-    combinations = [Combination(*ME, own, [place]) for place, own in enumerate(combined)]
+    """Version ``number``, in which own regional offers were merged."""
+    combinations = [RegionalMembers(*ME, own, [place]) for place, own in enumerate(combined)]
     members: list[Any] = [None] * len(combined)
     return Record(
         0, "version", number, 0, "syncer-0", bytes(32), members, combinations, 4, 0.5, 0.0, 0, 0, hash_of(number), False,
@@ -313,7 +313,7 @@ class Region:
 
     learners: list[Learner]
     combining: list[RegionalRound]
-    sent: list[Combined] = field(default_factory=list)
+    sent: list[RegionalOffer] = field(default_factory=list)
 
 
 def interleave(seed: int, quorum: object, grace: float) -> list[Merge]:
@@ -346,7 +346,7 @@ def interleave(seed: int, quorum: object, grace: float) -> list[Merge]:
             combining.hear(announced(round_.version), now_s)
             members = [Answer.of(own.offer) for own in combining.poll(now_s)]
             if members:
-                region.sent.append(Combined(0, "syncer-1", 1, len(region.sent) + 1, 4, members, BODY))
+                region.sent.append(RegionalOffer(0, "syncer-1", 1, len(region.sent) + 1, 4, members, BODY))
         elif action == "deliver" and region.sent:
             round_.hold(Held(draw.choice(region.sent[-3:]), RAW))
         elif action == "single" and learner.mailbox:

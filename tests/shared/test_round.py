@@ -22,7 +22,7 @@ from diloco.wire.body import PART_BYTES, Body
 from diloco.wire.control import Heartbeat
 from diloco.wire.entries import Cursor, Record, RolledBack
 from diloco.wire.framing import MAX_FRAME_BYTES, pack
-from diloco.wire.offers import Answer, Combined, Member, Offer
+from diloco.wire.offers import Answer, Member, Offer, RegionalOffer
 
 BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
 RAW = np.zeros(0, np.uint8)
@@ -114,7 +114,7 @@ def commit(round_: Round, merge: Merge, now_s: float) -> None:
         syncer="syncer-0",
         previous=chain.head,
         members=members,
-        combined=[],
+        regional_offers=[],
         bits=4,
         learning_rate=0.5,
         momentum=0.0,
@@ -150,7 +150,7 @@ def test_a_round_is_due_when_the_quorum_took_h_steps() -> None:
 
 def test_a_round_is_due_too_when_nobody_takes_a_step_any_more() -> None:
     """Learners that wait for versions, ann for this fragment's and bob for another one's: neither would come."""
-    round_ = round_of("ann", "bob", step=STEPS - 1, **{"round.quorum": "all", "liveness.pulse_s": 0.5})
+    round_ = round_of("ann", "bob", step=STEPS - 1, **{"round.quorum": "all", "liveness.heartbeat_s": 0.5})
     round_.roster.hear(heartbeat("ann", STEPS, state="waiting"), 1.0)
     assert not round_.due(3.5, STEPS), "bob steps on"
     for learner, step in (("ann", STEPS), ("bob", STEPS - 1)):
@@ -903,8 +903,8 @@ def test_a_stated_step_time_lengthens_no_grace_window() -> None:
     assert round_.roster.step_s(now_s + 1) == 1.5  # the median of 1 and twice what was heard
 
 
-def combine(*offers: Offer, number: int = 1) -> Combined:
-    return Combined(0, "syncer-1", 1, number, 4, [Answer.of(offer) for offer in offers], BODY)
+def combine(*offers: Offer, number: int = 1) -> RegionalOffer:
+    return RegionalOffer(0, "syncer-1", 1, number, 4, [Answer.of(offer) for offer in offers], BODY)
 
 
 def hold_combined(round_: Round, *offers: Offer) -> str | None:
@@ -1026,10 +1026,12 @@ def interleave(seed: int, quorum: object, grace: float, staleness: int) -> list[
     now_s = 0.0
     for _ in range(1500):
         learner = draw.choice(learners)
-        action = draw.choices(["step", "pulse", "offer", "deliver", "apply", "tick", "restart"], [6, 6, 4, 6, 4, 12, 0.15])[0]
+        action = draw.choices(["step", "heartbeat", "offer", "deliver", "apply", "tick", "restart"], [6, 6, 4, 6, 4, 12, 0.15])[
+            0
+        ]
         if action == "step":
             learner.take_step()
-        elif action == "pulse":
+        elif action == "heartbeat":
             round_.roster.hear(learner.heartbeat(), now_s)
         elif action == "offer" and learner.steps:
             learner.offer(draw.randint(learner.version + 1, max(learner.version, round_.chain.version) + 1))

@@ -15,7 +15,7 @@ from diloco.control.shares import Claims, key_of
 from diloco.core import leases
 from diloco.core.leases import ClaimedShare, RoundRobin, ShareClaim
 from diloco.errors import FenceError
-from diloco.member.shares import PULSED_RANGES, LeaseClient
+from diloco.member.shares import HEARTBEAT_RANGES, LeaseClient
 from diloco.process.observe import Counted, Logger
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
@@ -248,11 +248,11 @@ async def test_a_server_that_lost_claims_is_read_anew(run: Run, bucket: Keys) ->
 
 async def test_a_heartbeat_tells_the_newest_ranges_each_whole(run: Run) -> None:
     ann = learner(run, "ann")
-    for share in range(PULSED_RANGES + 4):
+    for share in range(HEARTBEAT_RANGES + 4):
         for batch in range(3):
             ann.book(share, batch, 16)
     ann.book(2, 3, 16)
-    expected = [(2, 0, 4)] + [(share, 0, 3) for share in range(5, PULSED_RANGES + 4)]
+    expected = [(2, 0, 4)] + [(share, 0, 3) for share in range(5, HEARTBEAT_RANGES + 4)]
     assert ann.trained() == expected
     ann.book(2, 9, 16)  # leased again, further on
     assert ann.trained()[0] == (2, 9, 1)

@@ -20,24 +20,24 @@ from diloco.errors import RunError
 from diloco.member import state
 
 RUN = b"\x01" * 8
-BOOKS: dict[str, Any] = {"step": 12, "fragments": [{"after": [1, 2], "data": [[0, 3, 4]]}], "loss": 0.1}
+ACCOUNTS: dict[str, Any] = {"step": 12, "fragments": [{"after": [1, 2], "data": [[0, 3, 4]]}], "loss": 0.1}
 ARRAYS: dict[str, NDArray[Any]] = {
     "params/w": np.arange(12, dtype=np.float32).reshape(3, 4),
     "optimizer/count": np.array(7, np.int32),
-    "books/0/body": np.arange(5, dtype=np.uint8),
-    "books/0/none": np.empty((0, 3), np.float32),
+    "accounts/0/body": np.arange(5, dtype=np.uint8),
+    "accounts/0/none": np.empty((0, 3), np.float32),
 }
 
 
-def save(path: Path, previous: Path | None = None, **books: Any) -> state.Saved:
-    return state.save(path, RUN, "learner-0", BOOKS | books, ARRAYS, previous)
+def save(path: Path, previous: Path | None = None, **accounts: Any) -> state.Saved:
+    return state.save(path, RUN, "learner-0", ACCOUNTS | accounts, ARRAYS, previous)
 
 
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "learner-0.safetensors"
     saved = save(path)
     loaded = state.load(path, RUN, "learner-0")
-    assert loaded.books == BOOKS
+    assert loaded.accounts == ACCOUNTS
     assert loaded.digest == saved.digest
     assert loaded.arrays.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
@@ -69,8 +69,8 @@ def test_the_one_before_is_kept(tmp_path: Path) -> None:
     path, previous = state.generations(tmp_path, "learner-0")
     for step in (1, 2, 3):
         save(path, previous, step=step)
-    assert state.load(path, RUN, "learner-0").books["step"] == 3
-    assert state.load(previous, RUN, "learner-0").books["step"] == 2
+    assert state.load(path, RUN, "learner-0").accounts["step"] == 3
+    assert state.load(previous, RUN, "learner-0").accounts["step"] == 2
     assert sorted(file.name for file in path.parent.iterdir()) == ["learner-0.previous.safetensors", "learner-0.safetensors"]
 
 
@@ -84,7 +84,7 @@ def test_a_full_disk_leaves_the_one_before_whole(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         save(path, previous, step=2)
-    assert state.load(path, RUN, "learner-0").books["step"] == 1
+    assert state.load(path, RUN, "learner-0").accounts["step"] == 1
     assert [file.name for file in path.parent.iterdir()] == ["learner-0.safetensors"]
 
 
@@ -101,7 +101,7 @@ def test_damage_anywhere_is_named(tmp_path: Path) -> None:
         except RunError:
             refused += 1
         else:  # a bit that makes no difference, as in the padding of the header
-            assert loaded.books == BOOKS
+            assert loaded.accounts == ACCOUNTS
             for name, array in ARRAYS.items():
                 np.testing.assert_array_equal(loaded.arrays[name], array, strict=True)
     assert refused > 0.95 * len(good) / 3
@@ -132,8 +132,8 @@ def test_foreign_ones_are_refused(tmp_path: Path) -> None:
 
 def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.safetensors"
-    monkeypatch.setattr(state, "FORMAT", "diloco-learner-1")
+    monkeypatch.setattr(state, "FORMAT", "diloco-learner-2")
     save(path)
     monkeypatch.undo()
-    with pytest.raises(RunError, match="its format is 'diloco-learner-1', expected 'diloco-learner-2'"):
+    with pytest.raises(RunError, match="its format is 'diloco-learner-2', expected 'diloco-learner-3'"):
         state.load(path, RUN, "learner-0")

@@ -24,7 +24,7 @@ from diloco.settings.run import RunSettings
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES, Body
 from diloco.wire.entries import Genesis, Keyframe, Record, RolledBack
-from diloco.wire.offers import Answer, Combined, Member, Offer
+from diloco.wire.offers import Answer, Member, Offer, RegionalOffer
 from diloco.wire.subjects import Subjects
 
 Vector = NDArray[np.float32]
@@ -144,10 +144,10 @@ class Reference:
         self.wrong_heads: set[tuple[int, int]] = set()  # by fragment: keyframes that stand after one
         self.rewound = False
         self.lost: set[tuple[int, bytes]] = set()  # by fragment: entries and states of versions that were stored, and lost
-        self.combined: dict[tuple[int, str, int, int], tuple[Combined, Vector]] = {}
+        self.combined: dict[tuple[int, str, int, int], tuple[RegionalOffer, Vector]] = {}
         self.claims: dict[str, leases.ShareClaim] = {}  # to data shares, by learner
         self._archive: set[tuple[int, str, int, int]] = set()
-        self._archived_combined: set[tuple[int, str, int, int]] = set()
+        self._archived_regional_offer: set[tuple[int, str, int, int]] = set()
         self._trained: dict[tuple[str, int], set[tuple[int, int]]] = {}  # by process: shares and batches
         self._parts: dict[bytes, dict[int, bytes]] = {}
         self._genesis: dict[tuple[int, bytes], tuple[Vector, Vector]] = {}
@@ -246,9 +246,9 @@ class Reference:
         its = log.has(offer.base_version, offer.base_hash) or (offer.fragment, offer.base_hash) in self.lost | self.wrong
         demand(its, f"{what}: its base is not the log's {offer.base_version}")
 
-    def see_combined(self, combined: Combined, inline: bytes) -> str:
-        """Look at a combined offer: it is what its members' offers are merged to, as far as that can be said exactly."""
-        what = f"combined offer {combined.number} of {combined.syncer}, fragment {combined.fragment}"
+    def see_combined(self, combined: RegionalOffer, inline: bytes) -> str:
+        """Look at a regional offer: it is what its members' offers are merged to, as far as that can be said exactly."""
+        what = f"regional offer {combined.number} of {combined.syncer}, fragment {combined.fragment}"
         values = -decode(self._body(combined.body, inline), self.logs[combined.fragment].theta.size, combined.bits)
         expected, total = np.zeros_like(values), sum(member.tokens for member in combined.members)
         for member in combined.members:
@@ -264,16 +264,16 @@ class Reference:
         return f"{what}: {', '.join(f'{m.learner}/{m.number} to {m.round}' for m in combined.members)}"
 
     def _see_archived(self, data: bytes) -> str:
-        if framing.kind_of(data) == Combined.kind:
-            combined, _, inline = framing.unpack(data, Combined, self.run)
+        if framing.kind_of(data) == RegionalOffer.kind:
+            combined, _, inline = framing.unpack(data, RegionalOffer, self.run)
             identity = (combined.fragment, combined.syncer, combined.incarnation, combined.number)
-            what = f"archived combined offer {combined.number} of {combined.syncer}, fragment {combined.fragment}"
+            what = f"archived regional offer {combined.number} of {combined.syncer}, fragment {combined.fragment}"
             demand(identity in self.combined, f"{what}: was never made")
             values = -decode(self._body(combined.body, inline), self.logs[combined.fragment].theta.size, combined.bits)
             known, its = self.combined[identity]
             same = msgspec.structs.replace(combined, body=known.body) == known and np.array_equal(values, its)
             demand(same, f"{what}: another one than was made")
-            self._archived_combined.add(identity)
+            self._archived_regional_offer.add(identity)
             return what
         offer, _, inline = framing.unpack(data, Offer, self.run)
         identity = (offer.fragment, offer.learner, offer.incarnation, offer.number)
@@ -420,14 +420,14 @@ class Reference:
             log.theta, log.momentum = fold(log.theta, log.momentum, delta, record.learning_rate, record.momentum)
 
     def _see_combinations(self, record: Record, what: str) -> set[str]:
-        """The learners whose offers came as combined ones, each of which was stored and is whole in this version."""
+        """The learners whose offers came as regional ones, each of which was stored and is whole in this version."""
         together: set[str] = set()
-        for combination in record.combined:
-            identity = (record.fragment, combination.syncer, combination.incarnation, combination.number)
-            named = f"{what}: combined offer {combination.number} of {combination.syncer}"
+        for group in record.regional_offers:
+            identity = (record.fragment, group.syncer, group.incarnation, group.number)
+            named = f"{what}: regional offer {group.number} of {group.syncer}"
             demand(identity in self.combined, f"{named} was never stored")
-            demand(not self.archived or identity in self._archived_combined, f"{named}: merged, and not in the archive")
-            members: list[Member] = [record.members[place] for place in combination.members]
+            demand(not self.archived or identity in self._archived_regional_offer, f"{named}: merged, and not in the archive")
+            members: list[Member] = [record.members[place] for place in group.members]
             merged = [(member.learner, member.incarnation, member.number) for member in members]
             made = [(m.learner, m.incarnation, m.number) for m in self.combined[identity][0].members]
             demand(merged == made, f"{named}: merged as {merged}, made of {made}")
@@ -519,7 +519,7 @@ class Reference:
         ``accounts``: by fragment the version applied, and tokens in all, merged not yet, and lost.
         """
         for index, (version, processed, held, lost) in enumerate(accounts):
-            what = f"{learner}'s state for the mark {marked}, fragment {index}"
+            what = f"{learner}'s state for the marker {marked}, fragment {index}"
             # a mark may name versions that a server has lost meanwhile: nobody waits for those
             at_the_cut = version == marked[index] or self.rewound or not exact
             demand(version >= marked[index] and at_the_cut, f"{what}: is at version {version}")

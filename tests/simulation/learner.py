@@ -66,8 +66,8 @@ class Learner:
         self.leave_by_s: float | None = None
         self.saving = False
         self.member: Member | None = None
-        self.mark: tuple[int, bool] | None = None  # the newest mark's number, and whether it came before its versions did
-        self.marking = False  # a state that a mark asked for is being saved
+        self.marker: tuple[int, bool] | None = None  # the newest marker's number, and whether it came before its versions did
+        self.marking = False  # a state that a marker asked for is being saved
 
     async def serve(self) -> None:
         """Join the run, and train to its end or until asked to stop."""
@@ -123,8 +123,8 @@ class Learner:
             member.submit(index, lambda snapshot=snapshot: snapshot)  # type: ignore[misc]
 
     def _write(self, index: int, applied: Apply, version: int | None) -> None:
-        if applied.reset and self.mark is not None:
-            self.mark = self.mark[0], False  # what was between was never seen
+        if applied.reset and self.marker is not None:
+            self.marker = self.marker[0], False  # what was between was never seen
         new = applied.theta.copy()
         if applied.reference is not None:
             new += np.float32(applied.factor) * (self.values[index] - applied.reference)
@@ -148,20 +148,20 @@ class Learner:
     # ---- its disk, and its peers
 
     def _look_for_mark(self, member: Member) -> None:
-        mark = member.learner.marks.mark
-        if mark is not None and (self.mark is None or self.mark[0] != mark.number):
-            self.mark = mark.number, all(own <= cut for own, cut in zip(member.versions(), mark.versions, strict=True))
+        marker = member.learner.markers.marker
+        if marker is not None and (self.marker is None or self.marker[0] != marker.number):
+            self.marker = marker.number, all(own <= cut for own, cut in zip(member.versions(), marker.versions, strict=True))
 
     def _keep(self, member: Member) -> None:
-        """Save the state now and then, and when a mark asks for it; lend the optimizer's to who asks for that."""
-        mark = member.mark_due()
-        if mark is not None and not self.marking and member.dump() is not None:
-            member.note_copied(mark)
+        """Save the state now and then, and when a marker asks for it; lend the optimizer's to who asks for that."""
+        marker = member.marker_due()
+        if marker is not None and not self.marking and member.dump() is not None:
+            member.note_copied(marker)
             self.marking = True
             # versions of several fragments come to a region in another order than they were made
-            exact = self.mark == (mark.number, True) and self.world.regional is None
-            self.world.check_marked(self.name, member, mark.versions, exact)
-            answer = MarkerAnswer(self.name, mark.number, member.step, member.versions(), 1, bytes(32))
+            exact = self.marker == (marker.number, True) and self.world.regional is None
+            self.world.check_marked(self.name, member, marker.versions, exact)
+            answer = MarkerAnswer(self.name, marker.number, member.step, member.versions(), 1, bytes(32))
             self.process.loop.call_later(SAVE_S * self.process.rng.random(), self._answer, member, answer)
         if member.lender.wanted:
             self.world.lent[self.name, member.step] = self.optimizer.copy()
@@ -172,11 +172,11 @@ class Learner:
         if dump is not None:
             self.saving = True
             copied = [values.copy() for values in self.values]
-            # the books' arrays are copied as late as a thread that writes them may come to them
+            # the accounts' arrays are copied as late as a thread that writes them may come to them
             self.process.loop.call_later(SAVE_S * self.process.rng.random(), self._save, dump, copied, dict(self.applied))
 
     def _answer(self, member: Member, answer: MarkerAnswer) -> None:
-        member.answer_mark(answer)
+        member.answer_marker(answer)
         self.marking = False
 
     def _save(self, dump: Dump, values: list[Vector], applied: dict[int, int]) -> None:

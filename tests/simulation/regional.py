@@ -15,7 +15,7 @@ from tests.simulation.invariants import Reference, Writer, demand
 
 from diloco.wire import framing
 from diloco.wire.entries import Claim, CommitNotice, Keyframe, Record
-from diloco.wire.offers import Combined
+from diloco.wire.offers import RegionalOffer
 
 
 @dataclass
@@ -56,18 +56,18 @@ class Regional:
             if framing.kind_of(data) == Claim.kind:
                 return self._see_claim(region, data)
             return self._see_entry(region, data, sequence, writer)
-        elif token == "notice":
+        elif token == "commit_notice":
             return self._see_notice(region, data)
         elif subject.split(".")[2] == "delta" and token == "head":
             self._homes[subject.split(".")[4]] = region
-        elif subject.split(".")[2] == "combined" and token == "head":
+        elif subject.split(".")[2] == "regional" and token == "head":
             return self._see_combined(region, data)
         elif subject.split(".")[2] == "keyframe" and token == "head" and reference.logs:
             return self._see_keyframe(region, data, sequence)
         return reference.observe(subject, data, sequence, writer)
 
     def _see_combined(self, region: str, data: bytes) -> str:
-        combined, _, inline = framing.unpack(data, Combined, self.reference.run)
+        combined, _, inline = framing.unpack(data, RegionalOffer, self.reference.run)
         for member in combined.members:
             home = self._homes.get(member.learner)
             demand(home == region, f"{combined.syncer} in {region} combines an offer of {member.learner}, who is in {home}")
@@ -82,34 +82,34 @@ class Regional:
         return f"{what}, epoch {claim.epoch}"
 
     def _see_entry(self, region: str, data: bytes, sequence: int, writer: Writer) -> str:
-        record, check, _ = framing.unpack(data, Record, self.reference.run)
+        record, entry_hash, _ = framing.unpack(data, Record, self.reference.run)
         kept = self._kept[region, record.fragment]
         kept.epoch = max(kept.epoch, record.epoch)
-        kept.entries[check] = sequence
-        self._entries.setdefault(check, (record, data, writer))
+        kept.entries[entry_hash] = sequence
+        self._entries.setdefault(entry_hash, (record, data, writer))
         return f"{record.entry} of fragment {record.fragment}, version {record.version}, epoch {record.epoch}"
 
     def _see_notice(self, region: str, data: bytes) -> str:
         notice, _, _ = framing.unpack(data, CommitNotice, self.reference.run)
         index, what = notice.fragment, f"notice of fragment {notice.fragment}, version {notice.version}, epoch {notice.epoch}"
         kept = self._kept[region, index]
-        demand(kept.entries.get(notice.check) is not None, f"{what}: {region} does not hold the entry")
-        self._commit(index, notice.check, what)
-        if (index, notice.check) not in self.reference.wrong:
+        demand(kept.entries.get(notice.entry_hash) is not None, f"{what}: {region} does not hold the entry")
+        self._commit(index, notice.entry_hash, what)
+        if (index, notice.entry_hash) not in self.reference.wrong:
             kept.version = max(kept.version, notice.version)
         return what
 
-    def _commit(self, index: int, check: bytes, what: str) -> None:
+    def _commit(self, index: int, entry_hash: bytes, what: str) -> None:
         """Somebody goes by an entry: a majority must have it, and all that leads up to it."""
-        holders = [name for name in self.regions if check in self._kept[name, index].entries]
+        holders = [name for name in self.regions if entry_hash in self._kept[name, index].entries]
         demand(len(holders) > len(self.regions) // 2, f"{what}: only {holders} hold the entry")
         path, log = [], self.reference.logs[index]
-        while check not in self._committed and check != log.head:
-            demand(check in self._entries, f"{what}: does not follow what was committed")
-            path.append(check)
-            check = self._entries[check][0].previous
+        while entry_hash not in self._committed and entry_hash != log.head:
+            demand(entry_hash in self._entries, f"{what}: does not follow what was committed")
+            path.append(entry_hash)
+            entry_hash = self._entries[entry_hash][0].previous
         if path:
-            demand(check == log.head, f"{what}: a fork: it follows what others have followed")
+            demand(entry_hash == log.head, f"{what}: a fork: it follows what others have followed")
         for name in reversed(path):
             record, frame, writer = self._entries[name]
             self.reference.see_record(frame, 0, writer)
@@ -136,6 +136,6 @@ class Regional:
         left = [entry for head, entry in kept.keyframes if head in heads][-wanted:]
         demand(len(left) >= min(wanted, len(kept.keyframes)), f"fragment {fragment}, {region}: keyframes left: {left}")
         if left:
-            committed = [sequence for check, sequence in kept.entries.items() if check in self._committed]
+            committed = [sequence for entry_hash, sequence in kept.entries.items() if entry_hash in self._committed]
             missing = [sequence for sequence in committed if sequence > min(left) and sequence not in heads]
             demand(not missing, f"fragment {fragment}, {region}: entries {missing} after a keyframe were dropped")

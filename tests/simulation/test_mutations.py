@@ -15,7 +15,7 @@ from tests.simulation.play import play
 from diloco.core import claims, excess, leases, merging
 from diloco.core.chain import Chain
 from diloco.core.delta import Apply, Carried, DeltaState, DeltaValues
-from diloco.core.marks import Marks
+from diloco.core.markers import Markers
 from diloco.core.round import Round
 from diloco.log.follower import Copy
 from diloco.log.writer import Writer
@@ -72,7 +72,7 @@ def restored_displacement_kept(patch: Patch) -> None:
     def trusting(self: DeltaState, chain: Chain, **invalid: Any) -> Carried:
         if chain.cursor(self.learner) != self.after:
             self.after = chain.cursor(self.learner)
-            self.outstanding.clear()
+            self.pending.clear()
         return reload(self, chain, **invalid)
 
     patch.setattr(DeltaState, "reload", trusting)
@@ -83,7 +83,7 @@ def merged_displacement_kept(patch: Patch) -> None:
 
     def kept(self: DeltaState, version: int, identity: tuple[int, int], answered: int) -> Carried:
         self.after = identity
-        self.outstanding.clear()
+        self.pending.clear()
         return self._missed(version)
 
     patch.setattr(DeltaState, "_merged", kept)
@@ -163,9 +163,9 @@ def restored_over_another_incarnation(patch: Patch) -> None:
 
     def trusting(self: DeltaState, chain: Chain, **invalid: Any) -> Carried:
         merged = chain.cursor(self.learner)
-        if merged[0] != self.after[0] and merged[0] not in {offer.stated.incarnation for offer in self.outstanding}:
+        if merged[0] != self.after[0] and merged[0] not in {offer.stated.incarnation for offer in self.pending}:
             self.after = merged
-            self.outstanding.clear()
+            self.pending.clear()
         return reload(self, chain, **invalid)
 
     patch.setattr(DeltaState, "reload", trusting)
@@ -199,8 +199,8 @@ def newcomer_carries_over(patch: Patch) -> None:
 
 
 def marks_not_waited_for(patch: Patch) -> None:
-    """A learner applies versions beyond a mark before its state has been copied."""
-    patch.setattr(Marks, "may_apply", lambda self, version, fragments: True)
+    """A learner applies versions beyond a marker before its state has been copied."""
+    patch.setattr(Markers, "may_apply", lambda self, version, fragments: True)
 
 
 def not_archived(patch: Patch) -> None:
@@ -267,19 +267,19 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (no_fence, "does not follow|never taken the fragment over|is closed|is not over|no version of the log"),
     (cursors_unchecked, "merged before|made without knowing|merged twice|nobody could read"),
     (epoch_not_raised, "expected version and epoch"),
-    (restored_displacement_kept, "merged twice|states .* holds|tokens processed|for the mark"),
-    (merged_displacement_kept, "merged twice|states .* holds|tokens processed|for the mark"),
+    (restored_displacement_kept, "merged twice|states .* holds|tokens processed|for the marker"),
+    (merged_displacement_kept, "merged twice|states .* holds|tokens processed|for the marker"),
     (identifiers_begin_again, "names two messages"),
     (takeover_without_record, "never taken the fragment over"),
     (own_parameters_trusted, "holds"),
     (lost_tokens_forgotten, "tokens processed"),
     (keyframe_without_cursors, "cursors"),
     (late_founders, "after genesis"),
-    (restored_over_another_incarnation, "merged twice|states .* holds|tokens processed|for the mark"),
+    (restored_over_another_incarnation, "merged twice|states .* holds|tokens processed|for the marker"),
     (positions_forgotten, "is freed at batch"),
     (purged_too_far, "keyframes are left|were dropped"),
     (newcomer_carries_over, "holds"),
-    (marks_not_waited_for, "for the mark"),
+    (marks_not_waited_for, "for the marker"),
     (not_archived, "not in the archive"),
     (islands_of_one_batch, "an honest learner is refused: .* states what cannot be"),
     (slow_learners_alone, "an honest learner is refused: .* steps since genesis"),

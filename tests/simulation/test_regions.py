@@ -70,7 +70,7 @@ def test_where_offers_are_merged_in_their_regions_nothing_is_lost_nor_merged_twi
     for kind in (*(f"fault {kind}" for kind in FAULTS_APART), *happens):
         assert total[kind] > len(seeds) / 25, f"{kind} hardly ever happens: {total}"
     # learners' own offers cross where their region has no syncer for a while
-    assert 0 < total["delta crossed"] < total["combined crossed"] / 2
+    assert 0 < total["delta crossed"] < total["regional crossed"] / 2
 
 
 def test_an_offer_that_a_region_combined_too_late_for_its_round_is_merged_later() -> None:
@@ -115,7 +115,7 @@ def _members_pass(patch: Patch) -> None:
 
 
 def held_beside_one_another(patch: Patch) -> None:
-    """A combined offer does not replace what is held of its members."""
+    """A regional offer does not replace what is held of its members."""
     hold = Round.hold
 
     def beside(self: Round, held: Held) -> str | None:
@@ -136,7 +136,7 @@ def left_over_twice(patch: Patch) -> None:
 
 
 def of_the_heaviest(patch: Patch) -> None:
-    """A combined offer weighs as much as one learner's."""
+    """A regional offer weighs as much as one learner's."""
     patch.setattr(merging, "sum", max, raising=False)
 
 

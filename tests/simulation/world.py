@@ -59,7 +59,7 @@ RESTART_S = (0.1, 3.0)
 CLOCKS_S, SKEW_S = 1.0, 0.5  # servers' clocks may differ by so much, and do so from the true time
 MIN_STEP_S = 0.04  # granted: the fastest learner's steps take a little longer on average
 AUTHORITY = NatsKey.from_seed("SUAACAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAN7EY")  # of 32 bytes 1
-MARKS, MARK_EVERY_S = 5, 0.2  # so often, and so far apart, is a mark said
+MARKERS, MARKER_EVERY_S = 5, 0.2  # so often, and so far apart, is a marker said
 SILENCE_S = 3.0  # of the server, and an append is tried again: sooner than in earnest, virtual time is not for nothing
 UNPACKED = 256  # frames that are remembered, since all who hear one look at the same bytes
 
@@ -74,7 +74,7 @@ SMALL: dict[str, Any] = {
     "codec.offer_bits": 32,
     "codec.record_bits": 32,
     "log.keyframe_factor": 4.0,
-    "liveness.pulse_s": 0.25,
+    "liveness.heartbeat_s": 0.25,
     "liveness.dead_s": 2.0,
     "liveness.lease_s": 1.5,
     "carry.overlap": 1.0,
@@ -397,7 +397,7 @@ class World(virtual.World):
         self.away: set[str] = set()  # servers
         self.apart: set[str] = set()  # regions that are cut off from the others
         self.parted: set[str] = set()  # those whose servers are, though all hear each other
-        self.marks = 0
+        self.markers = 0
         self.leaders: dict[tuple[int, int], str] = {}  # by rewinds and revision of the key
         self.lent: dict[tuple[str, int], NDArray[np.float32]] = {}
         self.subjects = Subjects(RUN)
@@ -648,13 +648,13 @@ class World(virtual.World):
         """A checkpoint of the whole run is taken."""
         if self._is_ending():
             return
-        self.marks += 1
-        mark = SnapshotMarker(self.marks, list(self.reference.versions().values()))
+        self.markers += 1
+        marker = SnapshotMarker(self.markers, list(self.reference.versions().values()))
         region = self.rng.choice(REGIONS) if self.regional else CONTROL
-        self.note("world", f"mark {mark.versions}")
-        data = framing.pack(mark, self.reference.run)
-        for repeat in range(MARKS):
-            self.later(MARK_EVERY_S * repeat, self.publish, Message(self.subjects.mark, data, lambda answer: None), region)
+        self.note("world", f"marker {marker.versions}")
+        data = framing.pack(marker, self.reference.run)
+        for repeat in range(MARKERS):
+            self.later(MARKER_EVERY_S * repeat, self.publish, Message(self.subjects.marker, data, lambda answer: None), region)
 
     def _order_back(self, rng: random.Random) -> None:
         """Somebody orders the run back to an earlier version."""

@@ -39,7 +39,7 @@ class Reads:
 
     transport: Way = field(default_factory=Way)
     learners: set[str] = field(default_factory=set)
-    combined: bool = False
+    regional: bool = False
 
 
 @dataclass
@@ -127,7 +127,7 @@ def test_learners_whose_offers_are_combined_cross_as_one() -> None:
     watch = Watch()
     watch.eu.learners = {"eva", "ann"}
     alone, _ = watch.links.see(cast(Regions, watch.regions), "eu", {"eva", "ann"}, 0.0)
-    watch.eu.combined = True
+    watch.eu.regional = True
     combined, _ = watch.links.see(cast(Regions, watch.regions), "eu", {"eva", "ann"}, 0.0)
     assert (alone.values, combined.values) == (2 * SIZE, SIZE)
 

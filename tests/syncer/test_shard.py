@@ -49,7 +49,7 @@ async def test_messages_that_do_not_fit_are_counted_by_sender_and_kind(link: Nat
             for subject, message in (
                 (subjects.shard("eve"), shard_heartbeat("eve", 1, fragments=[2])),
                 (subjects.heartbeat("ann"), heartbeat("ann", 1, steps=[1])),
-                (subjects.mark, SnapshotMarker(1, [0, 0, 0])),
+                (subjects.marker, SnapshotMarker(1, [0, 0, 0])),
             ):
                 await link.publish(subject, framing.pack(message, run))
             await link.publish(subjects.heartbeat("bob"), b"nothing of ours")
@@ -58,7 +58,7 @@ async def test_messages_that_do_not_fit_are_counted_by_sender_and_kind(link: Nat
     assert [reason for reason in reasons if "fragments" in reason] == [
         "heartbeat of ann has 2, 1, 2, 2 values, the run has 2 fragments",
         "heartbeat of eve names fragments that the run does not have",
-        "mark 1 names 3 fragments, not 2",
+        "marker 1 names 3 fragments, not 2",
     ]
 
 
@@ -67,7 +67,7 @@ async def test_a_snapshot_marker_has_the_residuals_of_its_versions_kept_once(lin
         store, run = begun.context.store, begun.context.run.identity
         shard.owned[0].copy.keyframe_version = -1  # as if the newest keyframe were of another version
         for _ in range(2):
-            await link.publish(store.subjects.mark, framing.pack(SnapshotMarker(1, [0, 7]), run))
+            await link.publish(store.subjects.marker, framing.pack(SnapshotMarker(1, [0, 7]), run))
         await until(lambda: shard.owned[0].has_keyframe)
         assert len(await store.reader.keyframe_sequences(0)) == 2
         assert len(await store.reader.keyframe_sequences(1)) == 1

@@ -109,7 +109,7 @@ class _Member:
         return protocol
 
     def begin(self) -> None:
-        heartbeat_us = micros(self.settings.liveness.pulse_s)
+        heartbeat_us = micros(self.settings.liveness.heartbeat_s)
         for begin_us, end_us in self.up.cuts:
             told_us = max(0, (begin_us - self.up.delay_us - 1) // heartbeat_us * heartbeat_us)
             self._note_absence(0, told_us, -(-end_us // heartbeat_us) * heartbeat_us)
@@ -137,7 +137,7 @@ class _Member:
         """Know the near future, and when the learner counts as gone in it; forget the past."""
         self.steps.forget(now_us - self.up.delay_us)
         self.steps.extend(now_us + AHEAD_US)
-        heartbeat_us = micros(self.settings.liveness.pulse_s)
+        heartbeat_us = micros(self.settings.liveness.heartbeat_s)
         for stretch, (begin_us, end_us) in self.steps.silences:
             last_us = max(stretch.start_us, (begin_us - 1) // heartbeat_us * heartbeat_us)
             if stretch.kind == "stepping":
@@ -170,7 +170,7 @@ class _Member:
 
     def _heard_us(self, at_us: int) -> int:
         """Return when the syncer hears of a boundary: by the first heartbeat from then on that passes the link."""
-        heartbeat_us = micros(self.settings.liveness.pulse_s)
+        heartbeat_us = micros(self.settings.liveness.heartbeat_s)
         while (arrives_us := self.up.tell(at_us)) is None:
             passes_us = self.up.open_us(self.up.open_us(at_us) + self.up.delay_us) - self.up.delay_us
             at_us = -(-max(self.up.open_us(at_us), passes_us) // heartbeat_us) * heartbeat_us

@@ -27,7 +27,7 @@ from diloco_ops.failures import Failure, Tape
 
 CUT = "cut"
 KINDS = (*get_args(FaultKind), CUT)
-OTHERS = ("syncer", "coordinator", "evaluator", "nats", "link", "pulses", "rounds", "offers", "records", "log")
+OTHERS = ("syncer", "coordinator", "evaluator", "nats", "link", "heartbeats", "rounds", "offers", "records", "log")
 
 
 @dataclass

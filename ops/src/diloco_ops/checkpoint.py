@@ -9,7 +9,7 @@ waits for anything.
 Offers in flight need no recording: an offer is cumulative and its work is in its learner's value until a version merges it,
 and which of a learner's offers are merged at the cut stands in the log's cursors. So offers are not in a checkpoint.
 
-A learner may have gone beyond the cut when the mark reaches it. Then the mark is repeated with a newer vector, some times;
+A learner may have gone beyond the cut when the marker reaches it. Then the marker is repeated with a newer vector, some times;
 after that the state is taken as it is, and the part that belongs to later versions is lost, and counted, when it is resumed.
 
 Files: ``manifest.json`` (written last: without it a folder is no checkpoint), ``log.snapshot``, ``bucket.snapshot`` and
@@ -54,25 +54,25 @@ from diloco_ops.run_reader import RunReader
 from diloco_report.units import duration, size
 
 FORMAT = "diloco-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 FOLDER = "whole"  # of a run's directory, where its checkpoints are
 MAX_MANIFEST_BYTES = 64 << 20
 
 MAX_AHEAD = 1_000_000  # of the numbers of checkpoints whose folders were deleted
 HEAR_S = 1.2  # beyond two heartbeats: the time in which each living learner is heard
-MARK_EVERY_S = 0.2  # a mark is not stored, and may be lost
-MARK_TIMEOUT_S = 60.0  # longer than a step, and than saving a large state
+MARKER_EVERY_S = 0.2  # a marker is not stored, and may be lost
+MARKER_TIMEOUT_S = 60.0  # longer than a step, and than saving a large state
 ATTEMPTS = 4
 COPY_BYTES = 1 << 20
 
 
 class Cut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where one fragment's log stands: its last entry's version, place in the stream and check (0 and zeros: there is none)."""
+    """Where one fragment's log stands: its last entry's version, place in the stream and hash (0 and zeros: there is none)."""
 
     version: int
     sequence: int
-    check: str
+    entry_hash: str
 
 
 class SavedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,11 +114,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log: SavedStream
     bucket: SavedStream
     learners: dict[MemberName, SavedLearner]
-    check: str  # BLAKE3 of this manifest as JSON with an empty check
+    hash: str  # BLAKE3 of this manifest as JSON with an empty hash
 
-    def hash(self) -> str:
-        """Return the value that ``check`` must have."""
-        return blake3(msgspec.json.encode(msgspec.structs.replace(self, check=""))).hexdigest()
+    def right_hash(self) -> str:
+        """Return the value that ``hash`` must have."""
+        return blake3(msgspec.json.encode(msgspec.structs.replace(self, hash=""))).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -162,13 +162,16 @@ def load(path: Path) -> Checkpoint:
         if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise RunError(f"{file}: is no manifest of a checkpoint")
         if head.get("version") != VERSION:
-            raise RunError(f"{file}: has format version {head.get('version')!r}, this diloco reads {VERSION}")
+            raise RunError(
+                f"{file}: made by version {head.get('made_by')} of diloco (format {head.get('version')}); this is "
+                f"{__version__} (format {VERSION}): go on from it with the version that made it"
+            )
         manifest = msgspec.json.decode(text, type=Manifest)
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{path}: is no checkpoint, or one that was never finished (it has no {MANIFEST})") from None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RunError(f"{file}: damaged: {error}") from None
-    if manifest.check != manifest.hash():
+    if manifest.hash != manifest.right_hash():
         raise RunError(f"{file}: damaged: its content does not have the hash that it states")
     names = [manifest.log.saved.file, manifest.bucket.saved.file, *(x.saved.file for x in manifest.learners.values())]
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in names):
@@ -214,7 +217,7 @@ async def take(path: Path, out: Path | None = None) -> tuple[Checkpoint, list[st
             run.run.adopt((await read_changes(run.run)).records)
         with _made(folder):
             taker = _Taker(run, folder, number)
-            states = await taker.mark() if run.live else taker.left_states()
+            states = await taker.snapshot() if run.live else taker.left_states()
             await taker.save(states)
         return load(folder), taker.problems
 
@@ -243,7 +246,7 @@ class _Taker:
     number: int
     problems: list[str] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
-    _newest: int = 0  # of the marks that some learner has answered
+    _newest: int = 0  # of the markers that some learner has answered
     _heartbeats: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)
     _answers: dict[str, MarkerAnswer] = field(default_factory=dict)
 
@@ -253,25 +256,25 @@ class _Taker:
 
     # ---- the cut
 
-    async def mark(self) -> dict[str, tuple[Path, MarkerAnswer | None]]:
+    async def snapshot(self) -> dict[str, tuple[Path, MarkerAnswer | None]]:
         """Have the learners save their states at one cut; return the files by learner."""
         run, transport = self.run.run, self.run.transport
         gate = HeartbeatGate(run, self.run.map, None, self._hear_heartbeat)
         await transport.subscribe(self._subjects.heartbeat(), gate.hear)
-        await hear(transport, self._subjects.marked(), MarkerAnswer, run.identity, self._hear_marked, None)
+        await hear(transport, self._subjects.marker_answer(), MarkerAnswer, run.identity, self._hear_answer, None)
         reading = asyncio.create_task(gate.work())
         try:
-            return await self._mark()
+            return await self._snapshot()
         finally:
             await end(reading)
 
-    async def _mark(self) -> dict[str, tuple[Path, MarkerAnswer | None]]:
-        await asyncio.sleep(HEAR_S + 2 * self.run.run.in_force.liveness.pulse_s)
+    async def _snapshot(self) -> dict[str, tuple[Path, MarkerAnswer | None]]:
+        await asyncio.sleep(HEAR_S + 2 * self.run.run.in_force.liveness.heartbeat_s)
         for attempt in range(ATTEMPTS):
             self.cuts = await self._heads()
             versions = [cut.version for cut in self.cuts]
             last = attempt == ATTEMPTS - 1
-            await self._until_marked(versions)
+            await self._until_answered(versions)
             beyond = [name for name, answer in self._answers.items() if answer.versions != versions]
             without_residual = await self._without_residual()
             if (not beyond and not without_residual and await self._kept()) or last:
@@ -280,7 +283,7 @@ class _Taker:
             self.number += 1
         if beyond:
             self.problems.append(
-                f"{', '.join(sorted(beyond))}: went beyond the cut before the mark came; what belongs to later versions is lost"
+                f"{', '.join(sorted(beyond))}: went beyond the cut before the marker came; what later versions hold is lost"
             )
         if without_residual:
             names = ", ".join(map(str, without_residual))
@@ -302,22 +305,24 @@ class _Taker:
         head = await self.run.log.reader.newest(index)
         return Cut(0, 0, NO_ENTRY.hex()) if head is None else Cut(head.record.version, head.sequence, head.entry_hash.hex())
 
-    async def _until_marked(self, versions: list[int]) -> None:
-        """Repeat the mark until every living learner has answered.
+    async def _until_answered(self, versions: list[int]) -> None:
+        """Repeat the marker until every living learner has answered.
 
-        Learners hear no mark that is older than one they have answered, and answers outlive the folders that numbers come from.
+        Learners hear no marker older than one that they have answered, and answers outlive the folders that numbers come from.
         """
         began_s = time.monotonic()
         while missing := self._living() - self._answers.keys():
-            if time.monotonic() - began_s > MARK_TIMEOUT_S:
-                self.problems.append(f"{', '.join(sorted(missing))}: no state within {MARK_TIMEOUT_S:g} s; begins from the log")
+            if time.monotonic() - began_s > MARKER_TIMEOUT_S:
+                self.problems.append(
+                    f"{', '.join(sorted(missing))}: no state within {MARKER_TIMEOUT_S:g} s; begins from the log"
+                )
                 return
             if self._newest > self.number:
                 self.number = self._newest + 1
                 self._answers.clear()
             frame = framing.pack(SnapshotMarker(self.number, versions), self.run.run.identity)
-            await self.run.transport.publish(self._subjects.mark, frame)
-            await asyncio.sleep(MARK_EVERY_S)
+            await self.run.transport.publish(self._subjects.marker, frame)
+            await asyncio.sleep(MARKER_EVERY_S)
 
     def _living(self) -> set[str]:
         oldest_s = time.monotonic() - self.run.run.in_force.liveness.dead_s
@@ -330,7 +335,7 @@ class _Taker:
     async def _hear_heartbeat(self, heartbeat: Heartbeat) -> None:
         self._heartbeats[heartbeat.learner] = (heartbeat, time.monotonic())
 
-    async def _hear_marked(self, answer: MarkerAnswer, _: Heard) -> None:
+    async def _hear_answer(self, answer: MarkerAnswer, _: Heard) -> None:
         if answer.learner not in self._heartbeats or answer.number > self.number + MAX_AHEAD:
             return  # of no learner, or of a checkpoint that was never taken: the numbers would come to their end
         if answer.number == self.number and len(answer.versions) == len(self.run.map.fragments):
@@ -406,7 +411,7 @@ class _Taker:
             learners,
             "",
         )
-        manifest = msgspec.structs.replace(manifest, check=manifest.hash())
+        manifest = msgspec.structs.replace(manifest, hash=manifest.right_hash())
         encoded = msgspec.json.encode(manifest)
         files.replace(self.folder / MANIFEST, lambda draft: _write(draft, encoded))
 

@@ -14,7 +14,7 @@ from diloco.errors import MessageError
 from diloco.log.reader import Loaded
 from diloco.log.stream import Entry
 from diloco.wire.entries import Record
-from diloco.wire.offers import Answer, Combined, Member, Offer
+from diloco.wire.offers import Answer, Member, Offer, RegionalOffer
 from diloco_ops.run_reader import RunReader
 
 Vector = NDArray[np.float32]
@@ -80,13 +80,11 @@ class RemadeMerges:
         """Return the offers that a version merges, in the order of merging; none if one is not in the archive."""
         held, left = [], dict(enumerate(record.members))
         try:
-            for combination in record.combined:
-                stored = await self.log.archive.combined(
-                    record.fragment, combination.syncer, combination.incarnation, combination.number
-                )
+            for group in record.regional_offers:
+                stored = await self.log.archive.regional_offer(record.fragment, group.syncer, group.incarnation, group.number)
                 if stored is None:
                     return []
-                self._compare(record, [left.pop(place) for place in combination.members], stored[0])
+                self._compare(record, [left.pop(place) for place in group.members], stored[0])
                 held.append(Held(*stored))
             for member in left.values():
                 found = await self.log.archive.offer(record.fragment, member.learner, member.incarnation, member.number)
@@ -99,10 +97,10 @@ class RemadeMerges:
             return []
         return sorted(held, key=lambda item: item.offer.members[0].learner)
 
-    def _compare(self, record: Record, members: Sequence[Member], offer: Offer | Combined) -> None:
+    def _compare(self, record: Record, members: Sequence[Member], offer: Offer | RegionalOffer) -> None:
         """Compare the members of a version with their statements in the offer."""
         if [member.learner for member in members] != [stated.learner for stated in offer.members]:
-            self.wrong.append(f"version {record.version}: a combined offer has other members than it says")
+            self.wrong.append(f"version {record.version}: a regional offer has other members than it says")
             return
         contributions: Sequence[Offer | Answer] = offer.members
         for member, contribution in zip(members, contributions, strict=True):

@@ -326,7 +326,7 @@ class _Task:
 
 
 class _Kept(dict[bytes, tuple[Dump, State]]):
-    """Books and states that lives made again are asked for by others, by digest."""
+    """Accounts and states that lives made again are asked for by others, by digest."""
 
 
 def redo(directory: Path, folded: Folded, make: MakeModel) -> list[ReplayResult]:

@@ -38,7 +38,7 @@ from diloco_ops import run_reader
 from diloco_report import units
 
 HEAR_S = 1.0  # or two heartbeats, where the settings say that members heartbeat less often
-SIGNS = ("pulse", "shard", "coordinator")
+SIGNS = ("heartbeat", "shard", "coordinator")
 _STREAM = re.compile(r"DILOCO_([a-z0-9][a-z0-9_-]{0,47})_(LOG|OFFERS|ARCHIVE)|KV_DILOCO_([a-z0-9][a-z0-9_-]{0,47})")
 
 runs = typer.Typer(no_args_is_help=True, help="The runs that NATS servers hold.")
@@ -89,7 +89,7 @@ class Found:
     state: str = "unknown"
     members: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    pulse_s: float = 0.0  # of its learners
+    heartbeat_s: float = 0.0  # of its learners
 
     @property
     def bucket(self) -> bool:
@@ -284,7 +284,7 @@ async def _look(links: dict[str, NatsTransport], name: str | None) -> list[Found
         raise RunError(f"run {name!r}: nothing of it is at {', '.join(links)}; diloco runs list shows what is")
     for run in found.values():
         await _describe(control, links, run)
-    hear_s = max([HEAR_S, *(2 * run.pulse_s for run in found.values())])
+    hear_s = max([HEAR_S, *(2 * run.heartbeat_s for run in found.values())])
     await asyncio.sleep(max(0.0, began_s + hear_s - time.monotonic()))
     for run in found.values():
         run.members = sorted(heard.get(run.name, ()))
@@ -307,7 +307,7 @@ async def _describe(control: NatsTransport, links: dict[str, NatsTransport], fou
             return
         run = Run(found.name, settings, registry)
         run.adopt((await read_changes(run)).records)
-        found.pulse_s = run.in_force.liveness.pulse_s
+        found.heartbeat_s = run.in_force.liveness.heartbeat_s
         found.facts = {"preset": settings.preset, "tokens": run.in_force.tokens, "changes": run.now.number}
         if settings.regions.names:
             found.facts["regions"] = settings.regions.names

@@ -42,7 +42,7 @@ SERVICES = {
 
 def up(
     learners: Annotated[int | None, typer.Option(help="Learners (M).")] = None,
-    shards: Annotated[int | None, typer.Option(help="Syncer shards.")] = None,
+    shards: Annotated[int | None, typer.Option(help="Syncers.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Token budget of the run.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; an unfinished one is resumed.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the initial model and of the data's order.")] = None,
@@ -66,7 +66,7 @@ def up(
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end, and nothing else.")] = False,
 ) -> int:
-    """Train one model with several learners, syncer shards and a coordinator on this machine."""
+    """Train one model with several learners, syncers and a coordinator on this machine."""
     overrides = parse_assignments(set_ or [])
     given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed, "log.archive": archive or None}
     overrides |= {key: value for key, value in given.items() if value is not None}

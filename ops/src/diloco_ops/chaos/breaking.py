@@ -30,7 +30,7 @@ CUT_AGAIN_S = 0.2  # shorter than the pause before a client connects again
 HEARD = 256  # messages of different subjects that are kept to be damaged or said again
 NATS = "nats"
 SERVICES = ("learner", "syncer", "coordinator", "evaluator")
-MESSAGES = ("pulses", "rounds", "offers")
+MESSAGES = ("heartbeats", "rounds", "offers")
 STREAMS = ("log", "offers")
 AT_ONCE = Spread()
 
@@ -224,7 +224,7 @@ class Breaker:
 
     async def _some_message(self, target: str) -> tuple[str, bytes]:
         """Return a message of a group, as it was said or stored last; empty if there is none."""
-        marks = {"pulses": ".pulse.", "rounds": ".round."}
+        marks = {"heartbeats": ".heartbeat.", "rounds": ".round."}
         if target in marks:
             said = [(subject, data) for subject, data in self._heard.items() if marks[target] in subject]
             return self._chance.choice(said) if said else ("", b"")

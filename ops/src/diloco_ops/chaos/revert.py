@@ -22,7 +22,7 @@ from diloco.process import files, observe
 from diloco.service import rundir
 from diloco_ops.broker.admin import set_limit
 
-JOURNAL = "chaos-undo.json"
+JOURNAL = "chaos-journal.json"
 CONNECT_S = 30.0  # the server may just be starting again
 
 
@@ -112,7 +112,7 @@ async def revert_all(directory: Path) -> None:
             journal.drop(number)
     if journal.entries:
         url = rundir.load(directory).nats_url
-        link = await Link.open(url, url, "chaos-undo", observe.get_logger(), CONNECT_S)
+        link = await Link.open(url, url, "chaos-revert", observe.get_logger(), CONNECT_S)
         try:
             for number, entry in journal.entries:
                 await revert(entry, link)
@@ -139,4 +139,4 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(observe.run_main(_main, "diloco-chaos-undo"))
+    sys.exit(observe.run_main(_main, "diloco-chaos-revert"))

@@ -44,7 +44,7 @@ class Witness:
 
     def __init__(self, chains: Sequence[Chain], sizes: Sequence[int]) -> None:
         self.chains, self.sizes = list(chains), sizes
-        self.versions: dict[tuple[int, int], bytes] = {}  # by fragment and version: check of the entry
+        self.versions: dict[tuple[int, int], bytes] = {}  # by fragment and version: hash of the entry
         self.takeovers = self.passed_over = self.doubled = 0
         self.heartbeats: dict[str, Heartbeat] = {}
         self.shards: dict[str, ShardHeartbeat] = {}
@@ -57,12 +57,12 @@ class Witness:
 
     # ---- observations
 
-    def entry(self, record: Record, check: bytes, sequence: int, now_s: float) -> None:
+    def entry(self, record: Record, entry_hash: bytes, sequence: int, now_s: float) -> None:
         """Take in a log entry."""
         chain = self.chains[record.fragment]
         follower = self._followers.get((record.fragment, record.previous))
         if follower is not None:
-            self.doubled += follower != check  # a copy of an entry is no second one
+            self.doubled += follower != entry_hash  # a copy of an entry is no second one
             self.passed_over += 1
             return
         try:
@@ -70,11 +70,11 @@ class Witness:
         except ChainError:
             self.passed_over += 1
             return
-        chain.advance(record, check, sequence)
-        self._followers[record.fragment, record.previous] = check
+        chain.advance(record, entry_hash, sequence)
+        self._followers[record.fragment, record.previous] = entry_hash
         self.takeovers += record.entry == "takeover"
         if record.makes_version:
-            self.versions[record.fragment, record.version] = check
+            self.versions[record.fragment, record.version] = entry_hash
             for member in record.members:
                 series = self._merged.setdefault((record.fragment, member.learner), [(0, 0)])
                 series.append((record.version, chain.cursors[member.learner].tokens))
@@ -173,9 +173,9 @@ class Witness:
         oldest: dict[int, int] = {}
         for fragment, version in stored:
             oldest[fragment] = min(version, oldest.get(fragment, version))
-        kept = {key: check for key, check in self.versions.items() if key[1] >= oldest.get(key[0], math.inf)}
+        kept = {key: entry_hash for key, entry_hash in self.versions.items() if key[1] >= oldest.get(key[0], math.inf)}
         lost = sum(key not in stored for key in kept)
-        changed = sum(key in stored and check not in stored[key] for key, check in kept.items())
+        changed = sum(key in stored and entry_hash not in stored[key] for key, entry_hash in kept.items())
         return lost, changed
 
     def recovery_times(self) -> dict[str, dict[str, float]]:

@@ -37,9 +37,9 @@ def at_control(role: Role, run: str, name: str) -> RequiredAccess:
     keys = {"learner": own, "evaluator": (), "syncer": ("owners",), "coordinator": ("coordinator",)}
     stores = tuple(f"$KV.{subjects.bucket}.{key}" for key in keys[role])
     listens = {
-        "learner": (subjects.heartbeat(), subjects.round(), subjects.mark, subjects.changed),
+        "learner": (subjects.heartbeat(), subjects.round(), subjects.marker, subjects.changed),
         "evaluator": (subjects.round(), subjects.changed),
-        "syncer": (subjects.heartbeat(), subjects.shard(), subjects.mark, subjects.changed),
+        "syncer": (subjects.heartbeat(), subjects.shard(), subjects.marker, subjects.changed),
         "coordinator": (subjects.heartbeat(), subjects.shard(), subjects.coordinator, subjects.status, subjects.changed),
     }
     return RequiredAccess(listens[role], stores) + (_answering(subjects, name) if role == "coordinator" else RequiredAccess())

@@ -48,7 +48,7 @@ async def _examine(examination: Examination, json_: bool) -> int:
         counts[check.verdict] += 1
         if json_:
             values = asdict(check)
-            print(json.dumps(values | {"mend": values.pop("remedy")}), flush=True)
+            print(json.dumps(values), flush=True)
         else:
             console.print(_line(check))
     if not json_:

@@ -39,7 +39,7 @@ from diloco_ops.doctor.server import Place
 LOGIN_S = 5.0  # several round trips over the slowest link that a run bears
 CHECK_S = 30.0  # no check takes longer
 LISTEN_S = (1.2, 10.0)  # at least, two heartbeats of a coordinator; and at most
-PULSES = 4  # that are waited for
+HEARTBEATS = 4  # that are waited for
 
 
 class DoctorSettings(LearnerSettings, SyncerSettings, CoordinatorSettings):
@@ -352,7 +352,7 @@ class Examination:
     async def _listen(self, control: _Open) -> list[Check]:
         assert self._run is not None
         liveness = self._run.in_force.liveness
-        listen_s = min(max(PULSES * max(liveness.pulse_s, liveness.takeover_s / 6), LISTEN_S[0]), LISTEN_S[1])
+        listen_s = min(max(HEARTBEATS * max(liveness.heartbeat_s, liveness.takeover_s / 6), LISTEN_S[0]), LISTEN_S[1])
         probe = server.HeartbeatProbe(self._run.identity, self.settings.name)
         own = {"syncer": self.subjects.shard(), "coordinator": self.subjects.coordinator}.get(
             self.role, self.subjects.heartbeat()

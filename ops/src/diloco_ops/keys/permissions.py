@@ -100,8 +100,8 @@ def _granted(who: Who, names: Subjects, regional: bool) -> _Granted:
 
 def _learner(who: Who, names: Subjects) -> _Granted:
     offers = _bodies(names.offer("*", who.name), 1)
-    heard = (names.heartbeat(), names.round(), names.mark, names.changed)
-    control = Allowed((names.heartbeat(who.name), names.marked(who.name)), heard)
+    heard = (names.heartbeat(), names.round(), names.marker, names.changed)
+    control = Allowed((names.heartbeat(who.name), names.marker_answer(who.name)), heard)
     control += _read_bucket(names) + _keys(names, f"member.{who.name}", f"share.{who.name}")
     home = Allowed((*offers, names.state("*"), ANSWERS), (names.state(who.name), names.answers(who.name)))
     home += _look(names.log_stream) + _follow(who, names.log_stream)
@@ -113,7 +113,7 @@ def _learner(who: Who, names: Subjects) -> _Granted:
 
 def _syncer(who: Who, names: Subjects, regional: bool) -> _Granted:
     control = Allowed((names.shard(who.name), names.round(), names.changed))
-    control += Allowed((), (names.shard(), names.heartbeat(), names.round(), names.mark, names.changed))
+    control += Allowed((), (names.shard(), names.heartbeat(), names.round(), names.marker, names.changed))
     control += _read_bucket(names) + _keys(names, "owners", "changes")
     log = Allowed((*_bodies(names.record("*"), 2), *_bodies(names.keyframe("*"), 2)))
     log += _look(names.log_stream, names.offer_stream)
@@ -121,8 +121,10 @@ def _syncer(who: Who, names: Subjects, regional: bool) -> _Granted:
     home = log + Allowed((f"diloco.{names.run}.archive.>",)) + _look(names.archive_stream)
     home += _api("STREAM.PURGE", names.log_stream, names.offer_stream)
     if regional:
-        log += Allowed((names.notice("*"),))
-        home += Allowed((names.genesis, names.notice("*"), *_bodies(names.combined("*", who.name), 1))) + _make(names)
+        log += Allowed((names.commit_notice("*"),))
+        home += Allowed((names.genesis, names.commit_notice("*"), *_bodies(names.regional_offer("*", who.name), 1))) + _make(
+            names
+        )
     return _Granted(control, home, log)
 
 
@@ -142,7 +144,7 @@ def _coordinator(who: Who, names: Subjects) -> _Granted:
 def _operator(who: Who, names: Subjects) -> _Granted:
     """Allow checkpoints and resuming, changes, repair of keys, the end of a run and of consumers; nothing that is merged."""
     streams = (names.log_stream, names.offer_stream, names.archive_stream)
-    control = _watch(who, names) + Allowed((names.mark, names.changed), (names.marked(),))
+    control = _watch(who, names) + Allowed((names.marker, names.changed), (names.marker_answer(),))
     control += _keys(names, "run", "changes", "protocol", "genesis") + _whole(_store(names))
     control += _api("STREAM.PURGE", _store(names)) + _clear(_store(names))
     log = _look(names.log_stream, names.archive_stream) + _follow(who, names.log_stream)

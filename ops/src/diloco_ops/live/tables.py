@@ -1,4 +1,4 @@
-"""Tables of the live view: learners and syncer shards, by columns and rows that fit."""
+"""Tables of the live view: learners and syncers, by columns and rows that fit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_tables(learners: Mapping[str, Any], shards: Mapping[str, Any], width: i
     if rows.shards:
         refused = sum(shard.get("refused", 0) for shard in shards.values())
         note = f"{refused} messages refused" if refused else ""
-        tables.append(panel(_shards(shards, width - 4, rows.shards), "syncer shards", width, note))
+        tables.append(panel(_shards(shards, width - 4, rows.shards), "syncers", width, note))
     return tables
 
 

@@ -40,7 +40,7 @@ from diloco_coordinator.monitor import Monitor
 from diloco_coordinator.series import SeriesFile
 
 SAVE_EVERY_S = 5.0  # at most so much of the series is lost with a process; writing a long one takes a tenth of a second
-LAST_PULSES_S = 1.0  # two heartbeats of every member, which say that it has finished
+LAST_HEARTBEATS_S = 1.0  # two heartbeats of every member, which say that it has finished
 TICK_S = 0.5  # between the leader's own heartbeats: four fit into leadership.SILENCE_S
 NOTE_EVERY_S = 1.0  # of what the series holds: a curve on a page needs no more
 WATCH_S = 0.1  # between two looks whether the run is finished
@@ -125,7 +125,7 @@ class Coordinator:
         leadership, self.ticked_s = self._leadership, self._clock()
         action = leadership.tick(self._clock(), self.transport.connected)
         try:
-            if action == "pulse":
+            if action == "heartbeat":
                 await self._heartbeat()
             elif action == "read":
                 stored = await self.run.registry.get("coordinator")
@@ -135,7 +135,7 @@ class Coordinator:
                 leadership.claimed(await self._claim(), self._clock())
         except AppendUncertainError:
             action = "wait"  # the server is silent, for the others too
-        if action in ("pulse", "wait"):
+        if action in ("heartbeat", "wait"):
             await asyncio.sleep(TICK_S)
 
     async def _claim(self) -> int | None:
@@ -186,7 +186,7 @@ class Coordinator:
     async def _until_finished(self, monitor: Monitor) -> None:
         while monitor.state != "finished":
             await asyncio.sleep(WATCH_S)
-        await asyncio.sleep(LAST_PULSES_S)
+        await asyncio.sleep(LAST_HEARTBEATS_S)
 
     def _change(self) -> None:
         if self.monitor is not None:

@@ -1,7 +1,8 @@
 """A learner's checkpoints: its own, regularly; those of a whole run, when it is asked; and what it lends to a peer.
 
-All of them begin at a boundary with a copy that is queued on the device, between two steps, and with the books' arrays, which
-nobody writes to any more. A thread brings the copy to the host, hashes it and writes it; the next one begins when it has ended.
+All of them begin at a boundary with a copy that is queued on the device, between two steps, and with the accounts' arrays,
+which nobody writes to any more. A thread brings the copy to the host, hashes it and writes it; the next one begins when it has
+ended.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core import tape as events
-from diloco.core.learner import Dump
+from diloco.core.learner import ACCOUNTS, Dump
 from diloco.errors import DilocoError
 from diloco.member import state
 from diloco.member.member import Member
@@ -27,8 +28,6 @@ from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
 from diloco.wire.control import MarkerAnswer, SnapshotMarker
 from diloco_learner.island import Island
-
-BOOKS = "books/"
 
 
 class Keeper:
@@ -52,16 +51,16 @@ class Keeper:
             step, versions, copies = self.member.step, self.member.versions(), self.island.copy_optimizer()
             self._begin(lambda: self._lend(step, versions, copies))
             return
-        mark = self.member.mark_due()
+        marker = self.member.marker_due()
         regular = self.settings.checkpoint_s > 0 and self._due_s <= time.monotonic()
-        dump = self.member.dump() if mark is not None or regular else None
+        dump = self.member.dump() if marker is not None or regular else None
         if dump is None:
             return
         copies = self.island.copy()
-        if mark is not None:
+        if marker is not None:
             versions = self.member.versions()
-            self.member.note_copied(mark)
-            self._begin(lambda: self._answer(mark, versions, dump, copies))
+            self.member.note_copied(marker)
+            self._begin(lambda: self._answer(marker, versions, dump, copies))
         else:
             self._due_s = time.monotonic() + self.settings.checkpoint_s
             self._begin(lambda: self._save_own(dump, copies))
@@ -86,20 +85,22 @@ class Keeper:
         if saved is not None:
             self.member.note_saved(saved.digest)
 
-    def _answer(self, mark: SnapshotMarker, versions: list[int], dump: Dump, copies: Mapping[str, jax.Array]) -> None:
-        saved = self._save(state.marked(self.settings.state_dir, mark.number, self.settings.name), dump, copies)
+    def _answer(self, marker: SnapshotMarker, versions: list[int], dump: Dump, copies: Mapping[str, jax.Array]) -> None:
+        saved = self._save(state.snapshot(self.settings.state_dir, marker.number, self.settings.name), dump, copies)
         if saved is not None:
             self.member.note_saved(saved.digest)
             step = dump[0]["step"]
-            answer = MarkerAnswer(self.settings.name, mark.number, step, versions, saved.size_bytes, saved.file_hash)
-            self.member.answer_mark(answer)
+            answer = MarkerAnswer(self.settings.name, marker.number, step, versions, saved.size_bytes, saved.file_hash)
+            self.member.answer_marker(answer)
 
     def _save(self, path: Path, dump: Dump, copies: Mapping[str, jax.Array], previous: Path | None = None) -> Saved | None:
         """Write a state; None if the disk does not take it, which is no reason to end."""
-        books, arrays = dump
+        accounts, arrays = dump
         began_s = time.monotonic()
         try:
-            saved = state.save(path, self.member.run.identity, self.settings.name, books, arrays | _to_host(copies), previous)
+            saved = state.save(
+                path, self.member.run.identity, self.settings.name, accounts, arrays | _to_host(copies), previous
+            )
         except OSError as error:
             if not self._complained:
                 self.log.warning("checkpoint_not_saved", file=str(path), reason=str(error))
@@ -107,7 +108,7 @@ class Keeper:
             return None
         self._complained = False
         took_s = round(time.monotonic() - began_s, 3)
-        self.log.debug("checkpoint_saved", file=path.name, step=books["step"], bytes=saved.size_bytes, took_s=took_s)
+        self.log.debug("checkpoint_saved", file=path.name, step=accounts["step"], bytes=saved.size_bytes, took_s=took_s)
         return saved
 
     def _lend(self, step: int, versions: list[int], copies: Mapping[str, jax.Array]) -> None:
@@ -124,9 +125,9 @@ def restore(settings: LearnerSettings, island: Island, member: Member, log: Logg
             continue
         try:
             saved = state.load(path, member.run.identity, settings.name)
-            own = {name: array for name, array in saved.arrays.items() if not name.startswith(BOOKS)}
+            own = {name: array for name, array in saved.arrays.items() if not name.startswith(ACCOUNTS)}
             island.check_state(own)
-            member.restore(saved.books, saved.arrays)
+            member.restore(saved.accounts, saved.arrays)
             island.load_state(own)
         except (DilocoError, LookupError, TypeError, ValueError, OverflowError) as error:
             log.warning("checkpoint_refused", file=str(path), reason=str(error))

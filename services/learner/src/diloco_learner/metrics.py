@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
 WORKING = ("stepping", "waiting", "closing", "finished")
-LATE_PULSES = 3
+LATE_HEARTBEATS = 3
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ObservedMember:
 
     def __init__(self, member: Member, transport: NatsTransport, labels: Mapping[str, str]) -> None:
         self.member, self.transport, self.labels = member, transport, labels
-        self.quiet_s = max(SILENT_S, LATE_PULSES * member.run.in_force.liveness.pulse_s)
+        self.quiet_s = max(SILENT_S, LATE_HEARTBEATS * member.run.in_force.liveness.heartbeat_s)
 
     def waits_for(self) -> str | None:
         if self.member.learner.activity in WORKING:

@@ -1,6 +1,6 @@
 """Combine the offers of a region's learners, of fragments that are owned elsewhere: one offer crosses instead of each of them.
 
-:mod:`diloco.core.regional_round` decides when and which; this hears rounds and learners, and stores the combined offers in the
+:mod:`diloco.core.regional_round` decides when and which; this hears rounds and learners, and stores the regional offers in the
 region's own stream, where the owner reads them.
 """
 
@@ -22,7 +22,7 @@ from diloco.process.retry import Complaint
 from diloco.wire.body import ATTEMPT_BYTES, describe_body
 from diloco.wire.control import Announcement, Heartbeat
 from diloco.wire.entries import Record
-from diloco.wire.offers import Answer, Combined
+from diloco.wire.offers import Answer, RegionalOffer
 from diloco_syncer.context import Context, clock_s, wait
 
 LOOK_S = 0.25  # at all fragments, if nothing is heard: a round's announcement comes as often
@@ -50,7 +50,7 @@ class RegionalAggregator:
         self.news = asyncio.Event()
         self._chains: dict[int, Chain] = {}  # of all fragments that are followed, as of their newest entry
         self._usual: dict[int, float] = {}  # norms of their merges
-        self._numbers: Counter[int] = Counter()  # by fragment: of the newest combined offer
+        self._numbers: Counter[int] = Counter()  # by fragment: of the newest regional offer
 
     def change(self, excluded: frozenset[str]) -> None:
         """Go by the settings in force, and without these learners."""
@@ -131,25 +131,25 @@ class RegionalAggregator:
             attempt = self.context.transport.random_bytes(ATTEMPT_BYTES)
             body, inline, parts = describe_body(packed, codec.content_hash(raw), attempt)
             members = [Answer.of(own.offer) for own in held]
-            combined = Combined(index, self.syncer, self.incarnation, self._numbers[index], bits_of(held), members, body)
-            if await self._store(aggregated, combined, inline, parts):
-                self.log.debug("offers_combined", fragment=index, version=round_.round, members=len(held))
+            offer = RegionalOffer(index, self.syncer, self.incarnation, self._numbers[index], bits_of(held), members, body)
+            if await self._store(aggregated, offer, inline, parts):
+                self.log.debug("regional_offer_stored", fragment=index, version=round_.round, members=len(held))
         finally:
             aggregated.busy = False
             self.news.set()
 
-    async def _store(self, aggregated: Aggregated, combined: Combined, inline: bytes, parts: Sequence[bytes]) -> bool:
-        """Store a combined offer, however often it has to be tried. Return False if it is no longer wanted here."""
+    async def _store(self, aggregated: Aggregated, offer: RegionalOffer, inline: bytes, parts: Sequence[bytes]) -> bool:
+        """Store a regional offer, however often it has to be tried. Return False if it is no longer wanted here."""
         complaint = Complaint(self.log)
         sequence = await append_offer(
             self.context.transport,
             self.context.store.subjects,
             self.run.identity,
-            combined,
+            offer,
             inline,
             parts,
             timeout_s=STORE_TIMEOUT_S,
-            failed=lambda error: complaint.warn("combined_not_stored", fragment=combined.fragment, reason=str(error)),
-            wanted=lambda: self.fragments.get(combined.fragment) is aggregated,
+            failed=lambda error: complaint.warn("regional_offer_not_stored", fragment=offer.fragment, reason=str(error)),
+            wanted=lambda: self.fragments.get(offer.fragment) is aggregated,
         )
         return sequence is not None

@@ -25,7 +25,7 @@ from diloco.transport import Stored, Transport
 from diloco.wire import framing, subjects
 from diloco.wire.assemble import ChunkAssembler, part_index
 from diloco.wire.entries import Genesis
-from diloco.wire.offers import Combined, Offer
+from diloco.wire.offers import Offer, RegionalOffer
 from diloco_syncer.context import Context
 from diloco_syncer.owner import FragmentOwner
 
@@ -73,28 +73,28 @@ class Collector:
         self._precisions = bandwidth.possible(context.run.created.codec.offer_bits, context.run.created)
         self._takers: dict[int, Taker] = {}
         self._again = False
-        self.combined = False  # whether combined offers are read, and no others
+        self.regional = False  # whether regional offers are read, and no others
         self._parts: dict[int, ChunkAssembler] = {}  # by fragment; of bodies whose heads have not come yet
         self._readings: list[_Reading] = []
         self._admitted: dict[str, int] = {}
         self._began_s: float | None = None
 
-    async def serve(self, takers: Mapping[int, Taker], group: asyncio.TaskGroup, *, combined: bool = False) -> None:
+    async def serve(self, takers: Mapping[int, Taker], group: asyncio.TaskGroup, *, regional: bool = False) -> None:
         """Read these fragments' offers and no others': from the stream's beginning for those that are new.
 
-        The stream has every learner's latest offer, also those that were held for a fragment before. ``combined``: read the
+        The stream has every learner's latest offer, also those that were held for a fragment before. ``regional``: read the
         offers that the region's aggregator has combined, in place of the learners' own.
         """
-        if takers == self._takers and combined == self.combined and not self._again:
+        if takers == self._takers and regional == self.regional and not self._again:
             return
         await self.stop()
         if self._again:
             self._takers, self._again = {}, False
-        kept = [index for index in takers if self._takers.get(index) is takers[index] and combined == self.combined]
+        kept = [index for index in takers if self._takers.get(index) is takers[index] and regional == self.regional]
         before = [reading.read for reading in self._readings if reading.fragments.intersection(kept)]
         read = None if None in before else min(filter(None, before), key=lambda stored: stored.sequence, default=None)
         self._readings = []
-        self._takers, self.combined = dict(takers), combined
+        self._takers, self.regional = dict(takers), regional
         self._parts = {
             index: self._parts.get(index, ChunkAssembler()) if index in kept else ChunkAssembler() for index in takers
         }
@@ -120,7 +120,7 @@ class Collector:
             self._readings.append(reading)
 
     async def _read(self, reading: _Reading) -> None:
-        tree = self.subjects.combined_tree if self.combined else self.subjects.offer_tree
+        tree = self.subjects.regional_offer_tree if self.regional else self.subjects.offer_tree
         filters, complaint = [tree(index) for index in sorted(reading.fragments)], Complaint(self.log)
         while True:
             start = reading.read.sequence + 1 if reading.read else 1
@@ -155,10 +155,10 @@ class Collector:
 
     async def _take_offer(self, index: int, sender: str, message: Stored, parts: ChunkAssembler) -> None:
         """Give the fragment's round an offer: a learner's, or where the region's are combined, a syncer's."""
-        kind: type[Offer | Combined] = Combined if self.combined else Offer
+        kind: type[Offer | RegionalOffer] = RegionalOffer if self.regional else Offer
         offer, _, inline = framing.unpack(message.data, kind, self.run.identity)
-        what = f"fragment {index}, {'combined ' if self.combined else ''}offer {offer.number} of {sender}"
-        role, author = ("syncer", offer.syncer) if isinstance(offer, Combined) else ("learner", offer.learner)
+        what = f"fragment {index}, {'regional ' if self.regional else ''}offer {offer.number} of {sender}"
+        role, author = ("syncer", offer.syncer) if isinstance(offer, RegionalOffer) else ("learner", offer.learner)
         if (offer.fragment, author) != (index, sender):
             raise FormatError(f"{what}: it says fragment {offer.fragment}, {role} {author}")
         round_, elapsed_s = self._takers[index].round, message.stored_at_s - await self._genesis_s()
@@ -180,7 +180,7 @@ class Collector:
 
     async def _open(
         self,
-        offer: Offer | Combined,
+        offer: Offer | RegionalOffer,
         inline: bytes,
         parts: ChunkAssembler,
         sender: str,
@@ -218,7 +218,7 @@ class Collector:
         await asyncio.to_thread(quantise.validate, body, size, offer.bits)
         return body
 
-    def _tell(self, offer: Offer | Combined, sender: str, reason: str | None) -> None:
+    def _tell(self, offer: Offer | RegionalOffer, sender: str, reason: str | None) -> None:
         """Tell that an offer is held, or (``reason``) passed over."""
         if reason is None:
             self.held()

@@ -48,7 +48,7 @@ class Intake:
             if region == self.context.region:
                 await collector.serve(takers, group)
             else:
-                await collector.serve(owned, group, combined=region in inhabited)
+                await collector.serve(owned, group, regional=region in inhabited)
 
     def read_again(self) -> None:
         """Have all offers read again from the beginning: some that were refused may be wanted by now."""

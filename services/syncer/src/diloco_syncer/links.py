@@ -100,7 +100,7 @@ class LinkWatch:
         values = sum(owner.fragment.size for owner in self.owned.values())
         age_s = max((replication.waits_s(region, now_s) for replication in replications(self.owned)), default=0.0)
         crossing = len(collector.learners & live)
-        if collector.combined:
+        if collector.regional:
             crossing = min(1, crossing)
         # a learner's newer offer replaces its older one: the queue does not grow, and its age says little
         offers = Seen(collector.transport.incoming, crossing * values, 0.0)

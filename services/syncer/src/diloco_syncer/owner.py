@@ -110,7 +110,7 @@ class FragmentOwner:
         live = {seen.heartbeat.learner for seen in self.context.roster.live(clock_s())}
         judged = []
         for item in merge.held:
-            assert isinstance(item.offer, Offer), "the settings refuse this together with combined offers"
+            assert isinstance(item.offer, Offer), "the settings refuse this together with regional offers"
             norm = await asyncio.to_thread(excess.norm_of, item.body, self.fragment.size, item.offer.bits)
             judged.append((item.offer, norm))
         return self._norms.judge(judged, live, settings)
@@ -282,9 +282,9 @@ class FragmentOwner:
             sequence = await self._append_until_stored(record, inline, parts)
         finally:
             self.context.counts.unstored.discard(self.index)
-        check = framing.check_of(record, self.context.run.identity)
+        entry_hash = framing.hash_of(record, self.context.run.identity)
         self.chain.check(record)
-        self.chain.advance(record, check, sequence)
+        self.chain.advance(record, entry_hash, sequence)
         self.copy.fence, self.checked_at_s = sequence, clock_s()
         if record.makes_version:
             self._made_at_s = clock_s()

@@ -175,7 +175,7 @@ class Replication:
             FenceError: the fragment is another owner's now, which finds out whether the entry is committed.
         """
         pieces = [part[ATTEMPT_BYTES:] for part in parts]
-        number = self._add(Packed(record, framing.check_of(record, self.regions.run.identity), 0, inline, pieces))
+        number = self._add(Packed(record, framing.hash_of(record, self.regions.run.identity), 0, inline, pieces))
         async with self._changed:
             self._changed.notify_all()
             await self._changed.wait_for(lambda: self._lost is not None or self.committed >= number)
@@ -285,24 +285,24 @@ class Replication:
         elif self._number(log_head.entry_hash) is not None or log_head.entry_hash == self._before:
             await self._reached(place, log_head.entry_hash, log_head.version, log_head.sequence)
         elif notice is not None:  # and after it, perhaps, a dead branch
-            await self._reached(place, notice.check, notice.version, notice.sequence)
+            await self._reached(place, notice.entry_hash, notice.version, notice.sequence)
         else:
             await self._reached(place, self.genesis_check, 0, 0)
 
-    async def _reached(self, place: _Place, check: bytes, version: int, sequence: int) -> None:
+    async def _reached(self, place: _Place, entry_hash: bytes, version: int, sequence: int) -> None:
         async with self._changed:
-            place.at, place.version, place.sequence = check, version, sequence
-            number = self._number(check)
+            place.at, place.version, place.sequence = entry_hash, version, sequence
+            number = self._number(entry_hash)
             if number is not None:
                 place.stored = number
                 self._count(number)
-            place.level = place.level or check == self._newest
+            place.level = place.level or entry_hash == self._newest
             self._changed.notify_all()
 
-    def _number(self, check: bytes) -> int | None:
+    def _number(self, entry_hash: bytes) -> int | None:
         """Return the number of an entry that is in memory; None: it is not."""
         first = self._numbered - len(self._entries)
-        return next((first + index for index, entry in enumerate(self._entries) if entry.packed.entry_hash == check), None)
+        return next((first + index for index, entry in enumerate(self._entries) if entry.packed.entry_hash == entry_hash), None)
 
     async def _store_next(self, place: _Place, log: Log) -> None:
         """Store the next entry, from memory; look for it in the own region's log, if it has left the memory."""

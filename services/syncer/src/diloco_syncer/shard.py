@@ -186,7 +186,7 @@ class Shard:
         transport, run, refused = self.transport, self.run.identity, self.refused
         await hear(transport, self.subjects.shard(), ShardHeartbeat, run, self._hear_syncer, refused)
         await transport.subscribe(self.subjects.heartbeat(), self.gate.hear)
-        await hear(transport, self.subjects.mark, SnapshotMarker, run, self._hear_mark, refused)
+        await hear(transport, self.subjects.marker, SnapshotMarker, run, self._hear_marker, refused)
         if self.aggregator is not None:
             await hear(transport, self.subjects.round(), Announcement, run, self._hear_round, refused)
 
@@ -207,13 +207,13 @@ class Shard:
         assert self.aggregator is not None
         self.aggregator.hear_round(announced)
 
-    async def _hear_mark(self, mark: SnapshotMarker, heard: Heard) -> None:
+    async def _hear_marker(self, marker: SnapshotMarker, heard: Heard) -> None:
         """Keep the residuals of the versions that a snapshot marker of the whole run names: nobody else knows them."""
         fragments = len(self.context.map.fragments)
-        if len(mark.versions) != fragments:
-            raise FormatError(f"mark {mark.number} names {len(mark.versions)} fragments, not {fragments}")
+        if len(marker.versions) != fragments:
+            raise FormatError(f"marker {marker.number} names {len(marker.versions)} fragments, not {fragments}")
         for index, owner in list(self.owned.items()):
-            wanted = owner.chain.version == mark.versions[index] and not owner.has_keyframe
+            wanted = owner.chain.version == marker.versions[index] and not owner.has_keyframe
             if wanted and not owner.busy and index in self.owned:
                 owner.busy = True
                 try:

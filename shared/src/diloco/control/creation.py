@@ -2,9 +2,9 @@
 
 A run is a small key-value bucket beside its streams. Keys: ``protocol`` (what members must speak), ``run`` (settings as JSON),
 ``map`` (the fragment map), ``member.<learner>`` (:mod:`~diloco.control.admission`), ``founder`` and ``genesis``
-(:mod:`~diloco.control.genesis`), ``owners`` and ``shares`` (:mod:`~diloco.control.tables`), ``changes``
-(:mod:`~diloco.control.changes`). All are written by compare-and-set or are idempotent, so that any member may do it, and a dead
-one is replaced.
+(:mod:`~diloco.control.genesis`), ``owners`` (:mod:`~diloco.control.tables`), ``share.<learner>``
+(:mod:`~diloco.control.shares`), ``changes`` (:mod:`~diloco.control.changes`). All are written by compare-and-set or are
+idempotent, so that any member may do it, and a dead one is replaced.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from diloco.wire.framing import OLDEST, VERSION, run_id
 from diloco.wire.plain import json_object
 from diloco.wire.subjects import Subjects
 
+Feature = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_]{1,32}\Z")]
+MAX_FEATURES = 64
 POLL_S = 0.2  # how soon a member sees what another one has made: short beside the start of a process
 
 
@@ -41,8 +43,10 @@ class Protocol(msgspec.Struct, frozen=True):
 
     protocol: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
     software: Software  # that made the run
+    requires: Annotated[list[Feature], msgspec.Meta(max_length=MAX_FEATURES)] = []  # that each member must know beside it
 
 
+FEATURES: frozenset[str] = frozenset()  # those that a run may require of this version (docs/protocol.md, section 16)
 _PROTOCOL_DECODER = msgspec.json.Decoder(Protocol)
 
 
@@ -93,10 +97,12 @@ async def create(transport: Transport, name: str, settings: RunSettings, offer_b
     Raises:
         RunError: a run of that name exists with other settings, the first that differs is named; or of another protocol.
     """
-    await make_streams(transport, name, settings, offer_bytes)
     replicas = settings.regions.control_replicas if settings.regions.names else settings.log.replicas
     registry = await transport.bucket(Subjects(name).bucket, create=True, replicas=replicas)
     stored = await registry.get("run")
+    if stored is not None:
+        await check_protocol(registry, name)  # before the streams: those of another version are left as they are
+    await make_streams(transport, name, settings, offer_bytes)
     if stored is None:
         # before the settings: a member that finds them finds this
         with contextlib.suppress(FenceError):
@@ -172,11 +178,14 @@ async def stored_settings(registry: Bucket, name: str) -> RunSettings | None:
     """Read the settings that a run was created with; None if its bucket has none.
 
     Raises:
-        RunError: the bucket holds no JSON object.
+        RunError: the run is of a protocol that this version does not speak, or the bucket holds no JSON object.
         SettingsError: they are no settings of this version.
     """
     stored = await registry.get("run")
-    return None if stored is None else parse(RunSettings, settings_of(name, stored[0]), f"run {name!r}")
+    if stored is None:
+        return None
+    await check_protocol(registry, name)
+    return parse(RunSettings, settings_of(name, stored[0]), f"run {name!r}")
 
 
 async def check_protocol(registry: Bucket, name: str) -> Protocol:
@@ -186,8 +195,14 @@ async def check_protocol(registry: Bucket, name: str) -> Protocol:
         RunError: this version does not: one that is older than the run, after a downgrade, or much newer.
     """
     stored = await registry.get("protocol")
+    if stored is None:
+        raise RunError(
+            f"run {name!r} has no key 'protocol': a diloco 0.1.0 made it that wrote none, and this is diloco {__version__}, "
+            f"which speaks {VERSION}: use diloco 0.1.0, or begin another run; if the key was lost: diloco repair RUN --key "
+            "protocol"
+        )
     try:
-        found = Protocol(VERSION, "") if stored is None else _PROTOCOL_DECODER.decode(stored[0])
+        found = _PROTOCOL_DECODER.decode(stored[0])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise RunError(
             f"run {name!r}: the bucket's key 'protocol' is damaged ({error}); diloco repair RUN --key protocol"
@@ -198,6 +213,12 @@ async def check_protocol(registry: Bucket, name: str) -> Protocol:
             f"run {name!r} was made by diloco {found.software} and speaks protocol {found.protocol}; this is diloco "
             f"{__version__}, which speaks {ours}: "
             + ("update it" if found.protocol > VERSION else f"use diloco {found.software}, or begin another run")
+        )
+    unknown = sorted(set(found.requires) - FEATURES)
+    if unknown:
+        raise RunError(
+            f"run {name!r} was made by diloco {found.software} and requires {', '.join(unknown)} of its members; this is "
+            f"diloco {__version__}, which does not know that: update it"
         )
     return found
 

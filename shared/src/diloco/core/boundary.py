@@ -35,7 +35,7 @@ class Decision:
     wait: bool  # take no step yet: a version is on its way (``round.learners_wait``)
     finished: bool  # every fragment's log is closed and applied
     moment: Moment  # gives the learning rate of the next step
-    save: int | None  # number of the mark that the state answers from here on
+    save: int | None  # number of the marker that the state answers from here on
     missing_since_s: float | None  # in lockstep: since when versions are missing that are made without this learner
 
 
@@ -76,7 +76,7 @@ def decide(learner: Learner, now_s: float) -> Decision:
         behind = since_s is not None and now_s - since_s < learner.settings.liveness.dead_s
     wait = not stop and (behind or _must_wait(learner, fragments, step))
     finished = all(state.newest.chain.closed and not state.pending for state in fragments)
-    mark = learner.marks.reached(fragments)
+    marker = learner.markers.reached(fragments)
     return Decision(
         step=step,
         changes=learner.in_force.number,
@@ -88,7 +88,7 @@ def decide(learner: Learner, now_s: float) -> Decision:
         wait=wait,
         finished=finished,
         moment=accounts.moment(budget),
-        save=mark.number if mark else None,
+        save=marker.number if marker else None,
         missing_since_s=since_s,
     )
 
@@ -179,7 +179,7 @@ def due(learner: Learner, state: FragmentState) -> list[Application]:
         return [Application(state.index, state.newest.chain.version, "reset")]
     if not state.pending or state.phase is Phase.ENCODING:
         return []
-    versions = takewhile(lambda version: learner.marks.may_apply(version, learner.fragments), state.pending)
+    versions = takewhile(lambda version: learner.markers.may_apply(version, learner.fragments), state.pending)
     return [Application(state.index, version.chain.version, version.how) for version in versions]
 
 

@@ -29,7 +29,7 @@ class Chain:
     fragment: int
     version: int
     epoch: int
-    head: bytes  # check of the last entry
+    head: bytes  # hash of the last entry
     sequence: int  # of the last entry in the stream
     state_hash: bytes
     tokens_merged: int = 0
@@ -41,9 +41,9 @@ class Chain:
     epoch_step: int = 1  # most by which a takeover raises the epoch
 
     @classmethod
-    def from_genesis(cls, fragment: int, genesis: Genesis, check: bytes, epoch_step: int = 1) -> Chain:
+    def from_genesis(cls, fragment: int, genesis: Genesis, entry_hash: bytes, epoch_step: int = 1) -> Chain:
         """Return the head that the first entry follows; sequence 0, since no entry of this fragment exists yet."""
-        return cls(fragment, 0, 0, check, 0, genesis.fragments[fragment], epoch_step=epoch_step)
+        return cls(fragment, 0, 0, entry_hash, 0, genesis.fragments[fragment], epoch_step=epoch_step)
 
     @classmethod
     def from_keyframe(cls, keyframe: Keyframe, epoch_step: int = 1) -> Chain:
@@ -141,9 +141,9 @@ class Chain:
                     f"version {member.base_version}, from before the rollback that made version {self.floor}"
                 )
 
-    def advance(self, record: Record, check: bytes, sequence: int) -> None:
+    def advance(self, record: Record, entry_hash: bytes, sequence: int) -> None:
         """Make ``record``, which :meth:`check` has passed, the head."""
-        self.version, self.epoch, self.head, self.sequence = record.version, record.epoch, check, sequence
+        self.version, self.epoch, self.head, self.sequence = record.version, record.epoch, entry_hash, sequence
         self.tokens_merged, self.tokens_lost, self.state_hash = record.tokens_merged, record.tokens_lost, record.state_hash
         self.closed, self.rolled_back = self.closed or record.closing, record.rolled_back or self.rolled_back
         self.ends = ranges.ends((held for member in record.members for held in member.data), self.ends)

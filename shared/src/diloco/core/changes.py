@@ -53,7 +53,7 @@ SETTABLE = (
     "log.keyframe_factor",
     "log.keep_keyframes",
     "log.keep_bytes",
-    "liveness.pulse_s",
+    "liveness.heartbeat_s",
     "liveness.dead_s",
     "liveness.lease_s",
     "liveness.takeover_s",

@@ -110,7 +110,7 @@ class DeltaState:
     data: list[Range] = field(default_factory=list)  # batches that the displacement holds; never changed in place
     next_number: int = 1
     carried_since: int | None = None  # version from which displacement has been carried over
-    outstanding: list[PendingDelta] = field(default_factory=list)
+    pending: list[PendingDelta] = field(default_factory=list)
 
     def step(self, tokens: int, share: int, batch: int, steps: int = 1) -> None:
         """Count inner steps on consecutive batches of a share of the data; ``tokens`` are those of all of them."""
@@ -125,7 +125,7 @@ class DeltaState:
 
     def copy(self) -> DeltaState:
         """Return a state that goes on by itself."""
-        return replace(self, outstanding=[replace(offer) for offer in self.outstanding])
+        return replace(self, pending=[replace(offer) for offer in self.pending])
 
     def offer(self, steps: int, tokens: int, data: list[Range], round_version: int, bits: Bits) -> PendingDelta:
         """Count an offer of ``steps``, ``tokens`` and ``data``, this fragment's when the snapshot was taken."""
@@ -144,7 +144,7 @@ class DeltaState:
         )
         offer = PendingDelta(stated, bits, held_steps=steps, held_tokens=tokens)
         self.next_number += 1
-        self.outstanding.append(offer)
+        self.pending.append(offer)
         return offer
 
     def apply(self, record: Record) -> Carried:
@@ -163,7 +163,7 @@ class DeltaState:
         """Take over the log's state without the versions in between (a restart, a long absence, an invalid value).
 
         The displacement is carried over if the log holds of this learner what is known here, with at most an offer that is
-        outstanding merged meanwhile; it is lost otherwise, or if the learner's value is ``invalid``.
+        pending merged meanwhile; it is lost otherwise, or if the learner's value is ``invalid``.
         """
         merged = chain.cursor(self.learner)
         if merged != self.after:
@@ -185,7 +185,7 @@ class DeltaState:
         holds = self.tokens > 0
         factor = 0.0 if late or not holds else self.carry.late
         carried = self._keep(factor)
-        for offer in self.outstanding:
+        for offer in self.pending:
             offer.held_steps, offer.held_tokens = int(factor * offer.held_steps), int(factor * offer.held_tokens)
             offer.kept *= factor
             if holds and offer.kept <= NOTHING:  # without tokens it holds an earlier error alone, which is never dropped
@@ -193,9 +193,9 @@ class DeltaState:
         return carried
 
     def _merged(self, version: int, identity: tuple[int, int], answered: int) -> Carried:
-        offer = next((o for o in self.outstanding if o.identity == identity), None)
+        offer = next((o for o in self.pending if o.identity == identity), None)
         self.after = identity
-        self.outstanding.clear()  # newer offers state an older `after`: they will never be merged
+        self.pending.clear()  # newer offers state an older `after`: they will never be merged
         self.carried_since = None
         if offer is None:  # made before a restart, or void: what has been done since belongs to no known base
             return self._keep(0.0, forgotten=True, cleared=True)
@@ -209,7 +209,7 @@ class DeltaState:
 
     def _begin_again(self) -> Carried:
         """Keep nothing: neither the displacement nor what was left over of merged offers, and wait for no offer's fate."""
-        self.outstanding.clear()
+        self.pending.clear()
         return self._keep(0.0, cleared=True)
 
     def _keep(
@@ -239,7 +239,7 @@ class Encoded:
 class DeltaValues:
     """The arrays of one fragment's pending delta; ``base`` and ``error`` are float32 [size of the fragment].
 
-    ``base`` is never written to; it may be shared with the replica that folds the log. Kept of an outstanding offer are its
+    ``base`` is never written to; it may be shared with the replica that folds the log. Kept of a pending offer are its
     body and, until it is dropped, what quantisation left over of it: that becomes the error as it is; the displacement, rarely
     needed, follows from both.
     """
@@ -277,7 +277,7 @@ class DeltaValues:
                 rest = self.held[merged.identity].rest
                 self.error = np.zeros_like(self.base) if rest is None else rest
         held, self.held = self.held, {}
-        for offer in state.outstanding:
+        for offer in state.pending:
             encoded = held[offer.identity]
             self.held[offer.identity] = Encoded(encoded.body, None) if offer.dropped else encoded
         self.base = theta
@@ -304,11 +304,11 @@ def dump(state: DeltaState, values: DeltaValues) -> tuple[dict[str, Any], dict[s
     arrays: dict[str, NDArray[Any]] = {"base": values.base}
     if values.error is not None:
         arrays["error"] = values.error
-    plain["outstanding"] = []
-    for i, offer in enumerate(state.outstanding):
+    plain["pending"] = []
+    for i, offer in enumerate(state.pending):
         stated = msgspec.structs.asdict(offer.stated) | {"base_hash": offer.stated.base_hash.hex()}
         del stated["learner"]
-        plain["outstanding"].append(stated | {name: getattr(offer, name) for name in _PLAIN_OFFER})
+        plain["pending"].append(stated | {name: getattr(offer, name) for name in _PLAIN_OFFER})
         encoded = values.held[offer.identity]
         arrays[f"offer/{i}/body"] = encoded.body
         if encoded.rest is not None:
@@ -330,7 +330,7 @@ def load(
         raise ValueError(f"a fragment of {arrays['base'].size} parameters, expected {values.base.size}")
     restored = replace(values, base=arrays["base"], error=arrays.get("error"), held={})
     offers = []
-    for i, values_of in enumerate(plain["outstanding"]):
+    for i, values_of in enumerate(plain["pending"]):
         named = {name: values_of[name] for name in Answer.__struct_fields__ if name != "learner"}
         stated = Answer(learner=state.learner, **named | _typed(values_of))
         offer = PendingDelta(stated, **{name: values_of[name] for name in _PLAIN_OFFER})
@@ -338,7 +338,7 @@ def load(
         offer.dropped = encoded.rest is None
         restored.hold(offer, encoded)
         offers.append(offer)
-    return replace(state, **{name: plain[name] for name in _PLAIN} | _typed(plain), outstanding=offers), restored
+    return replace(state, **{name: plain[name] for name in _PLAIN} | _typed(plain), pending=offers), restored
 
 
 def _typed(plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Replica:
         return replace(self, chain=chain, momentum=self.momentum.copy())
 
     def fold(
-        self, record: Record, check: bytes, sequence: int, body: NDArray[np.uint8] | None, *, in_place: bool = True
+        self, record: Record, entry_hash: bytes, sequence: int, body: NDArray[np.uint8] | None, *, in_place: bool = True
     ) -> None:
         """Check that the entry follows, and fold its body, uint8 [quantised bytes].
 
@@ -63,9 +63,9 @@ class Replica:
                 f"entry states {record.state_hash.hex()[:16]}",
                 sequence,
             )
-        self.chain.advance(record, check, sequence)
+        self.chain.advance(record, entry_hash, sequence)
 
-    def judge(self, record: Record, check: bytes, sequence: int, body: NDArray[np.uint8] | None) -> None:
+    def judge(self, record: Record, entry_hash: bytes, sequence: int, body: NDArray[np.uint8] | None) -> None:
         """Fold an entry and its body, uint8 [quantised bytes], as :meth:`fold` does; one that is wrong changes nothing.
 
         It costs a copy of the replica.
@@ -77,13 +77,13 @@ class Replica:
         """
         after = self.copy()
         try:
-            after.fold(record, check, sequence, body, in_place=False)
+            after.fold(record, entry_hash, sequence, body, in_place=False)
         except StateError as error:
             if outer.state_hash(self.theta, self.momentum) != self.chain.state_hash:
                 raise
             raise WrongEntryError(str(error)) from None
         self.theta, self.momentum = after.theta, after.momentum
-        self.chain.advance(record, check, sequence)
+        self.chain.advance(record, entry_hash, sequence)
 
     def set_state(self, values: NDArray[np.float32]) -> None:
         """Take over the :meth:`state` of another version, float32 [(1 + moments) * size]; the chain stays."""

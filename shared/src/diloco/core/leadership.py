@@ -12,7 +12,7 @@ SILENCE_S = 2.0  # of the leader, after which another one takes its place: four 
 LATE_S = 1.0  # between two ticks: twice the usual time; this process itself was frozen
 READ_S = 2.0  # after so long the leader reads whether the key still names it
 
-Action = Literal["read", "claim", "pulse", "wait"]
+Action = Literal["read", "claim", "heartbeat", "wait"]
 
 
 class Leadership:
@@ -42,7 +42,7 @@ class Leadership:
         if self._must_read or (self.leads and now_s - self._read_s > READ_S):
             return "read"
         if self.leads:
-            return "pulse"
+            return "heartbeat"
         return "claim" if self._may_claim or now_s - self._heard_s > SILENCE_S else "wait"
 
     def read(self, holder: tuple[str, bytes] | None, revision: int, now_s: float) -> None:

@@ -22,7 +22,7 @@ from diloco.core.accounts import Accounts, StepDone
 from diloco.core.changes import Effective
 from diloco.core.delta import DeltaState, DeltaValues, Encoded, PendingDelta
 from diloco.core.fragment_state import Answer, Event, FragmentState, Phase, Reader, Snapshot, Version
-from diloco.core.marks import Marks
+from diloco.core.markers import Markers
 from diloco.core.work import Work
 from diloco.errors import MessageError
 from diloco.settings.run import Bits, RunSettings
@@ -32,6 +32,8 @@ from diloco.wire.fields import Range
 Activity = Literal["starting", "stepping", "waiting", "recovering", "closing", "leaving", "left", "finished"]
 Role = Literal["learner", "evaluator"]
 Dump = tuple[dict[str, Any], dict[str, NDArray[Any]]]  # plain values, and arrays by name
+
+ACCOUNTS = "accounts/"  # begins the names of a dump's arrays
 
 
 class Learner:
@@ -43,7 +45,7 @@ class Learner:
         self.settings, self.in_force = settings, Effective(settings)
         self.in_lockstep = settings.round.lockstep and role == "learner"
         self.fragments: list[FragmentState] = []
-        self.accounts, self.work, self.marks = Accounts(), Work(), Marks()
+        self.accounts, self.work, self.markers = Accounts(), Work(), Markers()
         self.rounds_merged = self.rounds_missed = 0
         self.draining = False  # a closing round was announced
         self.leaving = False  # no further step is taken, and rounds are wanted that merge what is unmerged
@@ -122,7 +124,7 @@ class Learner:
     def rewind(self, index: int, version: Version) -> None:
         """Go back to what the log has of a fragment, after it lost entries."""
         self.fragments[index].rewind(version)
-        self.marks.forget()
+        self.markers.forget()
 
     def hear(self, announced: Announcement, now_s: float) -> bool:
         """Take in the announcement of a round; return whether it is the first one of a closing round.
@@ -266,7 +268,7 @@ class Learner:
             assert state.values is not None
             plain, named = delta.dump(state.delta, state.values)
             fragments.append(plain)
-            arrays |= {f"books/{state.index}/{name}": array for name, array in named.items()}
+            arrays |= {f"{ACCOUNTS}{state.index}/{name}": array for name, array in named.items()}
         accounts = self.accounts
         plain_state = {
             "step": accounts.step,
@@ -296,7 +298,7 @@ class Learner:
         version_steps = [int(step) for step in plain["version_steps"]]
         for state, values, _ in zip(self.fragments, plain["fragments"], version_steps, strict=True):
             assert state.values is not None
-            prefix = f"books/{state.index}/"
+            prefix = f"{ACCOUNTS}{state.index}/"
             named = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
             loaded.append(delta.load(state.delta, state.values, values, named))
         stated, own = plain["schedule"]

@@ -23,7 +23,7 @@ from diloco.settings.run import Bits, RunSettings
 from diloco.wire import framing
 from diloco.wire.body import Body, describe_body
 from diloco.wire.entries import Record, Repaired, RolledBack
-from diloco.wire.offers import Combination, Combined, Member
+from diloco.wire.offers import Member, RegionalMembers, RegionalOffer
 
 Vector = NDArray[np.float32]
 H = TypeVar("H", bound=Held)
@@ -37,14 +37,14 @@ def accumulate(
 
     ``theta_at`` gives the fragment at an older version, float32 [size], for ``merge.against = "current"``: there every outer
     gradient is taken against ``theta``, float32 [size], the newest version, however old the learner's base (Decoupled DiLoCo,
-    arXiv 2604.21428). Embedding-like fragments are averaged (ibid.). A combined offer weighs as much as its members together.
+    arXiv 2604.21428). Embedding-like fragments are averaged (ibid.). A regional offer weighs as much as its members together.
     """
     method = "average" if fragment.embedding else settings.merge.method
     merge = Accumulator(fragment.size, fragment.segments(settings.merge.granularity), method)
     for item in held:
         offer, members = item.offer, item.offer.members
         share = sum(weight(member.tokens, member.steps, settings.merge.weights) for member in members)
-        # the settings refuse this together with combined offers, whose members may have several bases
+        # the settings refuse this together with regional offers, whose members may have several bases
         base = theta_at(members[0].base_version) if settings.merge.against == "current" else None
         if base is None:
             merge.add(item.body, offer.bits, share)
@@ -245,7 +245,7 @@ def version_record(
     """Return the entry after ``chain`` for a merge that has the state ``state_hash`` and the body ``body``."""
     offers = sorted((member for item in merge.held for member in item.offer.members), key=lambda member: member.learner)
     place = {offer.learner: i for i, offer in enumerate(offers)}
-    combined = [item.offer for item in merge.held if isinstance(item.offer, Combined)]
+    combined = [item.offer for item in merge.held if isinstance(item.offer, RegionalOffer)]
     tokens_merged, tokens_lost = chain.totals_with((offer.learner, offer.tokens, offer.lost_tokens) for offer in offers)
     members = [Member.of(offer, weight(offer.tokens, offer.steps, settings.merge.weights)) for offer in offers]
     return Record(
@@ -256,8 +256,8 @@ def version_record(
         syncer=syncer,
         previous=chain.head,
         members=members,
-        combined=[
-            Combination(offer.syncer, offer.incarnation, offer.number, [place[member.learner] for member in offer.members])
+        regional_offers=[
+            RegionalMembers(offer.syncer, offer.incarnation, offer.number, [place[member.learner] for member in offer.members])
             for offer in combined
         ],
         bits=bits,
@@ -335,7 +335,7 @@ def make_marker(
         syncer=syncer,
         previous=chain.head,
         members=[],
-        combined=[],
+        regional_offers=[],
         bits=settings.codec.record_bits,
         learning_rate=learning_rate,
         momentum=momentum,

@@ -2,7 +2,7 @@
 
 For each fragment that is owned elsewhere, one syncer of the region, its *regional aggregator*, stands in for the owner's
 collector: it holds the newest offer of each of the region's learners, by the same rules, and when a round's answers are in, it
-merges all fit offers, late answers of earlier rounds too, as an owner would. The combined offer is cumulative: a later one of
+merges all fit offers, late answers of earlier rounds too, as an owner would. The regional offer is cumulative: a later one of
 the same region holds all that is not merged yet, so it replaces the one before, and one that is lost loses nothing.
 
 It waits for all of the region's live learners, but after the first answer no longer than the rest of the overlap budget: a
@@ -33,7 +33,7 @@ from diloco.wire.offers import Offer, answer_bytes
 
 Vector = NDArray[np.float32]
 ELSEWHERE = ""  # stands for the learners of other regions
-PENDING = 4  # combined offers whose fate is unknown: the residuals of older ones are forgotten
+PENDING = 4  # regional offers whose fate is unknown: the residuals of older ones are forgotten
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class HeldOffer(Held):
 
 
 def bits_of(held: Sequence[HeldOffer]) -> Bits:
-    """Return the bits of a combined offer: the fewest of its members, which are those that the owner asked their region for."""
+    """Return the bits of a regional offer: the fewest of its members, which are those that the owner asked their region for."""
     return min(own.offer.bits for own in held)
 
 
@@ -62,14 +62,14 @@ class RegionalRound:
     round: int = 0  # version that the round last announced will make
     epoch: int = 0  # of its owner
     closing: bool = False
-    answered: frozenset[tuple[str, tuple[int, int]]] = frozenset()  # answers to it that a combined offer holds
+    answered: frozenset[tuple[str, tuple[int, int]]] = frozenset()  # answers to it that a regional offer holds
     heard_s: tuple[float, float] = (0.0, 0.0)  # when the round was first heard of, and last
-    since_s: float | None = None  # when there was first an answer that no combined offer holds
+    since_s: float | None = None  # when there was first an answer that no regional offer holds
     combined_s: float = -math.inf  # when answers to it were last combined
     quorum_average: Average = field(default_factory=Average)
     usual: float = 0.0  # norm of a merge of the fragment (:func:`diloco.core.excess.usual`); 0: not known
     left_out: set[str] = field(default_factory=set)  # learners whose answers no merge can have: none of theirs is waited for
-    residual: Vector | None = None  # of quantisation: of the last combined offer that was merged; None: none
+    residual: Vector | None = None  # of quantisation: of the last regional offer that was merged; None: none
     _sent: dict[int, Vector | None] = field(default_factory=dict)  # the residuals of those that may be merged yet, by number
 
     @property
@@ -98,7 +98,7 @@ class RegionalRound:
     def follow(self, chain: Chain, record: Record | None, mine: tuple[str, int]) -> None:
         """Take in the log's head, after ``record`` or (None) after it was loaded.
 
-        ``mine``: name and incarnation of the syncer that makes the combined offers here.
+        ``mine``: name and incarnation of the syncer that makes the regional offers here.
         """
         self.chain = chain
         self.hashes[chain.version] = chain.state_hash
@@ -108,9 +108,9 @@ class RegionalRound:
         if record is None or record.rolled_back is not None:  # it is unknown which of them was merged, or they are void
             self.residual, self._sent = None, {}
             return
-        for combination in record.combined:
-            if (combination.syncer, combination.incarnation) == mine:
-                self.residual, self._sent = self._sent.get(combination.number), {}
+        for group in record.regional_offers:
+            if (group.syncer, group.incarnation) == mine:
+                self.residual, self._sent = self._sent.get(group.number), {}
 
     def refuse(self, offer: Offer, elapsed_s: float = math.inf) -> str | None:
         """Return the reason why an offer is of no use; None: it is kept.
@@ -162,7 +162,7 @@ class RegionalRound:
         return max(0.0, self.since_s + self._grace_s(now_s) - now_s)
 
     def combine(self, held: Sequence[HeldOffer], residual: Vector | None) -> tuple[NDArray[np.uint8], Vector | None]:
-        """Return the content of a combined offer, uint8 [bytes], and its residual, float32 [size]; None without error feedback.
+        """Return the content of a regional offer, uint8 [bytes], and its residual, float32 [size]; None without error feedback.
 
         ``residual``, float32 [size] or None, is added before quantising. May run in a thread.
 
@@ -174,7 +174,7 @@ class RegionalRound:
             nothing = np.empty(0, np.float32)
             return merging.accumulate(self.fragment, self.settings, held, lambda version: None, nothing).result()
 
-        what = f"fragment {self.fragment.index}, combined offer for version {self.round}"
+        what = f"fragment {self.fragment.index}, regional offer for version {self.round}"
         # learners of other regions are always there: no offer is all that there is
         merged = merging.within(together, held, self.fragment.size, self.usual, {ELSEWHERE}, self.settings, what)
         bits = bits_of(held)
@@ -185,7 +185,7 @@ class RegionalRound:
         return quantise.quantise(merged, bits, error=merged), merged
 
     def send(self, number: int, rest: Vector | None) -> None:
-        """Remember ``rest``, float32 [size] or None: the residual of the combined offer ``number``, which is to be stored."""
+        """Remember ``rest``, float32 [size] or None: the residual of the regional offer ``number``, which is to be stored."""
         kept = sorted(self._sent)[-(PENDING - 1) :]
         self._sent = {known: self._sent[known] for known in kept} | {number: rest}
 

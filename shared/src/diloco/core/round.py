@@ -25,16 +25,16 @@ from diloco.core.pace import Average, first_due_steps, grace_s
 from diloco.core.roster import Roster, Seen
 from diloco.settings.run import RunSettings
 from diloco.wire.fields import MAX_MEMBERS
-from diloco.wire.offers import MAX_MEMBERS_BYTES, Answer, Combined, Offer, members_bytes
+from diloco.wire.offers import MAX_MEMBERS_BYTES, Answer, Offer, RegionalOffer, members_bytes
 
 STUCK_HEARTBEATS = 4  # heartbeats for which all live learners must have been waiting
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An offer, one learner's or a combined one, with its checked, uncompressed body."""
+    """An offer, one learner's or a regional one, with its checked, uncompressed body."""
 
-    offer: Offer | Combined
+    offer: Offer | RegionalOffer
     body: NDArray[np.uint8]
     elapsed_s: float = math.inf  # from genesis until its server stored it; inf: not known
 
@@ -146,12 +146,12 @@ class Round:
         """The version that the open, or next, round makes."""
         return self.chain.version + 1
 
-    def refuse(self, offer: Offer | Combined, elapsed_s: float = math.inf) -> str | None:
+    def refuse(self, offer: Offer | RegionalOffer, elapsed_s: float = math.inf) -> str | None:
         """Return the reason why an offer is not held for the next merge; None: it is fit.
 
         ``elapsed_s``: from genesis until its server stored it; inf: not known.
 
-        A combined offer is as fit as the least fit of its members. It replaces every offer held of any of them: it must have
+        A regional offer is as fit as the least fit of its members. It replaces every offer held of any of them: it must have
         something newer of them, or something of more learners, and nothing older.
 
         Raises:
@@ -224,7 +224,7 @@ class Round:
             self.stuck_at_s = None
             return False
         self.stuck_at_s = now_s if self.stuck_at_s is None else self.stuck_at_s
-        return now_s - self.stuck_at_s >= STUCK_HEARTBEATS * self.settings.liveness.pulse_s
+        return now_s - self.stuck_at_s >= STUCK_HEARTBEATS * self.settings.liveness.heartbeat_s
 
     def _is_ready(self, seen: Seen, needed: int) -> bool:
         """Whether a learner has taken ``needed`` steps since it applied the newest version."""
@@ -309,7 +309,7 @@ class Round:
         """Return each held offer once."""
         return list(dict.fromkeys(self.held.values()))
 
-    def _over(self, offer: Offer | Combined) -> set[Held]:
+    def _over(self, offer: Offer | RegionalOffer) -> set[Held]:
         """Return the offers held of an offer's members."""
         return {self.held[member.learner] for member in offer.members if member.learner in self.held}
 

@@ -3,14 +3,14 @@
 Each process writes one tape. A learner's has its batches, the versions that it applied, and its offers, in order; the merges
 themselves are in the log. A tape is a header and then blocks, each one or more whole events::
 
-    header = MAGIC, varint VERSION, run (8 bytes), text name, check
-    block  = varint n (1 to MAX_BLOCK_BYTES), n bytes of events, check
+    header = MAGIC, varint VERSION, run (8 bytes), text name, checksum
+    block  = varint n (1 to MAX_BLOCK_BYTES), n bytes of events, checksum
     event  = kind (1 byte), its fields in order
 
-An int is a varint (LEB128), a text a varint length and UTF-8, a digest 8 bytes, a tuple a varint count and varints. ``check``
-is the first 4 bytes of the BLAKE3 hash over what stands before it: the header's bytes, or, for a block, the header's whole
-hash, the block's place in the file (8 bytes, little endian) and its events. A block in another tape or at another place is
-thus refused. A process that dies leaves at most one block that is not whole, at the end.
+An int is a varint (LEB128), a text a varint length and UTF-8, a digest 8 bytes, a tuple a varint count and varints. A
+``checksum`` is the first 4 bytes of the BLAKE3 hash over what stands before it: the header's bytes, or, for a block, the
+header's whole hash, the block's place in the file (8 bytes, little endian) and its events. A block in another tape or at
+another place is thus refused. A process that dies leaves at most one block that is not whole, at the end.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Header:
 
     @property
     def hash(self) -> bytes:
-        """The hash with which every block's check begins."""
+        """The hash with which every block's checksum begins."""
         return blake3(self.pack()[:-CHECK_BYTES]).digest()
 
 

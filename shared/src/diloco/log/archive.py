@@ -16,9 +16,9 @@ from diloco.log.writer import Writer
 from diloco.transport import Fence
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES, check_body_size, describe_body
-from diloco.wire.offers import Combined, Offer
+from diloco.wire.offers import Offer, RegionalOffer
 
-Archived = TypeVar("Archived", Offer, Combined)
+Archived = TypeVar("Archived", Offer, RegionalOffer)
 
 
 class Archive:
@@ -27,7 +27,7 @@ class Archive:
     def __init__(self, stream: LogStream, writer: Writer) -> None:
         self.stream, self.writer = stream, writer
 
-    async def put(self, offer: Offer | Combined, raw: NDArray[np.uint8]) -> None:
+    async def put(self, offer: Offer | RegionalOffer, raw: NDArray[np.uint8]) -> None:
         """Keep an offer that is about to be merged, with its body, uint8 [quantised bytes]; keeping it twice keeps it once.
 
         Raises:
@@ -43,10 +43,10 @@ class Archive:
         except FenceError:
             return  # the merge was begun before, by this owner or the one before it
 
-    def _place_of(self, offer: Offer | Combined) -> str:
+    def _place_of(self, offer: Offer | RegionalOffer) -> str:
         """Return the subject that an offer is kept on."""
-        if isinstance(offer, Combined):
-            return self.stream.subjects.archived_combined(offer.fragment, offer.syncer, offer.incarnation, offer.number)
+        if isinstance(offer, RegionalOffer):
+            return self.stream.subjects.archived_regional_offer(offer.fragment, offer.syncer, offer.incarnation, offer.number)
         return self.stream.subjects.archived(offer.fragment, offer.learner, offer.incarnation, offer.number)
 
     async def offer(self, fragment: int, learner: str, incarnation: int, number: int) -> tuple[Offer, NDArray[np.uint8]] | None:
@@ -59,13 +59,13 @@ class Archive:
         head = self.stream.subjects.archived(fragment, learner, incarnation, number)
         return await self._read(Offer, fragment, head, f"fragment {fragment}, archived offer {number} of {learner}")
 
-    async def combined(
+    async def regional_offer(
         self, fragment: int, syncer: str, incarnation: int, number: int
-    ) -> tuple[Combined, NDArray[np.uint8]] | None:
-        """Return a merged combined offer and its body, uint8 [quantised bytes], as :meth:`offer` does one of a learner."""
-        head = self.stream.subjects.archived_combined(fragment, syncer, incarnation, number)
-        what = f"fragment {fragment}, archived combined offer {number} of {syncer}"
-        return await self._read(Combined, fragment, head, what)
+    ) -> tuple[RegionalOffer, NDArray[np.uint8]] | None:
+        """Return a merged regional offer and its body, uint8 [quantised bytes], as :meth:`offer` does one of a learner."""
+        head = self.stream.subjects.archived_regional_offer(fragment, syncer, incarnation, number)
+        what = f"fragment {fragment}, archived regional offer {number} of {syncer}"
+        return await self._read(RegionalOffer, fragment, head, what)
 
     async def _read(
         self, cls: type[Archived], fragment: int, head: str, what: str

@@ -58,7 +58,11 @@ class Entries:
         uncommitted: dict[int, UncommittedEntries[Head]] = {index: UncommittedEntries() for index in range(count)}
         async for stored in self.stream.pull([wanted], start_sequence, stop_sequence):
             index = subjects.fragment_of(stored.subject)
-            if index is None or index >= count or not (subjects.is_head(stored.subject) or subjects.is_notice(stored.subject)):
+            if (
+                index is None
+                or index >= count
+                or not (subjects.is_head(stored.subject) or subjects.is_commit_notice(stored.subject))
+            ):
                 continue
             try:
                 message = self.stream.decode(stored)
@@ -139,7 +143,7 @@ class Entries:
             fragment = subjects.fragment_of(stored.subject)
             if fragment is None or fragment not in wanted:
                 continue
-            if subjects.is_head(stored.subject) or (regions and subjects.is_notice(stored.subject)):
+            if subjects.is_head(stored.subject) or (regions and subjects.is_commit_notice(stored.subject)):
                 try:
                     message = self._assembled(stored, fragment, parts)
                 except MessageError as error:
@@ -184,7 +188,7 @@ def judged(replica: Replica, entry: Entry) -> None:
 def _commit(uncommitted: dict[int, UncommittedEntries[H]], message: H | CommitNotice, *, regions: bool) -> list[H]:
     """Return the entries that a message commits, in the order of the chain; without regions an entry commits itself."""
     if isinstance(message, CommitNotice):
-        return uncommitted[message.fragment].commit(message.check)
+        return uncommitted[message.fragment].commit(message.entry_hash)
     if not regions:
         return [message]
     uncommitted[message.record.fragment].add(message)

@@ -1,4 +1,4 @@
-"""Storing an offer, a learner's or a combined one, however often that has to be tried."""
+"""Storing an offer, a learner's or a regional one, however often that has to be tried."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from diloco.errors import AppendUncertainError, StorageFullError
 from diloco.transport import Transport
 from diloco.wire import framing, subjects
-from diloco.wire.offers import Combined, Offer
+from diloco.wire.offers import Offer, RegionalOffer
 from diloco.wire.subjects import Subjects
 
 ID_BYTES = 16  # of an append's identifier, drawn at random: nobody guesses it
@@ -19,7 +19,7 @@ async def append_offer(
     transport: Transport,
     names: Subjects,
     run: bytes,
-    offer: Offer | Combined,
+    offer: Offer | RegionalOffer,
     inline: bytes,
     parts: Sequence[bytes],
     *,
@@ -41,8 +41,8 @@ async def append_offer(
         failed: called at each failure, to log it.
         wanted: asked before each attempt.
     """
-    if isinstance(offer, Combined):
-        head = names.combined(offer.fragment, offer.syncer)
+    if isinstance(offer, RegionalOffer):
+        head = names.regional_offer(offer.fragment, offer.syncer)
     else:
         head = names.offer(offer.fragment, offer.learner)
     identifier = transport.random_bytes(ID_BYTES).hex()

@@ -56,13 +56,13 @@ class Reader:
         fault: MessageError | None = None
         async for stored in self.stream.by_now(self.stream.subjects.genesis):
             try:
-                genesis, check, _ = framing.unpack(stored.data, Genesis, self.stream.run)
+                genesis, entry_hash, _ = framing.unpack(stored.data, Genesis, self.stream.run)
             except MessageError as error:
                 fault = fault or error
                 continue
             if genesis.map_digest != self.stream.map.digest or len(genesis.fragments) != len(self.stream.map.fragments):
                 raise RunError(f"run {self.stream.subjects.run!r}: its genesis record belongs to another fragment map")
-            return genesis, check
+            return genesis, entry_hash
         if fault is not None:
             raise fault
         return None
@@ -305,7 +305,7 @@ class Reader:
 
     async def end_sequence(self, fragment: int) -> int:
         """Return the stream sequence up to which the fragment's entries are to be read; 0 if there is nothing."""
-        subject = self.stream.subjects.notice(fragment) if self.stream.regions else self.stream.subjects.record(fragment)
+        subject = self.stream.subjects.commit_notice(fragment) if self.stream.regions else self.stream.subjects.record(fragment)
         stored = await self.stream.last(subject)
         return stored.sequence if stored else 0
 

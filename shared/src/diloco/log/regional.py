@@ -82,18 +82,18 @@ class RegionalLog:
         )
         return await self.writer.append(head, framing.pack(claim, self.stream.run), [], b"", Fence(head, head_sequence))
 
-    async def notice(self, fragment: int, version: int, epoch: int, check: bytes, sequence: int) -> None:
+    async def notice(self, fragment: int, version: int, epoch: int, entry_hash: bytes, sequence: int) -> None:
         """Say that an entry, stored here at ``sequence``, is committed; saying it twice says it once.
 
         Raises:
             StorageFullError: nothing was stored.
         """
-        frame = framing.pack(CommitNotice(fragment, version, epoch, check, sequence), self.stream.run)
-        await self.writer.append(self.stream.subjects.notice(fragment), frame, [], b"", None)
+        frame = framing.pack(CommitNotice(fragment, version, epoch, entry_hash, sequence), self.stream.run)
+        await self.writer.append(self.stream.subjects.commit_notice(fragment), frame, [], b"", None)
 
     async def last_notice(self, fragment: int) -> CommitNotice | None:
         """Return the newest notice; None if there is none. What is no notice is passed over."""
-        subject = self.stream.subjects.notice(fragment)
+        subject = self.stream.subjects.commit_notice(fragment)
         stored = await self.stream.last(subject)
         if stored is None:
             return None
@@ -108,7 +108,7 @@ class RegionalLog:
     async def before(self, fragment: int, version: int) -> int:
         """Return a stream sequence after which all entries of a committed version, and of later ones, are stored here."""
         sequence = 0
-        async for stored in self.stream.by_now(self.stream.subjects.notice(fragment)):
+        async for stored in self.stream.by_now(self.stream.subjects.commit_notice(fragment)):
             try:
                 notice = self._notice(stored)
             except MessageError:
@@ -162,18 +162,18 @@ class RegionalLog:
         Raises:
             MessageError, RunError: ``source`` does not have them all.
         """
-        genesis, check, _ = framing.unpack(genesis_frame, Genesis, self.stream.run)
+        genesis, entry_hash, _ = framing.unpack(genesis_frame, Genesis, self.stream.run)
         try:
             for fragment in self.stream.map.fragments:
                 if await self.reader.newest_keyframe(fragment.index) is None:
-                    await self._begin_fragment_as(source, fragment.index, genesis, check)
+                    await self._begin_fragment_as(source, fragment.index, genesis, entry_hash)
             await self.writer.append_genesis(genesis_frame)
         except FenceError:
             return
 
-    async def _begin_fragment_as(self, source: RegionalLog, fragment: int, genesis: Genesis, check: bytes) -> None:
+    async def _begin_fragment_as(self, source: RegionalLog, fragment: int, genesis: Genesis, entry_hash: bytes) -> None:
         try:
-            replica = (await source.reader.load_first(fragment, genesis, check)).replica
+            replica = (await source.reader.load_first(fragment, genesis, entry_hash)).replica
         except RunError:
             if (
                 source is self

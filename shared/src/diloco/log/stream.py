@@ -148,7 +148,7 @@ class LogStream:
         Raises:
             MessageError: it is none of them.
         """
-        if subjects.is_notice(message.subject):
+        if subjects.is_commit_notice(message.subject):
             return _of_subject(message, framing.unpack(message.data, CommitNotice, self.run)[0])
         if self.regions and framing.kind_of(message.data) == Claim.kind:
             return _of_subject(message, framing.unpack(message.data, Claim, self.run)[0])
@@ -196,8 +196,8 @@ def decode_head(message: Stored, run: bytes) -> Head:
     Raises:
         MessageError: it is none.
     """
-    record, check, inline = framing.unpack(message.data, Record, run)
-    return Head(_of_subject(message, record), check, message.sequence, inline)
+    record, entry_hash, inline = framing.unpack(message.data, Record, run)
+    return Head(_of_subject(message, record), entry_hash, message.sequence, inline)
 
 
 def decode_keyframe(message: Stored, run: bytes) -> tuple[Keyframe, bytes]:

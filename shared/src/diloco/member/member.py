@@ -128,7 +128,7 @@ class Member:
             await until_available(lambda: self.shares.take(self.learner.ends()), self.log)
         await self._hear(self.subjects.round(), Announcement, self._hear_round)
         if learns:
-            await self._hear(self.subjects.mark, SnapshotMarker, self._hear_mark)
+            await self._hear(self.subjects.marker, SnapshotMarker, self._hear_marker)
             await self.lender.serve()
         versions = self.versions()
         at_ms = int(self.transport.wall_s() * 1000)
@@ -251,21 +251,21 @@ class Member:
                 self._shared.tell()
             self._answering.begin(announced.fragment)
 
-    async def _hear_mark(self, mark: SnapshotMarker, heard: Heard) -> None:
+    async def _hear_marker(self, marker: SnapshotMarker, heard: Heard) -> None:
         with self._shared.lock:
-            answered = self.learner.marks.hear(mark, len(self.learner.fragments))
+            answered = self.learner.markers.hear(marker, len(self.learner.fragments))
         if answered is not None:
-            await self._send_marked(answered)
+            await self._send_marker_answer(answered)
 
-    async def _send_marked(self, answer: MarkerAnswer) -> None:
-        await self.transport.publish(self.subjects.marked(self.settings.name), framing.pack(answer, self.run.identity))
+    async def _send_marker_answer(self, answer: MarkerAnswer) -> None:
+        await self.transport.publish(self.subjects.marker_answer(self.settings.name), framing.pack(answer, self.run.identity))
 
     async def _send_heartbeats_regularly(self) -> None:
         progress = Progress(self.log, self._shared.loop.time(), lambda: _progress(self.heartbeat()))
         while True:
             await self._send_heartbeat()
             progress.look(self._shared.loop.time())
-            await asyncio.sleep(self.run.in_force.liveness.pulse_s)
+            await asyncio.sleep(self.run.in_force.liveness.heartbeat_s)
 
     def _heartbeat_soon(self) -> None:
         self.tape.flush()
@@ -405,21 +405,21 @@ class Member:
         self.tape.record(events.Checkpoint(digest))
         self.tape.flush()  # a process that begins again with this state says so on the same tape
 
-    def mark_due(self) -> SnapshotMarker | None:
-        """Return the mark of a whole run's checkpoint that the state as of the last boundary answers."""
+    def marker_due(self) -> SnapshotMarker | None:
+        """Return the marker of a whole run's checkpoint that the state as of the last boundary answers."""
         with self._shared.lock:
-            return self.learner.marks.reached(self.learner.fragments)
+            return self.learner.markers.reached(self.learner.fragments)
 
-    def note_copied(self, mark: SnapshotMarker) -> None:
-        """Let versions beyond a mark be applied: the state that it asks for has been copied."""
+    def note_copied(self, marker: SnapshotMarker) -> None:
+        """Let versions beyond a marker be applied: the state that it asks for has been copied."""
         with self._shared.lock:
-            self.learner.marks.copied(mark)
+            self.learner.markers.copied(marker)
 
-    def answer_mark(self, answer: MarkerAnswer) -> None:
+    def answer_marker(self, answer: MarkerAnswer) -> None:
         """Say that the state asked for is saved. Callable from any thread."""
         with self._shared.lock:
-            self.learner.marks.answer(answer)
-        self._shared.loop.call_soon_threadsafe(lambda: self._shared.spawn(self._send_marked(answer)))
+            self.learner.markers.answer(answer)
+        self._shared.loop.call_soon_threadsafe(lambda: self._shared.spawn(self._send_marker_answer(answer)))
 
 
 def _progress(heartbeat: Heartbeat) -> tuple[dict[str, int], dict[str, Any]]:

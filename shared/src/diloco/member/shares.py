@@ -22,7 +22,7 @@ from diloco.process.observe import Counted, Logger
 from diloco.settings.service import LearnerSettings
 from diloco.wire.fields import Range
 
-PULSED_RANGES = 16  # the newest ones; older ones were in heartbeats before
+HEARTBEAT_RANGES = 16  # the newest ones; older ones were in heartbeats before
 # steps after which every batch dealt before is booked: one is in flight, one was made while it ran
 DEALT_STEPS = 3
 
@@ -66,7 +66,7 @@ class LeaseClient:
     def trained(self) -> list[Range]:
         """Return the newest of the ranges that this incarnation has trained, each whole."""
         with self._lock:
-            newest = list(self._newest.items())[-PULSED_RANGES:]
+            newest = list(self._newest.items())[-HEARTBEAT_RANGES:]
         return sorted((share, first, count) for share, (first, count) in newest)
 
     def positions(self) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
-"""A learner's state as a file: its model's arrays, its books' arrays, and its books' plain values, all hashed.
+"""A learner's state as a file: the arrays of its model and of its accounts, and the accounts' plain values, all hashed.
 
-The file is a safetensors file. Its metadata hold ``format``, ``run`` (the run's identity), ``learner``, ``books`` (JSON),
-``hashes`` (JSON: BLAKE3 of every array) and ``check``, the BLAKE3 hash over the others, so that damage anywhere is noticed and
+The file is a safetensors file. Its metadata hold ``format``, ``run`` (the run's identity), ``learner``, ``accounts`` (JSON),
+``hashes`` (JSON: BLAKE3 of every array) and ``hash``, the BLAKE3 hash over the others, so that damage anywhere is noticed and
 named. It is written array by array, straight from where the arrays are: nothing is copied again while training goes on.
 """
 
@@ -22,9 +22,9 @@ from diloco.core.tape import DIGEST_BYTES
 from diloco.errors import RunError
 from diloco.process import files
 
-FORMAT = "diloco-learner-2"
+FORMAT = "diloco-learner-3"
 FOLDER = "checkpoints"
-_HASHED = ("format", "run", "learner", "books", "hashes")
+_HASHED = ("format", "run", "learner", "accounts", "hashes")
 _TYPES = {
     "float32": "F32",
     "float16": "F16",
@@ -45,14 +45,14 @@ class Saved:
 
     size_bytes: int
     file_hash: bytes  # BLAKE3 of the whole file
-    digest: bytes  # the first bytes of its check: what tapes call it
+    digest: bytes  # the first bytes of its hash: what tapes call it
 
 
 @dataclass(frozen=True)
 class State:
     """A state as read."""
 
-    books: dict[str, Any]
+    accounts: dict[str, Any]
     arrays: dict[str, NDArray[Any]]
     digest: bytes
 
@@ -63,12 +63,14 @@ def generations(state_dir: Path, learner: str) -> tuple[Path, Path]:
     return folder / f"{learner}.safetensors", folder / f"{learner}.previous.safetensors"
 
 
-def marked(state_dir: Path, number: int, learner: str) -> Path:
+def snapshot(state_dir: Path, number: int, learner: str) -> Path:
     """Return the path of a learner's state for a checkpoint of the whole run."""
     return state_dir / FOLDER / str(number) / f"{learner}.safetensors"
 
 
-def save(path: Path, run: bytes, learner: str, books: Mapping[str, Any], arrays: Arrays, previous: Path | None = None) -> Saved:
+def save(
+    path: Path, run: bytes, learner: str, accounts: Mapping[str, Any], arrays: Arrays, previous: Path | None = None
+) -> Saved:
     """Write a state; the one that ``path`` was until then becomes ``previous``, if given. A crash leaves one of them whole.
 
     Raises:
@@ -79,11 +81,11 @@ def save(path: Path, run: bytes, learner: str, books: Mapping[str, Any], arrays:
         "format": FORMAT,
         "run": run.hex(),
         "learner": learner,
-        "books": json.dumps(books),
+        "accounts": json.dumps(accounts),
         "hashes": json.dumps({name: blake3(_bytes(array)).hexdigest() for name, array in arrays.items()}),
     }
-    check = _check(metadata)
-    header = _header(arrays, metadata | {"check": check.hex()})
+    state_hash = _hash(metadata)
+    header = _header(arrays, metadata | {"hash": state_hash.hex()})
     hasher = blake3()
 
     def write(draft: Path) -> None:
@@ -94,7 +96,7 @@ def save(path: Path, run: bytes, learner: str, books: Mapping[str, Any], arrays:
 
     files.replace(path, write, previous)
     size_bytes = 8 + len(header) + sum(array.nbytes for array in arrays.values())
-    return Saved(size_bytes, hasher.digest(), check[:DIGEST_BYTES])
+    return Saved(size_bytes, hasher.digest(), state_hash[:DIGEST_BYTES])
 
 
 def load(path: Path, run: bytes, learner: str) -> State:
@@ -115,7 +117,7 @@ def load(path: Path, run: bytes, learner: str) -> State:
         for name, array in arrays.items():
             if blake3(_bytes(array)).hexdigest() != hashes[name]:
                 raise ValueError(f"array {name!r} does not have the hash that it lists")
-        return State(json.loads(metadata["books"]), arrays, bytes.fromhex(metadata["check"])[:DIGEST_BYTES])
+        return State(json.loads(metadata["accounts"]), arrays, bytes.fromhex(metadata["hash"])[:DIGEST_BYTES])
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{path}: not a whole state of learner {learner}: {error}") from None
 
@@ -124,11 +126,11 @@ def _check_metadata(metadata: Mapping[str, str], run: bytes, learner: str) -> No
     for key, expected in (("format", FORMAT), ("run", run.hex()), ("learner", learner)):
         if metadata.get(key) != expected:
             raise ValueError(f"its {key} is {metadata.get(key)!r}, expected {expected!r}")
-    if _check(metadata).hex() != metadata.get("check"):
-        raise ValueError("its books do not have the hash that it states")
+    if _hash(metadata).hex() != metadata.get("hash"):
+        raise ValueError("its accounts do not have the hash that it states")
 
 
-def _check(metadata: Mapping[str, str]) -> bytes:
+def _hash(metadata: Mapping[str, str]) -> bytes:
     return blake3(json.dumps([metadata[key] for key in _HASHED]).encode()).digest()
 
 

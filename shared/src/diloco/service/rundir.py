@@ -15,7 +15,7 @@ from diloco.errors import RunError, SettingsError
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import parse
 
-FORMAT = 1
+FORMAT = 2  # grows with the settings of runs, too
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def load(path: Path) -> RunDirectory:
         values: dict[str, Any] = json.loads(file.read_text())
         if values["format"] != FORMAT:
             raise RunError(
-                f"{path}: made by version {values.get('version')} of diloco (format {values['format']}), this is {FORMAT}"
+                f"{path}: made by version {values.get('version')} of diloco (format {values['format']}); this is {__version__} "
+                f"(format {FORMAT}): go on with the version that made it, or begin another run"
             )
         settings = parse(RunSettings, values["settings"], str(file))
         kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "learners": int | None}

@@ -28,9 +28,9 @@ from diloco.wire.framing import Message
 
 
 class Heartbeat(Message, frozen=True):
-    """A learner's heartbeat, at every step and at least every ``liveness.pulse_s``. Not stored."""
+    """A learner's heartbeat, at every step and at least every ``liveness.heartbeat_s``. Not stored."""
 
-    kind = "pulse"
+    kind = "heartbeat"
     subject_field = "learner"
 
     learner: MemberName
@@ -117,7 +117,7 @@ class Announcement(Message, frozen=True):
 class SnapshotMarker(Message, frozen=True):
     """Snapshot marker: a checkpoint of the whole run is taken, every learner saves its state. Repeated. Not stored."""
 
-    kind = "mark"
+    kind = "marker"
 
     number: Count  # of the checkpoint
     versions: Counts  # by fragment: a learner saves its state at its first step boundary with all of them applied
@@ -126,7 +126,7 @@ class SnapshotMarker(Message, frozen=True):
 class MarkerAnswer(Message, frozen=True):
     """Acknowledgement of a snapshot marker: a learner has saved its state; repeated with the marker. Not stored."""
 
-    kind = "marked"
+    kind = "marker_answer"
     subject_field = "learner"
 
     learner: MemberName

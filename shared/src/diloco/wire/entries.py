@@ -21,7 +21,7 @@ from diloco.wire.fields import (
     ShareId,
 )
 from diloco.wire.framing import Message
-from diloco.wire.offers import Combination, Member
+from diloco.wire.offers import Member, RegionalMembers
 
 
 class RolledBack(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -57,7 +57,7 @@ class Record(Message, frozen=True):
     syncer: MemberName
     previous: Hash  # hash of the fragment's entry before; of the genesis record for the first
     members: Annotated[list[Member], Meta(max_length=MAX_MEMBERS)]  # in order, by name
-    combined: Annotated[list[Combination], Meta(max_length=MAX_MEMBERS)]
+    regional_offers: Annotated[list[RegionalMembers], Meta(max_length=MAX_MEMBERS)]
     bits: Bits
     learning_rate: Annotated[float, Meta(ge=0, le=1e6)]
     momentum: Annotated[float, Meta(ge=0, le=1)]
@@ -84,9 +84,11 @@ class Record(Message, frozen=True):
             raise ValueError(f"rolled_back: {self.rolled_back} in an entry {self.entry!r} of {self.bits} bits")
         if (self.entry == "repair") != (self.repaired is not None):
             raise ValueError(f"repaired: {self.repaired} in an entry {self.entry!r}")
-        places = [place for combination in self.combined for place in combination.members]
+        places = [place for group in self.regional_offers for place in group.members]
         if len(set(places)) < len(places) or max(places, default=-1) >= len(self.members):
-            raise ValueError(f"combined: names places {places[:8]} of {len(self.members)} members, each may be named once")
+            raise ValueError(
+                f"regional_offers: names places {places[:8]} of {len(self.members)} members, each may be named once"
+            )
 
 
 class Cursor(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -148,17 +150,17 @@ class Claim(Message, frozen=True):
     entry_epoch: Count
     entry_version: Count
     entry_closing: bool
-    entry_check: Hash  # of the genesis record where there is no entry
+    entry_hash: Hash  # of the genesis record where there is no entry
     entry_sequence: Count  # in this stream; 0 where there is no entry
 
 
 class CommitNotice(Message, frozen=True):
     """Commit notice, in a run with regions: a majority of them holds the entry, and all entries before it."""
 
-    kind = "notice"
+    kind = "commit_notice"
 
     fragment: FragmentIndex
     version: Count
     epoch: Count
-    check: Hash  # of the entry
+    entry_hash: Hash
     sequence: Count  # of the entry in this stream

@@ -1,7 +1,7 @@
 """The frame of every message: how fields become bytes, are checked, and are refused.
 
-A frame is the msgpack array ``[magic, version, kind, run, fields, check, body]``: ``run`` is the run's identity (8 bytes),
-``fields`` the message's fields as a msgpack array, ``check`` the BLAKE3 hash over all that stands before it, ``body`` a
+A frame is the msgpack array ``[magic, version, kind, run, fields, hash, body]``: ``run`` is the run's identity (8 bytes),
+``fields`` the message's fields as a msgpack array, ``hash`` the BLAKE3 hash over all that stands before it, ``body`` a
 zstd frame or nothing (:mod:`diloco.wire.body`). Messages are in :mod:`diloco.wire.offers` (deltas),
 :mod:`diloco.wire.entries` (the log) and :mod:`diloco.wire.control` (all that is not stored).
 
@@ -61,15 +61,15 @@ def run_id(run: str, settings_digest: bytes) -> bytes:
     return blake3(run.encode() + b"\0" + settings_digest).digest()[:8]
 
 
-def check_of(message: Message, run: bytes) -> bytes:
+def hash_of(message: Message, run: bytes) -> bytes:
     """Return the hash (32 bytes) in a frame of ``message``; for a record, the hash of that log entry."""
-    return _check(message.kind, run, _encode(message))
+    return _hash(message.kind, run, _encode(message))
 
 
 def pack(message: Message, run: bytes, inline: bytes = b"") -> bytes:
     """Return the frame of ``message``."""
     fields = _encode(message)
-    return _ENCODER.encode((MAGIC, VERSION, message.kind, run, fields, _check(message.kind, run, fields), inline))
+    return _ENCODER.encode((MAGIC, VERSION, message.kind, run, fields, _hash(message.kind, run, fields), inline))
 
 
 def unpack(data: bytes, cls: type[M], run: bytes) -> tuple[M, bytes, bytes]:
@@ -82,7 +82,7 @@ def unpack(data: bytes, cls: type[M], run: bytes) -> tuple[M, bytes, bytes]:
     if len(data) > MAX_FRAME_BYTES:
         raise FormatError(f"{cls.kind}: {len(data)} bytes, more than a frame's {MAX_FRAME_BYTES}")
     try:
-        magic, version, kind, its_run, fields, check, inline = _FRAME.decode(data)
+        magic, version, kind, its_run, fields, its_hash, inline = _FRAME.decode(data)
         if magic != MAGIC:
             raise FormatError(f"{cls.kind}: not a message of this protocol (magic {magic!r}, expected {MAGIC!r})")
         if version != VERSION:
@@ -91,12 +91,12 @@ def unpack(data: bytes, cls: type[M], run: bytes) -> tuple[M, bytes, bytes]:
             raise FormatError(f"{cls.kind}: came as {kind!r}")
         if its_run != run:
             raise FormatError(f"{cls.kind}: belongs to run {its_run.hex()}, expected {run.hex()}")
-        if check != _check(kind, run, fields):
+        if its_hash != _hash(kind, run, fields):
             raise HashError(f"{cls.kind}: its fields do not have the hash that it states")
         message: M = _decoder(cls).decode(fields)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise FormatError(f"{cls.kind}: {error}") from None
-    return message, check, inline
+    return message, its_hash, inline
 
 
 def kind_of(data: bytes) -> str | None:
@@ -121,5 +121,5 @@ def _encode(message: Message) -> bytes:
     return _ENCODER.encode(values)
 
 
-def _check(kind: str, run: bytes, fields: bytes) -> bytes:
+def _hash(kind: str, run: bytes, fields: bytes) -> bytes:
     return blake3(f"{MAGIC}{VERSION}{kind}\0".encode() + run + fields).digest()

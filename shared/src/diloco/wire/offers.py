@@ -53,7 +53,7 @@ class Offer(Message, frozen=True):
 
 
 class Answer(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """A learner's offer in a combined one: all its fields but ``fragment``, ``bits`` and ``body``."""
+    """A learner's offer in a regional one: all its fields but ``fragment``, ``bits`` and ``body``."""
 
     learner: MemberName
     incarnation: Count
@@ -76,15 +76,15 @@ class Answer(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
         return cls(*(getattr(offer, name) for name in cls.__struct_fields__))
 
 
-class Combined(Message, frozen=True):
+class RegionalOffer(Message, frozen=True):
     """Offers of one fragment by learners of one region, merged and quantised there (``regions.merge``)."""
 
-    kind = "combined"
+    kind = "regional_offer"
 
     fragment: FragmentIndex
-    syncer: MemberName  # that combined them
+    syncer: MemberName  # that merged them
     incarnation: Count  # of the syncer
-    number: Number  # of this syncer's combined offers of this fragment, in this incarnation
+    number: Number  # of this syncer's regional offers of this fragment, in this incarnation
     bits: Bits
     members: Annotated[list[Answer], Meta(min_length=1, max_length=MAX_MEMBERS)]  # in order of merging, by name
     body: Body
@@ -123,8 +123,8 @@ _STATED = tuple(name for name in Member.__struct_fields__ if name != "weight")  
 _stated = attrgetter(*_STATED)
 
 
-class Combination(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """The members of a merge whose offers came as one combined offer, and the name of that offer."""
+class RegionalMembers(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """The members of a merge whose offers came as one regional offer, and the name of that offer."""
 
     syncer: MemberName
     incarnation: Count
@@ -133,17 +133,17 @@ class Combination(Struct, array_like=True, forbid_unknown_fields=True, frozen=Tr
     # places in the record's members
 
 
-def members_bytes(offer: Offer | Combined) -> int:
+def members_bytes(offer: Offer | RegionalOffer) -> int:
     """Return the bytes that members merged from ``offer`` take of a record."""
     size = sum(len(msgspec.msgpack.encode((*_stated(contribution), 0.0))) for contribution in offer.members)
-    if isinstance(offer, Combined):
+    if isinstance(offer, RegionalOffer):
         places = [MAX_MEMBERS - 1] * len(offer.members)
-        size += len(msgspec.msgpack.encode(Combination(offer.syncer, offer.incarnation, offer.number, places)))
+        size += len(msgspec.msgpack.encode(RegionalMembers(offer.syncer, offer.incarnation, offer.number, places)))
     return size
 
 
 def answer_bytes(offer: Offer) -> int:
-    """Return the bytes that ``offer`` takes of a combined offer, which are more than it takes of a record."""
+    """Return the bytes that ``offer`` takes of a regional offer, which are more than it takes of a record."""
     return len(msgspec.msgpack.encode(Answer.of(offer)))
 
 

@@ -47,9 +47,9 @@ class Subjects:
         """Return the subject of the heads of a fragment's log entries."""
         return f"diloco.{self.run}.fragment.{fragment}.head"
 
-    def notice(self, fragment: int | str) -> str:
+    def commit_notice(self, fragment: int | str) -> str:
         """Return the subject of a fragment's commit notices, in a run with regions."""
-        return f"diloco.{self.run}.fragment.{fragment}.notice"
+        return f"diloco.{self.run}.fragment.{fragment}.commit_notice"
 
     def record_tree(self, fragment: int | str) -> str:
         """Return the subjects of a fragment's log entries, heads and parts, and of their commit notices."""
@@ -77,26 +77,26 @@ class Subjects:
 
     def offers_of(self, sender: str) -> list[str]:
         """Return the subjects of all offers of a learner or a syncer, heads and parts."""
-        return [f"diloco.{self.run}.{kind}.*.{sender}.>" for kind in ("delta", "combined")]
+        return [f"diloco.{self.run}.{kind}.*.{sender}.>" for kind in ("delta", "regional")]
 
-    def combined(self, fragment: int | str, syncer: str = "*") -> str:
-        """Return the subject of the heads of a syncer's combined offers of a fragment."""
-        return f"diloco.{self.run}.combined.{fragment}.{syncer}.head"
+    def regional_offer(self, fragment: int | str, syncer: str = "*") -> str:
+        """Return the subject of the heads of a syncer's regional offers of a fragment."""
+        return f"diloco.{self.run}.regional.{fragment}.{syncer}.head"
 
-    def combined_tree(self, fragment: int | str) -> str:
-        """Return the subjects of a region's combined offers of a fragment, heads and parts."""
-        return f"diloco.{self.run}.combined.{fragment}.>"
+    def regional_offer_tree(self, fragment: int | str) -> str:
+        """Return the subjects of a region's regional offers of a fragment, heads and parts."""
+        return f"diloco.{self.run}.regional.{fragment}.>"
 
     def archived(self, fragment: int, learner: str, incarnation: int, number: int) -> str:
         """Return the subject of the head of a merged offer."""
         return f"diloco.{self.run}.archive.{fragment}.{learner}.{incarnation}.{number}.head"
 
-    def archived_combined(self, fragment: int, syncer: str, incarnation: int, number: int) -> str:
-        """Return the subject of the head of a merged combined offer."""
-        return f"diloco.{self.run}.archive.{fragment}.combined.{syncer}.{incarnation}.{number}.head"
+    def archived_regional_offer(self, fragment: int, syncer: str, incarnation: int, number: int) -> str:
+        """Return the subject of the head of a merged regional offer."""
+        return f"diloco.{self.run}.archive.{fragment}.regional.{syncer}.{incarnation}.{number}.head"
 
     def heartbeat(self, learner: str = "*") -> str:
-        return f"diloco.{self.run}.pulse.{learner}"
+        return f"diloco.{self.run}.heartbeat.{learner}"
 
     def shard(self, syncer: str = "*") -> str:
         return f"diloco.{self.run}.shard.{syncer}"
@@ -115,13 +115,13 @@ class Subjects:
         return f"diloco.{self.run}.changed"
 
     @property
-    def mark(self) -> str:
+    def marker(self) -> str:
         """Subject of snapshot markers: learners save their states for a checkpoint of the whole run."""
-        return f"diloco.{self.run}.mark"
+        return f"diloco.{self.run}.marker"
 
-    def marked(self, learner: str = "*") -> str:
+    def marker_answer(self, learner: str = "*") -> str:
         """Return the subject of a learner's acknowledgement of a snapshot marker."""
-        return f"diloco.{self.run}.marked.{learner}"
+        return f"diloco.{self.run}.marker_answer.{learner}"
 
     @property
     def status(self) -> str:
@@ -151,7 +151,7 @@ class Subjects:
 
     def offer_filters(self) -> list[str]:
         """Return the subjects that the offer stream stores."""
-        return [f"diloco.{self.run}.delta.>", f"diloco.{self.run}.combined.>"]
+        return [f"diloco.{self.run}.delta.>", f"diloco.{self.run}.regional.>"]
 
 
 def answer_to(subject: str, asker: str, nonce: str) -> str:
@@ -194,19 +194,19 @@ def is_head(subject: str) -> bool:
     Only the exact subject counts: a fence guards one subject, and a head beside it would be unfenced.
     """
     tokens = subject.split(".")
-    return tokens[-1] == "head" and len(tokens) == (6 if tokens[2] in ("delta", "combined") else 5)
+    return tokens[-1] == "head" and len(tokens) == (6 if tokens[2] in ("delta", "regional") else 5)
 
 
-def is_notice(subject: str) -> bool:
+def is_commit_notice(subject: str) -> bool:
     """Whether a message of the log is a commit notice."""
     tokens = subject.split(".")
-    return tokens[-1] == "notice" and len(tokens) == 5
+    return tokens[-1] == "commit_notice" and len(tokens) == 5
 
 
 def fragment_of(subject: str) -> int | None:
     """Return the fragment that a record, keyframe, offer or round subject names in plain decimal, or None."""
     tokens = subject.split(".")
-    if len(tokens) > 3 and tokens[2] in ("fragment", "keyframe", "delta", "combined", "round") and _INDEX.fullmatch(tokens[3]):
+    if len(tokens) > 3 and tokens[2] in ("fragment", "keyframe", "delta", "regional", "round") and _INDEX.fullmatch(tokens[3]):
         return int(tokens[3])
     return None
 
@@ -218,6 +218,6 @@ def part_of_offer(subject: str) -> int | None:
 
 
 def sender_of(subject: str) -> str | None:
-    """Return the learner that an offer's subject names, or the syncer of a combined offer's, or None."""
+    """Return the learner that an offer's subject names, or the syncer of a regional offer's, or None."""
     tokens = subject.split(".")
-    return tokens[4] if len(tokens) > 5 and tokens[2] in ("delta", "combined") else None
+    return tokens[4] if len(tokens) > 5 and tokens[2] in ("delta", "regional") else None
