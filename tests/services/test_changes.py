@@ -148,10 +148,11 @@ async def test_the_budget_is_extended_and_the_training_can_be_done_again(launch:
         follow_the_budget(toy)
 
     cluster.learners(before_step=step)
-    await cluster.begin(coordinator=False)
-    await some_versions(cluster, 2)
-    await change(path, f"tokens={2 * budget}")
-    assert cluster.tokens() < budget, "the machine is too slow for this test"
+    with cluster.slowly():
+        await cluster.begin(coordinator=False)
+        await some_versions(cluster, 2)
+        await change(path, f"tokens={2 * budget}")
+    assert cluster.tokens() < budget
     await cluster.until(lambda: cluster.tokens() > budget, "training goes on beyond the first budget")
     await cluster.ended()
 

@@ -83,12 +83,15 @@ async def test_training_goes_on_without_a_coordinator_and_the_next_one_finds_the
         "steps and versions without a coordinator",
     )
     # one of the same name need not wait for the silence of the one that it follows
-    cluster.coordinator()
-    await cluster.until(lambda: led(cluster, "coordinator") == 2, "it leads", 15)
-    status: dict[str, Any] = {}
-    while len(status.get("learners", ())) < 3 or status["versions"] <= rounds:  # it hears them one by one, and reads the log
-        cluster.check_alive()
-        status = await cluster.status()
+    with cluster.slowly():
+        cluster.coordinator()
+        await cluster.until(lambda: led(cluster, "coordinator") == 2, "it leads", 15)
+        status: dict[str, Any] = {}
+        while (
+            len(status.get("learners", ())) < 3 or status["versions"] <= rounds
+        ):  # it hears them one by one, and reads the log
+            cluster.check_alive()
+            status = await cluster.status()
     assert sorted(status["learners"]) == ["toy-0", "toy-1", "toy-2"]
     cluster.hurry()
     await cluster.ended()

@@ -46,6 +46,7 @@ SAMPLES = 16  # of a step; each is a token
 TABLE_WIDTH = 4
 STEP_S = 0.02
 HURRIED_STEP_S = 0.002
+SLOW_STEP_S = 0.15
 LEARNING_RATE = 0.1
 NOISE = 0.05
 IDLE_S = 0.2
