@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.services.cluster import Cluster, small
 from tests.services.conftest import Launch
-from tests.services.toy import SAMPLES, SLOW_STEP_S, STEP_S, Toy
+from tests.services.toy import SAMPLES, SLOW, Toy
 
 from diloco.core.changes import Changes
 from diloco.service.rundir import RunDirectory
@@ -16,7 +16,6 @@ from diloco_ops.report import build
 from diloco_ops.run_reader import read_chains
 
 Batch = tuple[int, int]
-SLOW = SLOW_STEP_S / STEP_S  # as a learner's setting
 
 
 def trained(cluster: Cluster, *names: str) -> Counter[Batch]:
