@@ -64,13 +64,14 @@ async def test_killed_syncer_takes_its_fragments_over_again(launch: Launch) -> N
     await cluster.create()
     [killed] = cluster.syncers()
     await cluster.all_ready()
-    cluster.gate.open()
-    await cluster.until(lambda: bool(cluster.events("keyframe_stored", "syncer-0")), "a keyframe")
-    await some_versions(cluster)
-    killed.kill()
-    at_death = cluster.heartbeats["toy-0"][-1].versions
-    away_from = cluster.steps()
-    await cluster.until(lambda: cluster.steps() >= away_from + 3 * 12, "learners go on without it")
+    with cluster.slowly():
+        cluster.gate.open()
+        await cluster.until(lambda: bool(cluster.events("keyframe_stored", "syncer-0")), "a keyframe")
+        await some_versions(cluster)
+        killed.kill()
+        at_death = cluster.heartbeats["toy-0"][-1].versions
+        away_from = cluster.steps()
+        await cluster.until(lambda: cluster.steps() >= away_from + 3 * 12, "learners go on without it")
     cluster.gate.close()
     cluster.syncer(0)
     await cluster.until(lambda: len(cluster.events("serving", "syncer-0")) == 2, "it serves again")

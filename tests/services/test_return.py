@@ -134,8 +134,9 @@ async def test_a_newcomer_alone_cannot_change_the_model(launch: Launch) -> None:
     cluster = launch(small(learners=2, shards=1, tokens=2 * 150 * SAMPLES, carry__overlap=1.0))
     for share in range(2):
         cluster.toy(share)
-    await cluster.begin()
-    await some_versions(cluster, 3)
+    with cluster.slowly():
+        await cluster.begin()
+        await some_versions(cluster, 3)
     for toy in cluster.toys:
         await asyncio.to_thread(toy.stop)
     cluster.toys.clear()
@@ -170,10 +171,11 @@ async def test_learners_save_their_state_at_a_mark(launch: Launch) -> None:
     ahead = [version + 2 for version in cluster.heartbeats["toy-0"][-1].versions]
     mark = framing.pack(SnapshotMarker(7, ahead), run)
     ends_s = asyncio.get_running_loop().time() + DEADLINE_S
-    while len(answers) < 3:
-        assert asyncio.get_running_loop().time() < ends_s
-        await link.publish(cluster.subjects.mark, mark)
-        await asyncio.sleep(0.05)
+    with cluster.slowly():
+        while len(answers) < 3:
+            assert asyncio.get_running_loop().time() < ends_s
+            await link.publish(cluster.subjects.mark, mark)
+            await asyncio.sleep(0.05)
     for name, answer in answers.items():
         path = state.marked(cluster.directory, 7, name)
         assert blake3(path.read_bytes()).digest() == answer.file_hash

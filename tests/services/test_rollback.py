@@ -208,12 +208,14 @@ async def test_what_cannot_be_gone_back_to_is_refused_before_anything_is_ordered
     cluster = launch(settings(steps=60, log__keyframe_factor=0.001, log__keep_bytes=0))
     await cluster.begin()
     await some_versions(cluster, 5)
+    cluster.gate.close()
     with pytest.raises(
         RunError, match=r"fragment 0: version 1 is not in the log, which has those from \d+ to the newest; how far"
     ):
         await go_back(cluster, 1)
     with pytest.raises(RunError, match="nothing is beyond version 9999; its fragments are at "):
         await go_back(cluster, 9999)
+    cluster.gate.open()
     link = await cluster.link()
     registry = await link.bucket(cluster.subjects.bucket, create=False)
     assert await registry.get("changes") is None
