@@ -149,6 +149,7 @@ async def test_a_newcomer_alone_cannot_change_the_model(launch: Launch) -> None:
     assert max(float(np.abs(tensor).max()) for tensor in newcomer.task.tensors.values()) < 100
     assert await heads(cluster) == before
     cluster.gate.open()
+    cluster.hurry()
     await cluster.ended()
     folded = await cluster.folded()
     by_newcomer = [m for log in folded for record in log.versions for m in record.members if m.learner == "newcomer"]
