@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,7 @@ from blake3 import blake3
 from nats.js import JetStreamContext
 from numpy.typing import NDArray
 from tests.services.forking import Forked, Nursery
-from tests.services.toy import HURRIED_STEP_S, Toy
+from tests.services.toy import HURRIED_STEP_S, SLOW_STEP_S, STEP_S, Toy
 from tests.tensors import scatter
 
 from diloco.control import creation
@@ -131,13 +131,16 @@ class Folded:
 
 
 class Gate:
-    """Holds learners between two steps while it is closed."""
+    """Holds learners between two steps while it is closed; ``held`` are those that have come to it."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
+        self.held: set[str] = set()
 
     def __call__(self, toy: Toy) -> None:
+        self.held.add(toy.name)
         self._open.wait(DEADLINE_S)
+        self.held.discard(toy.name)
 
     def open(self) -> None:
         self._open.set()
@@ -254,6 +257,17 @@ class Cluster:
         """Let the learners in threads use up the budget soon: what the test was to see has happened."""
         for toy in self.toys:
             toy.step_s = HURRIED_STEP_S
+
+    @contextlib.contextmanager
+    def slowly(self) -> Iterator[None]:
+        """Have the learners in threads take few steps: where a command takes long, the run is not to end before it."""
+        for toy in self.toys:
+            toy.step_s = SLOW_STEP_S
+        try:
+            yield
+        finally:
+            for toy in self.toys:
+                toy.step_s = STEP_S
 
     # ---- watching
 

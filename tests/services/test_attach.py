@@ -17,9 +17,10 @@ from diloco_ops.broker.server import Server
 
 
 async def test_a_run_that_others_started_is_verified_with_the_tapes_of_all_places(launch: Launch, tmp_path: Path) -> None:
-    cluster = launch(small())
+    cluster = launch(small(tokens=10**9))
     await cluster.begin()
     await some_versions(cluster)
+    cluster.gate.close()
     path = tmp_path / "attached"
     await asyncio.to_thread(attach, path, cluster.name, cluster.url)
     assert rundir.load(path).settings == cluster.settings

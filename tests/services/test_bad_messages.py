@@ -167,15 +167,16 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
         await control.publish(cluster.subjects.round(0), pack(asked, store.run))
     await cluster.until(lambda: refused() == len(bad) + 2, "heartbeats refused")
     await cluster.until(lambda: all(toy.member and toy.member.refused.total == 4 for toy in toys), "announcements refused")
-    cluster.gate.open()
     # entries that do not follow, and no entries at all, in the midst of the log; and an old offer once more
-    await cluster.until(lambda: min(cluster.heartbeats["toy-0"][-1].versions) >= 2, "some versions")
-    api = (await cluster.link()).bulk.jetstream()
-    again = await api.get_last_msg(cluster.subjects.offer_stream, cluster.subjects.offer(0, "toy-0"))
-    assert again.data is not None
-    for data in (b"hello", pack(_foreign_record(), store.run)):
-        await (await cluster.link()).bulk.jetstream().publish(cluster.subjects.record(0), data)
-        await (await cluster.link()).bulk.jetstream().publish(cluster.subjects.offer(0, "toy-0"), again.data)
+    with cluster.slowly():
+        cluster.gate.open()
+        await cluster.until(lambda: min(cluster.heartbeats["toy-0"][-1].versions) >= 2, "some versions")
+        api = (await cluster.link()).bulk.jetstream()
+        again = await api.get_last_msg(cluster.subjects.offer_stream, cluster.subjects.offer(0, "toy-0"))
+        assert again.data is not None
+        for data in (b"hello", pack(_foreign_record(), store.run)):
+            await api.publish(cluster.subjects.record(0), data)
+            await api.publish(cluster.subjects.offer(0, "toy-0"), again.data)
 
     await cluster.ended()
 

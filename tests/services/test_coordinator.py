@@ -13,7 +13,6 @@ from tests.services.conftest import Launch
 from diloco.errors import BrokerError
 
 STEPS = 400  # a toy takes 20 ms for one: eight seconds and more
-LONG_STEPS = 1200  # longer than three coordinators take to start, and twice to notice a silence
 
 
 def coordinator(cluster: Cluster, name: str) -> Service:
@@ -36,27 +35,28 @@ async def answers_within_s(cluster: Cluster, training: bool = True) -> float:
 
 
 async def test_a_standby_takes_over_and_one_that_comes_back_stands_by(launch: Launch) -> None:
-    cluster = launch(small(tokens=3 * LONG_STEPS * 16, round__steps=24))
+    cluster = launch(small(tokens=3 * STEPS * 16, round__steps=24))
     first = coordinator(cluster, "coordinator")
     await cluster.until(lambda: led(cluster, "coordinator") == 1, "the first leads")
     second = coordinator(cluster, "coordinator-1")
     await cluster.begin(coordinator=False)
-    await cluster.until(lambda: cluster.steps() > 30, "training")
-    await answers_within_s(cluster)
-    assert led(cluster, "coordinator-1") == 0
+    with cluster.slowly():
+        await cluster.until(lambda: cluster.steps() > 30, "training")
+        await answers_within_s(cluster)
+        assert led(cluster, "coordinator-1") == 0
 
-    first.kill()
-    # 2 s of silence, a compare-and-set, and the log so far
-    assert await answers_within_s(cluster) < 15
-    assert led(cluster, "coordinator-1") == 1
+        first.kill()
+        # 2 s of silence, a compare-and-set, and the log so far
+        assert await answers_within_s(cluster) < 15
+        assert led(cluster, "coordinator-1") == 1
 
-    third = coordinator(cluster, "coordinator")
-    await cluster.until(lambda: len(cluster.events("run_ready", "coordinator")) == 2, "the first is back")
-    second.process.send_signal(signal.SIGSTOP)
-    await cluster.until(lambda: led(cluster, "coordinator") == 2, "the first leads again")
-    second.process.send_signal(signal.SIGCONT)
-    await cluster.until(lambda: bool(cluster.events("stepped_down", "coordinator-1")), "the second steps down")
-    assert await answers_within_s(cluster, training=False) < 15
+        third = coordinator(cluster, "coordinator")
+        await cluster.until(lambda: len(cluster.events("run_ready", "coordinator")) == 2, "the first is back")
+        second.process.send_signal(signal.SIGSTOP)
+        await cluster.until(lambda: led(cluster, "coordinator") == 2, "the first leads again")
+        second.process.send_signal(signal.SIGCONT)
+        await cluster.until(lambda: bool(cluster.events("stepped_down", "coordinator-1")), "the second steps down")
+        assert await answers_within_s(cluster, training=False) < 15
 
     cluster.hurry()
     await cluster.ended()
@@ -83,12 +83,15 @@ async def test_training_goes_on_without_a_coordinator_and_the_next_one_finds_the
         "steps and versions without a coordinator",
     )
     # one of the same name need not wait for the silence of the one that it follows
-    cluster.coordinator()
-    await cluster.until(lambda: led(cluster, "coordinator") == 2, "it leads", 15)
-    status: dict[str, Any] = {}
-    while len(status.get("learners", ())) < 3 or status["versions"] <= rounds:  # it hears them one by one, and reads the log
-        cluster.check_alive()
-        status = await cluster.status()
+    with cluster.slowly():
+        cluster.coordinator()
+        await cluster.until(lambda: led(cluster, "coordinator") == 2, "it leads", 15)
+        status: dict[str, Any] = {}
+        while (
+            len(status.get("learners", ())) < 3 or status["versions"] <= rounds
+        ):  # it hears them one by one, and reads the log
+            cluster.check_alive()
+            status = await cluster.status()
     assert sorted(status["learners"]) == ["toy-0", "toy-1", "toy-2"]
     cluster.hurry()
     await cluster.ended()

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.services.cluster import Cluster, small
 from tests.services.conftest import Launch
-from tests.services.toy import SAMPLES, Toy
+from tests.services.toy import SAMPLES, SLOW, Toy
 
 from diloco.core.changes import Changes
 from diloco.service.rundir import RunDirectory
@@ -57,17 +57,21 @@ async def test_every_token_is_merged_or_lost_though_learners_die(launch: Launch)
     cluster.toy(1)
     cluster.coordinator()
     cluster.syncers()
-    killed = [cluster.toy_process(2), cluster.toy_process(3)]
     await cluster.link()
     await cluster.all_ready()
-    await cluster.until(lambda: {"toy-2", "toy-3"} <= cluster.heartbeats.keys(), "the processes have joined")
-    cluster.gate.open()
-    await cluster.until(lambda: all(min(cluster.heartbeats[f"toy-{i}"][-1].versions) > 1 for i in (2, 3)), "both have merged")
-    for process in killed:
-        process.kill()
-    cluster.toy_process(3)
-    others = ("toy-0", "toy-1", "toy-3")
-    await cluster.until(lambda: any(on_share(cluster, name, 2) for name in others), "another trains on toy-2's share")
+    # those in processes begin at once, and are as slow as the others: the budget must last until all of this has happened
+    killed = [cluster.toy_process(2, slow=SLOW), cluster.toy_process(3, slow=SLOW)]
+    with cluster.slowly():
+        await cluster.until(lambda: {"toy-2", "toy-3"} <= cluster.heartbeats.keys(), "the processes have joined")
+        cluster.gate.open()
+        await cluster.until(
+            lambda: all(min(cluster.heartbeats[f"toy-{i}"][-1].versions) > 1 for i in (2, 3)), "both have merged"
+        )
+        for process in killed:
+            process.kill()
+        cluster.toy_process(3, slow=SLOW)
+        others = ("toy-0", "toy-1", "toy-3")
+        await cluster.until(lambda: any(on_share(cluster, name, 2) for name in others), "another trains on toy-2's share")
     cluster.hurry()
     await cluster.ended()
     folded, report = await cluster.folded(), await reported(cluster)
@@ -111,7 +115,7 @@ async def test_every_token_is_merged_or_lost_though_learners_die(launch: Launch)
 async def test_a_dead_learners_share_is_taken_over_without_any_coordinator(launch: Launch) -> None:
     cluster = launch(small(learners=2, tokens=2 * 300 * SAMPLES, liveness__dead_s=1.0, liveness__lease_s=1.5))
     cluster.toy(0)
-    dies = cluster.toy_process(1)
+    dies = cluster.toy_process(1, slow=SLOW)
     await cluster.begin(coordinator=False)
     await cluster.until(lambda: "toy-1" in cluster.heartbeats and on_share(cluster, "toy-1", 1), "toy-1 trains on its share")
     dies.kill()
@@ -127,9 +131,12 @@ async def test_who_leaves_frees_its_share_and_who_joins_goes_on_exactly_there(la
     await cluster.until(lambda: cluster.heartbeats["toy-1"][-1].step > 20, "toy-1 has taken steps")
     leaving = cluster.toys.pop(1)
     leaving.stop()
+    cluster.gate.close()  # however long it takes to join
     position = max(batch for _, batch in trained(cluster, "toy-1")) + 1
     newcomer = cluster.toy(7, name="newcomer")
     scavenger = cluster.toy(0, name="scavenger")
+    await cluster.until(lambda: {"newcomer", "scavenger"} <= cluster.gate.held, "both are to take their first step")
+    cluster.gate.open()
     await cluster.ended()
     assert newcomer.finished
     assert scavenger.finished

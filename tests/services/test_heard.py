@@ -168,7 +168,8 @@ async def test_nobody_answers_a_marker_in_anothers_name(launch: Launch, keys: Fo
         await some_versions(cluster, 1, TOYS)
         operator = str(keys.identity_file("operator"))
         RunDirectory(cluster.directory, RUN, cluster.url, None, cluster.settings, identity=operator).save()
-        taken, problems = await checkpoint.take(cluster.directory)
+        with cluster.slowly():
+            taken, problems = await checkpoint.take(cluster.directory)
         assert (sorted(taken.manifest.learners), problems) == ([*TOYS], [])
         cluster.hurry()
         await cluster.ended()

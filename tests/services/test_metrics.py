@@ -231,10 +231,8 @@ async def test_a_learner_that_returns_counts_from_nothing_and_knows_what_it_did_
     cluster.gate.close()
     member = again.member
     assert member is not None
-    steps = -1
-    while steps != member.learner.accounts.done.steps:  # until it is held
-        steps = member.learner.accounts.done.steps
-        await asyncio.sleep(0.3)
+    await cluster.until(lambda: again.name in cluster.gate.held, "it is held")
+    steps = member.learner.accounts.done.steps
     metric = {metric.name: metric for metric in diloco_learner.metrics.METRICS}
     seen = diloco_learner.metrics.Seen(member, member.heartbeat())
     assert metric["diloco_learner_steps_total"].value(seen) == steps == member.step - before

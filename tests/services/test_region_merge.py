@@ -172,7 +172,7 @@ async def pulled_until_ended(run: Region) -> tuple[int, int, int]:
                     assert reader.delivered is not None
                     subjects = reader.config.filter_subjects or [reader.config.filter_subject]
                     got[region, reader.created] = ".regional." in str(subjects[0]), reader.delivered.consumer_seq
-            await asyncio.wait([ending], timeout=0.05)
+            await asyncio.wait([ending], timeout=0.2)
         ending.result()
         stored = sum([(await api.stream_info(stream)).state.last_seq for api in apis])
     combined, alone = (sum(count for is_combined, count in got.values() if is_combined == kind) for kind in (True, False))

@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import MakeServer
 from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
 from tests.services.conftest import Launch
-from tests.services.toy import SAMPLES, STEP_S
+from tests.services.toy import SAMPLES
 
 from diloco.errors import DilocoError, RunError
 from diloco.service.rundir import RunDirectory
@@ -50,13 +50,8 @@ async def restored(
 
 async def checkpoint_of(run: Cluster) -> tuple[Checkpoint, list[str]]:
     """Take a checkpoint while learners go on, slowly: on a busy machine a marker comes late, and few rounds may pass."""
-    for toy in run.toys:
-        toy.step_s = 0.15
-    try:
+    with run.slowly():
         return await checkpoint.take(as_directory(run))
-    finally:
-        for toy in run.toys:
-            toy.step_s = STEP_S
 
 
 async def go_on(cluster: Cluster, learners: int = 3) -> list[Folded]:
@@ -162,12 +157,15 @@ async def test_with_other_members_nothing_that_was_merged_is_lost(
 
 
 async def test_a_run_begins_again_at_an_earlier_version(make_server: MakeServer, launch: Launch, tmp_path: Path) -> None:
-    run = launch(small(tokens=3 * 400 * SAMPLES, log__keyframe_factor=0.2))
+    run = launch(small(tokens=3 * 240 * SAMPLES, log__keyframe_factor=0.2))
     await run.begin()
     await some_versions(run, more=3)
-    await asyncio.to_thread(rollback.rollback, as_directory(run), 1, "")  # which at an earlier version nobody has ordered yet
+    with run.slowly():
+        # which at an earlier version nobody has ordered yet
+        await asyncio.to_thread(rollback.rollback, as_directory(run), 1, "")
     await some_versions(run, more=1)
-    taken, _ = await checkpoint.take(as_directory(run))
+    taken, _ = await checkpoint_of(run)
+    run.hurry()
     await run.ended()
     before = await whole(run)
     last = min(cut.version for cut in taken.manifest.fragments)

@@ -78,9 +78,9 @@ async def test_killed_learner_goes_on_from_its_own_checkpoint(launch: Launch) ->
         cluster.toy(share)
     cluster.coordinator()
     cluster.syncer(0)
-    killed = cluster.toy_process(2, checkpoint_s=0.2)
     await cluster.link()
     await cluster.all_ready()
+    killed = cluster.toy_process(2, checkpoint_s=0.2)
     await cluster.until(lambda: bool(cluster.heartbeats.get("toy-2")), "the process has joined")
     cluster.gate.open()
     await some_versions(cluster)
@@ -134,8 +134,9 @@ async def test_a_newcomer_alone_cannot_change_the_model(launch: Launch) -> None:
     cluster = launch(small(learners=2, shards=1, tokens=2 * 150 * SAMPLES, carry__overlap=1.0))
     for share in range(2):
         cluster.toy(share)
-    await cluster.begin()
-    await some_versions(cluster, 3)
+    with cluster.slowly():
+        await cluster.begin()
+        await some_versions(cluster, 3)
     for toy in cluster.toys:
         await asyncio.to_thread(toy.stop)
     cluster.toys.clear()
@@ -148,6 +149,7 @@ async def test_a_newcomer_alone_cannot_change_the_model(launch: Launch) -> None:
     assert max(float(np.abs(tensor).max()) for tensor in newcomer.task.tensors.values()) < 100
     assert await heads(cluster) == before
     cluster.gate.open()
+    cluster.hurry()
     await cluster.ended()
     folded = await cluster.folded()
     by_newcomer = [m for log in folded for record in log.versions for m in record.members if m.learner == "newcomer"]
@@ -170,10 +172,11 @@ async def test_learners_save_their_state_at_a_mark(launch: Launch) -> None:
     ahead = [version + 2 for version in cluster.heartbeats["toy-0"][-1].versions]
     marker = framing.pack(SnapshotMarker(7, ahead), run)
     ends_s = asyncio.get_running_loop().time() + DEADLINE_S
-    while len(answers) < 3:
-        assert asyncio.get_running_loop().time() < ends_s
-        await link.publish(cluster.subjects.marker, marker)
-        await asyncio.sleep(0.05)
+    with cluster.slowly():
+        while len(answers) < 3:
+            assert asyncio.get_running_loop().time() < ends_s
+            await link.publish(cluster.subjects.marker, marker)
+            await asyncio.sleep(0.05)
     for name, answer in answers.items():
         path = state.snapshot(cluster.directory, 7, name)
         assert blake3(path.read_bytes()).digest() == answer.file_hash

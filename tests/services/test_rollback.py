@@ -111,14 +111,16 @@ async def test_a_run_that_a_bad_learner_drove_off_goes_on_from_where_it_was(laun
     await cluster.begin()
     await some_versions(cluster, 5)
     good = min(newest(cluster))
-    at_good = await distance(cluster, good)
+    with cluster.slowly():
+        at_good = await distance(cluster, good)
     spoiler.on = True
     await some_versions(cluster, 3)
     bad = min(newest(cluster))
-    assert await distance(cluster, bad) > 10 * at_good
-    spoiler.on = False
+    with cluster.slowly():
+        assert await distance(cluster, bad) > 10 * at_good
+        spoiler.on = False
 
-    assert await go_back(cluster, good) == 0
+        assert await go_back(cluster, good) == 0
 
     folded = await demand_one_run(cluster)
     assert rollbacks(folded) == {index: [(1, good)] for index in range(4)}
@@ -206,12 +208,14 @@ async def test_what_cannot_be_gone_back_to_is_refused_before_anything_is_ordered
     cluster = launch(settings(steps=60, log__keyframe_factor=0.001, log__keep_bytes=0))
     await cluster.begin()
     await some_versions(cluster, 5)
+    cluster.gate.close()
     with pytest.raises(
         RunError, match=r"fragment 0: version 1 is not in the log, which has those from \d+ to the newest; how far"
     ):
         await go_back(cluster, 1)
     with pytest.raises(RunError, match="nothing is beyond version 9999; its fragments are at "):
         await go_back(cluster, 9999)
+    cluster.gate.open()
     link = await cluster.link()
     registry = await link.bucket(cluster.subjects.bucket, create=False)
     assert await registry.get("changes") is None
@@ -282,7 +286,8 @@ async def test_a_run_in_regions_goes_back_in_all_of_them(regions: Regions, merge
     good = min(newest(run))
     await some_versions(run, 2)
     run.save()
-    assert await asyncio.to_thread(rollback.rollback, run.directory, good, "") == 0
+    with run.slowly():
+        assert await asyncio.to_thread(rollback.rollback, run.directory, good, "") == 0
     await run.ended()
     read = {region: await run.read(region) for region in REGIONS}
     demand_one_log(*read.values())

@@ -92,7 +92,8 @@ async def test_a_standby_takes_over_from_an_owner_that_dies_or_freezes(launch: L
     process.process.send_signal(how)
     process.killed = how == signal.SIGKILL
 
-    await cluster.until(lambda: any(owned(cluster, name) == had for name in standbys), "a standby owns them")
+    with cluster.slowly():  # there is to be something left to merge
+        await cluster.until(lambda: any(owned(cluster, name) == had for name in standbys), "a standby owns them")
     await some_versions(cluster)
     if how == signal.SIGSTOP:
         process.process.send_signal(signal.SIGCONT)
@@ -137,8 +138,6 @@ async def test_syncers_join_and_leave_a_run_that_goes_on(launch: Launch) -> None
     services = await begin(cluster, 2)
     await until_owned_by(cluster, "syncer-0", "syncer-1")
 
-    cluster.syncer(2)
-    await until_owned_by(cluster, "syncer-0", "syncer-1", "syncer-2")
     _, fragments = await cluster.store()
     sizes = [fragment.size for fragment in fragments.fragments]
 
@@ -146,13 +145,17 @@ async def test_syncers_join_and_leave_a_run_that_goes_on(launch: Launch) -> None
         loads = [sum(sizes[index] for index in owned(cluster, f"syncer-{k}")) for k in range(3)]
         return max(loads) - min(loads)
 
-    await cluster.until(lambda: spread() <= max(sizes), "no syncer owns more than a fragment above its share")
+    with cluster.slowly():
+        cluster.syncer(2)
+        await until_owned_by(cluster, "syncer-0", "syncer-1", "syncer-2")
+        await cluster.until(lambda: spread() <= max(sizes), "no syncer owns more than a fragment above its share")
     await some_versions(cluster)
 
-    services[0].process.send_signal(signal.SIGTERM)
-    await cluster.until(lambda: services[0].process.poll() == 0, "it has left")
-    assert cluster.events("left", "syncer-0")
-    await until_owned_by(cluster, "syncer-1", "syncer-2")
+    with cluster.slowly():
+        services[0].process.send_signal(signal.SIGTERM)
+        await cluster.until(lambda: services[0].process.poll() == 0, "it has left")
+        assert cluster.events("left", "syncer-0")
+        await until_owned_by(cluster, "syncer-1", "syncer-2")
 
     await whole_run_is_in_the_log(cluster)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -106,7 +107,7 @@ def story(gives_up: tuple[Running, str], tmp_path_factory: pytest.TempPathFactor
         begin += ["--set", f"{name}={value}"]
     up = Running(*begin)
     try:
-        wait_for_training(up, directory)
+        wait_for_training(up, directory, len(LEARNERS))
         looks = [Running("status", str(directory)), Running("status", str(directory), "--json")]
         looks.append(Running("logs", str(directory), "--json"))
         status, status_json, logs = [look.end() for look in looks]
@@ -134,18 +135,18 @@ def some_text() -> str:
     return "\n".join(" ".join(words[i] for i in rng.integers(0, len(words), 12)) for _ in range(2000))
 
 
-def wait_for_training(up: Running, directory: Path) -> None:
+def wait_for_training(up: Running, directory: Path, learners: int = 1) -> None:
+    """Wait until so many learners have taken steps, and some work is merged."""
     deadline_s = time.monotonic() + DEADLINE_S * 2
     while time.monotonic() < deadline_s:
         assert up.process.poll() is None, up.end()
-        status = directory / "status.json"
-        if status.exists():
-            try:
-                merged = json.loads(status.read_text())["tokens_merged"]
-            except ValueError:  # being written
-                merged = 0
-            if merged:
-                return
+        file = directory / "status.json"
+        if file.exists():
+            with contextlib.suppress(ValueError):  # being written
+                status = json.loads(file.read_text())
+                at_work = [learner for learner in status["learners"].values() if learner["step"]]
+                if status["tokens_merged"] and len(at_work) >= learners:
+                    return
         time.sleep(0.1)
     raise AssertionError("no training within the deadline")
 

@@ -18,7 +18,7 @@ from tests.conftest import MakeServer
 from tests.services.cluster import Cluster, small
 from tests.services.conftest import Diloco
 from tests.services.forking import Nursery
-from tests.services.toy import SAMPLES, Regression
+from tests.services.toy import SAMPLES, SLOW, Regression
 from tests.tensors import scatter
 
 from diloco.core import codec
@@ -69,13 +69,14 @@ async def _finish(nursery: Nursery, path: Path) -> Finished:
             cluster.toy(share)
         cluster.coordinator()
         cluster.syncers()
-        killed = cluster.toy_process(2)
         await cluster.link()
         await cluster.all_ready()
+        killed = cluster.toy_process(2, slow=SLOW)
         await cluster.until(lambda: bool(cluster.heartbeats.get("toy-2")), "the process has joined")
-        cluster.gate.open()
-        await cluster.until(lambda: cluster.heartbeats["toy-2"][-1].step > 15, "it has trained for some rounds")
-        killed.kill()
+        with cluster.slowly():
+            cluster.gate.open()
+            await cluster.until(lambda: cluster.heartbeats["toy-2"][-1].step > 15, "it has trained for some rounds")
+            killed.kill()
         first = cluster.heartbeats["toy-2"][-1].incarnation
         cluster.gate.close()
         cluster.toy_process(2)
