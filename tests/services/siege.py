@@ -6,7 +6,10 @@ whose holder sends all that :mod:`tests.services.adversary` draws. The table say
 * a service ends, or its listener falls silent: a version of every fragment is made after the last action;
 * a version is lost: each that was there stays in its place, and the reference folds the whole log;
 * a key of the bucket changes that the role may not write (:data:`MAY_CHANGE`), or one that many write holds others' words;
-* the honest learners are slower than :data:`LEAST_PACE` of their pace before and after.
+* the honest learners are slower than :data:`LEAST_PACE` of their pace without it.
+
+The pace without it is taken twice: with nothing sent, and with the same messages sent to a subject that nobody hears. The
+second one tells the work of this process and of the server's connection from that of the services.
 
 What a role is there to do is not tried (:data:`WITHHELD`): a syncer may drop what its log does not need any more.
 """
@@ -76,19 +79,21 @@ class Outcome:
     cut: int = 0  # connections
     ended: list[str] = field(default_factory=list)  # services
     versions: int = 0  # made meanwhile
-    versions_pace: float = 0.0  # of these, relative to those without it
     changed: list[str] = field(default_factory=list)  # keys that it may not change
-    pace: float = 0.0  # steps a second beside it, relative to those without it
+    # steps and versions a second beside it, relative to those without any message, and to those beside messages to nobody
+    pace: tuple[float, float] = (0.0, 0.0)
+    unheard: tuple[float, float] = (0.0, 0.0)
 
     def row(self) -> str:
         sent = ", ".join(f"{count} {kind}" for kind, count in sorted(self.sent.items()))
         wrong = f"{', '.join(self.ended) or 'none'} | {', '.join(self.changed) or 'none'}"
-        paces = f"{self.versions_pace:.0%} | {self.pace:.0%}"
+        paces = " | ".join(f"{pace:.0%}" for pace in (*self.pace, *self.unheard))
         return f"| {self.role} | {sent} | {self.refused} | {self.cut} | {wrong} | {self.versions} | {paces} |"
 
 
-HEAD = """| role | actions by payload | refused | cut off | services ended | keys changed | versions | pace | steps' |
-|---|---|---|---|---|---|---|---|---|"""
+HEAD = """| role | actions by payload | refused | cut off | services ended | keys changed | versions | steps' pace | versions' \
+| steps', of unheard | versions', of unheard |
+|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
 class Siege:
@@ -112,14 +117,14 @@ class Siege:
         self.server.reload()
         adversary = await self._adversary()
         before, keys = await newest_entries(cluster), await self._keys()
-        without = [await self._pace(asyncio.sleep(base_s))]
+        silent = [await self._pace(asyncio.sleep(base_s))]
+        unheard = [await self._pace(self._to_nobody(adversary, base_s, rate))]
         versions = self._versions()
         beside = await self._pace(self._attack(adversary, actions, rate))
         outcome.versions = self._versions() - versions
-        without.append(await self._pace(asyncio.sleep(base_s)))
-        outcome.pace, outcome.versions_pace = (
-            2 * with_it / sum(each) for with_it, each in zip(beside, zip(*without, strict=True), strict=True)
-        )
+        unheard.append(await self._pace(self._to_nobody(adversary, base_s, rate)))
+        silent.append(await self._pace(asyncio.sleep(base_s)))
+        outcome.pace, outcome.unheard = _relative(beside, silent), _relative(beside, unheard)
         outcome.ended = [s.name for s in cluster.services if s.process.poll() is not None]
         if not outcome.ended:
             await some_versions(cluster, of=sorted(HONEST))
@@ -164,6 +169,14 @@ class Siege:
                 self.outcome.refused += liar.count("permission_denied")
                 self.outcome.cut += liar.count("nats_reconnected") + liar.link.bulk.is_closed
 
+    async def _to_nobody(self, adversary: Adversary, for_s: float, rate: float) -> None:
+        """Send what the adversary draws to a subject that nobody hears."""
+        began_s = time.monotonic()
+        async with guest(self.server, self.keys, LIAR) as liar:
+            for number, action in enumerate(islice(adversary.actions(), round(for_s * rate))):
+                await asyncio.sleep(max(0.0, began_s + number / rate - time.monotonic()))
+                await raw.publish(liar.link.bulk, f"_INBOX_{LIAR}.nobody".encode(), action.data)
+
     async def _pace(self, meanwhile: Awaitable[None]) -> tuple[float, float]:
         """Steps a second of all honest learners, and versions a second of all fragments."""
         began_s, steps, versions = time.monotonic(), self._steps(), self._versions()
@@ -201,6 +214,12 @@ class Siege:
         return found
 
 
+def _relative(beside: tuple[float, float], without: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Steps and versions beside the adversary, as shares of their means without it."""
+    steps, versions = (sum(each) / len(without) for each in zip(*without, strict=True))
+    return beside[0] / steps, beside[1] / versions
+
+
 async def besiege(
     nursery: Nursery, directory: Path, role: str, actions: int, rate: float, seed: int, base_s: float = BASE_S
 ) -> Outcome:
@@ -228,7 +247,7 @@ async def _main() -> int:
         with tempfile.TemporaryDirectory(prefix="siege-") as folder:
             outcome = await besiege(nursery, Path(folder), role, asked.actions, asked.rate, asked.seed)
         print(outcome.row(), flush=True)
-        failed |= bool(outcome.ended or outcome.changed) or outcome.pace < LEAST_PACE
+        failed |= bool(outcome.ended or outcome.changed) or outcome.unheard[0] < LEAST_PACE
     nursery.close()
     return int(failed)
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests import raw
 from tests.services.cluster import small
 from tests.services.secured import DEADLINE_S, Guest, guest, make_keys, members, put, serving
 
@@ -138,6 +139,28 @@ async def test_a_consumer_is_given_no_more_than_a_reader_needs(syncer: Guest, se
             assert "exceeds" in (await answer(liar, own, longer))["error"]["description"]
             await streams.remove_consumer(liar.link, LOG, own)
         assert liar.told == ""
+
+
+@pytest.mark.parametrize("empty", [1, 2, 301])
+async def test_empty_messages_of_a_learner_hide_nobodys_offers(syncer: Guest, server: Server, keys: Folder, empty: int) -> None:
+    """A server drops the answers after one without a byte, if the request came from another account: the reader notices."""
+    offers = [NAMES.offer(fragment, VICTIM) for fragment in range(2)]
+    part = NAMES.offer(0, LIAR).removesuffix("head") + "part.%d"
+    async with guest(server, keys, LIAR) as liar, guest(server, keys, VICTIM) as victim:
+        for index in range(empty):
+            await raw.publish(liar.link.bulk, (part % index).encode(), b"")
+        await liar.link.bulk.flush()
+        stored = [
+            await victim.link.append(offer, b"offer", message_id=f"{offer} {empty}", fence=None, timeout_s=DEADLINE_S)
+            for offer in offers
+        ]
+    read = []
+    async with asyncio.timeout(DEADLINE_S):
+        async for message in Puller(syncer.link, OFFERS, [NAMES.offer_tree("*")], stored[0] - empty):
+            read.append(message.subject)
+            if message.subject == offers[-1]:
+                break
+    assert read == [part % index for index in range(empty)] + offers
 
 
 async def test_one_learner_keeps_eight_consumers_and_no_other_from_its_own(syncer: Guest, server: Server, keys: Folder) -> None:

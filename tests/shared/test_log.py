@@ -6,6 +6,8 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from msgspec.structs import replace as replace_struct
 from structlog.testing import capture_logs
 
 from diloco.core import merging, outer, quantise
+from diloco.core.chain import NO_ENTRY, Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.round import Held, Merge
@@ -273,6 +276,29 @@ async def test_a_keyframe_whose_state_is_not_its_entrys_is_refused(written: Writ
     loaded, refused = await written.load()
     assert loaded.keyframe_sequence == written.heads[-1]
     assert [number for number, _ in refused] == [sequence]
+
+
+@pytest.mark.parametrize("purged", [False, True])
+async def test_a_later_keyframe_of_version_0_or_of_another_fragment_hides_none(written: Written, purged: bool) -> None:
+    """A founder, or a syncer, may store one behind those of the run: who loads goes on from the run's."""
+    log, first = written.log, Chain.from_genesis(0, *written.genesis)
+    if purged:
+        await log.writer.purge_below(0, written.heads[1:])
+
+    def forge(raw: bytes, **changes: Any) -> bytes:
+        keyframe, _, inline = framing.unpack(raw, Keyframe, log.run)
+        return framing.pack(replace_struct(keyframe, **changes), log.run, inline)
+
+    await written.spoil(partial(forge, entry_hash=NO_ENTRY, entry_sequence=0, version=0, epoch=0, state_hash=first.state_hash))
+    loaded, refused = await written.load()
+    assert (loaded.replica.chain.epoch, loaded.keyframe_sequence, refused) == (3, written.heads[2], [])
+    other = await written.spoil(partial(forge, fragment=1))
+    loaded, refused = await written.load()
+    assert loaded.keyframe_sequence == written.heads[2]
+    assert refused == [(other, "keyframe of fragment 1 came as one of fragment 0")]
+    newest = await log.reader.newest_keyframe(0)
+    assert newest is not None
+    assert newest[1] == written.heads[2]
 
 
 async def test_the_first_genesis_record_is_the_runs(link: NatsTransport) -> None:

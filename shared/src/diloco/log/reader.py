@@ -123,7 +123,7 @@ class Reader:
             try:
                 keyframe, inline = decode_keyframe(stored, self.stream.run)
                 if keyframe.entry_hash == NO_ENTRY:
-                    break
+                    continue
                 chain = Chain.from_keyframe(keyframe, self.stream.epoch_step)
                 if keyframe.entry_hash in wrong:
                     raise FormatError(
@@ -221,12 +221,14 @@ class Reader:
                 refuse(Refusal("log", stored.subject, stored.sequence, error))
 
     async def newest_keyframe(self, fragment: int) -> tuple[Keyframe, int] | None:
-        """Return the newest keyframe after genesis whose head is whole, without its body, and its head's stream sequence."""
+        """Return the newest keyframe after an entry of the log, its head whole, without its body, and that head's sequence."""
         newest = await self.stream.last(self.stream.subjects.keyframe(fragment))
         async for stored in self._from_newest(fragment, newest):
             with contextlib.suppress(MessageError):  # load says so
                 keyframe, _ = decode_keyframe(stored, self.stream.run)
-                return None if keyframe.entry_hash == NO_ENTRY else (keyframe, stored.sequence)
+                chain = Chain.from_keyframe(keyframe, self.stream.epoch_step)
+                if keyframe.entry_hash != NO_ENTRY and await self.holds(chain):
+                    return keyframe, stored.sequence
         return None
 
     async def oldest_keyframe(self, fragment: int) -> Keyframe | None:
@@ -240,10 +242,15 @@ class Reader:
         return None
 
     async def _from_newest(self, fragment: int, newest: Stored | None) -> AsyncIterator[Stored]:
-        """Yield the newest head of a fragment's keyframes, then those before it, which are looked for only then."""
+        """Yield the newest head of a fragment's keyframes, then those before it, which are looked for only then.
+
+        One of version 0 may be any of them: a founder, or a syncer, may store another one later.
+        """
         if newest is None:
             return
         yield newest
+        if not await self.head_sequence(fragment):
+            return  # none stands after an entry
         for sequence in reversed(await self.keyframe_sequences(fragment)):
             older = await self.stream.get(sequence) if sequence < newest.sequence else None
             if older is not None:

@@ -39,7 +39,7 @@ class Refusal:
 
 LOOK_S = 2.0  # how often to ask whether a message that does not come is still there: longer than a usual reconnection
 
-Of = TypeVar("Of", Record, CommitNotice, Claim)
+Of = TypeVar("Of", Record, Keyframe, CommitNotice, Claim)
 Refuse: TypeAlias = Callable[[Refusal], None]
 
 
@@ -207,7 +207,7 @@ def decode_keyframe(message: Stored, run: bytes) -> tuple[Keyframe, bytes]:
         MessageError: it is none.
     """
     keyframe, _, inline = framing.unpack(message.data, Keyframe, run)
-    return keyframe, inline
+    return _of_subject(message, keyframe), inline
 
 
 def _of_subject(message: Stored, found: Of) -> Of:

@@ -7,6 +7,10 @@ is lost, another one continues behind the last sequence that was read.
 A process has a few names for its consumers of a stream, since a server grants it these alone. A reader takes one that is free;
 with all of them in use it waits. A consumer that the process had before it was restarted, or that another process of its name
 has, is left alone where another name is free, and replaced otherwise. A reader whose consumer was replaced makes another one.
+
+A server takes an answer without a byte for the last one to a request that came from another account (docs/security.md), and
+drops those that follow. So an empty message that somebody stores ends a request, and others are lost on the way. The numbers
+of the consumer's deliveries tell. Until the reader has caught up, each of its requests is for one message: none can be lost.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import contextlib
 import json
 import math
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +56,13 @@ class Message(Stored):
     pending: int
 
 
+class _AgainError(Exception):
+    """Another consumer is to go on at once; ``singly``: by requests for one message each."""
+
+    def __init__(self, *, singly: bool) -> None:
+        self.singly = singly
+
+
 class Puller:
     """``async for message in Puller(...)``: every message on ``subjects`` from ``start_sequence`` on, once, in order, for ever.
 
@@ -77,15 +88,18 @@ class Puller:
         self._newest = read  # the last message read
         # a request that cannot hold the next message would be answered at once, for ever
         window_bytes = window_bytes or (FAR_WINDOW_BYTES if link.far else WINDOW_BYTES)
-        self.half_bytes = max(link.bulk.max_payload + OVERHEAD_BYTES, window_bytes // REQUESTS)
+        largest_bytes = link.bulk.max_payload + OVERHEAD_BYTES
+        self.half_bytes = max(largest_bytes, window_bytes // REQUESTS)
+        self._singles = max(REQUESTS, window_bytes // largest_bytes)  # requests of one message each that fit into the window
+        self._singly = False
 
     async def __aiter__(self) -> AsyncGenerator[Message, None]:
         names = self.link.consumer_names(self.stream)
         while True:
             consumer = await self._take(names)
             queue: asyncio.Queue[Any] = asyncio.Queue()
-            inbox = self.link.bulk.new_inbox()
-            subscription = None
+            inbox, first = self.link.bulk.new_inbox(), self.next_sequence
+            subscription, pause = None, True
             try:
                 # no limits here: requests have them
                 subscription = await self.link.bulk.subscribe(
@@ -96,12 +110,15 @@ class Puller:
                     if message.subject.isascii():  # any other is none of a run's, and may read otherwise when looked up
                         self._newest = message
                         yield message
+            except _AgainError as error:
+                self._singly, pause = error.singly, error.singly and self.next_sequence == first
             finally:
                 names.remove(consumer)
                 if subscription is not None:
                     with contextlib.suppress(nats.errors.Error):
                         await subscription.unsubscribe()
-            await asyncio.sleep(RETRY_S)
+            if pause:
+                await asyncio.sleep(RETRY_S)
 
     async def _take(self, names: ConsumerNames) -> str:
         """Make a consumer; return its name."""
@@ -185,7 +202,8 @@ class Puller:
 
     async def _request(self, consumer: str, inbox: str, number: int) -> None:
         request = {
-            "batch": self.half_bytes,  # never reached: bytes or time end a request, and the server says so
+            # many are never reached: bytes or time end a request, and the server says so
+            "batch": 1 if self._singly else self.half_bytes,
             "max_bytes": self.half_bytes,
             "expires": int(EXPIRES_S * 1e9),
             "idle_heartbeat": int(HEARTBEAT_S * 1e9),
@@ -194,30 +212,58 @@ class Puller:
         await self.link.bulk.publish(subject, json.dumps(request).encode(), reply=f"{inbox}.{number}")
 
     async def _read(self, consumer: str, inbox: str, queue: asyncio.Queue[Any]) -> AsyncIterator[Message]:
-        """Yield messages until the consumer seems lost."""
+        """Yield messages until the consumer seems lost.
+
+        Raises (while iterating):
+            _AgainError: messages were lost on the way, or will be; or the reader has caught up.
+        """
         reconnects, delivered = self.link.bulk.stats["reconnects"], 0
         try:
-            for number in range(REQUESTS):
+            for number in range(self._singles if self._singly else REQUESTS):
                 await self._request(consumer, inbox, number)
             while True:
                 raw = await self._wait(queue, reconnects) if queue.empty() else queue.get_nowait()
-                headers = raw.headers or {}
                 if not raw.subject.startswith(f"{inbox}."):  # stored, whatever its headers say
-                    # $JS.ACK.<stream>.<consumer>.<delivered>.<stream sequence>.<consumer sequence>.<time>.<pending>
-                    tokens = raw.reply.split(".")
-                    sequence, pending = int(tokens[-4]), int(tokens[-1])
                     delivered += 1
-                    if int(tokens[-3]) != delivered:
-                        return  # another consumer has its name, or another process of this name reads it
-                    if sequence >= self.next_sequence:
-                        yield Message(raw.subject, sequence, raw.data, pending, stored_at_s=int(tokens[-2]) / 1e9)
-                elif headers.get("Status") in ("408", "409") and "Consumer" not in (headers.get("Description") or ""):
-                    # this request has had its bytes or its time: ask again
-                    await self._request(consumer, inbox, int(raw.subject.rsplit(".", 1)[-1]))
-                elif headers.get("Status") != "100":
+                    message = self._take_in(raw, delivered)
+                    if self._singly:
+                        await self._request(consumer, inbox, 0)
+                    if message.sequence >= self.next_sequence:
+                        yield message
+                    if not (raw.data or raw.headers or self._singly):
+                        raise _AgainError(singly=True)
+                elif not self._goes_on(raw.headers or {}, delivered):
                     return
+                elif (raw.headers or {}).get("Status") != "100":
+                    await self._request(consumer, inbox, int(raw.subject.rsplit(".", 1)[-1]))
         except (nats.errors.Error, TimeoutError):
             return
+
+    def _take_in(self, raw: Any, delivered: int) -> Message:
+        """Return a stored message, the consumer's delivery of this number.
+
+        Raises:
+            _AgainError: it is another one.
+        """
+        # $JS.ACK.<stream>.<consumer>.<delivered>.<stream sequence>.<consumer sequence>.<time>.<pending>
+        tokens = raw.reply.split(".")
+        if int(tokens[-3]) != delivered:  # also if another consumer has its name, or another process of this name reads it
+            raise _AgainError(singly=True)
+        return Message(raw.subject, int(tokens[-4]), raw.data, int(tokens[-1]), stored_at_s=int(tokens[-2]) / 1e9)
+
+    def _goes_on(self, headers: Mapping[str, str], delivered: int) -> bool:
+        """Whether the server's word, which is no message, leaves the consumer as it is: idle, or with a request less.
+
+        Raises:
+            _AgainError: so many deliveries did not come; or none is missing, and the reader has caught up.
+        """
+        if headers.get("Status") == "100":
+            lost = headers.get("Nats-Last-Consumer", str(delivered)) != str(delivered)
+            if lost or self._singly:
+                raise _AgainError(singly=lost)
+            return True
+        # this request has had its bytes or its time
+        return headers.get("Status") in ("408", "409") and "Consumer" not in (headers.get("Description") or "")
 
     async def _wait(self, queue: asyncio.Queue[Any], reconnects: int) -> Any:
         """Return the next message.
