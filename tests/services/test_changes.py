@@ -61,6 +61,8 @@ async def test_settings_change_while_the_run_goes_on(launch: Launch, capsys: pyt
     await cluster.begin()
     await some_versions(cluster)
 
+    # members hear of a change one after the other: an announcement that crosses with it is refused, and heard again
+    cluster.liars = {cluster.subjects.round(index) for index in range(4)}
     await change(path, "outer.learning_rate=0.25", "round.steps=3", reason="it oscillates")
     said = capsys.readouterr().out.splitlines()
     assert said == ["change 1: outer.learning_rate = 0.25", "change 2: round.steps = 3"]

@@ -19,7 +19,7 @@ from diloco.nats.transport import NatsTransport
 from diloco.process import files
 from diloco.process.observe import Logger
 from diloco.transport import Heard
-from diloco.wire.subjects import Subjects
+from diloco.wire.subjects import Subjects, sender_of
 from diloco_ops.broker.admin import SERVER_AWAY, administrator, limit_bytes, set_limit
 from diloco_ops.chaos import revert
 from diloco_ops.chaos.revert import FaultJournal
@@ -91,6 +91,7 @@ class Breaker:
         self.journal = FaultJournal(directory)
         self._transport, self._chance = transport, random.Random(seed)
         self._heard: OrderedDict[str, bytes] = OrderedDict()
+        self.damaged: set[str] = set()  # senders of offers that were damaged, and subjects of other messages
 
     async def listen(self) -> None:
         """Begin to keep messages, to be damaged and said again."""
@@ -218,8 +219,11 @@ class Breaker:
         for _ in range(count):
             with contextlib.suppress(*SERVER_AWAY):
                 subject, data = await self._some_message(target)
+                if data and damaged:
+                    self.damaged.add(sender_of(subject) or subject)
+                    data = self._damage(data)
                 if data:
-                    await self._transport.publish(subject, self._damage(data) if damaged else data)
+                    await self._transport.publish(subject, data)
             await asyncio.sleep(failure.duration_s / count)
 
     async def _some_message(self, target: str) -> tuple[str, bytes]:
