@@ -258,7 +258,7 @@ async def faults(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             lambda: set(owned) <= {record.fragment for _, record in watch.versions[since:] if record.syncer != syncer},
             f"others make versions of what {syncer} owned",
         )
-        found["refused"] = Refusals.read(logs.merge(watch.run.path), 0.0, ()).honest
+        found["refused"] = Refusals.read(logs.merge(watch.run.path)).honest
         found["verify"] = await verified(watch.run.path)
     return found
 

@@ -120,15 +120,22 @@ def test_a_second_entry_after_the_same_one_is_a_doubled_version_and_a_copy_is_no
 
 
 def test_only_the_damage_that_chaos_made_excuses_a_refusal() -> None:
-    def refused(sender: str, kind: str, at_s: float = 5.0, event: str = "message_refused") -> Entry:
-        return Entry(at_s, "syncer-0", "warning", event, {"sender": sender, "kind": kind, "reason": f"no {sender}"}, "")
+    def refused(sender: str, kind: str, at_s: float = 5.0, event: str = "message_refused", **more: int) -> Entry:
+        values = {"sender": sender, "kind": kind, "reason": f"no {sender}"} | more
+        return Entry(at_s, "syncer-0", "warning", event, values, "")
 
     made = [refused("ann", "HashError"), refused("diloco.run.pulse.bob", "FormatError")]
-    other = [refused("ann", "ClaimError"), refused("cid", "FormatError"), refused("ann", "stray", event="offers_dropped")]
+    made.append(refused("syncer-1", "ChainError", sequence=7))
+    other = [
+        refused("syncer-1", "ChainError", sequence=8),
+        refused("ann", "ClaimError"),
+        refused("cid", "FormatError"),
+        refused("ann", "stray", event="offers_dropped"),
+    ]
     before, else_ = refused("cid", "HashError", at_s=1.0), refused("cid", "HashError", event="state_fresh")
-    found = Refusals.read([before, else_, *made, *other], 2.0, {"ann", "diloco.run.pulse.bob"})
-    assert found.damaged == 2
-    assert found.honest == [f"syncer-0 refused a message of {name}: no {name}" for name in ("ann", "cid", "ann")]
+    found = Refusals.read([before, else_, *made, *other], 2.0, {"ann", "diloco.run.pulse.bob"}, {7})
+    assert found.made == 3
+    assert found.honest == [f"syncer-0 refused a message of {name}: no {name}" for name in ("syncer-1", "ann", "cid", "ann")]
 
 
 def test_tokens_are_accounted_for_by_what_the_log_had_at_the_heartbeats_versions() -> None:

@@ -423,6 +423,13 @@ class Cluster:
         wronged = self.wronged()
         assert not wronged, "\n".join(wronged)
 
+    def settle_pace(self) -> None:
+        """Expect announcements to be refused: members hear of another ``round.steps`` one after the other.
+
+        Who is ahead, or behind, refuses an announcement, and hears it again when both go by the same (protocol.md, section 14).
+        """
+        self.liars |= {self.subjects.round(index) for index in range(self.settings.fragments.count)}
+
     def wronged(self) -> list[str]:
         """Messages of honest members that somebody refused: the first of each sender and kind."""
         said = [(event, values) for event in REFUSALS for values in self.events(event)]

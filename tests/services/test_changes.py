@@ -61,8 +61,7 @@ async def test_settings_change_while_the_run_goes_on(launch: Launch, capsys: pyt
     await cluster.begin()
     await some_versions(cluster)
 
-    # members hear of a change one after the other: an announcement that crosses with it is refused, and heard again
-    cluster.liars = {cluster.subjects.round(index) for index in range(4)}
+    cluster.settle_pace()
     await change(path, "outer.learning_rate=0.25", "round.steps=3", reason="it oscillates")
     said = capsys.readouterr().out.splitlines()
     assert said == ["change 1: outer.learning_rate = 0.25", "change 2: round.steps = 3"]
@@ -281,6 +280,7 @@ async def test_a_list_that_makes_no_sense_changes_nothing(launch: Launch) -> Non
     cluster = launch(small(tokens=LONG))
     path = directory_of(cluster)
     await cluster.begin(coordinator=False)
+    cluster.settle_pace()
     await change(path, "round.steps=4")
     async with run_reader.reached(path) as reached:
         forged = [msgspec.msgpack.encode((1, bytes(32), 0.0, "eve", "", ("tokens", 1)))]  # the first names no run

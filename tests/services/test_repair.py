@@ -24,8 +24,7 @@ from diloco.core.changes import Set
 from diloco.core.outer import Nesterov, Step
 from diloco.errors import MachineError, RunError
 from diloco.nats.registry import Registry
-from diloco.service.rundir import RunDirectory
-from diloco_ops import verify
+from diloco_ops import attach, verify
 from diloco_ops.repair import command
 
 
@@ -93,6 +92,7 @@ async def test_damaged_keys_end_what_begins_and_are_made_again(launch: Launch, c
     link = await cluster.link()
     registry = await Registry.open(link, cluster.subjects.bucket, create=False)
     run = Run(cluster.name, cluster.settings, registry)
+    cluster.settle_pace()
     await append_changes(link, run, lambda _: [Set("round.steps", 5)], author="ann")
     good = {key: await registry.get(key) for key in ("run", "protocol", "map", "changes")}
     listed = await registry.get("changes")
@@ -147,10 +147,10 @@ async def test_the_operator_of_a_run_in_regions_repairs_it(
         servers = {name: started.enter_context(serving(keys, tmp_path / name, name)) for name in places}
         cluster = Apart(nursery, tmp_path / RUN, servers["nats"].url, RUN, values)
         cluster.servers, cluster.identity = servers, str(keys.path / "identities" / "{name}.identity")
-        bulk_url, operator = servers[REGIONS[0]].url, str(keys.identity_file("operator"))
-        RunDirectory(cluster.directory, RUN, cluster.url, None, values, nats_bulk_url=bulk_url, identity=operator).save()
         try:
             await cluster.begin()
+            operator, bulk_url = keys.identity_file("operator"), servers[REGIONS[0]].url
+            await asyncio.to_thread(attach.attach, cluster.directory, RUN, cluster.url, bulk_url, operator)
             await some_versions(cluster, 3)
             cluster.liars = {"log", cluster.subjects.record(1)}
             async with guest(servers[REGIONS[0]], keys, "syncer-0") as thief:

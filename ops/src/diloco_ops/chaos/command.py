@@ -317,7 +317,7 @@ class Chaos:
         for count, what in ((lost, "lost"), (witness.doubled, "doubled"), (changed, "changed")):
             if count:
                 violations.append(f"{count} versions {what}")
-        refused = Refusals.read(logs.merge(self.directory.path), self.began_s, self.breaker.damaged)
+        refused = Refusals.read(logs.merge(self.directory.path), self.began_s, self.breaker.damaged, self.breaker.repeated)
         violations += refused.honest
         if not witness.finished:
             violations += [f"{name}: {tokens} tokens unaccounted for" for name, tokens in self.unaccounted.items()]
@@ -327,7 +327,7 @@ class Chaos:
             "violations": violations,
             "versions": {"seen": len(witness.versions), "lost": lost, "doubled": witness.doubled, "changed": changed},
             "takeovers": witness.takeovers,
-            "refused": {"honest": len(refused.honest), "damaged": refused.damaged},
+            "refused": {"honest": len(refused.honest), "made": refused.made},
             "tokens_unaccounted": sum(map(abs, self.unaccounted.values())),
             "recovery": witness.recovery_times(),
             "checks": {check.name: check.state for check in checked.checks},
@@ -409,7 +409,7 @@ def describe(verdict: dict[str, Any]) -> str:
         f"{share(verdict['lost_fraction_undisturbed'], 1)})",
         f"goodput of the learners: {share(verdict['goodput'], 1)} of their undisturbed pace",
         f"takeovers: {verdict['takeovers']}",
-        f"refused: {refused['honest']} honest messages; damaged ones {refused['damaged']} times",
+        f"refused: {refused['honest']} honest messages; what was damaged or repeated here {refused['made']} times",
         "recovery after                count   median      max",
     ]
     for what, times in verdict["recovery"].items():

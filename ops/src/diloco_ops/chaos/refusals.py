@@ -1,4 +1,4 @@
-"""The messages that a run's members refused, by their logs: those that chaos damaged are told from all others."""
+"""The messages that a run's members refused, by their logs: those that chaos damaged or repeated are told from all others."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ class Refusals:
     """Refusals: each sender and kind once for each member that refused it, as members log them."""
 
     honest: list[str] = field(default_factory=list)  # in words
-    damaged: int = 0  # of senders whose messages were damaged, for what damage is refused for
+    made: int = 0  # of damage, of a sender whose messages were damaged; of entries that were stored once more
 
     @classmethod
-    def read(cls, entries: Iterable[Entry], since_s: float, damaged: Collection[str]) -> Refusals:
-        """Sort the refusals since a moment; ``damaged``: whose messages chaos damaged."""
+    def read(
+        cls, entries: Iterable[Entry], since_s: float = 0.0, damaged: Collection[str] = (), repeated: Collection[int] = ()
+    ) -> Refusals:
+        """Sort the refusals since a moment; ``damaged``: whose messages chaos damaged; ``repeated``: sequences of copies."""
         found = cls()
         for entry in entries:
             if entry.event not in EVENTS or entry.time_s < since_s:
                 continue
             sender = str(entry.values.get("sender"))
-            if sender in damaged and entry.values.get("kind") in DAMAGE:
-                found.damaged += 1
+            is_damage = sender in damaged and entry.values.get("kind") in DAMAGE
+            if is_damage or entry.values.get("sequence") in repeated:
+                found.made += 1
             else:
                 found.honest.append(f"{entry.service} refused a message of {sender}: {entry.values.get('reason')}")
         return found
