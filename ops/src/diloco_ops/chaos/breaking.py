@@ -27,7 +27,7 @@ from diloco_ops.chaos.revert import FaultJournal
 from diloco_ops.failures import Failure, Source, Spread
 
 SLOW_PERIOD_S = 0.2  # shorter than a step, so that a process is slow rather than frozen
-STORED_WITHIN_S = 5.0
+STORED_WITHIN_S = 5.0  # a server that is there takes milliseconds
 CUT_AGAIN_S = 0.2  # shorter than the pause before a client connects again
 HEARD = 256  # messages of different subjects that are kept to be damaged or said again
 NATS = "nats"
