@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -89,7 +89,8 @@ async def crash(nursery: Nursery, url: str, folder: Path, name: str, when: When,
     """One case: all that is wrong, in words."""
     cluster = CrashCluster(nursery, (name, when, number), folder, url)
     wrong: list[str] = []
-    for judge in (lambda: outcome(cluster, name, number), cluster.close):
+    judges: list[Callable[[], Awaitable[None]]] = [lambda: outcome(cluster, name, number), cluster.close]
+    for judge in judges:
         try:
             await judge()
         except AssertionError as error:
