@@ -10,7 +10,7 @@ instead).
 * ``faults``: with unlimited links and with thin ones in turn, the learners' steps a second. Then one region is cut off:
   the others' steps a second, and how long after healing a version merges a learner of the region. Then it is lost for
   good (server, syncer and learner frozen): how long until each fragment that it owned has a next version. ``diloco
-  verify`` checks log and accounts.
+  verify`` checks log and accounts; nobody may have refused a message.
 * ``parallel``: the same model and links with the preset data-parallel: its steps a second, and its bytes.
 * ``bytes``: fragments of 265 kB in four bits and fast links, with 1, 2 and 4 learners a region.
 
@@ -46,13 +46,14 @@ from diloco.control.creation import Run
 from diloco.errors import MessageError
 from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
-from diloco.process import observe
+from diloco.process import logs, observe
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.wire import framing
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Record
 from diloco.wire.subjects import Subjects
+from diloco_ops.chaos.refusals import Refusals
 from diloco_ops.wan import control
 
 REGIONS = ("us", "eu", "ap")
@@ -257,6 +258,7 @@ async def faults(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             lambda: set(owned) <= {record.fragment for _, record in watch.versions[since:] if record.syncer != syncer},
             f"others make versions of what {syncer} owned",
         )
+        found["refused"] = Refusals.read(logs.merge(watch.run.path)).honest
         found["verify"] = await verified(watch.run.path)
     return found
 
@@ -335,6 +337,7 @@ def show(result: dict[str, Any]) -> None:
         print(f"after healing: a version merged its learner after {faults_['back_s']:.1f} s (target {BACK_TARGET_S:g} s)")
         moved = f"its {faults_['moved_fragments']} fragments had versions after {faults_['moved_s']:.1f} s"
         print(f"{CUT} lost: {moved} (target {MOVED_TARGET_S:g} s)\nverify: {faults_['verify']}")
+        print("\n".join([f"messages refused: {len(faults_['refused'])} (target 0)", *faults_["refused"]]))
     if parallel_:
         print(f"\ndata-parallel, {parallel_['parameters']:,} parameters")
         for found in parallel_["phases"]:

@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from diloco.core.chain import Chain
 from diloco.errors import RunError
+from diloco.process.logs import Entry
 from diloco.wire.body import Body
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Record
@@ -25,6 +26,7 @@ from diloco.wire.offers import Member
 from diloco_ops import failures
 from diloco_ops.chaos import revert
 from diloco_ops.chaos.breaking import KINDS, sources
+from diloco_ops.chaos.refusals import Refusals
 from diloco_ops.chaos.revert import JOURNAL, FaultJournal
 from diloco_ops.chaos.witness import Recovery, Witness
 
@@ -115,6 +117,25 @@ def test_a_second_entry_after_the_same_one_is_a_doubled_version_and_a_copy_is_no
     assert (story.witness.doubled, story.witness.passed_over) == (0, 1)
     story.witness.entry(record, bytes(32), 3, 0.0)
     assert (story.witness.doubled, story.witness.passed_over) == (1, 2)
+
+
+def test_only_the_damage_that_chaos_made_excuses_a_refusal() -> None:
+    def refused(sender: str, kind: str, at_s: float = 5.0, event: str = "message_refused", **more: int) -> Entry:
+        values = {"sender": sender, "kind": kind, "reason": f"no {sender}"} | more
+        return Entry(at_s, "syncer-0", "warning", event, values, "")
+
+    made = [refused("ann", "HashError"), refused("diloco.run.pulse.bob", "FormatError")]
+    made.append(refused("syncer-1", "ChainError", sequence=7))
+    other = [
+        refused("syncer-1", "ChainError", sequence=8),
+        refused("ann", "ClaimError"),
+        refused("cid", "FormatError"),
+        refused("ann", "stray", event="offers_dropped"),
+    ]
+    before, else_ = refused("cid", "HashError", at_s=1.0), refused("cid", "HashError", event="state_fresh")
+    found = Refusals.read([before, else_, *made, *other], 2.0, {"ann", "diloco.run.pulse.bob"}, {7})
+    assert found.made == 3
+    assert found.honest == [f"syncer-0 refused a message of {name}: no {name}" for name in ("syncer-1", "ann", "cid", "ann")]
 
 
 def test_tokens_are_accounted_for_by_what_the_log_had_at_the_heartbeats_versions() -> None:

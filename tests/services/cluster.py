@@ -46,6 +46,7 @@ from diloco.wire.subjects import Subjects
 
 Vector = NDArray[np.float32]
 READY = ("stepping", "waiting", "closing")  # to step; one that goes on from a checkpoint may have no step to take
+REFUSALS = ("message_refused", "offers_dropped", "state_refused", "entry_refused")
 DEADLINE_S = 60.0  # generous: only a failing test waits so long
 
 # A run of some two seconds: three learners of about 60 steps of 16 tokens, a round every 6. All that a test relies on is here.
@@ -160,7 +161,8 @@ class Cluster:
         self.heartbeats: dict[str, list[Heartbeat]] = {}
         self.shard_heartbeats: dict[str, ShardHeartbeat] = {}
         self.gate = Gate()  # of all toys in threads
-        self.liars: set[str] = set()  # whose work may be refused: nobody else's ever is
+        self.liars: set[str] = set()  # whose messages may be refused: nobody else's ever are
+        self.forged = False  # whether anybody's may be, but for a reason that no forger and no damage can bring about
         self.identity: str | None = None  # as the setting: where each process's is, and the test's own
         self._link: NatsTransport | None = None
         self._read: dict[Path, int] = {}  # of each log file, as far as it was read
@@ -188,6 +190,10 @@ class Cluster:
     def _fork(self, name: str, module: str, config: Path, output: Path, environment: Mapping[str, str]) -> Forked:
         return self.nursery.start(module, config, output, environment)
 
+    def place(self, number: int) -> dict[str, Any]:
+        """Settings of a service by its place, in a run that has several."""
+        return {}
+
     def coordinator(self) -> Service:
         return self.start("coordinator", "diloco_coordinator", settings=self.settings.model_dump())
 
@@ -208,12 +214,12 @@ class Cluster:
         settings = LearnerSettings(
             name=name or f"toy-{share}",
             run=self.name,
-            nats_url=self.url,
             identity=self.identity,
             state_dir=self.directory,
             share=share,
             checkpoint_s=checkpoint_s,
             leave_s=leave_s,
+            **{"nats_url": self.url} | self.place(share),
         )
         behaviour = {"before_step": self.gate} | behaviour
         toy = Toy(settings, cast(Logger, Events()), **behaviour)
@@ -429,9 +435,28 @@ class Cluster:
             said = list(logs.merge(self.directory))
             bad = [e.raw for e in said if "traceback" in e.values or e.level == "critical"]
             assert not bad, "\n".join(bad)
-            honest = [e for e in said if e.event == "message_refused" and e.values["sender"] not in self.liars]
-            wronged = [e.raw for e in honest if e.values["kind"] in ("ClaimError", "UnmergeableError")]
-            assert not wronged, "\n".join(wronged)
+        wronged = self.wronged()
+        assert not wronged, "\n".join(wronged)
+
+    def settle_pace(self) -> None:
+        """Expect announcements to be refused: members hear of another ``round.steps`` one after the other.
+
+        Who is ahead, or behind, refuses an announcement, and hears it again when both go by the same (protocol.md, section 14).
+        """
+        self.liars |= {self.subjects.round(index) for index in range(self.settings.fragments.count)}
+
+    def wronged(self) -> list[str]:
+        """Messages of honest members that somebody refused: the first of each sender and kind."""
+        said = [(event, values) for event in REFUSALS for values in self.events(event)]
+        if self.forged:
+            said = [(event, values) for event, values in said if values.get("kind") in ("ClaimError", "UnmergeableError")]
+        return [f"{event}: {values}" for event, values in said if not self.liars & senders(values)]
+
+
+def senders(values: Mapping[str, Any]) -> set[str]:
+    """Return the ways to name the sender of a refused message: its name, its subject, or how that ends."""
+    given = str(values.get("sender") or values.get("learner") or values.get("subject"))
+    return {given, given.rpartition(".")[2]}
 
 
 # ---- the reference: written from docs/protocol.md, sections 4, 7 and 9, with NumPy alone

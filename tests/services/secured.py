@@ -37,9 +37,9 @@ def make_keys(
 
 
 @contextlib.contextmanager
-def serving(keys: Folder, path: Path) -> Iterator[Server]:
-    """The folder's one server, for as long as a fixture or a test lasts."""
-    server = Server(path, keys=keys.server_folder("nats"))
+def serving(keys: Folder, path: Path, name: str = "nats") -> Iterator[Server]:
+    """One of the folder's servers, for as long as a fixture or a test lasts."""
+    server = Server(path, keys=keys.server_folder(name))
     server.start()
     try:
         yield server

@@ -228,6 +228,7 @@ async def besiege(
     with serving(keys, directory / "nats") as server:
         cluster = Cluster(nursery, directory / RUN, server.url, RUN, small(tokens=10**9, learners=LEARNERS, shards=SYNCERS))
         cluster.identity, cluster.liars = str(keys.path / "identities" / "{name}.identity"), {LIAR}
+        cluster.forged = True  # insiders write into the log, and announce rounds
         try:
             return await Siege(cluster, server, keys, role, seed).run(actions, rate, base_s)
         finally:

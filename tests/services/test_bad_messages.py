@@ -141,7 +141,7 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
     cluster.syncer(0)
     toys = cluster.learners()
     await cluster.link()
-    cluster.liars = {MALLORY}
+    cluster.liars = {MALLORY, "eve", "log", cluster.subjects.record(0), cluster.subjects.round(0)}  # whose names are used
     await cluster.all_ready()
     store, fragments = await cluster.store()
     forger = await Forger.make(cluster)

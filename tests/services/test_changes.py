@@ -61,6 +61,7 @@ async def test_settings_change_while_the_run_goes_on(launch: Launch, capsys: pyt
     await cluster.begin()
     await some_versions(cluster)
 
+    cluster.settle_pace()
     await change(path, "outer.learning_rate=0.25", "round.steps=3", reason="it oscillates")
     said = capsys.readouterr().out.splitlines()
     assert said == ["change 1: outer.learning_rate = 0.25", "change 2: round.steps = 3"]
@@ -280,6 +281,7 @@ async def test_a_list_that_makes_no_sense_changes_nothing(launch: Launch) -> Non
     cluster = launch(small(tokens=LONG))
     path = directory_of(cluster)
     await cluster.begin(coordinator=False)
+    cluster.settle_pace()
     services = ["syncer-0", "syncer-1", "toy-0", "toy-1", "toy-2"]
     await change(path, "round.steps=4")
     # one that does not know of it would go by the old steps from here on, and its announcements would be refused

@@ -80,6 +80,8 @@ def test_a_run_heals_from_whatever_is_done_to_it(tmp_path: Path) -> None:
         assert seen > 4
         assert verdict["versions"] == {"lost": 0, "doubled": 0, "changed": 0}
         assert verdict["tokens_unaccounted"] == 0
+        assert verdict["refused"]["honest"] == 0
+        assert verdict["refused"]["made"] > 0
         assert verdict["takeovers"] >= 4  # four fragments had their owner killed or frozen
         assert {"kill learner", "kill coordinator", "nats_kill nats", "cut learner", "full log"} <= verdict["recovery"].keys()
         assert all(times["max_s"] < DEADLINE_S for times in verdict["recovery"].values())

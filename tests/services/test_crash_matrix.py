@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -87,27 +86,30 @@ async def run(cluster: CrashCluster) -> int:
 
 
 async def crash(nursery: Nursery, url: str, folder: Path, name: str, when: When, number: int) -> list[str]:
-    """One case: what is wrong, in words; the log is checked by the reference, whose asserts speak for themselves."""
+    """One case: all that is wrong, in words."""
     cluster = CrashCluster(nursery, (name, when, number), folder, url)
-    try:
-        died = await run(cluster)
-        heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
-        for log in folded:
-            assert log.passed_over == 0, f"fragment {log.index}: {log.passed_over} entries do not follow"
-        # runs differ by an action or two: the last ones may not come
-        assert died == 1 or len(cluster.notes(name).read_text().splitlines()) < number, "nobody died"
-        if not name.startswith("toy"):  # anyone who has not died has lost nothing
-            check_lossless(
-                cluster, [heartbeat.tokens for heartbeat in heartbeats.values()], [log.tokens_merged for log in folded]
-            )
-    except AssertionError as error:
-        actions = cluster.notes(name).read_text().splitlines()
-        action = actions[number - 1] if number <= len(actions) else "none"
-        return [f"{name} killed {when} action {number} ({action}): {str(error)[:600]}"]
-    finally:
-        with contextlib.suppress(AssertionError):
-            await cluster.close()
-    return []
+    wrong: list[str] = []
+    judges: list[Callable[[], Awaitable[None]]] = [lambda: outcome(cluster, name, number), cluster.close]
+    for judge in judges:
+        try:
+            await judge()
+        except AssertionError as error:
+            wrong.append(str(error)[:600])
+    actions = cluster.notes(name).read_text().splitlines()
+    action = actions[number - 1] if number <= len(actions) else "none"
+    return [f"{name} killed {when} action {number} ({action}): {error}" for error in wrong]
+
+
+async def outcome(cluster: CrashCluster, name: str, number: int) -> None:
+    """Run one case; the log is checked by the reference, whose asserts speak for themselves."""
+    died = await run(cluster)
+    heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
+    for log in folded:
+        assert log.passed_over == 0, f"fragment {log.index}: {log.passed_over} entries do not follow"
+    # runs differ by an action or two: the last ones may not come
+    assert died == 1 or len(cluster.notes(name).read_text().splitlines()) < number, "nobody died"
+    if not name.startswith("toy"):  # anyone who has not died has lost nothing
+        check_lossless(cluster, [heartbeat.tokens for heartbeat in heartbeats.values()], [log.tokens_merged for log in folded])
 
 
 def check_lossless(cluster: CrashCluster, processed: list[int], merged: list[int]) -> None:

@@ -291,6 +291,17 @@ async def test_permissions_of_an_older_version(tmp_path: Path) -> None:
             "failed",
             f"refused: to write to {own}.diloco.demo.fragment.*.>; {wide.found}",
         )
+        bucket = Subjects("demo").bucket
+        claims = f"$KV.{bucket}.share.a"
+        file.write_text("".join(line for line in text.splitlines(keepends=True) if claims not in line))
+        server.reload()
+        lacking = (await examined(settings))["nats permissions"]
+        assert (lacking.verdict, lacking.found) == ("failed", f"refused: to write to {claims}")
+        assert "newest auth.conf" in lacking.remedy
+        file.write_text(text.replace(claims, f"$KV.{bucket}.share.*"))  # those of all learners
+        server.reload()
+        others = (await examined(settings))["nats permissions"]
+        assert (others.verdict, others.found) == ("warning", f"too wide: to write to $KV.{bucket}.share.doctor")
     finally:
         server.kill()
 

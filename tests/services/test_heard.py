@@ -140,7 +140,7 @@ async def test_nobody_ends_steers_or_stops_a_run_by_what_it_says(
 ) -> None:
     settings = small(learners=2, tokens=BUDGET, round__quorum="all", liveness__dead_s=1.0, carry__overlap=1.0)
     cluster = launch(settings, server.url, RUN)
-    cluster.identity = str(keys.path / "identities" / "{name}.identity")
+    cluster.identity, cluster.liars = str(keys.path / "identities" / "{name}.identity"), {LIAR, EVALUATOR}
     await cluster.begin()
     async with Liar.connected(cluster, keys, LIAR) as liar, Liar.connected(cluster, keys, EVALUATOR) as evaluator:
         await some_versions(cluster, 1, TOYS)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.services.cluster import Cluster, small, some_versions
 from tests.services.conftest import Launch
+from tests.services.forking import Nursery
+from tests.services.secured import guest, make_keys, members, serving
 from tests.services.test_rollback import newest, rollbacks, save, settings
+from tests.services.test_security import REGIONS, RUN, Apart
 from tests.services.toy import SAMPLES
 
 from diloco.control.changes import append_changes
@@ -19,14 +24,20 @@ from diloco.core.changes import Set
 from diloco.core.outer import Nesterov, Step
 from diloco.errors import MachineError, RunError
 from diloco.nats.registry import Registry
-from diloco_ops import verify
+from diloco_ops import attach, verify
 from diloco_ops.repair import command
 
 
 async def repair(cluster: Cluster, **options: Any) -> int:
     """``diloco repair``, in this process; nobody is asked."""
+    save(cluster)
+    return await repaired(cluster, **options)
+
+
+async def repaired(cluster: Cluster, **options: Any) -> int:
+    """``diloco repair`` of a run whose directory is there."""
     values: dict[str, Any] = {"fragment": None, "to_version": None, "key": None, "dry_run": False, "yes": True, "reason": ""}
-    return await asyncio.to_thread(command.repair, save(cluster), **values | options)
+    return await asyncio.to_thread(command.repair, cluster.directory, **values | options)
 
 
 async def publish(cluster: Cluster, subject: str, data: bytes) -> int:
@@ -40,6 +51,7 @@ async def test_a_fragment_with_garbage_on_its_subject_goes_on_and_can_be_repaire
     cluster = launch(settings(steps=120))
     await cluster.begin()
     await some_versions(cluster, 3)
+    cluster.liars = {"log", cluster.subjects.record(1)}
     sequence = await publish(cluster, cluster.subjects.record(1), b"no record")
     await some_versions(cluster, 2)  # its owner takes the fragment over again, behind that message
 
@@ -81,6 +93,7 @@ async def test_damaged_keys_end_what_begins_and_are_made_again(launch: Launch, c
     link = await cluster.link()
     registry = await Registry.open(link, cluster.subjects.bucket, create=False)
     run = Run(cluster.name, cluster.settings, registry)
+    cluster.settle_pace()
     await append_changes(link, run, lambda _: [Set("round.steps", 5)], author="ann")
     good = {key: await registry.get(key) for key in ("run", "protocol", "map", "changes")}
     listed = await registry.get("changes")
@@ -121,6 +134,58 @@ class Broken(Nesterov):
 
     def at(self, version: int, learning_rate: float, momentum: float) -> Step:
         return super().at(version, learning_rate * 1.5, momentum)
+
+
+@pytest.mark.slow
+async def test_the_operator_of_a_run_in_regions_repairs_it(
+    nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under identities: a stolen syncer's key wrote into one region's log, and the founder's and the operator's into keys."""
+    values = settings(steps=150, shards=2, learners=2, regions__names=list(REGIONS), regions__away_s=600.0)
+    places = {"nats": ["control"], **{region: [region] for region in REGIONS}}
+    keys = make_keys(tmp_path / "keys", RUN, members(2, 2, REGIONS), regions=REGIONS, servers=places)
+    with contextlib.ExitStack() as started:
+        servers = {name: started.enter_context(serving(keys, tmp_path / name, name)) for name in places}
+        cluster = Apart(nursery, tmp_path / RUN, servers["nats"].url, RUN, values)
+        cluster.servers, cluster.identity = servers, str(keys.path / "identities" / "{name}.identity")
+        try:
+            await cluster.begin()
+            operator, bulk_url = keys.identity_file("operator"), servers[REGIONS[0]].url
+            await asyncio.to_thread(attach.attach, cluster.directory, RUN, cluster.url, bulk_url, operator)
+            await some_versions(cluster, 3)
+            cluster.liars = {"log", cluster.subjects.record(1)}
+            async with guest(servers[REGIONS[0]], keys, "syncer-0") as thief:
+                sequence = (await thief.link.bulk.jetstream().publish(cluster.subjects.record(1), b"no record")).seq
+            await some_versions(cluster, 2)
+
+            assert await repaired(cluster) == 0
+            said = capsys.readouterr().out
+            assert f"fragment 1: message {sequence} on {cluster.subjects.record(1)}, 9 bytes: record: " in said
+            assert "nothing is to be repaired" in said
+            good = min(newest(cluster)) - 1
+            assert await repaired(cluster, fragment=[1], to_version=good, reason="unwanted") == 0
+            assert f"is what version {good} was" in capsys.readouterr().out
+
+            damage = {"toy-0": {"map": b"\x93\x01"}, "operator": dict.fromkeys(("run", "protocol", "genesis", "changes"), b"7")}
+            for name, garbage in damage.items():
+                async with guest(servers["nats"], keys, name) as thief:
+                    bucket = await Registry.open(thief.link, cluster.subjects.bucket, create=False)
+                    for key, value in garbage.items():
+                        await bucket.put(key, value)
+            assert await repaired(cluster) == 1
+            found = {line.split(":")[0] for line in capsys.readouterr().out.splitlines()}
+            assert found == {f"key {key}" for key in ("run", "protocol", "map", "genesis", "changes")}
+            for key in ("run", "protocol", "map", "genesis", "changes"):
+                assert await repaired(cluster, key=key) == 0
+            await asyncio.to_thread(cluster.toys.pop(0).stop)
+            again = cluster.toy(0)  # the founder sets the map again
+            await cluster.until(lambda: again.member is not None, "it is there again")
+            assert await repaired(cluster) == 0
+            cluster.hurry()
+            await cluster.ended()
+            assert (await verify.check(cluster.directory)).holds
+        finally:
+            await cluster.close()
 
 
 @pytest.mark.slow

@@ -585,6 +585,33 @@ async def test_a_whole_run_needs_nothing_that_it_may_not(launch: Launch, keys: F
         assert told_secrets(keys, cluster.directory) == []
 
 
+async def test_members_wait_for_the_rights_that_an_older_file_lacks(launch: Launch, tmp_path: Path) -> None:
+    """One of version 1, say, which knows no claims to shares: nobody takes part by half, and each says what it lacks."""
+    keys = make_keys(tmp_path / "keys", RUN, members(2, 2))
+    file = keys.server_folder("nats") / "auth.conf"
+    newest = file.read_text()
+    file.write_text("".join(line for line in newest.splitlines(keepends=True) if f"$KV.{NAMES.bucket}.share." not in line))
+    with empty(keys, tmp_path) as server:
+        cluster = launch(small(learners=2, tokens=2 * 60 * 16), server.url, RUN)
+        cluster.identity = str(keys.path / "identities" / "{name}.identity")
+        cluster.coordinator()
+        cluster.syncers()
+        cluster.learners()
+        cluster.gate.open()
+        await cluster.link()
+
+        def lacks(name: str) -> bool:
+            told = " ".join(str(values["reason"]) for values in cluster.events("permission_denied", name))
+            return f'"$kv.diloco_{RUN}.share.{name}"' in told.lower() and f"auth.conf does not give it to {name}" in told
+
+        await cluster.until(lambda: all(lacks(toy.name) for toy in cluster.toys), "learners say what they lack")
+        assert cluster.tokens() == 0
+        file.write_text(newest)
+        server.reload()
+        await cluster.ended()
+        check_accounts(await cluster.finished_heartbeats(), await cluster.folded())
+
+
 def told_secrets(keys: Folder, folder: Path) -> list[Path]:
     """Files that services have written, in which a secret of somebody's stands: a seed, or a line of a private key."""
     files = [tomllib.loads(file.read_text()) for file in (keys.path / "identities").iterdir()]
@@ -607,7 +634,7 @@ async def test_what_was_sent_before_and_is_sent_again_is_merged_once(launch: Lau
     settings = small(tokens=3 * 200 * 16, carry__overlap=1.0, carry__late=1.0)
     with empty(keys, tmp_path) as server:
         cluster = launch(settings, server.url, RUN)
-        cluster.identity = str(keys.path / "identities" / "{name}.identity")
+        cluster.identity, cluster.liars = str(keys.path / "identities" / "{name}.identity"), {LEARNER}
         await cluster.begin()
         await some_versions(cluster, 2)
         cluster.gate.close()  # however long it takes to connect

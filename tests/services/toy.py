@@ -128,6 +128,7 @@ class Toy:
     task: Regression | None = None
     thetas: dict[int, Vector] = field(default_factory=dict)  # by fragment: the version last applied
     step_s: float = STEP_S  # what a step takes at least
+    step_tokens: int = SAMPLES  # what it says that a step has: a larger island's has more
     _stopping: threading.Event = field(default_factory=threading.Event)
     _leaving: threading.Event = field(default_factory=threading.Event)
     _loop: asyncio.AbstractEventLoop | None = None
@@ -233,7 +234,7 @@ class Toy:
             batch = round_robin.next(member.leased())
             loss = task.step(*batch)
             time.sleep(max(0.0, self.step_s * self.settings.slow + began_s - time.perf_counter()))
-            done = StepDone(SAMPLES, *batch, loss, time.perf_counter() - began_s, 0.0)
+            done = StepDone(self.step_tokens, *batch, loss, time.perf_counter() - began_s, 0.0)
 
     def _answer_marker(self, member: Member, task: Regression) -> None:
         marker = member.marker_due()

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
+from tests.conftest import MakeServer
 
 from diloco.core import merging
 from diloco.core.fold import Replica
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.quorum import CLAIM_STEP, MAX_COPIED, LogHead
+from diloco.errors import RunError
 from diloco.log.log import Log
+from diloco.log.regional import RegionalLog
 from diloco.nats.transport import NatsTransport
+from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
+from diloco.transport import Fence
 from diloco.wire import framing
-from diloco.wire.entries import Claim, Record
+from diloco.wire.entries import Claim, Genesis, Record
 
 SETTINGS = run_settings("decoupled", {"regions.names": ["eu", "us"], "fragments.count": 1, "shards": 1})
 
@@ -132,3 +137,42 @@ async def test_what_is_no_entry_and_no_notice_stops_no_owner(region: Region) -> 
     assert await region.found() == (2, region.replica.chain.head, region.fence)
     await log.region.notice(0, 1, 2, region.replica.chain.head, region.fence)
     assert await log.region.before(0, 1) == notice.sequence
+
+
+class Overtaken:
+    """A region's log that has dropped version 0; while that is looked for, an owner gives ``home`` a keyframe, and goes on."""
+
+    def __init__(self, log: Log, home: Log) -> None:
+        self.log, self.home, self.reader = log, home, self
+
+    async def load_first(self, fragment: int, genesis: Genesis, check: bytes) -> None:
+        await self.install_snapshot(fragment, self.home.region, 0)
+        last, epoch, sequence = await self.home.region.log_head(fragment, check, 0)
+        await self.home.region.claim(fragment, epoch + 1, "s", last, sequence)
+        raise RunError(f"fragment {fragment} has no keyframe of version 0")
+
+    async def install_snapshot(self, fragment: int, to: RegionalLog, expected_sequence: int) -> object:
+        return await self.log.region.install_snapshot(fragment, to, expected_sequence)
+
+
+async def test_a_region_that_begins_again_gets_no_snapshot_behind_one_that_an_owner_gave_it(
+    region: Region, make_server: MakeServer
+) -> None:
+    log, url = region.log, make_server().url
+    await region.entry(1)
+    await log.writer.append_keyframe(region.replica, None, Fence(log.subjects.record(0), region.fence))
+    genesis = await log.transport.last(log.subjects.log_stream, log.subjects.genesis)
+    assert genesis is not None
+    link = await NatsTransport.open(url, url, "test", get_logger(), give_up_after_s=20)
+    try:
+        home = Log(link, log.subjects.run, log.run, log.map, SETTINGS)
+        await link.ensure_stream(home.subjects.log_stream, home.subjects.log_filters())
+        source = cast(RegionalLog, Overtaken(log, home))
+        await home.region.begin_from(source, genesis.data)
+        assert await home.reader.genesis() is None  # it begins again, and finds the owner's
+        await home.region.begin_from(source, genesis.data)
+        assert await home.reader.genesis() is not None
+        stored = [message.sequence async for message in home.stream.by_now(home.subjects.record(0))]
+        assert len(stored) == 2  # the keyframe's entry, and the owner's claim
+    finally:
+        await link.close()

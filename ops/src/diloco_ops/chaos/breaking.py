@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import signal
+import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -19,18 +20,20 @@ from diloco.nats.transport import NatsTransport
 from diloco.process import files
 from diloco.process.observe import Logger
 from diloco.transport import Heard
-from diloco.wire.subjects import Subjects
+from diloco.wire.subjects import Subjects, sender_of
 from diloco_ops.broker.admin import SERVER_AWAY, administrator, limit_bytes, set_limit
 from diloco_ops.chaos import revert
 from diloco_ops.chaos.revert import FaultJournal
 from diloco_ops.failures import Failure, Source, Spread
 
 SLOW_PERIOD_S = 0.2  # shorter than a step, so that a process is slow rather than frozen
+STORED_WITHIN_S = 5.0  # a server that is there takes milliseconds
 CUT_AGAIN_S = 0.2  # shorter than the pause before a client connects again
 HEARD = 256  # messages of different subjects that are kept to be damaged or said again
 NATS = "nats"
 SERVICES = ("learner", "syncer", "coordinator", "evaluator")
 MESSAGES = ("heartbeats", "rounds", "offers")
+RECORDS = "records"
 STREAMS = ("log", "offers")
 AT_ONCE = Spread()
 
@@ -56,7 +59,7 @@ KINDS: dict[str, Kind] = {
     "nats_kill": Kind([NATS], 0.5, embedded=True),
     "nats_freeze": Kind([NATS], 0.5, Spread(0.5, 4.0), embedded=True),
     "corrupt": Kind(MESSAGES, 1.0, Spread(0.5, 2.0), (("messages", Spread(5.0, 40.0)),)),
-    "duplicate": Kind([*MESSAGES, "records"], 1.0, Spread(0.5, 2.0), (("messages", Spread(5.0, 40.0)),)),
+    "duplicate": Kind([*MESSAGES, RECORDS], 1.0, Spread(0.5, 2.0), (("messages", Spread(5.0, 40.0)),)),
     "full": Kind(STREAMS, 0.5, Spread(1.0, 4.0)),
 }
 
@@ -91,6 +94,8 @@ class Breaker:
         self.journal = FaultJournal(directory)
         self._transport, self._chance = transport, random.Random(seed)
         self._heard: OrderedDict[str, bytes] = OrderedDict()
+        self.damaged: set[str] = set()  # senders of offers that were damaged, and subjects of other messages
+        self.repeated: set[int] = set()  # sequences in the log's stream of entries that were stored once more
 
     async def listen(self) -> None:
         """Begin to keep messages, to be damaged and said again."""
@@ -218,8 +223,16 @@ class Breaker:
         for _ in range(count):
             with contextlib.suppress(*SERVER_AWAY):
                 subject, data = await self._some_message(target)
-                if data:
-                    await self._transport.publish(subject, self._damage(data) if damaged else data)
+                if data and damaged:
+                    self.damaged.add(sender_of(subject) or subject)
+                    data = self._damage(data)
+                if data and target == RECORDS:
+                    stored = self._transport.append(
+                        subject, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=STORED_WITHIN_S
+                    )
+                    self.repeated.add(await stored)
+                elif data:
+                    await self._transport.publish(subject, data)
             await asyncio.sleep(failure.duration_s / count)
 
     async def _some_message(self, target: str) -> tuple[str, bytes]:
@@ -230,7 +243,7 @@ class Breaker:
             return self._chance.choice(said) if said else ("", b"")
         stream, every = (
             (self.subjects.log_stream, self.subjects.record("*"))
-            if target == "records"
+            if target == RECORDS
             else (self.subjects.offer_stream, self.subjects.offer("*"))
         )
         there = await streams.subjects(self._transport, stream, every)

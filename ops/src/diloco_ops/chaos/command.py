@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from diloco.errors import BrokerError, DilocoError, RunError, SettingsError
 from diloco.log.log import Log
 from diloco.log.stream import pass_over
 from diloco.nats.transport import NatsTransport
-from diloco.process import files, observe
+from diloco.process import files, logs, observe
 from diloco.process.observe import Logger
 from diloco.process.tasks import end
 from diloco.service import rundir
@@ -32,6 +33,7 @@ from diloco_ops import failures, run_reader, verify
 from diloco_ops.broker.admin import SERVER_AWAY
 from diloco_ops.chaos import revert
 from diloco_ops.chaos.breaking import KINDS, Breaker, sources
+from diloco_ops.chaos.refusals import Refusals
 from diloco_ops.chaos.witness import Recovery, Witness
 from diloco_ops.failures import Failure, Tape
 from diloco_report.units import share
@@ -158,7 +160,7 @@ class Chaos:
     async def run(self) -> dict[str, Any]:
         """Bring the tape about. Return the verdict."""
         path = self.directory.path
-        self.clock = asyncio.get_running_loop().time
+        self.clock, self.began_s = asyncio.get_running_loop().time, time.time()
         await revert.revert_all(path)  # what an earlier one left behind
         await self._begun()
         watchdog = revert.start_watchdog(path)
@@ -315,6 +317,8 @@ class Chaos:
         for count, what in ((lost, "lost"), (witness.doubled, "doubled"), (changed, "changed")):
             if count:
                 violations.append(f"{count} versions {what}")
+        refused = Refusals.read(logs.merge(self.directory.path), self.began_s, self.breaker.damaged, self.breaker.repeated)
+        violations += refused.honest
         if not witness.finished:
             violations += [f"{name}: {tokens} tokens unaccounted for" for name, tokens in self.unaccounted.items()]
             violations += [f"{r.target}: not recovered from {r.kind} within {SETTLE_S:g} s" for r in witness.open]
@@ -323,6 +327,7 @@ class Chaos:
             "violations": violations,
             "versions": {"seen": len(witness.versions), "lost": lost, "doubled": witness.doubled, "changed": changed},
             "takeovers": witness.takeovers,
+            "refused": {"honest": len(refused.honest), "made": refused.made},
             "tokens_unaccounted": sum(map(abs, self.unaccounted.values())),
             "recovery": witness.recovery_times(),
             "checks": {check.name: check.state for check in checked.checks},
@@ -393,6 +398,7 @@ def _brief(failure: Failure, target: str) -> str:
 
 def describe(verdict: dict[str, Any]) -> str:
     """Return the verdict as text."""
+    refused = verdict["refused"]
     lines = [
         "",
         f"{sum(verdict['failures'].values())} failures in {verdict['wall_s']:g} s: "
@@ -403,6 +409,7 @@ def describe(verdict: dict[str, Any]) -> str:
         f"{share(verdict['lost_fraction_undisturbed'], 1)})",
         f"goodput of the learners: {share(verdict['goodput'], 1)} of their undisturbed pace",
         f"takeovers: {verdict['takeovers']}",
+        f"refused: {refused['honest']} honest messages; what was damaged or repeated here {refused['made']} times",
         "recovery after                count   median      max",
     ]
     for what, times in verdict["recovery"].items():

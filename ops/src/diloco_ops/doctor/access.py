@@ -7,18 +7,30 @@ from dataclasses import astuple, dataclass
 from diloco.wire.subjects import Subjects, consumers
 from diloco_ops.doctor.check import Role
 
+OTHER = "doctor"  # a process that there is not
+# keys of the bucket that others write; without those that a founder, or a creator, may write until the run has begun
+_MEMBERS = (f"member.{OTHER}", f"share.{OTHER}")
+OTHERS_KEYS: dict[Role, tuple[str, ...]] = {
+    "learner": (*_MEMBERS, "run", "owners", "changes"),
+    "evaluator": (*_MEMBERS, "run", "owners", "changes", "map"),
+    "syncer": (*_MEMBERS, "run", "map"),
+    "coordinator": (*_MEMBERS, "owners", "changes", "map"),
+}
+
 
 @dataclass(frozen=True)
 class RequiredAccess:
     """Subjects that a service listens to, such of streams that it writes to, and others that it sends to.
 
-    ``excess`` are subjects that an older version of ``diloco keys`` let its role send to. An empty message does nothing there.
+    ``excess`` are subjects that its role must not send to, and an older version of ``diloco keys`` let it. An empty message
+    does nothing there. ``excess_stores`` are such of streams.
     """
 
     listens: tuple[str, ...] = ()
     stores: tuple[str, ...] = ()
     sends: tuple[str, ...] = ()
     excess: tuple[str, ...] = ()
+    excess_stores: tuple[str, ...] = ()
 
     def __add__(self, other: RequiredAccess) -> RequiredAccess:
         pairs = zip(astuple(self), astuple(other), strict=True)
@@ -35,26 +47,28 @@ def at_control(role: Role, run: str, name: str) -> RequiredAccess:
     subjects = Subjects(run)
     own = (f"member.{name}", f"share.{name}")
     keys = {"learner": own, "evaluator": (), "syncer": ("owners",), "coordinator": ("coordinator",)}
-    stores = tuple(f"$KV.{subjects.bucket}.{key}" for key in keys[role])
+    stores, others = (tuple(f"$KV.{subjects.bucket}.{key}" for key in some) for some in (keys[role], OTHERS_KEYS[role]))
     listens = {
         "learner": (subjects.heartbeat(), subjects.round(), subjects.marker, subjects.changed),
         "evaluator": (subjects.round(), subjects.changed),
         "syncer": (subjects.heartbeat(), subjects.shard(), subjects.marker, subjects.changed),
         "coordinator": (subjects.heartbeat(), subjects.shard(), subjects.coordinator, subjects.status, subjects.changed),
     }
-    return RequiredAccess(listens[role], stores) + (_answering(subjects, name) if role == "coordinator" else RequiredAccess())
+    access = RequiredAccess(listens[role], stores, excess_stores=others)
+    return access + (_answering(subjects, name) if role == "coordinator" else RequiredAccess())
 
 
 def at_bulk(role: Role, run: str, name: str, reader: str) -> RequiredAccess:
     """Return the access to the server of the streams of a service's own region; ``reader``: whose consumers it makes."""
     subjects = Subjects(run)
     if role == "learner":
-        own = RequiredAccess((subjects.state(name),), (subjects.offer(0, name),))
+        others = (subjects.offer(0, OTHER), subjects.record(0))
+        own = RequiredAccess((subjects.state(name),), (subjects.offer(0, name),), excess_stores=others)
         return own + _answering(subjects, name) + _log(subjects, reader)
     if role == "syncer":
         pulled = f"$JS.API.CONSUMER.MSG.NEXT.{subjects.archive_stream}.doctor"
-        return other_region(run, reader) + RequiredAccess(excess=(pulled,))
-    return _log(subjects, reader)
+        return other_region(run, reader) + RequiredAccess(excess=(pulled,), excess_stores=(subjects.offer(0, OTHER),))
+    return _log(subjects, reader) + RequiredAccess(excess_stores=(subjects.offer(0, OTHER), subjects.record(0)))
 
 
 def other_region(run: str, reader: str) -> RequiredAccess:

@@ -245,8 +245,9 @@ async def forbidden(probe: Probe, access: RequiredAccess) -> list[str]:
 
 async def excessive(probe: Probe, access: RequiredAccess) -> list[str]:
     """Return the subjects that the identity may send to, and should not."""
+    await asyncio.gather(*(_try_to_store(probe, subject) for subject in access.excess_stores))
     await _send(probe, access.excess)
-    return [subject for subject in access.excess if not probe.forbids(subject)]
+    return [subject for subject in (*access.excess_stores, *access.excess) if not probe.forbids(subject)]
 
 
 async def _send(probe: Probe, subjects: Iterable[str]) -> None:

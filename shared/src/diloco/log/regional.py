@@ -165,20 +165,21 @@ class RegionalLog:
         genesis, entry_hash, _ = framing.unpack(genesis_frame, Genesis, self.stream.run)
         try:
             for fragment in self.stream.map.fragments:
+                # read before the look for a keyframe: an owner may give this region one meanwhile, and entries behind it
+                last = await self.reader.head_sequence(fragment.index)
                 if await self.reader.newest_keyframe(fragment.index) is None:
-                    await self._begin_fragment_as(source, fragment.index, genesis, entry_hash)
+                    await self._begin_fragment_as(source, fragment.index, genesis, entry_hash, last)
             await self.writer.append_genesis(genesis_frame)
         except FenceError:
             return
 
-    async def _begin_fragment_as(self, source: RegionalLog, fragment: int, genesis: Genesis, entry_hash: bytes) -> None:
+    async def _begin_fragment_as(
+        self, source: RegionalLog, fragment: int, genesis: Genesis, entry_hash: bytes, expected_sequence: int
+    ) -> None:
         try:
             replica = (await source.reader.load_first(fragment, genesis, entry_hash)).replica
         except RunError:
-            if (
-                source is self
-                or await source.install_snapshot(fragment, self, await self.reader.head_sequence(fragment)) is None
-            ):
+            if source is self or await source.install_snapshot(fragment, self, expected_sequence) is None:
                 raise
             return
         if source is not self:
