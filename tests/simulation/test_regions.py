@@ -68,7 +68,7 @@ def test_where_offers_are_merged_in_their_regions_nothing_is_lost_nor_merged_twi
     # a learner borrows from one of its own region: elsewhere each is alone
     happens = ("state restored", "state borrowed", "keyframe", "takeover", "merged in its region")
     for kind in (*(f"fault {kind}" for kind in FAULTS_APART), *happens):
-        assert total[kind] > len(seeds) / 25, f"{kind} hardly ever happens: {total}"
+        assert total[kind] >= len(seeds) / 25, f"{kind} hardly ever happens: {total}"
     # learners' own offers cross where their region has no syncer for a while
     assert 0 < total["delta crossed"] < total["regional crossed"] / 2
 

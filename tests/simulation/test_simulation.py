@@ -88,7 +88,7 @@ def play_rollbacks(seeds: range, kind: dict[str, bool]) -> None:
         if outcome.error is not None:
             failed[outcome.seed] = repr(outcome.error)
     assert not failed, f"replay with `python -m tests.simulation --rollbacks --replay SEED`: {failed}"
-    assert total["rollback ordered"] >= total["rolled back"] > len(seeds) / 4
+    assert total["rollback ordered"] >= total["rolled back"] > len(seeds) / 12  # most end before the order
     assert total["takeover"] > len(seeds)
 
 
