@@ -435,6 +435,15 @@ def test_the_last_round_is_answered_by_a_learner_that_has_stopped() -> None:
     assert [answer.version for answer in world.answers] == [1]
 
 
+def test_a_learner_stops_at_the_version_that_states_the_budget_before_any_announcement_does() -> None:
+    world = joined(tokens=15)
+    world.merge(0, own=False)  # zoe's 5 tokens
+    world.merge(0, own=False)
+    assert not world.boundary().stop
+    world.merge(0, own=False)
+    assert world.boundary().stop
+
+
 def test_an_announcement_that_does_not_fit_changes_nothing() -> None:
     world = joined()
     before = plain(world.learner)
