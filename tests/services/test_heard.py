@@ -28,7 +28,7 @@ from diloco.process.tasks import end
 from diloco.service.rundir import RunDirectory
 from diloco.transport import Heard
 from diloco.wire import framing
-from diloco.wire.control import Heartbeat, MarkerAnswer, SnapshotMarker
+from diloco.wire.control import Announcement, Heartbeat, MarkerAnswer, SnapshotMarker
 from diloco.wire.subjects import Subjects
 from diloco_ops import checkpoint
 from diloco_ops.broker.server import Server
@@ -156,6 +156,24 @@ async def test_nobody_ends_steers_or_stops_a_run_by_what_it_says(
     assert not cluster.events("version_fenced") + cluster.events("ownership_lost")
     refused = {str(values["sender"]) for values in cluster.events("message_refused")}
     assert refused & {NAMES.heartbeat(LIAR), NAMES.heartbeat(EVALUATOR), EVALUATOR}
+
+
+async def test_no_announcement_ends_a_run(launch: Launch, keys: Folder, server: Server) -> None:
+    """With a stolen syncer's identity: that the rounds are the last ones, and that all tokens are processed."""
+    cluster = launch(small(learners=2, tokens=BUDGET, carry__overlap=1.0), server.url, RUN)
+    cluster.identity = str(keys.path / "identities" / "{name}.identity")
+    await cluster.begin()
+    await some_versions(cluster, 1, TOYS)
+    async with Liar.connected(cluster, keys, "syncer-1") as liar:
+        newest = cluster.heartbeats[TOYS[0]][-1].versions
+        for ahead, (index, version) in itertools.product(range(1, 6), enumerate(newest)):
+            lie = Announcement(index, version + ahead, LARGEST, "syncer-1", 0.0, True, LARGEST, 6, [])
+            await liar.link.publish(NAMES.round(index), framing.pack(lie, liar.run.identity))
+        await some_versions(cluster, 2, TOYS)
+    cluster.hurry()
+    await cluster.ended()
+    check_accounts(await cluster.finished_heartbeats(), folded := await cluster.folded())
+    assert all(log.entries[-1].tokens_merged + log.entries[-1].tokens_lost >= BUDGET for log in folded)
 
 
 async def test_nobody_answers_a_marker_in_anothers_name(launch: Launch, keys: Folder, server: Server) -> None:

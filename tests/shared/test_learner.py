@@ -424,15 +424,33 @@ def test_a_round_is_answered_again_where_the_answer_is_gone() -> None:
     assert [answer.version for answer in world.answers] == [1]
 
 
-def test_the_last_round_is_answered_by_a_learner_that_has_stopped() -> None:
-    world = joined()
+def near_the_end(budget: int) -> World:
+    """A learner of whose steps each has one token, and of whose fragment 0 the log has one offer, zoe's, of 5 tokens."""
+    world = World(settings(tokens=budget), tokens=1)
+    world.boundary()
+    world.merge(0, own=False)
+    world.boundary()
     world.step(4)
     world.boundary()
+    return world
+
+
+def test_the_last_round_is_answered_by_a_learner_that_has_stopped() -> None:
+    world = near_the_end(25)  # 5 tokens are merged, and four times as many may be on their way
     world.announce(0, closing=True)
     assert world.answers == []  # a step may be under way
     assert world.learner.draining
     assert world.boundary().stop
-    assert [answer.version for answer in world.answers] == [1]
+    assert [answer.version for answer in world.answers] == [2]
+
+
+def test_no_announcement_ends_a_run_that_its_log_does_not_show_near_its_end() -> None:
+    world = near_the_end(26)
+    world.learner.hear(Announcement(0, 2, 0, "syncer-1", 1.0, True, 2**62, world.run.round.steps, []), 1.0)
+    decision = world.boundary()
+    assert not world.learner.draining
+    assert not decision.stop
+    assert world.learner.accounts.processed() == 5 + 2 * 5  # zoe may hold two offers more
 
 
 def test_a_learner_stops_at_the_version_that_states_the_budget_before_any_announcement_does() -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from numpy.typing import NDArray
 
 from diloco import __version__
-from diloco.core import bandwidth, delta
+from diloco.core import bandwidth, budget, delta
 from diloco.core.accounts import Accounts, StepDone
 from diloco.core.changes import Effective
 from diloco.core.delta import DeltaState, DeltaValues, Encoded, PendingDelta
@@ -129,6 +129,9 @@ class Learner:
     def hear(self, announced: Announcement, now_s: float) -> bool:
         """Take in the announcement of a round; return whether it is the first one of a closing round.
 
+        How far the run is, and that it ends, is believed as far as the fragment's log makes it possible: anyone with a syncer's
+        rights can announce.
+
         Raises:
             MessageError: it does not fit the run; nothing has changed.
         """
@@ -138,9 +141,11 @@ class Learner:
         if announced.epoch < state.newest.chain.epoch:
             return False  # from an owner that has been replaced, and does not know it yet
         state.hear(announced, bits, now_s)
-        self.accounts.note_announced(announced.tokens_processed)
-        begins = announced.closing and not self.draining
-        self.draining |= announced.closing
+        chain = state.newest.chain
+        self.accounts.note_announced(min(announced.tokens_processed, budget.believable(chain)))
+        closing = announced.closing and budget.in_reach(chain, self.in_force.settings.tokens)
+        begins = closing and not self.draining
+        self.draining |= closing
         return begins
 
     def _checked_bits(self, announced: Announcement) -> Bits:

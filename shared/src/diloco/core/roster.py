@@ -11,12 +11,11 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from diloco.core import claims
+from diloco.core import budget, claims
 from diloco.core.chain import Chain
 from diloco.core.pace import Average
 from diloco.settings.run import RunSettings
 from diloco.wire.control import Heartbeat
-from diloco.wire.entries import Cursor
 from diloco.wire.fields import MAX_COUNT, MAX_MEMBERS
 from diloco.wire.grants import Grant
 from diloco.wire.offers import Answer, Offer
@@ -29,8 +28,6 @@ FIRST_STEP_S = 60.0  # for a learner whose step time is not known yet: framework
 GROWTH = 2.0  # a step time counts as at most so many times the usual one: one long pause must not make the next one usual
 ANSWER_DEAD_S = 4.0  # a learner has at least so many times `liveness.dead_s` to answer: an offer may have to cross a thin link
 CLOSING_DEAD_S = 12.0  # and so many in a closing round: work that is not in it is in no version
-UNMERGED = 2  # a learner's unmerged tokens count up to so many times its mean merged offer
-IN_REACH = 2 * UNMERGED  # and those of all learners, the dead too, up to so many, where all that live have stopped
 
 
 @dataclass
@@ -172,7 +169,7 @@ class Roster:
     def processed(self, chain: Chain, now_s: float) -> int:
         """Return the tokens that all learners have processed: those of a fragment's log, and those not merged yet.
 
-        Of a learner's word of the latter no more counts than ``UNMERGED`` times its mean offer in the log, and nothing before
+        Of a learner's word of the latter no more counts than :func:`diloco.core.budget.unmerged` tokens, and nothing before
         its first: nobody can end a run by a claim.
         """
         unmerged = 0
@@ -180,8 +177,8 @@ class Roster:
             cursor = chain.cursors.get(seen.heartbeat.learner)
             if cursor is not None:
                 claimed = seen.heartbeat.tokens - cursor.tokens - cursor.lost_tokens
-                unmerged += max(0, min(claimed, UNMERGED * _mean(cursor)))
-        return min(chain.tokens_merged + chain.tokens_lost + unmerged, MAX_COUNT)  # an announcement has to hold it
+                unmerged += max(0, min(claimed, budget.unmerged(cursor)))
+        return min(budget.accounted(chain) + unmerged, MAX_COUNT)  # an announcement has to hold it
 
     def used_up(self, chain: Chain, now_s: float, *, near: bool) -> bool:
         """Whether the token budget is used up by what a fragment's log holds, or the log can come to hold no more.
@@ -199,10 +196,7 @@ class Roster:
 
     def in_reach(self, chain: Chain) -> bool:
         """Whether the log's tokens and those that may be on their way make up the budget."""
-        accounted, budget = chain.tokens_merged + chain.tokens_lost, self.settings.tokens
-        if accounted + IN_REACH * chain.tokens_merged < budget:
-            return False  # the mean offers of all learners are no more than all that was merged
-        return accounted + IN_REACH * sum(map(_mean, chain.cursors.values())) >= budget
+        return budget.in_reach(chain, self.settings.tokens)
 
     def _nothing_comes(self, chain: Chain, now_s: float) -> bool:
         """Whether learners that have stopped hold nothing of a fragment, and are all that its log knows or the run has."""
@@ -215,11 +209,6 @@ class Roster:
         """Whether every live learner has stopped: none takes a step any more."""
         live = self.live(now_s)
         return bool(live) and all(seen.heartbeat.state == "closing" for seen in live)
-
-
-def _mean(cursor: Cursor) -> int:
-    """Return the tokens of a learner's mean offer in the log."""
-    return cursor.tokens // max(1, cursor.versions)
 
 
 def _age(heartbeat: Heartbeat) -> tuple[int, int, int]:
