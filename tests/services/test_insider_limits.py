@@ -147,9 +147,14 @@ async def test_empty_messages_of_a_learner_hide_nobodys_offers(syncer: Guest, se
     offers = [NAMES.offer(fragment, VICTIM) for fragment in range(2)]
     part = NAMES.offer(0, LIAR).removesuffix("head") + "part.%d"
     async with guest(server, keys, LIAR) as liar, guest(server, keys, VICTIM) as victim:
+        newest = part % (empty - 1)
+        before = await syncer.link.last(OFFERS, newest)
         for index in range(empty):
             await raw.publish(liar.link.bulk, (part % index).encode(), b"")
         await liar.link.bulk.flush()
+        async with asyncio.timeout(DEADLINE_S):  # they are stored some time after the server has taken them
+            while await syncer.link.last(OFFERS, newest) == before:
+                await asyncio.sleep(0.01)
         stored = [
             await victim.link.append(offer, b"offer", message_id=f"{offer} {empty}", fence=None, timeout_s=DEADLINE_S)
             for offer in offers
