@@ -213,6 +213,27 @@ def test_raw_results_are_one_file_from_which_the_page_is_made_again(tiny: Path, 
         record.read(path)
 
 
+def test_a_page_is_made_again_from_raw_results(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "page"
+    folder.mkdir()
+    kept = record.Record("tiny", spec.load(str(tiny)), [], results([2.0, 2.0], [1.98, 1.96]), {"measured": "2026-11-23"})
+    (folder / f"tiny{record.SUFFIX}").write_text(kept.encode())
+    file = tmp_path / "page.md"
+    file.write_text("# Mine\n\n<!-- lab: tiny -->\noutdated\n<!-- end -->\n\nBehind it.\n")
+    for _ in range(2):
+        assert CliRunner().invoke(lab, ["page", str(file)]).exit_code == 0
+        text = file.read_text()
+        assert text.startswith("# Mine\n\n<!-- lab: tiny -->\nIs a slow learner welcome?\n")
+        assert text.endswith("(page/tiny.svg)\n<!-- end -->\n\nBehind it.\n")
+        assert "| equal | 2 | 2.0000 |" in text
+        assert "outdated" not in text
+    assert "<circle" in (folder / "tiny.svg").read_text()
+    file.write_text("<!-- lab: other -->\n<!-- end -->\n")
+    ended = CliRunner().invoke(lab, ["page", str(file)])
+    assert isinstance(ended.exception, FormatError)
+    assert "diloco lab run other" in str(ended.exception)
+
+
 @pytest.mark.slow
 def test_what_needs_too_long_is_refused_before_it_begins(tiny: Path, tmp_path: Path) -> None:
     arguments = ["run", str(tiny), "--out", str(tmp_path / "out"), "--max-hours", "0", "--arm", "equal"]

@@ -20,6 +20,7 @@ from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
 from diloco_lab.commands.files import write
 from diloco_lab.experiment import answer, runner, spec, tuning
+from diloco_lab.experiment import page as pages
 from diloco_lab.experiment import record as record_files
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.record import Record
@@ -85,6 +86,22 @@ def _narrowed(experiment: spec.Experiment, arms: list[str] | None, seeds: int | 
             "claims": kept,
         }
     return experiment.model_copy(update=changed)
+
+
+@lab.command()
+def page(
+    path: Annotated[Path, typer.Argument(metavar="PAGE.md", help="With blocks <!-- lab: NAME --> ... <!-- end -->.")],
+    results: Annotated[Path | None, typer.Option(help="Folder of NAME.results.json; default: one named as the page.")] = None,
+) -> None:
+    """Make a page's tables, sentences and pictures again from raw results."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: cannot be read: {error}") from None
+    filled, drawn = pages.fill(text, results or path.with_suffix(""))
+    for file, picture in drawn.items():
+        write(file, picture)
+    write(path, filled)
 
 
 @dataclass(frozen=True)
