@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from diloco.errors import FormatError, SettingsError
 from diloco_lab.commands.experiment import lab
 from diloco_lab.experiment import answer, record, spec, tuning
 from diloco_lab.experiment.methods import Measured
-from diloco_lab.experiment.runner import Results, jobs
+from diloco_lab.experiment.runner import ENVIRONMENT, Results, jobs
 from diloco_lab.experiment.spec import Arm
 from diloco_lab.experiment.statistics import paired, seeds_for
 from diloco_lab.experiment.store import Store
@@ -145,6 +148,7 @@ def test_a_result_is_kept_by_all_that_it_depends_on(tiny: Path, tmp_path: Path) 
         store.get(listed[0].path)
 
 
+<<<<<<< HEAD
 TUNED = """
 [arms.tuned]
 tuned = { "inner.learning_rate" = [0.01, 0.02, 0.04], "task.batch" = [2, 4, 8] }
@@ -232,6 +236,17 @@ def test_a_page_is_made_again_from_raw_results(tiny: Path, tmp_path: Path) -> No
     ended = CliRunner().invoke(lab, ["page", str(file)])
     assert isinstance(ended.exception, FormatError)
     assert "diloco lab run other" in str(ended.exception)
+=======
+def test_a_trial_computes_in_one_thread() -> None:
+    code = """
+import jax, os
+jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64))).block_until_ready()
+names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+print(names.count("tf_XLAEigen"))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "1"
+>>>>>>> paces
 
 
 @pytest.mark.slow
