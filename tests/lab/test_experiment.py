@@ -148,7 +148,6 @@ def test_a_result_is_kept_by_all_that_it_depends_on(tiny: Path, tmp_path: Path) 
         store.get(listed[0].path)
 
 
-<<<<<<< HEAD
 TUNED = """
 [arms.tuned]
 tuned = { "inner.learning_rate" = [0.01, 0.02, 0.04], "task.batch" = [2, 4, 8] }
@@ -236,7 +235,8 @@ def test_a_page_is_made_again_from_raw_results(tiny: Path, tmp_path: Path) -> No
     ended = CliRunner().invoke(lab, ["page", str(file)])
     assert isinstance(ended.exception, FormatError)
     assert "diloco lab run other" in str(ended.exception)
-=======
+
+
 def test_a_trial_computes_in_one_thread() -> None:
     code = """
 import jax, os
@@ -244,9 +244,10 @@ jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64))).block_until_ready()
 names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
 print(names.count("tf_XLAEigen"))
 """
-    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=True
+    )
     assert ended.stdout.strip() == "1"
->>>>>>> paces
 
 
 @pytest.mark.slow

@@ -39,7 +39,9 @@ def list_() -> None:
         table.add_column(column)
     for name in spec.named():
         experiment = spec.load(name)
-        table.add_row(name, str(experiment.seeds * len(experiment.arms)), experiment.question)
+        search = tuning.search(experiment)
+        trials = sum(one.seeds * len(one.arms) for one in (search, experiment) if one is not None)
+        table.add_row(name, str(trials), experiment.question)
     Console().print(table)
 
 
