@@ -13,7 +13,8 @@ from tests.services.test_up import Running, some_text
 from diloco.settings.presets import run_settings
 from diloco.wire import framing
 from diloco.wire.entries import Record
-from diloco_lab.trial import Result, Trial, steady
+from diloco_lab.pace import Pace, Paces, steady
+from diloco_lab.trial import Result, Trial
 from diloco_learner.task import load_task
 from diloco_ops.run_reader import opened
 
@@ -41,7 +42,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def play(text: str, tokens: int, speeds: tuple[float, float] = (0.1, 0.1), **changes: Any) -> Result:
     settings = run_settings("decoupled", SMALL | {"tokens": tokens} | changes)
-    return Trial(settings, load_task(settings.task, text), [steady(step_s) for step_s in speeds]).play()
+    return Trial(settings, load_task(settings.task, text), Paces([steady(step_s) for step_s in speeds])).play()
 
 
 @pytest.mark.slow
