@@ -22,10 +22,10 @@ from diloco_learner.task import Task, load_task
 class Measured(msgspec.Struct, frozen=True):
     """One trial's result.
 
-    ``loss``: of the final model on the task's validation batches; NaN is stored as null. ``members``: learners a version, on
-    average; ``merged``, ``lost``, ``held``: shares of the processed tokens; ``shares``: by learner, of the versions, in how many
-    it is; all null where nothing is merged. ``bytes_up``: sent by a learner, on
-    average. ``virtual_s``: the run's time; ``wall_s``: this machine's.
+    ``loss``: of the final model on the task's validation batches; NaN is stored as null. ``virtual_s``: the run's time;
+    ``wall_s``: this machine's. All others are null where nothing is merged: ``members``, learners a version, on average;
+    ``bytes_up``, sent by a learner, on average; ``merged``, ``lost``, ``held``, shares of the processed tokens; and
+    ``shares``, by learner, of the versions.
     """
 
     loss: float | None

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
-
-import numpy as np
 
 from diloco.core.lives import Life
 from diloco.errors import DataError
@@ -32,7 +29,7 @@ async def record(directory: Path, about: str) -> Recording:
     if not versions or not lives:
         raise DataError(f"{directory}: {versions} versions and {len(lives)} learners' tapes, expected some of both")
     first_ms = min(own[0].start.at_ms for own in lives.values())
-    learners = [_learner(directory, name, own, first_ms, members[name] / versions) for name, own in sorted(lives.items())]
+    learners = [learner(directory, name, own, first_ms, members[name] / versions) for name, own in sorted(lives.items())]
     return Recording(about=about, commits_ms=commits_ms, learners=learners)
 
 
@@ -54,7 +51,12 @@ async def _versions(reader: RunReader) -> tuple[list[int], Counter[str], int]:
     return commits_ms, members, versions
 
 
-def _learner(directory: Path, name: str, lives: list[Life], first_ms: int, versions: float) -> RecordedLearner:
+def learner(directory: Path, name: str, lives: list[Life], first_ms: int, versions: float) -> RecordedLearner:
+    """Return the times of a learner by its lives, which are in order; ``versions`` is its share of them.
+
+    Raises:
+        DataError: there are no lengths of steps, or none of offers.
+    """
     steps_ms = [step_ms for life in lives for step_ms in life.step_ms]
     offers_ms = [sent_ms for life in lives for sent_ms in life.sent_ms]
     if not steps_ms or not offers_ms:
@@ -62,12 +64,13 @@ def _learner(directory: Path, name: str, lives: list[Life], first_ms: int, versi
             f"{directory}: the tape of {name} has {len(steps_ms)} lengths of steps and {len(offers_ms)} of offers, expected "
             "some of both: record a run of this version that took longer"
         )
-    ended_ms = [life.start.at_ms - first_ms + int(np.sum(life.step_ms)) for life in lives]
+    begun_ms = [life.start.at_ms - first_ms for life in lives]
+    ended_ms = [begin_ms + sum(life.step_ms) for begin_ms, life in zip(begun_ms, lives, strict=True)]
     return RecordedLearner(
         name=name,
         versions=round(versions, 4),
-        begins_ms=lives[0].start.at_ms - first_ms,
-        away_ms=[(from_ms, after.start.at_ms - first_ms) for from_ms, (_, after) in zip(ended_ms, pairwise(lives), strict=False)],
+        begins_ms=begun_ms[0],
+        away_ms=list(zip(ended_ms[:-1], begun_ms[1:], strict=True)),
         steps_ms=steps_ms,
         offers_ms=offers_ms,
     )

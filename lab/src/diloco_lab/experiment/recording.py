@@ -61,8 +61,8 @@ class Recording(_Table):
         """Return it to be played, all times stretched so that the mean step takes ``step_s``; None: as it was."""
         scale = 1e-3 if step_s is None else 1e-3 * step_s / self.step_s
 
-        def seconds(times_ms: list[int]) -> list[float]:
-            return [scale * time_ms for time_ms in times_ms]
+        def seconds(times_ms: list[int]) -> tuple[float, ...]:
+            return tuple(scale * time_ms for time_ms in times_ms)
 
         return Paces(
             [
@@ -70,7 +70,7 @@ class Recording(_Table):
                     seconds(learner.steps_ms),
                     seconds(learner.offers_ms),
                     scale * learner.begins_ms,
-                    [(scale * from_ms, scale * until_ms) for from_ms, until_ms in learner.away_ms],
+                    tuple((scale * from_ms, scale * until_ms) for from_ms, until_ms in learner.away_ms),
                 )
                 for learner in self.learners
             ],
@@ -92,7 +92,7 @@ def check_away(name: str, away: list[tuple[float, float]]) -> None:
     for from_s, until_s in away:
         if not last_s <= from_s < until_s:
             raise ValueError(
-                f"{name}: away from {from_s:g} s to {until_s:g} s, after {last_s:g} s; expected [from, until], one after another"
+                f"{name}: away from {from_s:g} s to {until_s:g} s, after {last_s:g} s; expected [from, until], in order"
             )
         last_s = until_s
 
@@ -114,6 +114,7 @@ def load(name: str) -> Recording:
     if path is None:
         there = ", ".join(known)
         raise SettingsError(
-            f"pace.recorded = {name!r}: no such recording{nearest(name, list(known))}; there are {there}, or name a file {SUFFIX}"
+            f"pace.recorded = {name!r}: no such recording{nearest(name, list(known))}; there are {there}, or name a file "
+            f"{SUFFIX}"
         )
     return parse(Recording, read_toml(path), str(path))
