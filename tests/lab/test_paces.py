@@ -128,12 +128,14 @@ def play(text: str, paces: list[Pace], steps: int, **changes: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_learners_come_and_go_and_their_tokens_are_accounted_for(text: str) -> None:
+def test_learners_come_and_go_and_their_tokens_are_accounted_for(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     paces = [Pace([0.1]), Pace([0.1], begins_s=1.0), Pace([0.1], away=[(1.23, 2.0)])]
     all_kept = {"learners": 3, "carry.overlap": 1.0}
     first, again = (play(text, paces, 90, **all_kept) for _ in range(2))
     assert first.state_hashes == again.state_hashes
     assert first.loss == again.loss
+    # who comes late and who comes back begin with a peer's optimizer state, both times
+    assert capsys.readouterr().out.count("state_from_peer") == 4
     assert first.merged + first.lost + first.held == pytest.approx(1)
     # what was in no version yet when its process was killed is lost: the steps of a round and of what the round took
     assert 0 < first.lost < 8 / 90
