@@ -147,9 +147,10 @@ def test_learners_come_and_go_and_their_tokens_are_accounted_for(text: str, caps
 
 @pytest.mark.slow
 def test_who_is_away_at_the_end_does_not_come_back(text: str) -> None:
-    ended = play(text, [Pace([0.1]), Pace([0.1], away=[(1.0, 1e6)])], 60)
+    ended = play(text, [Pace([0.1]), Pace([0.1], away=[(1.0, 1e6)])], 60, **{"carry.overlap": 1.0})
     assert ended.virtual_s < 100
     assert 60 * STEP_TOKENS <= ended.tokens <= 64 * STEP_TOKENS
+    assert (ended.held, ended.lost > 0) == (0, True)  # who was killed holds nothing
 
 
 @pytest.mark.slow

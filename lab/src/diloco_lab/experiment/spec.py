@@ -27,7 +27,7 @@ class _Table(BaseModel):
 
 
 Seconds = Annotated[float, Field(ge=0, le=1e7)]
-STEP_S = 0.1
+STEP_S = 0.1  # the usual step of a small model on a CPU; only ratios to the heartbeat and grace times matter
 
 
 class PaceSpec(_Table):
