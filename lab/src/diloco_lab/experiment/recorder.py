@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diloco.core.lives import Life
 from diloco.errors import DataError
-from diloco.process import tape
+from diloco.process.tape import load_all
 from diloco.wire import framing
 from diloco.wire.entries import Record
 from diloco_lab.experiment.recording import RecordedLearner, Recording
@@ -23,13 +23,15 @@ async def record(directory: Path, about: str) -> Recording:
         DataError: a learner's tape has no lengths of steps, or no offers.
     """
     async with opened(directory) as reader:
-        tapes, _ = tape.load_all(directory, reader.run.identity)
+        tapes, _ = load_all(directory, reader.run.identity)
         commits_ms, members, versions = await _versions(reader)
-    lives = {read.name: read.lives() for read in tapes if read.name in reader.directory.learner_names}
+        names = reader.directory.learner_names
+    read = {tape.name: tape.lives() for tape in tapes if tape.name in names}
+    lives = {name: read[name] for name in names if read.get(name)}
     if not versions or not lives:
         raise DataError(f"{directory}: {versions} versions and {len(lives)} learners' tapes, expected some of both")
     first_ms = min(own[0].start.at_ms for own in lives.values())
-    learners = [learner(directory, name, own, first_ms, members[name] / versions) for name, own in sorted(lives.items())]
+    learners = [learner(directory, name, own, first_ms, members[name] / versions) for name, own in lives.items()]
     return Recording(about=about, commits_ms=commits_ms, learners=learners)
 
 
