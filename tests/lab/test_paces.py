@@ -12,10 +12,11 @@ from tests.lab.test_trial import play as played
 from diloco.core.lives import Life
 from diloco.core.tape import Start
 from diloco.errors import DataError, SettingsError
-from diloco_lab.experiment import recorder, recording, spec
-from diloco_lab.experiment.recording import RecordedLearner, Recording
-from diloco_lab.experiment.spec import PaceSpec
-from diloco_lab.pace import Pace, Paces
+from diloco_lab.experiment import spec
+from diloco_lab.paces import recorder, recording
+from diloco_lab.paces.recording import RecordedLearner, Recording
+from diloco_lab.paces.spec import PaceSpec
+from diloco_lab.paces.times import Pace, Paces
 
 __all__ = ["text"]  # the fixture
 

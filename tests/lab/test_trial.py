@@ -13,8 +13,8 @@ from tests.services.test_up import Running, some_text
 from diloco.settings.presets import run_settings
 from diloco.wire import framing
 from diloco.wire.entries import Record
-from diloco_lab.experiment import recorder
-from diloco_lab.pace import Paces, steady
+from diloco_lab.paces import recorder
+from diloco_lab.paces.times import Paces, steady
 from diloco_lab.trial import Result, Trial
 from diloco_learner.task import load_task
 from diloco_ops.run_reader import opened

@@ -27,7 +27,7 @@ from diloco.settings.service import LearnerSettings, SyncerSettings
 from diloco.wire import framing
 from diloco.wire.entries import Record
 from diloco.wire.subjects import Subjects
-from diloco_lab.pace import Clock, Paces
+from diloco_lab.paces.times import Clock, Paces
 from diloco_lab.virtual.server import matches
 from diloco_lab.virtual.transport import CONTROL
 from diloco_lab.virtual.world import Process, World

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import platform
@@ -19,8 +18,9 @@ from rich.table import Table
 
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
-from diloco_lab.commands.files import ready, write
-from diloco_lab.experiment import answer, recorder, runner, spec
+from diloco_lab.commands.files import write
+from diloco_lab.commands.record import record
+from diloco_lab.experiment import answer, runner, spec
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.runner import Job
 from diloco_lab.experiment.store import Store, code_digest
@@ -69,25 +69,7 @@ def run(
         typer.echo(json.dumps(said, indent=2))
 
 
-@lab.command()
-def record(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a live run.")],
-    out: Annotated[Path, typer.Option(help="The recording's file.")],
-    about: Annotated[str, typer.Option(help="Which run it was, beside what.")] = "a run",
-) -> None:
-    """Record a run's pace: an arm plays it that says pace = { recorded = FILE }."""
-    ready(out)
-    recording = asyncio.run(recorder.record(directory, about))
-    write(out, recording.encode())
-    table = Table(box=None)
-    for column in ("learner", "of the versions in", "joined", "steps", "mean step", "mean way of an offer"):
-        table.add_column(column)
-    for learner in recording.learners:
-        step_s, offer_s = (sum(times) / len(times) / 1000 for times in (learner.steps_ms, learner.offers_ms))
-        begins_s, steps = learner.begins_ms / 1000, len(learner.steps_ms)
-        row = [f"{learner.versions:.0%}", f"{begins_s:.1f} s", str(steps), f"{step_s:.3f} s", f"{offer_s:.3f} s"]
-        table.add_row(learner.name, *row)
-    _console.print(table)
+lab.command()(record)
 
 
 def _narrowed(experiment: spec.Experiment, arms: list[str] | None, seeds: int | None) -> spec.Experiment:

@@ -10,7 +10,7 @@ from diloco.errors import DataError
 from diloco.process.tape import load_all
 from diloco.wire import framing
 from diloco.wire.entries import Record
-from diloco_lab.experiment.recording import RecordedLearner, Recording
+from diloco_lab.paces.recording import RecordedLearner, Recording
 from diloco_ops.run_reader import RunReader, opened
 
 

@@ -13,7 +13,7 @@ from diloco.errors import SettingsError
 from diloco.settings.loading import read_toml
 from diloco.settings.run import ProcessName
 from diloco.settings.validation import nearest, parse
-from diloco_lab.pace import Pace, Paces
+from diloco_lab.paces.times import Pace, Paces
 
 SUFFIX = ".toml"
 DAY_MS = 86_400_000
