@@ -152,8 +152,9 @@ jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64))).block_until_ready()
 names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
 print(names.count("tf_XLAEigen"))
 """
-    environment = os.environ | ENVIRONMENT
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=True
+    )
     assert ended.stdout.strip() == "1"
 
 
