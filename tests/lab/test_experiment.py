@@ -18,6 +18,7 @@ from diloco_lab.experiment.runner import ENVIRONMENT, Results, jobs
 from diloco_lab.experiment.spec import Arm
 from diloco_lab.experiment.statistics import paired, seeds_for
 from diloco_lab.experiment.store import Store
+from diloco_lab.paces.spec import PaceSpec
 
 TINY = """
 question = "Is a slow learner welcome?"
@@ -136,7 +137,7 @@ def test_a_result_is_kept_by_all_that_it_depends_on(tiny: Path, tmp_path: Path) 
     assert [(job.arm, job.seed) for job in listed[:3]] == [("equal", 0), ("one-slow", 0), ("equal", 1)]
     assert len({job.path for job in listed}) == 6
     settings = listed[0].settings
-    other_pace = Arm(pace=spec.PaceSpec(step_s=0.2))
+    other_pace = Arm(pace=PaceSpec(step_s=0.2))
     paths = {store.path(Arm(), settings, None), store.path(other_pace, settings, None), store.path(Arm(), settings, "text")}
     assert len(paths) == 3
     assert listed[0].path in paths

@@ -19,6 +19,7 @@ from rich.table import Table
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
 from diloco_lab.commands.files import write
+from diloco_lab.commands.record import record
 from diloco_lab.experiment import answer, runner, spec, tuning
 from diloco_lab.experiment import page as pages
 from diloco_lab.experiment import record as record_files
@@ -72,6 +73,9 @@ def run(
         said[Path(name).stem] = _run(Path(name).stem, experiment, playing)
     if json_:
         typer.echo(json.dumps(said, indent=2))
+
+
+lab.command()(record)
 
 
 def _narrowed(experiment: spec.Experiment, arms: list[str] | None, seeds: int | None) -> spec.Experiment:

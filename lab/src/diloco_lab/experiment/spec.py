@@ -16,26 +16,13 @@ from diloco.settings.loading import read_toml
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import nearest, parse
-from diloco_lab.trial import Pace, steady
+from diloco_lab.paces.spec import PaceSpec
 
 SUFFIX = ".toml"
 
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class PaceSpec(_Table):
-    """The length of learners' steps, in virtual time."""
-
-    step_s: float = Field(0.1, gt=0, le=3600, description="of the fastest learner")
-    factors: list[Annotated[float, Field(ge=1, le=1000)]] = Field(
-        [1.0], min_length=1, max_length=4096, description="times as long, learner by learner, and from the beginning again"
-    )
-
-    def paces(self, learners: int) -> list[Pace]:
-        """Return the pace of each of so many learners."""
-        return [steady(self.step_s * self.factors[index % len(self.factors)]) for index in range(learners)]
 
 
 class Arm(_Table):
@@ -129,7 +116,7 @@ def load(name: str) -> Experiment:
     experiment = parse(Experiment, read_toml(path), str(path))
     for name, arm in experiment.arms.items():
         for values in arm.combinations():
-            experiment.settings_of(name, 0, values)
+            arm.pace.paces(experiment.settings_of(name, 0, values).learners)
     check = partial(_known, experiment.arms, str(path))
     for bar in experiment.bars:
         check(bar)
