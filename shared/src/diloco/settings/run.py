@@ -73,7 +73,7 @@ class OuterSettings(_Section):
     optimizer: Literal["nesterov", "adamw"] = Field(
         "nesterov", description="adamw: learners send gradients, and the step that inner describes is taken from their average"
     )
-    learning_rate: float = Field(0.7, gt=0, le=10, description="1 for adamw, whose rate is the inner one")
+    learning_rate: float = Field(0.5, gt=0, le=10, description="1 for adamw, whose rate is the inner one")
     momentum: float = Field(0.5, ge=0, lt=1, description="0 for adamw, which has its own")
 
 
