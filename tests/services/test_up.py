@@ -279,7 +279,7 @@ async def test_validation_loss_is_that_of_the_model_folded_from_the_log(nursery:
 def test_status_and_logs_of_an_ended_run(story: Story, diloco: Diloco) -> None:
     text, as_json = diloco("status", str(story.directory)), diloco("status", str(story.directory), "--json")
     assert (text.code, as_json.code) == (0, 0)
-    assert all(name in text.out for name in LEARNERS)
+    assert all(name in text.out for name in LEARNERS), text.out
     assert json.loads(as_json.out)["tokens_processed"] > 0
     lines = diloco("logs", str(story.directory), "--service", "learner-*")
     assert lines.code == 0
