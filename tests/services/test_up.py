@@ -119,7 +119,7 @@ def story(gives_up: tuple[Running, str], tmp_path_factory: pytest.TempPathFactor
         ended = up.end()
     status_of_stopped = Running("status", str(directory)).end()
     # slow enough for the learner that compiles last to take part
-    resume = Running("up", "--plain", "--run-dir", str(directory), *slow(25)).end()
+    resume = Running("up", "--plain", "--run-dir", str(directory), *slow(60)).end()
     return Story(directory, ended, status, status_json, logs, status_of_stopped, resume)
 
 
