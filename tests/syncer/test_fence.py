@@ -209,6 +209,21 @@ async def test_the_takeover_of_one_that_knows_another_head_ends_the_turn_of_an_o
         await commit(owner)
 
 
+async def test_a_takeover_in_the_place_of_messages_that_a_server_lost_ends_the_turn_of_an_owner_that_had_passed_over_them(
+    link: NatsTransport,
+) -> None:
+    begun = await begin(link)
+    old = await begun.taken_over()
+    await commit(old)
+    new = await take(begun, begun.another("syncer-1"))
+    assert new is not None
+    await commit(new)
+    old.copy.fence = await store(begun)  # it stood there already, behind messages that are gone
+    await store(begun)
+    assert await old.lost() == "ownership_lost"
+    assert await new.lost() is None
+
+
 async def test_a_takeover_needs_no_second_load_for_what_is_stored_meanwhile(link: NatsTransport) -> None:
     begun, transport = await meddled(link)
     old = await begun.taken_over()

@@ -23,8 +23,10 @@ TRIES = 16  # of one append: as many messages must come between a look and the a
 T = TypeVar("T")
 
 
-async def holds(store: Log, copy: Copy) -> bool:
-    """Whether a fragment's log goes on from its copy; the fence moves behind what everyone passes over.
+async def holds(store: Log, copy: Copy, behind: int) -> bool:
+    """Whether a fragment's log goes on from its copy; the fence moves to the last message, if all are passed over.
+
+    ``behind``: sequence of the message after which all are looked at: the fence's, or one before it.
 
     Raises:
         AppendUncertainError: the server is silent.
@@ -36,8 +38,8 @@ async def holds(store: Log, copy: Copy) -> bool:
             return quorum.outbids(message, chain.epoch)
         return isinstance(message, Record) and chain.is_left_by(message)
 
-    end = await store.reader.passed_over(chain.fragment, fence, ends_turn)
-    if end is None or not await store.reader.holds(chain):
+    end = await store.reader.passed_over(chain.fragment, behind, ends_turn)
+    if end is None or end < fence or not await store.reader.holds(chain):
         return False
     if copy.fence == fence:  # it may have gone on meanwhile
         copy.fence = end
@@ -55,7 +57,7 @@ async def append_behind(store: Log, copy: Copy, append: Callable[[int], Awaitabl
         try:
             return await append(fence)
         except FenceError as error:
-            if not await until_available(partial(holds, store, copy), log) or copy.fence == fence:
+            if not await until_available(partial(holds, store, copy, fence), log) or copy.fence == fence:
                 raise
             log.debug("fence_moved", fragment=copy.replica.chain.fragment, reason=str(error))
     return await append(copy.fence)

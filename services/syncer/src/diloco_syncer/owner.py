@@ -317,11 +317,14 @@ class FragmentOwner:
     async def lost(self) -> str | None:
         """Return the log event that says how the log goes on otherwise than is known here; None if it does not.
 
+        All that stands behind the last entry is looked at again: a server that lost its last writes may have got others in
+        the place of those that the fence moved over.
+
         Raises:
             AppendUncertainError: the server is silent.
         """
         chain_head, store = self.chain.head, self.context.store
-        goes_on = await holds(store, self.copy)
+        goes_on = await holds(store, self.copy, self.chain.sequence)
         event = None
         if not goes_on:
             newest = await store.reader.head_sequence(self.index)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Collection
 from functools import partial
 from typing import TypeVar
 
-from diloco.core.chain import Chain, WrongEntries
+from diloco.core.chain import WrongEntries
 from diloco.core.fold import Replica
 from diloco.core.quorum import UncommittedEntries
 from diloco.errors import ChainError, FormatError, MessageError, StateError, WrongEntryError
@@ -17,7 +17,7 @@ from diloco.process.tasks import unbroken
 from diloco.transport import Stored
 from diloco.wire import subjects
 from diloco.wire.assemble import ChunkAssembler, part_index
-from diloco.wire.entries import CommitNotice, Record
+from diloco.wire.entries import CommitNotice
 
 H = TypeVar("H", bound=Head)
 

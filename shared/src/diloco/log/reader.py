@@ -257,12 +257,13 @@ class Reader:
                 yield older
 
     async def begins_with(self, fragment: int, genesis_check: bytes) -> bool:
-        """Whether the log still has the fragment's first entry, or never had any."""
+        """Whether the log still has the fragment's first entry, or never had any; what is no entry does not count."""
         nothing = True
         async for stored in self.stream.by_now(self.stream.subjects.record(fragment)):
-            nothing = False
-            with contextlib.suppress(MessageError):  # in a run with regions claims stand before it
-                return decode_head(stored, self.stream.run).previous == genesis_check
+            with contextlib.suppress(MessageError):
+                if decode_head(stored, self.stream.run).previous == genesis_check:
+                    return True
+                nothing = False
         return nothing
 
     async def holds(self, chain: Chain) -> bool:
