@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from diloco.core.chain import NO_ENTRY, Chain
-from diloco.core.quorum import CLAIM_STEP, EPOCH_STEP, MAX_COPIED, LogHead
+from diloco.core.quorum import MAX_COPIED, LogHead, counts
 from diloco.errors import FenceError, MessageError, RunError
 from diloco.log.reader import Reader
 from diloco.log.stream import Head, LogStream, Packed, decode_keyframe
@@ -39,14 +39,13 @@ class RegionalLog:
         if newest is None:
             return log_head, epoch, 0
         for found in await self._newest_heads(subject, newest.sequence):
-            highest = max(epoch, known_epoch)
-            if isinstance(found, Claim):
-                if found.epoch <= highest + CLAIM_STEP:
-                    epoch = max(epoch, found.epoch)
-            elif found.record.epoch <= highest + EPOCH_STEP:
+            message = found if isinstance(found, Claim) else found.record
+            if not counts(message, max(epoch, known_epoch)):
+                continue
+            epoch = max(epoch, message.epoch)
+            if isinstance(found, Head):
                 record = found.record
                 log_head = LogHead(record.epoch, record.version, record.closing, found.entry_hash, found.sequence)
-                epoch = max(epoch, record.epoch)
         return log_head, epoch, newest.sequence
 
     async def _newest_heads(self, subject: str, last_sequence: int) -> list[Head | Claim]:
