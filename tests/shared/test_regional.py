@@ -15,15 +15,20 @@ from diloco.core import merging
 from diloco.core.fold import Replica
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.quorum import CLAIM_STEP, MAX_COPIED, LogHead
+from diloco.core.round import Held, Merge
 from diloco.errors import RunError
+from diloco.log import entries
 from diloco.log.log import Log
 from diloco.log.regional import RegionalLog
+from diloco.log.stream import Refusal
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
 from diloco.transport import Fence
 from diloco.wire import framing
+from diloco.wire.body import Body
 from diloco.wire.entries import Claim, Genesis, Record
+from diloco.wire.offers import Offer
 
 SETTINGS = run_settings("decoupled", {"regions.names": ["eu", "us"], "fragments.count": 1, "shards": 1})
 
@@ -113,6 +118,58 @@ async def test_a_region_that_was_away_is_claimed_with_an_epoch_that_others_have_
     await region.entry(1)
     await region.claim(2**30)  # where syncers know of epoch 2^30 - 1
     assert (await region.found(known_epoch=2**30 - 1))[0] == 2**30
+
+
+async def test_uncommitted_entries_take_bounded_memory_and_are_read_again_when_they_are_committed(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any syncer may store entries with bodies: until a notice comes, readers hold them back."""
+    log, chain = region.log, region.replica.chain
+    kept = [entries.Bodies(300)]
+    monkeypatch.setattr(entries, "Bodies", lambda most_bytes: kept[0])
+    values = np.arange(64, dtype=np.float32)
+    for version in range(1, 4):
+        sent = Offer(
+            0,
+            "ann",
+            1,
+            version,
+            (1, version - 1),
+            version,
+            version - 1,
+            bytes(32),
+            32,
+            1,
+            1,
+            0,
+            [],
+            Body(0, bytes(32), 0, bytes(8)),
+        )
+        merge = Merge(version, (Held(sent, values.view(np.uint8)),), False, 0.0, 0.0)
+        record, inline, parts = merging.make_version(
+            region.replica,
+            np.zeros(64, np.float32),
+            values + version,
+            merge,
+            SETTINGS,
+            bits=32,
+            syncer="s",
+            attempt=bytes(8),
+            now_s=0.0,
+        )
+        assert 150 < len(inline) < 300
+        region.fence = await log.writer.append_record(record, inline, parts, region.fence)
+        chain.advance(record, framing.hash_of(record, log.run), region.fence)
+    await log.region.notice(0, 3, chain.epoch, chain.head, region.fence)
+    stop = await log.reader.end_sequence(0)
+
+    refused: list[Refusal] = []
+    read = [entry async for entry in log.entries.follow([0], 1, refused.append, stop)]
+
+    assert [None if entry.body is None else entry.body.tobytes() for entry in read] == [
+        (values + n).tobytes() for n in (1, 2, 3)
+    ]
+    assert (refused, kept[0].kept_bytes) == ([], 0)
 
 
 async def test_what_is_no_entry_and_no_notice_stops_no_owner(region: Region) -> None:

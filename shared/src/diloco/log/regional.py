@@ -144,7 +144,7 @@ class RegionalLog:
         keyframe, inline = decode_keyframe(stored, self.stream.run)
         what = f"fragment {fragment}, keyframe of version {keyframe.version}"
         head = self.stream.subjects.keyframe(fragment)
-        pieces = await self.stream.parts(head, keyframe.body, what)
+        pieces = await self.stream.parts(head, keyframe.body, what, stored.sequence)
         record = self.stream.subjects.record(fragment)
         sequence = await to.writer.append(record, entry.data, [], b"", Fence(record, expected_sequence))
         there, attempt = msgspec.structs.replace(keyframe, entry_sequence=sequence), keyframe.body.attempt
