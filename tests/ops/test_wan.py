@@ -455,6 +455,21 @@ def tape(*lines: dict[str, Any]) -> str:
     return "".join(json.dumps(line) + "\n" for line in (HEADER, *lines))
 
 
+async def test_who_holds_connections_without_a_word_keeps_no_operator_from_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MAX_COMMANDERS", 3)
+    async with world() as there:
+        playing = await there.command()  # the oldest of all, but no silent one
+        text = tape({"at_s": 0, "kind": "link_cut", "target": "link/us-eu", "duration_s": 1000})
+        send(playing, json.dumps({"do": "play", "tape": text, "source": "tape"}).encode() + b"\n")
+        await playing[0].readline()
+        held = [await there.command() for _ in range(2)]
+        [status] = await there.ask(control.Status())
+        assert status["playing"]
+        assert await read_all(held[0]) == b""  # gave way
+        assert await silent(held[1])
+        assert await silent(playing)
+
+
 async def test_a_schedule_is_played_and_nothing_of_it_lasts_but_settings_without_an_end() -> None:
     text = tape(
         {"at_s": 0, "kind": "link_set", "target": "link/us-eu", "rate_bits_per_s": 8e6},

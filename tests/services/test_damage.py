@@ -60,7 +60,7 @@ async def test_damaged_keyframes_are_passed_over_by_all_and_made_again(launch: L
     named = next(check for check in verdict.checks if check.name == "keyframes")
     assert named.state == "fails"
     assert all(f"fragment {index}: message {sequence}: " in named.found for index, sequence in bad.items())
-    assert "parts are missing" in named.found
+    assert "is missing" in named.found
 
     before = len(run.events("keyframe_stored"))
     run.toys[0].stop()

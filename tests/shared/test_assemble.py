@@ -103,6 +103,19 @@ def test_a_source_cannot_make_others_keep_more_than_a_body() -> None:
     assert [store.add(7, index, NEW + b"x", limit) for index in (0, 1, 2, 3, 10**8)] == [True, True, True, False, False]
 
 
+def test_all_sources_together_keep_no_more_than_what_they_may() -> None:
+    store = ChunkAssembler(10)
+    for source, attempt, index, content in [(1, OLD, 0, b"aaa"), (2, OLD, 0, b"bbb"), (1, OLD, 1, b"aa"), (3, NEW, 0, b"cccc")]:
+        assert store.add(source, index, attempt + content, LIMIT)
+    assert store.kept_bytes == 9  # 1 got a part after 2, which had to go
+    assert store.take(2, body_of(OLD, 1)) is None
+    assert store.take(1, body_of(OLD, 2)) == [b"aaa", b"aa"]
+    assert store.take(3, body_of(NEW, 1)) == [b"cccc"]
+    assert store.kept_bytes == 0
+    assert store.add(4, 0, NEW + b"more than all", LIMIT)
+    assert store.take(4, body_of(NEW, 1)) is None
+
+
 @given(st.lists(st.tuples(st.sampled_from([OLD, NEW]), st.integers(0, 3), st.booleans()), max_size=20))
 def test_what_is_taken_is_whole_and_of_one_attempt(events: list[tuple[bytes, int, bool]]) -> None:
     store = ChunkAssembler()

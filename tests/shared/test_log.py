@@ -23,12 +23,13 @@ from diloco.errors import RunError
 from diloco.log import stream
 from diloco.log.log import Log
 from diloco.log.reader import Loaded
+from diloco.log.stream import Refusal
 from diloco.nats import streams
 from diloco.nats.transport import NatsTransport
 from diloco.settings.presets import run_settings
 from diloco.transport import Stored
-from diloco.wire import framing
-from diloco.wire.body import Body
+from diloco.wire import framing, subjects
+from diloco.wire.body import PART_BYTES, Body
 from diloco.wire.entries import Genesis, Keyframe
 from diloco.wire.offers import Offer
 
@@ -139,7 +140,7 @@ async def test_one_whose_part_is_missing_likewise(written: Written) -> None:
     loaded, refused = await written.load()
 
     assert (loaded.replica.chain.epoch, loaded.refused) == (2, (written.heads[2],))
-    assert refused == [(written.heads[2], "fragment 0, keyframe of version 0: 1 of 3 parts are missing")]
+    assert refused == [(written.heads[2], "fragment 0, keyframe of version 0: part 2 of 3 is missing")]
     np.testing.assert_array_equal(loaded.replica.theta, written.replica.theta, strict=True)
 
 
@@ -159,7 +160,7 @@ async def test_one_whose_entries_were_purged_does_not_serve(written: Written) ->
     await log.transport.purge(log.subjects.log_stream, log.subjects.record_tree(0), third)
     await written.drop(await written.part_of(written.heads[2]))
 
-    with pytest.raises(RunError, match=r"fragment 0 has no keyframe that can be loaded: .*1 of 3 parts") as caught:
+    with pytest.raises(RunError, match=r"fragment 0 has no keyframe that can be loaded: .*part 2 of 3") as caught:
         await written.load()
 
     assert str(caught.value).count("what follows it was purged") == 3  # the two before, and version 0
@@ -276,6 +277,74 @@ async def test_a_keyframe_whose_state_is_not_its_entrys_is_refused(written: Writ
     loaded, refused = await written.load()
     assert loaded.keyframe_sequence == written.heads[-1]
     assert [number for number, _ in refused] == [sequence]
+
+
+async def store(log: Log, subject: str, data: bytes) -> int:
+    return await log.transport.append(subject, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
+
+
+async def test_what_is_stored_later_on_the_subject_of_a_part_changes_no_keyframe(written: Written) -> None:
+    """Any syncer may store parts of keyframes, and sees the attempts of those that are there."""
+    log, head = written.log, written.log.subjects.keyframe(0)
+    for sequence in (written.first, *written.heads):
+        stored = await log.transport.get(log.subjects.log_stream, sequence)
+        assert stored is not None
+        keyframe, _, _ = framing.unpack(stored.data, Keyframe, log.run)
+        for garbage in (keyframe.body.attempt + b"garbage", b"", b"x"):
+            await store(log, subjects.log_part(head, keyframe.body.attempt, 1), garbage)
+
+    loaded, refused = await written.load()
+
+    assert (loaded.keyframe_sequence, refused) == (written.heads[-1], [])
+    assert loaded.replica.theta.tobytes() == written.replica.theta.tobytes()
+
+
+@pytest.mark.parametrize("later", [b"", b"an entry's part", b"garbage!"])
+async def test_parts_that_others_store_between_those_of_an_entry_take_nothing_of_it(written: Written, later: bytes) -> None:
+    """Any syncer may store parts: of attempts of its own at any time, of an entry's when it has seen one of them."""
+    log, replica, stream = written.log, written.replica, written.log.subjects.log_stream
+    values = np.random.default_rng(3).normal(size=SIZE).astype(np.float32)
+    sent, attempt = Body(0, bytes(32), 0, bytes(8)), b"attempt1"
+    merge = Merge(
+        1,
+        (Held(Offer(0, "ann", 1, 1, (1, 0), 1, 0, bytes(32), 32, 1, 1, 0, [], sent), values.view(np.uint8)),),
+        False,
+        0.0,
+        0.0,
+    )
+    record, inline, parts = merging.make_version(
+        replica, np.zeros(SIZE, np.float32), values, merge, SETTINGS, bits=32, syncer="s", attempt=attempt, now_s=0.0
+    )
+    assert len(parts) == 3
+    head, start = log.subjects.record(0), replica.chain.sequence + 1
+    for index, part in enumerate(parts):
+        await store(log, subjects.log_part(head, attempt, index), part)
+        await store(log, subjects.log_part(head, b"another1", 0), b"another1" + b"stray")
+        await store(log, subjects.log_part(head, b"another2", index), attempt + b"under another attempt's subject")
+    sequence = await store(log, head, framing.pack(record, log.run, inline))
+    for index in range(3):
+        await store(log, subjects.log_part(head, attempt, index), later)
+
+    refused: list[Refusal] = []
+    [entry] = [entry async for entry in log.entries.follow([0], start, refused.append, sequence)]
+    assert (entry.sequence, refused) == (sequence, [])
+    assert entry.body is not None
+    assert entry.body.tobytes() == values.tobytes()
+    assert await log.transport.first(stream, subjects.log_part(head, b"none....", 0), 1) is None
+
+
+async def test_an_entry_whose_part_is_missing_is_refused(written: Written) -> None:
+    log, replica = written.log, written.replica
+    record = replace_struct(
+        merging.make_marker(replica, "takeover", SETTINGS, syncer="s", now_s=0.0),
+        body=Body(2 * PART_BYTES, bytes(32), 3, b"attempt1"),
+    )
+    head, start = log.subjects.record(0), replica.chain.sequence + 1
+    await store(log, subjects.log_part(head, b"attempt1", 0), b"attempt1" + b"alone")
+    sequence = await store(log, head, framing.pack(record, log.run))
+    refused: list[Refusal] = []
+    assert [entry async for entry in log.entries.follow([0], start, refused.append, sequence)] == []
+    assert ["part 2 of 3 is missing" in str(refusal.error) for refusal in refused] == [True]
 
 
 @pytest.mark.parametrize("purged", [False, True])

@@ -314,16 +314,16 @@ async def test_slow_and_silent_clients_are_cut_off(exporter: Exporter, monkeypat
     assert (await ask(exporter, "/healthz"))[0] == 200
 
 
-async def test_connections_are_few(exporter: Exporter) -> None:
+async def test_connections_are_few_and_who_holds_them_keeps_nobody_else_from_an_answer(exporter: Exporter) -> None:
     held = [await asyncio.open_connection("127.0.0.1", exporter.port) for _ in range(metrics.MAX_CONNECTIONS)]
     while len(exporter._connections) < metrics.MAX_CONNECTIONS:
         await asyncio.sleep(0.01)
-    assert await send(exporter, b"GET /healthz HTTP/1.1\r\n\r\n") == b""
+    assert (await ask(exporter, "/healthz"))[0] == 200
+    assert len(exporter._connections) <= metrics.MAX_CONNECTIONS
+    assert await asyncio.wait_for(held[0][0].read(), 30) == b""  # the oldest one gave way
+    assert not any(reader.at_eof() for reader, _ in held[1:])
     for _, writer in held:
         writer.close()
-    while exporter._connections:
-        await asyncio.sleep(0.01)
-    assert (await ask(exporter, "/healthz"))[0] == 200
 
 
 async def test_a_defect_costs_one_answer_only(exporter: Exporter) -> None:

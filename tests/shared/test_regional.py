@@ -15,15 +15,20 @@ from diloco.core import merging
 from diloco.core.fold import Replica
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.quorum import CLAIM_STEP, MAX_COPIED, LogHead
+from diloco.core.round import Held, Merge
 from diloco.errors import RunError
+from diloco.log import entries
 from diloco.log.log import Log
 from diloco.log.regional import RegionalLog
+from diloco.log.stream import Refusal
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
 from diloco.transport import Fence
 from diloco.wire import framing
+from diloco.wire.body import Body
 from diloco.wire.entries import Claim, Genesis, Record
+from diloco.wire.offers import Offer
 
 SETTINGS = run_settings("decoupled", {"regions.names": ["eu", "us"], "fragments.count": 1, "shards": 1})
 
@@ -115,6 +120,58 @@ async def test_a_region_that_was_away_is_claimed_with_an_epoch_that_others_have_
     assert (await region.found(known_epoch=2**30 - 1))[0] == 2**30
 
 
+async def test_uncommitted_entries_take_bounded_memory_and_are_read_again_when_they_are_committed(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any syncer may store entries with bodies: until a notice comes, readers hold them back."""
+    log, chain = region.log, region.replica.chain
+    kept = [entries.Bodies(300)]
+    monkeypatch.setattr(entries, "Bodies", lambda most_bytes: kept[0])
+    values = np.arange(64, dtype=np.float32)
+    for version in range(1, 4):
+        sent = Offer(
+            0,
+            "ann",
+            1,
+            version,
+            (1, version - 1),
+            version,
+            version - 1,
+            bytes(32),
+            32,
+            1,
+            1,
+            0,
+            [],
+            Body(0, bytes(32), 0, bytes(8)),
+        )
+        merge = Merge(version, (Held(sent, values.view(np.uint8)),), False, 0.0, 0.0)
+        record, inline, parts = merging.make_version(
+            region.replica,
+            np.zeros(64, np.float32),
+            values + version,
+            merge,
+            SETTINGS,
+            bits=32,
+            syncer="s",
+            attempt=bytes(8),
+            now_s=0.0,
+        )
+        assert 150 < len(inline) < 300
+        region.fence = await log.writer.append_record(record, inline, parts, region.fence)
+        chain.advance(record, framing.hash_of(record, log.run), region.fence)
+    await log.region.notice(0, 3, chain.epoch, chain.head, region.fence)
+    stop = await log.reader.end_sequence(0)
+
+    refused: list[Refusal] = []
+    read = [entry async for entry in log.entries.follow([0], 1, refused.append, stop)]
+
+    assert [None if entry.body is None else entry.body.tobytes() for entry in read] == [
+        (values + n).tobytes() for n in (1, 2, 3)
+    ]
+    assert (refused, kept[0].kept_bytes) == ([], 0)
+
+
 async def test_what_is_no_entry_and_no_notice_stops_no_owner(region: Region) -> None:
     log, names = region.log, region.log.subjects
 
@@ -137,6 +194,31 @@ async def test_what_is_no_entry_and_no_notice_stops_no_owner(region: Region) -> 
     assert await region.found() == (2, region.replica.chain.head, region.fence)
     await log.region.notice(0, 1, 2, region.replica.chain.head, region.fence)
     assert await log.region.before(0, 1) == notice.sequence
+
+
+async def test_false_notices_lead_no_owner_astray(region: Region) -> None:
+    """Any syncer may store notices. An owner goes by those whose entry is where they say."""
+    log, heads = region.log, list[tuple[bytes, int]]()
+    for epoch in (1, 2, 3):
+        await region.entry(epoch)
+        heads.append((region.replica.chain.head, region.fence))
+    first, second, third = heads
+    await log.region.notice(0, 0, 1, *first)
+    await log.region.notice(0, 0, 2, *second)
+    lies: list[tuple[int, int, int, bytes, int]] = [
+        (0, 0, 3, b"?" * 32, third[1]),  # of no entry
+        (0, 0, 3, third[0], 2**62),  # nowhere
+        (0, 0, 3, third[0], second[1]),  # elsewhere
+        (0, 2**61, 3, third[0], third[1]),  # of another version
+    ]
+    for lie in lies:
+        await log.region.notice(*lie)
+        newest = await log.region.last_notice(0)
+        assert newest is not None
+        assert (newest.entry_hash, newest.sequence) == second
+        assert await log.region.before(0, 1) == second[1]
+    await log.region.notice(0, 0, 3, *third)
+    assert await log.region.before(0, 1) == third[1]
 
 
 class Overtaken:

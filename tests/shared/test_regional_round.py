@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from tests.shared.test_round import Learner, commit, hash_of, heartbeat, members_of, offer, settings_of
 
-from diloco.core import quantise
+from diloco.core import quantise, regional_round
 from diloco.core.chain import Chain
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.regional_round import HeldOffer, RegionalRound
@@ -136,6 +136,36 @@ def test_one_that_answers_after_the_others_were_sent_is_sent_with_them_if_the_ro
     assert combining.poll(5.0) == ()  # when it was last heard of, 2 steps had not passed: it may be over
     combining.hear(announced(), 2.2)
     assert names(combining.poll(5.0)) == [("ann", 1), ("bob", 1)]
+
+
+def test_announcements_of_rounds_that_the_log_is_not_at_keep_no_region_waiting_and_have_nothing_sent_twice() -> None:
+    """Any syncer may announce any round of any fragment, as often as it likes."""
+    combining = combining_of("ann", "bob")
+    combining.hear(announced(), 0.0)
+    hold(combining, offer("ann"))
+    assert combining.poll(0.25) == ()
+    for at_s in (0.3, 0.6, 0.9, 1.1):
+        for version in (2, 3, 2**40):
+            combining.hear(announced(version, closing=True), at_s)
+        combining.hear(announced(), at_s)
+        assert combining.poll(at_s) == ()
+    assert names(combining.poll(1.13)) == [("ann", 1)]  # the grace window begins with the first answer, as ever
+    for at_s in (2.0, 3.0, 4.0):
+        combining.hear(announced(2), at_s)
+        combining.hear(announced(), at_s)
+        assert combining.poll(at_s) == ()
+    assert len(combining.ahead) <= regional_round.AHEAD
+
+
+def test_a_round_that_is_heard_of_before_its_version_is_known_opens_with_it() -> None:
+    combining = combining_of("ann")
+    combining.hear(announced(2), 0.5)
+    combining.hear(announced(3), 0.6)
+    assert hold(combining, offer("ann", version=2)) is None
+    assert combining.poll(0.6) == ()
+    combining.follow(chain_of(1), version_of(1), ME)
+    assert names(combining.poll(0.7)) == [("ann", 1)]
+    assert combining.round == 2
 
 
 def test_a_new_owner_has_its_answers_at_once() -> None:

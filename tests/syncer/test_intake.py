@@ -6,11 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 from structlog.testing import capture_logs
+from tests.syncer import parts
 from tests.syncer.parts import Begun, begin, merge, offer, send_offer
 
 from diloco.control.admission import join
+from diloco.core import codec, quantise
 from diloco.nats.transport import NatsTransport
+from diloco.wire import subjects
+from diloco.wire.body import PART_BYTES
 from diloco_syncer.intake import Intake
 from diloco_syncer.owner import FragmentOwner
 
@@ -78,6 +83,25 @@ async def test_a_new_owner_is_given_what_comes_next_and_after_reading_again_ever
                 await held.wait()
                 held.clear()
             await intake.stop()
+
+
+async def test_parts_without_a_head_take_no_more_memory_than_an_offer(
+    link: NatsTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 4 * PART_BYTES  # parameters; an offer of four bits has three parts, one of 32 bits, which is none of this run's, 17
+    monkeypatch.setattr(parts, "SIZE", size)
+    begun = await begin(link, **{"codec.offer_bits": 4})
+    owner, transport = await begun.taken_over(), begun.context.transport
+    head = begun.context.store.subjects.offer(0, "eve")
+    async with reading(begun, owner) as (intake, _):
+        for number, (subject, data) in enumerate(
+            [(subjects.offer_part(head, index), b"attempt." + bytes(PART_BYTES - 8)) for index in range(17)] + [(head, b"none")]
+        ):
+            await transport.append(subject, data, message_id=f"eve/{number}", fence=None, timeout_s=10)
+        while not begun.context.refused.total:
+            await asyncio.sleep(0.01)
+        [collector] = intake.collectors.values()
+        assert 0 < collector._parts[0].kept_bytes <= codec.packed_limit(quantise.body_bytes(size, 4)) + PART_BYTES
 
 
 async def test_an_offer_that_was_merged_is_passed_over(link: NatsTransport) -> None:

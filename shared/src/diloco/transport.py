@@ -150,6 +150,9 @@ class Transport(Protocol):
     async def get(self, stream: str, sequence: int) -> Stored | None:
         """Return the message with a stream sequence, or None if it is gone."""
 
+    async def first(self, stream: str, subject: str, start_sequence: int) -> Stored | None:
+        """Return the first message on a subject from a stream sequence on, or None."""
+
     async def last_sequence(self, subject: str) -> int:
         """Return the stream sequence of the last message on a subject that this process writes to, 0 if there is none."""
 

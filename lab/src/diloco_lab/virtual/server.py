@@ -49,6 +49,10 @@ class Stream:
         sequences = self.by_subject.get(subject)
         return self.messages[sequences[-1] - 1] if sequences else None
 
+    def first(self, subject: str, start_sequence: int) -> Stored | None:
+        found = next((sequence for sequence in self.by_subject.get(subject, ()) if sequence >= start_sequence), None)
+        return None if found is None else self.messages[found - 1]
+
     def get(self, sequence: int) -> Stored | None:
         return self.messages[sequence - 1] if 0 < sequence <= len(self.messages) else None
 

@@ -234,6 +234,12 @@ class VirtualTransport:
         stored: Stored | None = await self.ask(lambda: held.get(sequence), READ_TIMEOUT_S, f"get {sequence}")
         return stored
 
+    async def first(self, stream: str, subject: str, start_sequence: int) -> Stored | None:
+        held = self._stream(stream)
+        what = f"first {subject} from {start_sequence}"
+        stored: Stored | None = await self.ask(lambda: held.first(subject, start_sequence), READ_TIMEOUT_S, what)
+        return stored
+
     async def last_sequence(self, subject: str) -> int:
         stored = await self.ask(lambda: self.world.servers[self.region].last(subject), READ_TIMEOUT_S, f"last {subject}")
         return 0 if stored is None else stored.sequence

@@ -81,6 +81,7 @@ class Control:
         self._relay = relay
         self._server: asyncio.Server | None = None
         self._commanders: set[asyncio.Task[None]] = set()
+        self._silent: dict[asyncio.Task[None], asyncio.StreamWriter] = {}  # whose request has not come; the oldest first
 
     async def start(self, address: str) -> str:
         """Listen. Return the address.
@@ -102,18 +103,24 @@ class Control:
         task = asyncio.current_task()
         assert task is not None
         self._commanders.add(task)
+        self._silent[task] = writer
+        if len(self._commanders) > MAX_COMMANDERS:  # whoever holds connections would else keep operators from an answer
+            self._silent.pop(next(iter(self._silent))).transport.abort()
         try:
-            if len(self._commanders) <= MAX_COMMANDERS:
-                await self._answer(reader, writer)
+            await self._answer(reader, writer)
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # the commander left without a request, or the relay ends
+            pass  # the commander left without a request, or gave way to others, or the relay ends
         finally:
+            self._silent.pop(task, None)
             self._commanders.discard(task)
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             request = await _request(reader)
+            task = asyncio.current_task()
+            assert task is not None
+            self._silent.pop(task, None)
             if isinstance(request, Play):
                 await self._play(request, reader, writer)
             else:

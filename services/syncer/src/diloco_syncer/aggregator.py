@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from diloco.core import codec
 from diloco.core.chain import Chain
 from diloco.core.fragments import Fragment
@@ -76,10 +78,11 @@ class RegionalAggregator:
             self.news.set()
 
     def hear_round(self, announced: Announcement) -> None:
-        """Take in that a round is open."""
+        """Take in that a round is open; that it is one of the last is believed where a log shows the run near its end."""
         aggregated = self.fragments.get(announced.fragment)
         if aggregated is not None:
-            aggregated.round.hear(announced, clock_s())
+            near = announced.closing and any(chain.closed or self.roster.in_reach(chain) for chain in self._chains.values())
+            aggregated.round.hear(structs.replace(announced, closing=near), clock_s())
             self.news.set()
 
     def follow(self, chain: Chain, record: Record | None, usual: float) -> None:

@@ -146,7 +146,8 @@ class Collector:
         if not subjects.is_head(message.subject):
             number, size = part_index(message.subject), self._takers[index].fragment.size
             if number is not None:
-                parts.add(sender, number, message.data, codec.packed_limit(quantise.body_bytes(size, 32)))
+                largest = quantise.body_bytes(size, max(self._precisions))
+                parts.add(sender, number, message.data, codec.packed_limit(largest))
             return
         try:
             await self._take_offer(index, sender, message, parts)

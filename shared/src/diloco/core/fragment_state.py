@@ -246,8 +246,8 @@ class FragmentState:
 
     # ---- rounds
 
-    def hear(self, announced: Announcement, bits: Bits, now_s: float) -> None:
-        """Take in the announcement of a round, to which answers of ``bits`` are wanted here."""
+    def hear(self, announced: Announcement, bits: Bits, now_s: float, *, closing: bool) -> None:
+        """Take in the announcement of a round, to which answers of ``bits`` are wanted here; ``closing``: as believed."""
         self.happen(Event.ANNOUNCED)
         # by the log alone: one that announced a greater epoch may have lost its takeover entry with a server's last writes
         if announced.epoch > self.epoch:
@@ -259,7 +259,7 @@ class FragmentState:
                 self.period.add((now_s - self.opened_at_s) / (announced.version - self.open_version))
             self.opened_at_s, self.open_version, self.closing = now_s, announced.version, False
         # announcements may overtake one another: an earlier one does not make it a round like any other again
-        if announced.closing and announced.version == self.open_version and not self.closing:
+        if closing and announced.version == self.open_version and not self.closing:
             self.closing, self.answered = True, 0  # whatever was answered before is not all there is
         if announced.version == self.open_version:
             self.bits, self.steps_between = bits, announced.steps

@@ -140,10 +140,11 @@ class Learner:
         bits, state = self._checked_bits(announced), self.fragments[announced.fragment]
         if announced.epoch < state.newest.chain.epoch:
             return False  # from an owner that has been replaced, and does not know it yet
-        state.hear(announced, bits, now_s)
         chain = state.newest.chain
-        self.accounts.note_announced(min(announced.tokens_processed, budget.believable(chain)))
         closing = announced.closing and budget.in_reach(chain, self.in_force.settings.tokens)
+        # one that has stopped answers the last rounds of fragments that are behind, too
+        state.hear(announced, bits, now_s, closing=closing or (announced.closing and self.stopped))
+        self.accounts.note_announced(min(announced.tokens_processed, budget.believable(chain)))
         begins = closing and not self.draining
         self.draining |= closing
         return begins

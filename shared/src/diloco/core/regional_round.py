@@ -33,6 +33,7 @@ from diloco.wire.offers import Offer, answer_bytes
 
 Vector = NDArray[np.float32]
 ELSEWHERE = ""  # stands for the learners of other regions
+AHEAD = 8  # versions that a region's log may be behind by while announcements of them are remembered: they are repeated anyway
 PENDING = 4  # regional offers whose fate is unknown: the residuals of older ones are forgotten
 
 
@@ -62,6 +63,9 @@ class RegionalRound:
     round: int = 0  # version that the round last announced will make
     epoch: int = 0  # of its owner
     closing: bool = False
+    ahead: dict[int, tuple[Announcement, float]] = field(
+        default_factory=dict
+    )  # by version, of rounds that the log is not at yet
     answered: frozenset[tuple[str, tuple[int, int]]] = frozenset()  # answers to it that a regional offer holds
     heard_s: tuple[float, float] = (0.0, 0.0)  # when the round was first heard of, and last
     since_s: float | None = None  # when there was first an answer that no regional offer holds
@@ -83,9 +87,17 @@ class RegionalRound:
         self.since_s, self.answered, self.combined_s = None, frozenset(), -math.inf
 
     def hear(self, announced: Announcement, now_s: float) -> None:
-        """Take in that a round is open."""
-        if self.chain is not None and (announced.epoch < self.chain.epoch or announced.version <= self.chain.version):
+        """Take in that a round is open; one that the log is not at yet opens when it is.
+
+        Any syncer can announce: no other round than the log's takes the place of the one that is open.
+        """
+        chain = self.chain
+        if chain is None or announced.epoch < chain.epoch or announced.version <= chain.version:
             return  # from an owner that has been replaced, or late
+        if announced.version > chain.version + 1:
+            if announced.version <= chain.version + AHEAD:
+                self.ahead[announced.version] = announced, now_s
+            return
         if announced.version != self.round:
             self.round, self.heard_s, self.closing = announced.version, (now_s, now_s), False
             self.since_s, self.answered, self.combined_s = None, frozenset(), -math.inf
@@ -101,6 +113,11 @@ class RegionalRound:
         ``mine``: name and incarnation of the syncer that makes the regional offers here.
         """
         self.chain = chain
+        self.ahead = {
+            version: heard for version, heard in self.ahead.items() if chain.version < version <= chain.version + AHEAD
+        }
+        if chain.version + 1 in self.ahead:
+            self.hear(*self.ahead.pop(chain.version + 1))
         self.hashes[chain.version] = chain.state_hash
         oldest = chain.version - self.settings.round.max_staleness_versions
         self.hashes = {version: value for version, value in self.hashes.items() if oldest <= version <= chain.version}

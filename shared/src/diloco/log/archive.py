@@ -80,7 +80,7 @@ class Archive:
         size = self.stream.map.fragments[fragment].size
         raw_bytes = quantise.body_bytes(size, offer.bits)
         check_body_size(offer.body, codec.packed_limit(raw_bytes), what)
-        pieces = await self.stream.parts(head, offer.body, what, stream)
+        pieces = await self.stream.parts(head, offer.body, what, stored.sequence, stream)
         raw = await asyncio.to_thread(open_body, offer.body, inline, pieces, raw_bytes, what)
         await asyncio.to_thread(quantise.validate, raw, size, offer.bits)
         return offer, raw

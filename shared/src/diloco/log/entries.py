@@ -11,15 +11,41 @@ from diloco.core.chain import WrongEntries
 from diloco.core.fold import Replica
 from diloco.core.quorum import UncommittedEntries
 from diloco.errors import ChainError, FormatError, MessageError, StateError, WrongEntryError
-from diloco.log.stream import Entry, Head, LogStream, Packed, Refusal, Refuse
+from diloco.log.stream import Entry, Head, LogStream, Packed, Refusal, Refuse, decode_head
 from diloco.process import observe
+from diloco.process.retry import until_available
 from diloco.process.tasks import unbroken
 from diloco.transport import Stored
 from diloco.wire import subjects
 from diloco.wire.assemble import ChunkAssembler, part_index
-from diloco.wire.entries import CommitNotice
+from diloco.wire.body import ATTEMPT_BYTES, Body, check_body_size
+from diloco.wire.entries import CommitNotice, Record
 
 H = TypeVar("H", bound=Head)
+
+
+class Bodies:
+    """Bodies of entries that are not committed yet, the newest ones: ``most_bytes`` in all, since any syncer may store more."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.kept_bytes = most_bytes, 0
+        self._kept: dict[int, Packed] = {}  # by sequence
+
+    def keep(self, packed: Packed) -> None:
+        """Keep an entry's body until it is taken, or newer ones need the room."""
+        self._kept[packed.sequence] = packed
+        self.kept_bytes += packed.held_bytes
+        while self.kept_bytes > self.most_bytes:
+            self._pop(next(iter(self._kept)))
+
+    def take(self, head: Head) -> Packed | None:
+        """Return an entry with its body, and forget it; None if it was not kept."""
+        return self._pop(head.sequence) if head.sequence in self._kept else None
+
+    def _pop(self, sequence: int) -> Packed:
+        packed = self._kept.pop(sequence)
+        self.kept_bytes -= packed.held_bytes
+        return packed
 
 
 class Entries:
@@ -38,10 +64,15 @@ class Entries:
         Raises (while iterating):
             RewoundError: the stream lost messages that were read, or the message to stop at.
         """
-        uncommitted: dict[int, UncommittedEntries[Packed]] = {fragment: UncommittedEntries() for fragment in fragments}
+        uncommitted: dict[int, UncommittedEntries[Head]] = {fragment: UncommittedEntries() for fragment in fragments}
+        bodies = Bodies(self.stream.most_parts_bytes)
         async for stored, message in self._read(fragments, start_sequence, refuse, stop_sequence):
-            for packed in _commit(uncommitted, message, regions=self.stream.regions):
+            if isinstance(message, Packed):
+                bodies.keep(message)
+            bare = message.bare() if isinstance(message, Packed) else message
+            for head in _commit(uncommitted, bare, regions=self.stream.regions):
                 try:
+                    packed = bodies.take(head) or await self._again(head)
                     body = await self.stream.open(packed)
                 except MessageError as error:
                     refuse(Refusal("log", stored.subject, packed.sequence, error))
@@ -138,36 +169,58 @@ class Entries:
         wanted, names, regions = set(fragments), self.stream.subjects, self.stream.regions
         everything = len(wanted) == len(self.stream.map.fragments)
         filters = [names.record_tree("*")] if everything else [names.record_tree(index) for index in sorted(wanted)]
-        parts = ChunkAssembler()
+        parts = ChunkAssembler(self.stream.most_parts_bytes)
         async for stored in self.stream.pull(filters, start_sequence, stop_sequence):
             fragment = subjects.fragment_of(stored.subject)
             if fragment is None or fragment not in wanted:
                 continue
             if subjects.is_head(stored.subject) or (regions and subjects.is_commit_notice(stored.subject)):
                 try:
-                    message = self._assembled(stored, fragment, parts)
+                    message = await self._assembled(stored, fragment, parts)
                 except MessageError as error:
                     refuse(Refusal("log", stored.subject, stored.sequence, error))
                 else:
                     if message is not None:
                         yield stored, message
             else:
-                index = part_index(stored.subject)
-                if index is not None:
+                index, attempt = part_index(stored.subject), stored.data[:ATTEMPT_BYTES]
+                if index is not None and stored.subject == subjects.log_part(names.record(fragment), attempt, index):
                     parts.add(fragment, index, stored.data, self.stream.most_body_bytes(fragment))
 
-    def _assembled(self, stored: Stored, fragment: int, parts: ChunkAssembler) -> Packed | CommitNotice | None:
-        """Return an entry with its parts, or a notice; None for a claim, which says nothing to readers."""
+    async def _assembled(self, stored: Stored, fragment: int, parts: ChunkAssembler) -> Packed | CommitNotice | None:
+        """Return an entry with its parts, or a notice; None for a claim, which says nothing to readers.
+
+        Any syncer may store parts. Those of an entry that others replaced in memory are read once more, by their subjects.
+
+        Raises:
+            MessageError: it is no entry, or has not all its parts.
+        """
         message = self.stream.decode(stored)
         if not isinstance(message, Head):
             return message if isinstance(message, CommitNotice) else None
         record, pieces = message.record, []
         if record.body is not None:
             taken = parts.take(fragment, record.body)
-            if taken is None:
-                raise FormatError(f"fragment {fragment}, version {record.version}: parts of the body are missing")
-            pieces = taken
+            pieces = await self._parts(stored, record, record.body) if taken is None else taken
         return Packed(record, message.entry_hash, message.sequence, message.inline, pieces)
+
+    async def _again(self, head: Head) -> Packed:
+        """Read an entry once more, whose body was not kept until it was committed.
+
+        Raises:
+            MessageError: it, or a part of it, is gone.
+        """
+        stored = await until_available(lambda: self.stream.get(head.sequence), observe.log)
+        if stored is None:
+            raise FormatError(f"fragment {head.record.fragment}, version {head.record.version}: the entry is gone")
+        body, inline = head.record.body, decode_head(stored, self.stream.run).inline
+        pieces = await self._parts(stored, head.record, body) if body is not None else []
+        return Packed(head.record, head.entry_hash, head.sequence, inline, pieces)
+
+    async def _parts(self, stored: Stored, record: Record, body: Body) -> list[bytes]:
+        what = f"fragment {record.fragment}, version {record.version}"
+        check_body_size(body, self.stream.most_body_bytes(record.fragment), what)
+        return await until_available(lambda: self.stream.parts(stored.subject, body, what, stored.sequence), observe.log)
 
 
 def fold(replica: Replica, entry: Entry, *, in_place: bool = True) -> None:

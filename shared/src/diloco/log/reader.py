@@ -346,7 +346,7 @@ class Reader:
         what = f"fragment {fragment}, keyframe of version {keyframe.version}"
         check_body_size(body, codec.packed_limit(raw_bytes), what)
         head = self.stream.subjects.keyframe(fragment)
-        pieces = await self.stream.parts(head, body, what)
+        pieces = await self.stream.parts(head, body, what, sequence)
         raw = await asyncio.to_thread(open_body, body, inline, pieces, raw_bytes, what)
         replica, residual = await asyncio.to_thread(fold.load_keyframe, keyframe, chain, raw, optimizer)
         return Loaded(replica, residual, sequence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import msgspec
@@ -11,7 +12,7 @@ from diloco.core.chain import NO_ENTRY, Chain
 from diloco.core.quorum import MAX_COPIED, LogHead, counts
 from diloco.errors import FenceError, MessageError, RunError
 from diloco.log.reader import Reader
-from diloco.log.stream import Head, LogStream, Packed, decode_keyframe
+from diloco.log.stream import Head, LogStream, Packed, decode_head, decode_keyframe
 from diloco.log.writer import Writer
 from diloco.process import observe
 from diloco.transport import Fence, Stored
@@ -91,34 +92,55 @@ class RegionalLog:
         await self.writer.append(self.stream.subjects.commit_notice(fragment), frame, [], b"", None)
 
     async def last_notice(self, fragment: int) -> CommitNotice | None:
-        """Return the newest notice; None if there is none. What is no notice is passed over."""
-        subject = self.stream.subjects.commit_notice(fragment)
-        stored = await self.stream.last(subject)
+        """Return the newest true notice; None if there is none. Any syncer may store what is no notice, or a false one."""
+        stored = await self.stream.last(self.stream.subjects.commit_notice(fragment))
         if stored is None:
             return None
-        with contextlib.suppress(MessageError):
-            return self._notice(stored)
-        newest = None
-        async for stored in self.stream.by_now(subject):
-            with contextlib.suppress(MessageError):
-                newest = self._notice(stored)
-        return newest
+        newest = self._notice(stored)
+        if newest is not None and await self._is_true(newest):
+            return newest
+        return await self._newest_true([older async for older in self._notices(fragment)])
 
     async def before(self, fragment: int, version: int) -> int:
         """Return a stream sequence after which all entries of a committed version, and of later ones, are stored here."""
-        sequence = 0
-        async for stored in self.stream.by_now(self.stream.subjects.commit_notice(fragment)):
-            try:
-                notice = self._notice(stored)
-            except MessageError:
-                continue
-            if notice.version >= version:
+        earlier: list[CommitNotice] = []
+        async for notice in self._notices(fragment):
+            if notice.version < version:
+                earlier.append(notice)
+            elif await self._is_true(notice):
                 break
-            sequence = notice.sequence
-        return sequence
+        found = await self._newest_true(earlier)
+        return found.sequence if found is not None else 0
 
-    def _notice(self, stored: Stored) -> CommitNotice:
-        return framing.unpack(stored.data, CommitNotice, self.stream.run)[0]
+    async def _notices(self, fragment: int) -> AsyncIterator[CommitNotice]:
+        async for stored in self.stream.by_now(self.stream.subjects.commit_notice(fragment)):
+            notice = self._notice(stored)
+            if notice is not None:
+                yield notice
+
+    async def _newest_true(self, notices: list[CommitNotice]) -> CommitNotice | None:
+        for notice in reversed(notices):
+            if await self._is_true(notice):
+                return notice
+        return None
+
+    async def _is_true(self, notice: CommitNotice) -> bool:
+        """Whether the entry that a notice names is where it says; one that was purged is not."""
+        stored = await self.stream.get(notice.sequence)
+        with contextlib.suppress(MessageError):
+            if stored is not None:
+                head = decode_head(stored, self.stream.run)
+                named = head.record.fragment, head.record.version, head.entry_hash
+                return named == (notice.fragment, notice.version, notice.entry_hash)
+        return False
+
+    def _notice(self, stored: Stored) -> CommitNotice | None:
+        """Decode a notice of the fragment whose subject it is on; None if it is none."""
+        with contextlib.suppress(MessageError):
+            notice = self.stream.decode(stored)
+            assert isinstance(notice, CommitNotice)  # by its subject
+            return notice
+        return None
 
     async def append_packed(self, packed: Packed, expected_sequence: int) -> int:
         """Append another region's entry here; as :meth:`diloco.log.writer.Writer.append_record`."""
@@ -143,7 +165,7 @@ class RegionalLog:
         keyframe, inline = decode_keyframe(stored, self.stream.run)
         what = f"fragment {fragment}, keyframe of version {keyframe.version}"
         head = self.stream.subjects.keyframe(fragment)
-        pieces = await self.stream.parts(head, keyframe.body, what)
+        pieces = await self.stream.parts(head, keyframe.body, what, stored.sequence)
         record = self.stream.subjects.record(fragment)
         sequence = await to.writer.append(record, entry.data, [], b"", Fence(record, expected_sequence))
         there, attempt = msgspec.structs.replace(keyframe, entry_sequence=sequence), keyframe.body.attempt

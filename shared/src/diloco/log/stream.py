@@ -22,7 +22,7 @@ from diloco.errors import AppendUncertainError, FenceError, FormatError, HashErr
 from diloco.settings.run import RunSettings
 from diloco.transport import Stored, Transport
 from diloco.wire import framing, subjects
-from diloco.wire.body import ATTEMPT_BYTES, Body, check_body_size, join_parts
+from diloco.wire.body import ATTEMPT_BYTES, Body, check_body_size, is_part, join_parts
 from diloco.wire.entries import Claim, CommitNotice, Keyframe, Record
 from diloco.wire.subjects import Subjects
 
@@ -69,6 +69,15 @@ class Packed(Head):
     parts: Sequence[bytes]  # of the body, without their attempt; none where the head carries it
 
     @property
+    def held_bytes(self) -> int:
+        """Of the body as it is here."""
+        return len(self.inline) + sum(map(len, self.parts))
+
+    def bare(self) -> Head:
+        """Return its head, without any of the body."""
+        return Head(self.record, self.entry_hash, self.sequence, b"")
+
+    @property
     def size_bytes(self) -> int:
         """Of head and parts as stored, nearly."""
         return self.record.body.size_bytes if self.record.body else 0
@@ -96,6 +105,9 @@ class LogStream:
         self.subjects = Subjects(run_name)
         self.epoch_step = EPOCH_STEP if self.regions else 1
         self.optimizers = [outer.optimizer(settings, fragment) for fragment in fragment_map.fragments]
+        versions = [quantise.body_bytes(fragment.size, settings.codec.record_bits) for fragment in fragment_map.fragments]
+        # parts that a reader keeps: an entry of each fragment at once, or any one that is larger
+        self.most_parts_bytes = max(sum(map(codec.packed_limit, versions)), *map(self.most_body_bytes, range(len(versions))))
 
     async def last(self, subject: str) -> Stored | None:
         """Return the last message on a subject."""
@@ -196,18 +208,35 @@ class LogStream:
         await asyncio.to_thread(quantise.validate, body, values, record.bits)
         return body
 
-    async def parts(self, head: str, body: Body, what: str, stream: str | None = None) -> list[bytes]:
-        """Read the parts of a body whose head was stored on subject ``head``.
+    async def parts(self, head: str, body: Body, what: str, head_sequence: int, stream: str | None = None) -> list[bytes]:
+        """Read the parts of a body whose head was stored on subject ``head``, at ``head_sequence``.
+
+        A part is the last message before the head that can be it: nothing that anybody stores later changes what is read.
 
         Raises:
-            FormatError: some are missing.
+            FormatError: one is missing.
         """
-        names = [subjects.log_part(head, body.attempt, index) for index in range(body.parts)]
-        stored = [await self.transport.last(stream or self.subjects.log_stream, name) for name in names]
-        pieces = [part.data[ATTEMPT_BYTES:] for part in stored if part is not None]
-        if len(pieces) != body.parts:
-            raise FormatError(f"{what}: {body.parts - len(pieces)} of {body.parts} parts are missing")
+        pieces: list[bytes] = []
+        for index in range(body.parts):
+            part = await self._part(head, body.attempt, index, head_sequence, stream or self.subjects.log_stream)
+            if part is None:
+                raise FormatError(f"{what}: part {index + 1} of {body.parts} is missing")
+            pieces.append(part.data[ATTEMPT_BYTES:])
         return pieces
+
+    async def _part(self, head: str, attempt: bytes, index: int, head_sequence: int, stream: str) -> Stored | None:
+        def fits(stored: Stored | None) -> bool:
+            return stored is not None and stored.sequence < head_sequence and is_part(stored.data, attempt)
+
+        subject = subjects.log_part(head, attempt, index)
+        newest = await self.transport.last(stream, subject)
+        if newest is None or fits(newest):
+            return newest
+        found, stored = None, await self.transport.first(stream, subject, 1)
+        while stored is not None and stored.sequence < head_sequence:
+            found = stored if fits(stored) else found
+            stored = await self.transport.first(stream, subject, stored.sequence + 1)
+        return found
 
 
 def decode_head(message: Stored, run: bytes) -> Head:

@@ -152,6 +152,11 @@ async def get(link: Link, stream: str, sequence: int) -> Stored | None:
     return await _get(link, stream, seq=sequence)
 
 
+async def first(link: Link, stream: str, subject: str, start_sequence: int) -> Stored | None:
+    """Return the first message on a subject from a stream sequence on, or None; raise as :func:`last`."""
+    return await _get(link, stream, subject, start_sequence)
+
+
 async def last_sequence(link: Link, subject: str) -> int:
     """Return the stream sequence of the last message on a subject that we may write to, 0 if there is none.
 
@@ -269,9 +274,11 @@ async def _get(link: Link, stream: str, subject: str | None = None, seq: int | N
     try:
         # any replica answers a direct get, even one without the newest message
         if await _replicas(link, stream) > 1:
-            which = {"seq": seq} if subject is None else {"last_by_subj": subject}
+            where = {} if subject is None else {"last_by_subj" if seq is None else "next_by_subj": subject}
+            which = where if seq is None else {"seq": seq} | where
             return (await _answer(look_up(link.bulk, stream, which), stream))[0]
-        message = await _answer(api.get_msg(stream, seq=seq, subject=subject, direct=True), stream)
+        following = seq is not None and subject is not None
+        message = await _answer(api.get_msg(stream, seq=seq, subject=subject, direct=True, next=following), stream)
     except nats.js.errors.NotFoundError as error:
         if error.err_code == _NO_STREAM:
             raise _missing(stream) from None

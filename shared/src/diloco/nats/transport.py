@@ -143,6 +143,9 @@ class NatsTransport(Link):
     async def get(self, stream: str, sequence: int) -> Stored | None:
         return await self._asked(partial(streams.get, self, stream, sequence), stream)
 
+    async def first(self, stream: str, subject: str, start_sequence: int) -> Stored | None:
+        return await self._asked(partial(streams.first, self, stream, subject, start_sequence), stream)
+
     async def last_sequence(self, subject: str) -> int:
         return await self._asked(partial(streams.last_sequence, self, subject), subject)
 

@@ -130,7 +130,7 @@ class Exporter:
     starting: str = "its run to be created"  # the thing waited for until ``observed`` is set
     port: int | None = None  # of the listener
     _server: asyncio.Server | None = None
-    _connections: set[asyncio.Task[None]] = field(default_factory=set)
+    _connections: dict[asyncio.Task[None], asyncio.StreamWriter] = field(default_factory=dict)  # the oldest first
 
     async def start(self) -> None:
         """Begin to answer, in the running loop.
@@ -209,11 +209,11 @@ class Exporter:
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._connections) >= MAX_CONNECTIONS:
-            writer.transport.abort()
-            return
+            # the oldest one gives way: whoever holds connections would else keep the probes from an answer
+            self._connections.pop(next(iter(self._connections))).transport.abort()
         task = asyncio.ensure_future(self._serve(reader, writer))
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+        self._connections[task] = writer
+        task.add_done_callback(lambda ended: self._connections.pop(ended, None))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -39,6 +39,11 @@ def describe_body(packed: bytes, content_hash: bytes, attempt: bytes) -> tuple[B
     return Body(len(packed), content_hash, len(parts), attempt), b"", parts
 
 
+def is_part(data: bytes, attempt: bytes) -> bool:
+    """Whether a message can be a part of an attempt's body."""
+    return ATTEMPT_BYTES < len(data) <= PART_BYTES and data[:ATTEMPT_BYTES] == attempt
+
+
 def check_body_size(body: Body, limit_bytes: int, what: str) -> None:
     """Refuse a body of impossible size or number of parts, before anything is allocated for it.
 
