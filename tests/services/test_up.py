@@ -102,7 +102,7 @@ def story(gives_up: tuple[Running, str], tmp_path_factory: pytest.TempPathFactor
     text, directory = folder / "text.txt", folder / "mine"
     text.write_text(some_text())
     begin = ["up", "--learners", "2", "--shards", "1", "--tokens", str(BUDGET), "--plain", "--data", str(text)]
-    begin += ["--run-dir", str(directory), *slow(200)]  # so that there is time to look at it and stop it in the middle
+    begin += ["--run-dir", str(directory), *slow(400)]  # so that there is time to look at it and stop it in the middle
     for name, value in SETTINGS.items():
         begin += ["--set", f"{name}={value}"]
     up = Running(*begin)
