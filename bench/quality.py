@@ -72,8 +72,7 @@ class GlobalFragment:
         All learners had done ``tokens_done`` by then.
         """
         codec, choice = self.settings.codec, self.settings.merge
-        method = "average" if self.fragment.embedding else choice.method
-        accumulator = Accumulator(self.fragment.size, self.fragment.segments(choice.granularity), method)
+        accumulator = Accumulator.of(self.fragment, choice)
         for value, error in zip(values, self.errors, strict=True):
             gradient = self.theta - value
             body = self._quantised(gradient, error, codec.offer_bits)
