@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Collection
 from functools import partial
 from typing import TypeVar
 
-from diloco.core.chain import WrongEntries
+from diloco.core.chain import Chain, WrongEntries
 from diloco.core.fold import Replica
 from diloco.core.quorum import UncommittedEntries
 from diloco.errors import ChainError, FormatError, MessageError, StateError, WrongEntryError
