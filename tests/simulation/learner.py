@@ -57,6 +57,7 @@ class Learner:
         self.process, self.world = process, process.world
         self.name = process.name
         self.values: list[Vector] = []
+        self.gradients: list[Vector] = []  # for an outer AdamW: since the versions that were written last, not in the values
         self.applied: dict[int, int] = {}  # by fragment: version last written into the model
         self.done: StepDone | None = None
         self.round_robin = RoundRobin()
@@ -76,6 +77,8 @@ class Learner:
         member = self.member = Member(process.transport, run, FRAGMENTS, world.learner_settings(process), world.logger)
         # its own, and nothing of it may come into the run unless it founds it
         self.values = [process.noise(fragment.size) for fragment in FRAGMENTS.fragments]
+        if run.created.outer.optimizer == "adamw":
+            self.gradients = [np.zeros(fragment.size, np.float32) for fragment in FRAGMENTS.fragments]
         self.must_apply, self.must_pass = world.known(process), world.reference.ends() if world.regional is None else {}
         try:
             await member.join(lambda: [np.zeros(fragment.size, np.float32) for fragment in FRAGMENTS.fragments])
@@ -119,7 +122,7 @@ class Learner:
 
     def _hand_over(self, member: Member, boundary: Boundary) -> None:
         for index in boundary.reads:
-            snapshot = self.values[index].copy()
+            snapshot = (self.gradients or self.values)[index].copy()
             member.submit(index, lambda snapshot=snapshot: snapshot)  # type: ignore[misc]
 
     def _write(self, index: int, applied: Apply, version: int | None) -> None:
@@ -129,6 +132,8 @@ class Learner:
         if applied.reference is not None:
             new += np.float32(applied.factor) * (self.values[index] - applied.reference)
         self.values[index] = new
+        if self.gradients and applied.reference is None:
+            self.gradients[index] = np.zeros_like(new)
         before, reference = self.applied.get(index, -1), self.world.reference
         self.applied[index] = reference.applied(self.name, index, applied.theta, before, version)
 
@@ -140,8 +145,12 @@ class Learner:
         )
         began_s = world.now_s
         await asyncio.sleep(process.step_s * (0.5 + process.rng.random()))
-        for values in self.values:
-            values[index] += 1
+        if self.gradients:
+            for gradient in self.gradients:
+                gradient[index] -= 1
+        else:
+            for values in self.values:
+                values[index] += 1
         self.optimizer += 1
         self.done = StepDone(process.tokens, share, batch, 1.0, world.now_s - began_s, 0.0)
 
@@ -171,27 +180,34 @@ class Learner:
         dump = member.dump()
         if dump is not None:
             self.saving = True
-            copied = [values.copy() for values in self.values]
             # the accounts' arrays are copied as late as a thread that writes them may come to them
-            self.process.loop.call_later(SAVE_S * self.process.rng.random(), self._save, dump, copied, dict(self.applied))
+            self.process.loop.call_later(SAVE_S * self.process.rng.random(), self._save, dump, self._model())
 
     def _answer(self, member: Member, answer: MarkerAnswer) -> None:
         member.answer_marker(answer)
         self.marking = False
 
-    def _save(self, dump: Dump, values: list[Vector], applied: dict[int, int]) -> None:
-        self.process.save({"dump": dump, "values": values, "applied": applied})
+    def _model(self) -> dict[str, Any]:
+        """Return a copy of the model's side of the state."""
+        copied = {
+            name: [vector.copy() for vector in vectors]
+            for name, vectors in (("values", self.values), ("gradients", self.gradients))
+        }
+        return copied | {"applied": dict(self.applied)}
+
+    def _save(self, dump: Dump, model: dict[str, Any]) -> None:
+        self.process.save({"dump": dump} | model)
         self.saving = False
 
     async def _leave(self, member: Member) -> None:
         while member.learner.encoding:
             await asyncio.sleep(0.01)
-        self._save(member.checkpoint(), self.values, self.applied)
+        self._save(member.checkpoint(), self._model())
 
     def _restore(self, member: Member) -> bool:
         saved: dict[str, Any] | None = self.process.load()
         if saved is None:
             return False
         member.restore(*saved["dump"])
-        self.values, self.applied = saved["values"], saved["applied"]
+        self.values, self.gradients, self.applied = saved["values"], saved["gradients"], saved["applied"]
         return True

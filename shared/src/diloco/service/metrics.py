@@ -209,7 +209,7 @@ class Exporter:
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._connections) >= MAX_CONNECTIONS:
-            # the oldest one gives way: whoever holds connections would else keep the probes from an answer
+            # the oldest one gives way: else one who holds connections keeps the probes from an answer
             self._connections.pop(next(iter(self._connections))).transport.abort()
         task = asyncio.ensure_future(self._serve(reader, writer))
         self._connections[task] = writer
