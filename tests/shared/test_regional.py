@@ -196,6 +196,31 @@ async def test_what_is_no_entry_and_no_notice_stops_no_owner(region: Region) -> 
     assert await log.region.before(0, 1) == notice.sequence
 
 
+async def test_false_notices_lead_no_owner_astray(region: Region) -> None:
+    """Any syncer may store notices. An owner goes by those whose entry is where they say."""
+    log, heads = region.log, list[tuple[bytes, int]]()
+    for epoch in (1, 2, 3):
+        await region.entry(epoch)
+        heads.append((region.replica.chain.head, region.fence))
+    first, second, third = heads
+    await log.region.notice(0, 0, 1, *first)
+    await log.region.notice(0, 0, 2, *second)
+    lies: list[tuple[int, int, int, bytes, int]] = [
+        (0, 0, 3, b"?" * 32, third[1]),  # of no entry
+        (0, 0, 3, third[0], 2**62),  # nowhere
+        (0, 0, 3, third[0], second[1]),  # elsewhere
+        (0, 2**61, 3, third[0], third[1]),  # of another version
+    ]
+    for lie in lies:
+        await log.region.notice(*lie)
+        newest = await log.region.last_notice(0)
+        assert newest is not None
+        assert (newest.entry_hash, newest.sequence) == second
+        assert await log.region.before(0, 1) == second[1]
+    await log.region.notice(0, 0, 3, *third)
+    assert await log.region.before(0, 1) == third[1]
+
+
 class Overtaken:
     """A region's log that has dropped version 0; while that is looked for, an owner gives ``home`` a keyframe, and goes on."""
 

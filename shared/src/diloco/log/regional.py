@@ -11,7 +11,7 @@ from diloco.core.chain import NO_ENTRY, Chain
 from diloco.core.quorum import CLAIM_STEP, EPOCH_STEP, MAX_COPIED, LogHead
 from diloco.errors import FenceError, MessageError, RunError
 from diloco.log.reader import Reader
-from diloco.log.stream import Head, LogStream, Packed, decode_keyframe
+from diloco.log.stream import Head, LogStream, Packed, decode_head, decode_keyframe
 from diloco.log.writer import Writer
 from diloco.process import observe
 from diloco.transport import Fence, Stored
@@ -92,34 +92,60 @@ class RegionalLog:
         await self.writer.append(self.stream.subjects.commit_notice(fragment), frame, [], b"", None)
 
     async def last_notice(self, fragment: int) -> CommitNotice | None:
-        """Return the newest notice; None if there is none. What is no notice is passed over."""
-        subject = self.stream.subjects.commit_notice(fragment)
-        stored = await self.stream.last(subject)
-        if stored is None:
-            return None
-        with contextlib.suppress(MessageError):
-            return self._notice(stored)
-        newest = None
-        async for stored in self.stream.by_now(subject):
-            with contextlib.suppress(MessageError):
-                newest = self._notice(stored)
-        return newest
+        """Return the newest true notice; None if there is none. Any syncer may store what is no notice, or a false one."""
+        stored = await self.stream.last(self.stream.subjects.commit_notice(fragment))
+        newest = None if stored is None else await self._true_notice(stored)
+        if stored is None or newest is not None:
+            return newest
+        return await self._newest_true([older async for older in self.stream.by_now(stored.subject)])
 
     async def before(self, fragment: int, version: int) -> int:
         """Return a stream sequence after which all entries of a committed version, and of later ones, are stored here."""
-        sequence = 0
+        earlier: list[Stored] = []
         async for stored in self.stream.by_now(self.stream.subjects.commit_notice(fragment)):
             try:
                 notice = self._notice(stored)
             except MessageError:
                 continue
-            if notice.version >= version:
+            if notice.version < version:
+                earlier.append(stored)
+            elif await self._is_true(notice):
                 break
-            sequence = notice.sequence
-        return sequence
+        found = await self._newest_true(earlier)
+        return found.sequence if found is not None else 0
+
+    async def _newest_true(self, notices: list[Stored]) -> CommitNotice | None:
+        for stored in reversed(notices):
+            notice = await self._true_notice(stored)
+            if notice is not None:
+                return notice
+        return None
+
+    async def _true_notice(self, stored: Stored) -> CommitNotice | None:
+        with contextlib.suppress(MessageError):
+            notice = self._notice(stored)
+            return notice if await self._is_true(notice) else None
+        return None
+
+    async def _is_true(self, notice: CommitNotice) -> bool:
+        """Whether the entry that a notice names is where it says; one that was purged is not."""
+        stored = await self.stream.get(notice.sequence)
+        with contextlib.suppress(MessageError):
+            if stored is not None:
+                head = decode_head(stored, self.stream.run)
+                named = head.record.fragment, head.record.version, head.entry_hash
+                return named == (notice.fragment, notice.version, notice.entry_hash)
+        return False
 
     def _notice(self, stored: Stored) -> CommitNotice:
-        return framing.unpack(stored.data, CommitNotice, self.stream.run)[0]
+        """Decode a notice of the fragment whose subject it is on.
+
+        Raises:
+            MessageError: it is none.
+        """
+        notice = self.stream.decode(stored)
+        assert isinstance(notice, CommitNotice)  # by its subject
+        return notice
 
     async def append_packed(self, packed: Packed, expected_sequence: int) -> int:
         """Append another region's entry here; as :meth:`diloco.log.writer.Writer.append_record`."""
