@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from tests.services.cluster import small, some_versions
 from tests.services.forking import Nursery
 from tests.services.guarded import CONTROL, Guarded, two_regions
@@ -30,12 +31,15 @@ LARGEST = 2**62
 LEARNERS, FRAGMENTS = 4, 4
 
 
-def lies(cluster: Guarded, number: int) -> Iterator[tuple[str, bytes]]:
-    """Announcements, notices and regional offers of every fragment, with the version that the learners apply next or later."""
+def lies(cluster: Guarded, number: int, announced: list[tuple[int, bool]]) -> Iterator[tuple[str, bytes]]:
+    """Announcements, notices and regional offers of every fragment.
+
+    ``announced``: how far ahead of the version that the learners have, and whether as a closing round.
+    """
     run = framing.run_id(RUN, cluster.settings.digest())
     versions = [min(heard[-1].versions[index] for heard in cluster.heartbeats.values()) for index in range(FRAGMENTS)]
     for index, version in enumerate(versions):
-        for ahead, closing in itertools.product((1, 2, 3), (False, True)):
+        for ahead, closing in announced:
             lie = Announcement(index, version + ahead, LARGEST, SYNCER, 0.0, closing, LARGEST, cluster.settings.round.steps, [])
             yield NAMES.round(index), framing.pack(lie, run)
         for sequence in (1, LARGEST):
@@ -46,7 +50,16 @@ def lies(cluster: Guarded, number: int) -> Iterator[tuple[str, bytes]]:
         yield subjects.log_part(NAMES.record(index), b"attempt.", 0), b"attempt.stray"
 
 
-async def test_no_syncer_of_another_region_stops_a_regions_merge(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "announced",
+    [
+        pytest.param([(1, True)], id="the last round"),
+        pytest.param([(2, False), (3, True), (2**40, True)], id="later rounds", marks=pytest.mark.slow),
+    ],
+)
+async def test_no_syncer_of_another_region_stops_a_regions_merge(
+    nursery: Nursery, tmp_path: Path, announced: list[tuple[int, bool]]
+) -> None:
     settings = small(
         learners=LEARNERS,
         tokens=10**9,
@@ -73,7 +86,7 @@ async def test_no_syncer_of_another_region_stops_a_regions_merge(nursery: Nurser
 
         async def lie() -> None:
             for number in itertools.count(1):
-                for subject, data in lies(cluster, number):
+                for subject, data in lies(cluster, number, announced):
                     for there in links:
                         client = there.link.control if ".round." in subject else there.link.bulk
                         await client.publish(subject, data)
