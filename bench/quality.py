@@ -169,7 +169,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         raise SystemExit("quality: only the built-in task has the shares this compares")
     if not arguments.json:
         print(f"{'run':28} seed  nats/byte")
-    for order, loss in ngram_losses(task.data.corpus.training_text(), task.data.corpus.held_out_text()).items():
+    for order, loss in ngram_losses(task.data.corpus.training_text(), task.data.corpus.to_evaluate.text).items():
         row(f"{order}-gram", None, loss)
     for directory in arguments.report:
         report = json.loads((directory / "report.json").read_text())

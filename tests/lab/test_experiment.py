@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,12 +12,13 @@ from typer.testing import CliRunner
 
 from diloco.errors import FormatError, SettingsError
 from diloco_lab.commands.experiment import lab
-from diloco_lab.experiment import answer, spec
+from diloco_lab.experiment import answer, record, spec, tuning
 from diloco_lab.experiment.methods import Measured
-from diloco_lab.experiment.runner import Results, jobs
+from diloco_lab.experiment.runner import ENVIRONMENT, Results, jobs
 from diloco_lab.experiment.spec import Arm
 from diloco_lab.experiment.statistics import paired, seeds_for
 from diloco_lab.experiment.store import Store
+from diloco_lab.paces.spec import PaceSpec
 
 TINY = """
 question = "Is a slow learner welcome?"
@@ -74,6 +78,10 @@ def test_every_experiment_that_comes_with_the_lab_can_be_read(name: str) -> None
         ('against = "equal"', 'against = "equals"', "names arm 'equals' .did you mean 'equal'"),
         ("factors = [1.0, 5.0]", "factors = [1.0, 0.5]", "pace"),
         ("seeds = 3", "seeds = 0", "seeds"),
+        ("[arms.equal]", "[arms.equal]\ntuned = { 'inner.rate' = [1, 2, 3] }", "no setting 'inner.rate'"),
+        ("[arms.equal]", "[arms.equal]\ntuned = { 'inner.learning_rate' = [1, 3, 2] }", "to try must rise"),
+        ("[arms.equal]", "[arms.equal]\ntuned = { 'inner.learning_rate' = [1, 3] }", "at least 3"),
+        ("seeds = 3", "seeds = 3\nbars = ['eqal']", "names arm 'eqal' .did you mean 'equal'"),
     ],
 )
 def test_what_is_unknown_or_wrong_in_a_file_is_named(tiny: Path, old: str, new: str, said: str) -> None:
@@ -129,7 +137,7 @@ def test_a_result_is_kept_by_all_that_it_depends_on(tiny: Path, tmp_path: Path) 
     assert [(job.arm, job.seed) for job in listed[:3]] == [("equal", 0), ("one-slow", 0), ("equal", 1)]
     assert len({job.path for job in listed}) == 6
     settings = listed[0].settings
-    other_pace = Arm(pace=spec.PaceSpec(step_s=0.2))
+    other_pace = Arm(pace=PaceSpec(step_s=0.2))
     paths = {store.path(Arm(), settings, None), store.path(other_pace, settings, None), store.path(Arm(), settings, "text")}
     assert len(paths) == 3
     assert listed[0].path in paths
@@ -139,6 +147,108 @@ def test_a_result_is_kept_by_all_that_it_depends_on(tiny: Path, tmp_path: Path) 
     listed[0].path.write_text("{")
     with pytest.raises(FormatError, match="delete the file"):
         store.get(listed[0].path)
+
+
+TUNED = """
+[arms.tuned]
+tuned = { "inner.learning_rate" = [0.01, 0.02, 0.04], "task.batch" = [2, 4, 8] }
+"""
+
+
+def test_the_best_combination_is_chosen_over_seeds_of_its_own(tiny: Path, tmp_path: Path) -> None:
+    tiny.write_text(TINY.replace("[arms.equal]", f"{TUNED}\n[arms.equal]"))
+    experiment = spec.load(str(tiny))
+    search = tuning.search(experiment)
+    assert search is not None
+    listed = list(jobs(search, Store(tmp_path / "out"), None))
+    assert len(listed) == 2 * 9
+    assert {job.seed for job in listed}.isdisjoint({job.seed for job in jobs(experiment, Store(tmp_path / "out"), None)})
+    # the least mean is that of 0.02 and 8, though 0.04 and 2 has the least single loss; one of 0.01 and 2 diverged
+    known: dict[tuple[float, float], list[float | None]] = {
+        (0.02, 8): [1.5, 1.5],
+        (0.04, 2): [1.2, 1.9],
+        (0.01, 2): [1.0, None],
+    }
+    losses: dict[tuple[str, int], Measured] = {}
+    for name, arm in search.arms.items():
+        at = (arm.settings["inner.learning_rate"], arm.settings["task.batch"])
+        for seed, loss in zip(search.seed_range, known.get(at, [2.0, 2.0]), strict=True):
+            losses[name, seed] = measured(loss)
+    found = tuning.tried(experiment, Results(losses, {}))
+    [choice] = tuning.choose(experiment, found)
+    assert choice == tuning.Choice("tuned", {"inner.learning_rate": 0.02, "task.batch": 8}, 1.5, 18, ["task.batch"])
+    assert "not bracketed: try further values of task.batch" in choice.sentence()
+    settled = tuning.settled(experiment, [choice])
+    chosen = settled.settings_of("tuned", 0)
+    assert (chosen.inner.learning_rate, chosen.task.batch) == (0.02, 8)
+    assert tuning.search(settled) is None
+
+
+def test_tuned_arms_get_equal_numbers_of_trials(tiny: Path) -> None:
+    one = "tuned = { 'inner.learning_rate' = [0.01, 0.02, 0.04] }"
+    tiny.write_text(TINY.replace("[arms.equal]", f"{TUNED}\n[arms.equal]\n{one}"))
+    with pytest.raises(SettingsError, match=r"equal numbers of trials, these do not: tuned 9, equal 3"):
+        spec.load(str(tiny))
+
+
+def test_every_arm_is_compared_with_the_bars(tiny: Path) -> None:
+    tiny.write_text(TINY.replace("seeds = 3", 'seeds = 3\nbars = ["equal"]'))
+    experiment = spec.load(str(tiny))
+    # +2 %, 0 %, +1 %: 1 % and 4.303 * 1 % / sqrt(3) = 2.5 %
+    equal, slow = answer.rows(experiment, results([1.0, 2.0, 3.0], [1.02, 2.0, 3.03]))
+    place = answer.head(experiment).index("above equal")
+    assert (equal[place], slow[place]) == ("-", "+1.0 ± 2.5 %")
+
+
+def test_raw_results_are_one_file_from_which_the_page_is_made_again(tiny: Path, tmp_path: Path) -> None:
+    tiny.write_text(TINY.replace("[arms.equal]", f"{TUNED}\n[arms.equal]"))
+    experiment, known = spec.load(str(tiny)), results([2.0, None, 2.1], [1.98, 5.0, 1.97])
+    known.failed["tuned", 1] = "trial: no end"
+    found = tuning.tried(experiment, Results({}, {}))
+    kept = record.Record("tiny", experiment, found, known, {"measured": "2026-11-23"})
+    path = tmp_path / f"tiny{record.SUFFIX}"
+    path.write_text(kept.encode())
+    again = record.read(path)
+    assert answer.markdown(again) == answer.markdown(kept)
+    assert again.asked == experiment
+    assert "tuned, seed 1, failed: trial: no end" in answer.markdown(again)
+    path.write_text(kept.encode().replace('"seed"', '"sead"'))
+    with pytest.raises(FormatError, match="no results of an experiment"):
+        record.read(path)
+
+
+def test_a_page_is_made_again_from_raw_results(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "page"
+    folder.mkdir()
+    kept = record.Record("tiny", spec.load(str(tiny)), [], results([2.0, 2.0], [1.98, 1.96]), {"measured": "2026-11-23"})
+    (folder / f"tiny{record.SUFFIX}").write_text(kept.encode())
+    file = tmp_path / "page.md"
+    file.write_text("# Mine\n\n<!-- lab: tiny -->\noutdated\n<!-- end -->\n\nBehind it.\n")
+    for _ in range(2):
+        assert CliRunner().invoke(lab, ["page", str(file)]).exit_code == 0
+        text = file.read_text()
+        assert text.startswith("# Mine\n\n<!-- lab: tiny -->\nIs a slow learner welcome?\n")
+        assert text.endswith("(page/tiny.svg)\n<!-- end -->\n\nBehind it.\n")
+        assert "| equal | 2 | 2.0000 |" in text
+        assert "outdated" not in text
+    assert "<circle" in (folder / "tiny.svg").read_text()
+    file.write_text("<!-- lab: other -->\n<!-- end -->\n")
+    ended = CliRunner().invoke(lab, ["page", str(file)])
+    assert isinstance(ended.exception, FormatError)
+    assert "diloco lab run other" in str(ended.exception)
+
+
+def test_a_trial_computes_in_one_thread() -> None:
+    code = """
+import jax, os
+jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64))).block_until_ready()
+names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+print(names.count("tf_XLAEigen"))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.strip() == "1"
 
 
 @pytest.mark.slow
@@ -155,6 +265,8 @@ def test_smoke_is_played_once_and_then_known(tmp_path: Path) -> None:
     first, again = CliRunner().invoke(lab, arguments), CliRunner().invoke(lab, arguments)
     assert first.exit_code == again.exit_code == 0
     assert first.stdout == again.stdout
-    assert len(list((tmp_path / "out").glob("*.json"))) == 6
+    assert len(list((tmp_path / "out").glob("*.json"))) == 6 + 1  # the trials', and all of them as one
+    read_again = record.read(tmp_path / "out" / "smoke.results.json")
+    assert (tmp_path / "out" / "smoke.md").read_text() == f"## smoke\n\n{answer.markdown(read_again)}"
     assert "decoupled ends" in (tmp_path / "out" / "smoke.md").read_text()
     assert "<circle" in (tmp_path / "out" / "smoke.svg").read_text()

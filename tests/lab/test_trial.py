@@ -13,7 +13,9 @@ from tests.services.test_up import Running, some_text
 from diloco.settings.presets import run_settings
 from diloco.wire import framing
 from diloco.wire.entries import Record
-from diloco_lab.trial import Result, Trial, steady
+from diloco_lab.paces import recorder
+from diloco_lab.paces.times import Paces, steady
+from diloco_lab.trial import Result, Trial
 from diloco_learner.task import load_task
 from diloco_ops.run_reader import opened
 
@@ -39,14 +41,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def play(text: str, tokens: int, speeds: tuple[float, float] = (0.1, 0.1), **changes: Any) -> Result:
+def play(text: str, tokens: int, paces: Paces | None = None, **changes: Any) -> Result:
     settings = run_settings("decoupled", SMALL | {"tokens": tokens} | changes)
-    return Trial(settings, load_task(settings.task, text), [steady(step_s) for step_s in speeds]).play()
+    return Trial(settings, load_task(settings.task, text), paces or Paces([steady(0.1), steady(0.1)])).play()
 
 
 @pytest.mark.slow
 def test_a_trial_trains_accounts_for_its_tokens_and_is_the_same_each_time(text: str) -> None:
-    first, again = (play(text, 60 * STEP_TOKENS, (0.1, 0.3)) for _ in range(2))
+    first, again = (play(text, 60 * STEP_TOKENS, Paces([steady(0.1), steady(0.3)])) for _ in range(2))
     assert first.state_hashes == again.state_hashes
     assert first.loss == again.loss < np.log(256) - 1  # it begins at ln 256
     # 60 steps of both together, and what a learner does before it hears that the budget is used up
@@ -80,5 +82,14 @@ async def test_in_lockstep_a_trial_makes_the_versions_of_a_live_run_bit_for_bit(
                 if stored.sequence >= end:
                     break
 
+    recorded = await recorder.record(directory, "a test")
     assert play(text, tokens, **LOCKSTEP).state_hashes == live
+    assert [(learner.name, learner.versions, len(learner.steps_ms)) for learner in recorded.learners] == [
+        ("learner-0", 1.0, 24),
+        ("learner-1", 1.0, 24),
+    ]
+    assert len(recorded.commits_ms) == sum(len(hashes) for hashes in live)
+    assert min(learner.begins_ms for learner in recorded.learners) == 0
+    # in each version is an offer of each learner; the last ones may be acknowledged after the end
+    assert all(len(learner.offers_ms) >= len(recorded.commits_ms) - 2 for learner in recorded.learners)
     assert min(len(hashes) for hashes in live) >= 5

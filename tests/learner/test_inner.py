@@ -62,7 +62,7 @@ def test_a_fresh_optimizer_in_mid_run_warms_up_by_steps() -> None:
 
 def test_first_update_by_hand() -> None:
     # after bias correction the first Adam update is g / (|g| + eps), whatever g's scale; the matrix decays, the vector not
-    inner = optimizer(settings_of(weight_decay=0.5, clip_norm=1e-3), [0, 0])
+    inner = optimizer(settings_of(optimizer="adamw", weight_decay=0.5, clip_norm=1e-3), [0, 0])
     params = {"matrix": jnp.full((2, 2), 4.0), "vector": jnp.full(2, 4.0)}
     gradients = {"matrix": jnp.array([[30.0, -30.0], [30.0, 30.0]]), "vector": jnp.array([30.0, -30.0])}
     updates, _ = inner.update(gradients, inner.init(params), params)

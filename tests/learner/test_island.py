@@ -42,7 +42,7 @@ class Quadratic:
         return path == "list/0"
 
 
-SETTINGS: RunSettings = run_settings(overrides={"inner.weight_decay": 0.0})
+SETTINGS: RunSettings = run_settings(overrides={"inner.weight_decay": 0.0, "inner.optimizer": "adamw"})
 
 
 @pytest.fixture

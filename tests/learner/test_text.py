@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from diloco.errors import DataError, SettingsError
+from diloco_learner.repeats import HeldOut
 from diloco_learner.text import Windows, load_corpus, validation_batches
 
 
@@ -24,7 +25,7 @@ def test_every_twentieth_file_is_held_out(tmp_path: Path) -> None:
     assert [path.stem for path in corpus.held_out] == ["019", "039"]
     assert len(corpus.training) == 39
     assert corpus.training_bytes == corpus.training_text().size == 3900
-    assert set(corpus.held_out_text()) == {20, 40}
+    assert set(corpus.to_evaluate.text) == {20, 40}
 
 
 def test_shares_are_files_in_turn(tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_shares_are_files_in_turn(tmp_path: Path) -> None:
 def test_single_file_holds_out_its_end_and_is_cut_into_parts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(1, 101)))
     corpus = load_corpus(str(tmp_path / "a.txt"))
-    assert list(corpus.held_out_text()) == [96, 97, 98, 99, 100]
+    assert list(corpus.to_evaluate.text) == [96, 97, 98, 99, 100]
     parts = [corpus.share(share, 3) for share in range(3)]
     assert [part.size for part in parts] == [31, 32, 32]
     np.testing.assert_array_equal(np.concatenate(parts), np.arange(1, 96))
@@ -137,12 +138,33 @@ def test_too_short_says_how_much_is_there_and_needed() -> None:
 
 def test_validation_is_spread_evenly() -> None:
     text = (np.arange(1 + 8 * 30) // 8).astype(np.uint8)
-    batches = validation_batches(text, 8, 2, 3, "text")
+    batches = validation_batches(HeldOut(text, 0, all_kept=False), 8, 2, 3, "text")
     assert [batch.shape for batch in batches] == [(2, 9)] * 3
     assert [int(row[0]) for batch in batches for row in batch] == [0, 5, 10, 15, 20, 25]
 
 
 def test_validation_too_short() -> None:
-    with pytest.raises(DataError, match=r"text: 16 bytes are held out.*takes 17"):
-        validation_batches(np.zeros(16, np.uint8), 8, 2, 3, "text")
-    assert len(validation_batches(np.zeros(17, np.uint8), 8, 2, 3, "text")) == 1
+    def of(size: int, repeated_bytes: int = 0, *, all_kept: bool = False) -> int:
+        return len(validation_batches(HeldOut(np.zeros(size, np.uint8), repeated_bytes, all_kept), 8, 2, 3, "text"))
+
+    assert of(17) == 1
+    with pytest.raises(DataError, match=r"text: 16 bytes are held out for validation, one batch.*takes 17"):
+        of(16)
+    with pytest.raises(DataError, match=r"16 bytes .* without the 1024 of passages that the training text has too, one batch"):
+        of(16, 1024)
+    with pytest.raises(DataError, match="16 bytes are held out for validation, one batch"):
+        of(16, 16, all_kept=True)
+
+
+def test_what_the_training_text_has_too_is_not_evaluated_on(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    table, own = (random.integers(32, 127, 2048, dtype=np.uint8).tobytes() for _ in range(2))
+    folder(tmp_path, 18)
+    (tmp_path / "a table.txt").write_bytes(table)
+    (tmp_path / "zz.txt").write_bytes(own[:1024] + table[500:1524] + own[1024:])
+    corpus = load_corpus(str(tmp_path))
+    assert [path.name for path in corpus.held_out] == ["zz.txt"]
+    assert corpus.to_evaluate.text.tobytes() == own
+    described = corpus.describe()
+    assert (described["held_out_bytes"], described["repeated_bytes"], described["evaluated_bytes"]) == (3072, 1024, 2048)
+    assert table in corpus.training_text().tobytes()

@@ -124,7 +124,7 @@ def test_only_the_damage_that_chaos_made_excuses_a_refusal() -> None:
         values = {"sender": sender, "kind": kind, "reason": f"no {sender}"} | more
         return Entry(at_s, "syncer-0", "warning", event, values, "")
 
-    made = [refused("ann", "HashError"), refused("diloco.run.pulse.bob", "FormatError")]
+    made = [refused("ann", "HashError"), refused("diloco.run.heartbeat.bob", "FormatError")]
     made.append(refused("syncer-1", "ChainError", sequence=7))
     other = [
         refused("syncer-1", "ChainError", sequence=8),
@@ -133,7 +133,7 @@ def test_only_the_damage_that_chaos_made_excuses_a_refusal() -> None:
         refused("ann", "stray", event="offers_dropped"),
     ]
     before, else_ = refused("cid", "HashError", at_s=1.0), refused("cid", "HashError", event="state_fresh")
-    found = Refusals.read([before, else_, *made, *other], 2.0, {"ann", "diloco.run.pulse.bob"}, {7})
+    found = Refusals.read([before, else_, *made, *other], 2.0, {"ann", "diloco.run.heartbeat.bob"}, {7})
     assert found.made == 3
     assert found.honest == [f"syncer-0 refused a message of {name}: no {name}" for name in ("syncer-1", "ann", "cid", "ann")]
 

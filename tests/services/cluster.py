@@ -43,10 +43,10 @@ from diloco.wire import framing
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Genesis, Record
 from diloco.wire.subjects import Subjects
+from diloco_ops.chaos import refusals
 
 Vector = NDArray[np.float32]
 READY = ("stepping", "waiting", "closing")  # to step; one that goes on from a checkpoint may have no step to take
-REFUSALS = ("message_refused", "offers_dropped", "state_refused", "entry_refused")
 DEADLINE_S = 60.0  # generous: only a failing test waits so long
 
 # A run of some two seconds: three learners of about 60 steps of 16 tokens, a round every 6. All that a test relies on is here.
@@ -447,7 +447,7 @@ class Cluster:
 
     def wronged(self) -> list[str]:
         """Messages of honest members that somebody refused: the first of each sender and kind."""
-        said = [(event, values) for event in REFUSALS for values in self.events(event)]
+        said = [(event, values) for event in refusals.EVENTS for values in self.events(event)]
         if self.forged:
             said = [(event, values) for event, values in said if values.get("kind") in ("ClaimError", "UnmergeableError")]
         return [f"{event}: {values}" for event, values in said if not self.liars & senders(values)]

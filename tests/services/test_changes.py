@@ -87,7 +87,7 @@ async def test_settings_change_while_the_run_goes_on(launch: Launch, capsys: pyt
     for log in folded:  # every version says what it was made with: the old until some version, then the new
         rates = [record.learning_rate for record in log.versions]
         assert rates == sorted(rates, reverse=True)
-        assert {rates[0], rates[-1]} == {0.7, 0.25}
+        assert {rates[0], rates[-1]} == {0.5, 0.25}
     verdict = await verify.check(path)
     assert verdict.holds, verdict
     assert "3 changes" in next(check.found for check in verdict.checks if check.name == "changes")

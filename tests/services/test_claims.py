@@ -7,15 +7,15 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import zstandard
 from blake3 import blake3
-from tests.services.cluster import Cluster, Events, check_accounts, small, some_versions
+from tests.services.cluster import Cluster, check_accounts, small, some_versions
 from tests.services.conftest import Launch
-from tests.services.secured import make_keys, members
+from tests.services.secured import guest, make_keys, members, serving
 from tests.services.toy import SAMPLES
 
 from diloco.control import admission, creation
@@ -24,12 +24,10 @@ from diloco.core import quantise
 from diloco.nats import identity
 from diloco.nats.registry import Registry
 from diloco.nats.transport import NatsTransport
-from diloco.process.observe import Logger
 from diloco.wire import framing
 from diloco.wire.body import Body
 from diloco.wire.entries import Record
 from diloco.wire.offers import Offer
-from diloco_ops.broker.server import Server
 from diloco_ops.keys.folder import Folder
 
 RUN = "claims"
@@ -126,9 +124,7 @@ class Liar:
 @contextlib.asynccontextmanager
 async def lying(launch: Launch, keys: Folder, tmp_path: Path) -> AsyncIterator[tuple[Cluster, Liar]]:
     """A run of two honest learners, held before their first step, and a liar that was admitted."""
-    server = Server(tmp_path / "nats", keys=keys.server_folder("nats"))
-    server.start()
-    try:
+    with serving(keys, tmp_path / "nats") as server:
         cluster = launch(small(**SETTINGS), server.url, RUN)
         cluster.identity = str(keys.path / "identities" / "{name}.identity")
         cluster.liars = {LIAR}
@@ -139,18 +135,14 @@ async def lying(launch: Launch, keys: Folder, tmp_path: Path) -> AsyncIterator[t
         await cluster.link()
         await cluster.all_ready()
         own = identity.load(keys.identity_file(LIAR))
-        link = await NatsTransport.open(server.url, server.url, LIAR, cast(Logger, Events()), 20.0, identity=own)
-        try:
+        async with guest(server, keys, LIAR) as stranger:
+            link = stranger.link
             run = Run(RUN, cluster.settings, await Registry.open(link, cluster.subjects.bucket, create=False))
             fragments = await creation.find_map(run)
             liar = Liar(cluster, link, run, fragments.fragments[0].size)
             digest = cluster.settings.digest()
             await admission.join(run, LIAR, liar.incarnation, fragments, digest, founds=False, grant=own.grant)
             yield cluster, liar
-        finally:
-            await link.close()
-    finally:
-        server.kill()
 
 
 async def honest_run(cluster: Cluster) -> None:
@@ -185,14 +177,13 @@ async def test_what_cannot_be_is_refused_and_values_that_no_merge_survives_are_l
         [told] = cluster.events("message_refused", "syncer-0")  # the first of its kind
         assert (told["sender"], told["kind"]) == (LIAR, "ClaimError")
         assert "lost" in told["reason"]
-        for toy in cluster.toys:
-            toy.step_s = 0.1  # the run is not to end before the last of it was seen
-        for value, event in ((3e37, "merge_not_finite"), (1e9, "merge_too_far")):  # both are held: they may be a learner's
-            cluster.gate.close()
-            await liar.offer(value)
-            cluster.gate.open()
-            await cluster.until(lambda event=event: bool(cluster.events(event, "syncer-0")), "it is named")  # type: ignore[misc]
-            await some_versions(cluster, 2)
+        with cluster.slowly():
+            for value, event in ((3e37, "merge_not_finite"), (1e9, "merge_too_far")):  # both are held: they may be a learner's
+                cluster.gate.close()
+                await liar.offer(value)
+                cluster.gate.open()
+                await cluster.until(lambda event=event: bool(cluster.events(event, "syncer-0")), "it is named")  # type: ignore[misc]
+                await some_versions(cluster, 2)
         cluster.hurry()
         named = [cluster.events(event, "syncer-0")[0] for event in ("merge_not_finite", "merge_too_far")]
         assert [values["learners"] for values in named] == [[LIAR], [LIAR]]

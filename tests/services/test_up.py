@@ -102,7 +102,7 @@ def story(gives_up: tuple[Running, str], tmp_path_factory: pytest.TempPathFactor
     text, directory = folder / "text.txt", folder / "mine"
     text.write_text(some_text())
     begin = ["up", "--learners", "2", "--shards", "1", "--tokens", str(BUDGET), "--plain", "--data", str(text)]
-    begin += ["--run-dir", str(directory), *slow(200)]  # so that there is time to look at it and stop it in the middle
+    begin += ["--run-dir", str(directory), *slow(400)]  # so that there is time to look at it and stop it in the middle
     for name, value in SETTINGS.items():
         begin += ["--set", f"{name}={value}"]
     up = Running(*begin)
@@ -119,7 +119,7 @@ def story(gives_up: tuple[Running, str], tmp_path_factory: pytest.TempPathFactor
         ended = up.end()
     status_of_stopped = Running("status", str(directory)).end()
     # slow enough for the learner that compiles last to take part
-    resume = Running("up", "--plain", "--run-dir", str(directory), *slow(25)).end()
+    resume = Running("up", "--plain", "--run-dir", str(directory), *slow(60)).end()
     return Story(directory, ended, status, status_json, logs, status_of_stopped, resume)
 
 
@@ -279,7 +279,7 @@ async def test_validation_loss_is_that_of_the_model_folded_from_the_log(nursery:
 def test_status_and_logs_of_an_ended_run(story: Story, diloco: Diloco) -> None:
     text, as_json = diloco("status", str(story.directory)), diloco("status", str(story.directory), "--json")
     assert (text.code, as_json.code) == (0, 0)
-    assert all(name in text.out for name in LEARNERS)
+    assert all(name in text.out for name in LEARNERS), text.out
     assert json.loads(as_json.out)["tokens_processed"] > 0
     lines = diloco("logs", str(story.directory), "--service", "learner-*")
     assert lines.code == 0

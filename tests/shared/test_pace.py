@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.core.pace import Average, first_due_steps, grace_s
+from diloco.core.pace import Average, Recent, first_due_steps, grace_s
 from diloco.settings.run import RoundSettings
 
 
@@ -49,3 +49,16 @@ def test_the_grace_window(factor: float, tau: float, step_s: float, quorum_s: fl
 def test_first_rounds_are_spread_over_one_interval(steps: int, fragments: int, expected: list[int]) -> None:
     settings = RoundSettings(steps=steps)
     assert [first_due_steps(settings, fragment, fragments) for fragment in range(fragments)] == expected
+
+
+def test_nine_of_ten_recent_values_are_no_higher() -> None:
+    recent = Recent()
+    assert recent.high() is None
+    recent.add(3.0)
+    assert recent.high() == 3.0
+    for value in (9.0, *range(1, 11)):
+        recent.add(float(value))
+    assert recent.high() == 9.0  # of 1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 9, 10 the eleventh
+    for _ in range(32):
+        recent.add(0.5)
+    assert recent.high() == 0.5

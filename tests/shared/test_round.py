@@ -306,6 +306,24 @@ def test_the_step_time_is_the_median_of_the_living() -> None:
     assert roster.step_s(6) == 0.1
 
 
+def test_the_grace_window_has_room_for_long_steps_and_not_for_one_pause() -> None:
+    """Ann's and bob's steps take 0.1 s and every fourth of them 0.5 s; bob pauses for a minute once."""
+    round_ = round_of(**{"round.overlap_steps": 2.0, "round.grace_factor": 0.5})
+    now_s = {"ann": 0.0, "bob": 0.0}
+    for step in range(1, 41):
+        for learner in now_s:
+            paused = learner == "bob" and step == 20
+            now_s[learner] += 60.0 if paused else 0.5 if step % 4 == 0 else 0.1
+            round_.roster.hear(heartbeat(learner, step, step_s=0.2), now_s[learner])
+    at_s = now_s["bob"]
+    round_.roster.hear(heartbeat("ann", 40, step_s=0.2), at_s)
+    assert round_.roster.long_step_s(at_s) == pytest.approx(0.5)
+    open_at(round_, at_s)
+    hold(round_, offer("ann", steps=3))
+    assert round_.poll(at_s) is None
+    assert round_.remaining_s(at_s) == pytest.approx(0.5 * 2 * 0.5)  # a window of mean steps would have 0.2 s
+
+
 # ---- the end of the budget: by what the log holds
 
 
@@ -1079,7 +1097,7 @@ def test_no_interleaving_merges_anything_twice(seed: int, quorum: object, grace:
 
 def test_such_interleavings_do_make_versions() -> None:
     # a guard of the property above, which would hold if nothing were ever merged
-    logs = [interleave(seed, 1, 0.9, 3) for seed in range(20)]
+    logs = [interleave(seed, 1, grace, 3) for seed in range(10) for grace in (0.0, 0.9)]
     merged = [(merge.version, offer) for log in logs for merge in log for offer in members_of(merge)]
     assert sum(len(log) for log in logs) > 100
     assert sum(offer.round < version for version, offer in merged) > 10  # late answers

@@ -137,7 +137,7 @@ def test_an_outer_adamw_takes_gradients_only(name: str, value: object, needed: o
 
 def test_all_that_an_outer_adamw_lacks_is_named() -> None:
     with pytest.raises(
-        SettingsError, match=r"round.steps = 24 .*round.learners_wait = .*carry.late = .*outer.learning_rate = 0.7"
+        SettingsError, match=r"round.steps = 24 .*round.learners_wait = .*carry.late = .*outer.learning_rate = 0.5"
     ):
         run_settings("decoupled", {"outer.optimizer": "adamw"})
     assert not run_settings("diloco").round.lockstep

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from tests.services.cluster import Events
 
 from diloco.core import tape
+from diloco.core.accounts import StepDone
 from diloco.core.lives import read_lives
-from diloco.core.tape import Apply, Data, Event, Header, Offer, Reload, Start, Step
+from diloco.core.tape import Apply, Data, Event, Header, Offer, Reload, Sent, Start, Step
 from diloco.errors import FormatError, RunError
+from diloco.member.taping import LearnerTape
 from diloco.process import tape as files
 from diloco.process.observe import Logger
 from diloco.process.tape import TapeFile
@@ -171,6 +173,19 @@ def test_lives_of_a_learner() -> None:
     assert one.at == {0: [Reload(0, 0, False)], 2: [Apply(0, 1)], 1: [Offer(2, 0, 1, 2, 4, DIGEST)]}
     assert (two.restored, two.steps, two.ranges()) == (DIGEST, 2, [(2, 42, 1), (5, 0, 1)])
     assert two.end == tape.End(True, DIGEST)
+
+
+def test_a_life_has_the_lengths_of_its_steps_and_of_the_ways_of_its_offers(tmp_path: Path) -> None:
+    writer = TapeFile(tmp_path, "learner-0", RUN, log()[1])
+    taped = LearnerTape(writer)
+    taped.start(Start(5, 100, (3, 4)), 50.0)
+    for number, now_s in enumerate([50.1004, 50.3008, 50.4004]):
+        taped.step(StepDone(64, 0, number, None, 0.1, 0.0), now_s)
+    writer.record(Sent(1, 30))
+    writer.close()
+    (life,) = read_lives(files.load(writer.path, RUN).events())
+    # whole milliseconds since the start: 100, 300 and 400, so that what is cut off does not add up
+    assert (life.steps, life.step_ms, life.sent_ms, life.at) == (3, [100, 200, 100], [30], {})
 
 
 def test_copy_of_the_state_stands_where_it_was_begun() -> None:

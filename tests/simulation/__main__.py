@@ -61,9 +61,10 @@ def main() -> int:
     parser.add_argument("--merged", action="store_true", help="of clusters in three regions that merge their own offers")
     parser.add_argument("--rollbacks", action="store_true", help="of clusters that are ordered back now and then")
     parser.add_argument("--faulty", action="store_true", help="of clusters in which a syncer's memory goes bad")
+    parser.add_argument("--hostile", action="store_true", help="of clusters whose heads a stranger stores nonsense on")
     parser.add_argument("--replay", type=int, metavar="SEED", help="play one schedule, and print what happened")
     arguments = parser.parse_args()
-    kind = {name: getattr(arguments, name) for name in ("regions", "merged", "rollbacks", "faulty")}
+    kind = {name: getattr(arguments, name) for name in ("regions", "merged", "rollbacks", "faulty", "hostile")}
     kind["regions"] |= kind["merged"]
     if arguments.replay is not None:
         return replay(arguments.replay, kind)

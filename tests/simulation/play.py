@@ -14,12 +14,12 @@ from tests.simulation.world import Outcome, World
 COLLECT_EVERY = 50  # schedules: each leaves cycles behind, and looking for them all the time takes a tenth of it
 
 
-def play(seed: int, regions: bool = False, merged: bool = False, rollbacks: bool = False, faulty: bool = False) -> Outcome:
+def play(seed: int, **kind: bool) -> Outcome:
     """One schedule, without its trace; with ``regions``, of a cluster in three of them; the rest as :class:`World` has it."""
     if seed % COLLECT_EVERY == 0:
         gc.collect()
     began_s = time.process_time()
-    outcome = World(seed, regions=regions, merged=merged, rollbacks=rollbacks, faulty=faulty).run()
+    outcome = World(seed, **kind).run()
     return replace(outcome, trace=[], cpu_s=time.process_time() - began_s)
 
 

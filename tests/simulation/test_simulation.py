@@ -70,6 +70,20 @@ def test_a_run_goes_on_when_a_syncer_s_memory_goes_bad_whatever_else_goes_wrong(
 
 
 @in_blocks(60, 15)
+@pytest.mark.parametrize("regions", [False, True])
+def test_nonsense_on_the_heads_of_fragments_takes_nothing_from_a_run_whatever_goes_wrong(seeds: range, regions: bool) -> None:
+    total: Counter[str] = Counter()
+    failed = {}
+    for outcome in play_all(seeds, hostile=True, regions=regions).outcomes:
+        total.update(outcome.stats)
+        if outcome.error is not None:
+            failed[outcome.seed] = repr(outcome.error)
+    assert not failed, f"replay with `python -m tests.simulation --hostile{' --regions' * regions} --replay SEED`: {failed}"
+    assert total["nonsense stored"] > 8 * len(seeds)
+    assert total["version"] > 5 * len(seeds)
+
+
+@in_blocks(60, 15)
 def test_a_run_that_is_ordered_back_goes_back_once_whatever_goes_wrong(seeds: range) -> None:
     play_rollbacks(seeds, {})
 

@@ -360,6 +360,7 @@ class World(virtual.World):
     """One schedule, of the variant with that number or (None) of the one that the seed draws; ``merged`` is for ``regions``.
 
     ``rollbacks``: somebody orders the run back now and then. ``faulty``: the memory of a syncer is bad for a moment.
+    ``hostile``: a syncer that is none of these stores what is no entry among the heads of fragments.
     """
 
     def __init__(
@@ -372,6 +373,7 @@ class World(virtual.World):
         merged: bool = False,
         rollbacks: bool = False,
         faulty: bool = False,
+        hostile: bool = False,
     ) -> None:
         super().__init__(seed, REGIONS if regions else ())
         self.seed = seed
@@ -429,10 +431,29 @@ class World(virtual.World):
         self.goes_wrong = False  # the next version that is made
         for _ in range(drawing.randint(1, 2) if faulty else 0):
             self.later(drawing.uniform(0.5, self.chaos.until_s + 1), self._go_wrong)
+        if hostile:
+            strange = random.Random(f"heads {seed}")  # likewise
+            self.later(strange.uniform(0.5, 2.0), self._store_nonsense, strange, strange.choice((0.02, 0.1, 0.5)))
         self.later(self.chaos.until_s, self._calm)
 
     def _server_s(self, began_s: float) -> float:
         return began_s + self.now_s
+
+    def _store_nonsense(self, rng: random.Random, every_s: float) -> None:
+        """Store what is no entry where entries or keyframes stand, or an old one again; then wait for the next time."""
+        server = self.servers[rng.choice(REGIONS) if self.regional else CONTROL]
+        log, fragment = server.streams.get(self.subjects.log_stream), rng.randrange(self.settings.fragments.count)
+        subject = rng.choice((*3 * (self.subjects.record(fragment),), self.subjects.keyframe(fragment)))
+        stored = log.by_subject.get(subject) if log is not None and self.reference.logs and not self._is_ending() else None
+        if log is not None and stored:
+            old = log.get(rng.choice(stored))
+            assert old is not None
+            whole = self.regional is None and subject == self.subjects.record(fragment)  # elsewhere it would be one again
+            log.store(subject, rng.choice((b"", rng.randbytes(9), old.data[:-1], *(old.data,) * whole)), self.now_s)
+            self.stats["nonsense stored"] += 1
+            self.wake_all()
+        if not self.calm or rng.random() < 0.9:  # some time longer than all else that goes wrong
+            self.later(rng.expovariate(1 / every_s), self._store_nonsense, rng, every_s)
 
     def _go_wrong(self) -> None:
         self.goes_wrong = not self._is_ending()

@@ -17,10 +17,10 @@ async def test_one_is_due_when_the_log_has_grown_by_its_size_times_the_factor(li
     copy, size_bytes = owner.copy, keyframe_bytes(64, 1)
     keyframes = Keyframes(begun.context, copy)
     copy.log_bytes = 2 * size_bytes - 1
-    await keyframes.keep(copy.fence)
+    await keyframes.keep()
     assert len(await store.reader.keyframe_sequences(0)) == 1
     copy.log_bytes += 1
-    await keyframes.keep(copy.fence)
+    await keyframes.keep()
     sequences = await store.reader.keyframe_sequences(0)
     assert (len(sequences), copy.keyframe_sequence, copy.log_bytes) == (2, sequences[-1], 0)
 
@@ -32,11 +32,11 @@ async def test_one_is_due_at_once_after_a_newer_one_that_is_damaged_which_does_n
     owner, store = await begun.taken_over(), begun.context.store
     keyframes = Keyframes(begun.context, owner.copy)
     first = owner.copy.keyframe_sequence
-    await keyframes.store(owner.copy.fence)
+    await keyframes.store()
     owner.copy.refused, owner.copy.keyframe_sequence = (owner.copy.keyframe_sequence,), first
-    await keyframes.keep(owner.copy.fence)
+    await keyframes.keep()
     assert len(await store.reader.keyframe_sequences(0)) == 3, "two that are whole, and the damaged one between them"
-    await keyframes.keep(owner.copy.fence)
+    await keyframes.keep()
     assert len(await store.reader.keyframe_sequences(0)) == 3, "the newest is whole again"
 
 
@@ -55,9 +55,10 @@ async def test_the_oldest_are_dropped_whether_one_object_keeps_them_or_one_for_e
     assert (await begun.owner()).chain.version == 4
 
 
-async def test_behind_an_entry_that_is_not_the_last_one_nothing_is_stored(link: NatsTransport) -> None:
+async def test_of_a_fragment_that_another_syncer_has_taken_over_nothing_is_stored(link: NatsTransport) -> None:
     begun = await begin(link)
     owner = await begun.taken_over()
+    await begun.taken_over(context=begun.another("syncer-1"))
     with pytest.raises(FenceError):
-        await owner.keyframes.store(owner.copy.fence - 1)
+        await owner.keyframes.store()
     assert len(await begun.context.store.reader.keyframe_sequences(0)) == 1

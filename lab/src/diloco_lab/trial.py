@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,12 +20,15 @@ from diloco.core.accounts import StepDone
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import RunError
 from diloco.member.member import Member
+from diloco.member.peer import Layout
 from diloco.process.observe import Logger, get_logger
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings, SyncerSettings
 from diloco.wire import framing
 from diloco.wire.entries import Record
 from diloco.wire.subjects import Subjects
+from diloco_lab.paces.times import Clock, Paces
+from diloco_lab.virtual.server import matches
 from diloco_lab.virtual.transport import CONTROL
 from diloco_lab.virtual.world import Process, World
 from diloco_learner.feed import Feed
@@ -39,18 +42,6 @@ RUN = "trial"
 IDLE_S = 0.05  # a learner that waits looks again
 LIMIT_S = 1e7  # virtual: four months
 
-Pace = Callable[[], Iterator[float]]  # seconds of one step after another, without end
-
-
-def steady(step_s: float) -> Pace:
-    """Return the pace of a machine whose every step takes as long."""
-
-    def steps() -> Iterator[float]:
-        while True:
-            yield step_s
-
-    return steps
-
 
 @dataclass(frozen=True)
 class Result:
@@ -60,7 +51,10 @@ class Result:
         loss: of the global model, rebuilt from the log, on the task's validation batches, in the task's units.
         versions: by fragment.
         members: learners merged into a version, on average.
-        tokens, merged: processed by all learners; merged, on average over fragments.
+        tokens: processed by all learners.
+        merged, lost, held: shares of them, on average over fragments: in a version; in none, by the run's rules or because
+            their process was killed; neither, with a learner at the end.
+        shares: of the versions, by learner: in how many it is.
         bytes_up: sent by a learner, on average.
         state_hashes: by fragment, of every version in order.
         virtual_s, wall_s: the run's time, and this machine's.
@@ -71,6 +65,9 @@ class Result:
     members: float
     tokens: int
     merged: float
+    lost: float
+    held: float
+    shares: list[float]
     bytes_up: float
     state_hashes: list[list[bytes]]
     virtual_s: float
@@ -79,7 +76,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run to be played; ``paces`` has one for each learner.
+    """A run to be played, in those times.
 
     Raises (:meth:`play`):
         RunError: a process failed, or the run did not come to its end.
@@ -87,7 +84,7 @@ class Trial:
 
     settings: RunSettings
     task: Task
-    paces: Sequence[Pace]
+    paces: Paces
 
     def play(self) -> Result:
         """Train to the end of the token budget."""
@@ -107,16 +104,43 @@ class _Training(World):
         super().__init__(trial.settings.seed)
         self.trial, self.settings = trial, trial.settings
         self.logger: Logger = get_logger()
-        first = Island(trial.task, trial.settings)
-        self.islands = [first, *(first.twin() for _ in trial.paces[1:])]
-        specs = [TensorSpec(*tensor) for tensor in self.islands[0].tensors()]
+        self.first = Island(trial.task, trial.settings)  # never trained: all processes begin as its twins
+        specs = [TensorSpec(*tensor) for tensor in self.first.tensors()]
         self.map: FragmentMap = build_map(specs, self.settings.fragments.count, self.settings.fragments.strategy)
-        self.members: list[Member | None] = [None] * len(trial.paces)
-        self.processes = [Process(self, "creator", CONTROL, self._create)]
-        self.processes += [Process(self, f"syncer-{i}", CONTROL, self._sync) for i in range(self.settings.shards)]
-        self.processes += [Process(self, f"learner-{i}", CONTROL, partial(self._learn, i)) for i in range(len(self.islands))]
-        for process in self.processes:
+        paces = trial.paces.learners
+        self.members: list[Member | None] = [None] * len(paces)
+        self.trained = 0  # tokens
+        self.steps, self.offers = [Clock(pace.steps) for pace in paces], [Clock(pace.offers) for pace in paces]
+        self.commits, self.subjects = Clock(trial.paces.commits), Subjects(RUN)
+        others = [Process(self, "creator", CONTROL, self._create)]
+        others += [Process(self, f"syncer-{i}", CONTROL, self._sync) for i in range(self.settings.shards)]
+        self.learners = [_Learner(self, i) for i in range(len(paces))]
+        self.processes = [*others, *self.learners]
+        for process in others:
             process.start()
+        for learner, pace in zip(self.learners, paces, strict=True):
+            self._at(pace.begins_s, learner.start)
+            for from_s, until_s in pace.away:
+                self._at(from_s, learner.crash, "away")
+                self._at(until_s, learner.start)
+
+    def _at(self, when_s: float, action: Callable[..., object], *args: object) -> None:
+        if when_s:
+            self.later(when_s, action, *args)
+        else:
+            action(*args)
+
+    def append_s(self, process: Process, subject: str) -> float:
+        """Return how much longer an offer or a record takes than any other message."""
+        if isinstance(process, _Learner):
+            return self.offers[process.index].next_s() if matches(self.subjects.offer("*"), subject) else 0.0
+        return self.commits.next_s() if matches(self.subjects.record("*"), subject) else 0.0
+
+    def look_for_end(self) -> None:
+        """End when all have that are there: who is away when the run ends does not come back."""
+        over = all(process.ended for process in self.processes if not isinstance(process, _Learner))
+        if over and all(learner.ended or not learner.alive for learner in self.learners):
+            self.scheduler.stopped = True
 
     async def _create(self, process: Process) -> None:
         await creation.create(process.transport, RUN, self.settings)
@@ -128,29 +152,35 @@ class _Training(World):
         )
         await shard.serve()
 
-    async def _learn(self, index: int, process: Process) -> None:
+    async def learn(self, index: int, process: Process) -> None:
+        """Train a learner to the end of the run, from the log and a peer's optimizer state on."""
         run = await creation.find(process.transport, RUN, self.logger)
         settings = LearnerSettings(name=process.name, run=RUN, share=index)
         member = self.members[index] = Member(process.transport, run, self.map, settings, self.logger)
-        island, tokens = self.islands[index], self.trial.task.tokens_per_batch
+        island, tokens = self.first.twin(), self.trial.task.tokens_per_batch
         await member.join(lambda: [island.read(fragment).to_host() for fragment in self.map.fragments])
         member.count_steps(tokens)
         loan = await member.borrow(island.optimizer_layout())
         if loan is not None:
             island.load_optimizer(loan.arrays)
         feed = Feed(self.trial.task, run.created, member.leased, self.logger)
-        pace, batch, done = self.trial.paces[index](), next(feed), None
+        batch, done = next(feed), None
         while True:
             boundary = member.boundary(done)
             done = None
             carry_out(boundary, island, member, self.settings)
+            if member.lender.wanted:
+                state = island.copy_optimizer()
+                arrays = {name: np.asarray(values) for name, values in state.items()}
+                member.lend(member.step, member.versions(), Layout.of(state), arrays)
             if boundary.finished:
                 break
             if boundary.stop or boundary.wait:
                 await asyncio.sleep(IDLE_S)
                 continue
-            output, step_s = island.step(batch.data, learning_rate(self.settings, member.moment())), next(pace)
+            output, step_s = island.step(batch.data, learning_rate(self.settings, member.moment())), self.steps[index].next_s()
             await asyncio.sleep(step_s)
+            self.trained += tokens
             done = StepDone(tokens, batch.share, batch.index, output.wait(), step_s, 0.0)
             batch = next(feed)
         await member.close()
@@ -158,26 +188,46 @@ class _Training(World):
     def result(self, wall_s: float) -> Result:
         """Evaluate the global model, and count what the log has."""
         members = [member for member in self.members if member is not None]
-        island = self.islands[0]
+        island = self.first
         for fragment, state in zip(self.map.fragments, members[0].learner.fragments, strict=True):
             assert state.values is not None
             island.write(fragment, state.values.base.copy())
-        identity, log = framing.run_id(RUN, self.settings.digest()), Subjects(RUN)
+        identity, log = framing.run_id(RUN, self.settings.digest()), self.subjects
         stream = self.control.streams[log.log_stream]
         records: list[list[Record]] = []
         for fragment in self.map.fragments:
             heads = [stream.get(sequence) for sequence in stream.by_subject.get(log.record(fragment.index), ())]
             entries = [framing.unpack(head.data, Record, identity)[0] for head in heads if head is not None]
             records.append([entry for entry in entries if entry.makes_version])
-        tokens = sum(member.learner.accounts.tokens for member in members)
+        merged = float(np.mean([entries[-1].tokens_merged for entries in records])) / self.trained
+        held = float(np.mean([[state.delta.tokens for state in member.learner.fragments] for member in members]))
+        held *= len(members) / self.trained
+        versions = [{member.learner for member in entry.members} for entries in records for entry in entries]
         return Result(
             loss=island.evaluate(),
             versions=[len(entries) for entries in records],
-            members=float(np.mean([len(entry.members) for entries in records for entry in entries])),
-            tokens=tokens,
-            merged=float(np.mean([entries[-1].tokens_merged for entries in records])) / tokens,
+            members=float(np.mean([len(members) for members in versions])),
+            tokens=self.trained,
+            merged=merged,
+            lost=1 - merged - held,
+            held=held,
+            shares=[float(np.mean([learner.name in members for members in versions])) for learner in self.learners],
             bytes_up=float(np.mean([member.transport.bytes_out for member in members])),
             state_hashes=[[entry.state_hash for entry in entries] for entries in records],
             virtual_s=self.now_s,
             wall_s=wall_s,
         )
+
+
+class _Learner(Process):
+    """A learner's process, which comes and goes."""
+
+    def __init__(self, world: _Training, index: int) -> None:
+        super().__init__(world, f"learner-{index}", CONTROL, partial(world.learn, index))
+        self.index, self._members = index, world.members
+
+    def crash(self, why: str) -> None:
+        """Kill it at once: what it held is lost."""
+        if self.alive:
+            self._members[self.index] = None
+        super().crash(why)

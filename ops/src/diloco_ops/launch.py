@@ -47,6 +47,7 @@ ONE_THREAD = {  # of computation, for a process that shares this machine's cores
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    "PJRT_NPROC": "1",  # JAX 0.10 has a pool of a thread a core else, whatever XLA_FLAGS says
 }
 
 

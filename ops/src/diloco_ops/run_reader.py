@@ -18,7 +18,6 @@ from diloco.control.creation import Run
 from diloco.core.chain import Chain
 from diloco.core.fragments import FragmentMap
 from diloco.errors import BrokerError, RunError
-from diloco.log.entries import contradicts
 from diloco.log.log import Log
 from diloco.log.reader import Loaded
 from diloco.log.stream import Head, pass_over
@@ -154,7 +153,7 @@ async def _read_chain(log: Log, fragment: int, genesis: Genesis, genesis_check: 
             heads = [head async for head in log.entries.heads(pass_over, begins + 1, stop, fragment=fragment)]
         chain, _ = newest_line(chain, heads)
         # a takeover that does not follow: its writer knows that the keyframe stands after a wrong entry
-        if not any(contradicts(head.record, chain) for head in heads):
+        if not any(chain.contradicted_by(head.record) for head in heads):
             return chain
         first, before = first or chain, begins
         if not begins:

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -19,9 +19,13 @@ from rich.table import Table
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
 from diloco_lab.commands.files import write
-from diloco_lab.experiment import answer, runner, spec
+from diloco_lab.commands.record import record
+from diloco_lab.experiment import answer, runner, spec, tuning
+from diloco_lab.experiment import page as pages
+from diloco_lab.experiment import record as record_files
 from diloco_lab.experiment.methods import Measured
-from diloco_lab.experiment.runner import Job
+from diloco_lab.experiment.record import Record
+from diloco_lab.experiment.runner import Job, Results
 from diloco_lab.experiment.store import Store, code_digest
 
 lab = typer.Typer(no_args_is_help=True, help="Experiments on model quality: training runs in virtual time, over paired seeds.")
@@ -36,7 +40,9 @@ def list_() -> None:
         table.add_column(column)
     for name in spec.named():
         experiment = spec.load(name)
-        table.add_row(name, str(experiment.seeds * len(experiment.arms)), experiment.question)
+        search = tuning.search(experiment)
+        trials = sum(one.seeds * len(one.arms) for one in (search, experiment) if one is not None)
+        table.add_row(name, str(trials), experiment.question)
     Console().print(table)
 
 
@@ -61,11 +67,15 @@ def run(
     if not chosen:
         raise SettingsError("lab run: name an experiment, or say --all; diloco lab list shows them")
     said: dict[str, object] = {}
+    playing = _Playing(Store(out), data, jobs, max_hours, memory_gib)
     for name in dict.fromkeys(chosen):
         experiment = _narrowed(spec.load(name), arms, seeds)
-        said[Path(name).stem] = _run(Path(name).stem, experiment, Store(out), data, jobs, max_hours, memory_gib)
+        said[Path(name).stem] = _run(Path(name).stem, experiment, playing)
     if json_:
         typer.echo(json.dumps(said, indent=2))
+
+
+lab.command()(record)
 
 
 def _narrowed(experiment: spec.Experiment, arms: list[str] | None, seeds: int | None) -> spec.Experiment:
@@ -75,40 +85,91 @@ def _narrowed(experiment: spec.Experiment, arms: list[str] | None, seeds: int | 
             if name not in experiment.arms:
                 raise SettingsError(f"--arm {name}: no such arm{nearest(name, list(experiment.arms))}")
         kept = [claim for claim in experiment.claims if {claim.arm, claim.against} <= set(arms)]
-        changed |= {"arms": {name: arm for name, arm in experiment.arms.items() if name in arms}, "claims": kept}
+        bars = [bar for bar in experiment.bars if bar in arms]
+        changed |= {
+            "arms": {name: experiment.arms[name] for name in experiment.arms if name in arms},
+            "bars": bars,
+            "claims": kept,
+        }
     return experiment.model_copy(update=changed)
 
 
-def _run(
-    name: str, experiment: spec.Experiment, store: Store, data: str | None, jobs: int, max_hours: float, memory_gib: float
-) -> list[dict[str, object]]:
-    wanted = list(runner.jobs(experiment, store, data))
-    missing = [job for job in wanted if not job.path.exists()]
+@lab.command()
+def page(
+    path: Annotated[Path, typer.Argument(metavar="PAGE.md", help="With blocks <!-- lab: NAME --> ... <!-- end -->.")],
+    results: Annotated[Path | None, typer.Option(help="Folder of NAME.results.json; default: one named as the page.")] = None,
+) -> None:
+    """Make a page's tables, sentences and pictures again from raw results."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: cannot be read: {error}") from None
+    filled, drawn = pages.fill(text, results or path.with_suffix(""))
+    for file, picture in drawn.items():
+        write(file, picture)
+    write(path, filled)
+
+
+@dataclass(frozen=True)
+class _Playing:
+    """How trials are played: where their results are kept, on which text, so many at once, and how long it may take."""
+
+    store: Store
+    data: str | None
+    jobs: int
+    max_hours: float
+    memory_gib: float
+
+    def play(self, name: str, experiment: spec.Experiment, follows: int = 0) -> Results:
+        """Play all trials that are not in the store; ``follows``: so many come after them, which count for the estimate.
+
+        Raises:
+            SettingsError: they would take longer, or more memory, than is allowed.
+        """
+        wanted = list(runner.jobs(experiment, self.store, self.data))
+        missing = [job for job in wanted if not job.path.exists()]
+        _console.print(f"{len(wanted)} trials, {len(wanted) - len(missing)} of them in {self.store.folder}")
+        if missing:
+            self._allow(name, experiment, missing, follows)
+        began_s, left = time.monotonic(), len(missing)
+
+        def done(job: Job, result: Measured | str) -> None:
+            nonlocal left
+            left -= 1
+            each_s = (time.monotonic() - began_s) / (len(missing) - left)
+            ended = result if isinstance(result, str) else ("diverged" if result.loss is None else f"{result.loss:.4f}")
+            _console.print(f"  {job.arm}, seed {job.seed}: {ended}; {left} left, {_long(left * each_s)}", highlight=False)
+
+        return runner.play_all(experiment, self.store, self.data, self.jobs, done)
+
+    def _allow(self, name: str, experiment: spec.Experiment, missing: list[Job], follows: int) -> None:
+        costs = runner.costs(experiment, self.data)
+        total_s = sum(costs[job.arm].trial_s for job in missing) / self.jobs
+        total_s *= 1 + follows / len(missing)
+        gib = self.jobs * max(costs[job.arm].memory_bytes for job in missing) / 2**30
+        later = f", {follows} trials that follow included" if follows else ""
+        _console.print(f"about {_long(total_s)} and {gib:.1f} GiB, {self.jobs} at once{later}")
+        if total_s > 3600 * self.max_hours:
+            raise SettingsError(
+                f"{name}: about {_long(total_s)}, more than --max-hours {self.max_hours:g}; allow more, or fewer --seeds"
+            )
+        if gib > self.memory_gib:
+            raise SettingsError(
+                f"{name}: about {gib:.1f} GiB, more than --memory-gib {self.memory_gib:g}; allow more, or fewer --jobs"
+            )
+
+
+def _run(name: str, experiment: spec.Experiment, playing: _Playing) -> list[dict[str, object]]:
     _console.print(f"[bold]{name}[/]: {experiment.question}")
-    _console.print(f"{len(wanted)} trials, {len(wanted) - len(missing)} of them in {store.folder}")
-    if missing:
-        costs = runner.costs(experiment, data)
-        total_s = sum(costs[job.arm].trial_s for job in missing) / jobs
-        gib = jobs * max(costs[job.arm].memory_bytes for job in missing) / 2**30
-        _console.print(f"about {_long(total_s)} and {gib:.1f} GiB, {jobs} at once")
-        if total_s > 3600 * max_hours:
-            raise SettingsError(
-                f"{name}: about {_long(total_s)}, more than --max-hours {max_hours:g}; allow more, or fewer --seeds"
-            )
-        if gib > memory_gib:
-            raise SettingsError(
-                f"{name}: about {gib:.1f} GiB, more than --memory-gib {memory_gib:g}; allow more, or fewer --jobs"
-            )
-    began_s, left = time.monotonic(), len(missing)
-
-    def done(job: Job, result: Measured | str) -> None:
-        nonlocal left
-        left -= 1
-        each_s = (time.monotonic() - began_s) / (len(missing) - left)
-        ended = result if isinstance(result, str) else ("diverged" if result.loss is None else f"{result.loss:.4f}")
-        _console.print(f"  {job.arm}, seed {job.seed}: {ended}; {left} left, {_long(left * each_s)}")
-
-    results = runner.play_all(experiment, store, data, jobs, done)
+    found: list[tuning.Tried] = []
+    search, asked = tuning.search(experiment), experiment
+    if search is not None:
+        found = tuning.tried(experiment, playing.play(name, search, experiment.seeds * len(experiment.arms)))
+        choices = tuning.choose(experiment, found)
+        for choice in choices:
+            _console.print(f"* {choice.sentence()}", highlight=False)
+        experiment = tuning.settled(experiment, choices)
+    results = playing.play(name, experiment)
     where = {
         "measured": datetime.now(UTC).date().isoformat(),
         "code": code_digest()[:12],
@@ -116,11 +177,12 @@ def _run(
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
-    page = answer.markdown(name, experiment, results, where)
-    write(store.folder / f"{name}.md", page)
-    write(store.folder / f"{name}.svg", answer.picture(experiment, results))
+    record = Record(name, asked, found, results, where)
+    write(playing.store.folder / f"{name}{record_files.SUFFIX}", record.encode())
+    write(playing.store.folder / f"{name}.md", f"## {name}\n\n{answer.markdown(record)}")
+    write(playing.store.folder / f"{name}.svg", answer.picture(experiment, results))
     table = Table(box=None)
-    for column in answer.HEAD:
+    for column in answer.head(experiment):
         table.add_column(column)
     for row in answer.rows(experiment, results):
         table.add_row(*row)

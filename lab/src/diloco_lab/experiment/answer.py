@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 import numpy as np
 
+from diloco_lab.experiment.record import Record
 from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.spec import Claim, Experiment
 from diloco_lab.experiment.statistics import Paired, paired, seeds_for
+from diloco_lab.experiment.tuning import choose, settled, wording
 
 MARGIN = 0.01  # the difference that a claim should be able to tell
 _WIDTH, _ROW, _LEFT, _RIGHT = 720, 30, 190, 24
@@ -42,12 +44,17 @@ def verdicts(experiment: Experiment, results: Results) -> list[Verdict]:
     """Judge the claims by the seeds that both arms have ended; what diverged is in no average."""
     judged: list[Verdict] = []
     for claim in experiment.claims:
-        one, other = losses(results, claim.arm), losses(results, claim.against)
-        seeds = sorted(one.keys() & other.keys())
-        if seeds:
-            found = paired([one[seed] for seed in seeds], [other[seed] for seed in seeds])
+        found = compared(results, claim.arm, claim.against)
+        if found is not None:
             judged.append(Verdict(claim, found, None if found.bound is None else found.bound <= claim.below))
     return judged
+
+
+def compared(results: Results, arm: str, bar: str) -> Paired | None:
+    """Compare an arm with another over the seeds that both have ended; None: there are none, or it is the same arm."""
+    one, other = losses(results, arm), losses(results, bar)
+    seeds = sorted(one.keys() & other.keys())
+    return paired([one[seed] for seed in seeds], [other[seed] for seed in seeds]) if seeds and arm != bar else None
 
 
 def losses(results: Results, arm: str) -> dict[int, float]:
@@ -57,7 +64,7 @@ def losses(results: Results, arm: str) -> dict[int, float]:
 
 
 def rows(experiment: Experiment, results: Results) -> list[list[str]]:
-    """Return the table's rows: arm, seeds, loss and its spread, learners a version, merged, bytes a token, diverged, failed."""
+    """Return the table's rows, one an arm, as :func:`head` names them."""
     table: list[list[str]] = []
     for arm in experiment.arms:
         known = losses(results, arm)
@@ -76,6 +83,7 @@ def rows(experiment: Experiment, results: Results) -> list[list[str]]:
                 str(len(values)),
                 mean,
                 spread,
+                *(_above(compared(results, arm, bar)) for bar in experiment.bars),
                 f"{np.mean(members):.2f}" if members else "-",
                 _percent(float(np.mean(merged))) if merged else "-",
                 f"{np.mean(sent):.2f}" if sent else "-",
@@ -85,17 +93,37 @@ def rows(experiment: Experiment, results: Results) -> list[list[str]]:
     return table
 
 
-HEAD = ["arm", "seeds", "loss", "spread", "learners a version", "merged", "bytes sent a token", "diverged"]
+def head(experiment: Experiment) -> list[str]:
+    """Return the names of the table's columns."""
+    above = [f"above {bar}" for bar in experiment.bars]
+    return ["arm", "seeds", "loss", "spread", *above, "learners a version", "merged", "bytes sent a token", "diverged"]
 
 
-def markdown(name: str, experiment: Experiment, results: Results, where: Mapping[str, str]) -> str:
-    """Return the page: question, table, sentences, and where and when it was measured."""
-    lines = [f"## {name}", "", experiment.question, "", "| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in rows(experiment, results)]
-    lines += ["", *(f"* {verdict.sentence()}" for verdict in verdicts(experiment, results))]
+def markdown(record: Record) -> str:
+    """Return the page: question, table, sentences, what was tried to tune the arms, and where and when it was measured."""
+    choices = choose(record.asked, record.tried)
+    experiment, results = settled(record.asked, choices), record.results
+    lines = [experiment.question, "", *_table(head(experiment), rows(experiment, results)), ""]
+    lines += [f"* {verdict.sentence()}" for verdict in verdicts(experiment, results)]
     lines += [f"* {arm}, seed {seed}, failed: {reason}" for (arm, seed), reason in sorted(results.failed.items())]
-    lines += ["", ", ".join(f"{key} {value}" for key, value in where.items()), ""]
+    lines += [f"* {choice.sentence()}." for choice in choices]
+    if record.tried:
+        said = [[one.arm, wording(one.values), f"{one.mean:.4f}", str(len(one.losses))] for one in record.tried]
+        lines += ["", *_table(["tuned arm", "tried", "loss", "seeds"], said)]
+    lines += ["", ", ".join(f"{key} {value}" for key, value in record.where.items()) + ".", ""]
     return "\n".join(lines)
+
+
+def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(names) + " |", "|---" * len(names) + "|", *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def _above(found: Paired | None) -> str:
+    """Return a paired difference with half of its 95 % interval."""
+    if found is None:
+        return "-"
+    half = "" if found.interval is None else f" ± {100 * (found.interval[1] - found.mean):.1f}"
+    return f"{100 * found.mean:+.1f}{half} %"
 
 
 def picture(experiment: Experiment, results: Results) -> str:

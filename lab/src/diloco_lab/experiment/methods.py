@@ -22,9 +22,10 @@ from diloco_learner.task import Task, load_task
 class Measured(msgspec.Struct, frozen=True):
     """One trial's result.
 
-    ``loss``: of the final model on the task's validation batches; NaN is stored as null. ``members``: learners a version, on
-    average; ``merged``: share of the processed tokens; both null where nothing is merged. ``bytes_up``: sent by a learner, on
-    average. ``virtual_s``: the run's time; ``wall_s``: this machine's.
+    ``loss``: of the final model on the task's validation batches; NaN is stored as null. ``virtual_s``: the run's time;
+    ``wall_s``: this machine's. All others are null where nothing is merged: ``members``, learners a version, on average;
+    ``bytes_up``, sent by a learner, on average; ``merged``, ``lost``, ``held``, shares of the processed tokens; and
+    ``shares``, by learner, of the versions.
     """
 
     loss: float | None
@@ -34,6 +35,9 @@ class Measured(msgspec.Struct, frozen=True):
     merged: float | None = None
     bytes_up: float | None = None
     virtual_s: float | None = None
+    lost: float | None = None
+    held: float | None = None
+    shares: list[float] | None = None
 
 
 def play(arm: Arm, settings: RunSettings, data: str | None = None) -> Measured:
@@ -47,7 +51,16 @@ def play(arm: Arm, settings: RunSettings, data: str | None = None) -> Measured:
     if arm.method == "decoupled":
         result = Trial(settings, task, arm.pace.paces(settings.learners)).play()
         return Measured(
-            _finite(result.loss), result.tokens, result.wall_s, result.members, result.merged, result.bytes_up, result.virtual_s
+            _finite(result.loss),
+            result.tokens,
+            result.wall_s,
+            result.members,
+            result.merged,
+            result.bytes_up,
+            result.virtual_s,
+            result.lost,
+            result.held,
+            result.shares,
         )
     began_s = time.perf_counter()
     shares = range(settings.learners) if arm.method == "data-parallel" else [0]

@@ -56,7 +56,7 @@ class Results:
 
 def jobs(experiment: Experiment, store: Store, data: str | None) -> Iterator[Job]:
     """Yield all trials, seed by seed: a set that is cut off has whole pairs."""
-    for seed in range(experiment.seeds):
+    for seed in experiment.seed_range:
         for name, arm in experiment.arms.items():
             settings = experiment.settings_of(name, seed)
             yield Job(name, seed, settings, store.path(arm, settings, data))

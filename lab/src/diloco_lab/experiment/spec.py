@@ -5,36 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from importlib import resources
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from diloco.errors import SettingsError
 from diloco.settings.loading import read_toml
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import nearest, parse
-from diloco_lab.trial import Pace, steady
+from diloco_lab.paces.spec import PaceSpec
 
 SUFFIX = ".toml"
 
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class PaceSpec(_Table):
-    """The length of learners' steps, in virtual time."""
-
-    step_s: float = Field(0.1, gt=0, le=3600, description="of the fastest learner")
-    factors: list[Annotated[float, Field(ge=1, le=1000)]] = Field(
-        [1.0], min_length=1, max_length=4096, description="times as long, learner by learner, and from the beginning again"
-    )
-
-    def paces(self, learners: int) -> list[Pace]:
-        """Return the pace of each of so many learners."""
-        return [steady(self.step_s * self.factors[index % len(self.factors)]) for index in range(learners)]
 
 
 class Arm(_Table):
@@ -45,7 +33,24 @@ class Arm(_Table):
     )
     preset: str = "decoupled"
     settings: dict[str, Any] = Field({}, description="a run's settings, over the experiment's")
+    tuned: dict[str, Annotated[list[float], Field(min_length=3, max_length=32)]] = Field(
+        {},
+        max_length=3,
+        description="settings whose best values are looked for first: those to try, in all combinations",
+    )
     pace: PaceSpec = PaceSpec()
+
+    @field_validator("tuned")
+    @classmethod
+    def _rising(cls, tuned: dict[str, list[float]]) -> dict[str, list[float]]:
+        for name, values in tuned.items():
+            if any(one >= other for one, other in pairwise(values)):
+                raise ValueError(f"values of {name} to try must rise: {values}")
+        return tuned
+
+    def combinations(self) -> list[dict[str, float]]:
+        """Return the values to try; a single empty one where there is nothing to tune."""
+        return [dict(zip(self.tuned, values, strict=True)) for values in product(*self.tuned.values())]
 
 
 class Claim(_Table):
@@ -61,18 +66,34 @@ class Experiment(_Table):
 
     question: str = Field(min_length=1, max_length=400)
     seeds: int = Field(ge=1, le=1000, description="paired: of one seed all arms have the same first model and shares")
+    first_seed: int = Field(0, ge=0, lt=2**31)
+    tuning_seeds: int = Field(2, ge=1, le=100, description="of trials that choose tuned settings; none of the arms'")
     settings: dict[str, Any] = Field({}, description="a run's settings, of all arms")
     arms: dict[str, Arm] = Field(min_length=1, max_length=64)
+    bars: list[str] = Field([], max_length=4, description="arms with which every arm is compared")
     claims: list[Claim] = Field([], max_length=64)
 
-    def settings_of(self, arm: str, seed: int) -> RunSettings:
-        """Return the settings of an arm's run.
+    @model_validator(mode="after")
+    def _equally_tuned(self) -> Experiment:
+        counts = {name: len(arm.combinations()) for name, arm in self.arms.items() if arm.tuned}
+        if len(set(counts.values())) > 1:
+            said = ", ".join(f"{name} {count}" for name, count in counts.items())
+            raise ValueError(f"tuned arms get equal numbers of trials, these do not: {said}")
+        return self
+
+    @property
+    def seed_range(self) -> range:
+        """The arms' seeds."""
+        return range(self.first_seed, self.first_seed + self.seeds)
+
+    def settings_of(self, arm: str, seed: int, tried: Mapping[str, float] | None = None) -> RunSettings:
+        """Return the settings of an arm's run; ``tried``: values of its tuned settings.
 
         Raises:
             SettingsError: a setting is unknown or wrong.
         """
         chosen = self.arms[arm]
-        return run_settings(chosen.preset, self.settings | chosen.settings | {"seed": seed}, f"arm {arm}")
+        return run_settings(chosen.preset, self.settings | chosen.settings | dict(tried or {}) | {"seed": seed}, f"arm {arm}")
 
 
 def named() -> dict[str, Path]:
@@ -93,9 +114,12 @@ def load(name: str) -> Experiment:
         there = ", ".join(known)
         raise SettingsError(f"no experiment {name!r}{nearest(name, list(known))}; there are {there}, or name a file {SUFFIX}")
     experiment = parse(Experiment, read_toml(path), str(path))
-    for arm in experiment.arms:
-        experiment.settings_of(arm, 0)
+    for name, arm in experiment.arms.items():
+        for values in arm.combinations():
+            arm.pace.paces(experiment.settings_of(name, 0, values).learners)
     check = partial(_known, experiment.arms, str(path))
+    for bar in experiment.bars:
+        check(bar)
     for claim in experiment.claims:
         check(claim.arm)
         check(claim.against)
@@ -104,4 +128,6 @@ def load(name: str) -> Experiment:
 
 def _known(arms: Mapping[str, Arm], source: str, name: str) -> None:
     if name not in arms:
-        raise SettingsError(f"{source}: a claim names arm {name!r}{nearest(name, list(arms))}; there are {', '.join(arms)}")
+        raise SettingsError(
+            f"{source}: a claim or bar names arm {name!r}{nearest(name, list(arms))}; there are {', '.join(arms)}"
+        )

@@ -50,7 +50,7 @@ class Store:
 
     def path(self, arm: Arm, settings: RunSettings, data: str | None) -> Path:
         """Return the file of a trial."""
-        said = msgspec.json.encode([arm.method, arm.pace.model_dump(), settings.model_dump(mode="json"), data, code_digest()])
+        said = msgspec.json.encode([arm.method, arm.pace.said(), settings.model_dump(mode="json"), data, code_digest()])
         return self.folder / f"{hashlib.blake2b(said, digest_size=16).hexdigest()}.json"
 
     def get(self, path: Path) -> Measured | None:

@@ -220,6 +220,7 @@ class VirtualTransport:
         size = len(data) + sum(len(part) for part in parts)
         self.bytes_out += size
         crossing_s = world.wires.crossing_s(process.region, self.region, size, world.now_s)
+        crossing_s += world.append_s(process, subject)
         sequence: int = await self.ask(store, timeout_s, f"append {subject}", lossy=True, crossing_s=crossing_s)
         return sequence
 

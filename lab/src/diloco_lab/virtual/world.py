@@ -134,6 +134,10 @@ class World:
         """Return how long a message takes to or from the server."""
         return DELAY_S
 
+    def append_s(self, process: Any, subject: str) -> float:
+        """Return how much longer than a message an append takes to the server."""
+        return 0.0
+
     def deliveries_s(self) -> list[float]:
         """Return when a message comes to a subscriber that nobody acknowledges: perhaps never, or twice."""
         return [2 * DELAY_S]

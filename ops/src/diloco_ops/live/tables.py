@@ -79,7 +79,7 @@ _LEARNER_COLUMNS = (
     _Column("merged", "merg/miss", 9, 3),
 )
 _SHARD_COLUMNS = (
-    _Column("name", "shard", 11, 0, right=False),
+    _Column("name", "syncer", 11, 0, right=False),
     _REGION,
     _Column("fragments", "frag.", 5, 5),
     _Column("rounds", "rounds", 6, 1),

@@ -38,6 +38,7 @@ class Evaluator:
 
     def run(self) -> None:
         """Evaluate until the run is over or this process is asked to end."""
+        self._tell_of_text()
         # before a version of the log is written into it: learners may be far ahead of this process
         initial = self.island.evaluate()
         evaluated_s, changed = -EVERY_S, True
@@ -55,12 +56,24 @@ class Evaluator:
                     return
             self.member.wait(IDLE_S)
 
+    def _tell_of_text(self) -> None:
+        """Log how much text is evaluated on; warn if a model may know all of it by heart."""
+        if isinstance(self.island.task, GptTask):
+            corpus = self.island.task.data.corpus
+            self.log.info("held_out_text", **corpus.describe())
+            if corpus.to_evaluate.all_kept:
+                self.log.warning(
+                    "held_out_text_repeats_training",
+                    source=corpus.source,
+                    advice="the loss says how well text is remembered, not how well new text is predicted; give other text",
+                )
+
     def _baselines(self) -> dict[str, float]:
         """Return validation losses of n-gram models of the same text, for comparison."""
         if not isinstance(self.island.task, GptTask):
             return {}
         corpus = self.island.task.data.corpus
-        losses = ngram_losses(corpus.training_text(), corpus.held_out_text(), tuple(NGRAMS))
+        losses = ngram_losses(corpus.training_text(), corpus.to_evaluate.text, tuple(NGRAMS))
         return {NGRAMS[order]: loss for order, loss in losses.items()}
 
     def _apply(self, boundary: Boundary) -> bool:

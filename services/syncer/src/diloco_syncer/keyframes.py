@@ -6,6 +6,7 @@ region, one syncer that follows the fragment in each other region.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from functools import partial
 
 from diloco.core import fold
@@ -14,6 +15,7 @@ from diloco.log.follower import Copy
 from diloco.process.retry import until_available
 from diloco.transport import Fence
 from diloco_syncer.context import Context
+from diloco_syncer.fence import append_behind
 
 
 class Keyframes:
@@ -24,22 +26,26 @@ class Keyframes:
         self.index = copy.replica.chain.fragment
         self._kept: list[int] = []  # sequences of all that stay, the oldest first; empty: not known yet
 
-    async def keep(self, fence: int) -> None:
-        """Store a keyframe if one is due, behind the log entry with sequence ``fence``, and drop the oldest ones.
+    async def keep(self) -> None:
+        """Store a keyframe if one is due, behind the copy's fence, and drop the oldest ones.
 
         Raises:
             FenceError: another entry is the last one.
             StorageFullError: there is no room for it.
         """
         if self._is_due():
-            await self.store(fence)
+            await self.store()
             await self._drop_oldest()
 
-    async def store(self, fence: int) -> None:
+    async def store(self) -> None:
         """Store a keyframe of the fragment as it is now, due or not; raises as :meth:`keep` does."""
         copy, store = self.copy, self.context.store
-        behind = Fence(store.subjects.record(self.index), fence)
-        copy.keyframe_sequence = await store.writer.append_keyframe(copy.replica, copy.residual, behind)
+
+        def write(fence: int) -> Awaitable[int]:
+            behind = Fence(store.subjects.record(self.index), fence)
+            return store.writer.append_keyframe(copy.replica, copy.residual, behind)
+
+        copy.keyframe_sequence = await append_behind(store, copy, write, self.context.log)
         copy.keyframe_version, copy.log_bytes = copy.replica.chain.version, 0
         if self._kept:
             self._kept.append(copy.keyframe_sequence)

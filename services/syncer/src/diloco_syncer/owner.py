@@ -27,6 +27,7 @@ from diloco.wire.control import Announcement
 from diloco.wire.entries import Genesis, Record
 from diloco.wire.offers import Offer
 from diloco_syncer.context import Context, clock_s
+from diloco_syncer.fence import append_behind, holds
 from diloco_syncer.keyframes import Keyframes
 from diloco_syncer.replication import Replication
 
@@ -294,9 +295,10 @@ class FragmentOwner:
         unstored, log = self.context.counts.unstored, self.context.log
         while True:
             try:
-                if self.replication is None:
-                    return await self.context.store.writer.append_record(record, inline, parts, self.copy.fence)
-                return await self.replication.append(record, inline, parts)
+                if self.replication is not None:
+                    return await self.replication.append(record, inline, parts)
+                write = partial(self.context.store.writer.append_record, record, inline, parts)
+                return await append_behind(self.context.store, self.copy, write, log)
             except StorageFullError as error:
                 if self.index not in unstored:
                     log.error("storage_full", fragment=self.index, version=record.version, reason=str(error))
@@ -313,18 +315,24 @@ class FragmentOwner:
         return not self.busy and now_s - self.checked_at_s >= (SLOW_ROUND_S if slow else CHECK_EVERY_S)
 
     async def lost(self) -> str | None:
-        """Return the log event that says how the log's end differs from the one known here; None if it does not.
+        """Return the log event that says how the log goes on otherwise than is known here; None if it does not.
+
+        All that stands behind the last entry is looked at again: a server that lost its last writes may have got others in
+        the place of those that the fence moved over.
 
         Raises:
             AppendUncertainError: the server is silent.
         """
-        fence, store = self.copy.fence, self.context.store
-        head = await store.reader.head_sequence(self.index)
-        holds = head == fence and await store.reader.holds(self.chain)
-        if self.busy or self.copy.fence != fence:
+        chain_head, store = self.chain.head, self.context.store
+        goes_on = await holds(store, self.copy, self.chain.sequence)
+        event = None
+        if not goes_on:
+            newest = await store.reader.head_sequence(self.index)
+            event = "ownership_lost" if newest > self.copy.fence else "log_rewound"
+        if self.busy or self.chain.head != chain_head:
             return None  # it has gone on meanwhile
         self.checked_at_s = clock_s()
-        return None if holds else "ownership_lost" if head > fence else "log_rewound"
+        return event
 
     async def confirmed(self, timeout_s: float) -> bool:
         """Return whether the newest version was not made here, or a learner has applied it; wait for that, but no longer."""
@@ -349,7 +357,7 @@ class FragmentOwner:
     async def keep_keyframes(self) -> None:
         """Store a keyframe if one is due."""
         with self._keyframe_may_fail():
-            await self.keyframes.keep(self.copy.fence)
+            await self.keyframes.keep()
 
     @property
     def has_keyframe(self) -> bool:
@@ -359,7 +367,7 @@ class FragmentOwner:
     async def store_keyframe(self) -> None:
         """Store a keyframe of the newest version, so that its residual outlives this owner."""
         with self._keyframe_may_fail():
-            await self.keyframes.store(self.copy.fence)
+            await self.keyframes.store()
 
     @contextlib.contextmanager
     def _keyframe_may_fail(self) -> Iterator[None]:

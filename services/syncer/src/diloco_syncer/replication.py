@@ -10,9 +10,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from diloco.core.chain import Chain
-from diloco.core.quorum import MAX_COPIED, LogHead, UncommittedEntries, best
+from diloco.core.quorum import MAX_COPIED, LogHead, UncommittedEntries, best, outbids
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RewoundError, StorageFullError
 from diloco.log.log import Log
 from diloco.log.stream import Packed
@@ -51,6 +52,7 @@ class _Place:
     stored: int = -1  # number of the last entry of those in memory that it holds
     noticed: int = -1  # number of the last entry that it was told is committed
     copied: int = 0  # entries of earlier epochs that were stored behind the last claim there
+    refused: bool = False  # behind the fence stands what has not been looked at
     level: bool = False  # it had everything since it was last away: the entries that it misses now have waited for its link
 
 
@@ -217,6 +219,8 @@ class Replication:
         log, complaint = await self.regions.log(place.region), Complaint(self.log)
         while self._lost is None:
             try:
+                if place.refused:
+                    await self._look_behind(place, log)
                 if place.at is None:
                     await self._settle(place, log)
                 elif self._is_behind(place):
@@ -232,7 +236,9 @@ class Replication:
                 complaint.over()
             except OutbidError as error:
                 await self._lose(error)
-            except (FenceError, RewoundError):
+            except FenceError:
+                place.refused = True
+            except RewoundError:
                 place.at = None
             except MessageError as error:
                 self.log.error("region_log_damaged", fragment=self.fragment, other_region=place.region, reason=str(error))
@@ -272,6 +278,15 @@ class Replication:
         async with self._changed:
             self._lost = error
             self._changed.notify_all()
+
+    async def _look_behind(self, place: _Place, log: Log) -> None:
+        """Move a region's fence behind what everyone passes over; have its log looked at if there is anything else."""
+        end = await log.reader.passed_over(self.fragment, place.fence, partial(outbids, epoch=self.epoch))
+        place.refused = False
+        if end is None or end == place.fence:
+            place.at = None
+        else:
+            place.fence = end
 
     async def _settle(self, place: _Place, log: Log) -> None:
         """Find out the last entry of a region, and so the next one to store there."""
@@ -320,7 +335,7 @@ class Replication:
         sequence = place.fence = await log.region.append_packed(packed, place.fence)
         self._took(place, began_s, packed.size_bytes)
         place.copied = place.copied + 1 if record.epoch < self.epoch else 0
-        if place.copied == MAX_COPIED:
+        if place.copied >= MAX_COPIED:
             log_head = LogHead(record.epoch, record.version, record.closing, packed.entry_hash, sequence)
             place.fence = await log.region.claim(self.fragment, self.epoch, self.syncer, log_head, sequence)
             place.copied = 0

@@ -70,8 +70,8 @@ class Standby:
         context.regions.tried(context.regions.own, stored=True)  # somebody's entry was
         if not self.ownership.keeps(chain.fragment, clock_s()):
             return
-        copy.vouched = copy.keyframe_sequence  # all was folded here
+        copy.vouched, copy.fence = copy.keyframe_sequence, chain.sequence  # all was folded here
         try:
-            await Keyframes(context, copy).keep(chain.sequence)
+            await Keyframes(context, copy).keep()
         except (FenceError, StorageFullError, FormatError) as error:
             context.log.debug("keyframe_not_stored", fragment=chain.fragment, version=chain.version, reason=str(error))

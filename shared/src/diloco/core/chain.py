@@ -141,6 +141,21 @@ class Chain:
                     f"version {member.base_version}, from before the rollback that made version {self.floor}"
                 )
 
+    def contradicted_by(self, record: Record) -> bool:
+        """Whether an entry that does not follow says that a syncer has gone on from another head than the one known here."""
+        return record.entry == "takeover" and record.epoch > self.epoch
+
+    def is_left_by(self, record: Record) -> bool:
+        """Whether an entry that another process has stored behind the head ends its owner's turn, in a log without regions.
+
+        It follows, or it is the takeover of a syncer that knows another head. All readers pass over any other entry.
+        """
+        try:
+            self.check(record)
+        except ChainError:
+            return self.contradicted_by(record)
+        return True
+
     def advance(self, record: Record, entry_hash: bytes, sequence: int) -> None:
         """Make ``record``, which :meth:`check` has passed, the head."""
         self.version, self.epoch, self.head, self.sequence = record.version, record.epoch, entry_hash, sequence

@@ -247,7 +247,7 @@ class FragmentState:
     # ---- rounds
 
     def hear(self, announced: Announcement, bits: Bits, now_s: float, *, closing: bool) -> None:
-        """Take in the announcement of a round, to which answers of ``bits`` are wanted here; ``closing``: that is believed."""
+        """Take in the announcement of a round, to which answers of ``bits`` are wanted here; ``closing``: as believed."""
         self.happen(Event.ANNOUNCED)
         # by the log alone: one that announced a greater epoch may have lost its takeover entry with a server's last writes
         if announced.epoch > self.epoch:

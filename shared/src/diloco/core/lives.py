@@ -11,6 +11,7 @@ from diloco.core.tape import (
     Checkpoint,
     Copied,
     Data,
+    Elapsed,
     End,
     Event,
     Fresh,
@@ -20,6 +21,7 @@ from diloco.core.tape import (
     Offer,
     Reload,
     Restored,
+    Sent,
     Start,
     Step,
 )
@@ -40,6 +42,8 @@ class Life:
     at: dict[int, list[Event]] = field(default_factory=dict)  # by steps taken: the events before the next step
     copies: dict[tuple[int, int], bytes] = field(default_factory=dict)  # digests of copies, by their place in ``at``
     end: End | None = None
+    step_ms: list[int] = field(default_factory=list)  # from the start or the end of a step to the end of the next
+    sent_ms: list[int] = field(default_factory=list)  # of each offer, from its begin to the server's acknowledgement
     gap: int = 0  # events that could not be written; later ones are left out
 
     @property
@@ -77,7 +81,7 @@ class Life:
         self.steps += 1
 
     def note(self, event: Event) -> bool:
-        """Note an event about the process's start or end; return False if it is about neither."""
+        """Note an event about the process's start or end, or about its pace; return False if it is about none of them."""
         match event:
             case Machine():
                 self.machine = event
@@ -89,6 +93,10 @@ class Life:
                 self.fresh = True
             case End():
                 self.end = event
+            case Elapsed(ms):
+                self.step_ms.append(ms)
+            case Sent():
+                self.sent_ms.append(event.ms)
             case _:
                 return False
         return True

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from diloco.settings.run import RoundSettings
+
+RECENT = 32  # steps of a learner that say how long its long ones are
+HIGH = 0.9  # so many of them are no longer
 
 
 @dataclass
@@ -23,11 +27,28 @@ class Average:
         return default if self.value is None else self.value
 
 
+@dataclass
+class Recent:
+    """The newest values, and how long the longest of them usually are."""
+
+    values: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+
+    def high(self) -> float | None:
+        """Return the value that nine of ten do not exceed; None before the first one."""
+        known = sorted(self.values)
+        return known[math.ceil(HIGH * len(known)) - 1] if known else None
+
+
 def grace_s(settings: RoundSettings, step_s: float, quorum_s: float, sync_s: float) -> float:
     """Return the grace window of a round, in seconds: the longest time that it stays open after its quorum.
 
     ``gamma * (tau * xi_step - xi_quorum - xi_sync)``, never negative (Decoupled DiLoCo, arXiv 2604.21428; algorithm.md
-    section 3): the rest of the overlap budget after the quorum, less the time for the version to travel.
+    section 3): the rest of the overlap budget after the quorum, less the time for the version to travel. The paper's xi_step
+    is a moving average. Here ``step_s`` is to be a *long* step: where steps change in length, as on a machine that is shared,
+    a learner that is in the middle of one answers too late for a window made of mean steps.
     """
     return max(0.0, settings.grace_factor * (settings.overlap_steps * step_s - quorum_s - sync_s))
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from diloco.wire.entries import Claim, Record
+
 EPOCH_STEP = 1 << 40  # most by which an entry raises the epoch: a syncer may claim, and never write
 CLAIM_STEP = 1 << 20  # most by which a claim raises the epoch: one too high could not be outbid
 MAX_COPIED = 16  # entries of earlier epochs that a syncer stores behind its claim, and hides it by, until it claims again
@@ -48,6 +50,16 @@ def best(log_heads: Mapping[str, LogHead], own: str) -> str:
     return min(
         (region for region in log_heads if log_heads[region].rank == highest), key=lambda region: (region != own, region)
     )
+
+
+def counts(message: Claim | Record, epoch: int) -> bool:
+    """Whether a claim or an entry counts behind others of at most this epoch: what is too far beyond them is passed over."""
+    return message.epoch <= epoch + (CLAIM_STEP if isinstance(message, Claim) else EPOCH_STEP)
+
+
+def outbids(message: Claim | Record, epoch: int) -> bool:
+    """Whether a claim or an entry ends the turn of the owner that writes with this epoch."""
+    return message.epoch > epoch and counts(message, epoch)
 
 
 class Linked(Protocol):

@@ -247,4 +247,4 @@ class RegionalRound:
         return unfit(offer, self.chain, self.hashes, self.settings.round.max_staleness_versions)
 
     def _grace_s(self, now_s: float) -> float:
-        return grace_s(self.settings.round, self.roster.step_s(now_s), self.quorum_average.get(), 0.0)
+        return grace_s(self.settings.round, self.roster.long_step_s(now_s), self.quorum_average.get(), 0.0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from diloco.core import budget, claims
 from diloco.core.chain import Chain
-from diloco.core.pace import Average
+from diloco.core.pace import Average, Recent
 from diloco.settings.run import RunSettings
 from diloco.wire.control import Heartbeat
 from diloco.wire.fields import MAX_COUNT, MAX_MEMBERS
@@ -41,6 +41,7 @@ class Seen:
     since: dict[int, tuple[int, int]] = field(default_factory=dict)  # fragment: (version applied, step when first seen so)
     steps: bool = False  # whether a step was heard to end: the time from then on is that of the next one
     step_times: Average = field(default_factory=Average)  # seconds of a step, as heard
+    recent_steps: Recent = field(default_factory=Recent)  # the same, of the newest
 
 
 class Roster:
@@ -91,6 +92,7 @@ class Roster:
         if seen.steps:
             step_s, usual_s = (now_s - seen.stepped_s) / taken, seen.step_times.value
             seen.step_times.add(step_s if usual_s is None else min(step_s, GROWTH * usual_s))
+            seen.recent_steps.add(step_s)
         seen.steps, seen.stepped_s = True, now_s
 
     def change(self, settings: RunSettings, excluded: frozenset[str]) -> None:
@@ -157,7 +159,7 @@ class Roster:
         return applied > 0 and 2 * applied >= len(live)
 
     def step_s(self, now_s: float) -> float:
-        """Return the median of the live learners' step times: xi_step of :func:`diloco.core.pace.grace_s`.
+        """Return the median of the live learners' step times.
 
         A learner's own word counts up to ``GROWTH`` times what was heard of its steps, and alone where nothing was yet.
         """
@@ -165,6 +167,11 @@ class Roster:
         heard = [min(step_s, GROWTH * usual_s) for step_s, usual_s in stated if usual_s]
         times = heard or [step_s for step_s, _ in stated]
         return statistics.median(times) if times else DEFAULT_STEP_S
+
+    def long_step_s(self, now_s: float) -> float:
+        """Return the median of the live learners' long steps: xi_step of :func:`diloco.core.pace.grace_s`."""
+        known = [long_s for seen in self.live(now_s) if (long_s := seen.recent_steps.high()) is not None]
+        return max(statistics.median(known), self.step_s(now_s)) if known else self.step_s(now_s)
 
     def processed(self, chain: Chain, now_s: float) -> int:
         """Return the tokens that all learners have processed: those of a fragment's log, and those not merged yet.

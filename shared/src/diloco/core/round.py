@@ -319,7 +319,7 @@ class Round:
         return unfit(offer, self.chain, self.hashes, self.settings.round.max_staleness_versions)
 
     def _grace_s(self, now_s: float) -> float:
-        return grace_s(self.settings.round, self.roster.step_s(now_s), self.quorum_average.get(), self.sync_average.get())
+        return grace_s(self.settings.round, self.roster.long_step_s(now_s), self.quorum_average.get(), self.sync_average.get())
 
     def _waiting_for(self, answers: Collection[str], now_s: float) -> list[Seen]:
         return [seen for seen in self._present(now_s) if seen.heartbeat.learner not in answers]

@@ -131,6 +131,21 @@ class Changed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Elapsed(Event):
+    """So much time since the Start or the last such event; one behind each Step: how long steps take, waits included."""
+
+    ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent(Event):
+    """The server has acknowledged the fragment's last offer, so many milliseconds after it was begun to be made."""
+
+    fragment: int
+    ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint(Event):
     """The copy is on the disk; the digest names it."""
 
@@ -201,6 +216,8 @@ KINDS: dict[int, type[Event]] = {
     14: Fresh,
     15: Copied,
     16: Changed,
+    17: Elapsed,
+    18: Sent,
     32: Owners,
     33: Gone,
     34: Back,

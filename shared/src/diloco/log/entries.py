@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Collection
 from functools import partial
 from typing import TypeVar
 
-from diloco.core.chain import Chain, WrongEntries
+from diloco.core.chain import WrongEntries
 from diloco.core.fold import Replica
 from diloco.core.quorum import UncommittedEntries
 from diloco.errors import ChainError, FormatError, MessageError, StateError, WrongEntryError
@@ -154,7 +154,7 @@ class Entries:
             except ChainError as error:
                 if isinstance(error, WrongEntryError):
                     wrong.add(entry.record, entry.entry_hash)
-                elif doubtful is not None and contradicts(entry.record, chain):
+                elif doubtful is not None and chain.contradicted_by(entry.record):
                     raise StateError(str(error), doubtful) from None
                 elif judge and not follows_wrong and entry.record.version > chain.version + 1:
                     raise FormatError(f"{error}: entries are missing") from None
@@ -226,11 +226,6 @@ class Entries:
 def fold(replica: Replica, entry: Entry, *, in_place: bool = True) -> None:
     """Fold an entry into a replica, as :meth:`diloco.core.fold.Replica.fold` does and raises."""
     replica.fold(entry.record, entry.entry_hash, entry.sequence, entry.body, in_place=in_place)
-
-
-def contradicts(record: Record, chain: Chain) -> bool:
-    """Whether an entry that does not follow says that a syncer has gone on from another head than the one known here."""
-    return record.entry == "takeover" and record.epoch > chain.epoch
 
 
 def judged(replica: Replica, entry: Entry) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Container
+from collections.abc import AsyncIterator, Callable, Container
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from diloco.core import codec, fold
 from diloco.core.chain import NO_ENTRY, Chain, WrongEntries
 from diloco.core.fold import Replica
-from diloco.errors import BrokerError, FormatError, HashError, MessageError, RunError
+from diloco.errors import BrokerError, FenceError, FormatError, HashError, MessageError, RunError
 from diloco.log.entries import Entries
 from diloco.log.stream import Head, LogStream, Refusal, Refuse, decode_head, decode_keyframe, open_body, pass_over
 from diloco.process import observe
 from diloco.transport import Stored
 from diloco.wire import framing
 from diloco.wire.body import check_body_size
-from diloco.wire.entries import Genesis, Keyframe
+from diloco.wire.entries import Claim, CommitNotice, Genesis, Keyframe, Record
 
 
 @dataclass(frozen=True)
@@ -257,12 +257,13 @@ class Reader:
                 yield older
 
     async def begins_with(self, fragment: int, genesis_check: bytes) -> bool:
-        """Whether the log still has the fragment's first entry, or never had any."""
+        """Whether the log still has the fragment's first entry, or never had any; what is no entry does not count."""
         nothing = True
         async for stored in self.stream.by_now(self.stream.subjects.record(fragment)):
-            nothing = False
-            with contextlib.suppress(MessageError):  # in a run with regions claims stand before it
-                return decode_head(stored, self.stream.run).previous == genesis_check
+            with contextlib.suppress(MessageError):
+                if decode_head(stored, self.stream.run).previous == genesis_check:
+                    return True
+                nothing = False
         return nothing
 
     async def holds(self, chain: Chain) -> bool:
@@ -309,6 +310,28 @@ class Reader:
         """Return the stream sequence of the last message on the fragment's head subject, which a fence names; 0 without one."""
         stored = await self.stream.last(self.stream.subjects.record(fragment))
         return stored.sequence if stored else 0
+
+    async def passed_over(self, fragment: int, fence: int, ends_turn: Callable[[Claim | Record], bool]) -> int | None:
+        """Return the sequence of the last message on the fragment's head subject, if all behind ``fence`` are passed over.
+
+        None: one of them ends the turn of the owner whose fence this is; or the log is shorter, or has too much to look at.
+
+        Raises:
+            AppendUncertainError: the server is silent.
+        """
+        newest = await self.head_sequence(fragment)
+        if newest < fence:
+            return None
+        try:
+            async for stored in self.stream.behind(self.stream.subjects.record(fragment), fence, newest):
+                with contextlib.suppress(MessageError):
+                    message = self.stream.decode(stored)
+                    assert not isinstance(message, CommitNotice)  # notices have a subject of their own
+                    if ends_turn(message.record if isinstance(message, Head) else message):
+                        return None
+        except FenceError:
+            return None
+        return newest
 
     async def end_sequence(self, fragment: int) -> int:
         """Return the stream sequence up to which the fragment's entries are to be read; 0 if there is nothing."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import msgspec
 
 from diloco.core.chain import NO_ENTRY, Chain
-from diloco.core.quorum import CLAIM_STEP, EPOCH_STEP, MAX_COPIED, LogHead
+from diloco.core.quorum import MAX_COPIED, LogHead, counts
 from diloco.errors import FenceError, MessageError, RunError
 from diloco.log.reader import Reader
 from diloco.log.stream import Head, LogStream, Packed, decode_head, decode_keyframe
@@ -39,14 +40,13 @@ class RegionalLog:
         if newest is None:
             return log_head, epoch, 0
         for found in await self._newest_heads(subject, newest.sequence):
-            highest = max(epoch, known_epoch)
-            if isinstance(found, Claim):
-                if found.epoch <= highest + CLAIM_STEP:
-                    epoch = max(epoch, found.epoch)
-            elif found.record.epoch <= highest + EPOCH_STEP:
+            message = found if isinstance(found, Claim) else found.record
+            if not counts(message, max(epoch, known_epoch)):
+                continue
+            epoch = max(epoch, message.epoch)
+            if isinstance(found, Head):
                 record = found.record
                 log_head = LogHead(record.epoch, record.version, record.closing, found.entry_hash, found.sequence)
-                epoch = max(epoch, record.epoch)
         return log_head, epoch, newest.sequence
 
     async def _newest_heads(self, subject: str, last_sequence: int) -> list[Head | Claim]:
@@ -94,37 +94,34 @@ class RegionalLog:
     async def last_notice(self, fragment: int) -> CommitNotice | None:
         """Return the newest true notice; None if there is none. Any syncer may store what is no notice, or a false one."""
         stored = await self.stream.last(self.stream.subjects.commit_notice(fragment))
-        newest = None if stored is None else await self._true_notice(stored)
-        if stored is None or newest is not None:
+        if stored is None:
+            return None
+        newest = self._notice(stored)
+        if newest is not None and await self._is_true(newest):
             return newest
-        return await self._newest_true([older async for older in self.stream.by_now(stored.subject)])
+        return await self._newest_true([older async for older in self._notices(fragment)])
 
     async def before(self, fragment: int, version: int) -> int:
         """Return a stream sequence after which all entries of a committed version, and of later ones, are stored here."""
-        earlier: list[Stored] = []
-        async for stored in self.stream.by_now(self.stream.subjects.commit_notice(fragment)):
-            try:
-                notice = self._notice(stored)
-            except MessageError:
-                continue
+        earlier: list[CommitNotice] = []
+        async for notice in self._notices(fragment):
             if notice.version < version:
-                earlier.append(stored)
+                earlier.append(notice)
             elif await self._is_true(notice):
                 break
         found = await self._newest_true(earlier)
         return found.sequence if found is not None else 0
 
-    async def _newest_true(self, notices: list[Stored]) -> CommitNotice | None:
-        for stored in reversed(notices):
-            notice = await self._true_notice(stored)
-            if notice is not None:
-                return notice
-        return None
-
-    async def _true_notice(self, stored: Stored) -> CommitNotice | None:
-        with contextlib.suppress(MessageError):
+    async def _notices(self, fragment: int) -> AsyncIterator[CommitNotice]:
+        async for stored in self.stream.by_now(self.stream.subjects.commit_notice(fragment)):
             notice = self._notice(stored)
-            return notice if await self._is_true(notice) else None
+            if notice is not None:
+                yield notice
+
+    async def _newest_true(self, notices: list[CommitNotice]) -> CommitNotice | None:
+        for notice in reversed(notices):
+            if await self._is_true(notice):
+                return notice
         return None
 
     async def _is_true(self, notice: CommitNotice) -> bool:
@@ -137,15 +134,13 @@ class RegionalLog:
                 return named == (notice.fragment, notice.version, notice.entry_hash)
         return False
 
-    def _notice(self, stored: Stored) -> CommitNotice:
-        """Decode a notice of the fragment whose subject it is on.
-
-        Raises:
-            MessageError: it is none.
-        """
-        notice = self.stream.decode(stored)
-        assert isinstance(notice, CommitNotice)  # by its subject
-        return notice
+    def _notice(self, stored: Stored) -> CommitNotice | None:
+        """Decode a notice of the fragment whose subject it is on; None if it is none."""
+        with contextlib.suppress(MessageError):
+            notice = self.stream.decode(stored)
+            assert isinstance(notice, CommitNotice)  # by its subject
+            return notice
+        return None
 
     async def append_packed(self, packed: Packed, expected_sequence: int) -> int:
         """Append another region's entry here; as :meth:`diloco.log.writer.Writer.append_record`."""

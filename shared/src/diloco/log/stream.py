@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from diloco.core import codec, fold, outer, quantise
 from diloco.core.fragments import FragmentMap
 from diloco.core.quorum import EPOCH_STEP
-from diloco.errors import AppendUncertainError, FormatError, HashError, MessageError, RewoundError
+from diloco.errors import AppendUncertainError, FenceError, FormatError, HashError, MessageError, RewoundError
 from diloco.settings.run import RunSettings
 from diloco.transport import Stored, Transport
 from diloco.wire import framing, subjects
@@ -37,6 +37,7 @@ class Refusal:
     error: MessageError
 
 
+MOST_BEHIND, MOST_BEHIND_BYTES = 10_000, 64 << 20  # of messages behind a fence: reading them takes less than a second
 LOOK_S = 2.0  # how often to ask whether a message that does not come is still there: longer than a usual reconnection
 
 Of = TypeVar("Of", Record, Keyframe, CommitNotice, Claim)
@@ -153,6 +154,25 @@ class LogStream:
             with contextlib.suppress(RewoundError):
                 async for stored in self.pull([subject], start_sequence, newest.sequence):
                     yield stored
+
+    async def behind(self, subject: str, sequence: int, newest: int) -> AsyncIterator[Stored]:
+        """Yield the messages on a subject that stand behind ``sequence``, up to and with ``newest``, the oldest first.
+
+        Raises (while iterating):
+            FenceError: they are too many to look at (:data:`MOST_BEHIND`), or the stream has lost some of them.
+            AppendUncertainError: the server is silent.
+        """
+        messages = size_bytes = 0
+        if newest <= sequence:
+            return
+        try:
+            async for stored in self.pull([subject], sequence + 1, newest):
+                messages, size_bytes = messages + 1, size_bytes + len(stored.data)
+                if messages > MOST_BEHIND or size_bytes > MOST_BEHIND_BYTES:
+                    raise FenceError(f"{subject}: more than {messages - 1} messages, {size_bytes} bytes, behind {sequence}")
+                yield stored
+        except RewoundError as error:
+            raise FenceError(f"{subject}: {error}") from None
 
     def decode(self, message: Stored) -> Head | CommitNotice | Claim:
         """Decode a head, a notice or, in a run with regions, a claim among a fragment's entries.

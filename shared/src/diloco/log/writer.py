@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ from diloco.core.fold import Replica
 from diloco.errors import AppendUncertainError, FenceError, MessageError
 from diloco.log.stream import LogStream, decode_keyframe
 from diloco.process import observe
-from diloco.transport import Fence, Stored
+from diloco.transport import Fence
 from diloco.wire import framing, subjects
 from diloco.wire.body import ATTEMPT_BYTES, describe_body
 from diloco.wire.entries import Genesis, Keyframe, Record
@@ -130,11 +131,15 @@ class Writer:
     async def append(
         self, head: str, frame: bytes, parts: Sequence[bytes], attempt: bytes, fence: Fence | None, stream: str | None = None
     ) -> int:
-        """Append until it is known whether it was stored: read the head back after an uncertain outcome."""
+        """Append until it is known whether it was stored: look for it after an uncertain outcome.
+
+        Others may have stored anything behind it, so that all is looked at that stands behind the fence in the log.
+        """
         identifier = self.stream.transport.random_bytes(8).hex()
+        behind = None  # the message behind which it may have been stored, with others behind it
         while True:
             try:
-                return await self.stream.transport.append(
+                sequence = await self.stream.transport.append(
                     head,
                     frame,
                     parts=parts,
@@ -143,18 +148,34 @@ class Writer:
                     fence=fence,
                     timeout_s=APPEND_TIMEOUT_S,
                 )
+                return sequence or await self._found(head, frame, behind, stream) or 0
             except (AppendUncertainError, FenceError) as error:
-                stored = await self._read_back(stream or self.stream.subjects.log_stream, head)
-                if stored is not None and stored.data == frame:
-                    return stored.sequence
+                if fence is not None and stream is None and isinstance(error, AppendUncertainError):
+                    behind = fence.expected_sequence
+                found = await self._found(head, frame, behind, stream)
+                if found is not None:
+                    return found
                 if isinstance(error, FenceError):
                     raise
                 # a server whose disk is full answers nothing at all: say that there is something to look at
                 observe.log.warning("append_retried", subject=head, reason=str(error))
 
-    async def _read_back(self, stream: str, head: str) -> Stored | None:
+    async def _found(self, head: str, frame: bytes, behind: int | None, stream: str | None) -> int | None:
+        """Return the sequence of a frame on ``head``: the last message there, or if that is another one, one after ``behind``.
+
+        None: it is not there, or too much stands behind it.
+        """
         while True:
             try:
-                return await self.stream.transport.last(stream, head)
+                newest = await self.stream.transport.last(stream or self.stream.subjects.log_stream, head)
+                if newest is None or newest.data == frame:
+                    return None if newest is None else newest.sequence
+                if behind is None:
+                    return None
+                with contextlib.suppress(FenceError):
+                    async for stored in self.stream.behind(head, behind, newest.sequence):
+                        if stored.data == frame:
+                            return stored.sequence
+                return None
             except AppendUncertainError:
                 await asyncio.sleep(READ_BACK_RETRY_S)

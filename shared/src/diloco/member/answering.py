@@ -46,7 +46,7 @@ class Answering:
             self.begin(index)
 
     async def _answer(self, answer: Answer) -> None:
-        index, level = answer.fragment, self.run.created.codec.zstd_level
+        index, level, began_s = answer.fragment, self.run.created.codec.zstd_level, self.shared.loop.time()
 
         def encode() -> tuple[Encoded, bytes, bytes]:
             encoded = self.learner.encode(answer)
@@ -70,6 +70,7 @@ class Answering:
         sequence = await self._send(pending.message(index, body), inline, parts)
         with self.shared.lock:
             self.learner.sent(index, sequence)
+            self.tape.record(events.Sent(index, int(1000 * (self.shared.loop.time() - began_s))))
             self.shared.tell()
 
     async def _send(self, offer: Offer, inline: bytes, parts: Sequence[bytes]) -> int:

@@ -132,7 +132,7 @@ class Member:
             await self.lender.serve()
         versions = self.versions()
         at_ms = int(self.transport.wall_s() * 1000)
-        self.tape.record(events.Start(at_ms, self.learner.incarnation, tuple(versions)))
+        self._taped.start(events.Start(at_ms, self.learner.incarnation, tuple(versions)), self._shared.loop.time())
         self._following = self._shared.spawn(self._follow())
         audit = Audit(self._shared, self.admission, self.shares, self._follower.holds, self._follow_again, self.log)
         self._shared.spawn(audit.work())
@@ -300,7 +300,7 @@ class Member:
             if done is not None:
                 self.learner.book(done)
                 self.shares.book(done.share, done.batch, done.tokens)
-                self._taped.step(done)
+                self._taped.step(done, now_s)
             decision = decide(self.learner, now_s)
             self._taped.decision(decision)
             applied = apply(self.learner, decision)

@@ -15,13 +15,23 @@ class LearnerTape:
         self.tape = tape
         self._next: tuple[int, int] | None = None  # share and batch of the next step, as the tape has it
         self._changes = 0
+        self._began_s = 0.0
+        self._noted_ms = 0  # since then, by the events so far
 
-    def step(self, done: StepDone) -> None:
-        """Record an inner step."""
+    def start(self, start: events.Start, now_s: float) -> None:
+        """Record the start of a process that has joined; ``now_s`` is by the clock of :meth:`step`."""
+        self._began_s, self._noted_ms = now_s, 0
+        self.tape.record(start)
+
+    def step(self, done: StepDone, now_s: float) -> None:
+        """Record an inner step that has ended by now."""
         if (done.share, done.batch) != self._next:
             self.tape.record(events.Data(done.share, done.batch))
         self.tape.record(events.Step())
         self._next = (done.share, done.batch + 1)
+        elapsed_ms = int(1000 * (now_s - self._began_s))
+        self.tape.record(events.Elapsed(elapsed_ms - self._noted_ms))
+        self._noted_ms = elapsed_ms
 
     def decision(self, decision: Decision) -> None:
         """Record a boundary's decision."""

@@ -73,17 +73,17 @@ class OuterSettings(_Section):
     optimizer: Literal["nesterov", "adamw"] = Field(
         "nesterov", description="adamw: learners send gradients, and the step that inner describes is taken from their average"
     )
-    learning_rate: float = Field(0.7, gt=0, le=10, description="1 for adamw, whose rate is the inner one")
+    learning_rate: float = Field(0.5, gt=0, le=10, description="1 for adamw, whose rate is the inner one")
     momentum: float = Field(0.5, ge=0, lt=1, description="0 for adamw, which has its own")
 
 
 class InnerSettings(_Section):
-    """AdamW or Muon over a cosine schedule in tokens; all values unpublished. An outer AdamW goes by them, too."""
+    """Muon or AdamW over a cosine schedule in tokens; all values unpublished. An outer AdamW goes by them, too."""
 
-    optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon: for matrices; embeddings, the head and vectors stay with AdamW"
+    optimizer: Literal["muon", "adamw"] = Field(
+        "muon", description="muon: for matrices; embeddings, the head and vectors stay with AdamW. Measured better"
     )
-    learning_rate: float = Field(8e-3, gt=0, le=10)
+    learning_rate: float = Field(0.032, gt=0, le=10, description="half of it is adamw's best")
     final_fraction: float = Field(0.1, ge=0, le=1, description="learning rate at the end of the budget, relative to the peak")
     warmup_fraction: float = Field(0.05, ge=0, lt=1, description="share of the token budget with a rising learning rate")
     beta1: float = Field(0.9, ge=0, lt=1)

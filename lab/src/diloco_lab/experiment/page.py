@@ -1,0 +1,41 @@
+"""A page with results in it: each block that names an experiment is made from that experiment's raw results."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from diloco.errors import FormatError
+from diloco_lab.experiment import answer, record
+from diloco_lab.experiment.record import SUFFIX, Record
+from diloco_lab.experiment.tuning import choose, settled
+
+_BLOCK = re.compile(r"(<!-- lab: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def fill(page: str, folder: Path) -> tuple[str, dict[Path, str]]:
+    """Return a page with its blocks made from the raw results in ``folder``, and the pictures that it shows, by path.
+
+    A block is all between ``<!-- lab: NAME -->`` and ``<!-- end -->``.
+
+    Raises:
+        FormatError: an experiment's results are missing, or no results.
+        SettingsError: an experiment is not one of this version.
+    """
+    pictures: dict[Path, str] = {}
+
+    def made(block: re.Match[str]) -> str:
+        name = block[2]
+        path = folder / f"{name}{SUFFIX}"
+        if not path.is_file():
+            raise FormatError(f"the page names experiment {name!r}, and {path} is not there; play it: diloco lab run {name}")
+        known = record.read(path)
+        pictures[folder / f"{name}.svg"] = _picture(known)
+        shown = f"![losses of {name} by seed, with 95 % intervals]({folder.name}/{name}.svg)\n"
+        return f"{block[1]}{answer.markdown(known)}\n{shown}{block[3]}"
+
+    return _BLOCK.sub(made, page), pictures
+
+
+def _picture(known: Record) -> str:
+    return answer.picture(settled(known.asked, choose(known.asked, known.tried)), known.results)

@@ -1,0 +1,100 @@
+"""The search for an arm's best settings, before it is judged: all combinations of its values, over seeds of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from diloco_lab.experiment.runner import Results
+from diloco_lab.experiment.spec import Arm, Experiment
+
+FIRST_SEED = 1000  # of the search: a choice that was made by the seeds that judge it would flatter it
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """One combination of an arm's values, and its losses by seed; None: it diverged or failed."""
+
+    arm: str
+    values: dict[str, float]
+    losses: list[float | None]
+
+    @property
+    def mean(self) -> float:
+        """The mean loss; infinite where one of its trials has none."""
+        known = [loss for loss in self.losses if loss is not None]
+        return float(np.mean(known)) if len(known) == len(self.losses) else math.inf
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """An arm's best combination; ``edges`` names its settings whose best value is the first or last that was tried."""
+
+    arm: str
+    values: dict[str, float]
+    loss: float
+    trials: int
+    edges: list[str]
+
+    def sentence(self) -> str:
+        """Return it in words."""
+        said = f"{self.arm}: {wording(self.values)} is the best of {self.trials} trials"
+        return f"{said}, but not bracketed: try further values of {', '.join(self.edges)}" if self.edges else said
+
+
+def wording(values: Mapping[str, float]) -> str:
+    """Return a combination in words."""
+    return ", ".join(f"{name} {value:g}" for name, value in values.items())
+
+
+def search(experiment: Experiment) -> Experiment | None:
+    """Return the experiment that plays an experiment's combinations, each as an arm; None: nothing is tuned."""
+    arms = {
+        f"{name}: {wording(values)}": Arm(method=arm.method, preset=arm.preset, settings=arm.settings | values, pace=arm.pace)
+        for name, arm in experiment.arms.items()
+        if arm.tuned
+        for values in arm.combinations()
+    }
+    if not arms:
+        return None
+    changed = {"arms": arms, "bars": [], "claims": [], "seeds": experiment.tuning_seeds, "first_seed": FIRST_SEED}
+    return experiment.model_copy(update=changed)
+
+
+def tried(experiment: Experiment, results: Results) -> list[Tried]:
+    """Return all combinations with the losses that their trials had."""
+    seeds = range(FIRST_SEED, FIRST_SEED + experiment.tuning_seeds)
+
+    def loss(arm: str, seed: int) -> float | None:
+        measured = results.measured.get((arm, seed))
+        return None if measured is None else measured.loss
+
+    return [
+        Tried(name, values, [loss(f"{name}: {wording(values)}", seed) for seed in seeds])
+        for name, arm in experiment.arms.items()
+        if arm.tuned
+        for values in arm.combinations()
+    ]
+
+
+def choose(experiment: Experiment, found: list[Tried]) -> list[Choice]:
+    """Return the best combination of each tuned arm; of equal ones the first."""
+    chosen: list[Choice] = []
+    for name, arm in experiment.arms.items():
+        if not arm.tuned:
+            continue
+        own = [one for one in found if one.arm == name]
+        best = min(own, key=lambda one: one.mean)
+        edges = [setting for setting, values in arm.tuned.items() if best.values[setting] in (values[0], values[-1])]
+        chosen.append(Choice(name, best.values, best.mean, sum(len(one.losses) for one in own), edges))
+    return chosen
+
+
+def settled(experiment: Experiment, choices: list[Choice]) -> Experiment:
+    """Return the experiment with the chosen values as its arms' settings."""
+    arms = dict(experiment.arms)
+    for choice in choices:
+        arm = arms[choice.arm]
+        arms[choice.arm] = arm.model_copy(update={"settings": arm.settings | choice.values, "tuned": {}})
+    return experiment.model_copy(update={"arms": arms})

@@ -1,0 +1,68 @@
+"""An arm's pace as an experiment's file says it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from diloco.errors import SettingsError
+from diloco.settings.validation import nearest
+from diloco_lab.paces import recording
+from diloco_lab.paces.times import Paces, steady
+
+Seconds = Annotated[float, Field(ge=0, le=1e7)]
+STEP_S = 0.1  # the usual step of a small model on a CPU; only ratios to the heartbeat and grace times matter
+
+
+class PaceSpec(BaseModel):
+    """The times of learners, in virtual time: steady steps, or those of a recorded run; and when they are away."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    step_s: float | None = Field(
+        None, gt=0, le=3600, description=f"of the fastest learner ({STEP_S} s); of a recording the mean step (as it was)"
+    )
+    factors: list[Annotated[float, Field(ge=1, le=1000)]] = Field(
+        [1.0], min_length=1, max_length=4096, description="times as long, learner by learner, and from the beginning again"
+    )
+    recorded: str | None = Field(None, min_length=1, max_length=400, description="a recording's name, or its file")
+    away: dict[str, list[tuple[Seconds, Seconds]]] = Field(
+        {}, max_length=4096, description="by learner: [from, until], killed and back, in virtual seconds"
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> PaceSpec:
+        if self.recorded is not None and self.factors != [1.0]:
+            raise ValueError("pace: factors are of steady steps, and recorded ones have their own; leave one of them out")
+        for name, away in self.away.items():
+            recording.check_away(f"pace.away, {name}", away)
+        return self
+
+    def paces(self, learners: int) -> Paces:
+        """Return the times of so many learners.
+
+        Raises:
+            SettingsError: the recording cannot be had or is of another number of learners, or a learner is not known.
+        """
+        if self.recorded is None:
+            steps_s = [(self.step_s or STEP_S) * self.factors[index % len(self.factors)] for index in range(learners)]
+            found = Paces([steady(step_s) for step_s in steps_s])
+        else:
+            found = recording.load(self.recorded).paces(self.step_s)
+        if len(found.learners) != learners:
+            raise SettingsError(
+                f"pace.recorded = {self.recorded!r}: has {len(found.learners)} learners, the arm {learners}; set learners, or "
+                "record a run of as many"
+            )
+        names = [f"learner-{index}" for index in range(learners)]
+        for name in self.away:
+            if name not in names:
+                raise SettingsError(f"pace.away: no {name!r}{nearest(name, names)}; there are {names[0]} to {names[-1]}")
+        changed = [replace(p, away=self.away[n]) if n in self.away else p for n, p in zip(names, found.learners, strict=True)]
+        return replace(found, learners=changed)
+
+    def said(self) -> dict[str, Any]:
+        """Return all that it says, with the recording's content."""
+        return self.model_dump() | ({} if self.recorded is None else {"recorded": recording.load(self.recorded).model_dump()})

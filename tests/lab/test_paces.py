@@ -1,0 +1,172 @@
+"""Paces: recorded from a live run's tapes and log, checked, and played; learners that come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.lab.test_trial import STEP_TOKENS, text
+from tests.lab.test_trial import play as played
+
+from diloco.core.lives import Life
+from diloco.core.tape import Start
+from diloco.errors import DataError, SettingsError
+from diloco_lab.experiment import spec
+from diloco_lab.paces import recorder, recording
+from diloco_lab.paces.recording import RecordedLearner, Recording
+from diloco_lab.paces.spec import PaceSpec
+from diloco_lab.paces.times import Pace, Paces
+
+__all__ = ["text"]  # the fixture
+
+GOOD = """
+about = "a run beside nothing"
+commits_ms = [2, 4]
+
+[[learners]]
+name = "learner-0"
+versions = 1.0
+begins_ms = 0
+steps_ms = [100, 300]
+offers_ms = [10]
+
+[[learners]]
+name = "learner-1"
+versions = 0.5
+begins_ms = 500
+away_ms = [[1000, 3000]]
+steps_ms = [200]
+offers_ms = [20, 40]
+"""
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_a_recording_is_played_as_it_was_or_at_another_mean_step(good: Path) -> None:
+    said = PaceSpec(recorded=str(good)).paces(2)
+    first, second = Pace((0.1, 0.3), (0.01,)), Pace((0.2,), (0.02, 0.04), 0.5, ((1.0, 3.0),))
+    assert said == Paces([first, second], commits=(0.002, 0.004))
+    # the mean of 100, 300 and 200 ms is 0.2 s: at 0.1 s everything is half as long
+    halved = PaceSpec(recorded=str(good), step_s=0.1).paces(2)
+    assert halved.learners[1] == Pace((0.1,), (0.01, 0.02), 0.25, ((0.5, 1.5),))
+    assert halved.commits == (0.001, 0.002)
+
+
+def test_a_recording_is_written_as_it_is_read(good: Path, tmp_path: Path) -> None:
+    first = recording.load(str(good))
+    again = tmp_path / "again.toml"
+    again.write_text(first.encode())
+    assert recording.load(str(again)) == first
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("commits_ms", "commit_ms", r"good.toml: .*no setting 'commit_ms' \(did you mean 'commits_ms'"),
+        ("steps_ms = [200]", "steps_ms = []", r"good.toml: learners.1.steps_ms = \[\]"),
+        ("steps_ms = [200]", "steps_ms = [-5]", r"learners.1.steps_ms.0 = -5: .*greater than or equal to 0"),
+        ("steps_ms = [200]", "steps_ms = [0]", "learner-1: steps_ms has no step that takes time"),
+        ("[[1000, 3000]]", "[[3000, 1000]]", r"learner-1: away from 3 s to 1 s.*expected \[from, until\]"),
+        ("versions = 0.5", "versions = 1.5", "learners.1.versions = 1.5"),
+        ("offers_ms = [10]", "", "learners.0.offers_ms"),
+    ],
+)
+def test_a_wrong_recording_is_refused_by_file_learner_and_expectation(good: Path, old: str, new: str, said: str) -> None:
+    good.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(SettingsError, match=said):
+        recording.load(str(good))
+
+
+def test_a_pace_names_a_recording_of_as_many_learners_and_learners_that_there_are(good: Path) -> None:
+    with pytest.raises(SettingsError, match=r"good.toml.*has 2 learners, the arm 4"):
+        PaceSpec(recorded=str(good)).paces(4)
+    with pytest.raises(SettingsError, match=r"no such recording \(did you mean 'quiet'\?\); there are .*suite"):
+        PaceSpec(recorded="quit").paces(4)
+    with pytest.raises(
+        SettingsError, match=r"pace.away: no 'learner-2' \(did you mean 'learner-.'\?\); there are learner-0 to"
+    ):
+        PaceSpec(away={"learner-2": [(1.0, 2.0)]}).paces(2)
+    with pytest.raises(ValueError, match="factors are of steady steps"):
+        PaceSpec(recorded=str(good), factors=[1.0, 2.0])
+    with pytest.raises(ValueError, match=r"pace.away, learner-0: away from 5 s to 6 s, after 9 s"):
+        PaceSpec(away={"learner-0": [(1.0, 9.0), (5.0, 6.0)]})
+
+
+def test_a_result_depends_on_what_the_recording_holds(good: Path) -> None:
+    pace = PaceSpec(recorded=str(good))
+    before = pace.said()
+    good.write_text(GOOD.replace("[100, 300]", "[100, 301]"))
+    assert pace.said() != before
+
+
+@pytest.mark.parametrize("name", recording.recordings())
+def test_recordings_that_come_with_the_lab_can_be_read(name: str) -> None:
+    assert len(recording.load(name).learners) == 4
+
+
+def test_lives_on_a_tape_become_one_learner_that_was_away_in_between() -> None:
+    lives = [
+        Life(Start(10_500, 1, (0,)), step_ms=[200, 300], sent_ms=[7]),
+        Life(Start(14_000, 2, (3,)), step_ms=[100], sent_ms=[]),
+    ]
+    made = recorder.learner(Path("run"), "learner-1", lives, 10_000, 0.5)
+    # it joined 0.5 s after the first, its last known step ended 0.5 s later, and it was back at 4 s
+    assert made == RecordedLearner(
+        name="learner-1", versions=0.5, begins_ms=500, away_ms=[(1000, 4000)], steps_ms=[200, 300, 100], offers_ms=[7]
+    )
+    with pytest.raises(DataError, match="tape of learner-1 has 0 lengths of steps and 1 of offers"):
+        recorder.learner(Path("run"), "learner-1", [Life(Start(1, 1, (0,)), sent_ms=[7])], 0, 0.5)
+
+
+def play(text: str, paces: list[Pace], steps: int, **changes: Any) -> Any:
+    return played(text, steps * STEP_TOKENS, paces=Paces(paces), **changes)
+
+
+@pytest.mark.slow
+def test_learners_come_and_go_and_their_tokens_are_accounted_for(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    paces = [Pace([0.1]), Pace([0.1], begins_s=1.0), Pace([0.1], away=[(1.23, 2.0)])]
+    all_kept = {"learners": 3, "carry.overlap": 1.0}
+    first, again = (play(text, paces, 90, **all_kept) for _ in range(2))
+    assert first.state_hashes == again.state_hashes
+    assert first.loss == again.loss
+    # who comes late and who comes back begin with a peer's optimizer state, both times
+    assert capsys.readouterr().out.count("state_from_peer") == 4
+    assert first.merged + first.lost + first.held == pytest.approx(1)
+    # what was in no version yet when its process was killed is lost: the steps of a round and of what the round took
+    assert 0 < first.lost < 8 / 90
+    assert first.held == 0
+    assert first.shares[0] > max(first.shares[1:])
+    # where nobody is away, nothing is lost
+    assert play(text, [Pace([0.1])] * 3, 90, **all_kept).lost == pytest.approx(0)
+
+
+@pytest.mark.slow
+def test_who_is_away_at_the_end_does_not_come_back(text: str) -> None:
+    ended = play(text, [Pace([0.1]), Pace([0.1], away=[(1.0, 1e6)])], 60, **{"carry.overlap": 1.0})
+    assert ended.virtual_s < 100
+    assert 60 * STEP_TOKENS <= ended.tokens <= 64 * STEP_TOKENS
+    assert (ended.held, ended.lost > 0) == (0, True)  # who was killed holds nothing
+
+
+@pytest.mark.slow
+def test_offers_that_are_slow_miss_their_rounds(text: str) -> None:
+    # a round closes within two steps of its quorum: an offer that takes three and a half is in the version after, if at all
+    late = play(text, [Pace([0.1]), Pace([0.1], offers=[0.35])], 60)
+    in_time = play(text, [Pace([0.1]), Pace([0.1], offers=[0.01])], 60)
+    assert late.shares[0] > 0.9
+    assert late.shares[1] < 0.7
+    assert min(in_time.shares) > 0.9
+
+
+def test_every_arm_of_an_experiment_is_checked_against_its_recording(tmp_path: Path, good: Path) -> None:
+    path = tmp_path / "three.toml"
+    path.write_text(f'question = "?"\nseeds = 1\n[settings]\nlearners = 3\n[arms.one]\npace = {{ recorded = "{good}" }}\n')
+    with pytest.raises(SettingsError, match="has 2 learners, the arm 3"):
+        spec.load(str(path))
+    assert isinstance(recording.load(str(good)), Recording)
