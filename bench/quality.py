@@ -66,16 +66,15 @@ class GlobalFragment:
         self.errors = [np.zeros_like(theta) for _ in range(settings.learners)]
         self.version = 0
 
-    def merge(self, values: list[Vector], steps: int, tokens_per_step: int, tokens_done: int) -> None:
-        """Take the outer step from the learners' values after ``steps`` inner steps since the version they began from.
+    def merge(self, snapshots: list[Vector], steps: int, tokens_per_step: int, tokens_done: int) -> None:
+        """Take the outer step from the learners' snapshots after ``steps`` inner steps since the version they began from.
 
         All learners had done ``tokens_done`` by then.
         """
         codec, choice = self.settings.codec, self.settings.merge
-        method = "average" if self.fragment.embedding else choice.method
-        accumulator = Accumulator(self.fragment.size, self.fragment.segments(choice.granularity), method)
-        for value, error in zip(values, self.errors, strict=True):
-            gradient = self.theta - value
+        accumulator = Accumulator.of(self.fragment, choice)
+        for value, error in zip(snapshots, self.errors, strict=True):
+            gradient = value if self.settings.outer.optimizer == "adamw" else self.theta - value
             body = self._quantised(gradient, error, codec.offer_bits)
             accumulator.add(body, codec.offer_bits, weight(steps * tokens_per_step, steps, choice.weights))
         body = self._quantised(accumulator.result(), self.residual, codec.record_bits)
@@ -114,7 +113,7 @@ def lockstep(settings: RunSettings, task: GptTask) -> Island:
             since[index] += 1
             phase = (step - interval * index // len(fragments) - 1) % interval
             if step == count or (phase == 0 and (step > 1 or interval == 1)):
-                read[index] = since[index], [island.read(fragment).to_host() for island in islands]
+                read[index] = since[index], [island.snapshot(fragment).to_host() for island in islands]
             if index in read and (step == count or phase == overlap):
                 state[index].merge(read[index][1], read.pop(index)[0], task.tokens_per_batch, (step - 1) * tokens)
                 since[index] = 0

@@ -30,10 +30,11 @@ class Delta:
         base: Vector,
         base_version: int,
         base_hash: bytes,
+        gradients: bool = False,
         **counts: Any,
     ) -> None:
         self.state = DeltaState(learner, incarnation, carry, base_version, base_hash, **counts)
-        self.values = DeltaValues(base, error_feedback)
+        self.values = DeltaValues(base, error_feedback, gradients)
         self.carried: Carried | None = None
 
     def offer(

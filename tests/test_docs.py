@@ -33,7 +33,8 @@ HEAD = """# Settings of a run
 
 Made from the code by `python tests/test_docs.py`; a test compares. Set them with `--set NAME=VALUE`. One set holds for all
 members and is stored with the run. What has a ↻ can be changed while it goes on, by `diloco set` (operations.md).
-"Unpublished" marks what the paper (arXiv 2604.21428) does not say.
+"Unpublished" marks what the paper (arXiv 2604.21428) does not say; nor does it say `outer.learning_rate`, `outer.momentum`,
+`inner.*` and `codec.record_bits`. user-guide.md has which numbers of the preset `published` are its own.
 
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ SMALL: dict[str, Any] = {
     "round.steps": 4,
 }
 STEP_TOKENS = 4 * 16
-LOCKSTEP: dict[str, Any] = {"round.learners_wait": True, "round.quorum": 2, "round.grace_factor": 0.0}
+LOCKSTEP: dict[str, dict[str, Any]] = {
+    "decoupled": {"round.learners_wait": True, "round.quorum": 2, "round.grace_factor": 0.0},
+    "data-parallel": {"round.steps": 1, "round.quorum": 2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +45,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def play(text: str, tokens: int, paces: Paces | None = None, **changes: Any) -> Result:
-    settings = run_settings("decoupled", SMALL | {"tokens": tokens} | changes)
+def play(text: str, tokens: int, paces: Paces | None = None, preset: str = "decoupled", **changes: Any) -> Result:
+    settings = run_settings(preset, SMALL | {"tokens": tokens} | changes)
     return Trial(settings, load_task(settings.task, text), paces or Paces([steady(0.1), steady(0.1)])).play()
 
 
@@ -61,12 +65,14 @@ def test_a_trial_trains_accounts_for_its_tokens_and_is_the_same_each_time(text: 
 
 
 @pytest.mark.slow
-async def test_in_lockstep_a_trial_makes_the_versions_of_a_live_run_bit_for_bit(text: str, tmp_path: Path) -> None:
-    tokens = 48 * STEP_TOKENS
-    options = [f"{name}={value}".replace("True", "true") for name, value in (SMALL | LOCKSTEP).items()]
+@pytest.mark.parametrize("preset", LOCKSTEP)
+async def test_in_lockstep_a_trial_makes_the_versions_of_a_live_run_bit_for_bit(preset: str, text: str, tmp_path: Path) -> None:
+    tokens, changes = 48 * STEP_TOKENS, LOCKSTEP[preset]
+    options = [f"{name}={value}".replace("True", "true") for name, value in (SMALL | changes).items()]
     sets = [word for option in options for word in ("--set", option)]
     directory = tmp_path / "run"
-    arguments = ["--plain", "--data", text, "--run-dir", str(directory), "--tokens", str(tokens), "--learners", "2"]
+    arguments = ["--plain", "--preset", preset, "--data", text, "--run-dir", str(directory), "--tokens", str(tokens)]
+    arguments += ["--learners", "2"]
     ended = await asyncio.to_thread(Running("up", *arguments, "--shards", "1", *sets).end)
     assert ended.code == 0, ended.err
 
@@ -83,13 +89,19 @@ async def test_in_lockstep_a_trial_makes_the_versions_of_a_live_run_bit_for_bit(
                     break
 
     recorded = await recorder.record(directory, "a test")
-    assert play(text, tokens, **LOCKSTEP).state_hashes == live
+    steps = tokens // (2 * 4 * 16)
     assert [(learner.name, learner.versions, len(learner.steps_ms)) for learner in recorded.learners] == [
-        ("learner-0", 1.0, 24),
-        ("learner-1", 1.0, 24),
+        ("learner-0", 1.0, steps),
+        ("learner-1", 1.0, steps),
     ]
     assert len(recorded.commits_ms) == sum(len(hashes) for hashes in live)
     assert min(learner.begins_ms for learner in recorded.learners) == 0
     # in each version is an offer of each learner; the last ones may be acknowledged after the end
     assert all(len(learner.offers_ms) >= len(recorded.commits_ms) - 2 for learner in recorded.learners)
     assert min(len(hashes) for hashes in live) >= 5
+    replayed = await asyncio.to_thread(Running("replay", str(directory), "--learners", "--json").end)
+    lives = json.loads(replayed.out)["learners"]
+    assert [(life["parameters"], life["wrong"], life["unchecked"]) for life in lives] == [(True, "", "")] * 2
+    assert sum(life["offers"] for life in lives) >= 2 * sum(len(hashes) for hashes in live)
+
+    assert play(text, tokens, preset=preset, **changes).state_hashes == live  # last: it has an event loop of its own

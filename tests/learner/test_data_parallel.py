@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
+import pytest
 from numpy.typing import NDArray
 from tests.deltas import Delta
 
@@ -121,7 +122,10 @@ class Fragments:
             chain = Chain(fragment.index, 0, 0, bytes(32), 0, outer.state_hash(theta, momentum))
             self.replicas.append([Replica(chain, theta, momentum, optimizer).copy() for _ in range(2)])  # owner, reader
             self.deltas.append(
-                [Delta(f"learner-{i}", 1, settings.carry, False, theta, 0, chain.state_hash) for i in range(LEARNERS)]
+                [
+                    Delta(f"learner-{i}", 1, settings.carry, False, theta, 0, chain.state_hash, gradients=True)
+                    for i in range(LEARNERS)
+                ]
             )
 
     def synchronise(self, step: int, islands: list[Island]) -> None:
@@ -131,8 +135,7 @@ class Fragments:
             for share, (own, island) in enumerate(zip(deltas, islands, strict=True)):
                 counts = own.state
                 counts.step(TOKENS, share, step)
-                values = island.read(fragment).to_host()
-                made = own.offer(values, counts.steps, counts.tokens, counts.data, step + 1, 16)
+                made = own.offer(island.snapshot(fragment).to_host(), counts.steps, counts.tokens, counts.data, step + 1, 16)
                 held.append(Held(made.message(fragment.index, BODY), own.body(made)))
             merge = Merge(step + 1, tuple(held), closing=False, quorum_s=0.0, round_s=0.0)
             delta = accumulate(fragment, self.settings, held, lambda _: None, owner.theta).result()
@@ -176,3 +179,31 @@ def test_learners_and_log_do_what_adamw_does_with_the_averaged_gradient() -> Non
         travelled = np.abs(np.asarray(its) - begun).max()
         assert travelled > 0.1, path
         np.testing.assert_allclose(own, its, atol=2e-4, err_msg=str(path))
+
+
+def test_an_offer_is_the_gradient_bit_for_bit() -> None:
+    # a gradient a million times smaller than the parameters: theta - (theta - g) would have other bits
+    settings = run_settings("data-parallel", {"learners": 1, "shards": 1, "fragments.count": 1, "inner.clip_norm": 1e-5})
+    task = Curve()
+    island = Island(task, settings)
+    [fragment] = build_map([TensorSpec(*tensor) for tensor in island.tensors()], 1).fragments
+    theta, batch = island.read(fragment).to_host(), next(task.batches(0, 1, 0, 0))
+
+    gradient = jax.jit(jax.grad(task.loss))(island.params(), batch)
+    clipped, _ = optax.clip_by_global_norm(settings.inner.clip_norm).update(gradient, optax.EmptyState())
+    paths = [path for path, *_ in island.tensors()]
+    by_path = {path: np.asarray(leaf) for path, leaf in zip(paths, jax.tree.leaves(clipped), strict=True)}
+    expected = fragment.gather(by_path)
+    assert np.linalg.norm(expected) == pytest.approx(1e-5)
+
+    island.step(batch, 1.0).wait()
+    np.testing.assert_array_equal(island.read(fragment).to_host(), theta)  # the step is taken in the fold
+    held = island.snapshot(fragment).to_host()
+    np.testing.assert_allclose(held, expected, rtol=1e-5, atol=1e-12)  # another compilation of the same
+    delta = Delta("learner-0", 1, settings.carry, False, theta, 0, bytes(32), gradients=True)
+    delta.state.step(TOKENS, 0, 0)
+    made = delta.offer(held.copy(), 1, TOKENS, delta.state.data, 1, 16)
+    sent = delta.body(made).view(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(sent, held.astype(ml_dtypes.bfloat16))
+    through_theta = (theta - (theta - held)).astype(ml_dtypes.bfloat16)
+    assert np.mean(through_theta[theta != 0] != sent[theta != 0]) > 0.5

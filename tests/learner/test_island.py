@@ -239,17 +239,35 @@ def test_a_task_without_samples(island: Island) -> None:
     assert island.sample(0, 10) is None
 
 
-def test_for_an_outer_adamw_a_step_is_the_gradient_and_leaves_no_state(fragments: FragmentMap) -> None:
+def test_for_an_outer_adamw_a_step_makes_a_gradient_alone(fragments: FragmentMap) -> None:
+    def gradients(island: Island) -> list[NDArray[np.float32]]:
+        return [island.snapshot(fragment).to_host() for fragment in fragments.fragments]
+
     island = Island(Quadratic(), run_settings("data-parallel", {"inner.clip_norm": 1e3}))
     island.prepare(fragments, np.float32(1))
     before = values(island, fragments)
+    assert not any(vector.any() for vector in gradients(island))
     assert island.step(np.float32(0.5), 1.0).wait() > 0
-    # the gradient of half a squared distance is the distance: a step along it ends at the target
-    assert all((vector == 0.5).all() for vector in values(island, fragments))
-    assert not all((vector == 0.5).all() for vector in before)
+    for begun, now, gradient in zip(before, values(island, fragments), gradients(island), strict=True):
+        np.testing.assert_array_equal(now, begun)
+        np.testing.assert_array_equal(gradient, begun - np.float32(0.5))  # that of half a squared distance is the distance
+    assert math.isnan(island.step(np.float32(np.nan), 1.0).wait())
+    for begun, gradient in zip(before, gradients(island), strict=True):
+        np.testing.assert_array_equal(gradient, begun - np.float32(0.5))
     assert island.optimizer_layout().arrays == ()
     assert island.copy_optimizer() == {}
+
     other = Island(Quadratic(), run_settings("data-parallel"))
     other.load_state(island.state())
-    for own, its in zip(values(other, fragments), values(island, fragments), strict=True):
+    for own, its in zip(values(other, fragments) + gradients(other), before + gradients(island), strict=True):
         np.testing.assert_array_equal(own, its)
+
+    first, *others = fragments.fragments
+    theta = np.ones(first.size, np.float32)
+    other.write(first, theta, (theta, 1.0))  # the log was loaded, at the version that the gradient is of
+    assert gradients(other)[0].any()
+    other.write(first, theta)
+    assert not gradients(other)[0].any()
+    assert (values(other, fragments)[0] == 1).all()
+    for fragment in others:
+        np.testing.assert_array_equal(gradients(other)[fragment.index], gradients(island)[fragment.index])

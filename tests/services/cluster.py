@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -121,6 +121,7 @@ class Folded:
     momentum: Vector
     passed_over: int
     tokens_merged: int = 0  # by all versions, also those before the keyframe it begins at
+    thetas: dict[int, Vector] = field(default_factory=dict)  # by version
 
     @property
     def versions(self) -> list[Record]:
@@ -533,6 +534,7 @@ async def fold_log(
     head, version, epoch, merged, closed = chain.head, chain.version, chain.epoch, chain.tokens_merged, chain.closed
     cursors = {name: (cursor.incarnation, cursor.number) for name, cursor in chain.cursors.items()}
     states, floor = {version: (folded.theta, folded.momentum)}, 0
+    folded.thetas[version] = folded.theta
     async for entry in _entries(store, index, chain.sequence, folded):
         record = entry.record
         if record.previous != head:
@@ -568,7 +570,7 @@ async def fold_log(
             assert member.base_version >= floor, "made before a rollback"
             cursors[member.learner] = (member.incarnation, member.number)
         head, closed = entry.entry_hash, closed or record.closing
-        states[version] = folded.theta, folded.momentum
+        states[version], folded.thetas[version] = (folded.theta, folded.momentum), folded.theta
         folded.entries.append(record)
     assert closed or not closed_by_now, f"the log of fragment {index} is not closed"
     folded.tokens_merged = merged

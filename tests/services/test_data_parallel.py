@@ -10,9 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.services.cluster import Folded, check_accounts, small, some_versions
+from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
 from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, Regression
+from tests.tensors import scatter
 
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import Record
@@ -73,8 +74,27 @@ def adamw(settings: RunSettings, versions: Sequence[Sequence[Record]]) -> Tensor
     return params
 
 
+async def check_offers(cluster: Cluster, folded: Sequence[Folded], versions: Sequence[Sequence[Record]]) -> int:
+    """Each offer merged is the gradient in bfloat16, to the last bit, at the version that it states. Return their number."""
+    log, fragments = await cluster.store()
+    task, checked = Regression(cluster.settings), 0
+    for records in versions:
+        for fragment, each in zip(fragments.fragments, folded, strict=True):
+            scatter(fragment, each.thetas[records[0].version - 1], task.tensors)
+        for learner, batch in batches(records[0]).items():
+            gradients = {path: gradient.astype(np.float32) for path, gradient in task.gradients(*batch)[1].items()}
+            for fragment, record in zip(fragments.fragments, records, strict=True):
+                member = next(member for member in record.members if member.learner == learner)
+                found = await log.archive.offer(fragment.index, learner, member.incarnation, member.number)
+                assert found is not None
+                sent, gradient = found[1].view(ml_dtypes.bfloat16), fragment.gather(gradients)
+                np.testing.assert_array_equal(sent, gradient.astype(ml_dtypes.bfloat16), strict=True)
+                checked += 1
+    return checked
+
+
 async def test_a_run_is_that_of_adamw_on_averaged_gradients(launch: Launch) -> None:
-    cluster = launch(small("data-parallel", inner__learning_rate=0.1))
+    cluster = launch(small("data-parallel", inner__learning_rate=0.1, log__archive=True))
     await cluster.begin()
     await cluster.ended()
     heartbeats, folded = await cluster.finished_heartbeats(), await cluster.folded()
@@ -84,6 +104,7 @@ async def test_a_run_is_that_of_adamw_on_averaged_gradients(launch: Launch) -> N
     assert len(versions) >= cluster.settings.tokens // (3 * SAMPLES)
     for records in versions:
         assert [batches(record) for record in records] == [batches(records[0])] * len(folded)
+    assert await check_offers(cluster, folded, versions) >= 3 * len(folded) * (len(versions) - 2)
     whole = [sorted(batches(records[0])) == NAMES for records in versions]
     assert sum(whole) >= len(versions) - 2  # but for the end, which not all learners hear of at the same step
     expected, tensors = adamw(cluster.settings, versions), await cluster.tensors(folded)

@@ -337,12 +337,12 @@ class ToyModel:
         self.task.step(share, batch)
 
     def write(self, fragment: int, applied: Apply) -> None:
-        old, new = self.read(fragment), applied.theta
+        old, new = self.snapshot(fragment), applied.theta
         if applied.reference is not None:
             new = new + np.float32(applied.factor) * (old - applied.reference)
         scatter(self.map.fragments[fragment], new, self.task.tensors)
 
-    def read(self, fragment: int) -> NDArray[np.float32]:
+    def snapshot(self, fragment: int) -> NDArray[np.float32]:
         return self.map.fragments[fragment].gather(self.task.tensors)
 
     def parameters_digest(self) -> bytes:

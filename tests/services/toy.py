@@ -62,7 +62,7 @@ class Regression:
 
     def __init__(self, run: RunSettings) -> None:
         settings, seed = run.task, run.seed
-        width, self.rate = settings.width, 1.0 if run.outer.optimizer == "adamw" else LEARNING_RATE
+        width, self.rate = settings.width, LEARNING_RATE
         truth, self.seed = np.random.default_rng(seed), seed
         self.true_weight, self.true_bias = truth.normal(size=(width, width)), truth.normal(size=width)
         self.true_table = truth.normal(size=(settings.context, TABLE_WIDTH)).astype(np.float32)
@@ -71,6 +71,15 @@ class Regression:
             "linear/bias": np.zeros(width, np.float32),
             "table": np.zeros((settings.context, TABLE_WIDTH), np.float32),
         }
+        # gradients since a version was written, for an outer AdamW: they are offered, and no step is taken here
+        self.held: Tensors | None = None
+        if run.outer.optimizer == "adamw":
+            self.held = {path: np.zeros_like(tensor) for path, tensor in self.tensors.items()}
+
+    @property
+    def offered(self) -> Tensors:
+        """What offers are made of."""
+        return self.tensors if self.held is None else self.held
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -82,7 +91,10 @@ class Regression:
         loss, gradients = self.gradients(share, batch)
         if np.isfinite(loss):  # as a learner's guarded step does: what is invalid stays, and spoils nothing else
             for path, gradient in gradients.items():
-                self.tensors[path] -= (self.rate * gradient).astype(np.float32)
+                if self.held is None:
+                    self.tensors[path] -= (self.rate * gradient).astype(np.float32)
+                else:
+                    self.held[path] += gradient.astype(np.float32)
         return loss
 
     def gradients(self, share: int, batch: int) -> tuple[float, dict[str, NDArray[Any]]]:
@@ -211,7 +223,7 @@ class Toy:
             self._write(boundary, member.map, task, settings.apply.alpha)
             if self.hands_over(self):
                 for index in boundary.reads:
-                    snapshot = member.map.fragments[index].gather(task.tensors)
+                    snapshot = member.map.fragments[index].gather(task.offered)
                     member.submit(index, lambda snapshot=snapshot: snapshot)  # type: ignore[misc]
             if boundary.finished:
                 member.tape.record(End(True, task.digest(member.map)))
@@ -250,7 +262,8 @@ class Toy:
         )
 
     def _params(self, task: Regression) -> Tensors:
-        return {f"params/{name}": tensor for name, tensor in task.tensors.items()}
+        kinds = {"params": task.tensors} | ({} if task.held is None else {"gradients": task.held})
+        return {f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
 
     def _save(self, member: Member, task: Regression, dump: Dump) -> None:
         plain, arrays = dump
@@ -267,6 +280,8 @@ class Toy:
             member.restore(saved.accounts, saved.arrays)
             for name in task.tensors:
                 task.tensors[name] = saved.arrays[f"params/{name}"]
+                if task.held is not None:
+                    task.held[name] = saved.arrays[f"gradients/{name}"]
             member.tape.record(Restored(saved.digest))
             self.log.info("checkpoint_restored", step=member.step)
 
@@ -285,6 +300,8 @@ class Toy:
             if alpha and not applied.reset:
                 new = np.float32(alpha) * old + np.float32(1 - alpha) * new
             scatter(fragment, new, task.tensors)
+            if task.held is not None and applied.reference is None:
+                scatter(fragment, np.zeros_like(new), task.held)
             self.thetas[index] = applied.theta
 
     def result(self) -> dict[str, Any]:

@@ -133,6 +133,25 @@ def test_any_offers_against_the_formula(bits: int, name: str, method: Method) ->
     np.testing.assert_allclose(accumulator.result(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", GRANULARITIES)
+@pytest.mark.parametrize("bits", [4, 16])
+def test_groups_that_are_averaged_leave_the_others_as_they_are(bits: int, name: str) -> None:
+    rng, segments = np.random.default_rng(3), np.array(GRANULARITIES[name])
+    averaged = rng.integers(2, size=segments.size - 1).astype(np.bool_)
+    bodies = [quantise.quantise(rng.standard_normal(5000).astype(np.float32), bits) for _ in range(3)]
+    results = []
+    cases: list[tuple[Method, NDArray[np.bool_] | None]] = [("rda", averaged), ("rda", None), ("average", None)]
+    for method, which in cases:
+        accumulator = Accumulator(5000, segments, method, which)
+        for body, weight in zip(bodies, (1.0, 300.0, 12.5), strict=True):
+            accumulator.add(body, bits, weight)
+        results.append(accumulator.result())
+    mixed, rda, average = results
+    values = np.repeat(averaged, np.diff(segments))
+    np.testing.assert_array_equal(mixed[~values], rda[~values])
+    np.testing.assert_allclose(mixed[values], average[values], rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("method", ["rda", "average"])
 @pytest.mark.parametrize("name", GRANULARITIES)
 def test_chunks_of_any_size_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, name: str, method: Method) -> None:

@@ -113,6 +113,15 @@ def test_embeddings_are_averaged_whatever_the_method() -> None:
     assert merged(fragment, settings_of(**{"merge.method": "rda"}), *two()) == pytest.approx([0.75, 4.75, 1.5, 0.5])
 
 
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+def test_embeddings_are_averaged_in_a_fragment_with_others_too(granularity: str) -> None:
+    [fragment] = build_map([TensorSpec("embed", (1, 2), embedding=True), TensorSpec("weight", (1, 2))], 1).fragments
+    assert not fragment.embedding
+    # the weight's rows are (0, 2) and (2, 0): radius 2, direction (3, 1) / sqrt(10)
+    expected = [0.75, 4.75, 6 / 10**0.5, 2 / 10**0.5]
+    assert merged(fragment, settings_of(**{"merge.granularity": granularity}), *two()) == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("rule", "steps", "expected"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +19,7 @@ from diloco.core.quorum import CLAIM_STEP, MAX_COPIED, LogHead
 from diloco.core.round import Held, Merge
 from diloco.errors import RunError
 from diloco.log import entries
+from diloco.log.follower import Folded, LogFollower
 from diloco.log.log import Log
 from diloco.log.regional import RegionalLog
 from diloco.log.stream import Refusal
@@ -219,6 +221,31 @@ async def test_false_notices_lead_no_owner_astray(region: Region) -> None:
         assert await log.region.before(0, 1) == second[1]
     await log.region.notice(0, 0, 3, *third)
     assert await log.region.before(0, 1) == third[1]
+
+
+@pytest.mark.parametrize("loaded_first", [True, False])
+async def test_an_entry_that_a_region_is_given_twice_is_no_wrong_one(region: Region, loaded_first: bool) -> None:
+    """An owner, and a syncer of the region, may each give it a snapshot, and so the entry that it stands after."""
+    log, chain, genesis = region.log, region.replica.chain, await region.log.reader.genesis()
+    assert genesis is not None
+    refused: list[Refusal] = []
+    follower = LogFollower(log, genesis, refused.append, get_logger(), in_place=True)
+    await region.entry(1)
+    await log.region.notice(0, 0, 1, chain.head, region.fence)
+    if loaded_first:  # and meets it as it follows; else as it loads
+        await follower.load(0)
+    once = await log.stream.get(region.fence)
+    assert once is not None
+    region.fence = again = await log.writer.append(log.subjects.record(0), once.data, [], b"", None)
+    await log.region.notice(0, 0, 1, chain.head, again)
+    if not loaded_first:
+        assert (await follower.load(0)).replica.chain.sequence == again
+    await region.entry(2)
+    await log.region.notice(0, 0, 2, chain.head, region.fence)
+    async with contextlib.aclosing(follower.follow([0])) as events:
+        event = await anext(events)
+    assert isinstance(event, Folded)
+    assert (event.copy.replica.chain.epoch, event.copy.replica.chain.sequence, refused) == (2, region.fence, [])
 
 
 class Overtaken:

@@ -39,6 +39,8 @@ def test_presets_are_the_published_methods() -> None:
     assert (published.round.overlap_steps, published.merge.method, published.merge.weights) == (2, "rda", "quality")
     assert (published.carry.overlap, published.carry.late, published.apply.alpha) == (0, 0, 0)
     assert (published.codec.offer_bits, published.merge.against) == (16, "current")
+    # the lineage's for one learner, whose norm RDA keeps; of an average of several, as in DiLoCo, it is higher
+    assert (published.outer.learning_rate, published.outer.momentum) == (0.4, 0.9)
     streaming = run_settings("streaming")
     assert (streaming.round.quorum, streaming.merge.method, streaming.apply.alpha) == ("all", "average", 0.5)
     diloco = run_settings("diloco")

@@ -76,8 +76,8 @@ class Model(Protocol):
     def write(self, fragment: int, applied: Apply) -> None:
         """Write a version into the model."""
 
-    def read(self, fragment: int) -> Vector:
-        """Return a fragment's values, float32 [size of the fragment]."""
+    def snapshot(self, fragment: int) -> Vector:
+        """Return what an offer is made of, float32 [size of the fragment]: values; gradients for an outer AdamW."""
 
     def parameters_digest(self) -> bytes:
         """Return the digest of all parameters, as a learner's tape has it."""
@@ -232,7 +232,7 @@ class ReplayedLearner:
         bits = next((known for known in BITS if known == event.bits), None)
         if bits is None or state.phase is Phase.JOINING:
             raise RunError(f"fragment {index}: its tape has offer {event.number} of {event.bits} bits")
-        self.learner.submit(index, lambda: self.model.read(index))
+        self.learner.submit(index, lambda: self.model.snapshot(index))
         answer = state.offer(event.round, bits)
         encoded = self.learner.encode(answer)
         made = self.learner.encoded(answer, encoded)

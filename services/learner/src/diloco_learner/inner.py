@@ -3,8 +3,8 @@
 The learning rate follows the run's tokens, not the learner's steps: the tokens that the newest applied version states plus
 the learner's own since (design.md section 5). A learner that joins late thus begins where the others are.
 
-Where the outer optimizer is AdamW (``outer.optimizer``), a learner's step is its gradient, and AdamW's step is taken from the
-average of them, in the fold of the log.
+Where the outer optimizer is AdamW (``outer.optimizer``), a learner's step only makes its gradient, and AdamW's step is taken
+from the average of them, in the fold of the log.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _muon(matrices: Sequence[int]) -> optax.GradientTransformation:
 
 
 def learning_rate(settings: RunSettings, at: Moment) -> float:
-    """Return the rate of a step; 1 where the step is the gradient.
+    """Return the rate of a step; 1 for an outer AdamW, which has its own.
 
     Where a learner's optimizer state began fresh in mid-run, its rate rises over ``restart_warmup_steps`` of its own.
     """

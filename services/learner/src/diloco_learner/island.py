@@ -62,6 +62,9 @@ class Reading:
 class Island:
     """Parameters begin as ``task.init`` makes them from the run's seed; the optimizer state comes with the first step.
 
+    Where the outer optimizer is AdamW, a step leaves the parameters as they are and adds its gradient to those held.
+    Offers are made of them, and a version that is written drops them.
+
     Raises:
         SettingsError: a parameter is not a float32 array, or there are none.
     """
@@ -79,7 +82,8 @@ class Island:
         matrices = [matrices_of(task, path, shape) for path, shape, _ in self.tensors()]
         self._optimizer = optimizer(settings, matrices)
         self._optimizer_state: Any = None
-        self._step = jax.jit(self._take_step, donate_argnums=(0, 1))
+        self._gradients = [jnp.zeros_like(leaf) for leaf in self._leaves] if settings.outer.optimizer == "adamw" else None
+        self._step = jax.jit(self._take_step, donate_argnums=(0, 1, 2))
         self._loss = jax.jit(lambda leaves, batch: task.loss(self._tree(leaves), batch))
 
     def twin(self) -> Island:
@@ -88,7 +92,8 @@ class Island:
         They are this one's values; its optimizer begins afresh.
         """
         other = copy.copy(self)
-        vars(other).update(_leaves=[jnp.copy(leaf) for leaf in self._leaves], _optimizer_state=None)
+        gradients = None if self._gradients is None else [jnp.zeros_like(leaf) for leaf in self._leaves]
+        vars(other).update(_leaves=[jnp.copy(leaf) for leaf in self._leaves], _optimizer_state=None, _gradients=gradients)
         return other
 
     def tensors(self) -> list[tuple[str, tuple[int, ...], bool]]:
@@ -122,28 +127,33 @@ class Island:
             self.write(fragment, theta, None, 0.0)
         if batch is not None:
             copies = [jnp.copy(leaf) for leaf in self._leaves]
-            *_, output = self._step(copies, self._optimizer.init(copies), batch, np.float32(0))
+            gradients = None if self._gradients is None else [jnp.zeros_like(leaf) for leaf in copies]
+            *_, output = self._step(copies, gradients, self._optimizer.init(copies), batch, np.float32(0))
             StepOutput(*output).wait()
             self.copy()
             self.copy_optimizer()
 
     def step(self, batch: Any, learning_rate: float) -> StepOutput:
         """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says."""
-        self._leaves, self._optimizer_state, output = self._step(
-            self._leaves, self._current_optimizer_state(), batch, np.float32(learning_rate)
+        self._leaves, self._gradients, self._optimizer_state, output = self._step(
+            self._leaves, self._gradients, self._current_optimizer_state(), batch, np.float32(learning_rate)
         )
         return StepOutput(*output)
 
     def read(self, fragment: Fragment) -> Reading:
-        """Queue a copy of a fragment on the device, as of the steps and writes so far."""
-        return Reading(fragment, tuple(_copy_rows(self._tensor(p), _start(p), rows=_rows(p)) for p in fragment.pieces))
+        """Queue a copy of a fragment's values on the device, as of the steps and writes so far."""
+        return self._reading(fragment, self._leaves)
+
+    def snapshot(self, fragment: Fragment) -> Reading:
+        """Queue a copy of what an offer is made of: the values; for an outer AdamW the gradients since they were written."""
+        return self._reading(fragment, self._leaves if self._gradients is None else self._gradients)
 
     def write(self, fragment: Fragment, theta: Vector, keep: tuple[Vector, float] | None = None, alpha: float = 0.0) -> None:
         """Queue ``alpha * value + (1 - alpha) * (theta + factor * (value - reference))`` for ``keep = (reference, factor)``.
 
         ``alpha`` is the mixing of Decoupled DiLoCo (arXiv 2604.21428) on receipt. Without ``keep`` and ``alpha`` the value
-        becomes ``theta`` whatever it was, NaN too. The vectors, float32 [size of the fragment], must not change until the next
-        step has ended.
+        becomes ``theta`` whatever it was, NaN too, and gradients that are held are dropped. The vectors, float32 [size of the
+        fragment], must not change until the next step has ended.
         """
         for piece in fragment.pieces:
             values = _part(theta, piece)
@@ -154,7 +164,10 @@ class Island:
                 written = _mix_rows(
                     self._tensor(piece), values, _part(reference, piece), np.float32(factor), np.float32(alpha), _start(piece)
                 )
-            self._leaves[self._index[piece.path]] = written
+            at = self._index[piece.path]
+            self._leaves[at] = written
+            if self._gradients is not None and keep is None:
+                self._gradients[at] = _overwrite_rows(self._gradients[at], np.zeros(piece.shape, np.float32), _start(piece))
 
     def evaluate(self) -> float:
         """Return the mean loss over the task's validation batches, in the task's units.
@@ -171,7 +184,7 @@ class Island:
         return None if draw is None else str(draw(self.params(), jax.random.key(seed), count))
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Return parameters (``params/...``) and optimizer state (``optimizer/...``) by name, any dtype [...], on the host."""
+        """Return parameters (``params/...``), gradients held and optimizer state by name, any dtype [...], on the host."""
         return {name: np.array(leaf) for name, leaf in self._named_state().items()}
 
     def copy(self) -> dict[str, jax.Array]:
@@ -212,6 +225,8 @@ class Island:
         """
         self.check_state(state)
         self._leaves = [jnp.array(state[f"params/{path}"]) for path in self._paths]
+        if self._gradients is not None:
+            self._gradients = [jnp.array(state[f"gradients/{path}"]) for path in self._paths]
         self.load_optimizer(state)
 
     def load_optimizer(self, state: Mapping[str, NDArray[Any]]) -> None:
@@ -219,20 +234,28 @@ class Island:
         keyed, structure = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
         self._optimizer_state = jax.tree.unflatten(structure, [jnp.array(state[_optimizer_name(path)]) for path, _ in keyed])
 
-    def _take_step(self, leaves: list[jax.Array], state: Any, batch: Any, learning_rate: jax.Array) -> Any:
+    def _take_step(
+        self, leaves: list[jax.Array], held: list[jax.Array] | None, state: Any, batch: Any, learning_rate: jax.Array
+    ) -> Any:
         loss, gradients = jax.value_and_grad(lambda values: self.task.loss(self._tree(values), batch))(leaves)
         norm = jnp.sqrt(sum(jnp.vdot(gradient, gradient) for gradient in gradients))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, new_state = self._optimizer.update(gradients, state, leaves)
-        new_leaves = [leaf - learning_rate * update for leaf, update in zip(leaves, updates, strict=True)]
+        if held is None:
+            new_leaves, new_held = [leaf - learning_rate * update for leaf, update in zip(leaves, updates, strict=True)], None
+        else:
+            new_leaves, new_held = leaves, [gradient + update for gradient, update in zip(held, updates, strict=True)]
 
         def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(finite, new, old)
 
-        return jax.tree.map(chosen, new_leaves, leaves), jax.tree.map(chosen, new_state, state), (loss, norm, finite)
+        new, old = (new_leaves, new_held, new_state), (leaves, held, state)
+        return *jax.tree.map(chosen, new, old), (loss, norm, finite)
 
     def _named_state(self) -> dict[str, jax.Array]:
         params = {f"params/{path}": leaf for path, leaf in zip(self._paths, self._leaves, strict=True)}
+        if self._gradients is not None:
+            params |= {f"gradients/{path}": leaf for path, leaf in zip(self._paths, self._gradients, strict=True)}
         return params | self._named_optimizer()
 
     def _named_optimizer(self) -> dict[str, jax.Array]:
@@ -246,6 +269,10 @@ class Island:
 
     def _tree(self, leaves: Sequence[jax.Array]) -> Any:
         return jax.tree.unflatten(self._structure, leaves)
+
+    def _reading(self, fragment: Fragment, leaves: list[jax.Array]) -> Reading:
+        pieces = fragment.pieces
+        return Reading(fragment, tuple(_copy_rows(leaves[self._index[p.path]], _start(p), rows=_rows(p)) for p in pieces))
 
     def _tensor(self, piece: Piece) -> jax.Array:
         return self._leaves[self._index[piece.path]]

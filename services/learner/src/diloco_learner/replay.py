@@ -71,9 +71,9 @@ class Redo:
         alpha = 0.0 if applied.reset else self.settings.apply.alpha
         self.island.write(self.map.fragments[fragment], applied.theta, keep, alpha)
 
-    def read(self, fragment: int) -> NDArray[np.float32]:
-        """Return a fragment's values, float32 [size of the fragment]."""
-        return self.island.read(self.map.fragments[fragment]).to_host()
+    def snapshot(self, fragment: int) -> NDArray[np.float32]:
+        """Return what an offer is made of, float32 [size of the fragment]."""
+        return self.island.snapshot(self.map.fragments[fragment]).to_host()
 
     def parameters_digest(self) -> bytes:
         return parameters_digest(self.island, self.map)

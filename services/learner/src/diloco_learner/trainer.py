@@ -54,7 +54,7 @@ def carry_out(boundary: Boundary, island: Island, member: Member, settings: RunS
         alpha = 0.0 if applied.reset else settings.apply.alpha
         island.write(member.map.fragments[fragment], applied.theta, keep, alpha)
     for fragment in boundary.reads:
-        member.submit(fragment, island.read(member.map.fragments[fragment]).to_host)
+        member.submit(fragment, island.snapshot(member.map.fragments[fragment]).to_host)
 
 
 class Trainer:

@@ -239,6 +239,9 @@ class Encoded:
 class DeltaValues:
     """The arrays of one fragment's pending delta; ``base`` and ``error`` are float32 [size of the fragment].
 
+    Snapshots are the learner's values; with ``gradients`` they are the gradients of its steps since the base, which its value
+    need not hold: ``theta - (theta - g)`` would round a small ``g`` to the precision of ``theta``.
+
     ``base`` is never written to; it may be shared with the replica that folds the log. Kept of a pending offer are its
     body and, until it is dropped, what quantisation left over of it: that becomes the error as it is; the displacement, rarely
     needed, follows from both.
@@ -246,6 +249,7 @@ class DeltaValues:
 
     base: Vector
     error_feedback: bool
+    gradients: bool
     error: Vector | None = None
     held: dict[tuple[int, int], Encoded] = field(default_factory=dict)  # by incarnation and number of an offer
 
@@ -255,7 +259,7 @@ class DeltaValues:
         Raises:
             NonFiniteError: the snapshot holds NaN or infinity.
         """
-        gradient = np.subtract(self.base, snapshot, out=snapshot)
+        gradient = snapshot if self.gradients else np.subtract(self.base, snapshot, out=snapshot)
         if self.error is not None:
             gradient += self.error
         return Encoded(quantise.quantise(gradient, bits, error=gradient), gradient)

@@ -62,13 +62,17 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows ``row_start`` to ``row_stop`` of a tensor, at ``offset`` in its fragment's vector. A scalar has one row."""
+    """Rows ``row_start`` to ``row_stop`` of a tensor, at ``offset`` in its fragment's vector. A scalar has one row.
+
+    ``embedding``: the tensor is embedding-like.
+    """
 
     path: str
     row_start: int
     row_stop: int
     shape: tuple[int, ...]
     offset: int
+    embedding: bool
 
     @property
     def size(self) -> int:
@@ -82,7 +86,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Fragment:
-    """One unit of synchronisation."""
+    """One unit of synchronisation; ``embedding``: all of its tensors are embedding-like."""
 
     index: int
     pieces: tuple[Piece, ...]
@@ -101,9 +105,17 @@ class Fragment:
         """
         bounds = [np.zeros(1, np.int64)]
         for piece in self.pieces:
-            groups = piece.row_segments() if granularity == "row" else 1
+            groups = _groups(piece, granularity)
             bounds.append(piece.offset + piece.size // groups * np.arange(1, groups + 1, dtype=np.int64))
         return np.concatenate(bounds)
+
+    def averaged(self, granularity: Literal["row", "tensor"]) -> NDArray[np.bool_]:
+        """Return which of these groups are of embedding-like tensors: bool [groups].
+
+        They share a fragment with others only if the model is one fragment.
+        """
+        kinds = [piece.embedding for piece in self.pieces]
+        return np.repeat(kinds, [_groups(piece, granularity) for piece in self.pieces])
 
     def gather(self, tensors: Mapping[str, NDArray[np.float32]], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         """Copy the fragment's values out of ``tensors``, float32 [their shapes], into one vector, float32 [size]."""
@@ -261,6 +273,10 @@ def _fragment(index: int, members: Sequence[tuple[TensorSpec, int, int]]) -> Fra
     pieces, offset = [], 0
     for tensor, start, stop in sorted(members, key=lambda m: (m[0].path, m[1])):
         shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
-        pieces.append(Piece(tensor.path, start, stop, shape, offset))
+        pieces.append(Piece(tensor.path, start, stop, shape, offset, tensor.embedding))
         offset += pieces[-1].size
-    return Fragment(index, tuple(pieces), all(tensor.embedding for tensor, _, _ in members))
+    return Fragment(index, tuple(pieces), all(piece.embedding for piece in pieces))
+
+
+def _groups(piece: Piece, granularity: Literal["row", "tensor"]) -> int:
+    return piece.row_segments() if granularity == "row" else 1

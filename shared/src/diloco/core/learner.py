@@ -64,7 +64,8 @@ class Learner:
         chain, settings = version.chain, self.settings
         after = chain.cursor(self.name)
         counts = DeltaState(self.name, self.incarnation, settings.carry, chain.version, chain.state_hash, after)
-        values = None if version.theta is None else DeltaValues(version.theta, settings.codec.error_feedback)
+        gradients = settings.outer.optimizer == "adamw"
+        values = None if version.theta is None else DeltaValues(version.theta, settings.codec.error_feedback, gradients)
         state = FragmentState(len(self.fragments), counts, version, values)
         state.pending.append(version)
         self.fragments.append(state)
@@ -171,7 +172,10 @@ class Learner:
         self.fragments[index].reopen()
 
     def submit(self, index: int, reader: Reader | None) -> None:
-        """Take a snapshot of a fragment as of this boundary, at most one; ``reader`` gives its values."""
+        """Take a snapshot of a fragment as of this boundary, at most one; ``reader`` gives its values.
+
+        With ``outer.optimizer = adamw`` it gives the gradients since the version applied last, not the values.
+        """
         state = self.fragments[index]
         state.happen(Event.SNAPSHOT)
         self.work.settle(state)

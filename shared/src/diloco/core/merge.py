@@ -6,6 +6,8 @@ Decoupled DiLoCo (arXiv 2604.21428; algorithm.md section 3), with ``phi(x) = x /
 * RDA: ``(sum w ||v|| / sum w) * phi(sum w phi(v) / sum w)``, which keeps the merged norm where near-orthogonal outer
   gradients would shrink it as ``1 / sqrt(M)``. Where directions cancel, the segment falls back to the direct average.
 
+Embedding-like tensors are averaged directly, whatever is chosen for all else.
+
 A merge is an accumulator, so that a region may merge its own learners first, and the owner adds up the regions' results.
 """
 
@@ -18,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core import kernels, quantise
+from diloco.core.fragments import Fragment
+from diloco.settings.run import MergeSettings
 
 Vector = NDArray[np.float32]
 CHUNK = 1 << 17  # values merged at a time, so that their sum stays in the cache from the first learner to the last
@@ -28,17 +32,34 @@ VANISHING = 1e-3
 class Accumulator:
     """Additive state of a merge of vectors float32 [size], with norm groups bounded by ``segments``, int64 [groups + 1].
 
-    The order of :meth:`add` decides the last bits of the result: add in the order of the learners' names.
+    ``averaged``, bool [groups], says which groups are averaged directly where the method is ``rda``; None: none. The order of
+    :meth:`add` decides the last bits of the result: add in the order of the learners' names.
     """
 
-    def __init__(self, size: int, segments: NDArray[np.int64], method: Literal["rda", "average"]) -> None:
+    def __init__(
+        self,
+        size: int,
+        segments: NDArray[np.int64],
+        method: Literal["rda", "average"],
+        averaged: NDArray[np.bool_] | None = None,
+    ) -> None:
         self.size, self.method = size, method
         # an average has one factor for all values; pieces of it are for the cache's sake
         self.segments = segments if method == "rda" else np.append(np.arange(0, size, CHUNK), size)
+        groups = self.segments.size - 1
+        self._averaged = np.zeros(groups, np.bool_) if method == "average" or averaged is None else averaged
         self.weight = 0.0
-        self.norms = np.zeros(self.segments.size - 1, np.float64)  # sum of weight * norm, by segment
+        self.norms = np.zeros(groups, np.float64)  # sum of weight * norm, by segment
         self._total: Vector | None = None  # sum of weight * direction (rda) or weight * vector (average)
         self._bodies: list[tuple[NDArray[np.uint16], NDArray[np.uint8], Vector]] = []  # to be added yet: int4, factors
+
+    @classmethod
+    def of(cls, fragment: Fragment, choice: MergeSettings) -> Accumulator:
+        """Return the empty merge of a fragment."""
+        segments = fragment.segments(choice.granularity)
+        if choice.method == "average" or fragment.embedding:
+            return cls(fragment.size, segments, "average")
+        return cls(fragment.size, segments, "rda", fragment.averaged(choice.granularity))
 
     def add(self, body: NDArray[np.uint8], bits: int, weight: float) -> None:
         """Add an outer gradient from its quantised body, uint8 [bytes], which is kept until :meth:`result`."""
@@ -100,7 +121,8 @@ class Accumulator:
             lengths = np.sqrt(squares)
             # where directions cancel, `sum w phi(v) * radius / sum w` is the direct average of vectors of the mean norm
             lengths = np.where(lengths > VANISHING * self.weight, lengths, self.weight)
-            factors = (norms / self.weight / lengths).astype(np.float32)
+            radial = norms / self.weight / lengths
+            factors = np.where(self._averaged[first:last], 1 / self.weight, radial).astype(np.float32)
         kernels.scale32(total, segments, factors)
 
     def _factors(self, squares: NDArray[np.float64], weight: float) -> Vector:
@@ -109,7 +131,8 @@ class Accumulator:
             return np.full(squares.size, weight, np.float32)
         norms = np.sqrt(squares)
         self.norms += weight * norms
-        return np.divide(weight, norms, out=np.zeros_like(norms), where=norms > 0).astype(np.float32)
+        factors = np.divide(weight, norms, out=np.zeros_like(norms), where=norms > 0)
+        return np.where(self._averaged, weight, factors).astype(np.float32)
 
 
 def _groups(segments: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -37,10 +37,9 @@ def accumulate(
 
     ``theta_at`` gives the fragment at an older version, float32 [size], for ``merge.against = "current"``: there every outer
     gradient is taken against ``theta``, float32 [size], the newest version, however old the learner's base (Decoupled DiLoCo,
-    arXiv 2604.21428). Embedding-like fragments are averaged (ibid.). A regional offer weighs as much as its members together.
+    arXiv 2604.21428). Embedding-like tensors are averaged (ibid.). A regional offer weighs as much as its members together.
     """
-    method = "average" if fragment.embedding else settings.merge.method
-    merge = Accumulator(fragment.size, fragment.segments(settings.merge.granularity), method)
+    merge = Accumulator.of(fragment, settings.merge)
     for item in held:
         offer, members = item.offer, item.offer.members
         share = sum(weight(member.tokens, member.steps, settings.merge.weights) for member in members)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Collection
 from functools import partial
 from typing import TypeVar
 
-from diloco.core.chain import WrongEntries
+from diloco.core.chain import Chain, WrongEntries
 from diloco.core.fold import Replica
 from diloco.core.quorum import UncommittedEntries
 from diloco.errors import ChainError, FormatError, MessageError, StateError, WrongEntryError
@@ -147,6 +147,8 @@ class Entries:
         if stop_sequence <= chain.sequence:
             return
         async for entry in self.follow([chain.fragment], chain.sequence + 1, refuse, stop_sequence):
+            if self.is_repeated(chain, entry):
+                continue
             follows_wrong = wrong.note(entry.record, entry.entry_hash)
             try:
                 fold_one = partial(judged, replica, entry) if judge else partial(fold, replica, entry, in_place=in_place)
@@ -161,6 +163,16 @@ class Entries:
                 refuse(Refusal(entry.record.syncer, self.stream.subjects.record(chain.fragment), entry.sequence, error))
             else:
                 yield entry
+
+    def is_repeated(self, chain: Chain, entry: Entry) -> bool:
+        """Return whether an entry is the chain's newest once more, and note where.
+
+        Two may give a region the same snapshot at once, each with the entry that it stands after.
+        """
+        repeated = self.stream.regions and entry.entry_hash == chain.head
+        if repeated:
+            chain.sequence = entry.sequence
+        return repeated
 
     async def _read(
         self, fragments: Collection[int], start_sequence: int, refuse: Refuse, stop_sequence: int | None

@@ -4,6 +4,7 @@ The follower holds a :class:`Copy` of each fragment, loaded to the log's end (:m
 :meth:`LogFollower.follow`, for ever. For each entry that comes, one of these happens:
 
 * It follows its chain: it is folded, in a thread. Event :class:`Folded`.
+* It is the newest once more (a region may be given a snapshot twice): it is passed over. No event.
 * It does not follow: it is told to ``refuse`` and passed over, as by every other reader. No event.
 * Entries before it are missing (purged below a keyframe): the fragment is loaded again, up to this entry. Event
   :class:`Reloaded`.
@@ -222,6 +223,9 @@ class LogFollower:
         """Fold an entry, pass it over, or load the fragment again up to it."""
         record, before = entry.record, copy.replica.chain
         index = record.fragment
+        if self.store.entries.is_repeated(before, entry):
+            self._heads[index] = replace(before)
+            return None
         follows_wrong = self.wrong[index].note(record, entry.entry_hash)
         try:
             await unbroken(self._fold(copy, entry))
