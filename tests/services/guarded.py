@@ -47,6 +47,13 @@ class Guarded(Cluster):
     def toy_process(self, share: int, **values: Any) -> Service:
         return super().toy_process(share, **self.place(share) | values)
 
+    async def link(self) -> NatsTransport:
+        """The test's own connection to the control store, and to the streams of the first region; it hears the heartbeats."""
+        if self._link is None:
+            self._link = await self.link_to(REGIONS[0])
+            await self._listen(self._link)
+        return self._link
+
     async def link_to(self, region: str) -> NatsTransport:
         """A connection of the test's own to a region's streams, to be closed."""
         own = identity.load(self.keys.identity_file("test"))
