@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ _KIND_OF = {
     "round": "round",
     "fragment": "record",
     "archive": "offer",
-} | {kind: kind for kind in ("genesis", "keyframe", "coordinator", "marker", "marker_answer")}  # by the subject's third token
+} | {  # by the subject's third token; commit notices by their last
+    kind: kind for kind in ("genesis", "keyframe", "coordinator", "marker", "marker_answer", "commit_notice")
+}  # by the subject's third token
 KINDS = ("valid", "fields", "damaged", "random", "json", "empty", "large", "value")
 OWN = 0.6  # of all actions are on subjects that the server lets it write: the others are refused there
 CALLS = 0.4  # of JetStream's API; most rights are to these
@@ -92,22 +94,41 @@ class Action:
     data: bytes
     headers: bytes
     reply: bytes
+    server: int = 0  # the place of the one that it goes to
 
 
 class Adversary:
-    """Draws the actions of one identity against one run. ``withheld``: subjects that it is entitled to do harm on."""
+    """Draws the actions of one identity against one run.
+
+    ``withheld``: subjects that it is entitled to do harm on. ``regions`` of the run, and ``servers``: what each one serves that
+    it may connect to; a run without regions has one server, of everything.
+    """
 
     def __init__(
-        self, seed: int, names: Subjects, identity: bytes, who: Who, everybody: Sequence[Who], withheld: Sequence[str] = ()
+        self,
+        seed: int,
+        names: Subjects,
+        identity: bytes,
+        who: Who,
+        everybody: Sequence[Who],
+        withheld: Sequence[str] = (),
+        regions: Sequence[str] = (),
+        servers: Sequence[Collection[str]] = ((),),
     ) -> None:
         """Attack the run of this ``identity``, which its frames carry."""
         self.incarnation = 1  # as which its messages are its own, if it is admitted
         self.random, self.names, self.run, self.who = random.Random(f"{seed} {who.role} {who.name}"), names, identity, who
-        self._own = [p for p in permissions(who, names.run, (), ()).publish if not p.startswith(tuple(withheld))]
-        everyones = {p for one in everybody for p in permissions(one, names.run, (), ()).publish}
-        heard = {p for one in everybody for p in permissions(one, names.run, (), ()).subscribe}
-        self._anybodys = sorted(everyones - set(permissions(who, names.run, (), ()).publish))
-        self._replies = sorted(everyones | heard)
+        self._own: list[list[str]] = []  # by server
+        self._anybodys: list[list[str]] = []
+        anyones: set[str] = set()
+        for serves in servers:
+            own = permissions(who, names.run, regions, serves).publish
+            everyones = {p for one in everybody for p in permissions(one, names.run, regions, serves).publish}
+            heard = {p for one in everybody for p in permissions(one, names.run, regions, serves).subscribe}
+            self._own.append([p for p in own if not p.startswith(tuple(withheld))])
+            self._anybodys.append(sorted(everyones - set(own)))
+            anyones |= everyones | heard
+        self._replies = sorted(anyones)
         parts = {path.stem: _parts_of(path) for path in sorted(GOLDEN.glob("*.hex"))}
         self._frames = {name: frame for name, frame in parts.items() if frame is not None}
         self._values = [
@@ -119,7 +140,8 @@ class Adversary:
         while True:
             own = self.random.random() < OWN
             calls = self.random.random() < CALLS
-            patterns = self._own if own else self._anybodys
+            server = self.random.randrange(len(self._own)) if len(self._own) > 1 else 0
+            patterns = self._own[server] if own else self._anybodys[server]
             pattern = self.random.choice([p for p in patterns if p.startswith("$JS.") == calls] or patterns)
             kind, data = self._payload(pattern)
             reply = self._one_of(self.random.choice(self._replies)) if self.random.random() < 0.5 else b""
@@ -128,7 +150,7 @@ class Adversary:
                 target = self._one_of(self.random.choice(self._replies))
                 headers = b"NATS/1.0\r\nNats-Trace-Dest: %s\r\n\r\n" % target.replace(b"\x0c", b"")
             data = data[: MAX_PAYLOAD - len(headers)]
-            yield Action(kind, self._one_of(pattern), data, headers, reply)
+            yield Action(kind, self._one_of(pattern), data, headers, reply, server)
 
     def _one_of(self, pattern: str) -> bytes:
         """Return a subject that a pattern stands for."""
@@ -180,6 +202,8 @@ class Adversary:
     @staticmethod
     def _subject_of(pattern: str) -> str:
         tokens = pattern.split(".")
+        if tokens[-1] == "commit_notice":
+            return "commit_notice"
         return tokens[2] if tokens[0] == "diloco" else ""
 
     def _damaged(self, pattern: str) -> bytes:

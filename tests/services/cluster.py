@@ -283,9 +283,12 @@ class Cluster:
         if self._link is None:
             own = identity.load(identity.identity_file(self.identity, "test")) if self.identity is not None else None
             self._link = await NatsTransport.open(self.url, self.url, "test", get_logger(), give_up_after_s=20, identity=own)
-            await self._link.control.subscribe(self.subjects.heartbeat(), cb=self._hear)
-            await self._link.control.subscribe(self.subjects.shard(), cb=self._hear)
+            await self._listen(self._link)
         return self._link
+
+    async def _listen(self, link: NatsTransport) -> None:
+        await link.control.subscribe(self.subjects.heartbeat(), cb=self._hear)
+        await link.control.subscribe(self.subjects.shard(), cb=self._hear)
 
     async def _hear(self, message: Any) -> None:
         run = framing.run_id(self.name, self.settings.digest())

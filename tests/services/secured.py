@@ -97,9 +97,10 @@ class Guest:
 
 
 @contextlib.asynccontextmanager
-async def guest(server: Server, keys: Folder, name: str) -> AsyncIterator[Guest]:
+async def guest(server: Server, keys: Folder, name: str, bulk: Server | None = None) -> AsyncIterator[Guest]:
+    """Connect as an identity; ``bulk``: the server of the streams, where that is another one."""
     events, own = Events(), identity.load(keys.identity_file(name))
-    link = await NatsTransport.open(server.url, server.url, name, cast(Logger, events), DEADLINE_S, identity=own)
+    link = await NatsTransport.open(server.url, (bulk or server).url, name, cast(Logger, events), DEADLINE_S, identity=own)
     try:
         yield Guest(link, events)
     finally:

@@ -8,6 +8,9 @@ whose holder sends all that :mod:`tests.services.adversary` draws. The table say
 * a key of the bucket changes that the role may not write (:data:`MAY_CHANGE`), or one that many write holds others' words;
 * the honest learners are slower than :data:`LEAST_PACE` of their pace without it.
 
+With ``--regions`` the run has two, each with a server and a syncer, that merge their own offers, and a control store; the
+insider is of the second one, and sends to every server that knows it.
+
 The pace without it is taken twice: with nothing sent, and with the same messages sent to a subject that nobody hears. The
 second one tells the work of this process and of the server's connection from that of the services.
 
@@ -18,21 +21,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import nats.errors
 from tests import raw
 from tests.services.adversary import Adversary
 from tests.services.cluster import Cluster, newest_entries, small, some_versions
 from tests.services.forking import Nursery
-from tests.services.secured import guest, make_keys, members, serving
+from tests.services.guarded import CONTROL, REGIONS, two_regions
+from tests.services.secured import Guest, guest, make_keys, members, serving
 
 from diloco.control import admission
 from diloco.control.creation import Run
@@ -41,7 +47,8 @@ from diloco.transport import Stored
 from diloco.wire.subjects import Subjects
 from diloco_ops.broker.server import Server
 from diloco_ops.keys.folder import Folder
-from diloco_ops.keys.permissions import Who
+from diloco_ops.keys.permissions import CONTROL as CONTROL_STORE
+from diloco_ops.keys.permissions import Who, is_known
 
 RUN = "besieged"
 NAMES = Subjects(RUN)
@@ -97,10 +104,15 @@ HEAD = """| role | actions by payload | refused | cut off | services ended | key
 
 
 class Siege:
-    """A besieged run, from its first version to its last."""
+    """A besieged run, from its first version to its last.
 
-    def __init__(self, cluster: Cluster, server: Server, keys: Folder, role: str, seed: int) -> None:
-        self.cluster, self.server, self.keys, self.role, self.seed = cluster, server, keys, role, seed
+    ``servers`` that know the insider, the control store's first, and what each serves.
+    """
+
+    def __init__(
+        self, cluster: Cluster, servers: Sequence[tuple[Server, list[str]]], keys: Folder, role: str, seed: int
+    ) -> None:
+        self.cluster, self.servers, self.keys, self.role, self.seed = cluster, servers, keys, role, seed
         self.outcome = Outcome(role)
 
     async def run(self, actions: int, rate: float, base_s: float) -> Outcome:
@@ -114,7 +126,8 @@ class Siege:
         await some_versions(cluster, of=sorted(HONEST))
         entries = [entry.model_copy(update={"founder": False}) for entry in self.keys.roster.identities if entry.founder]
         self.keys.replace(*entries)  # as diloco keys founded
-        self.server.reload()
+        for server, _ in self.servers:
+            server.reload()
         adversary = await self._adversary()
         before, keys = await newest_entries(cluster), await self._keys()
         silent = [await self._pace(asyncio.sleep(base_s))]
@@ -140,9 +153,11 @@ class Siege:
         entries = self.keys.roster.identities
         [own] = [entry.who for entry in entries if entry.name == LIAR]
         store, fragments = await self.cluster.store()
-        made = Adversary(self.seed, NAMES, store.stream.run, own, [entry.who for entry in entries], WITHHELD.get(self.role, ()))
+        everybody, withheld = [entry.who for entry in entries], WITHHELD.get(self.role, ())
+        regions, serve = self.cluster.settings.regions.names, [serves for _, serves in self.servers]
+        made = Adversary(self.seed, NAMES, store.stream.run, own, everybody, withheld, regions, serve)
         if own.role == "learner":
-            async with guest(self.server, self.keys, LIAR) as liar:
+            async with guest(self.servers[0][0], self.keys, LIAR) as liar:
                 registry = await liar.link.bucket(NAMES.bucket, create=False)
                 run, digest = Run(RUN, self.cluster.settings, registry), self.cluster.settings.digest()
                 made.incarnation = await admission.join(run, LIAR, 1, fragments, digest, founds=False)
@@ -151,8 +166,8 @@ class Siege:
     async def _attack(self, adversary: Adversary, actions: int, rate: float) -> None:
         drawn, began_s = islice(adversary.actions(), actions), time.monotonic()
         while sum(self.outcome.sent.values()) < actions:
-            async with guest(self.server, self.keys, LIAR) as liar:
-                while not liar.link.bulk.is_closed:
+            async with self._insider() as liars:
+                while not any(liar.link.bulk.is_closed for liar in liars):
                     due_s = began_s + sum(self.outcome.sent.values()) / rate
                     await asyncio.sleep(max(0.0, due_s - time.monotonic()))
                     action = next(drawn, None)
@@ -160,19 +175,28 @@ class Siege:
                         break
                     self.outcome.sent[action.kind] += 1
                     try:
-                        await raw.publish(liar.link.bulk, action.subject, action.data, action.headers, action.reply)
+                        await raw.publish(
+                            liars[action.server].link.bulk, action.subject, action.data, action.headers, action.reply
+                        )
                     except (nats.errors.Error, OSError):
                         break
                     if any(service.process.poll() is not None for service in self.cluster.services):
                         return
                 await asyncio.sleep(0.2)  # for the server's refusals
-                self.outcome.refused += liar.count("permission_denied")
-                self.outcome.cut += liar.count("nats_reconnected") + liar.link.bulk.is_closed
+                for liar in liars:
+                    self.outcome.refused += liar.count("permission_denied")
+                    self.outcome.cut += liar.count("nats_reconnected") + liar.link.bulk.is_closed
+
+    @contextlib.asynccontextmanager
+    async def _insider(self) -> AsyncIterator[list[Guest]]:
+        """Connect to each server."""
+        async with contextlib.AsyncExitStack() as stack:
+            yield [await stack.enter_async_context(guest(server, self.keys, LIAR)) for server, _ in self.servers]
 
     async def _to_nobody(self, adversary: Adversary, for_s: float, rate: float) -> None:
         """Send what the adversary draws to a subject that nobody hears."""
         began_s = time.monotonic()
-        async with guest(self.server, self.keys, LIAR) as liar:
+        async with guest(self.servers[0][0], self.keys, LIAR) as liar:
             for number, action in enumerate(islice(adversary.actions(), round(for_s * rate))):
                 await asyncio.sleep(max(0.0, began_s + number / rate - time.monotonic()))
                 await raw.publish(liar.link.bulk, f"_INBOX_{LIAR}.nobody".encode(), action.data)
@@ -204,13 +228,13 @@ class Siege:
             assert loaded.replica.chain.sequence >= 0
 
     async def _keys(self) -> dict[str, bytes]:
-        opened = await self.cluster.link()
-        registry = await opened.bucket(NAMES.bucket, create=False)
         found = {}
-        for subject in await streams.subjects(opened, STORE, f"$KV.{NAMES.bucket}.>"):
-            key = subject.removeprefix(f"$KV.{NAMES.bucket}.")
-            stored = await registry.get(key)
-            found[key] = stored[0] if stored else b""
+        async with guest(self.servers[0][0], self.keys, "test") as observer:
+            registry = await observer.link.bucket(NAMES.bucket, create=False)
+            for subject in await streams.subjects(observer.link, STORE, f"$KV.{NAMES.bucket}.>"):
+                key = subject.removeprefix(f"$KV.{NAMES.bucket}.")
+                stored = await registry.get(key)
+                found[key] = stored[0] if stored else b""
         return found
 
 
@@ -221,16 +245,33 @@ def _relative(beside: tuple[float, float], without: Sequence[tuple[float, float]
 
 
 async def besiege(
-    nursery: Nursery, directory: Path, role: str, actions: int, rate: float, seed: int, base_s: float = BASE_S
+    nursery: Nursery,
+    directory: Path,
+    role: str,
+    actions: int,
+    rate: float,
+    seed: int,
+    base_s: float = BASE_S,
+    *,
+    regions: bool = False,
 ) -> Outcome:
     """Besiege a run of its own; raises AssertionError where its log is not what it was."""
+    values: dict[str, Any] = {"tokens": 10**9, "learners": LEARNERS, "shards": SYNCERS}
+    if regions:
+        who = replace(ROLES[role], region=REGIONS[1])
+        settings = small(**values, regions__names=list(REGIONS), regions__merge=True)
+        async with two_regions(nursery, directory, RUN, settings, [who]) as guarded:
+            guarded.liars, guarded.forged = {LIAR}, True
+            servers = [(server, [CONTROL_STORE] if name == CONTROL else [name]) for name, server in guarded.servers.items()]
+            known = [(server, serves) for server, serves in servers if is_known(who, REGIONS, serves)]
+            return await Siege(guarded, known, guarded.keys, role, seed).run(actions, rate, base_s)
     keys = make_keys(directory / "keys", RUN, [*members(LEARNERS, SYNCERS), ROLES[role]])
     with serving(keys, directory / "nats") as server:
-        cluster = Cluster(nursery, directory / RUN, server.url, RUN, small(tokens=10**9, learners=LEARNERS, shards=SYNCERS))
+        cluster = Cluster(nursery, directory / RUN, server.url, RUN, small(**values))
         cluster.identity, cluster.liars = str(keys.path / "identities" / "{name}.identity"), {LIAR}
         cluster.forged = True  # insiders write into the log, and announce rounds
         try:
-            return await Siege(cluster, server, keys, role, seed).run(actions, rate, base_s)
+            return await Siege(cluster, [(server, [])], keys, role, seed).run(actions, rate, base_s)
         finally:
             await cluster.close()
 
@@ -241,12 +282,13 @@ async def _main() -> int:
     parser.add_argument("--rate", type=float, default=100.0, help="actions a second")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--role", action="append", choices=sorted(ROLES), help="repeatable; all of them without it")
+    parser.add_argument("--regions", action="store_true", help="a run in two regions")
     asked = parser.parse_args()
     print(HEAD, flush=True)
     failed, nursery = False, Nursery()
     for role in asked.role or ROLES:
         with tempfile.TemporaryDirectory(prefix="siege-") as folder:
-            outcome = await besiege(nursery, Path(folder), role, asked.actions, asked.rate, asked.seed)
+            outcome = await besiege(nursery, Path(folder), role, asked.actions, asked.rate, asked.seed, regions=asked.regions)
         print(outcome.row(), flush=True)
         failed |= bool(outcome.ended or outcome.changed) or outcome.unheard[0] < LEAST_PACE
     nursery.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ import pytest
 from tests.services.cluster import Cluster, small, some_versions
 from tests.services.conftest import Launch
 from tests.services.forking import Nursery
-from tests.services.secured import guest, make_keys, members, serving
+from tests.services.guarded import REGIONS, two_regions
+from tests.services.secured import guest
 from tests.services.test_rollback import newest, rollbacks, save, settings
-from tests.services.test_security import REGIONS, RUN, Apart
+from tests.services.test_security import RUN
 from tests.services.toy import SAMPLES
 
 from diloco.control.changes import append_changes
@@ -142,50 +142,43 @@ async def test_the_operator_of_a_run_in_regions_repairs_it(
 ) -> None:
     """Under identities: a stolen syncer's key wrote into one region's log, and the founder's and the operator's into keys."""
     values = settings(steps=150, shards=2, learners=2, regions__names=list(REGIONS), regions__away_s=600.0)
-    places = {"nats": ["control"], **{region: [region] for region in REGIONS}}
-    keys = make_keys(tmp_path / "keys", RUN, members(2, 2, REGIONS), regions=REGIONS, servers=places)
-    with contextlib.ExitStack() as started:
-        servers = {name: started.enter_context(serving(keys, tmp_path / name, name)) for name in places}
-        cluster = Apart(nursery, tmp_path / RUN, servers["nats"].url, RUN, values)
-        cluster.servers, cluster.identity = servers, str(keys.path / "identities" / "{name}.identity")
-        try:
-            await cluster.begin()
-            operator, bulk_url = keys.identity_file("operator"), servers[REGIONS[0]].url
-            await asyncio.to_thread(attach.attach, cluster.directory, RUN, cluster.url, bulk_url, operator)
-            await some_versions(cluster, 3)
-            cluster.liars = {"log", cluster.subjects.record(1)}
-            async with guest(servers[REGIONS[0]], keys, "syncer-0") as thief:
-                sequence = (await thief.link.bulk.jetstream().publish(cluster.subjects.record(1), b"no record")).seq
-            await some_versions(cluster, 2)
+    async with two_regions(nursery, tmp_path, RUN, values) as cluster:
+        keys, servers = cluster.keys, cluster.servers
+        await cluster.begin()
+        operator, bulk_url = keys.identity_file("operator"), servers[REGIONS[0]].url
+        await asyncio.to_thread(attach.attach, cluster.directory, RUN, cluster.url, bulk_url, operator)
+        await some_versions(cluster, 3)
+        cluster.liars = {"log", cluster.subjects.record(1)}
+        async with guest(servers[REGIONS[0]], keys, "syncer-0") as thief:
+            sequence = (await thief.link.bulk.jetstream().publish(cluster.subjects.record(1), b"no record")).seq
+        await some_versions(cluster, 2)
 
-            assert await repaired(cluster) == 0
-            said = capsys.readouterr().out
-            assert f"fragment 1: message {sequence} on {cluster.subjects.record(1)}, 9 bytes: record: " in said
-            assert "nothing is to be repaired" in said
-            good = min(newest(cluster)) - 1
-            assert await repaired(cluster, fragment=[1], to_version=good, reason="unwanted") == 0
-            assert f"is what version {good} was" in capsys.readouterr().out
+        assert await repaired(cluster) == 0
+        said = capsys.readouterr().out
+        assert f"fragment 1: message {sequence} on {cluster.subjects.record(1)}, 9 bytes: record: " in said
+        assert "nothing is to be repaired" in said
+        good = min(newest(cluster)) - 1
+        assert await repaired(cluster, fragment=[1], to_version=good, reason="unwanted") == 0
+        assert f"is what version {good} was" in capsys.readouterr().out
 
-            damage = {"toy-0": {"map": b"\x93\x01"}, "operator": dict.fromkeys(("run", "protocol", "genesis", "changes"), b"7")}
-            for name, garbage in damage.items():
-                async with guest(servers["nats"], keys, name) as thief:
-                    bucket = await Registry.open(thief.link, cluster.subjects.bucket, create=False)
-                    for key, value in garbage.items():
-                        await bucket.put(key, value)
-            assert await repaired(cluster) == 1
-            found = {line.split(":")[0] for line in capsys.readouterr().out.splitlines()}
-            assert found == {f"key {key}" for key in ("run", "protocol", "map", "genesis", "changes")}
-            for key in ("run", "protocol", "map", "genesis", "changes"):
-                assert await repaired(cluster, key=key) == 0
-            await asyncio.to_thread(cluster.toys.pop(0).stop)
-            again = cluster.toy(0)  # the founder sets the map again
-            await cluster.until(lambda: again.member is not None, "it is there again")
-            assert await repaired(cluster) == 0
-            cluster.hurry()
-            await cluster.ended()
-            assert (await verify.check(cluster.directory)).holds
-        finally:
-            await cluster.close()
+        damage = {"toy-0": {"map": b"\x93\x01"}, "operator": dict.fromkeys(("run", "protocol", "genesis", "changes"), b"7")}
+        for name, garbage in damage.items():
+            async with guest(servers["nats"], keys, name) as thief:
+                bucket = await Registry.open(thief.link, cluster.subjects.bucket, create=False)
+                for key, value in garbage.items():
+                    await bucket.put(key, value)
+        assert await repaired(cluster) == 1
+        found = {line.split(":")[0] for line in capsys.readouterr().out.splitlines()}
+        assert found == {f"key {key}" for key in ("run", "protocol", "map", "genesis", "changes")}
+        for key in ("run", "protocol", "map", "genesis", "changes"):
+            assert await repaired(cluster, key=key) == 0
+        await asyncio.to_thread(cluster.toys.pop(0).stop)
+        again = cluster.toy(0)  # the founder sets the map again
+        await cluster.until(lambda: again.member is not None, "it is there again")
+        assert await repaired(cluster) == 0
+        cluster.hurry()
+        await cluster.ended()
+        assert (await verify.check(cluster.directory)).holds
 
 
 @pytest.mark.slow

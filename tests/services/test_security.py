@@ -9,7 +9,7 @@ import re
 import ssl
 import tomllib
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -17,9 +17,10 @@ from typing import Any, cast
 import nats.aio.client
 import nats.errors
 import pytest
-from tests.services.cluster import Cluster, Events, Service, check_accounts, small, some_versions
+from tests.services.cluster import Cluster, Events, check_accounts, small, some_versions
 from tests.services.conftest import Launch
 from tests.services.forking import Nursery
+from tests.services.guarded import REGIONS, two_regions
 from tests.services.secured import DEADLINE_S, Guest, guest, make_keys, members, put, serving
 
 from diloco.control import creation
@@ -42,7 +43,6 @@ RUN = "guarded"
 OTHER = "other"
 NAMES = Subjects(RUN)
 LOG, OFFERS, STORE = NAMES.log_stream, NAMES.offer_stream, f"KV_{NAMES.bucket}"
-REGIONS = ("eu", "us")
 LEARNER = "toy-1"  # does not found
 
 
@@ -673,42 +673,13 @@ async def test_what_was_sent_before_and_is_sent_again_is_merged_once(launch: Lau
         assert all("it says fragment 0, learner toy-2" in reason for reason in refused())
 
 
-class Apart(Cluster):
-    """A cluster in two regions, whose servers know each other as little as those who may use them."""
-
-    servers: Mapping[str, Server] = {}
-
-    def place(self, number: int) -> dict[str, Any]:
-        region = REGIONS[number % len(REGIONS)]
-        return {"region": region, "nats_bulk_url": self.servers[region].url}
-
-    def coordinator(self) -> Service:
-        return self.start("coordinator", "diloco_coordinator", settings=self.settings.model_dump(), **self.place(0))
-
-    def syncer(self, index: int) -> Service:
-        own = self.place(index)
-        urls = {region: self.servers[region].url for region in REGIONS if region != own["region"]}
-        return self.start(f"syncer-{index}", "diloco_syncer", region_urls=urls, **own)
-
-
 async def test_a_whole_run_in_regions_needs_nothing_that_it_may_not(nursery: Nursery, tmp_path: Path) -> None:
     settings = small(shards=2, learners=2, tokens=2 * 40 * 16, regions__names=list(REGIONS), regions__merge=True)
-    places = {"nats": ["control"], **{region: [region] for region in REGIONS}}
-    keys = make_keys(tmp_path / "keys", RUN, members(2, 2, REGIONS), regions=REGIONS, servers=places)
-    servers = {name: Server(tmp_path / name, keys=keys.server_folder(name)) for name in places}
-    with contextlib.ExitStack() as started:
-        for server in servers.values():
-            server.start()
-            started.callback(server.kill)
-        cluster = Apart(nursery, tmp_path / RUN, servers["nats"].url, RUN, settings)
-        cluster.servers, cluster.identity = servers, str(keys.path / "identities" / "{name}.identity")
-        try:
-            cluster.coordinator()
-            cluster.syncers()
-            for share in range(settings.learners):
-                cluster.toy_process(share, **cluster.place(share))
-            await cluster.ended()
-            assert [violations(server, cluster) for server in servers.values()] == [[]] * 3
-            assert cluster.events("version_committed")
-        finally:
-            await cluster.close()
+    async with two_regions(nursery, tmp_path, RUN, settings) as cluster:
+        cluster.coordinator()
+        cluster.syncers()
+        for share in range(settings.learners):
+            cluster.toy_process(share)
+        await cluster.ended()
+        assert [violations(server, cluster) for server in cluster.servers.values()] == [[]] * 3
+        assert cluster.events("version_committed")

@@ -12,9 +12,10 @@ ACTIONS = 400
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("regions", [False, True], ids=["", "regions"])
 @pytest.mark.parametrize("role", ROLES)
-async def test_an_insider_ends_nothing_and_loses_nothing(nursery: Nursery, tmp_path: Path, role: str) -> None:
-    outcome = await besiege(nursery, tmp_path, role, ACTIONS, rate=200, seed=3, base_s=3)
+async def test_an_insider_ends_nothing_and_loses_nothing(nursery: Nursery, tmp_path: Path, role: str, regions: bool) -> None:
+    outcome = await besiege(nursery, tmp_path, role, ACTIONS, rate=200, seed=3, base_s=3, regions=regions)
     assert sum(outcome.sent.values()) == ACTIONS
     assert (outcome.ended, outcome.changed) == ([], []), outcome.row()
     assert outcome.refused > 0

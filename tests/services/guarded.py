@@ -1,0 +1,98 @@
+"""A run in two regions under identities: servers that know each other as little as those who may use them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.services.cluster import Cluster, Folded, Service, fold_log
+from tests.services.forking import Nursery
+from tests.services.secured import make_keys, members
+
+from diloco.control import creation
+from diloco.control.creation import Run
+from diloco.log.log import Log
+from diloco.nats import identity
+from diloco.nats.transport import NatsTransport
+from diloco.process.observe import get_logger
+from diloco.settings.run import RunSettings
+from diloco_ops.broker.server import Server
+from diloco_ops.keys.folder import Folder
+from diloco_ops.keys.permissions import Who
+
+CONTROL = "nats"
+REGIONS = ("eu", "us")
+
+
+class Guarded(Cluster):
+    """A cluster in two regions; service ``n`` is in region ``n % 2``."""
+
+    servers: Mapping[str, Server] = {}  # of the control store and of each region
+    keys: Folder
+
+    def place(self, number: int) -> dict[str, Any]:
+        region = REGIONS[number % len(REGIONS)]
+        return {"region": region, "nats_bulk_url": self.servers[region].url}
+
+    def coordinator(self) -> Service:
+        return self.start("coordinator", "diloco_coordinator", settings=self.settings.model_dump(), **self.place(0))
+
+    def syncer(self, index: int) -> Service:
+        own = self.place(index)
+        urls = {region: self.servers[region].url for region in REGIONS if region != own["region"]}
+        return self.start(f"syncer-{index}", "diloco_syncer", region_urls=urls, **own)
+
+    def toy_process(self, share: int, **values: Any) -> Service:
+        return super().toy_process(share, **self.place(share) | values)
+
+    async def link(self) -> NatsTransport:
+        """The test's own connection to the control store, and to the streams of the first region; it hears the heartbeats."""
+        if self._link is None:
+            self._link = await self.link_to(REGIONS[0])
+            await self._listen(self._link)
+        return self._link
+
+    async def link_to(self, region: str) -> NatsTransport:
+        """A connection of the test's own to a region's streams, to be closed."""
+        own = identity.load(self.keys.identity_file("test"))
+        return await NatsTransport.open(self.url, self.servers[region].url, "test", get_logger(), 20, identity=own)
+
+    async def log_of(self, link: NatsTransport) -> Log:
+        """The log of the region that a connection leads to."""
+        run = Run(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
+        return Log(link, self.name, run.identity, await creation.find_map(run), self.settings)
+
+    async def read(self, region: str, *, closed: bool = True) -> list[Folded]:
+        """One region's log, folded by the reference."""
+        link = await self.link_to(region)
+        try:
+            log = await self.log_of(link)
+            genesis = await log.reader.genesis()
+            assert genesis is not None
+            return [await fold_log(log, f, genesis, self.settings, closed_by_now=closed) for f in log.map.fragments]
+        finally:
+            await link.close()
+
+
+@contextlib.asynccontextmanager
+async def two_regions(
+    nursery: Nursery, path: Path, run: str, settings: RunSettings, more: Iterable[Who] = ()
+) -> AsyncIterator[Guarded]:
+    """A cluster of a run's members, and of ``more`` identities, at servers of its own."""
+    places = {CONTROL: ["control"], **{region: [region] for region in REGIONS}}
+    known = [*members(settings.learners, settings.shards, REGIONS), *more]
+    keys = make_keys(path / "keys", run, known, regions=REGIONS, servers=places)
+    servers = {name: Server(path / name, keys=keys.server_folder(name)) for name in places}
+    with contextlib.ExitStack() as started:
+        for server in servers.values():
+            server.start()
+            started.callback(server.kill)
+        cluster = Guarded(nursery, path / run, servers[CONTROL].url, run, settings)
+        cluster.servers, cluster.keys = servers, keys
+        cluster.identity = str(keys.path / "identities" / "{name}.identity")
+        try:
+            yield cluster
+        finally:
+            await cluster.close()
