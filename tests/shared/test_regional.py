@@ -78,6 +78,18 @@ async def region(link: NatsTransport) -> Region:
     return Region(log, genesis[1], (await log.reader.load(0, *genesis)).replica)
 
 
+async def test_an_old_entry_that_is_stored_once_more_hides_none_behind_it(region: Region) -> None:
+    await region.entry(1)
+    old = await region.log.transport.last(region.log.subjects.log_stream, region.log.subjects.record(0))
+    assert old is not None
+    await region.entry(2)
+    epoch, newest, _ = await region.found()
+    await region.log.transport.append(
+        region.log.subjects.record(0), old.data, message_id=uuid.uuid4().hex, fence=None, timeout_s=10
+    )
+    assert (await region.found())[:2] == (epoch, newest) == (2, region.replica.chain.head)
+
+
 async def test_before_any_entry_there_is_genesis(region: Region) -> None:
     assert await region.found() == (0, region.genesis, 0)
     await region.claim(1)

@@ -46,7 +46,9 @@ class RegionalLog:
             epoch = max(epoch, message.epoch)
             if isinstance(found, Head):
                 record = found.record
-                log_head = LogHead(record.epoch, record.version, record.closing, found.entry_hash, found.sequence)
+                last = LogHead(record.epoch, record.version, record.closing, found.entry_hash, found.sequence)
+                if last.rank >= log_head.rank:  # else it follows nothing: it is an old entry, stored once more
+                    log_head = last
         return log_head, epoch, newest.sequence
 
     async def _newest_heads(self, subject: str, last_sequence: int) -> list[Head | Claim]:
