@@ -12,7 +12,7 @@ from diloco_lab.experiment.record import Record
 from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.spec import Claim, Experiment
 from diloco_lab.experiment.statistics import Paired, paired, seeds_for
-from diloco_lab.experiment.tuning import choose, settled, wording
+from diloco_lab.experiment.tuning import wording
 
 MARGIN = 0.01  # the difference that a claim should be able to tell
 _WIDTH, _ROW, _LEFT, _RIGHT = 720, 30, 190, 24
@@ -101,12 +101,11 @@ def head(experiment: Experiment) -> list[str]:
 
 def markdown(record: Record) -> str:
     """Return the page: question, table, sentences, what was tried to tune the arms, and where and when it was measured."""
-    choices = choose(record.asked, record.tried)
-    experiment, results = settled(record.asked, choices), record.results
+    experiment, results = record.played, record.results
     lines = [experiment.question, "", *_table(head(experiment), rows(experiment, results)), ""]
     lines += [f"* {verdict.sentence()}" for verdict in verdicts(experiment, results)]
     lines += [f"* {arm}, seed {seed}, failed: {reason}" for (arm, seed), reason in sorted(results.failed.items())]
-    lines += [f"* {choice.sentence()}." for choice in choices]
+    lines += [f"* {choice.sentence()}." for choice in record.choices]
     if record.tried:
         said = [[one.arm, wording(one.values), f"{one.mean:.4f}", str(len(one.losses))] for one in record.tried]
         lines += ["", *_table(["tuned arm", "tried", "loss", "seeds"], said)]

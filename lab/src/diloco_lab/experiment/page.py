@@ -7,8 +7,7 @@ from pathlib import Path
 
 from diloco.errors import FormatError
 from diloco_lab.experiment import answer, record
-from diloco_lab.experiment.record import SUFFIX, Record
-from diloco_lab.experiment.tuning import choose, settled
+from diloco_lab.experiment.record import SUFFIX
 
 _BLOCK = re.compile(r"(<!-- lab: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -30,12 +29,8 @@ def fill(page: str, folder: Path) -> tuple[str, dict[Path, str]]:
         if not path.is_file():
             raise FormatError(f"the page names experiment {name!r}, and {path} is not there; play it: diloco lab run {name}")
         known = record.read(path)
-        pictures[folder / f"{name}.svg"] = _picture(known)
+        pictures[folder / f"{name}.svg"] = answer.picture(known.played, known.results)
         shown = f"![losses of {name} by seed, with 95 % intervals]({folder.name}/{name}.svg)\n"
         return f"{block[1]}{answer.markdown(known)}\n{shown}{block[3]}"
 
     return _BLOCK.sub(made, page), pictures
-
-
-def _picture(known: Record) -> str:
-    return answer.picture(settled(known.asked, choose(known.asked, known.tried)), known.results)

@@ -12,7 +12,7 @@ from diloco.settings.validation import parse
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.spec import Experiment
-from diloco_lab.experiment.tuning import Tried
+from diloco_lab.experiment.tuning import Choice, Tried, choose, settled
 
 SUFFIX = ".results.json"
 MAX_BYTES = 1 << 24
@@ -43,6 +43,16 @@ class Record(msgspec.Struct, frozen=True):
     tried: list[Tried]
     results: Results
     where: dict[str, str]
+
+    @property
+    def choices(self) -> list[Choice]:
+        """The best combination of each tuned arm."""
+        return choose(self.asked, self.tried)
+
+    @property
+    def played(self) -> Experiment:
+        """The experiment with the chosen values."""
+        return settled(self.asked, self.choices)
 
     def encode(self) -> str:
         """Return the file's text."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from importlib import resources
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,9 +15,10 @@ from diloco.settings.loading import read_toml
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import nearest, parse
+from diloco_lab import shipped
 from diloco_lab.paces.spec import PaceSpec
 
-SUFFIX = ".toml"
+FOLDER = "experiments"  # of those that come with the lab
 
 
 class _Table(BaseModel):
@@ -98,8 +98,7 @@ class Experiment(_Table):
 
 def named() -> dict[str, Path]:
     """Return the experiments that come with the lab, by name."""
-    folder = Path(str(resources.files("diloco_lab") / "experiments"))
-    return {path.stem: path for path in sorted(folder.glob(f"*{SUFFIX}"))}
+    return shipped.named(FOLDER)
 
 
 def load(name: str) -> Experiment:
@@ -108,11 +107,7 @@ def load(name: str) -> Experiment:
     Raises:
         SettingsError: there is none, or something in it is unknown or wrong.
     """
-    known = named()
-    path = Path(name) if name.endswith(SUFFIX) else known.get(name)
-    if path is None:
-        there = ", ".join(known)
-        raise SettingsError(f"no experiment {name!r}{nearest(name, list(known))}; there are {there}, or name a file {SUFFIX}")
+    path = shipped.find(FOLDER, name, f"no experiment {name!r}")
     experiment = parse(Experiment, read_toml(path), str(path))
     for name, arm in experiment.arms.items():
         for values in arm.combinations():

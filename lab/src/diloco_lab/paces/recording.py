@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from diloco.errors import SettingsError
 from diloco.settings.loading import read_toml
 from diloco.settings.run import ProcessName
-from diloco.settings.validation import nearest, parse
+from diloco.settings.validation import parse
+from diloco_lab import shipped
 from diloco_lab.paces.times import Pace, Paces
 
-SUFFIX = ".toml"
+FOLDER = "experiments/paces"  # of those that come with the lab
 DAY_MS = 86_400_000
 MOST = 1_000_000  # times of a kind
 
@@ -99,8 +98,7 @@ def check_away(name: str, away: list[tuple[float, float]]) -> None:
 
 def recordings() -> dict[str, Path]:
     """Return the recordings that come with the lab, by name."""
-    folder = Path(str(resources.files("diloco_lab") / "experiments" / "paces"))
-    return {path.stem: path for path in sorted(folder.glob(f"*{SUFFIX}"))}
+    return shipped.named(FOLDER)
 
 
 def load(name: str) -> Recording:
@@ -109,12 +107,5 @@ def load(name: str) -> Recording:
     Raises:
         SettingsError: there is none, or something in it is unknown or wrong.
     """
-    known = recordings()
-    path = Path(name) if name.endswith(SUFFIX) else known.get(name)
-    if path is None:
-        there = ", ".join(known)
-        raise SettingsError(
-            f"pace.recorded = {name!r}: no such recording{nearest(name, list(known))}; there are {there}, or name a file "
-            f"{SUFFIX}"
-        )
+    path = shipped.find(FOLDER, name, f"pace.recorded = {name!r}: no such recording")
     return parse(Recording, read_toml(path), str(path))

@@ -22,12 +22,13 @@ class ChunkAssembler:
         attempt, content = data[:ATTEMPT_BYTES], data[ATTEMPT_BYTES:]
         if not is_part(data, attempt) or index * (PART_BYTES - ATTEMPT_BYTES) >= limit_bytes:
             return False
-        known, parts = self._pop(source)
+        known, parts = self._parts.pop(source, (attempt, {}))
         if known != attempt:
+            self.kept_bytes -= _size(parts)
             parts = {}
+        self.kept_bytes += len(content) - len(parts.get(index, b""))
         parts[index] = content
         self._parts[source] = attempt, parts
-        self.kept_bytes += _size(parts)
         while self.most_bytes is not None and self.kept_bytes > self.most_bytes:
             self._pop(next(iter(self._parts)))
         return True
