@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -61,3 +62,15 @@ class Playing:
 def play_all(seeds: Sequence[int], jobs: int = 1, **kind: bool) -> Playing:
     """Play the schedules of ``seeds`` in so many processes; ``kind``: as :func:`play` has it."""
     return Playing(seeds, jobs, **kind)
+
+
+def survived(outcomes: Iterable[Outcome], options: str = "") -> Counter[str]:
+    """Count all that happened in schedules of which none fails; ``options`` are those of the command that replays one."""
+    total: Counter[str] = Counter()
+    failed = {}
+    for outcome in outcomes:
+        total.update(outcome.stats)
+        if outcome.error is not None:
+            failed[outcome.seed] = repr(outcome.error)
+    assert not failed, f"replay with `python -m tests.simulation {options}--replay SEED`: {failed}"
+    return total

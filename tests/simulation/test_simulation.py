@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from tests.simulation.blocks import in_blocks
-from tests.simulation.play import play, play_all
+from tests.simulation.play import play, play_all, survived
 from tests.simulation.world import FAULTS, LOCKSTEP, World
 
 ROOT = Path(__file__).parents[2]
@@ -35,13 +34,7 @@ FOUND = {
 
 @in_blocks(1500, 100)
 def test_no_schedule_breaks_an_invariant_or_hangs(seeds: range) -> None:
-    total: Counter[str] = Counter()
-    failed = {}
-    for outcome in play_all(seeds).outcomes:
-        total.update(outcome.stats)
-        if outcome.error is not None:
-            failed[outcome.seed] = repr(outcome.error)
-    assert not failed, f"replay with `python -m tests.simulation --replay SEED`: {failed}"
+    total = survived(play_all(seeds).outcomes)
     happens = ("state restored", "state borrowed", "state marked", "keyframe", "takeover", "purge")
     for kind in (*(f"fault {kind}" for kind in FAULTS), *happens):
         assert total[kind] > len(seeds) / 20, f"{kind} hardly ever happens: {total}"
@@ -58,13 +51,7 @@ def test_gradients_of_learners_in_lockstep_are_averaged_whatever_goes_wrong(seed
 
 @in_blocks(60, 15)
 def test_a_run_goes_on_when_a_syncer_s_memory_goes_bad_whatever_else_goes_wrong(seeds: range) -> None:
-    total: Counter[str] = Counter()
-    failed = {}
-    for outcome in play_all(seeds, faulty=True).outcomes:
-        total.update(outcome.stats)
-        if outcome.error is not None:
-            failed[outcome.seed] = repr(outcome.error)
-    assert not failed, f"replay with `python -m tests.simulation --faulty --replay SEED`: {failed}"
+    total = survived(play_all(seeds, faulty=True).outcomes, "--faulty ")
     assert total["wrong entry"] > len(seeds) / 4
     assert total["keyframe after a wrong entry"]
 
@@ -72,13 +59,7 @@ def test_a_run_goes_on_when_a_syncer_s_memory_goes_bad_whatever_else_goes_wrong(
 @in_blocks(60, 15)
 @pytest.mark.parametrize("regions", [False, True])
 def test_nonsense_on_the_heads_of_fragments_takes_nothing_from_a_run_whatever_goes_wrong(seeds: range, regions: bool) -> None:
-    total: Counter[str] = Counter()
-    failed = {}
-    for outcome in play_all(seeds, hostile=True, regions=regions).outcomes:
-        total.update(outcome.stats)
-        if outcome.error is not None:
-            failed[outcome.seed] = repr(outcome.error)
-    assert not failed, f"replay with `python -m tests.simulation --hostile{' --regions' * regions} --replay SEED`: {failed}"
+    total = survived(play_all(seeds, hostile=True, regions=regions).outcomes, f"--hostile {'--regions ' * regions}")
     assert total["nonsense stored"] > 8 * len(seeds)
     assert total["version"] > 5 * len(seeds)
 
@@ -95,13 +76,7 @@ def test_a_run_in_regions_that_is_ordered_back_goes_back_once_whatever_goes_wron
 
 
 def play_rollbacks(seeds: range, kind: dict[str, bool]) -> None:
-    total: Counter[str] = Counter()
-    failed = {}
-    for outcome in play_all(seeds, rollbacks=True, **kind).outcomes:
-        total.update(outcome.stats)
-        if outcome.error is not None:
-            failed[outcome.seed] = repr(outcome.error)
-    assert not failed, f"replay with `python -m tests.simulation --rollbacks --replay SEED`: {failed}"
+    total = survived(play_all(seeds, rollbacks=True, **kind).outcomes, "--rollbacks ")
     assert total["rollback ordered"] >= total["rolled back"] > len(seeds) / 12  # most end before the order
     assert total["takeover"] > len(seeds)
 
