@@ -74,3 +74,13 @@ def survived(outcomes: Iterable[Outcome], options: str = "") -> Counter[str]:
             failed[outcome.seed] = repr(outcome.error)
     assert not failed, f"replay with `python -m tests.simulation {options}--replay SEED`: {failed}"
     return total
+
+
+def happens(total: Counter[str], kinds: Iterable[str], seeds: range) -> None:
+    """Require that the search meets what it looks for: each of these in one of 25 schedules or more.
+
+    The first block answers for all: in others of thirty schedules chance alone may leave one kind out.
+    """
+    if not seeds.start:
+        for kind in kinds:
+            assert total[kind] >= len(seeds) / 25, f"{kind} hardly ever happens: {total}"
