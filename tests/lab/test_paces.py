@@ -13,7 +13,7 @@ from diloco.core.lives import Life
 from diloco.core.tape import Start
 from diloco.errors import DataError, SettingsError
 from diloco_lab.experiment import spec
-from diloco_lab.paces import recorder, recording
+from diloco_lab.paces import recorder, recording, stalls
 from diloco_lab.paces.recording import RecordedLearner, Recording
 from diloco_lab.paces.spec import PaceSpec
 from diloco_lab.paces.times import Pace, Paces
@@ -122,6 +122,45 @@ def test_lives_on_a_tape_become_one_learner_that_was_away_in_between() -> None:
     )
     with pytest.raises(DataError, match="tape of learner-1 has 0 lengths of steps and 1 of offers"):
         recorder.learner(Path("run"), "learner-1", [Life(Start(1, 1, (0,)), sent_ms=[7])], 0, 0.5)
+
+
+TAPE = """{"format": "diloco-failures", "version": 1, "duration_s": 60.0}
+{"at_s": 10.0, "kind": "freeze", "target": "learner-1", "duration_s": 20.0}
+{"at_s": 28.0, "kind": "freeze", "target": "learner-*", "duration_s": 4.0}
+"""
+
+
+def test_a_tape_of_failures_lengthens_the_steps_that_they_meet(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(TAPE)
+    # steps of 0.1 s where the tape's take 4 s: 10 s are two and a half steps
+    first, second = PaceSpec(tape=str(path), tape_step_s=4.0).paces(2).learners
+    assert first.stalls == [(pytest.approx(0.7), pytest.approx(0.1))]
+    assert second.stalls == [(pytest.approx(0.25), pytest.approx(0.5)), (pytest.approx(0.7), pytest.approx(0.1))]
+    assert stalls.lengthened(0.1, 0.1, second.stalls) == pytest.approx(0.1)
+    # the second one comes while the first makes the step longer
+    assert stalls.lengthened(0.1, 0.2, second.stalls) == pytest.approx(0.7)
+    before = PaceSpec(tape=str(path)).said()
+    path.write_text(TAPE.replace("20.0", "21.0"))
+    assert PaceSpec(tape=str(path)).said() != before
+
+
+@pytest.mark.parametrize(
+    ("tape", "said"),
+    [
+        ("chips-120k", r"no such tape \(did you mean 'chips-1200k'\?\)"),
+        (TAPE.replace("learner-*", "learner-7"), r"line 3: no learner is 'learner-7' .*there are learner-0 to learner-1"),
+        (TAPE.replace("freeze", "chip_loss"), r"line 2: kind 'chip_loss' is not known here; known are freeze"),
+        ("{}", "mine.jsonl: not a failure tape"),
+    ],
+)
+def test_a_wrong_tape_is_refused_by_file_line_and_expectation(tmp_path: Path, tape: str, said: str) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(tape)
+    with pytest.raises(SettingsError, match=said):
+        PaceSpec(tape=tape if tape.startswith("chips") else str(path)).paces(2)
+    with pytest.raises(ValueError, match="has the failures of its own run"):
+        PaceSpec(recorded="quiet", tape="chips-1200k")
 
 
 def play(text: str, paces: list[Pace], steps: int, **changes: Any) -> Any:

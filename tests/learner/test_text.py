@@ -136,16 +136,23 @@ def test_too_short_says_how_much_is_there_and_needed() -> None:
         windows(needed - 1)
 
 
-def test_validation_is_spread_evenly() -> None:
+@pytest.mark.parametrize("batch", [1, 2, 3, 6])
+def test_validation_is_spread_evenly_over_the_same_windows_whatever_the_batch(batch: int) -> None:
     text = (np.arange(1 + 8 * 30) // 8).astype(np.uint8)
-    batches = validation_batches(HeldOut(text, 0, all_kept=False), 8, 2, 3, "text")
-    assert [batch.shape for batch in batches] == [(2, 9)] * 3
-    assert [int(row[0]) for batch in batches for row in batch] == [0, 5, 10, 15, 20, 25]
+    batches = validation_batches(HeldOut(text, 0, all_kept=False), 8, batch, 6, "text")
+    assert [one.shape for one in batches] == [(batch, 9)] * (6 // batch)
+    assert [int(row[0]) for one in batches for row in one] == [0, 5, 10, 15, 20, 25]
+
+
+def test_a_batch_of_more_windows_than_are_validated_on_is_one() -> None:
+    assert [one.shape for one in validation_batches(HeldOut(np.zeros(241, np.uint8), 0, all_kept=False), 8, 7, 6, "text")] == [
+        (7, 9)
+    ]
 
 
 def test_validation_too_short() -> None:
     def of(size: int, repeated_bytes: int = 0, *, all_kept: bool = False) -> int:
-        return len(validation_batches(HeldOut(np.zeros(size, np.uint8), repeated_bytes, all_kept), 8, 2, 3, "text"))
+        return len(validation_batches(HeldOut(np.zeros(size, np.uint8), repeated_bytes, all_kept), 8, 2, 6, "text"))
 
     assert of(17) == 1
     with pytest.raises(DataError, match=r"text: 16 bytes are held out for validation, one batch.*takes 17"):

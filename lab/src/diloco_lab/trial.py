@@ -27,6 +27,7 @@ from diloco.settings.service import LearnerSettings, SyncerSettings
 from diloco.wire import framing
 from diloco.wire.entries import Record
 from diloco.wire.subjects import Subjects
+from diloco_lab.paces.stalls import lengthened
 from diloco_lab.paces.times import Clock, Paces
 from diloco_lab.virtual.server import matches
 from diloco_lab.virtual.transport import CONTROL
@@ -178,7 +179,8 @@ class _Training(World):
             if boundary.stop or boundary.wait:
                 await asyncio.sleep(IDLE_S)
                 continue
-            output, step_s = island.step(batch.data, learning_rate(self.settings, member.moment())), self.steps[index].next_s()
+            output = island.step(batch.data, learning_rate(self.settings, member.moment()))
+            step_s = lengthened(self.steps[index].next_s(), self.now_s, self.trial.paces.learners[index].stalls)
             await asyncio.sleep(step_s)
             self.trained += tokens
             done = StepDone(tokens, batch.share, batch.index, output.wait(), step_s, 0.0)

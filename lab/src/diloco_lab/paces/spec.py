@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
-from diloco_lab.paces import recording
+from diloco_lab.paces import recording, stalls
 from diloco_lab.paces.times import Paces, steady
 
 Seconds = Annotated[float, Field(ge=0, le=1e7)]
@@ -32,10 +32,19 @@ class PaceSpec(BaseModel):
         {}, max_length=4096, description="by learner: [from, until], killed and back, in virtual seconds"
     )
 
+    tape: str | None = Field(
+        None, min_length=1, max_length=400, description="a failure tape's name, or its file: its freezes make steps longer"
+    )
+    tape_step_s: float = Field(
+        STEP_S, gt=0, le=3600, description="a step of the learners that the tape is of: its times are as many steps here"
+    )
+
     @model_validator(mode="after")
     def _one_way(self) -> PaceSpec:
         if self.recorded is not None and self.factors != [1.0]:
             raise ValueError("pace: factors are of steady steps, and recorded ones have their own; leave one of them out")
+        if self.recorded is not None and self.tape is not None:
+            raise ValueError("pace: a recording has the failures of its own run; leave out tape or recorded")
         for name, away in self.away.items():
             recording.check_away(f"pace.away, {name}", away)
         return self
@@ -46,8 +55,9 @@ class PaceSpec(BaseModel):
         Raises:
             SettingsError: the recording cannot be had or is of another number of learners, or a learner is not known.
         """
+        mean_s = self.step_s or STEP_S
         if self.recorded is None:
-            steps_s = [(self.step_s or STEP_S) * self.factors[index % len(self.factors)] for index in range(learners)]
+            steps_s = [mean_s * self.factors[index % len(self.factors)] for index in range(learners)]
             found = Paces([steady(step_s) for step_s in steps_s])
         else:
             found = recording.load(self.recorded).paces(self.step_s)
@@ -60,9 +70,17 @@ class PaceSpec(BaseModel):
         for name in self.away:
             if name not in names:
                 raise SettingsError(f"pace.away: no {name!r}{nearest(name, names)}; there are {names[0]} to {names[-1]}")
+        if self.tape is not None:
+            of_tape = stalls.load(self.tape, names, mean_s / self.tape_step_s)
+            found = replace(found, learners=[replace(p, stalls=of_tape[n]) for n, p in zip(names, found.learners, strict=True)])
         changed = [replace(p, away=self.away[n]) if n in self.away else p for n, p in zip(names, found.learners, strict=True)]
         return replace(found, learners=changed)
 
     def said(self) -> dict[str, Any]:
-        """Return all that it says, with the recording's content."""
-        return self.model_dump() | ({} if self.recorded is None else {"recorded": recording.load(self.recorded).model_dump()})
+        """Return all that it says, with the content of recording and tape."""
+        said = self.model_dump()
+        if self.recorded is not None:
+            said["recorded"] = recording.load(self.recorded).model_dump()
+        if self.tape is not None:
+            said["tape"] = stalls.read(self.tape)
+        return said

@@ -18,12 +18,14 @@ class Pace:
         offers: how much longer an offer takes from its learner to the server than any other message.
         begins_s: when its process joins the run.
         away: times (from, until), in order: its process is killed, and another one of its name joins.
+        stalls: (from, for so long), in order: the step under way takes that much longer.
     """
 
     steps: Sequence[float]
     offers: Sequence[float] = AT_ONCE
     begins_s: float = 0.0
     away: Sequence[tuple[float, float]] = ()
+    stalls: Sequence[tuple[float, float]] = ()
 
 
 def steady(step_s: float) -> Pace:

@@ -25,7 +25,7 @@ from diloco_learner.repeats import HeldOut, without_repeats
 Bytes = NDArray[np.uint8]
 
 HELD_OUT_EVERY = 20
-VALIDATION_BATCHES = 64
+VALIDATION_WINDOWS = 1024  # the same ones whatever the batch, or losses of different batches could not be compared
 PROBE_BYTES = 8192  # a file with a zero byte in its first few is not text
 # folders of the standard library that are somebody else's code or tests of it
 LIBRARY_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -189,11 +189,13 @@ class TextData:
         Raises:
             DataError: it is too short for one batch.
         """
-        return validation_batches(self.corpus.to_evaluate, self.context, self.batch, VALIDATION_BATCHES, self.corpus.source)
+        return validation_batches(self.corpus.to_evaluate, self.context, self.batch, VALIDATION_WINDOWS, self.corpus.source)
 
 
 def validation_batches(held_out: HeldOut, context: int, batch: int, most: int, source: str) -> list[NDArray[np.int32]]:
-    """Return at most ``most`` batches int32 [batch, context + 1] of windows evenly spread over the held-out text.
+    """Return batches int32 [batch, context + 1] of about ``most`` windows evenly spread over the held-out text.
+
+    They are fewer where the text is short, and one batch where that is larger.
 
     Raises:
         DataError: the text is too short for one batch.
@@ -210,7 +212,7 @@ def validation_batches(held_out: HeldOut, context: int, batch: int, most: int, s
             f"{source}: {text.size} bytes are held out for validation{less}, one batch of {batch} windows of {context} bytes "
             f"takes {batch * context + 1}; give more text, or a smaller task.batch or task.context"
         )
-    count = min(most, windows // batch) * batch
+    count = min(max(most // batch, 1), windows // batch) * batch
     starts = context * (np.arange(count) * windows // count)
     return list(_windows(text, starts, context).reshape(-1, batch, context + 1))
 

@@ -1,0 +1,78 @@
+"""Failures of a tape (:mod:`diloco_ops.failures`) in a trial: a step that one of them meets takes that much longer.
+
+So an elastic learner feels the loss of some of its chips: it stands still while it is put together anew, and keeps its
+state. Tapes of such failures are written by ``diloco simulate run --record FILE --whole-learners``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from diloco.errors import FormatError, SettingsError
+from diloco.settings.validation import nearest
+from diloco_lab import shipped
+from diloco_ops import failures
+from diloco_ops.failures import Failure
+
+FOLDER = "experiments/tapes"  # of those that come with the lab
+SUFFIX = ".jsonl"
+KINDS = frozenset({"freeze"})
+
+Stall = tuple[float, float]  # from, for so long
+
+
+def path_of(name: str) -> Path:
+    """Return the file of a tape that comes with the lab, or the file that ``name`` is if it ends in ``.jsonl``.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    return shipped.find(FOLDER, name, f"pace.tape = {name!r}: no such tape", SUFFIX)
+
+
+def read(name: str) -> str:
+    """Return a tape's text.
+
+    Raises:
+        SettingsError: there is none, or it cannot be read.
+    """
+    try:
+        return path_of(name).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"pace.tape = {name!r} cannot be read: {error}") from error
+
+
+def load(name: str, learners: Sequence[str], scale: float) -> dict[str, list[Stall]]:
+    """Return the stalls of each of these learners, in order, all times of the tape times ``scale``.
+
+    Raises:
+        SettingsError: there is none, it is damaged, or it has failures of another kind or of a learner that is not there.
+    """
+
+    def complaint(failure: Failure) -> str | None:
+        if failure.targets(learners):
+            return None
+        there = f"there are {learners[0]} to {learners[-1]}"
+        return (
+            f"no learner is {failure.target!r}{nearest(failure.target, learners)}; {there}: record it with as many --learners"
+        )
+
+    try:
+        tape = failures.decode(read(name).splitlines(), name, KINDS, complaint)
+    except FormatError as error:
+        raise SettingsError(f"pace.tape: {error}") from error
+    found: dict[str, list[Stall]] = {learner: [] for learner in learners}
+    for failure in tape.failures:
+        for learner in failure.targets(learners):
+            found[learner].append((scale * failure.at_s, scale * failure.duration_s))
+    return found
+
+
+def lengthened(step_s: float, now_s: float, stalls: Sequence[Stall]) -> float:
+    """Return how long a step takes that begins now: a stall that begins within it makes it longer, and the next within that."""
+    end_s = now_s + step_s
+    for from_s, for_s in stalls:
+        if now_s <= from_s < end_s:
+            end_s += for_s
+    return end_s - now_s
