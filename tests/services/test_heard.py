@@ -110,12 +110,17 @@ LIES: dict[str, Callable[[Liar, int], list[Lie]]] = {
         (liar.name, liar.incarnation, {"tokens": BUDGET, "state": "closing", "steps": [0] * FRAGMENTS})
     ],
     "5": lambda liar, n: [(f"ghost-{n}", 1, {"tokens": LARGEST})],
+    "5, one name in many incarnations": lambda liar, n: [("ghost", 2**40 + n, {"tokens": LARGEST})],
+    "5, in a syncer's name": lambda liar, n: [("syncer-0", 1, {"tokens": LARGEST}), ("coordinator", 1, {"tokens": LARGEST})],
     "6": lambda liar, n: [(toy, LARGEST, {"state": "left"}) for toy in TOYS],
     "6, of its own": lambda liar, n: [(liar.name, LARGEST, {"step": LARGEST})],
+    "6, in one incarnation after another": lambda liar, n: [(toy, n, {"state": "left"}) for toy in TOYS],
     "7": lambda liar, n: [("ghost", 1, {"step": n})],
     "7, itself": lambda liar, n: [(liar.name, liar.incarnation, {"step": 6, "step_s": 1e12})],
     "7, leaving for ever": lambda liar, n: [(liar.name, liar.incarnation, {"state": "leaving", "step": 6 + n})],
     "8": lambda liar, n: [(f"ghost-{n}-{i}", 1, {}) for i in range(500 * (n < 10))],
+    "8, each in many incarnations": lambda liar, n: [(f"ghost-{i}", n * 500 + i, {}) for i in range(500 * (n < 10))],
+    "8, in members' names": lambda liar, n: [(toy, 2**40 + n * 500 + i, {}) for toy in TOYS for i in range(250 * (n < 10))],
     "in another role": lambda liar, n: [
         (liar.name, liar.incarnation, changes) for changes in ({"step": 5 + n}, {"role": "evaluator", "loss": 0.0})
     ],
