@@ -15,7 +15,7 @@ from tests.services.cluster import Events
 from diloco.core import tape
 from diloco.core.accounts import StepDone
 from diloco.core.lives import read_lives
-from diloco.core.tape import Apply, Data, Event, Header, Offer, Reload, Sent, Start, Step
+from diloco.core.tape import Apply, Data, Event, Header, Machine, Offer, Reload, Sent, Start, Step
 from diloco.errors import FormatError, RunError
 from diloco.member.taping import LearnerTape
 from diloco.process import tape as files
@@ -317,3 +317,14 @@ def test_files_of_other_runs_and_versions_are_named(tmp_path: Path) -> None:
         path.write_bytes(raw)
         with pytest.raises(RunError, match=reason):
             files.load(path, RUN)
+
+
+def test_a_replay_computes_with_the_threads_and_flags_of_the_tape() -> None:
+    flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    made = Machine.of("cpu", "4", flags)
+    assert made.flags == f"PJRT_NPROC=4 {flags}"
+    assert made.environment() == {"PJRT_NPROC": "4", "XLA_FLAGS": flags}
+    assert Machine.of("cpu", "16", "").environment() == {"PJRT_NPROC": "16", "XLA_FLAGS": ""}
+    # tapes written before name no threads, and leave them to the environment
+    assert Machine("cpu", flags).environment() == {"XLA_FLAGS": flags}
+    assert Machine("cpu", "").environment() == {"XLA_FLAGS": ""}

@@ -49,7 +49,6 @@ from diloco_ops.run_reader import opened
 Vector = NDArray[np.float32]
 State = Mapping[str, NDArray[Any]]
 MODELS = "diloco.models"  # entry points of what can be trained again
-FLAGS = "XLA_FLAGS"
 
 MakeModel = Callable[[RunSettings, str | None, Life], "Model"]
 
@@ -406,7 +405,7 @@ def installed(settings: RunSettings, data: str | None, life: Life) -> Model:
         RunError: nothing that is installed can train it.
     """
     if life.machine is not None and "jax" not in sys.modules:
-        os.environ[FLAGS] = life.machine.flags
+        os.environ.update(life.machine.environment())
     found = [point for point in entry_points(group=MODELS) if point.name == "learner"]
     if not found:
         raise RunError("the distribution diloco-learner is not installed, which trains the models of runs")

@@ -24,14 +24,14 @@ from diloco_learner.inner import learning_rate
 from diloco_learner.island import Island
 from diloco_learner.task import load_task
 
-FLAGS = "XLA_FLAGS"
-
 
 def machine() -> tape.Machine:
     """Return all that this process's bits depend on besides the program."""
     device = jax.devices()[0]
     text = f"{device.platform} {device.device_kind}, {_processor()}, jax {jax.__version__}, {jax.device_count()} devices"
-    return tape.Machine(text[: tape.MAX_TEXT_BYTES // 4], os.environ.get(FLAGS, "")[: tape.MAX_TEXT_BYTES // 4])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = os.environ.get(tape.THREADS) or str(cores)
+    return tape.Machine.of(text, threads, os.environ.get(tape.XLA_FLAGS, ""))
 
 
 def parameters_digest(island: Island, fragment_map: FragmentMap) -> bytes:

@@ -31,6 +31,7 @@ RUN_BYTES = 8
 CHECK_BYTES = 4
 MAX_BLOCK_BYTES = (1 << 14) - 1  # the largest length of two bytes
 MAX_TEXT_BYTES = 1024
+XLA_FLAGS, THREADS = "XLA_FLAGS", "PJRT_NPROC"
 MAX_ITEMS = 4096
 _MAX_INT_BYTES = 9  # 63 bits
 
@@ -53,7 +54,20 @@ class Machine(Event):
     """Processor and libraries, and their flags: the bits of a step depend on them besides the program."""
 
     text: str
-    flags: str
+    flags: str  # XLA_FLAGS, and in front of them PJRT_NPROC=N, the threads that sums are divided among
+
+    @classmethod
+    def of(cls, text: str, threads: str, xla_flags: str) -> Machine:
+        """Return the machine of a process that computes with so many threads."""
+        most = MAX_TEXT_BYTES // 4
+        return cls(text[:most], f"{THREADS}={threads} {xla_flags}".rstrip()[:most])
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of the environment under which a process computes like this one; older tapes name no threads."""
+        first, _, rest = self.flags.partition(" ")
+        if not first.startswith(f"{THREADS}="):
+            return {XLA_FLAGS: self.flags}
+        return {XLA_FLAGS: rest, THREADS: first.removeprefix(f"{THREADS}=")}
 
 
 @dataclass(frozen=True, slots=True)
