@@ -19,7 +19,8 @@ def test_a_disturbed_run_is_compared_with_an_undisturbed_one(tmp_path: Path) -> 
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "result.json").read_text())
     assert (result["verdict"]["violations"], result["lasted"]) == ([], True)
-    assert sum(result["verdict"]["failures"].values()) == 4
+    # four are drawn; one may meet a process that is only beginning again, and is left out with a warning
+    assert 3 <= sum(result["verdict"]["failures"].values()) <= 4
     disturbed, undisturbed = result["loss"]["disturbed"], result["loss"]["undisturbed"]
     assert undisturbed["tokens_merged"] == pytest.approx(disturbed["tokens_merged"], rel=0.1)
     assert result["loss"]["difference"] == pytest.approx(disturbed["val_loss"] / undisturbed["val_loss"] - 1)

@@ -15,8 +15,9 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "topology.py"
 @pytest.mark.slow
 def test_json_has_both_shapes_and_unlinked_servers_need_nobody() -> None:
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--cut", "8", "--json"], capture_output=True, text=True, timeout=400, check=True
+        [sys.executable, SCRIPT, "--cut", "8", "--json"], capture_output=True, text=True, timeout=400, check=False
     )
+    assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert list(result["shapes"]) == ["unlinked", "gateways"]
     for shape in result["shapes"].values():

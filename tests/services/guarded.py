@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from diloco.log.log import Log
 from diloco.nats import identity
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
+from diloco.process.retry import until_available
 from diloco.settings.run import RunSettings
 from diloco_ops.broker.server import Server
 from diloco_ops.keys.folder import Folder
@@ -71,7 +73,8 @@ class Guarded(Cluster):
             log = await self.log_of(link)
             genesis = await log.reader.genesis()
             assert genesis is not None
-            return [await fold_log(log, f, genesis, self.settings, closed_by_now=closed) for f in log.map.fragments]
+            folding = (partial(fold_log, log, f, genesis, self.settings, closed_by_now=closed) for f in log.map.fragments)
+            return [await until_available(fold, get_logger()) for fold in folding]
         finally:
             await link.close()
 
