@@ -52,22 +52,16 @@ def verdicts(experiment: Experiment, results: Results) -> list[Verdict]:
 
 def compared(results: Results, arm: str, bar: str) -> Paired | None:
     """Compare an arm with another over the seeds that both have ended; None: there are none, or it is the same arm."""
-    one, other = losses(results, arm), losses(results, bar)
+    one, other = results.losses(arm), results.losses(bar)
     seeds = sorted(one.keys() & other.keys())
     return paired([one[seed] for seed in seeds], [other[seed] for seed in seeds]) if seeds and arm != bar else None
-
-
-def losses(results: Results, arm: str) -> dict[int, float]:
-    """Return the final losses of an arm by seed, without those that diverged."""
-    known = {seed: measured.loss for (name, seed), measured in results.measured.items() if name == arm}
-    return {seed: loss for seed, loss in known.items() if loss is not None}
 
 
 def rows(experiment: Experiment, results: Results) -> list[list[str]]:
     """Return the table's rows, one an arm, as :func:`head` names them."""
     table: list[list[str]] = []
     for arm in experiment.arms:
-        known = losses(results, arm)
+        known = results.losses(arm)
         measured = [m for (name, _), m in results.measured.items() if name == arm]
         diverged = sum(m.loss is None for m in measured)
         failed = sum(name == arm for name, _ in results.failed)
@@ -127,7 +121,7 @@ def _above(found: Paired | None) -> str:
 
 def picture(experiment: Experiment, results: Results) -> str:
     """Return an SVG: of each arm the losses by seed, their mean and its 95 % interval."""
-    shown = {arm: list(losses(results, arm).values()) for arm in experiment.arms}
+    shown = {arm: list(results.losses(arm).values()) for arm in experiment.arms}
     values = [loss for known in shown.values() for loss in known]
     if not values:
         return ""

@@ -53,6 +53,11 @@ class Results:
     measured: dict[tuple[str, int], Measured]
     failed: dict[tuple[str, int], str]
 
+    def losses(self, arm: str) -> dict[int, float]:
+        """Return the final losses of an arm by seed, without those that diverged."""
+        known = {seed: measured.loss for (name, seed), measured in self.measured.items() if name == arm}
+        return {seed: loss for seed, loss in known.items() if loss is not None}
+
 
 def jobs(experiment: Experiment, store: Store, data: str | None) -> Iterator[Job]:
     """Yield all trials, seed by seed: a set that is cut off has whole pairs."""
