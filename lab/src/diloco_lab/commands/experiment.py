@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,10 +68,11 @@ def run(
     if not chosen:
         raise SettingsError("lab run: name an experiment, or say --all; diloco lab list shows them")
     said: dict[str, object] = {}
-    playing = _Playing(Store(out), data, jobs, max_hours, memory_gib)
-    for name in dict.fromkeys(chosen):
-        experiment = _narrowed(spec.load(name), arms, seeds, parse_assignments(set_ or []))
-        said[Path(name).stem] = _run(Path(name).stem, experiment, playing)
+    with runner.pool(jobs) as pool:
+        playing = _Playing(Store(out), data, jobs, pool, max_hours, memory_gib)
+        for name in dict.fromkeys(chosen):
+            experiment = _narrowed(spec.load(name), arms, seeds, parse_assignments(set_ or []))
+            said[Path(name).stem] = _run(Path(name).stem, experiment, playing)
     if json_:
         typer.echo(json.dumps(said, indent=2))
 
@@ -121,6 +123,7 @@ class _Playing:
     store: Store
     data: str | None
     jobs: int
+    pool: ProcessPoolExecutor
     max_hours: float
     memory_gib: float
 
@@ -144,10 +147,10 @@ class _Playing:
             ended = result if isinstance(result, str) else ("diverged" if result.loss is None else f"{result.loss:.4f}")
             _console.print(f"  {job.arm}, seed {job.seed}: {ended}; {left} left, {_long(left * each_s)}", highlight=False)
 
-        return runner.play_all(experiment, self.store, self.data, self.jobs, done)
+        return runner.play_all(experiment, self.store, self.data, self.pool, done)
 
     def _allow(self, name: str, experiment: spec.Experiment, missing: list[Job], follows: int) -> None:
-        costs = runner.costs(experiment, self.data)
+        costs = runner.costs(experiment, self.data, self.pool)
         total_s = sum(costs[job.arm].trial_s for job in missing) / self.jobs
         total_s *= 1 + follows / len(missing)
         gib = self.jobs * max(costs[job.arm].memory_bytes for job in missing) / 2**30
