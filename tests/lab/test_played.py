@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from tests.services.test_up import some_text
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from diloco.settings.presets import run_settings
 from diloco_lab.commands.experiment import lab
