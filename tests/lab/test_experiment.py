@@ -19,6 +19,7 @@ from diloco_lab.experiment.spec import Arm
 from diloco_lab.experiment.statistics import paired, seeds_for
 from diloco_lab.experiment.store import Store
 from diloco_lab.paces.spec import PaceSpec
+from diloco_ops.report import reference
 
 TINY = """
 question = "Is a slow learner welcome?"
@@ -236,6 +237,37 @@ def test_a_page_is_made_again_from_raw_results(tiny: Path, tmp_path: Path) -> No
     ended = CliRunner().invoke(lab, ["page", str(file)])
     assert isinstance(ended.exception, FormatError)
     assert "diloco lab run other" in str(ended.exception)
+
+
+def test_references_of_reports_are_made_from_the_raw_results_that_are_published() -> None:
+    published = Path(__file__).parents[2] / "docs" / "quality"
+    for file in reference.files([reference.shipped()]):  # NAME-KEY.reference.json
+        kept = record.read(published / f"{file.name.rpartition('-')[0]}{record.SUFFIX}")
+        assert reference.read(file) == kept.reference()
+
+
+def test_only_tuned_data_parallel_arms_of_one_size_are_a_reference(tiny: Path) -> None:
+    rates = "tuned = { 'inner.learning_rate' = [0.01, 0.02, 0.04] }"
+    arms = f"[arms.bar]\nmethod = 'data-parallel'\n{rates}\n[arms.untuned]\nmethod = 'data-parallel'\n[arms.ours]\n{rates}\n"
+    tiny.write_text(TINY.replace("[arms.equal]", f"{arms}\n[arms.equal]"))
+    experiment = spec.load(str(tiny))
+    found = [
+        tuning.Tried(arm, {"inner.learning_rate": rate}, [loss])
+        for arm in ("bar", "ours")
+        for rate, loss in ((0.01, 3.0), (0.02, 1.0), (0.04, 2.0))
+    ]
+    losses: list[tuple[str, int, float | None]] = [("bar", 0, 1.5), ("bar", 1, None), ("bar", 2, 1.25), ("untuned", 0, 1.0)]
+    played = Results({(arm, seed): measured(loss) for arm, seed, loss in losses}, {})
+    made = record.Record("tiny", experiment, found, played, {"measured": "today"}, "aa").reference()
+    assert made is not None
+    assert made.arms == {"bar": reference.Losses([1.5, 1.25], "inner.learning_rate 0.02 is the best of 3 trials")}
+    assert (made.conditions["tokens"], made.conditions["learners"], made.conditions["text"]) == (2048, 2, "aa")
+    assert record.Record("tiny", experiment, found, played, {}, text=None).reference() is None
+    tiny.write_text(
+        tiny.read_text().replace("[arms.ours]", "[arms.ours]\nmethod = 'data-parallel'\nsettings = { learners = 4 }")
+    )
+    other = Results(played.measured | {("ours", 0): measured(1.0)}, {})
+    assert record.Record("tiny", spec.load(str(tiny)), found, other, {}, "aa").reference() is None
 
 
 @pytest.mark.parametrize("finding", findings.load(), ids=lambda finding: finding.said[:40])

@@ -145,8 +145,8 @@ def test_the_best_rate_is_found_and_its_losses_are_a_reference_for_runs_of_this_
     assert "inner.learning_rate 0.02 is the best of 3 trials" in page
     assert "not bracketed" not in page
     settings = run_settings("decoupled", SMALL | {"seed": 3})
-    [known] = reference.known([played.out])
-    found = reference.compare([known], settings, TOKENS, load_corpus(str(played.text)).digest(), None)
+    [file] = reference.files([played.out])
+    found = reference.compare([reference.read(file)], settings, TOKENS, load_corpus(str(played.text)).digest(), None)
     losses = [kept.results.measured["data-parallel", seed].loss for seed in (0, 1)]
     assert found["arms"]["data-parallel"]["loss"] == pytest.approx(sum(loss or 0.0 for loss in losses) / 2)
     assert found["where"] == kept.where

@@ -236,11 +236,13 @@ class Launcher:
 
     def _references(self) -> list[Reference]:
         """Return the references that come with this version, and those that the lab left beside the run's directory."""
-        try:
-            return list(reference.known([reference.shipped(), self.directory.path.parent / reference.LAB]))
-        except FormatError as error:
-            self.log.warning("reference_damaged", reason=str(error))
-            return []
+        found = []
+        for path in reference.files([reference.shipped(), self.directory.path.parent / reference.LAB]):
+            try:
+                found.append(reference.read(path))
+            except FormatError as error:
+                self.log.warning("reference_damaged", reason=str(error))
+        return found
 
     @contextmanager
     def _view(self) -> Iterator[screen.LiveView | None]:

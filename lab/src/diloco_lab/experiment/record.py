@@ -74,7 +74,7 @@ class Record(msgspec.Struct, frozen=True):
         """
         played, choices = self.played, {choice.arm: choice for choice in self.choices}
         arms = {
-            name: Losses(list(known.values()), choices[name].sentence())
+            name: Losses(list(known.values()), choices[name].found())
             for name, arm in played.arms.items()
             if arm.method == "data-parallel" and name in choices and (known := self.results.losses(name))
         }

@@ -62,15 +62,9 @@ def shipped() -> Path:
     return Path(str(resources.files("diloco_ops.report") / "references"))
 
 
-def known(folders: Sequence[Path]) -> Iterator[Reference]:
-    """Yield the references in these folders; a folder may be missing.
-
-    Raises:
-        FormatError: a file is no reference, or cannot be read.
-    """
-    for folder in folders:
-        for path in sorted(folder.glob(f"*{SUFFIX}")):
-            yield read(path)
+def files(folders: Sequence[Path]) -> list[Path]:
+    """Return the references' files in these folders; a folder may be missing."""
+    return [path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]
 
 
 def read(path: Path) -> Reference:
