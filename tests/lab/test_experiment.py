@@ -12,13 +12,14 @@ from typer.testing import CliRunner
 
 from diloco.errors import FormatError, SettingsError
 from diloco_lab.commands.experiment import lab
-from diloco_lab.experiment import answer, record, spec, tuning
+from diloco_lab.experiment import answer, findings, record, spec, tuning
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.runner import ENVIRONMENT, Results, jobs
 from diloco_lab.experiment.spec import Arm
 from diloco_lab.experiment.statistics import paired, seeds_for
 from diloco_lab.experiment.store import Store
 from diloco_lab.paces.spec import PaceSpec
+from diloco_ops.report import reference
 
 TINY = """
 question = "Is a slow learner welcome?"
@@ -236,6 +237,75 @@ def test_a_page_is_made_again_from_raw_results(tiny: Path, tmp_path: Path) -> No
     ended = CliRunner().invoke(lab, ["page", str(file)])
     assert isinstance(ended.exception, FormatError)
     assert "diloco lab run other" in str(ended.exception)
+
+
+def test_references_of_reports_are_made_from_the_raw_results_that_are_published() -> None:
+    published = Path(__file__).parents[2] / "docs" / "quality"
+    for file in reference.files([reference.shipped()]):  # NAME-KEY.reference.json
+        kept = record.read(published / f"{file.name.rpartition('-')[0]}{record.SUFFIX}")
+        assert reference.read(file) == kept.reference()
+
+
+def test_only_tuned_data_parallel_arms_of_one_size_are_a_reference(tiny: Path) -> None:
+    rates = "tuned = { 'inner.learning_rate' = [0.01, 0.02, 0.04] }"
+    arms = f"[arms.bar]\nmethod = 'data-parallel'\n{rates}\n[arms.untuned]\nmethod = 'data-parallel'\n[arms.ours]\n{rates}\n"
+    tiny.write_text(TINY.replace("[arms.equal]", f"{arms}\n[arms.equal]"))
+    experiment = spec.load(str(tiny))
+    found = [
+        tuning.Tried(arm, {"inner.learning_rate": rate}, [loss])
+        for arm in ("bar", "ours")
+        for rate, loss in ((0.01, 3.0), (0.02, 1.0), (0.04, 2.0))
+    ]
+    losses: list[tuple[str, int, float | None]] = [("bar", 0, 1.5), ("bar", 1, None), ("bar", 2, 1.25), ("untuned", 0, 1.0)]
+    played = Results({(arm, seed): measured(loss) for arm, seed, loss in losses}, {})
+    made = record.Record("tiny", experiment, found, played, {"measured": "today"}, "aa").reference()
+    assert made is not None
+    assert made.arms == {"bar": reference.Losses([1.5, 1.25], "inner.learning_rate 0.02 is the best of 3 trials")}
+    assert (made.conditions["tokens"], made.conditions["learners"], made.conditions["text"]) == (2048, 2, "aa")
+    assert record.Record("tiny", experiment, found, played, {}, text=None).reference() is None
+    tiny.write_text(
+        tiny.read_text().replace("[arms.ours]", "[arms.ours]\nmethod = 'data-parallel'\nsettings = { learners = 4 }")
+    )
+    other = Results(played.measured | {("ours", 0): measured(1.0)}, {})
+    assert record.Record("tiny", spec.load(str(tiny)), found, other, {}, "aa").reference() is None
+
+
+@pytest.mark.parametrize("finding", findings.load(), ids=lambda finding: finding.said[:40])
+def test_every_finding_of_the_papers_has_its_claim_or_the_reason_that_it_has_none(finding: findings.Finding) -> None:
+    if finding.experiment is None:
+        assert finding.untested
+    else:
+        assert finding.claim(spec.load(finding.experiment)).below <= 0.1
+
+
+def test_findings_are_judged_by_results_of_the_arms_as_they_are(tmp_path: Path) -> None:
+    experiment, page = spec.load("mixed"), tmp_path / "page.md"
+    # the bound of -10 % and -10 % is below any claim, that of +10 % and +10 % above
+    known = {"equal": 2.0, "half-18-percent-slower": 1.8, "one-5-times-slower": 2.2}
+    played = Results({(arm, seed): measured(loss) for arm, loss in known.items() for seed in (0, 1)}, {})
+    page.write_text("<!-- findings -->\noutdated\n<!-- end -->\n\nBehind it.\n")
+    (tmp_path / "page").mkdir()
+    file = tmp_path / "page" / f"mixed{record.SUFFIX}"
+
+    def judged(changed: dict[str, object]) -> list[str]:
+        asked = experiment.model_copy(update=changed)
+        file.write_text(record.Record("mixed", asked, [], played, {}).encode())
+        assert CliRunner().invoke(lab, ["page", str(page)]).exit_code == 0
+        rows = [
+            [cell.strip() for cell in line.split("|")] for line in page.read_text().splitlines() if "Mixed hardware" in line
+        ]
+        return [row[2] for row in rows]
+
+    assert judged({}) == ["confirmed", "**not confirmed**"]
+    assert "-10.0 %, at most -10.0 % with 95 % (2 pairs); claimed: at most +1.0 %" in page.read_text()
+    assert page.read_text().endswith("<!-- end -->\n\nBehind it.\n")
+    assert "outdated" not in page.read_text()
+    other_pace = experiment.arms | {"one-5-times-slower": Arm(pace=PaceSpec(factors=[1.0, 4.0]))}
+    assert judged({"arms": other_pace}) == ["confirmed", "not played"]
+    assert judged({"settings": {"tokens": 1000}}) == ["not played", "not played"]
+    file.unlink()
+    assert CliRunner().invoke(lab, ["page", str(page)]).exit_code == 0
+    assert page.read_text().count("| not played |") > 2
 
 
 def test_a_trial_computes_in_one_thread() -> None:

@@ -15,6 +15,7 @@ from diloco_learner.text import Windows, load_corpus, validation_batches
 
 def folder(path: Path, files: int, size: int = 100) -> Path:
     """``files`` files, the i-th of ``size`` bytes i."""
+    path.mkdir(exist_ok=True)
     for i in range(files):
         (path / f"{i:03}.txt").write_bytes(bytes([i + 1]) * size)
     return path
@@ -68,6 +69,14 @@ def test_default_is_the_standard_library_without_its_tests() -> None:
     assert any(path.name == "argparse.py" for path in paths)
     assert all(path.suffix == ".py" and not {"test", "tests", "site-packages"} & set(path.parts[-3:]) for path in paths)
     assert corpus.describe()["source"] == "Python standard library"
+
+
+def test_texts_have_one_digest_if_all_their_bytes_are_equal(tmp_path: Path) -> None:
+    one, copy = load_corpus(str(folder(tmp_path / "one", 21))), load_corpus(str(folder(tmp_path / "copy", 21)))
+    assert one.digest() == copy.digest()
+    with (tmp_path / "copy" / "000.txt").open("ab") as file:
+        file.write(b"\n")
+    assert load_corpus(str(tmp_path / "copy")).digest() != one.digest()
 
 
 def test_nothing_there(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def report(
     settings = run_settings("decoupled", {"tokens": 1000, "learners": 2, "regions.names": places.pop("names", [])})
     links = places.pop("links", {})
     directory = RunDirectory(tmp_path, "run", "nats://127.0.0.1:4222", None, settings)
-    return build.build(build.Findings(directory, fragments, chains, ["s", "s"], series | places, ledger, {}, links, changes))
+    found = build.Findings(directory, fragments, chains, ["s", "s"], series | places, ledger, {}, links, changes, references=[])
+    return build.build(found)
 
 
 def sums(made: dict[str, Any]) -> list[int]:

@@ -195,7 +195,7 @@ def test_the_page_is_whole_and_says_the_headline() -> None:
     page = _Page(render_html(fake_report()))
     assert page.stack == []
     text = " ".join(page.text)
-    for part in ("1.621", "10 % below", "4-gram (1.80)", "1:58", "95.3 %", "2.86M", "36.7×", "0.42 %", "77.6 MB up"):
+    for part in ("1.621", "10.0 % below", "4-gram (1.80)", "1:58", "95.3 %", "2.86M", "36.7×", "0.42 %", "77.6 MB up"):
         assert part in text
     assert "self.assertEqual(len(value), 2)" in text
     for title in ("Loss", "What each learner did", "Who was in each merge", "Learners", "Fragments", "A sample", "Settings"):

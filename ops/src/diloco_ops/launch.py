@@ -18,7 +18,7 @@ from rich.console import Console
 from diloco.control import creation
 from diloco.control.changes import read_changes
 from diloco.control.creation import Run
-from diloco.errors import BrokerError, RunError, WanError
+from diloco.errors import BrokerError, FormatError, RunError, WanError
 from diloco.log.log import Log
 from diloco.nats.connection import ask, malloc_environment
 from diloco.nats.transport import NatsTransport
@@ -31,7 +31,8 @@ from diloco.wire.subjects import Subjects
 from diloco_ops import inspect
 from diloco_ops.embedded import Embedded
 from diloco_ops.live import screen
-from diloco_ops.report import build
+from diloco_ops.report import build, reference
+from diloco_ops.report.reference import Reference
 from diloco_ops.run_reader import read_chains
 from diloco_ops.supervise import Supervisor
 from diloco_ops.wan import control as wan
@@ -233,6 +234,16 @@ class Launcher:
         links: dict[str, Any] = answer["links"]
         return links
 
+    def _references(self) -> list[Reference]:
+        """Return the references that come with this version, and those that the lab left beside the run's directory."""
+        found = []
+        for path in reference.files([reference.shipped(), self.directory.path.parent / reference.LAB]):
+            try:
+                found.append(reference.read(path))
+            except FormatError as error:
+                self.log.warning("reference_damaged", reason=str(error))
+        return found
+
     @contextmanager
     def _view(self) -> Iterator[screen.LiveView | None]:
         if self.live:
@@ -255,7 +266,9 @@ class Launcher:
         try:
             owners = [fragment["owner"] for fragment in status["fragments"]]
             ledger = build.read_ledger(directory, run.identity, series, len(chains))
-            found = build.Findings(directory, fragment_map, chains, owners, series, ledger, evaluation, links, changes)
+            found = build.Findings(
+                directory, fragment_map, chains, owners, series, ledger, evaluation, links, changes, self._references()
+            )
             report = build.build(found)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunError(

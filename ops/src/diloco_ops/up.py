@@ -31,6 +31,7 @@ from diloco_ops import resume
 from diloco_ops.checkpoint import Checkpoint
 from diloco_ops.launch import NATS_TIMEOUT_S, Asked, Launcher, service_environment
 from diloco_ops.supervise import ServiceFailed, last_words
+from diloco_report import compared
 from diloco_report.units import count, decimal, duration, share, size
 
 MAX_LEARNERS = 4096
@@ -248,9 +249,11 @@ def _prepare(source: Checkpoint, directory: RunDirectory, at: int | None) -> Non
 def summarise(report: dict[str, Any], path: Path) -> None:
     """Print what came out of a run."""
     traffic, baselines = report["traffic"], report["baselines"]
-    compared = "".join(f", {name} {value:.3f}" for name, value in baselines.items())
+    counted = "".join(f", {name} {value:.3f}" for name, value in baselines.items())
     units = f" {report['units']}" if report["units"] else ""
-    print(f"\nvalidation loss {report['val_loss']:.4f}{units} (began at {decimal(report['val_loss_initial'])}{compared})")
+    print(f"\nvalidation loss {report['val_loss']:.4f}{units} (began at {decimal(report['val_loss_initial'])}{counted})")
+    for sentence in compared.sentences(report):
+        print(f"  {sentence}")
     print(
         f"{count(report['tokens_processed'])} tokens in {duration(report['wall_s'])}, "
         f"{share(report['tokens_merged'] / max(1, report['tokens_processed']), 1)} of them merged, "

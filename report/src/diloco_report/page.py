@@ -7,7 +7,6 @@ generated text) is escaped. ``docs/report.md`` describes the dictionary; keys th
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -15,8 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from diloco_report import charts, html
-from diloco_report.units import MISSING, count, decimal, duration, moment, share, size
+from diloco_report import charts, compared, html
+from diloco_report.units import MISSING, count, decimal, duration, finite, moment, share, size
 
 Report = Mapping[str, Any]
 
@@ -40,7 +39,7 @@ def render_html(report: Report) -> str:
         for part in (
             _headline(report),
             _losses(report),
-            _baselines_and_traffic(report),
+            _others_and_traffic(report),
             _activity(report),
             _merges(report),
             _regions(report),
@@ -66,7 +65,7 @@ def _headline(report: Report) -> str:
     blocked = [learner.get("blocked_fraction") for learner in learners.values()]
     worst = max((value for value in blocked if value is not None), default=None)
     ratio = traffic.get("ratio")
-    compared = ", ".join(filter(None, (escape(_units(report)), _against_baseline(report))))
+    compared = ", ".join(filter(None, (escape(_units(report)), _against_others(report))))
     bytes_ = f"than data-parallel: {size(traffic.get('bytes_up'))} up, {size(traffic.get('bytes_down'))} down"
     rounds = f"{count(report.get('versions'))} versions from {count(report.get('rounds'))} rounds"
     figures = (
@@ -84,14 +83,14 @@ def _units(report: Report) -> str:
     return str(report.get("units") or "")
 
 
-def _against_baseline(report: Report) -> str:
-    loss, baselines = report.get("val_loss"), _baselines(report)
-    if loss is None or not baselines:
+def _against_others(report: Report) -> str:
+    """Return how the loss compares with data-parallel training, or where that was not measured, with n-gram models."""
+    loss, others = report.get("val_loss"), compared.references(report) or compared.baselines(report)
+    if loss is None or not others:
         return f"began at {decimal(report.get('val_loss_initial'))}"
-    name = min(baselines, key=lambda name: baselines[name])
-    gain = 1 - loss / baselines[name]
-    mark = f'<span class="good">{share(gain)} below</span>' if gain >= 0 else f"{share(-gain)} above"
-    return f"{mark} {escape(name)} ({decimal(baselines[name], 2)})"
+    name = min(others, key=lambda name: others[name])
+    css = "" if loss > others[name] else ' class="good"'
+    return f"<span{css}>{compared.above(loss, others[name])}</span> {escape(name)} ({decimal(others[name], 2)})"
 
 
 def _losses(report: Report) -> str:
@@ -104,26 +103,26 @@ def _losses(report: Report) -> str:
     ]
     whole = [(point[0], point[1], point[2]) for point in series.get("global") or []]
     end = (report.get("wall_s"), report.get("tokens_merged"), report.get("val_loss"))
-    if any(_finite(loss) for *_, loss in whole) and all(_finite(value) for value in end):
+    if any(finite(loss) for *_, loss in whole) and all(finite(value) for value in end):
         whole.append(end)
     drawn.append(("global", "var(--global)", whole))
     rolled_back = series.get("rollbacks") or []
 
     def chart(place: int, key: str, label: str) -> str:
         lines = [
-            charts.Line(name, css, [(point[place], point[2]) for point in points if _finite(point[2])], strong=name == "global")
+            charts.Line(name, css, [(point[place], point[2]) for point in points if finite(point[2])], strong=name == "global")
             for name, css, points in drawn
         ]
         moments = [(moment[key], f"back to {moment['to_version']}") for moment in rolled_back]
-        return charts.line_chart(lines, _baselines(report), time=key == "wall_s", label=label, moments=moments)
+        return charts.line_chart(lines, compared.baselines(report), time=key == "wall_s", label=label, moments=moments)
 
-    units = _units(report).capitalize()
+    units, counted = _units(report).capitalize(), compared.baselines(report)
     return html.section(
         "Loss",
         (f"{units}. " if units else "")
         + "Learners: training loss, as a mean over each short stretch. Global: validation loss of "
         "the model that the log holds, against the tokens merged by then."
-        + (" Dashed: models that only count which bytes follow which, fitted on the same text." if _baselines(report) else "")
+        + (" Dashed: models that only count which bytes follow which, fitted on the same text." if counted else "")
         + (" Upright: the run was rolled back to that version." if rolled_back else ""),
         _toggles((name, css) for name, css, _ in drawn)
         + html.pair(
@@ -133,11 +132,11 @@ def _losses(report: Report) -> str:
     )
 
 
-def _baselines_and_traffic(report: Report) -> str:
-    baselines = _baselines(report)
+def _others_and_traffic(report: Report) -> str:
+    others = compared.baselines(report) | compared.references(report)
     losses: dict[str, float | None] = {
         "this run": report.get("val_loss"),
-        **{name: baselines[name] for name in sorted(baselines, key=lambda name: baselines[name])},
+        **{name: others[name] for name in sorted(others, key=lambda name: others[name])},
         "untrained": report.get("val_loss_initial"),
     }
     rows = [(name, loss, decimal(loss), _ACCENT if name == "this run" else _PLAIN) for name, loss in losses.items()]
@@ -151,7 +150,10 @@ def _baselines_and_traffic(report: Report) -> str:
     links.append(("data-parallel", parallel, size(parallel), _PLAIN))
     in_units = f" in {_units(report)}" if _units(report) else ""
     body = html.pair(
-        "<h2>Against simpler models</h2>" + html.note(f"Validation loss{in_units}; less is better.") + charts.bars(rows),
+        "<h2>Against other models</h2>"
+        + html.note(f"Validation loss{in_units}; less is better.")
+        + charts.bars(rows)
+        + "".join(html.note(sentence) for sentence in compared.sentences(report)),
         "<h2>Bytes over each learner's link</h2>"
         + html.note(
             "Sent and received. Data-parallel: a ring all-reduce of bfloat16 gradients at each of the same steps"
@@ -406,10 +408,6 @@ def _natural(name: str) -> tuple[str, int, str]:
     return (stem, int(number), name) if stem and number.isdecimal() and len(number) < 10 else (name, -1, name)
 
 
-def _baselines(report: Report) -> dict[str, float]:
-    return {str(name): float(value) for name, value in (report.get("baselines") or {}).items() if _finite(value)}
-
-
 def _end_s(report: Report) -> float:
     series = report.get("series") or {}
     ends = [float(span[1]) for spans in (series.get("activity") or {}).values() for span in spans]
@@ -417,12 +415,8 @@ def _end_s(report: Report) -> float:
 
 
 def _ratio(part: object, whole: object) -> float | None:
-    return float(part) / float(whole) if _finite(part) and _finite(whole) and whole else None  # type: ignore[arg-type]
+    return float(part) / float(whole) if finite(part) and finite(whole) and whole else None
 
 
 def _sum(values: Mapping[str, Any], *keys: str) -> float:
     return float(sum(values.get(key) or 0 for key in keys))
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

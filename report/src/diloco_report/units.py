@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
+from typing import TypeGuard
 
 MISSING = "–"
 
@@ -19,10 +20,13 @@ def _scaled(value: float, prefixes: tuple[str, ...], small: str) -> str:
     raise AssertionError("the last prefix takes what is left")
 
 
+def finite(value: object) -> TypeGuard[int | float]:
+    """Return whether this is a number, and neither infinite nor NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _known(value: object) -> float | None:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    return None
+    return float(value) if finite(value) else None
 
 
 def count(value: object) -> str:

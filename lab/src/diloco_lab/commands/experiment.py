@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from diloco.errors import SettingsError
+from diloco.settings.loading import parse_assignments
 from diloco.settings.validation import nearest
 from diloco_lab.commands.files import write
 from diloco_lab.commands.record import record
@@ -26,7 +25,8 @@ from diloco_lab.experiment import record as record_files
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.record import Record
 from diloco_lab.experiment.runner import Job, Results
-from diloco_lab.experiment.store import Store, code_digest
+from diloco_lab.experiment.store import Store
+from diloco_ops.report import reference as reference_files
 
 lab = typer.Typer(no_args_is_help=True, help="Experiments on model quality: training runs in virtual time, over paired seeds.")
 _console = Console(stderr=True)
@@ -53,6 +53,7 @@ def run(
     out: Annotated[Path, typer.Option(help="Folder of results: what is there is not played again.")] = Path("runs/lab"),
     arms: Annotated[list[str] | None, typer.Option("--arm", help="These arms alone; may be repeated.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, max=1000, help="So many seeds, in place of the file's.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, a setting of all arms; repeatable.")] = None,
     data: Annotated[str | None, typer.Option(help="File or folder of text; default: Python's standard library.")] = None,
     jobs: Annotated[int, typer.Option(min=1, max=256, help="Trials at once, of one thread each.")] = os.cpu_count() or 1,
     max_hours: Annotated[float, typer.Option(min=0, help="Refuse what is estimated to take longer.")] = 12.0,
@@ -67,10 +68,11 @@ def run(
     if not chosen:
         raise SettingsError("lab run: name an experiment, or say --all; diloco lab list shows them")
     said: dict[str, object] = {}
-    playing = _Playing(Store(out), data, jobs, max_hours, memory_gib)
-    for name in dict.fromkeys(chosen):
-        experiment = _narrowed(spec.load(name), arms, seeds)
-        said[Path(name).stem] = _run(Path(name).stem, experiment, playing)
+    with runner.pool(jobs) as pool:
+        playing = _Playing(Store(out), data, jobs, pool, max_hours, memory_gib)
+        for name in dict.fromkeys(chosen):
+            experiment = _narrowed(spec.load(name), arms, seeds, parse_assignments(set_ or []))
+            said[Path(name).stem] = _run(Path(name).stem, experiment, playing)
     if json_:
         typer.echo(json.dumps(said, indent=2))
 
@@ -78,8 +80,12 @@ def run(
 lab.command()(record)
 
 
-def _narrowed(experiment: spec.Experiment, arms: list[str] | None, seeds: int | None) -> spec.Experiment:
-    changed: dict[str, object] = {} if seeds is None else {"seeds": seeds}
+def _narrowed(
+    experiment: spec.Experiment, arms: list[str] | None, seeds: int | None, settings: dict[str, Any]
+) -> spec.Experiment:
+    changed: dict[str, object] = {"settings": experiment.settings | settings}
+    if seeds is not None:
+        changed["seeds"] = seeds
     if arms:
         for name in arms:
             if name not in experiment.arms:
@@ -117,6 +123,7 @@ class _Playing:
     store: Store
     data: str | None
     jobs: int
+    pool: ProcessPoolExecutor
     max_hours: float
     memory_gib: float
 
@@ -140,10 +147,10 @@ class _Playing:
             ended = result if isinstance(result, str) else ("diverged" if result.loss is None else f"{result.loss:.4f}")
             _console.print(f"  {job.arm}, seed {job.seed}: {ended}; {left} left, {_long(left * each_s)}", highlight=False)
 
-        return runner.play_all(experiment, self.store, self.data, self.jobs, done)
+        return runner.play_all(experiment, self.store, self.data, self.pool, done)
 
     def _allow(self, name: str, experiment: spec.Experiment, missing: list[Job], follows: int) -> None:
-        costs = runner.costs(experiment, self.data)
+        costs = runner.costs(experiment, self.data, self.pool)
         total_s = sum(costs[job.arm].trial_s for job in missing) / self.jobs
         total_s *= 1 + follows / len(missing)
         gib = self.jobs * max(costs[job.arm].memory_bytes for job in missing) / 2**30
@@ -170,15 +177,11 @@ def _run(name: str, experiment: spec.Experiment, playing: _Playing) -> list[dict
             _console.print(f"* {choice.sentence()}", highlight=False)
         experiment = tuning.settled(experiment, choices)
     results = playing.play(name, experiment)
-    where = {
-        "measured": datetime.now(UTC).date().isoformat(),
-        "code": code_digest()[:12],
-        "jax": metadata.version("jax"),
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-    }
-    record = Record(name, asked, found, results, where)
+    record = Record(name, asked, found, results, record_files.where(), record_files.text_of(experiment, playing.data))
     write(playing.store.folder / f"{name}{record_files.SUFFIX}", record.encode())
+    reference = record.reference()
+    if reference is not None:
+        write(playing.store.folder / f"{name}-{reference.key}{reference_files.SUFFIX}", reference.encode())
     write(playing.store.folder / f"{name}.md", f"## {name}\n\n{answer.markdown(record)}")
     write(playing.store.folder / f"{name}.svg", answer.picture(experiment, results))
     table = Table(box=None)

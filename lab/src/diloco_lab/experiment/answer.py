@@ -39,6 +39,13 @@ class Verdict:
             f"at most {_signed(claim.below)} {said}. {enough} pairs tell a difference of {_percent(MARGIN)}."
         )
 
+    def number(self) -> str:
+        """Return the mean difference, its bound, and the claim."""
+        found = self.paired
+        bound = "no bound" if found.bound is None else f"at most {_signed(found.bound)}"
+        pairs = f"{found.pairs} pairs" if found.pairs > 1 else "1 pair"
+        return f"{_signed(found.mean)}, {bound} with 95 % ({pairs}); claimed: at most {_signed(self.claim.below)}"
+
 
 def verdicts(experiment: Experiment, results: Results) -> list[Verdict]:
     """Judge the claims by the seeds that both arms have ended; what diverged is in no average."""
@@ -52,22 +59,16 @@ def verdicts(experiment: Experiment, results: Results) -> list[Verdict]:
 
 def compared(results: Results, arm: str, bar: str) -> Paired | None:
     """Compare an arm with another over the seeds that both have ended; None: there are none, or it is the same arm."""
-    one, other = losses(results, arm), losses(results, bar)
+    one, other = results.losses(arm), results.losses(bar)
     seeds = sorted(one.keys() & other.keys())
     return paired([one[seed] for seed in seeds], [other[seed] for seed in seeds]) if seeds and arm != bar else None
 
 
-def losses(results: Results, arm: str) -> dict[int, float]:
-    """Return the final losses of an arm by seed, without those that diverged."""
-    known = {seed: measured.loss for (name, seed), measured in results.measured.items() if name == arm}
-    return {seed: loss for seed, loss in known.items() if loss is not None}
-
-
 def rows(experiment: Experiment, results: Results) -> list[list[str]]:
     """Return the table's rows, one an arm, as :func:`head` names them."""
-    table: list[list[str]] = []
+    made: list[list[str]] = []
     for arm in experiment.arms:
-        known = losses(results, arm)
+        known = results.losses(arm)
         measured = [m for (name, _), m in results.measured.items() if name == arm]
         diverged = sum(m.loss is None for m in measured)
         failed = sum(name == arm for name, _ in results.failed)
@@ -77,7 +78,7 @@ def rows(experiment: Experiment, results: Results) -> list[list[str]]:
         members = [m.members for m in measured if m.members is not None]
         merged = [m.merged for m in measured if m.merged is not None]
         sent = [m.bytes_up * experiment.settings_of(arm, 0).learners / m.tokens for m in measured if m.bytes_up is not None]
-        table.append(
+        made.append(
             [
                 arm,
                 str(len(values)),
@@ -90,7 +91,7 @@ def rows(experiment: Experiment, results: Results) -> list[list[str]]:
                 f"{diverged}" if not failed else f"{diverged}, {failed} failed",
             ]
         )
-    return table
+    return made
 
 
 def head(experiment: Experiment) -> list[str]:
@@ -102,18 +103,19 @@ def head(experiment: Experiment) -> list[str]:
 def markdown(record: Record) -> str:
     """Return the page: question, table, sentences, what was tried to tune the arms, and where and when it was measured."""
     experiment, results = record.played, record.results
-    lines = [experiment.question, "", *_table(head(experiment), rows(experiment, results)), ""]
+    lines = [experiment.question, "", *table(head(experiment), rows(experiment, results)), ""]
     lines += [f"* {verdict.sentence()}" for verdict in verdicts(experiment, results)]
     lines += [f"* {arm}, seed {seed}, failed: {reason}" for (arm, seed), reason in sorted(results.failed.items())]
     lines += [f"* {choice.sentence()}." for choice in record.choices]
     if record.tried:
         said = [[one.arm, wording(one.values), f"{one.mean:.4f}", str(len(one.losses))] for one in record.tried]
-        lines += ["", *_table(["tuned arm", "tried", "loss", "seeds"], said)]
+        lines += ["", *table(["tuned arm", "tried", "loss", "seeds"], said)]
     lines += ["", ", ".join(f"{key} {value}" for key, value in record.where.items()) + ".", ""]
     return "\n".join(lines)
 
 
-def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
     return ["| " + " | ".join(names) + " |", "|---" * len(names) + "|", *("| " + " | ".join(row) + " |" for row in rows)]
 
 
@@ -127,7 +129,7 @@ def _above(found: Paired | None) -> str:
 
 def picture(experiment: Experiment, results: Results) -> str:
     """Return an SVG: of each arm the losses by seed, their mean and its 95 % interval."""
-    shown = {arm: list(losses(results, arm).values()) for arm in experiment.arms}
+    shown = {arm: list(results.losses(arm).values()) for arm in experiment.arms}
     values = [loss for known in shown.values() for loss in known]
     if not values:
         return ""

@@ -6,16 +6,18 @@ import re
 from pathlib import Path
 
 from diloco.errors import FormatError
-from diloco_lab.experiment import answer, record
+from diloco_lab.experiment import answer, findings, record
 from diloco_lab.experiment.record import SUFFIX
 
+_FINDINGS = re.compile(r"(<!-- findings -->\n).*?(<!-- end -->)", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- lab: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def fill(page: str, folder: Path) -> tuple[str, dict[Path, str]]:
     """Return a page with its blocks made from the raw results in ``folder``, and the pictures that it shows, by path.
 
-    A block is all between ``<!-- lab: NAME -->`` and ``<!-- end -->``.
+    A block is all between ``<!-- lab: NAME -->`` and ``<!-- end -->``. Between ``<!-- findings -->`` and ``<!-- end -->`` is
+    the table of the papers' findings.
 
     Raises:
         FormatError: an experiment's results are missing, or no results.
@@ -33,4 +35,5 @@ def fill(page: str, folder: Path) -> tuple[str, dict[Path, str]]:
         shown = f"![losses of {name} by seed, with 95 % intervals]({folder.name}/{name}.svg)\n"
         return f"{block[1]}{answer.markdown(known)}\n{shown}{block[3]}"
 
+    page = _FINDINGS.sub(lambda block: f"{block[1]}{findings.table(folder)}{block[2]}", page)
     return _BLOCK.sub(made, page), pictures

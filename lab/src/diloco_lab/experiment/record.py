@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,10 @@ from diloco.settings.validation import parse
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.spec import Experiment
+from diloco_lab.experiment.store import code_digest
 from diloco_lab.experiment.tuning import Choice, Tried, choose, settled
+from diloco_learner.text import load_corpus
+from diloco_ops.report.reference import Losses, Reference, conditions
 
 SUFFIX = ".results.json"
 MAX_BYTES = 1 << 24
@@ -33,16 +40,22 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     tried: list[Tried]
     trials: list[Played]
     where: dict[str, str]
+    text: str | None = None
 
 
 class Record(msgspec.Struct, frozen=True):
-    """An experiment as it was played; ``asked``: as its file has it, with the values to try."""
+    """An experiment as it was played.
+
+    ``asked``: as its file has it, with the values to try. ``where``: date, code and machine. ``text``: the hash of the text of
+    all arms; None: it is not known.
+    """
 
     name: str
     asked: Experiment
     tried: list[Tried]
     results: Results
     where: dict[str, str]
+    text: str | None = None
 
     @property
     def choices(self) -> list[Choice]:
@@ -54,12 +67,50 @@ class Record(msgspec.Struct, frozen=True):
         """The experiment with the chosen values."""
         return settled(self.asked, self.choices)
 
+    def reference(self) -> Reference | None:
+        """Return the losses of the tuned data-parallel arms, for reports of runs.
+
+        None: there are none, the text is not known, or the arms differ in model, batch or tokens.
+        """
+        played, choices = self.played, {choice.arm: choice for choice in self.choices}
+        arms = {
+            name: Losses(list(known.values()), choices[name].found())
+            for name, arm in played.arms.items()
+            if arm.method == "data-parallel" and name in choices and (known := self.results.losses(name))
+        }
+        settings = [played.settings_of(name, 0) for name in arms]
+        if self.text is None or not arms:
+            return None
+        of, *others = [conditions(each, each.tokens, self.text) for each in settings]
+        return Reference(of, arms, self.where) if all(other == of for other in others) else None
+
     def encode(self) -> str:
         """Return the file's text."""
         trials = [Played(arm, seed, measured) for (arm, seed), measured in sorted(self.results.measured.items())]
         trials += [Played(arm, seed, failed=reason) for (arm, seed), reason in sorted(self.results.failed.items())]
-        said = _File(self.name, self.asked.model_dump(exclude_defaults=True), self.tried, trials, self.where)
+        said = _File(self.name, self.asked.model_dump(exclude_defaults=True), self.tried, trials, self.where, self.text)
         return msgspec.json.format(msgspec.json.encode(said), indent=1).decode() + "\n"
+
+
+def where() -> dict[str, str]:
+    """Return date, code and machine of trials that are played now."""
+    return {
+        "measured": datetime.now(UTC).date().isoformat(),
+        "code": code_digest()[:12],
+        "jax": metadata.version("jax"),
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def text_of(experiment: Experiment, data: str | None) -> str | None:
+    """Return the hash of the text of an experiment's arms; None: one of them has a task of one's own.
+
+    Raises:
+        DataError: the text cannot be read.
+    """
+    built_in = all(experiment.settings_of(name, 0).task.name == "gpt" for name in experiment.arms)
+    return load_corpus(data).digest() if built_in else None
 
 
 def read(path: Path) -> Record:
@@ -81,4 +132,4 @@ def read(path: Path) -> Record:
             results.measured[trial.arm, trial.seed] = trial.measured
         else:
             results.failed[trial.arm, trial.seed] = trial.failed or "no reason"
-    return Record(found.name, parse(Experiment, found.experiment, str(path)), found.tried, results, found.where)
+    return Record(found.name, parse(Experiment, found.experiment, str(path)), found.tried, results, found.where, found.text)

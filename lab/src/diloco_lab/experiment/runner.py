@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -53,6 +53,11 @@ class Results:
     measured: dict[tuple[str, int], Measured]
     failed: dict[tuple[str, int], str]
 
+    def losses(self, arm: str) -> dict[int, float]:
+        """Return the final losses of an arm by seed, without those that diverged."""
+        known = {seed: measured.loss for (name, seed), measured in self.measured.items() if name == arm}
+        return {seed: loss for seed, loss in known.items() if loss is not None}
+
 
 def jobs(experiment: Experiment, store: Store, data: str | None) -> Iterator[Job]:
     """Yield all trials, seed by seed: a set that is cut off has whole pairs."""
@@ -66,7 +71,7 @@ def play_all(
     experiment: Experiment,
     store: Store,
     data: str | None,
-    workers: int,
+    pool: ProcessPoolExecutor,
     done: Callable[[Job, Measured | str], None],
 ) -> Results:
     """Play all that is not in the store. ``done`` hears of each trial that is played: its result, or its failure.
@@ -82,48 +87,42 @@ def play_all(
             missing.append(job)
         else:
             results.measured[job.arm, job.seed] = known
-    if not missing:
-        return results
-    with _pool(workers) as pool:
-        running: dict[Future[Measured], Job] = {}
-        while missing or running:
-            while missing and len(running) < workers:
-                job = missing.pop(0)
-                running[pool.submit(_play, experiment.arms[job.arm], job.settings, data)] = job
-            ended, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in ended:
-                job = running.pop(future)
-                try:
-                    measured = future.result()
-                except DilocoError as error:
-                    results.failed[job.arm, job.seed] = str(error)
-                    done(job, str(error))
-                    continue
-                store.put(job.path, measured)
-                results.measured[job.arm, job.seed] = measured
-                done(job, measured)
+    futures = {pool.submit(_play, experiment.arms[job.arm], job.settings, data): job for job in missing}
+    for future in as_completed(futures):
+        job = futures[future]
+        try:
+            measured = future.result()
+        except DilocoError as error:
+            results.failed[job.arm, job.seed] = str(error)
+            done(job, str(error))
+            continue
+        store.put(job.path, measured)
+        results.measured[job.arm, job.seed] = measured
+        done(job, measured)
     return results
 
 
-def costs(experiment: Experiment, data: str | None) -> dict[str, Cost]:
+def costs(experiment: Experiment, data: str | None, pool: ProcessPoolExecutor) -> dict[str, Cost]:
     """Measure each arm's cost by a few steps of its model."""
-    with _pool(1) as pool:
-        known: dict[str, Future[Cost]] = {
-            name: pool.submit(_cost, arm, experiment.settings_of(name, 0), data) for name, arm in experiment.arms.items()
-        }
-        return {name: future.result() for name, future in known.items()}
+    known: dict[str, Future[Cost]] = {
+        name: pool.submit(_cost, arm, experiment.settings_of(name, 0), data) for name, arm in experiment.arms.items()
+    }
+    return {name: future.result() for name, future in known.items()}
 
 
 @contextmanager
-def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Begin processes of one thread each. XLA reads the environment when it is loaded, so it is set before they begin."""
+def pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Have so many processes of one thread each, which begin when there is something to do.
+
+    XLA reads the environment when it is loaded, so it is set as long as they may begin.
+    """
     before = {key: os.environ.get(key) for key in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _set_up)
+    processes = ProcessPoolExecutor(workers, get_context("spawn"), _set_up)
     try:
-        yield pool
+        yield processes
     finally:
-        pool.shutdown(cancel_futures=True)
+        processes.shutdown(cancel_futures=True)
         for key, value in before.items():
             os.environ.pop(key, None) if value is None else os.environ.update({key: value})
 

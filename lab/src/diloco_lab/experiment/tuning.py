@@ -39,7 +39,11 @@ class Choice(msgspec.Struct, frozen=True):
 
     def sentence(self) -> str:
         """Return it in words."""
-        said = f"{self.arm}: {wording(self.values)} is the best of {self.trials} trials"
+        return f"{self.arm}: {self.found()}"
+
+    def found(self) -> str:
+        """Return it in words, without the arm's name."""
+        said = f"{wording(self.values)} is the best of {self.trials} trials"
         return f"{said}, but not bracketed: try further values of {', '.join(self.edges)}" if self.edges else said
 
 

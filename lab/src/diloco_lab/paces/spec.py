@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
 from diloco_lab.paces import recording, stalls
+from diloco_lab.paces.recording import Recording
 from diloco_lab.paces.times import Paces, steady
 
 Seconds = Annotated[float, Field(ge=0, le=1e7)]
@@ -49,6 +51,15 @@ class PaceSpec(BaseModel):
             recording.check_away(f"pace.away, {name}", away)
         return self
 
+    @cached_property
+    def recording(self) -> Recording | None:
+        """The recording, read once: a trial plays the one that its result's name is made from.
+
+        Raises:
+            SettingsError: it cannot be had.
+        """
+        return None if self.recorded is None else recording.load(self.recorded)
+
     def paces(self, learners: int) -> Paces:
         """Return the times of so many learners.
 
@@ -56,11 +67,11 @@ class PaceSpec(BaseModel):
             SettingsError: the recording cannot be had or is of another number of learners, or a learner is not known.
         """
         mean_s = self.step_s or STEP_S
-        if self.recorded is None:
+        if self.recording is None:
             steps_s = [mean_s * self.factors[index % len(self.factors)] for index in range(learners)]
             found = Paces([steady(step_s) for step_s in steps_s])
         else:
-            found = recording.load(self.recorded).paces(self.step_s)
+            found = self.recording.paces(self.step_s)
         if len(found.learners) != learners:
             raise SettingsError(
                 f"pace.recorded = {self.recorded!r}: has {len(found.learners)} learners, the arm {learners}; set learners, or "
@@ -79,8 +90,8 @@ class PaceSpec(BaseModel):
     def said(self) -> dict[str, Any]:
         """Return all that it says, with the content of recording and tape."""
         said = self.model_dump()
-        if self.recorded is not None:
-            said["recorded"] = recording.load(self.recorded).model_dump()
+        if self.recording is not None:
+            said["recorded"] = self.recording.model_dump()
         if self.tape is not None:
             said["tape"] = stalls.read(self.tape)
         return said

@@ -14,7 +14,8 @@ from diloco.core.ledger import Ledger
 from diloco.errors import RunError
 from diloco.process.tape import load_all
 from diloco.service.rundir import RunDirectory
-from diloco_ops.report import regions
+from diloco_ops.report import reference, regions
+from diloco_ops.report.reference import Reference
 
 FORMAT = 1
 BFLOAT16_BYTES = 2
@@ -40,7 +41,10 @@ def read_ledger(directory: RunDirectory, run: bytes, series: Mapping[str, Any], 
 
 @dataclass(frozen=True)
 class Findings:
-    """All that a report is made of. ``links``: of an emulated WAN, by name; empty without one."""
+    """All that a report is made of.
+
+    ``links``: of an emulated WAN, by name; empty without one. ``references``: those known, of any conditions.
+    """
 
     directory: RunDirectory
     map: FragmentMap
@@ -51,6 +55,7 @@ class Findings:
     evaluation: Mapping[str, Any]
     links: Mapping[str, Any]
     changes: Changes
+    references: Sequence[Reference]
 
     @property
     def sizes(self) -> list[int]:
@@ -86,6 +91,7 @@ def build(found: Findings) -> dict[str, Any]:
         "val_loss_initial": evaluation.get("val_loss_initial"),
         "units": evaluation.get("units"),
         "baselines": evaluation.get("baselines", {}),
+        "comparison": _comparison(found),
         **_tokens(found, counted, processed),
         "rounds": series["rounds"],
         "versions": sum(chain.version for chain in found.chains),
@@ -114,9 +120,19 @@ def build(found: Findings) -> dict[str, Any]:
     }
 
 
+def _comparison(found: Findings) -> dict[str, Any]:
+    settings, text = found.directory.settings, found.evaluation.get("text")
+    return reference.compare(found.references, settings, _budget(found), text, found.directory.data)
+
+
+def _budget(found: Findings) -> int:
+    """Return the token budget in force at the end."""
+    return in_force(found.directory.settings, found.changes.records).settings.tokens
+
+
 def _tokens(found: Findings, counted: Mapping[str, int], processed: int) -> dict[str, int]:
     """Return the run's token accounts; ``counted`` is by learner, ``processed`` of all."""
-    budget = in_force(found.directory.settings, found.changes.records).settings.tokens
+    budget = _budget(found)
     merged = _mean([chain.tokens_merged for chain in found.chains], found.sizes)
     return {
         "tokens_budget": budget,

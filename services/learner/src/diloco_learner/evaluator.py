@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from diloco.member.member import Boundary, Member
 from diloco.process.observe import Logger
@@ -68,13 +69,13 @@ class Evaluator:
                     advice="the loss says how well text is remembered, not how well new text is predicted; give other text",
                 )
 
-    def _baselines(self) -> dict[str, float]:
-        """Return validation losses of n-gram models of the same text, for comparison."""
+    def _text(self) -> dict[str, Any]:
+        """Return the text's hash, and validation losses of n-gram models of it; of a user's own task neither is known."""
         if not isinstance(self.island.task, GptTask):
-            return {}
+            return {"text": None, "baselines": {}}
         corpus = self.island.task.data.corpus
         losses = ngram_losses(corpus.training_text(), corpus.to_evaluate.text, tuple(NGRAMS))
-        return {NGRAMS[order]: loss for order, loss in losses.items()}
+        return {"text": corpus.digest(), "baselines": {NGRAMS[order]: loss for order, loss in losses.items()}}
 
     def _apply(self, boundary: Boundary) -> bool:
         for fragment, applied in boundary.applies:
@@ -87,7 +88,6 @@ class Evaluator:
             "val_loss_initial": initial,
             "val_loss": final,
             "units": getattr(getattr(self.island.task, "units", None), "loss", None),
-            "baselines": self._baselines(),
             "sample": self.island.sample(self.settings.seed, SAMPLE_TOKENS),
-        }
+        } | self._text()
         rundir.write_json(self.file, result)

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.errors import DataError, SettingsError
@@ -57,6 +58,11 @@ class Corpus:
         everything = _read(self.training)
         held_out = _read(self.held_out) if self.held_out else everything[self.training_bytes :]
         return without_repeats(everything[: self.training_bytes], held_out)
+
+    def digest(self) -> str:
+        """Return BLAKE3 (hex) of all bytes to train on and to evaluate on: losses on texts of other digests do not compare."""
+        training, held_out = self.training_text(), self.to_evaluate.text
+        return blake3(f"{training.size} {held_out.size} ".encode() + training.tobytes() + held_out.tobytes()).hexdigest()
 
     def share(self, index: int, shares: int) -> Bytes:
         """Return the bytes that learner ``index`` of ``shares`` trains on, uint8 [bytes].
