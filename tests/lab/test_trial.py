@@ -14,6 +14,7 @@ from tests.services.test_up import Running, some_text
 from diloco.settings.presets import run_settings
 from diloco.wire import framing
 from diloco.wire.entries import Record
+from diloco_lab.experiment import runner
 from diloco_lab.paces import recorder
 from diloco_lab.paces.times import Paces, steady
 from diloco_lab.trial import Result, Trial
@@ -104,4 +105,7 @@ async def test_in_lockstep_a_trial_makes_the_versions_of_a_live_run_bit_for_bit(
     assert [(life["parameters"], life["wrong"], life["unchecked"]) for life in lives] == [(True, "", "")] * 2
     assert sum(life["offers"] for life in lives) >= 2 * sum(len(hashes) for hashes in live)
 
-    assert play(text, tokens, preset=preset, **changes).state_hashes == live  # last: it has an event loop of its own
+    settings = run_settings(preset, SMALL | {"tokens": tokens} | changes)
+    trial = Trial(settings, load_task(settings.task, text), Paces([steady(0.1), steady(0.1)]))
+    with runner.pool(1) as pool:  # of one thread each, as `up` begins its learners: bits depend on it
+        assert (await asyncio.to_thread(pool.submit(trial.play).result)).state_hashes == live
