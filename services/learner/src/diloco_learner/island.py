@@ -133,6 +133,12 @@ class Island:
         """Trace :meth:`step` with such batches. Once the result has been compiled, no step is traced or compiled."""
         return self._step.lower(self._leaves, self._gradients, self._current_optimizer_state(), batch, np.float32(0))
 
+    def rehearse(self, batch: Any) -> None:
+        """Take a step with copies of all values, so that the first step takes no longer than others: memory is touched."""
+        values, structure = jax.tree.flatten((self._leaves, self._gradients, self._current_optimizer_state()))
+        *_, output = self._step(*jax.tree.unflatten(structure, _copy_all(values)), batch, np.float32(0))
+        StepOutput(*output).wait()
+
     def step(self, batch: Any, learning_rate: float) -> StepOutput:
         """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says."""
         self._leaves, self._gradients, self._optimizer_state, output = self._step(

@@ -110,10 +110,11 @@ def _island(
     return island, fragments
 
 
-def _compile_step(island: Island, first: Any, cache_dir: Path, stopping: Callable[[], bool]) -> None:
+def _prepare_step(island: Island, first: Any, cache_dir: Path, stopping: Callable[[], bool]) -> None:
     step = island.trace(first)  # by each process for itself, while one compiles: so its name is that of this very program
     with programs.compiled_once(cache_dir, programs.name_of(step.as_text()), stopping):
         step.compile()
+    island.rehearse(first)
 
 
 def _train(settings: LearnerSettings, task: Task, island: Island, member: Member, stopping: Callable[[], bool]) -> None:
@@ -167,7 +168,7 @@ def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
         at_end(member.close)
         if learns:
             member.admission.check_batch(task.tokens_per_batch)
-            _compile_step(island, first, settings.cache_dir, stopping)
+            _prepare_step(island, first, settings.cache_dir, stopping)
         seconds = {"compile_s": time.monotonic() - started_s, "process_cpu_s": time.process_time()}
         log.info("compiled", **{name: round(value, 1) for name, value in seconds.items()})
         exporter.starting = "the run's log to be read"
