@@ -134,7 +134,7 @@ def test_prepare_compiles_and_changes_nothing(island: Island, fragments: Fragmen
     island.trace(np.float32(1)).compile()
     made: list[str] = []  # programs that were traced, lowered or compiled
 
-    def note(event: str, duration_s: float, **about: str | int) -> None:
+    def note(event: str, duration_secs: float, **about: str | int) -> None:
         if event.startswith("/jax/core/compile/"):
             made.append(f"{event} {about.get('fun_name')}")
 
