@@ -130,10 +130,19 @@ def test_write_keeps_progress_and_mixes(island: Island, fragments: FragmentMap) 
 
 def test_prepare_compiles_and_changes_nothing(island: Island, fragments: FragmentMap) -> None:
     before = values(island, fragments)
-    island.prepare(fragments, np.float32(1))
-    for old, new in zip(before, values(island, fragments), strict=True):
-        np.testing.assert_array_equal(old, new)
-    with jax.no_tracing():
+    island.prepare(fragments, trains=True)
+    island.trace(np.float32(1)).compile()
+    made: list[str] = []  # programs that were traced, lowered or compiled
+
+    def note(event: str, duration_secs: float, **about: str | int) -> None:
+        if event.startswith("/jax/core/compile/"):
+            made.append(f"{event} {about.get('fun_name')}")
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        island.rehearse(np.float32(1))
+        for old, new in zip(before, values(island, fragments), strict=True):
+            np.testing.assert_array_equal(old, new)
         island.step(np.float32(1), 0.1).wait()
         island.copy()
         island.copy_optimizer()
@@ -141,6 +150,11 @@ def test_prepare_compiles_and_changes_nothing(island: Island, fragments: Fragmen
             island.read(fragment)
             island.write(fragment, theta)
             island.write(fragment, theta, (theta, 1.0), 0.5)
+        assert made == []
+        island.step(np.ones(1, np.float32), 0.1).wait()
+        assert made  # a batch of another shape takes another program
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
 
 
 @pytest.mark.parametrize("target", [np.nan, np.inf, 1e30])  # 1e30: its square is not finite
@@ -244,7 +258,7 @@ def test_for_an_outer_adamw_a_step_makes_a_gradient_alone(fragments: FragmentMap
         return [island.snapshot(fragment).to_host() for fragment in fragments.fragments]
 
     island = Island(Quadratic(), run_settings("data-parallel", {"inner.clip_norm": 1e3}))
-    island.prepare(fragments, np.float32(1))
+    island.prepare(fragments, trains=True)
     before = values(island, fragments)
     assert not any(vector.any() for vector in gradients(island))
     assert island.step(np.float32(0.5), 1.0).wait() > 0

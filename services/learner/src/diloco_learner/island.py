@@ -119,19 +119,25 @@ class Island:
         """Return the parameters as the task's pytree; they are valid until the next step or write."""
         return self._tree(self._leaves)
 
-    def prepare(self, fragment_map: FragmentMap, batch: Any | None) -> None:
-        """Compile all that :meth:`step` (with a batch), :meth:`read` and :meth:`write` need; values stay as they are."""
+    def prepare(self, fragment_map: FragmentMap, *, trains: bool) -> None:
+        """Compile all that :meth:`read`, :meth:`write` and, of an island that trains, copies need; values stay as they are."""
         for fragment in fragment_map.fragments:
             theta = self.read(fragment).to_host()
             self.write(fragment, theta, (theta, 0.0), 0.0)
             self.write(fragment, theta, None, 0.0)
-        if batch is not None:
-            copies = [jnp.copy(leaf) for leaf in self._leaves]
-            gradients = None if self._gradients is None else [jnp.zeros_like(leaf) for leaf in copies]
-            *_, output = self._step(copies, gradients, self._optimizer.init(copies), batch, np.float32(0))
-            StepOutput(*output).wait()
+        if trains:
             self.copy()
             self.copy_optimizer()
+
+    def trace(self, batch: Any) -> jax.stages.Lowered:
+        """Trace :meth:`step` with such batches. Once the result has been compiled, no step is traced or compiled."""
+        return self._step.lower(self._leaves, self._gradients, self._current_optimizer_state(), batch, np.float32(0))
+
+    def rehearse(self, batch: Any) -> None:
+        """Take a step with copies of all values, so that the first step takes no longer than others: memory is touched."""
+        values, structure = jax.tree.flatten((self._leaves, self._gradients, self._current_optimizer_state()))
+        *_, output = self._step(*jax.tree.unflatten(structure, _copy_all(values)), batch, np.float32(0))
+        StepOutput(*output).wait()
 
     def step(self, batch: Any, learning_rate: float) -> StepOutput:
         """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says."""

@@ -6,14 +6,13 @@ Two threads: JAX steps in the main one, everything that talks to NATS in the oth
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ import jax
 
 from diloco.control.creation import Run
 from diloco.core import tape as events
-from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.member.member import Member
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe
@@ -31,9 +30,10 @@ from diloco.process.tape import TapeFile
 from diloco.process.tasks import end
 from diloco.service import skeleton as service
 from diloco.service.metrics import Exporter
+from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.transport import Transport
-from diloco_learner import checkpoint, replay
+from diloco_learner import checkpoint, programs, replay
 from diloco_learner.evaluator import Evaluator
 from diloco_learner.feed import Feed
 from diloco_learner.island import Island
@@ -84,21 +84,9 @@ async def _find(settings: LearnerSettings, exporter: Exporter, log: Logger) -> t
 
 
 async def _member(
-    transport: Transport, run: Run, island: Island, settings: LearnerSettings, log: Logger, tape: TapeFile | None
+    transport: Transport, run: Run, fragments: FragmentMap, settings: LearnerSettings, log: Logger, tape: TapeFile | None
 ) -> Member:
-    fragments = build_map(
-        [TensorSpec(*tensor) for tensor in island.tensors()], run.created.fragments.count, run.created.fragments.strategy
-    )
     return Member(transport, run, fragments, settings, log, tape)
-
-
-@contextmanager
-def _compiling(cache_dir: Path) -> Iterator[None]:
-    """Compile in one process of this machine at a time: the next ones find the programs in the cache."""
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with (cache_dir / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, or the process dies
-        yield
 
 
 def _set_up_jax(settings: LearnerSettings) -> None:
@@ -106,6 +94,27 @@ def _set_up_jax(settings: LearnerSettings) -> None:
     update("jax_compilation_cache_dir", str(settings.cache_dir))
     update("jax_persistent_cache_min_compile_time_secs", 0.02)
     update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _island(
+    settings: LearnerSettings, task: Task, run: RunSettings, first: Any, stopping: Callable[[], bool]
+) -> tuple[Island, FragmentMap]:
+    """Return an island that need not compile anything but its step, and its fragments."""
+    about = settings.role, run.task.model_dump_json(), run.fragments.model_dump_json(), run.inner.optimizer, run.outer.optimizer
+    with programs.compiled_once(settings.cache_dir, programs.name_of(*about), stopping):  # mostly those of ``task.init``
+        island = Island(task, run)
+        island.check(first)
+        tensors = [TensorSpec(*tensor) for tensor in island.tensors()]
+        fragments = build_map(tensors, run.fragments.count, run.fragments.strategy)
+        island.prepare(fragments, trains=settings.role == "learner")
+    return island, fragments
+
+
+def _prepare_step(island: Island, first: Any, cache_dir: Path, stopping: Callable[[], bool]) -> None:
+    step = island.trace(first)  # by each process for itself, while one compiles: so its name is that of this very program
+    with programs.compiled_once(cache_dir, programs.name_of(step.as_text()), stopping):
+        step.compile()
+    island.rehearse(first)
 
 
 def _train(settings: LearnerSettings, task: Task, island: Island, member: Member, stopping: Callable[[], bool]) -> None:
@@ -150,19 +159,18 @@ def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
         at_end(transport.close)
         exporter.starting = "its programs to be compiled"
         task = load_task(run.created.task, settings.data)
-        island = Island(task, run.created)
-        log.info("island_ready", devices=jax.device_count(), platform=jax.default_backend())
         started_s = time.monotonic()
         first = first_batch(task, run.created)
-        island.check(first)
+        island, fragments = _island(settings, task, run.created, first, stopping)
+        log.info("island_ready", devices=jax.device_count(), platform=jax.default_backend())
         tape = TapeFile(settings.state_dir, settings.name, run.identity, log) if learns else None
-        member = thread.run(_member(transport, run, island, settings, log, tape), stopping)
+        member = thread.run(_member(transport, run, fragments, settings, log, tape), stopping)
         at_end(member.close)
         if learns:
             member.admission.check_batch(task.tokens_per_batch)
-        with _compiling(settings.cache_dir):
-            island.prepare(member.map, first if learns else None)
-        log.info("compiled", compile_s=round(time.monotonic() - started_s, 1))
+            _prepare_step(island, first, settings.cache_dir, stopping)
+        seconds = {"compile_s": time.monotonic() - started_s, "process_cpu_s": time.process_time()}
+        log.info("compiled", **{name: round(value, 1) for name, value in seconds.items()})
         exporter.starting = "the run's log to be read"
         thread.run(member.join(lambda: [island.read(fragment).to_host() for fragment in member.map.fragments]), stopping)
         exporter.observed = ObservedMember(member, transport, exporter.labels())

@@ -1,0 +1,65 @@
+"""Programs that the learners of one machine share by JAX's cache: one process compiles, the others load what it compiled.
+
+A process that compiled leaves a mark beside the cache's files. Where it is, nobody waits: loading takes little, and processes
+that took turns at it would begin one after another. The mark is a hint. Where the cache lacks the program, as one that JAX
+does not keep, each process compiles it for itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import jax
+from blake3 import blake3
+
+LOOK_S = 0.05
+PATIENCE_S = 300.0  # a process that compiles may be frozen; the others then compile, too
+
+
+def name_of(*about: str) -> str:
+    """Return a name, the same for the same strings, version of JAX, flags of XLA, and device."""
+    device = jax.devices()[0]
+    known = (*about, jax.__version__, os.environ.get("XLA_FLAGS", ""), device.platform, device.device_kind)
+    return blake3("\0".join(known).encode()).hexdigest(16)
+
+
+@contextmanager
+def compiled_once(cache_dir: Path, name: str, stopping: Callable[[], bool]) -> Iterator[None]:
+    """Wait while another process of this machine compiles the programs of this name for the first time.
+
+    All that waited go on at once. If the process that compiles fails or dies, another one takes its place.
+
+    Raises:
+        KeyboardInterrupt: this process is asked to end meanwhile.
+        OSError: the cache cannot be written to.
+    """
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with (cache_dir / f"{name}.compiled").open("ab") as mark:
+        if _has_turn(mark, stopping):
+            yield
+            mark.write(b"\n")  # stored when the file is closed, which ends the lock, too
+            return
+    yield
+
+
+def _has_turn(mark: IO[bytes], stopping: Callable[[], bool]) -> bool:
+    """Return whether this process has the lock, and is the one to compile; wait until it is, or need not."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        if os.fstat(mark.fileno()).st_size:
+            return False
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if stopping():
+                raise KeyboardInterrupt from None
+            time.sleep(LOOK_S)
+        else:
+            return not os.fstat(mark.fileno()).st_size  # it may have been marked between look and lock
+    return False
