@@ -126,7 +126,7 @@ def two_bits(values: Vector) -> tuple[NDArray[np.uint16], Raw, Vector, NDArray[n
     codes = np.where(y < 0, 3 - upper, upper).astype(np.uint8)
     meant = np.array([-7, -2, 2, 7], np.int8)[codes]
     error = grid - meant.astype(np.float32) * scales
-    packed: Raw = codes[:, :16] | codes[:, 16:32] << 2 | codes[:, 32:48] << 4 | codes[:, 48:] << 6
+    packed = (codes[:, :16] | codes[:, 16:32] << 2 | codes[:, 32:48] << 4 | codes[:, 48:] << 6).astype(np.uint8)
     return halves, packed.reshape(-1), error.reshape(-1)[: values.size], meant
 
 

@@ -210,9 +210,9 @@ def encode2(values, scales, codes, keep_error):
         inverse = np.float32(1) / scale if half else np.float32(0)
         for j in range(U(BLOCK)):
             y = block[j] * inverse
-            far, below = np.uint8(abs(y) > np.float32(4.5)), np.uint8(y < np.float32(0))
-            code[j] = (np.uint8(2) + far) ^ np.uint8(np.uint8(3) * below)
-            magnitude = np.float32(2) + np.float32(5) * np.float32(far)
+            large, below = np.uint8(abs(y) > np.float32(4.5)), np.uint8(y < np.float32(0))
+            code[j] = (np.uint8(2) + large) ^ np.uint8(np.uint8(3) * below)
+            magnitude = np.float32(2) + np.float32(5) * np.float32(large)
             q[j] = magnitude - np.float32(2) * np.float32(below) * magnitude
         at = b * U(QUARTER)
         for j in range(U(QUARTER)):

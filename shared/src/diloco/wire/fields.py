@@ -23,10 +23,8 @@ Software = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.+-]{0,32}\Z")]  # the versi
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Bits = Literal[2, 4, 8, 16, 32]  # 2 in runs that require it (control/creation.py)
-AdaptiveBits = Literal[4, 8, 16, 32]
 Pace = Annotated[float, Meta(ge=1, le=16)]
-# of offers, by region, where they are fewer than the settings'
-RegionBits = Annotated[list[tuple[Region, AdaptiveBits]], Meta(max_length=MAX_REGIONS)]
+RegionBits = Annotated[list[tuple[Region, Bits]], Meta(max_length=MAX_REGIONS)]  # of offers; of regions where they are fewer
 Counts = Annotated[list[Count], Meta(max_length=MAX_FRAGMENTS)]
 ShareId = Annotated[int, Meta(ge=0, lt=MAX_SHARES)]
 Range = tuple[ShareId, Count, Number]  # share, first batch, number of batches
