@@ -22,7 +22,7 @@ ROWS = 8
 _ROUND = np.float32(12582912.0)
 MAX_SCALE8 = np.float32(2.6793884e36)  # 127 times the next float32 is infinite
 _MAX_SCALE4 = np.uint16(0x7E12)  # seven times the next bfloat16 is infinite
-_SPLIT = np.float64(0.7875)  # of least error for normal values, and nearly so for Laplace values (core/quantise.py)
+_SPLIT = np.float64(0.7875)  # 0.855 leaves 1 % more error of normal values
 _OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
 
 
