@@ -1,6 +1,6 @@
 """The loops over values on one core: encode, decode, merge and fold of one fragment, with what the product does around them.
 
-    python bench/core.py                          # a fragment of 4M values; int4, int8, bfloat16, float32
+    python bench/core.py                          # a fragment of 4M values; 2 bits, int4, int8, bfloat16, float32
     python bench/core.py --values 100000 --json
 
 * **encode**: displacement to offer: quantise with error feedback, zstd, hash of the content
@@ -154,7 +154,7 @@ def naive_merge(bodies: list[NDArray[np.uint8]], n: int, segments: NDArray[np.in
     sizes = np.diff(segments)
     total, radii = np.zeros(n, np.float32), np.zeros(sizes.size)
     for body in bodies:
-        scales, packed = quantise.split4(body, n)
+        scales, packed = quantise.as_int4(body, n, 4)
         codes = np.concatenate([packed.reshape(-1, 32) & 15, packed.reshape(-1, 32) >> 4], axis=1).astype(np.float32) - 8
         values = (codes * (scales.astype(np.uint32) << 16).view(np.float32)[:, None]).reshape(-1)[:n]
         norms = np.sqrt(np.add.reduceat(values.astype(np.float64) ** 2, segments[:-1]))
@@ -178,7 +178,7 @@ def measure(values: int, repeat: int) -> dict[str, Any]:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     fragments = build_map(model(FRAGMENTS * values), FRAGMENTS).fragments
     fragment = max((f for f in fragments if not f.embedding), key=lambda f: f.size)
-    rows = [row for bits in (4, 8, 16, 32) for row in measure_bits(fragment, bits, repeat)]
+    rows = [row for bits in (2, 4, 8, 16, 32) for row in measure_bits(fragment, bits, repeat)]
     by_name = {row.name: row for row in rows if row.bits == 4 or row.name == "float64 mean of 4"}
     ours = by_name["merge of 4"].best
     return {

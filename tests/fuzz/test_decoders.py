@@ -261,7 +261,7 @@ def _bodies(bits: int) -> Decoder:
             *[struct.pack("<f", scale) for scale in (0.0, 3e38, 2.6e36, -0.0, -1.0, 1e-40)],
         ]
     )
-    scales_bytes = {4: 8, 8: 16}.get(bits, size)
+    scales_bytes = {2: 8, 4: 8, 8: 16}.get(bits, size)
     runs = st.builds(
         lambda word, code: (word * size)[:scales_bytes] + code * (size - scales_bytes),
         words,
@@ -277,7 +277,7 @@ def _bodies(bits: int) -> Decoder:
     return Decoder(f"quantise {bits} bits", decode, sources(valid, runs), (FormatError, NonFiniteError), 1 << 16)
 
 
-DECODERS += map(_bodies, (4, 8, 16, 32))
+DECODERS += map(_bodies, (2, 4, 8, 16, 32))
 
 
 THETA = np.linspace(-1, 1, 24).astype(np.float32)

@@ -84,6 +84,8 @@ def encode(values: Floats, bits: int) -> bytes:
     if bits in (16, 32):
         return bytes(values.astype("<f4").data if bits == 32 else to_bfloat16(values).astype("<u2").data)
     blocks = blocks_of(values)
+    if bits == 2:
+        return encode2(blocks, values.size)
     largest = np.abs(blocks).max(axis=1)
     if bits == 8:
         scales = largest / np.float32(127)
@@ -93,6 +95,26 @@ def encode(values: Floats, bits: int) -> bytes:
     inverse = np.float32(1) / from_bfloat16(halves)
     nibbles = (np.rint(np.clip(blocks * inverse[:, None], -7, 7)) + 8).astype(np.uint8)
     return bytes(halves.astype("<u2").tobytes() + (nibbles[:, :32] | (nibbles[:, 32:] << 4)).tobytes())
+
+
+def encode2(blocks: Floats, n: int) -> bytes:
+    """A body of 2 bits; its sums are in the order that the text gives, with the 16 lanes as columns."""
+
+    def total(grid: NDArray[np.float64]) -> NDArray[np.float64]:
+        lanes = grid[:, :16] + grid[:, 16:32] + grid[:, 32:48] + grid[:, 48:]
+        for half in (8, 4, 2, 1):
+            lanes = lanes[:, :half] + lanes[:, half:]
+        return lanes
+
+    sizes = np.abs(blocks).astype(np.float64)
+    in_block = np.minimum(64, n - 64 * np.arange(len(blocks)))[:, None]
+    far = sizes > 0.7875 * total(sizes * sizes) / total(sizes)
+    scales = (2 * total(sizes) + 5 * total(sizes * far)) / (4 * in_block + 45 * total(far.astype(np.float64)))
+    halves = to_bfloat16(scales.astype(np.float32).reshape(-1))
+    y = blocks * (np.float32(1) / from_bfloat16(halves))[:, None]
+    codes = np.where(y < 0, np.where(y < -4.5, 0, 1), np.where(y > 4.5, 3, 2)).astype(np.uint8)
+    packed = sum(codes[:, 16 * k : 16 * k + 16] << (2 * k) for k in range(4))
+    return bytes(halves.astype("<u2").tobytes() + np.asarray(packed, np.uint8).tobytes())
 
 
 def decode(body: bytes, n: int, bits: int) -> Floats:
@@ -105,7 +127,13 @@ def decode(body: bytes, n: int, bits: int) -> Floats:
         scales, codes = np.frombuffer(body[: 4 * count], "<f4"), np.frombuffer(body[4 * count :], np.int8)
         values: Floats = codes.reshape(count, 64).astype(np.float32) * scales[:, None]
         return values.reshape(-1)[:n]
-    halves, packed = np.frombuffer(body[: 2 * count], "<u2"), np.frombuffer(body[2 * count :], np.uint8).reshape(count, 32)
+    halves = np.frombuffer(body[: 2 * count], "<u2")
+    if bits == 2:
+        packed = np.frombuffer(body[2 * count :], np.uint8).reshape(count, 16)
+        codes = np.concatenate([packed >> (2 * k) & 3 for k in range(4)], axis=1)
+        values = np.array([-7, -2, 2, 7], np.float32)[codes] * from_bfloat16(halves)[:, None]
+        return values.reshape(-1)[:n]
+    packed = np.frombuffer(body[2 * count :], np.uint8).reshape(count, 32)
     nibbles = np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32) - np.float32(8)
     values = nibbles * from_bfloat16(halves)[:, None]
     return values.reshape(-1)[:n]
@@ -265,6 +293,12 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     offer = [FRAGMENT, "learner-0", 1700000000000, 1, [0, 0], 1, 0, hashes[FRAGMENT], 4, 4, 4096, 0, [[0, 0, 4]], body]
     golden.add("offer", "offer", offer, inline, raw=offer_raw)
 
+    # as in a run that requires `two_bits`
+    narrow_raw = encode(pattern(SIZE, 53, 97, 1 / 256), 2)
+    body, inline, _ = describe(narrow_raw, attempt(10))
+    offer = [FRAGMENT, "learner-0", 1700000000000, 1, [0, 0], 1, 0, hashes[FRAGMENT], 2, 4, 4096, 0, [[0, 0, 4]], body]
+    golden.add("offer_2_bits", "offer", offer, inline, raw=narrow_raw)
+
     large_raw = pattern(150_000, 7919, 65521, 1 / 1024).astype("<f4").tobytes()
     body, inline, parts = describe(large_raw, attempt(2))
     offer = [
@@ -298,13 +332,28 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     takeover = [FRAGMENT, "takeover", 0, 1, "syncer-1", previous, [], [], 4, 0.3, 0.9, 0, 0, hashes[FRAGMENT], False]
     previous = golden.add("record_takeover", "record", [*takeover, 1700000002.0, 0.0, 0.0, None])
     state = hashes[FRAGMENT]
+    # in a run that requires `two_bits` the first version could be this one
+    narrow_raw = encode(pattern(SIZE, 55, 97, 1 / 256), 2)
+    narrow = fold(theta, momentum, decode(narrow_raw, SIZE, 2), 0.3, 0.9)
+    body, inline, _ = describe(narrow_raw, attempt(11))
+    members: list[Any] = [["learner-0", 1700000000000, 1, 1, 0, 4, 4096, 0, 4194304.0, [[0, 0, 4]]]]
+    entry = [FRAGMENT, "version", 1, 1, "syncer-1", previous, members, [], 2, 0.3, 0.9, 4096, 0, state_hash(*narrow), False]
+    golden.add(
+        "record_2_bits",
+        "record",
+        [*entry, 1700000003.0, 0.25, 0.5, body],
+        inline,
+        raw=narrow_raw,
+        theta_first=[float(x) for x in narrow[0][:3]],
+        momentum_first=[float(x) for x in narrow[1][:3]],
+    )
     for version, bits in enumerate((4, 16, 8, 32), 1):
         delta = pattern(SIZE, 53 + 2 * version, 97, 1 / 256)
         raw = encode(delta, bits)
         theta, momentum = fold(theta, momentum, decode(raw, SIZE, bits), 0.3, 0.9)
         state = state_hash(theta, momentum)
         body, inline, _ = describe(raw, attempt(2 + version))
-        members: list[Any] = [
+        members = [
             ["learner-0", 1700000000000, version, version, version - 1, 4, 4096, 0, 4194304.0, [[0, 4 * version - 4, 4]]]
         ]
         if version == 2:

@@ -123,6 +123,17 @@ async def test_a_new_run_requires_nothing_beside_the_protocol(link: NatsTranspor
     assert stored[0] == f'{{"protocol":{VERSION},"software":"{__version__}","requires":[]}}'.encode()
 
 
+@pytest.mark.parametrize("which", ["offer_bits", "record_bits"])
+async def test_a_run_of_2_bits_requires_that_members_know_them(link: NatsTransport, which: str) -> None:
+    """A member that does not know the feature ends before it writes: see the test of unknown ones above."""
+    name = f"run-{uuid.uuid4().hex[:8]}"
+    settings = RunSettings.model_validate({"codec": {which: 2}})
+    stored = await (await creation.create(link, name, settings)).registry.get("protocol")
+    assert stored is not None
+    assert json.loads(stored[0])["requires"] == ["two_bits"]
+    assert (await creation.find(link, name, get_logger())).created == settings
+
+
 async def test_a_run_that_says_no_protocol_is_one_of_version_1(link: NatsTransport) -> None:
     name = await version_1(link, without="protocol")
     with pytest.raises(RunError, match=r"a diloco 0\.1\.0 made it that wrote none"):

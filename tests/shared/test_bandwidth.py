@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from diloco.core import bandwidth
 from diloco.core.bandwidth import Appends, Bandwidth, Change, Level, Moved, Seen
 from diloco.core.quantise import body_bytes
+from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_ops.wan.link import Conditions, Flow, Link
@@ -131,6 +132,15 @@ def test_levels_are_fewer_bits_and_then_longer_cycles() -> None:
     ]
     # whose codec has less already keeps it
     assert bandwidth.levels(4, adapting(regions__min_bits=16, regions__max_pace=1)) == [Level(4, 1)]
+
+
+def test_only_the_settings_have_2_bits() -> None:
+    """Members that do not know them may be in any other run, however slow its links become."""
+    slow = adapting(regions__min_bits=4)
+    assert bandwidth.possible(16, slow) == bandwidth.precisions(16, slow) == [16, 8, 4]
+    assert bandwidth.possible(2, slow) == bandwidth.precisions(2, slow) == [2]
+    with pytest.raises(SettingsError, match=r"regions\.min_bits"):
+        adapting(regions__min_bits=2)
 
 
 @pytest.mark.parametrize(

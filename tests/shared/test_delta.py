@@ -435,7 +435,7 @@ ERROR_ALONE = [
 ]
 
 
-@given(SCHEDULES, st.lists(st.sampled_from([4, 8, 16, 32]), min_size=1, max_size=4))
+@given(SCHEDULES, st.lists(st.sampled_from([2, 4, 8, 16, 32]), min_size=1, max_size=4))
 @example(ERROR_ALONE, [4])
 @example(ERROR_ALONE, [4, 32, 16])
 def test_with_error_feedback_quantisation_loses_nothing_either(schedule: list[Any], bits: list[Bits]) -> None:

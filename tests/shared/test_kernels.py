@@ -99,6 +99,37 @@ def encoded(values: Vector, bits: int) -> tuple[NDArray[Any], NDArray[np.int8], 
     return stored, q, error.reshape(-1)[: values.size]
 
 
+def lane_sums(grid: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of each row of 64: four by four to 16 lanes, then the upper half to the lower one, from 16 down to 1."""
+    rows = grid.reshape(-1, 4, 16)
+    lanes = ((rows[:, 0] + rows[:, 1]) + rows[:, 2]) + rows[:, 3]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    sums: NDArray[np.float64] = lanes[:, 0]
+    return sums
+
+
+def two_bits(values: Vector) -> tuple[NDArray[np.uint16], Raw, Vector, NDArray[np.int8]]:
+    """Scales, packed codes and errors of a body of 2 bits, and what the codes stand for."""
+    grid = blocks(values)
+    sizes = np.abs(grid).astype(np.float64)
+    counts = np.clip(values.size - 64 * np.arange(len(grid)), 0, 64).astype(np.float64)
+    total, square = lane_sums(sizes), lane_sums(sizes * sizes)
+    split = np.divide(0.7875 * square, total, out=np.zeros_like(total), where=total > 0)
+    far = (sizes > split[:, None]).astype(np.float64)
+    halves = bfloat16(((2 * total + 5 * lane_sums(far * sizes)) / (4 * counts + 45 * lane_sums(far))).astype(np.float32))
+    halves[halves < 0x80] = 0
+    scales = widened(halves)[:, None]
+    y = grid * np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
+    upper = np.where(np.abs(y) > 4.5, 3, 2)
+    codes = np.where(y < 0, 3 - upper, upper).astype(np.uint8)
+    meant = np.array([-7, -2, 2, 7], np.int8)[codes]
+    error = grid - meant.astype(np.float32) * scales
+    packed = (codes[:, :16] | codes[:, 16:32] << 2 | codes[:, 32:48] << 4 | codes[:, 48:] << 6).astype(np.uint8)
+    return halves, packed.reshape(-1), error.reshape(-1)[: values.size], meant
+
+
 def int4(values: Vector) -> tuple[NDArray[np.uint16], Raw, Vector]:
     """Scales, packed codes and decoded values of an int4 body."""
     scales, q, _ = encoded(values, 4)
@@ -111,7 +142,7 @@ def int4(values: Vector) -> tuple[NDArray[np.uint16], Raw, Vector]:
 def test_every_kernel_is_tested_here() -> None:
     text = Path(__file__).read_text()
     public = [name for name in KERNELS if not name.startswith("_")]
-    assert len(public) == 16
+    assert len(public) == 18
     assert [name for name in public if f"kernels.{name}(" not in text] == []
 
 
@@ -159,6 +190,31 @@ def test_encode4(n: int, keep_error: bool) -> None:
     if n:
         values[-1] = np.nan
         assert not kernels.encode4(values, scales, codes, False)
+
+
+@pytest.mark.parametrize("keep_error", [False, True])
+@pytest.mark.parametrize("n", SIZES)
+def test_encode2(n: int, keep_error: bool) -> None:
+    values = values_of(n)
+    expected_scales, expected_codes, error, _ = two_bits(values)
+    left = error if keep_error else values.copy()
+    scales, codes = np.empty_like(expected_scales), np.empty_like(expected_codes)
+    assert kernels.encode2(values, scales, codes, keep_error)
+    np.testing.assert_array_equal(scales, expected_scales)
+    np.testing.assert_array_equal(codes, expected_codes)
+    assert values.tobytes() == left.tobytes()
+    if n:
+        values[-1] = np.nan
+        assert not kernels.encode2(values, scales, codes, False)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_widen2(n: int) -> None:
+    _, codes, _, meant = two_bits(values_of(n))
+    wide = np.empty(2 * codes.size, np.uint8)
+    kernels.widen2(codes, wide)
+    shifted = (meant + 8).astype(np.uint8)
+    np.testing.assert_array_equal(wide.reshape(-1, 32), shifted[:, :32] | shifted[:, 32:] << 4)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -320,7 +376,7 @@ def everything() -> str:
     weights, moments = values_of(n, seed=1), np.zeros(2 * n, np.float32)
     adamw = outer.AdamW(0.95, ((n // 3, 0.1), (n, 0.0)))
     ordinary = values_of(n, seed=2).clip(-10, 10)
-    for bits in (4, 8, 16, 32):
+    for bits in (2, 4, 8, 16, 32):
         for method in ("rda", "average"):
             accumulator = Accumulator(n, segments, method)
             for seed in range(3):

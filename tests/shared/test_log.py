@@ -19,7 +19,7 @@ from diloco.core.chain import NO_ENTRY, Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.round import Held, Merge
-from diloco.errors import RunError
+from diloco.errors import MessageError, RunError
 from diloco.log import stream
 from diloco.log.log import Log
 from diloco.log.reader import Loaded
@@ -331,6 +331,30 @@ async def test_parts_that_others_store_between_those_of_an_entry_take_nothing_of
     assert entry.body is not None
     assert entry.body.tobytes() == values.tobytes()
     assert await log.transport.first(stream, subjects.log_part(head, b"none....", 0), 1) is None
+
+
+@pytest.mark.parametrize(("bits", "known"), [(2, True), (4, False)])
+async def test_a_record_of_2_bits_is_an_entry_only_where_the_run_requires_them(
+    link: NatsTransport, bits: int, known: bool
+) -> None:
+    """Members that do not know 2 bits pass such a record over; so must all others of their run."""
+    settings = run_settings("decoupled", {"codec.offer_bits": bits})
+    name = f"run-{uuid.uuid4().hex[:8]}"
+    log = Log(link, name, framing.run_id(name, settings.digest()), build_map([TensorSpec("w", (SIZE,))], 1), settings)
+    await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
+    await log.writer.found("ann", settings.digest(), [np.zeros(SIZE, np.float32)])
+    genesis = await log.reader.genesis()
+    assert genesis is not None
+    replica = (await log.reader.load(0, *genesis)).replica
+    record = replace_struct(merging.make_marker(replica, "takeover", settings, syncer="s", now_s=0.0), bits=2)
+    await store(log, log.subjects.record(0), framing.pack(record, log.run))
+    if known:
+        newest = await log.reader.newest(0)
+        assert newest is not None
+        assert newest.record == record
+    else:
+        with pytest.raises(MessageError, match="an entry of 2 bits, in a run that does not require 'two_bits'"):
+            await log.reader.newest(0)
 
 
 async def test_an_entry_whose_part_is_missing_is_refused(written: Written) -> None:

@@ -41,7 +41,7 @@ FRAGMENT = st.integers(0, 4095)
 NAME = st.from_regex(r"\A[a-z0-9][a-z0-9_-]{0,47}\Z")
 HASH = st.binary(min_size=32, max_size=32)
 SECONDS = st.floats(0, 1e12)
-BITS = st.sampled_from([4, 8, 16, 32])
+BITS = st.sampled_from([2, 4, 8, 16, 32])
 REGION_BITS = st.lists(st.tuples(st.sampled_from(["us", "ap_2"]), BITS), max_size=3)
 BODY = st.builds(Body, st.integers(0, 2**40), HASH, st.integers(0, 2**22), st.binary(min_size=8, max_size=8))
 SHARE = st.integers(0, 2**14 - 1)
@@ -484,7 +484,7 @@ def test_a_message_of_another_run_does_not_pass_by_its_check() -> None:
         (ShardHeartbeat, {"open": [[1, 1, 1]]}),
         (ShardHeartbeat, {"open": [[1, 1, 1, math.nan]]}),
         (ShardHeartbeat, {"open": [[1, 1, 1, math.inf]]}),
-        (ShardHeartbeat, {"record_bits": 2}),
+        (ShardHeartbeat, {"record_bits": 3}),
         (ShardHeartbeat, {"pace": 0.5}),
         (ShardHeartbeat, {"pace": 17.0}),
         (ShardHeartbeat, {"offer_bits": [["us", 4, 4]]}),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, get_args
 
 import numpy as np
 import typer
@@ -29,7 +29,6 @@ from diloco.control.creation import Run
 from diloco.core import codec
 from diloco.core import tape as events
 from diloco.core.accounts import StepDone
-from diloco.core.bandwidth import BITS
 from diloco.core.boundary import apply_version
 from diloco.core.changes import Changes, in_force
 from diloco.core.delta import Apply
@@ -42,7 +41,7 @@ from diloco.core.schedule import Moment
 from diloco.errors import ChainError, RunError, SettingsError
 from diloco.log.stream import Entry
 from diloco.process import observe, tape
-from diloco.settings.run import RunSettings
+from diloco.settings.run import Bits, RunSettings
 from diloco_ops.refold import FragmentLog, refold
 from diloco_ops.run_reader import opened
 
@@ -228,7 +227,7 @@ class ReplayedLearner:
             RunError: the tape has an offer of a precision that there is not, or before its fragment was applied.
         """
         index, state = event.fragment, self.learner.fragments[event.fragment]
-        bits = next((known for known in BITS if known == event.bits), None)
+        bits = next((known for known in get_args(Bits) if known == event.bits), None)
         if bits is None or state.phase is Phase.JOINING:
             raise RunError(f"fragment {index}: its tape has offer {event.number} of {event.bits} bits")
         self.learner.submit(index, lambda: self.model.snapshot(index))

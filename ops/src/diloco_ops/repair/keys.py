@@ -145,7 +145,8 @@ class Keys:
                 return Remedy(key, reason, "written again from run.json", self.directory.settings.canonical(), revision)
             case "protocol":
                 self._demand_genesis(key)
-                made = msgspec.json.encode(creation.Protocol(framing.VERSION, __version__))
+                requires = self.directory.settings.requires
+                made = msgspec.json.encode(creation.Protocol(framing.VERSION, __version__, requires))
                 return Remedy(key, reason, f"set to protocol {framing.VERSION}, which the log speaks", made, revision)
             case "genesis":
                 self._demand_genesis(key)

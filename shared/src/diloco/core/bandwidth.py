@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diloco.core.quantise import body_bytes
-from diloco.settings.run import Bits, RunSettings
+from diloco.settings.run import AdaptiveBits, Bits, RunSettings
 
 FULL = 0.8
 SPARE = 0.4
@@ -49,7 +49,7 @@ LATE_S = 8.0  # a queue that stands still for less may wait for a link that is c
 # of appends: a smaller one is over in little more than a round trip, whatever the rate
 MIN_BYTES = 4096
 ROUND_TRIPS = 64  # appends of which the least time is that of a round trip
-BITS: tuple[Bits, ...] = (32, 16, 8, 4)
+BITS: tuple[AdaptiveBits, ...] = (32, 16, 8, 4)
 PACES = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 
 Reason = Literal["load", "queue", "spare", "cut", "back"]
@@ -97,12 +97,12 @@ class Change:
 def precisions(best: Bits, settings: RunSettings) -> list[Bits]:
     """Return the bits that offers or records may have in a run, most first; ``best`` are those of its settings."""
     least = settings.regions.min_bits if settings.adapts else best
-    return [bits for bits in BITS if bits == best or least <= bits < best]
+    return [best, *(bits for bits in BITS if least <= bits < best)]
 
 
 def possible(best: Bits, settings: RunSettings) -> list[Bits]:
     """Return the same for any ``regions.min_bits``, which may be changed while offers are on their way."""
-    return [bits for bits in BITS if bits == best or (settings.adapts and bits < best)]
+    return [best, *(bits for bits in BITS if settings.adapts and bits < best)]
 
 
 def slowest(settings: RunSettings) -> float:

@@ -65,10 +65,10 @@ class Accumulator:
         """Add an outer gradient from its quantised body, uint8 [bytes], which is kept until :meth:`result`."""
         if weight <= 0:
             return
-        if bits != 4:
+        if bits > 4:
             self.add_values(quantise.dequantise(body, self.size, bits), weight)
             return
-        scales, codes = quantise.split4(body, self.size)
+        scales, codes = quantise.as_int4(body, self.size, bits)
         squares = np.empty(self.norms.size, np.float64)
         if self.method == "rda":
             kernels.squares4(scales, codes, self.segments, squares)

@@ -11,7 +11,7 @@ from diloco.core.chain import Chain, WrongEntries
 from diloco.core.fold import Replica
 from diloco.core.quorum import UncommittedEntries
 from diloco.errors import ChainError, FormatError, MessageError, StateError, WrongEntryError
-from diloco.log.stream import Entry, Head, LogStream, Packed, Refusal, Refuse, decode_head
+from diloco.log.stream import Entry, Head, LogStream, Packed, Refusal, Refuse
 from diloco.process import observe
 from diloco.process.retry import until_available
 from diloco.process.tasks import unbroken
@@ -225,7 +225,7 @@ class Entries:
         stored = await until_available(lambda: self.stream.get(head.sequence), observe.log)
         if stored is None:
             raise FormatError(f"fragment {head.record.fragment}, version {head.record.version}: the entry is gone")
-        body, inline = head.record.body, decode_head(stored, self.stream.run).inline
+        body, inline = head.record.body, self.stream.head(stored).inline
         pieces = await self._parts(stored, head.record, body) if body is not None else []
         return Packed(head.record, head.entry_hash, head.sequence, inline, pieces)
 

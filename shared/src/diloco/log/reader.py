@@ -19,7 +19,7 @@ from diloco.core.chain import NO_ENTRY, Chain, WrongEntries
 from diloco.core.fold import Replica
 from diloco.errors import BrokerError, FenceError, FormatError, HashError, MessageError, RunError
 from diloco.log.entries import Entries
-from diloco.log.stream import Head, LogStream, Refusal, Refuse, decode_head, decode_keyframe, open_body, pass_over
+from diloco.log.stream import Head, LogStream, Refusal, Refuse, decode_keyframe, open_body, pass_over
 from diloco.process import observe
 from diloco.transport import Stored
 from diloco.wire import framing
@@ -261,7 +261,7 @@ class Reader:
         nothing = True
         async for stored in self.stream.by_now(self.stream.subjects.record(fragment)):
             with contextlib.suppress(MessageError):
-                if decode_head(stored, self.stream.run).previous == genesis_check:
+                if self.stream.head(stored).previous == genesis_check:
                     return True
                 nothing = False
         return nothing
@@ -277,7 +277,7 @@ class Reader:
         if stored is None:
             return False
         try:
-            head = decode_head(stored, self.stream.run)
+            head = self.stream.head(stored)
         except MessageError:
             return False
         return (head.entry_hash, head.record.state_hash) == (chain.head, chain.state_hash)
@@ -293,7 +293,7 @@ class Reader:
             MessageError: there stands something else; in a run with regions it may be a claim.
         """
         stored = await self.stream.last(self.stream.subjects.record(fragment))
-        return decode_head(stored, self.stream.run) if stored else None
+        return self.stream.head(stored) if stored else None
 
     async def closed(self) -> bool:
         """Whether every fragment's newest entry closes its log, as far as can be told."""

@@ -12,7 +12,7 @@ from diloco.core.chain import NO_ENTRY, Chain
 from diloco.core.quorum import MAX_COPIED, LogHead, counts
 from diloco.errors import FenceError, MessageError, RunError
 from diloco.log.reader import Reader
-from diloco.log.stream import Head, LogStream, Packed, decode_head, decode_keyframe
+from diloco.log.stream import Head, LogStream, Packed, decode_keyframe
 from diloco.log.writer import Writer
 from diloco.process import observe
 from diloco.transport import Fence, Stored
@@ -131,7 +131,7 @@ class RegionalLog:
         stored = await self.stream.get(notice.sequence)
         with contextlib.suppress(MessageError):
             if stored is not None:
-                head = decode_head(stored, self.stream.run)
+                head = self.stream.head(stored)
                 named = head.record.fragment, head.record.version, head.entry_hash
                 return named == (notice.fragment, notice.version, notice.entry_hash)
         return False

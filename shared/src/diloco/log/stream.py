@@ -19,7 +19,7 @@ from diloco.core import codec, fold, outer, quantise
 from diloco.core.fragments import FragmentMap
 from diloco.core.quorum import EPOCH_STEP
 from diloco.errors import AppendUncertainError, FenceError, FormatError, HashError, MessageError, RewoundError
-from diloco.settings.run import RunSettings
+from diloco.settings.run import TWO_BITS, RunSettings
 from diloco.transport import Stored, Transport
 from diloco.wire import framing, subjects
 from diloco.wire.body import ATTEMPT_BYTES, Body, check_body_size, is_part, join_parts
@@ -103,6 +103,7 @@ class LogStream:
     ) -> None:
         self.transport, self.run, self.map, self.regions = transport, run, fragment_map, bool(settings.regions.names)
         self.subjects = Subjects(run_name)
+        self._two_bits = TWO_BITS in settings.requires
         self.epoch_step = EPOCH_STEP if self.regions else 1
         self.optimizers = [outer.optimizer(settings, fragment) for fragment in fragment_map.fragments]
         versions = [quantise.body_bytes(fragment.size, settings.codec.record_bits) for fragment in fragment_map.fragments]
@@ -184,7 +185,19 @@ class LogStream:
             return _of_subject(message, framing.unpack(message.data, CommitNotice, self.run)[0])
         if self.regions and framing.kind_of(message.data) == Claim.kind:
             return _of_subject(message, framing.unpack(message.data, Claim, self.run)[0])
-        return decode_head(message, self.run)
+        return self.head(message)
+
+    def head(self, message: Stored) -> Head:
+        """Decode the head of an entry of this run.
+
+        Raises:
+            MessageError: it is none.
+        """
+        head = decode_head(message, self.run)
+        if head.record.bits == 2 and not self._two_bits:
+            # a member that does not know 2 bits may read this log, and passes it over
+            raise FormatError(f"{message.subject}: an entry of 2 bits, in a run that does not require {TWO_BITS!r}")
+        return head
 
     def most_body_bytes(self, fragment: int) -> int:
         """Return the most bytes that the zstd frame of an entry may have; a rollback's is the largest."""
@@ -240,7 +253,7 @@ class LogStream:
 
 
 def decode_head(message: Stored, run: bytes) -> Head:
-    """Decode the head of an entry.
+    """Decode the head of an entry, of a run with any features.
 
     Raises:
         MessageError: it is none.

@@ -13,7 +13,10 @@ from typing import Annotated, Any, Literal
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Bits = Literal[4, 8, 16, 32]
+Bits = Literal[2, 4, 8, 16, 32]
+# a slow link never leads to 2 bits: members of a run that does not begin with them need not know them
+AdaptiveBits = Literal[4, 8, 16, 32]
+TWO_BITS = "two_bits"  # the feature that a run with an encoding of 2 bits requires
 
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$", description="lower-case letters, digits, - and _")]
@@ -157,7 +160,7 @@ class RegionSettings(_Section):
     )
     control_replicas: Literal[1, 3, 5] = Field(1, description="servers that hold the control store, which spans the regions")
     adaptive: bool = Field(True, description="fewer bits and longer sync intervals where a link is too slow (not in lockstep)")
-    min_bits: Bits = Field(4, description="not fewer bits than this because of a slow link")
+    min_bits: AdaptiveBits = Field(4, description="not fewer bits than this because of a slow link")
     max_pace: float = Field(
         4.0, ge=1, le=16, description="most times that the sync interval grows because of a slow link (not with learners_wait)"
     )
@@ -280,6 +283,11 @@ class RunSettings(_Section):
     def adapts(self) -> bool:
         """Whether precision and pace follow the links between regions (:mod:`diloco.core.bandwidth`)."""
         return self.regions.adaptive and bool(self.regions.names) and not self.round.lockstep
+
+    @property
+    def requires(self) -> list[str]:
+        """Names of the features that each member of such a run must know (docs/protocol.md, section 16)."""
+        return [TWO_BITS] if 2 in (self.codec.offer_bits, self.codec.record_bits) else []
 
     def quorum(self, live_learners: int) -> int:
         """Return the number of learners that must answer before a round may close, of so many that are alive."""

@@ -22,7 +22,7 @@ Region = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9_]{0,15})?\Z")]  # empty
 Software = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.+-]{0,32}\Z")]  # the version of diloco; empty: not said
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
-Bits = Literal[4, 8, 16, 32]
+Bits = Literal[2, 4, 8, 16, 32]  # 2 in runs that require it (control/creation.py)
 Pace = Annotated[float, Meta(ge=1, le=16)]
 RegionBits = Annotated[list[tuple[Region, Bits]], Meta(max_length=MAX_REGIONS)]  # of offers; of regions where they are fewer
 Counts = Annotated[list[Count], Meta(max_length=MAX_FRAGMENTS)]
