@@ -76,7 +76,8 @@ def test_a_run_in_regions_that_is_ordered_back_goes_back_once_whatever_goes_wron
 
 def play_rollbacks(seeds: range, kind: dict[str, bool]) -> None:
     total = survived(play_all(seeds, rollbacks=True, **kind).outcomes, "--rollbacks ")
-    assert total["rollback ordered"] >= total["rolled back"] > len(seeds) / 12  # most end before the order
+    assert total["rollback ordered"] >= total["rolled back"]  # most end before the order
+    happens(total, ["rolled back"], seeds)
     assert total["takeover"] > len(seeds)
 
 
