@@ -468,12 +468,20 @@ def test_an_announcement_that_does_not_fit_changes_nothing() -> None:
     before = plain(world.learner)
     for heard in (
         Announcement(FRAGMENTS, 1, 0, "syncer-0", 1.0, False, 0, 4, []),
-        Announcement(0, 1, 0, "syncer-0", 1.0, False, 0, 3, []),
         Announcement(0, 1, 0, "syncer-0", 1.0, False, 0, 4, [("", 32)]),
     ):
         with pytest.raises(MessageError):
             world.learner.hear(heard, 1.0)
     assert plain(world.learner) == before
+
+
+@pytest.mark.parametrize(("announced", "expected"), [(3, 3), (4, 4), (40, 4), (2**62, 4)])
+def test_a_round_is_heard_from_an_owner_that_knows_of_another_interval(announced: int, expected: int) -> None:
+    world = joined()
+    assert world.run.round.steps == 4
+    world.learner.hear(Announcement(0, 1, 0, "syncer-0", 1.0, False, 0, announced, []), 1.0)
+    assert world.learner.fragments[0].open_version == 1
+    assert world.learner.fragments[0].steps_between == expected  # boundaries expect no round sooner than round.steps
 
 
 def test_a_change_of_the_budget_counts_from_the_next_boundary() -> None:

@@ -246,8 +246,11 @@ class FragmentState:
 
     # ---- rounds
 
-    def hear(self, announced: Announcement, bits: Bits, now_s: float, *, closing: bool) -> None:
-        """Take in the announcement of a round, to which answers of ``bits`` are wanted here; ``closing``: as believed."""
+    def hear(self, announced: Announcement, bits: Bits, steps: int, now_s: float, *, closing: bool) -> None:
+        """Take in the announcement of a round, to which answers of ``bits`` are wanted here.
+
+        ``steps``, between two rounds, and ``closing`` are as believed.
+        """
         self.happen(Event.ANNOUNCED)
         # by the log alone: one that announced a greater epoch may have lost its takeover entry with a server's last writes
         if announced.epoch > self.epoch:
@@ -262,7 +265,7 @@ class FragmentState:
         if closing and announced.version == self.open_version and not self.closing:
             self.closing, self.answered = True, 0  # whatever was answered before is not all there is
         if announced.version == self.open_version:
-            self.bits, self.steps_between = bits, announced.steps
+            self.bits, self.steps_between = bits, steps
 
     def reopen(self) -> None:
         """Answer the open round again: its answer is gone."""

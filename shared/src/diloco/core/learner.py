@@ -144,7 +144,10 @@ class Learner:
         chain = state.newest.chain
         closing = announced.closing and budget.in_reach(chain, self.in_force.settings.tokens)
         # one that has stopped answers the last rounds of fragments that are behind, too
-        state.hear(announced, bits, now_s, closing=closing or (announced.closing and self.stopped))
+        # an owner that knows of another `round.steps` than this learner is honest: its pace counts as far as it may be here
+        most = bandwidth.steps_between(self.in_force.settings, bandwidth.slowest(self.in_force.settings))
+        steps = min(announced.steps, most)
+        state.hear(announced, bits, steps, now_s, closing=closing or (announced.closing and self.stopped))
         self.accounts.note_announced(min(announced.tokens_processed, budget.believable(chain)))
         begins = closing and not self.draining
         self.draining |= closing
@@ -154,14 +157,11 @@ class Learner:
         """Return the bits of an answer from here.
 
         Raises:
-            MessageError: the announcement asks for what the run's settings do not allow.
+            MessageError: the announcement asks for bits that the run's settings do not allow.
         """
         settings, best = self.in_force.settings, self.settings.codec.offer_bits
-        if announced.steps == settings.round.steps and not announced.offer_bits:
+        if not announced.offer_bits:
             return best  # as usual: links are not too slow
-        most = bandwidth.steps_between(settings, bandwidth.slowest(settings))
-        if not settings.round.steps <= announced.steps <= most:
-            raise MessageError(f"round every {announced.steps} steps, the run has one every {settings.round.steps} to {most}")
         allowed, asked = bandwidth.possible(best, settings), dict(announced.offer_bits)
         if not set(asked.values()) <= set(allowed):
             raise MessageError(f"round asks for offers of {asked} bits, the run has {allowed}")
