@@ -228,7 +228,8 @@ class Placement:
 def copies(arrays: Leaves) -> Leaves:
     """Queue copies of arrays on their devices, split as they are."""
     if not arrays or len(arrays[0].sharding.device_set) == 1:
-        return _copy_all(arrays)
+        copied: Leaves = _copy_all(arrays)
+        return copied
     return _copy_in_places(tuple(array.sharding for array in arrays))(arrays)
 
 
