@@ -21,6 +21,7 @@ from diloco.service import metrics
 from diloco.service.metrics import Metric
 from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
+from diloco.settings.service import LearnerSettings, ServiceSettings
 from diloco.settings.validation import all_names
 from diloco_ops.keys.permissions import CONTROL, Who, is_known, permissions
 
@@ -39,8 +40,30 @@ members and is stored with the run. What has a ↻ can be changed while it goes 
 """
 
 
+LEARNERS = """
+# Settings of a learner
+
+Its own, beside those of every service ([operations.md](operations.md)). `mesh.data` is `data` below `[mesh]` in its TOML file;
+in the environment it is `DILOCO_MESH='{"data": 2}'`. Learners of one run may have different ones. `diloco up` hands these on to
+all its learners: `DILOCO_CACHE_DIR`, `DILOCO_CHECKPOINT_S`, `DILOCO_LEAVE_S` and `DILOCO_MESH`.
+
+"""
+
+
+def learner_rows() -> list[str]:
+    """A line for every setting that only learners have."""
+    rows = ["| setting | default | allowed | meaning |", "|---" * 4 + "|"]
+    for name in all_names(LearnerSettings):
+        if name in ServiceSettings.model_fields:
+            continue
+        field = _field(name, LearnerSettings)
+        default = "" if field.default is None else f"`{field.default}`".replace(str(Path.home()), "~")
+        rows.append(f"| `{name}` | {default} | {_allowed(field)} | {field.description or ''} |")
+    return rows
+
+
 def settings_page() -> str:
-    """The table of all settings."""
+    """The tables of all settings."""
     presets = [run_settings(name) for name in PRESETS]
     rows = [f"| setting | {' | '.join(PRESETS)} | allowed | meaning |", "|---" * (len(PRESETS) + 3) + "|"]
     for name in all_names():
@@ -49,11 +72,10 @@ def settings_page() -> str:
         shown = [f"`{values[0]}`"] + [f"**`{value}`**" if value != values[0] else "" for value in values[1:]]
         mark = " ↻" if name in ("tokens", *SETTABLE) else ""
         rows.append(f"| `{name}`{mark} | {' | '.join(shown)} | {_allowed(field)} | {field.description or ''} |")
-    return HEAD + "\n".join(rows) + "\n\nAn empty cell: as in `decoupled`.\n"
+    return HEAD + "\n".join(rows) + "\n\nAn empty cell: as in `decoupled`.\n" + LEARNERS + "\n".join(learner_rows()) + "\n"
 
 
-def _field(name: str) -> Any:
-    model: type[BaseModel] = RunSettings
+def _field(name: str, model: type[BaseModel] = RunSettings) -> Any:
     *sections, last = name.split(".")
     for section in sections:
         annotation = model.model_fields[section].annotation

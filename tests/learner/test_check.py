@@ -10,6 +10,7 @@ import pytest
 
 from diloco.errors import DataError, SettingsError
 from diloco.settings.presets import run_settings
+from diloco.settings.service import MeshSettings
 from diloco_learner.check import check
 
 TASK = """
@@ -74,6 +75,14 @@ def test_a_task_that_is_right(checked: Callable[[str], None]) -> None:
 def test_a_task_that_is_not(checked: Callable[[str], None], name: str, says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         checked(name)
+
+
+def test_a_mesh_that_does_not_fit_is_found_of_the_built_in_task_too(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some words\n" * 200)
+    settings = run_settings(overrides={"learners": 2, "task.context": 8, "task.batch": 2, "task.layers": 1, "task.width": 16})
+    with pytest.raises(SettingsError, match=r"mesh\.fsdp = 4 .* are 4 devices, and JAX gives this process 1 \(cpu\)"):
+        check(settings, str(text), MeshSettings(fsdp=4))
 
 
 def test_the_built_in_task_s_data(tmp_path: Path) -> None:

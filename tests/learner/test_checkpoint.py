@@ -49,6 +49,7 @@ class Bookkeeper:
         return None if self.busy else self.checkpoint()
 
     def checkpoint(self) -> Dump:
+        self.recorded.append(Copied())
         return {"step": self.step}, {"accounts/0/base": np.full(3, self.step, np.float32)}
 
     def versions(self) -> list[int]:

@@ -50,6 +50,7 @@ STORAGE_BYTES = 8 << 20
         (["--nats", "http://host:1"], ["http://host:1", "nats://HOST:PORT"]),
         (["--resume-at", "3"], ["--resume-at 3", "--resume PATH"]),
         (["--standbys", "-1"], ["--standbys"]),
+        (["--devices-per-learner", "0"], ["--devices-per-learner"]),
         (["--tokens", "many"], ["--tokens", "integer"]),
         (["--tokns", "3"], ["--tokns"]),
     ],
@@ -75,6 +76,7 @@ def test_a_task_that_cannot_be_trained_is_named_before_anything_is_started(diloc
     for code, arguments, says in (
         (2, ["--set", "task.name=json:wrong", "--data", "hf://corpus"], "task.name = 'json:wrong': 'wrong' does not exist"),
         (3, ["--data", "text.txt"], "text.txt, share 0 of 4: 1 bytes of text, one batch of 16 windows"),
+        (2, ["--devices-per-learner", "3"], "a batch has 16 rows (the first axis of its largest array), which mesh.data = 1"),
     ):
         ended = diloco("up", "--plain", "--run-dir", "mine", *arguments)
         assert (ended.code, says in ended.err) == (code, True), ended.err

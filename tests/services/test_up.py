@@ -1,4 +1,7 @@
-"""``diloco up``, ``status`` and ``logs`` on a tiny GPT: one run that is interrupted, looked at, resumed, and ends."""
+"""``diloco up``, ``status`` and ``logs`` on a tiny GPT: one run that is interrupted, looked at, resumed, and ends.
+
+Its learners have two devices each.
+"""
 
 from __future__ import annotations
 
@@ -102,6 +105,7 @@ def story(gives_up: tuple[Running, str], tmp_path_factory: pytest.TempPathFactor
     text, directory = folder / "text.txt", folder / "mine"
     text.write_text(some_text())
     begin = ["up", "--learners", "2", "--shards", "1", "--tokens", str(BUDGET), "--plain", "--data", str(text)]
+    begin += ["--devices-per-learner", "2"]
     begin += ["--run-dir", str(directory), *slow(400)]  # so that there is time to look at it and stop it in the middle
     for name, value in SETTINGS.items():
         begin += ["--set", f"{name}={value}"]
@@ -217,6 +221,8 @@ def test_resumed_run_goes_on_and_ends(story: Story, diloco: Diloco) -> None:
     assert f"not measured yet with these settings; this does it: {command} --data" in ended.out
     assert str(story.directory / "report.html") in ended.out
     events = [json.loads(line) for line in diloco("logs", str(story.directory), "--json").out.splitlines()]
+    meshes = [(event["service"], event["devices"], event["fsdp"]) for event in events if event["event"] == "island_ready"]
+    assert sorted(meshes) == [(name, 2, 2) for name in ("evaluator", *LEARNERS) for _ in range(2)]
     restored = [event for event in events if event["event"] == "checkpoint_restored"]
     assert sorted(event["service"] for event in restored) == LEARNERS
     first_restored = next(index for index, event in enumerate(events) if event["event"] == "checkpoint_restored")

@@ -202,6 +202,13 @@ def test_copy_of_the_state_stands_where_it_was_begun() -> None:
         read_lives([Start(5, 100, (3, 4)), tape.Checkpoint(saved)])
 
 
+def test_a_life_says_its_mesh() -> None:
+    mesh = tape.Mesh(2, 4, 1)
+    one, two = read_lives([Start(5, 100, ()), mesh, Data(0, 0), Step(), Start(6, 101, ()), Data(0, 1), Step()])
+    assert (one.mesh, one.at, one.steps) == (mesh, {}, 1)
+    assert two.mesh is None  # it came back with one device
+
+
 def test_life_that_went_back_says_so() -> None:
     on: list[Event] = [Start(5, 100, (3, 4)), Reload(0, 3, False), Reload(1, 4, False), Apply(1, 5), Data(0, 0), Step()]
 

@@ -20,7 +20,7 @@ from diloco.control.changes import read_changes
 from diloco.control.creation import Run
 from diloco.errors import BrokerError, FormatError, RunError, WanError
 from diloco.log.log import Log
-from diloco.nats.connection import ask, malloc_environment
+from diloco.nats.connection import ask
 from diloco.nats.transport import NatsTransport
 from diloco.process import files, observe
 from diloco.process.retry import Complaint
@@ -30,6 +30,7 @@ from diloco.service.rundir import RunDirectory
 from diloco.wire.subjects import Subjects
 from diloco_ops import inspect
 from diloco_ops.embedded import Embedded
+from diloco_ops.environment import learner_environment, mesh_of, service_environment
 from diloco_ops.live import screen
 from diloco_ops.report import build, reference
 from diloco_ops.report.reference import Reference
@@ -44,12 +45,6 @@ PLAIN_EVERY_S = 5.0  # lines that a person still reads
 NEAR_END_S = 15.0  # from here on the last status must not be missed
 NATS_TIMEOUT_S = 20.0  # a server with a large store is slow to start
 STATUS_TIMEOUT_S = 1.0  # a coordinator on this machine answers in milliseconds
-ONE_THREAD = {  # of computation, for a process that shares this machine's cores with others
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-    "PJRT_NPROC": "1",  # JAX 0.10 has a pool of a thread a core else, whatever XLA_FLAGS says
-}
 
 
 @dataclass(frozen=True)
@@ -147,19 +142,38 @@ class Launcher:
         names = self.directory.learner_names
         for share_, name in enumerate(names):
             values = place(share_) | {"share": share_, "slow": self.slow.get(name, 1.0)} | data
-            self._start_service(name, "diloco_learner", values, _core(share_, len(names)))
-        self._start_service("evaluator", "diloco_learner", place(0) | {"role": "evaluator"} | data)
+            self._start_learner(name, values, share_, _core(share_, len(names)))
+        self._start_learner("evaluator", place(0) | {"role": "evaluator"} | data, len(names), None)
 
-    def _start_service(self, name: str, module: str, values: dict[str, Any], cores: set[int] | None = None) -> None:
+    def _start_learner(self, name: str, values: dict[str, Any], index: int, cores: set[int] | None) -> None:
+        devices = self.directory.devices_per_learner
+        environment = learner_environment(index, len(self.directory.learner_names), devices)
+        self._start_service(name, "diloco_learner", values | {"mesh": mesh_of(devices)}, environment, cores)
+
+    def _start_service(
+        self,
+        name: str,
+        module: str,
+        values: dict[str, Any],
+        environment: Mapping[str, str] | None = None,
+        cores: set[int] | None = None,
+    ) -> None:
         clock_file = self.directory.path / "services" / f"{name}.clock"
-        self._start(name, module, {"name": name, "clock_file": str(clock_file)} | values, cores)
+        self._start(name, module, {"name": name, "clock_file": str(clock_file)} | values, environment, cores)
 
     def _start(
-        self, name: str, module: str, values: dict[str, Any], cores: set[int] | None = None, *, endless: bool = False
+        self,
+        name: str,
+        module: str,
+        values: dict[str, Any],
+        environment: Mapping[str, str] | None = None,
+        cores: set[int] | None = None,
+        *,
+        endless: bool = False,
     ) -> None:
         config = self.directory.path / "services" / f"{name}.toml"
         files.replace_text(config, tomli_w.dumps(_without_none(values)))
-        self.services.start(name, module, config, service_environment(), cores, endless=endless)
+        self.services.start(name, module, config, environment or service_environment(), cores, endless=endless)
 
     async def _tend(self, link: NatsTransport) -> bool:
         """Keep the run going until it is finished (True) or interrupted (False).
@@ -286,12 +300,6 @@ def _core(index: int, count: int) -> set[int] | None:
         return None
     cores = sorted(os.sched_getaffinity(0))
     return {cores[index % len(cores)]} if count > len(cores) else None
-
-
-def service_environment() -> dict[str, str]:
-    """Return the environment of a service: this machine's cores are shared, so each has one thread of computation."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
-    return inherited | malloc_environment() | ONE_THREAD
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ MakeModel = Callable[[RunSettings, str | None, Life], "Model"]
 class Model(Protocol):
     """A model that can be trained again.
 
-    An entry point of the group ``diloco.models`` makes it, from the run's settings and data.
+    An entry point of the group ``diloco.models`` makes it, from the run's settings and data, and the mesh of its devices.
     """
 
     map: FragmentMap
@@ -408,8 +408,8 @@ def installed(settings: RunSettings, data: str | None, life: Life) -> Model:
     found = [point for point in entry_points(group=MODELS) if point.name == "learner"]
     if not found:
         raise RunError("the distribution diloco-learner is not installed, which trains the models of runs")
-    factory: Callable[[RunSettings, str | None], Model] = found[0].load()
-    model = factory(settings, data)
+    factory: Callable[[RunSettings, str | None, events.Mesh | None], Model] = found[0].load()
+    model = factory(settings, data, life.mesh)
     if life.machine is not None and model.machine != life.machine:
         observe.get_logger().warning("other_machine", here=model.machine.text, tape=life.machine.text)
     return model

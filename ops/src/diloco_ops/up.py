@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +30,8 @@ from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
 from diloco_ops import resume
 from diloco_ops.checkpoint import Checkpoint
-from diloco_ops.launch import NATS_TIMEOUT_S, Asked, Launcher, service_environment
+from diloco_ops.environment import learner_environment, mesh_of
+from diloco_ops.launch import NATS_TIMEOUT_S, Asked, Launcher
 from diloco_ops.supervise import ServiceFailed, last_words
 from diloco_report import compared
 from diloco_report.units import count, decimal, duration, share, size
@@ -62,6 +64,10 @@ def up(
     archive: Annotated[bool, typer.Option("--archive", help="Keep every merged offer, so that merges can be audited.")] = False,
     standbys: Annotated[int, typer.Option(min=0, help="Syncers beyond the shards, which stand by.")] = 0,
     coordinators: Annotated[int, typer.Option(min=1, help="Coordinators; all but one stand by.")] = 1,
+    devices_per_learner: Annotated[
+        int | None,
+        typer.Option(min=1, help="Devices of each learner, which make one mesh. Default: all that JAX finds."),
+    ] = None,
     slow: Annotated[list[str] | None, typer.Option(help="LEARNER=FACTOR: its steps take so many times as long.")] = None,
     nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
@@ -84,6 +90,8 @@ def up(
     else:
         source, directory = _resumed(resume_from, path, preset, overrides, data, nats_url)
     slowed = _slow_factors(slow or [], directory.learner_names)
+    if devices_per_learner is not None:
+        directory = replace(directory, devices_per_learner=devices_per_learner)
     resumed = _begin(directory, source, resume_at, nats_url)
     with rundir.locked(directory.path):
         if not resumed:
@@ -186,11 +194,11 @@ def _check_task(directory: RunDirectory) -> None:
     Raises:
         ServiceFailed: they are not; the message and the exit code are a learner's.
     """
-    request = {"settings": directory.settings.model_dump(), "data": directory.data}
+    devices = directory.devices_per_learner
+    environment = learner_environment(0, len(directory.learner_names), devices)
+    request = {"settings": directory.settings.model_dump(), "data": directory.data, "mesh": mesh_of(devices)}
     command = [sys.executable, "-m", "diloco_learner.check"]
-    ended = subprocess.run(
-        command, input=json.dumps(request), capture_output=True, text=True, env=service_environment(), check=False
-    )
+    ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:
         raise ServiceFailed(last_words(ended.stderr, ended.returncode), ended.returncode)
 

@@ -19,7 +19,7 @@ from diloco.settings.run import RunSettings
 from diloco_lab.experiment.methods import Measured, play, steps_of_each
 from diloco_lab.experiment.spec import Arm, Experiment
 from diloco_lab.experiment.store import Store
-from diloco_ops.launch import ONE_THREAD
+from diloco_ops.environment import ONE_THREAD
 
 ENVIRONMENT = ONE_THREAD | {"NUMBA_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
 PROBE_STEPS = 6  # whose median is a step's length

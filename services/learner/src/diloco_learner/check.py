@@ -1,7 +1,7 @@
 """``python -m diloco_learner.check``: find out, before a run begins, that its task and data can be trained on.
 
-Reads ``{"settings": ..., "data": ...}`` from stdin. The built-in task is known to be right, so that only its data is looked
-at, without JAX, which takes a second to import.
+Reads ``{"settings": ..., "data": ..., "mesh": ...}`` from stdin. The built-in task is known to be right, so that only its data
+is looked at, without JAX, which takes a second to import, unless learners are to have a mesh (``mesh`` is not null).
 """
 
 from __future__ import annotations
@@ -13,29 +13,33 @@ import traceback
 from diloco.errors import DilocoError, SettingsError
 from diloco.process import observe
 from diloco.settings.run import RunSettings
+from diloco.settings.service import MeshSettings
 from diloco.settings.validation import parse
 from diloco_learner.text import TextData
 
 
-def check(settings: RunSettings, data: str | None) -> None:
+def check(settings: RunSettings, data: str | None, mesh: MeshSettings | None = None) -> None:
     """Make what a learner and the evaluator make before the first step.
 
     Raises:
-        SettingsError: the task lacks something, one of its methods fails, or returns something else than a task's.
+        SettingsError: the task lacks something, one of its methods fails, or returns something else than a task's; or the mesh
+            does not fit the devices, the tensors or the batches.
         DataError: its data is missing, unreadable or too short.
     """
     if settings.task.name == "gpt":
         text = TextData(settings.task, data)
         next(text.batches(0, settings.learners, settings.seed, 0))
         text.validation()
-        return
+        if mesh is None:
+            return
 
     from diloco_learner.island import Island
+    from diloco_learner.mesh import make_mesh
     from diloco_learner.task import first_batch, load_task, validation_batches
 
     try:
         task = load_task(settings.task, data)
-        Island(task, settings).check(first_batch(task, settings))
+        Island(task, settings, None if mesh is None else make_mesh(mesh)).check(first_batch(task, settings))
         validation_batches(task, settings.task)
     except DilocoError:
         raise
@@ -47,7 +51,8 @@ def check(settings: RunSettings, data: str | None) -> None:
 
 def _main() -> None:
     request = json.load(sys.stdin)
-    check(parse(RunSettings, request["settings"], "the run"), request["data"])
+    mesh = None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh")
+    check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh)
 
 
 if __name__ == "__main__":

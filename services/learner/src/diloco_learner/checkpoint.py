@@ -49,6 +49,7 @@ class Keeper:
             self._job = None
         if self.member.lender.wanted:
             step, versions, copies = self.member.step, self.member.versions(), self.island.copy_optimizer()
+            self.member.tape.record(events.Copied())
             self._begin(lambda: self._lend(step, versions, copies))
             return
         marker = self.member.marker_due()
@@ -68,7 +69,6 @@ class Keeper:
     def save_last(self) -> None:
         """Save the state of a learner that ends, when what is being saved has been."""
         self.close()
-        self.member.tape.record(events.Copied())
         self._save_own(self.member.checkpoint(), self.island.copy())
 
     def close(self) -> None:
@@ -76,7 +76,6 @@ class Keeper:
         self._worker.shutdown()
 
     def _begin(self, job: Callable[[], None]) -> None:
-        self.member.tape.record(events.Copied())
         self._job = self._worker.submit(job)
 
     def _save_own(self, dump: Dump, copies: Mapping[str, jax.Array]) -> None:

@@ -16,13 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from diloco.core.fragments import Fragment, FragmentMap, Piece
 from diloco.errors import RunError, SettingsError
 from diloco.member.peer import Layout
 from diloco.settings.run import RunSettings
+from diloco_learner import shards
 from diloco_learner.inner import optimizer
+from diloco_learner.mesh import Placement, copies, place_like
 from diloco_learner.task import Task, matrices_of, validation_batches
 
 Vector = NDArray[np.float32]
@@ -46,7 +49,7 @@ class Reading:
     """A fragment's values as of when it was read, still on the device."""
 
     fragment: Fragment
-    pieces: tuple[jax.Array, ...]
+    pieces: tuple[list[tuple[shards.Where, jax.Array]], ...]  # of each piece: its parts, and where they lie in it
 
     def to_host(self, out: Vector | None = None) -> Vector:
         """Wait for the values and copy them to the host; return them as float32 [size of the fragment].
@@ -54,8 +57,9 @@ class Reading:
         They are written into ``out``, of that shape, if given. Callable from any thread.
         """
         vector = np.empty(self.fragment.size, np.float32) if out is None else out
-        for piece, values in zip(self.fragment.pieces, self.pieces, strict=True):
-            vector[piece.offset : piece.offset + piece.size] = np.asarray(values).reshape(-1)
+        for piece, parts in zip(self.fragment.pieces, self.pieces, strict=True):
+            for where, values in parts:
+                _part(vector, piece)[where] = np.asarray(values)
         return vector
 
 
@@ -65,14 +69,16 @@ class Island:
     Where the outer optimizer is AdamW, a step leaves the parameters as they are and adds its gradient to those held.
     Offers are made of them, and a version that is written drops them.
 
+    On a ``mesh`` parameters and all that belongs to them are split over its devices (:mod:`diloco_learner.mesh`).
+
     Raises:
-        SettingsError: a parameter is not a float32 array, or there are none.
+        SettingsError: a parameter is not a float32 array, or there are none; a partition does not fit the mesh.
     """
 
-    def __init__(self, task: Task, settings: RunSettings) -> None:
+    def __init__(self, task: Task, settings: RunSettings, mesh: Mesh | None = None) -> None:
         self.task, self._settings = task, settings.task
-        params = task.init(jax.random.key(settings.seed))
-        keyed, self._structure = jax.tree_util.tree_flatten_with_path(params)
+        self._placement = Placement(task, mesh, jax.random.key(settings.seed))
+        keyed, self._structure = jax.tree_util.tree_flatten_with_path(self._placement.init())
         self._paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in keyed]
         self._index = {path: i for i, path in enumerate(self._paths)}
         # copies: what the task gave stays the task's, and is never donated
@@ -83,8 +89,9 @@ class Island:
         self._optimizer = optimizer(settings, matrices)
         self._optimizer_state: Any = None
         self._gradients = [jnp.zeros_like(leaf) for leaf in self._leaves] if settings.outer.optimizer == "adamw" else None
-        self._step = jax.jit(self._take_step, donate_argnums=(0, 1, 2))
-        self._loss = jax.jit(lambda leaves, batch: task.loss(self._tree(leaves), batch))
+        self._fresh_state = self._placement.optimizer_init(self._optimizer.init, self._leaves)
+        self._step = self._placement.step(self._take_step, self._optimizer.init, self._leaves, self._gradients is not None)
+        self._loss = jax.jit(lambda leaves, batch: self._placement.loss(self._tree(leaves), batch))
 
     def twin(self) -> Island:
         """Return an island of the same model that shares this one's compiled programs, with values of its own.
@@ -93,7 +100,7 @@ class Island:
         """
         other = copy.copy(self)
         gradients = None if self._gradients is None else [jnp.zeros_like(leaf) for leaf in self._leaves]
-        vars(other).update(_leaves=[jnp.copy(leaf) for leaf in self._leaves], _optimizer_state=None, _gradients=gradients)
+        vars(other).update(_leaves=copies(self._leaves), _optimizer_state=None, _gradients=gradients)
         return other
 
     def tensors(self) -> list[tuple[str, tuple[int, ...], bool]]:
@@ -102,12 +109,13 @@ class Island:
         return [(path, tuple(leaf.shape), self.task.is_embedding(path)) for path, leaf in pairs]
 
     def check(self, batch: Any) -> None:
-        """Find out that the task's loss of a batch is one number that can be differentiated.
+        """Find out that the task's loss of a batch is one number that can be differentiated, and that the mesh fits a batch.
 
         Raises:
-            SettingsError: it is something else.
+            SettingsError: it is something else, or does not.
         """
-        loss = jax.eval_shape(self.task.loss, self.params(), batch)
+        self._placement.check_batch(batch)
+        loss = jax.eval_shape(self._placement.loss, self.params(), batch)
         if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             came = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
             raise SettingsError(
@@ -131,18 +139,24 @@ class Island:
 
     def trace(self, batch: Any) -> jax.stages.Lowered:
         """Trace :meth:`step` with such batches. Once the result has been compiled, no step is traced or compiled."""
-        return self._step.lower(self._leaves, self._gradients, self._current_optimizer_state(), batch, np.float32(0))
+        values = self._leaves, self._gradients, self._current_optimizer_state()
+        lowered: jax.stages.Lowered = self._step.lower(*values, self._placement.batch(batch), np.float32(0))
+        return lowered
 
     def rehearse(self, batch: Any) -> None:
         """Take a step with copies of all values, so that the first step takes no longer than others: memory is touched."""
         values, structure = jax.tree.flatten((self._leaves, self._gradients, self._current_optimizer_state()))
-        *_, output = self._step(*jax.tree.unflatten(structure, _copy_all(values)), batch, np.float32(0))
+        *_, output = self._step(*jax.tree.unflatten(structure, copies(values)), self._placement.batch(batch), np.float32(0))
         StepOutput(*output).wait()
 
     def step(self, batch: Any, learning_rate: float) -> StepOutput:
         """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says."""
         self._leaves, self._gradients, self._optimizer_state, output = self._step(
-            self._leaves, self._gradients, self._current_optimizer_state(), batch, np.float32(learning_rate)
+            self._leaves,
+            self._gradients,
+            self._current_optimizer_state(),
+            self._placement.batch(batch),
+            np.float32(learning_rate),
         )
         return StepOutput(*output)
 
@@ -162,18 +176,14 @@ class Island:
         fragment], must not change until the next step has ended.
         """
         for piece in fragment.pieces:
-            values = _part(theta, piece)
+            at, values = self._index[piece.path], _part(theta, piece)
             if keep is None and alpha == 0:
-                written = _overwrite_rows(self._tensor(piece), values, _start(piece))
+                self._leaves[at] = shards.overwrite(self._leaves[at], piece, values)
             else:
                 reference, factor = (theta, 0.0) if keep is None else keep
-                written = _mix_rows(
-                    self._tensor(piece), values, _part(reference, piece), np.float32(factor), np.float32(alpha), _start(piece)
-                )
-            at = self._index[piece.path]
-            self._leaves[at] = written
+                self._leaves[at] = shards.mix(self._leaves[at], piece, values, _part(reference, piece), factor, alpha)
             if self._gradients is not None and keep is None:
-                self._gradients[at] = _overwrite_rows(self._gradients[at], np.zeros(piece.shape, np.float32), _start(piece))
+                self._gradients[at] = shards.overwrite(self._gradients[at], piece, np.zeros(piece.shape, np.float32))
 
     def evaluate(self) -> float:
         """Return the mean loss over the task's validation batches, in the task's units.
@@ -181,8 +191,8 @@ class Island:
         Raises:
             SettingsError: there are none.
         """
-        losses = [self._loss(self._leaves, batch) for batch in validation_batches(self.task, self._settings)]
-        return float(np.mean([float(loss) for loss in losses]))
+        batches = [self._placement.batch(batch) for batch in validation_batches(self.task, self._settings)]
+        return float(np.mean([float(self._loss(self._leaves, batch)) for batch in batches]))
 
     def sample(self, seed: int, count: int) -> str | None:
         """Return text of ``count`` characters from the model, or None if the task cannot draw any."""
@@ -196,12 +206,12 @@ class Island:
     def copy(self) -> dict[str, jax.Array]:
         """Queue a copy on the device of all that :meth:`state` gives, as of the steps and writes so far."""
         state = self._named_state()
-        return dict(zip(state, _copy_all(list(state.values())), strict=True))
+        return dict(zip(state, copies(list(state.values())), strict=True))
 
     def copy_optimizer(self) -> dict[str, jax.Array]:
         """Queue a copy on the device of the optimizer state alone."""
         state = self._named_optimizer()
-        return dict(zip(state, _copy_all(list(state.values())), strict=True))
+        return dict(zip(state, copies(list(state.values())), strict=True))
 
     def optimizer_layout(self) -> Layout:
         """Return names, shapes and types of the optimizer state."""
@@ -230,21 +240,25 @@ class Island:
             RunError: an array is missing, not known, or of another shape or type; nothing has changed.
         """
         self.check_state(state)
-        self._leaves = [jnp.array(state[f"params/{path}"]) for path in self._paths]
+        self._leaves = [place_like(leaf, state[f"params/{path}"]) for path, leaf in zip(self._paths, self._leaves, strict=True)]
         if self._gradients is not None:
-            self._gradients = [jnp.array(state[f"gradients/{path}"]) for path in self._paths]
+            held = zip(self._paths, self._gradients, strict=True)
+            self._gradients = [place_like(leaf, state[f"gradients/{path}"]) for path, leaf in held]
         self.load_optimizer(state)
 
     def load_optimizer(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Take over an optimizer state: arrays by name, any dtype [...], of :meth:`optimizer_layout`."""
         keyed, structure = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
-        self._optimizer_state = jax.tree.unflatten(structure, [jnp.array(state[_optimizer_name(path)]) for path, _ in keyed])
+        leaves = [place_like(leaf, state[_optimizer_name(path)]) for path, leaf in keyed]
+        self._optimizer_state = jax.tree.unflatten(structure, leaves)
 
     def _take_step(
         self, leaves: list[jax.Array], held: list[jax.Array] | None, state: Any, batch: Any, learning_rate: jax.Array
     ) -> Any:
-        loss, gradients = jax.value_and_grad(lambda values: self.task.loss(self._tree(values), batch))(leaves)
-        norm = jnp.sqrt(sum(jnp.vdot(gradient, gradient) for gradient in gradients))
+        loss, gradients = jax.value_and_grad(lambda values: self._placement.loss(self._tree(values), batch))(leaves)
+        gradients = self._placement.gradients(gradients)
+        # tensordot, and not vdot, whose flattening would gather a gradient that is split along another axis than its first
+        norm = jnp.sqrt(sum(jnp.tensordot(gradient, gradient, gradient.ndim) for gradient in gradients))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, new_state = self._optimizer.update(gradients, state, leaves)
         if held is None:
@@ -270,18 +284,14 @@ class Island:
 
     def _current_optimizer_state(self) -> Any:
         if self._optimizer_state is None:
-            self._optimizer_state = self._optimizer.init(self._leaves)
+            self._optimizer_state = self._fresh_state(self._leaves)
         return self._optimizer_state
 
     def _tree(self, leaves: Sequence[jax.Array]) -> Any:
         return jax.tree.unflatten(self._structure, leaves)
 
     def _reading(self, fragment: Fragment, leaves: list[jax.Array]) -> Reading:
-        pieces = fragment.pieces
-        return Reading(fragment, tuple(_copy_rows(leaves[self._index[p.path]], _start(p), rows=_rows(p)) for p in pieces))
-
-    def _tensor(self, piece: Piece) -> jax.Array:
-        return self._leaves[self._index[piece.path]]
+        return Reading(fragment, tuple(shards.read(leaves[self._index[piece.path]], piece) for piece in fragment.pieces))
 
 
 def _parameter(path: str, leaf: Any) -> jax.Array:
@@ -297,38 +307,5 @@ def _optimizer_name(path: Any) -> str:
     return "optimizer/" + jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _start(piece: Piece) -> np.int32:
-    return np.int32(piece.row_start)
-
-
-def _rows(piece: Piece) -> int | None:
-    return piece.row_stop - piece.row_start if piece.shape else None
-
-
 def _part(vector: Vector, piece: Piece) -> Vector:
     return vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
-
-
-# One compilation for each pair of shapes of tensor and piece: where the piece begins is traced.
-
-
-def _copy(tensor: jax.Array, start: jax.Array, *, rows: int | None) -> jax.Array:
-    # the copy keeps jit from handing the tensor itself back, which the next step would take away
-    return jnp.copy(tensor) if rows is None else jnp.copy(jax.lax.dynamic_slice_in_dim(tensor, start, rows))
-
-
-def _put(tensor: jax.Array, values: jax.Array, start: jax.Array) -> jax.Array:
-    return values if tensor.ndim == 0 else jax.lax.dynamic_update_slice_in_dim(tensor, values, start, 0)
-
-
-def _mix(
-    tensor: jax.Array, theta: jax.Array, reference: jax.Array, factor: jax.Array, alpha: jax.Array, start: jax.Array
-) -> jax.Array:
-    value = tensor if tensor.ndim == 0 else jax.lax.dynamic_slice_in_dim(tensor, start, theta.shape[0])
-    return _put(tensor, alpha * value + (1 - alpha) * (theta + factor * (value - reference)), start)
-
-
-_copy_all = jax.jit(lambda arrays: [jnp.copy(array) for array in arrays])
-_copy_rows = jax.jit(_copy, static_argnames=("rows",))
-_overwrite_rows = jax.jit(_put, donate_argnums=0)
-_mix_rows = jax.jit(_mix, donate_argnums=0)

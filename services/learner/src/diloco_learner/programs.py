@@ -23,9 +23,9 @@ PATIENCE_S = 300.0  # a process that compiles may be frozen; the others then com
 
 
 def name_of(*about: str) -> str:
-    """Return a name, the same for the same strings, version of JAX, flags of XLA, and device."""
-    device = jax.devices()[0]
-    known = (*about, jax.__version__, os.environ.get("XLA_FLAGS", ""), device.platform, device.device_kind)
+    """Return a name, the same for the same strings, version of JAX, flags of XLA, and devices."""
+    device, count = jax.devices()[0], str(jax.device_count())
+    known = (*about, jax.__version__, os.environ.get("XLA_FLAGS", ""), device.platform, device.device_kind, count)
     return blake3("\0".join(known).encode()).hexdigest(16)
 
 

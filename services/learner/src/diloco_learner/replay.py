@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from blake3 import blake3
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from diloco.core import tape
@@ -18,20 +19,35 @@ from diloco.core.delta import Apply
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.core.leases import data_of
 from diloco.core.schedule import Moment
+from diloco.errors import RunError
 from diloco.settings.run import RunSettings
-from diloco.settings.service import LearnerSettings
+from diloco.settings.service import LearnerSettings, MeshSettings
 from diloco_learner.inner import learning_rate
 from diloco_learner.island import Island
+from diloco_learner.mesh import AXES, make_mesh
 from diloco_learner.task import load_task
+
+CPU_DEVICES = "--xla_force_host_platform_device_count"
 
 
 def machine() -> tape.Machine:
-    """Return all that this process's bits depend on besides the program."""
+    """Return all that this process's bits depend on besides the program and the mesh.
+
+    A process with these flags has as many devices, whether this one was given them by its flags or by JAX_NUM_CPU_DEVICES.
+    """
     device = jax.devices()[0]
+    flags = os.environ.get(tape.XLA_FLAGS, "")
+    if device.platform == "cpu" and jax.device_count() > 1 and CPU_DEVICES not in flags:
+        flags = f"{CPU_DEVICES}={jax.device_count()} {flags}".rstrip()  # XLA reads no further than a word without dashes
     text = f"{device.platform} {device.device_kind}, {_processor()}, jax {jax.__version__}, {jax.device_count()} devices"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get(tape.THREADS) or str(cores)
-    return tape.Machine.of(text, threads, os.environ.get(tape.XLA_FLAGS, ""))
+    return tape.Machine.of(text, threads, flags)
+
+
+def mesh_event(mesh: Mesh) -> tape.Mesh:
+    """Return a mesh as tapes have it."""
+    return tape.Mesh(*(mesh.shape[axis] for axis in AXES))
 
 
 def parameters_digest(island: Island, fragment_map: FragmentMap) -> bytes:
@@ -41,14 +57,18 @@ def parameters_digest(island: Island, fragment_map: FragmentMap) -> bytes:
 
 
 class Redo:
-    """An island, driven by a tape instead of a trainer (:class:`diloco_ops.replay.Model`)."""
+    """An island, driven by a tape instead of a trainer (:class:`diloco_ops.replay.Model`).
 
-    def __init__(self, settings: RunSettings, data: str | None) -> None:
+    Raises:
+        RunError: there are too few devices for the ``mesh`` on the tape.
+    """
+
+    def __init__(self, settings: RunSettings, data: str | None, mesh: tape.Mesh | None) -> None:
         update: Callable[[str, Any], None] = jax.config.update
         update("jax_compilation_cache_dir", str(LearnerSettings.model_fields["cache_dir"].default))
         self.settings = settings
         self.task = load_task(settings.task, data)
-        self.island = Island(self.task, settings)
+        self.island = Island(self.task, settings, _mesh(mesh))
         self.map = build_map(
             [TensorSpec(*tensor) for tensor in self.island.tensors()], settings.fragments.count, settings.fragments.strategy
         )
@@ -97,6 +117,18 @@ class Redo:
             batches = self.task.batches(of, self.settings.learners, seed, index)
         self._streams[share] = (index + 1, batches)
         return next(batches)
+
+
+def _mesh(event: tape.Mesh | None) -> Mesh | None:
+    if event is None:
+        return None
+    count = event.data * event.fsdp * event.tensor
+    if count > jax.device_count():
+        raise RunError(
+            f"it was trained on a mesh of {count} devices, and there are {jax.device_count()}: replay it where there are more, "
+            f"on a CPU with JAX_NUM_CPU_DEVICES={count} in the environment"
+        )
+    return make_mesh(MeshSettings(data=event.data, fsdp=event.fsdp, tensor=event.tensor), jax.devices()[:count])
 
 
 def _processor() -> str:

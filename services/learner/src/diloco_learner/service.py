@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import Mesh
 
 from diloco.control.creation import Run
 from diloco.core import tape as events
@@ -37,6 +38,7 @@ from diloco_learner import checkpoint, programs, replay
 from diloco_learner.evaluator import Evaluator
 from diloco_learner.feed import Feed
 from diloco_learner.island import Island
+from diloco_learner.mesh import make_mesh
 from diloco_learner.metrics import ObservedMember
 from diloco_learner.task import Task, first_batch, load_task
 from diloco_learner.trainer import Trainer
@@ -97,12 +99,13 @@ def _set_up_jax(settings: LearnerSettings) -> None:
 
 
 def _island(
-    settings: LearnerSettings, task: Task, run: RunSettings, first: Any, stopping: Callable[[], bool]
+    settings: LearnerSettings, task: Task, run: RunSettings, mesh: Mesh | None, first: Any, stopping: Callable[[], bool]
 ) -> tuple[Island, FragmentMap]:
     """Return an island that need not compile anything but its step, and its fragments."""
-    about = settings.role, run.task.model_dump_json(), run.fragments.model_dump_json(), run.inner.optimizer, run.outer.optimizer
-    with programs.compiled_once(settings.cache_dir, programs.name_of(*about), stopping):  # mostly those of ``task.init``
-        island = Island(task, run)
+    about = run.task.model_dump_json(), run.fragments.model_dump_json(), run.inner.optimizer, run.outer.optimizer
+    name = programs.name_of(settings.role, settings.mesh.model_dump_json(), *about)
+    with programs.compiled_once(settings.cache_dir, name, stopping):  # mostly those of ``task.init``
+        island = Island(task, run, mesh)
         island.check(first)
         tensors = [TensorSpec(*tensor) for tensor in island.tensors()]
         fragments = build_map(tensors, run.fragments.count, run.fragments.strategy)
@@ -117,10 +120,14 @@ def _prepare_step(island: Island, first: Any, cache_dir: Path, stopping: Callabl
     island.rehearse(first)
 
 
-def _train(settings: LearnerSettings, task: Task, island: Island, member: Member, stopping: Callable[[], bool]) -> None:
+def _train(
+    settings: LearnerSettings, task: Task, island: Island, mesh: Mesh | None, member: Member, stopping: Callable[[], bool]
+) -> None:
     """Train until the run is over or this process is asked to end; its state is saved then."""
     log, run = observe.get_logger(), member.run
     member.tape.record(replay.machine())
+    if mesh is not None:
+        member.tape.record(replay.mesh_event(mesh))
     keeper = checkpoint.Keeper(island, member, settings, log)
     trainer = Trainer(
         island,
@@ -146,6 +153,7 @@ def _train(settings: LearnerSettings, task: Task, island: Island, member: Member
 def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
     """Join the run and train, or evaluate, until it is over or this process is asked to end."""
     _set_up_jax(settings)
+    mesh = make_mesh(settings.mesh)
     log, learns = observe.get_logger(), settings.role == "learner"
     thread, exporter = LoopThread(), Exporter(settings, settings.role, log)
     with ExitStack() as stack:
@@ -161,8 +169,9 @@ def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
         task = load_task(run.created.task, settings.data)
         started_s = time.monotonic()
         first = first_batch(task, run.created)
-        island, fragments = _island(settings, task, run.created, first, stopping)
-        log.info("island_ready", devices=jax.device_count(), platform=jax.default_backend())
+        island, fragments = _island(settings, task, run.created, mesh, first, stopping)
+        axes = {} if mesh is None else dict(mesh.shape)
+        log.info("island_ready", devices=jax.local_device_count(), platform=jax.default_backend(), **axes)
         tape = TapeFile(settings.state_dir, settings.name, run.identity, log) if learns else None
         member = thread.run(_member(transport, run, fragments, settings, log, tape), stopping)
         at_end(member.close)
@@ -182,7 +191,7 @@ def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
             loan = thread.run(member.borrow(island.optimizer_layout()), stopping)
             if loan is not None:
                 island.load_optimizer(loan.arrays)
-        _train(settings, task, island, member, stopping)
+        _train(settings, task, island, mesh, member, stopping)
 
 
 def _main() -> int:

@@ -33,7 +33,9 @@ class Task(Protocol):
     Parameters are any pytree of float32 arrays; batches any pytree of arrays, of the same shapes each time. A task may also
     have ``units: Units``, ``sample(params, key, count) -> str``, text of ``count`` characters drawn from the model, and
     ``matrices(path) -> int``, how many matrices a tensor of two axes has, one below the other: 0 for tables and heads, as
-    ``inner.optimizer = muon`` treats them (where a task does not say: 0 for embedding-like tensors, 1 for others).
+    ``inner.optimizer = muon`` treats them (where a task does not say: 0 for embedding-like tensors, 1 for others). For learners
+    of several devices it may have ``partition(path, shape) -> PartitionSpec | None``, how a tensor is split over the mesh, and
+    ``axes = "explicit"``, for a loss that is written for explicit axes (docs/islands.md). ``init`` is then traced, too.
     """
 
     @property

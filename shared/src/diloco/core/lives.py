@@ -18,6 +18,7 @@ from diloco.core.tape import (
     Gap,
     Lent,
     Machine,
+    Mesh,
     Offer,
     Reload,
     Restored,
@@ -34,6 +35,7 @@ class Life:
 
     start: Start
     machine: Machine | None = None
+    mesh: Mesh | None = None  # None: one device
     restored: bytes | None = None  # digest of the checkpoint at its start
     borrowed: tuple[str, bytes] | None = None  # peer and digest of the optimizer state at its start
     fresh: bool = False  # the optimizer state was reset in a run under way
@@ -85,6 +87,8 @@ class Life:
         match event:
             case Machine():
                 self.machine = event
+            case Mesh():
+                self.mesh = event
             case Restored(digest):
                 self.restored = digest
             case Borrowed(peer, digest):

@@ -71,6 +71,15 @@ class Machine(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Mesh(Event):
+    """A learner of several devices: so many along each axis of its mesh. The bits of a step depend on them, too."""
+
+    data: int
+    fsdp: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
 class Restored(Event):
     """Parameters, optimizer state and delta state are those of the own checkpoint with this digest."""
 
@@ -232,6 +241,7 @@ KINDS: dict[int, type[Event]] = {
     16: Changed,
     17: Elapsed,
     18: Sent,
+    19: Mesh,
     32: Owners,
     33: Gone,
     34: Back,

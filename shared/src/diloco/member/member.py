@@ -371,7 +371,7 @@ class Member:
         Nobody writes to its arrays any more: they may be saved while training goes on.
         """
         with self._shared.lock:
-            return self.learner.dump(self.shares.positions()) if self.learner.may_dump else None
+            return _copied(self) if self.learner.may_dump else None
 
     def checkpoint(self) -> Dump:
         """Return the state as of the last boundary, for the last checkpoint: no round is answered any more."""
@@ -379,7 +379,7 @@ class Member:
             self.learner.silent = True
         self._shared.wait_until(lambda: not self.learner.encoding, LEAVE_TIMEOUT_S)
         with self._shared.lock:
-            return self.learner.dump(self.shares.positions())
+            return _copied(self)
 
     def restore(self, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Take over a :meth:`checkpoint`, its ``arrays`` any dtype [...], after :meth:`join` and before the first boundary.
@@ -420,6 +420,12 @@ class Member:
         with self._shared.lock:
             self.learner.markers.answer(answer)
         self._shared.loop.call_soon_threadsafe(lambda: self._shared.spawn(self._send_marker_answer(answer)))
+
+
+def _copied(member: Member) -> Dump:
+    """Return the state; the lock is held, so that an offer is on the tape before the copy if the state knows it, else after."""
+    member.tape.record(events.Copied())
+    return member.learner.dump(member.shares.positions())
 
 
 def _progress(heartbeat: Heartbeat) -> tuple[dict[str, int], dict[str, Any]]:

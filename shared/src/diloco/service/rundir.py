@@ -28,6 +28,7 @@ class RunDirectory:
     data: str | None
     settings: RunSettings
     learners: int | None = None  # that are started here; None: as many as the data has shares
+    devices_per_learner: int | None = None  # None: as many as JAX finds
     nats_bulk_url: str | None = None  # of the region from which the log is read, in a run with regions
     identity: str | None = None  # file of the identity of commands
     wan_control: str | None = None  # control address of emulated links between regions
@@ -68,6 +69,7 @@ def load(path: Path) -> RunDirectory:
         settings = parse(RunSettings, values["settings"], str(file))
         kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "learners": int | None}
         kinds |= {"nats_bulk_url": str | None, "wan_control": str | None, "identity": str | None}
+        kinds |= {"devices_per_learner": int | None}
         for key, kind in kinds.items():
             if not isinstance(values.get(key), kind):
                 raise TypeError(f"{key} = {values.get(key)!r}")

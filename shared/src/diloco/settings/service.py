@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from diloco.errors import SettingsError
@@ -84,6 +84,18 @@ class ServiceSettings(BaseSettings):
         return self.nats_bulk_url or self.nats_url
 
 
+class MeshSettings(BaseModel):
+    """The mesh of one learner's devices: their number is the product of its axes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    data: int = Field(1, ge=1, description="replicas of the model: each takes its rows of a batch")
+    fsdp: int | None = Field(
+        None, ge=1, description="devices that share the tensors and take rows of a batch too; by default all that are left"
+    )
+    tensor: int = Field(1, ge=1, description="devices that share the tensors whose partition names this axis")
+
+
 class LearnerSettings(ServiceSettings):
     """A learner's own settings."""
 
@@ -95,6 +107,7 @@ class LearnerSettings(ServiceSettings):
     )
     checkpoint_s: float = Field(10.0, ge=0, description="time between own checkpoints; 0: only when it leaves")
     leave_s: float = Field(10.0, ge=0, description="asked to end, it waits at most so long for its last work to be merged")
+    mesh: MeshSettings = Field(MeshSettings(), description="axes of the mesh of its devices")
     slow: float = Field(1.0, ge=1, description="every step takes this many times as long, asleep (for experiments)")
 
 

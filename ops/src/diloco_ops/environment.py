@@ -1,0 +1,94 @@
+"""The environment of the services that a command starts: threads, and the devices that each learner sees.
+
+A value that the user has set stays. Of ``DILOCO_*`` only settings that all learners may share are handed on, to learners alone:
+the others are of single services, or the command says them itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from diloco.errors import SettingsError
+from diloco.nats.connection import malloc_environment
+from diloco.settings.service import MeshSettings
+from diloco.settings.validation import parse, shown
+
+ONE_THREAD = {  # of computation, for a process that shares this machine's cores with others
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    "PJRT_NPROC": "1",  # JAX 0.10 has a pool of a thread a core else, whatever XLA_FLAGS says
+}
+MESH = "DILOCO_MESH"
+OF_LEARNERS = ("DILOCO_CACHE_DIR", "DILOCO_CHECKPOINT_S", "DILOCO_LEAVE_S")
+CPU_DEVICES, CPU_DEVICES_FLAG = "JAX_NUM_CPU_DEVICES", "--xla_force_host_platform_device_count"
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def service_environment() -> dict[str, str]:
+    """Return the environment of a service: this machine's cores are shared, so each has one thread of computation."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+    return malloc_environment() | ONE_THREAD | own | {"XLA_FLAGS": _flags(own.get("XLA_FLAGS", ""))}
+
+
+def learner_environment(index: int, learners: int, devices: int | None) -> dict[str, str]:
+    """Return the environment of the ``index``-th of so many learners, each of which is to have so many devices.
+
+    None: as many as JAX finds, or an even share of the GPUs. An evaluator's index is the number of learners.
+    """
+    values = service_environment()
+    values |= {name: os.environ[name] for name in OF_LEARNERS if name in os.environ}
+    if devices is not None and CPU_DEVICES_FLAG not in values["XLA_FLAGS"]:
+        values.setdefault(CPU_DEVICES, str(devices))
+    found = gpus(values)
+    if found:
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(dealt(found, index, learners, devices))
+        if (learners + 1) * (devices or max(1, len(found) // learners)) > len(found):
+            values.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # some are shared: nobody takes most of their memory
+    return values
+
+
+def mesh_of(devices: int | None) -> dict[str, int] | None:
+    """Return the learners' setting ``mesh``: DILOCO_MESH, its product being ``devices`` if given; None if neither is.
+
+    Raises:
+        SettingsError: DILOCO_MESH is no mesh.
+    """
+    text = os.environ.get(MESH)
+    if text is None:
+        return None if devices is None else {"fsdp": devices}
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise SettingsError(f'environment: {MESH} = {shown(text)}: expected JSON such as {{"data": 2}}')
+    mesh = parse(MeshSettings, given, f"environment: {MESH}")
+    if mesh.fsdp is None and devices is not None:
+        mesh = mesh.model_copy(update={"fsdp": max(1, devices // (mesh.data * mesh.tensor))})
+    return mesh.model_dump(exclude_none=True)
+
+
+def gpus(values: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that learners may use, as CUDA_VISIBLE_DEVICES names them: those that it names, or all that there are."""
+    if values.get("JAX_PLATFORMS") == "cpu":
+        return []
+    visible = values.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    return [str(number) for number, _ in enumerate(NVIDIA_GPUS.glob("*"))]
+
+
+def dealt(found: Sequence[str], index: int, learners: int, devices: int | None) -> list[str]:
+    """Return the GPUs of the ``index``-th of so many learners: its own, as long as there are enough; then they are shared."""
+    each = devices or max(1, len(found) // learners)
+    return [found[(index * each + number) % len(found)] for number in range(min(each, len(found)))]
+
+
+def _flags(given: str) -> str:
+    """Return XLA's flags: all that are given, and ours, but for those that are given."""
+    ours = [flag for flag in ONE_THREAD["XLA_FLAGS"].split() if flag.partition("=")[0] not in given]
+    return " ".join([given, *ours]).strip()  # XLA reads no further than a word without dashes, as our last one is

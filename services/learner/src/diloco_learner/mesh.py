@@ -1,0 +1,266 @@
+"""The mesh of a learner's devices, and where its arrays lie on it.
+
+A mesh has three axes. Rows of a batch are split over ``data`` and ``fsdp``. A tensor is split as its task's
+``partition(path, shape)`` says, by default along its largest axis that ``fsdp`` divides (fully sharded data parallelism,
+arXiv 2304.11277); small tensors are whole on every device. Optimizer state is split like the tensor that it belongs to.
+XLA adds the collectives that a step needs (GSPMD, arXiv 2105.04663), so a partition changes where numbers are, and not which.
+
+On one device there is no mesh, and none of this is in the programs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, explicit_axes, use_abstract_mesh
+from jax.tree_util import SequenceKey
+from numpy.typing import NDArray
+
+from diloco.errors import SettingsError
+from diloco.settings.service import MeshSettings
+from diloco_learner.task import Task
+
+Params: TypeAlias = Any  # the task's pytree of parameters
+Shape: TypeAlias = tuple[int, ...]
+Leaves: TypeAlias = list[jax.Array]  # the parameters, in their order
+
+AXES = ("data", "fsdp", "tensor")
+ROWS = PartitionSpec(("data", "fsdp"))  # of a batch
+SMALL_VALUES = 4096  # 16 KiB: to gather a tensor at every step takes longer than its memory is worth
+
+
+def make_mesh(settings: MeshSettings, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
+    """Return the mesh of this process's devices (or of those given); None for a single one.
+
+    Raises:
+        SettingsError: the axes do not fit their number.
+    """
+    found = jax.local_devices() if devices is None else list(devices)
+    others = settings.data * settings.tensor
+    fsdp = settings.fsdp or max(1, len(found) // others)
+    if others * fsdp != len(found):
+        left = "" if settings.fsdp else " (by default as many as are left)"
+        raise SettingsError(
+            f"mesh: mesh.data = {settings.data}, mesh.fsdp = {fsdp}{left} and mesh.tensor = {settings.tensor} are "
+            f"{others * fsdp} devices, and JAX gives this process {len(found)} ({found[0].platform}): change them, or the "
+            "devices that it sees (CUDA_VISIBLE_DEVICES; JAX_NUM_CPU_DEVICES for a CPU)"
+        )
+    if len(found) == 1:
+        return None
+    return Mesh(np.array(found).reshape(settings.data, fsdp, settings.tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def partition_of(task: object, path: str, shape: Shape, sizes: Mapping[str, int]) -> PartitionSpec:
+    """Return how a tensor is split over a mesh, whose axes have these sizes.
+
+    Raises:
+        SettingsError: the task's partition names an axis that there is not, or splits one that the devices do not divide.
+    """
+    said = getattr(task, "partition", None)
+    spec = None if said is None else said(path, shape)
+    if spec is None:
+        return default_partition(shape, sizes)
+    if not isinstance(spec, PartitionSpec) or len(spec) > len(shape):
+        raise SettingsError(
+            f"task: partition({path!r}) is {spec!r}, expected None or a jax.sharding.PartitionSpec of at most "
+            f"{len(shape)} axes, as the tensor of shape {shape} has"
+        )
+    names = _names(spec)
+    for name in names:
+        if name not in AXES or names.count(name) > 1:
+            wrong = "more than once" if name in AXES else f"which no mesh has: name {', '.join(AXES)} or None"
+            raise SettingsError(f"task: partition({path!r}) is {spec}: it names {name!r}, {wrong}")
+    for axis, part in enumerate(spec):
+        over = _names((part,))
+        count = math.prod(sizes[name] for name in over)
+        if shape[axis] % count:
+            devices = " and ".join(f"mesh.{name} = {sizes[name]}" for name in over)
+            raise SettingsError(
+                f"task: partition({path!r}) is {spec}: its axis {axis} has {shape[axis]} entries, which {devices} does not "
+                "divide: name None for this axis, split another one, or set the mesh so that it divides"
+            )
+    return spec
+
+
+def default_partition(shape: Shape, sizes: Mapping[str, int]) -> PartitionSpec:
+    """Return ``fsdp`` for the largest axis that it divides, the first of several; nothing for a small tensor."""
+    fsdp = sizes["fsdp"]
+    fitting = [axis for axis, length in enumerate(shape) if length % fsdp == 0]
+    if fsdp == 1 or math.prod(shape) < SMALL_VALUES or not fitting:
+        return PartitionSpec()
+    split = max(fitting, key=lambda axis: (shape[axis], -axis))
+    return PartitionSpec(*(None,) * split, "fsdp")
+
+
+class Placement:
+    """Where the arrays of an island lie: split over a mesh, or, without one, as JAX puts them on one device.
+
+    Raises:
+        SettingsError: a partition of the task does not fit the mesh, or none uses an axis of it.
+    """
+
+    def __init__(self, task: Task, mesh: Mesh | None, key: jax.Array) -> None:
+        self.task, self.mesh, self._key = task, mesh, key
+        if mesh is None:
+            return
+        keyed, self._structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(task.init, key))
+        self._shapes = [tuple(leaf.shape) for _, leaf in keyed]
+        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in keyed]
+        self._specs = [partition_of(task, path, shape, mesh.shape) for path, shape in zip(paths, self._shapes, strict=True)]
+        if mesh.shape["tensor"] > 1 and not any("tensor" in _names(spec) for spec in self._specs):
+            raise SettingsError(
+                f"mesh.tensor = {mesh.shape['tensor']}: no partition of task {type(task).__name__} names 'tensor', so these "
+                "devices would all do the same: name it in the task's partition(path, shape), or leave mesh.tensor out"
+            )
+
+    def init(self) -> Params:
+        """Return the task's first parameters. On a mesh each device makes its shards, so ``task.init`` is traced by JAX."""
+        if self.mesh is None:
+            return self.task.init(self._key)
+        return jax.jit(self.task.init, out_shardings=self._tree(self._shardings))(self._key)
+
+    def optimizer_init(self, init: Callable[[Leaves], Any], leaves: Leaves) -> Callable[[Leaves], Any]:
+        """Return a function that makes a fresh optimizer state, split like the parameters."""
+        return init if self.mesh is None else jax.jit(init, out_shardings=self._of_state(init, leaves))
+
+    def step(self, step: Callable[..., Any], init: Callable[[Leaves], Any], leaves: Leaves, holds_gradients: bool) -> Any:
+        """Return the jitted ``step(leaves, gradients held or None, optimizer state, batch, rate)``.
+
+        It takes the first three for its own and returns them, split as they were, and scalars. ``init`` makes the optimizer
+        state of the leaves.
+        """
+        if self.mesh is None:
+            return jax.jit(step, donate_argnums=(0, 1, 2))
+        split = self._shardings
+        returned = (split, split if holds_gradients else None, self._of_state(init, leaves), self._whole)
+        return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=returned)
+
+    def loss(self, params: Params, batch: Any) -> jax.Array:
+        """Return the task's loss, traced with the mesh in force, and with explicit axes where the task asks for them."""
+        if self.mesh is None:
+            return self.task.loss(params, batch)
+        with use_abstract_mesh(self.mesh.abstract_mesh):
+            if getattr(self.task, "axes", "auto") == "explicit":
+                shardings = (self._tree(self._specs), self._batch_specs(batch))
+                loss: jax.Array = explicit_axes(self.task.loss, axes=AXES, in_sharding=shardings)(params, batch)
+                return loss
+            return self.task.loss(params, batch)
+
+    def gradients(self, gradients: Leaves) -> Leaves:
+        """Return gradients split like their parameters, so that no device adds up more of them than its own."""
+        return gradients if self.mesh is None else jax.lax.with_sharding_constraint(gradients, self._shardings)
+
+    def batch(self, batch: Any) -> Any:
+        """Return a batch with its rows on the devices that take them."""
+        if self.mesh is None:
+            return batch
+        mesh = self.mesh
+        return jax.device_put(batch, jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._batch_specs(batch)))
+
+    def check_batch(self, batch: Any) -> None:
+        """Find out that the devices divide the rows of a batch.
+
+        Raises:
+            SettingsError: they do not.
+        """
+        rows = _rows(batch)
+        if self.mesh is not None and rows % self._row_shards(self.mesh):
+            raise SettingsError(
+                f"task: a batch has {rows} rows (the first axis of its largest array), which mesh.data = "
+                f"{self.mesh.shape['data']} times mesh.fsdp = {self.mesh.shape['fsdp']} does not divide: take a multiple of "
+                f"{self._row_shards(self.mesh)} rows a batch (task.batch of the built-in task), or a mesh that divides {rows}"
+            )
+
+    def _batch_specs(self, batch: Any) -> Any:
+        assert self.mesh is not None
+        rows = _rows(batch)
+        divides = rows % self._row_shards(self.mesh) == 0
+        return jax.tree.map(lambda leaf: ROWS if divides and np.shape(leaf)[:1] == (rows,) else PartitionSpec(), batch)
+
+    @staticmethod
+    def _row_shards(mesh: Mesh) -> int:
+        return int(mesh.shape["data"] * mesh.shape["fsdp"])
+
+    @property
+    def _whole(self) -> NamedSharding:
+        assert self.mesh is not None
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def _shardings(self) -> list[NamedSharding]:
+        assert self.mesh is not None
+        return [NamedSharding(self.mesh, spec) for spec in self._specs]
+
+    def _tree(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def _of_state(self, init: Callable[[Leaves], Any], leaves: Leaves) -> Any:
+        """Return the shardings of an optimizer state: an array of the i-th tensor is split like it, all else is whole."""
+        mesh = self.mesh
+        assert mesh is not None
+
+        def sharding(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+            at = path[-1].idx if path and isinstance(path[-1], SequenceKey) else None
+            if at is None or math.prod(leaf.shape) != math.prod(self._shapes[at]):
+                return self._whole
+            return NamedSharding(mesh, self._of_shape(at, leaf.shape, mesh))
+
+        return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(init, leaves))
+
+    def _of_shape(self, at: int, shape: Shape, mesh: Mesh) -> PartitionSpec:
+        """Return how a tensor's values are split that an optimizer holds in another shape, as Muon does: its matrices apart."""
+        spec = self._specs[at]
+        if shape == self._shapes[at]:
+            return spec
+        split = (None,) * (len(shape) - len(self._shapes[at])) + tuple(spec)
+        counts = [math.prod(mesh.shape[name] for name in _names((part,))) for part in split]
+        if any(length % count for length, count in zip(shape, counts, strict=False)):
+            return default_partition(shape, mesh.shape)
+        return PartitionSpec(*split)
+
+
+def copies(arrays: Leaves) -> Leaves:
+    """Queue copies of arrays on their devices, split as they are."""
+    if not arrays or len(arrays[0].sharding.device_set) == 1:
+        copied: Leaves = _copy_all(arrays)
+        return copied
+    return _copy_in_places(tuple(array.sharding for array in arrays))(arrays)
+
+
+def _copied(arrays: Leaves) -> Leaves:
+    return [jnp.copy(array) for array in arrays]
+
+
+_copy_all = jax.jit(_copied)
+
+
+@functools.cache
+def _copy_in_places(places: tuple[Sharding, ...]) -> Callable[[Leaves], Leaves]:
+    # left to itself XLA names a sharding in another way than the step's arguments do, which would compile the step once more
+    return jax.jit(_copied, out_shardings=list(places))
+
+
+def place_like(leaf: jax.Array, values: NDArray[Any]) -> jax.Array:
+    """Return values of the host, any dtype [shape of ``leaf``], as an array of its own that is split like ``leaf``."""
+    if len(leaf.sharding.device_set) == 1:
+        return jnp.array(values)
+    placed: jax.Array = jax.device_put(values, leaf.sharding, may_alias=False)
+    return placed
+
+
+def _rows(batch: Any) -> int:
+    """Return the length of the first axis of a batch's largest array; 0 if it has scalars alone."""
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    largest = max(shapes, key=math.prod, default=())
+    return int(largest[0]) if largest else 0
+
+
+def _names(spec: Iterable[Any]) -> list[str]:
+    """Return the mesh's axes that a partition names."""
+    return [name for part in spec if part is not None for name in (part if isinstance(part, tuple) else (part,))]

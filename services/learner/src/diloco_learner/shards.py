@@ -1,0 +1,119 @@
+"""Read and write the rows of a tensor where they lie: shard by shard, each by a program of its own device alone.
+
+A ``dynamic_slice`` of a sharded tensor with a traced start gathers the whole tensor on every device (JAX 0.10), and explicit
+axes refuse it. No device needs another one here: the host cuts a piece at the borders of the shards, each shard is read or
+written by itself, and the tensor is put together again from its shards, without a copy. A piece may begin and end in the
+middle of a shard. Only shards of this process are touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core.fragments import Piece
+
+Where = tuple[slice, ...]
+Values = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class _Overlap:
+    """The rows of a piece that a shard has: ``rows`` from its own row ``start`` on, at ``where`` in the piece's array."""
+
+    start: np.int32
+    rows: int | None  # None: the tensor is a scalar
+    where: Where
+
+
+def read(tensor: jax.Array, piece: Piece) -> list[tuple[Where, jax.Array]]:
+    """Queue a copy of a piece on the devices that have it; return its parts, each with its place in the piece's array."""
+    parts = []
+    for index, shard, replica in _shards(tensor):
+        overlap = None if replica else _overlap(piece, tensor.shape, index)
+        if overlap is not None:
+            parts.append((overlap.where, _copy_rows(shard, overlap.start, rows=overlap.rows)))
+    return parts
+
+
+def overwrite(tensor: jax.Array, piece: Piece, values: Values) -> jax.Array:
+    """Queue the writing of a piece, float32 [its shape]; return the tensor. The one that was given is donated: drop it."""
+    return _rebuilt(tensor, piece, lambda shard, part: _overwrite_rows(shard, values[part.where], part.start))
+
+
+def mix(tensor: jax.Array, piece: Piece, theta: Values, reference: Values, factor: float, alpha: float) -> jax.Array:
+    """Queue ``alpha * value + (1 - alpha) * (theta + factor * (value - reference))`` of a piece, as :func:`overwrite` does.
+
+    ``theta`` and ``reference`` are float32 [the piece's shape].
+    """
+
+    def mixed(shard: jax.Array, part: _Overlap) -> jax.Array:
+        weights = np.float32(factor), np.float32(alpha)
+        written: jax.Array = _mix_rows(shard, theta[part.where], reference[part.where], *weights, part.start)
+        return written
+
+    return _rebuilt(tensor, piece, mixed)
+
+
+def _rebuilt(tensor: jax.Array, piece: Piece, change: Callable[[jax.Array, _Overlap], jax.Array]) -> jax.Array:
+    shards = []
+    for index, shard, _ in _shards(tensor):
+        overlap = _overlap(piece, tensor.shape, index)
+        shards.append(shard if overlap is None else change(shard, overlap))
+    if _is_whole(tensor):
+        return shards[0]
+    return jax.make_array_from_single_device_arrays(tensor.shape, tensor.sharding, shards)
+
+
+def _is_whole(tensor: jax.Array) -> bool:
+    return len(tensor.sharding.device_set) == 1
+
+
+def _shards(tensor: jax.Array) -> Iterator[tuple[Where, jax.Array, int]]:
+    """Yield each shard's place in the tensor, the shard on its device, and the number of its replica, of this process."""
+    if _is_whole(tensor):
+        yield (slice(None),) * tensor.ndim, tensor, 0
+        return
+    for shard in tensor.addressable_shards:
+        yield shard.index, shard.data, shard.replica_id
+
+
+def _overlap(piece: Piece, shape: tuple[int, ...], index: Where) -> _Overlap | None:
+    """Return the rows of a piece of a tensor of this shape that the shard at ``index`` has; None if there are none."""
+    if not shape:
+        return _Overlap(np.int32(0), None, ())
+    begin, end, _ = index[0].indices(shape[0])
+    first, stop = max(begin, piece.row_start), min(end, piece.row_stop)
+    if first >= stop:
+        return None
+    where = (slice(first - piece.row_start, stop - piece.row_start), *index[1:])
+    return _Overlap(np.int32(first - begin), stop - first, where)
+
+
+# One compilation for each device and pair of shapes of shard and rows: where the rows begin is traced.
+
+
+def _copy(tensor: jax.Array, start: jax.Array, *, rows: int | None) -> jax.Array:
+    # the copy keeps jit from handing the tensor itself back, which the next step would take away
+    return jnp.copy(tensor) if rows is None else jnp.copy(jax.lax.dynamic_slice_in_dim(tensor, start, rows))
+
+
+def _put(tensor: jax.Array, values: jax.Array, start: jax.Array) -> jax.Array:
+    return values if tensor.ndim == 0 else jax.lax.dynamic_update_slice_in_dim(tensor, values, start, 0)
+
+
+def _mix(
+    tensor: jax.Array, theta: jax.Array, reference: jax.Array, factor: jax.Array, alpha: jax.Array, start: jax.Array
+) -> jax.Array:
+    value = tensor if tensor.ndim == 0 else jax.lax.dynamic_slice_in_dim(tensor, start, theta.shape[0])
+    return _put(tensor, alpha * value + (1 - alpha) * (theta + factor * (value - reference)), start)
+
+
+_copy_rows = jax.jit(_copy, static_argnames=("rows",))
+_overwrite_rows = jax.jit(_put, donate_argnums=0, keep_unused=True)  # a scalar is not read, but says which device it is on
+_mix_rows = jax.jit(_mix, donate_argnums=0)

@@ -1,0 +1,272 @@
+"""An island on a mesh of four devices. ``test_mesh.py`` has pytest run this file in a process that has them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jax.sharding import get_abstract_mesh, reshard
+from numpy.typing import NDArray
+
+from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.errors import SettingsError
+from diloco.settings.presets import run_settings
+from diloco.settings.service import MeshSettings
+from diloco_learner.island import Island
+from diloco_learner.mesh import make_mesh
+
+ROWS, STEPS, FRAGMENTS = 8, 6, 3
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+SETTINGS = run_settings(overrides={"inner.warmup_fraction": 0.0})  # Muon for matrices, AdamW for the others
+GRADIENTS = run_settings("data-parallel")
+
+
+class Curve:
+    """A network of two layers. ``first`` is split by rows, ``second`` by columns, and ``bias`` and ``scale`` are too small."""
+
+    tokens_per_batch = ROWS
+
+    def init(self, key: jax.Array) -> Any:
+        one, two, three = jax.random.split(key, 3)
+        return {
+            "first": jax.random.normal(one, (128, 64)) / 8,
+            "second": jax.random.normal(two, (33, 128)) / 11,  # 33 rows: only columns divide
+            "stack": jax.random.normal(three, (128, 64)) / 8,  # two matrices, one below the other
+            "bias": jnp.zeros(128),
+            "scale": jnp.float32(1),
+        }
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        up, gate = jnp.split(batch["x"] @ params["stack"].T, 2, axis=-1)
+        hidden = jnp.tanh((batch["x"] + up * gate) @ params["first"].T + params["bias"])
+        return jnp.mean((params["scale"] * hidden @ params["second"].T - batch["y"]) ** 2)
+
+    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[Any]:
+        for index in range(start, STEPS):
+            rng = np.random.default_rng((seed, share, index))
+            x = rng.normal(size=(ROWS, 64)).astype(np.float32)
+            yield {"x": x, "y": np.sin(3 * x[:, :33])}
+
+    def validation(self) -> Sequence[Any]:
+        return [batch for batch, _ in zip(self.batches(9, 1, 0, 0), range(1), strict=False)]
+
+    def is_embedding(self, path: str) -> bool:
+        return False
+
+    def matrices(self, path: str) -> int:
+        return 2 if path == "stack" else 0
+
+
+class TensorParallel(Curve):
+    """Its first layer's units, and what the second makes of them, are split over ``tensor``."""
+
+    def partition(self, path: str, shape: tuple[int, ...]) -> P | None:
+        return {"first": P("tensor", "fsdp"), "bias": P("tensor"), "second": P(None, "tensor")}.get(path)
+
+
+class Explicit(Curve):
+    """Code for explicit axes: how an array is split is in its type, and contractions over split axes are asked for."""
+
+    axes = "explicit"
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        mesh = get_abstract_mesh()
+        if not mesh.empty:
+            assert jax.typeof(params["first"]).sharding.spec == P("fsdp", None)
+            assert jax.typeof(batch["x"]).sharding.spec == P(("data", "fsdp"), None)
+            params = jax.tree.map(lambda tensor: reshard(tensor, P()), params)
+        return super().loss(params, batch)
+
+
+MESHES: Mapping[str, tuple[Curve, MeshSettings]] = {
+    "fsdp": (Curve(), MeshSettings()),
+    "data": (Curve(), MeshSettings(data=4)),
+    "both": (Curve(), MeshSettings(data=2, fsdp=2)),
+    "tensor": (TensorParallel(), MeshSettings(tensor=2)),
+}
+
+
+@functools.cache
+def made(mesh: str) -> Island:
+    """An island that no test steps: its twins share what they compile."""
+    task, settings = MESHES[mesh]
+    return Island(task, SETTINGS, make_mesh(settings))
+
+
+def fragments_of(island: Island) -> FragmentMap:
+    """Fragments whose pieces begin and end in the middle of shards."""
+    return build_map([TensorSpec(*tensor) for tensor in island.tensors()], FRAGMENTS)
+
+
+def train(island: Island, steps: int = STEPS) -> list[float]:
+    return [island.step(batch, 0.02).wait() for batch, _ in zip(island.task.batches(0, 1, 0, 0), range(steps), strict=False)]
+
+
+def params_of(state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    return {name.removeprefix("params/"): values for name, values in state.items() if name.startswith("params/")}
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[list[float], dict[str, NDArray[Any]], float]:
+    """Losses, state and validation loss of one device."""
+    island = Island(Curve(), SETTINGS)
+    losses = train(island)
+    assert losses[-1] < 0.9 * losses[0]
+    return losses, island.state(), island.evaluate()
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "data", "tensor"])
+def test_a_mesh_trains_as_one_device_does_and_compiles_once(
+    mesh: str, alone: tuple[list[float], dict[str, NDArray[Any]], float]
+) -> None:
+    island = made(mesh).twin()
+    fragments, first = fragments_of(island), island.task.validation()[0]
+    island.check(first)
+    island.prepare(fragments, trains=True)
+    island.trace(first).compile()
+    island.rehearse(first)
+    places = {name: leaf.sharding for name, leaf in island.copy().items()}
+    assert any(not place.is_fully_replicated for place in places.values()) == (mesh != "data")
+    losses = train(island, 3)
+    for fragment in fragments.fragments:
+        values = island.read(fragment).to_host()
+        island.write(fragment, values)
+        island.write(fragment, values, (values, 1.0), 0.5)
+    island.load_state(island.state())
+    rest = [island.step(batch, 0.02).wait() for batch in island.task.batches(0, 1, 0, 3)]
+    np.testing.assert_allclose(losses + rest, alone[0], rtol=2e-5)
+    for name, values in island.state().items():
+        np.testing.assert_allclose(values, alone[1][name], rtol=1e-3, atol=2e-5, err_msg=name)
+    assert {name: leaf.sharding for name, leaf in island.copy().items()} == places
+    assert island._step._cache_size() == 1
+    assert island.evaluate() == pytest.approx(alone[2], rel=1e-4)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "both", "tensor"])
+def test_pieces_are_read_and_written_wherever_their_rows_lie(mesh: str) -> None:
+    island = made(mesh).twin()
+    fragments, hosts = fragments_of(island), params_of(island.state())
+    pointers = [shard.data.unsafe_buffer_pointer() for leaf in island._leaves for shard in leaf.addressable_shards]
+    rng = np.random.default_rng(0)
+    for fragment in fragments.fragments:
+        before = fragment.gather(hosts)
+        np.testing.assert_array_equal(island.read(fragment).to_host(), before)
+        theta, reference = rng.normal(size=(2, fragment.size)).astype(np.float32)
+        island.write(fragment, theta, (reference, 0.5), 0.25)
+        mixed = 0.25 * before + 0.75 * (theta + 0.5 * (before - reference))
+        np.testing.assert_allclose(island.read(fragment).to_host(), mixed, rtol=1e-5, atol=1e-6)
+        island.write(fragment, theta)
+        np.testing.assert_array_equal(island.read(fragment).to_host(), theta)
+        for piece in fragment.pieces:  # and nothing beside it
+            rows = hosts[piece.path][piece.row_start : piece.row_stop] if piece.shape else hosts[piece.path]
+            rows[...] = theta[piece.offset : piece.offset + piece.size].reshape(piece.shape)
+        for path, values in params_of(island.state()).items():
+            np.testing.assert_array_equal(values, hosts[path])
+    # in place: the shards are where they were, on every device that has one, and replicas are alike
+    shards = [shard for leaf in island._leaves for shard in leaf.addressable_shards]
+    assert [shard.data.unsafe_buffer_pointer() for shard in shards] == pointers
+    for path, leaf in zip(island._paths, island._leaves, strict=True):
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), hosts[path][shard.index])
+
+
+def test_gradients_for_an_outer_adamw_are_split_too_and_axes_may_be_explicit() -> None:
+    island, single = Island(Explicit(), GRADIENTS, make_mesh(MeshSettings())), Island(Curve(), GRADIENTS)
+    fragments = fragments_of(island)
+    island.prepare(fragments, trains=True)
+    step = island.trace(island.task.validation()[0]).compile()
+    for each in (island, single):
+        train(each, 2)
+    first = fragments.fragments[0]
+    for fragment in fragments.fragments:
+        ours, theirs = (each.snapshot(fragment).to_host() for each in (island, single))
+        assert theirs.any()
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    island.write(first, np.zeros(first.size, np.float32))
+    assert not island.snapshot(first).to_host().any()
+    assert island._gradients is not None
+    assert [leaf.sharding for leaf in island._gradients] == [leaf.sharding for leaf in island._leaves]
+    assert island._step._cache_size() == 1
+
+    whole, _ = whole_and_fragment(island, fragments)
+    batch = island._placement.batch(island.task.validation()[0])
+    memory = step.memory_analysis()
+    assert memory is not None
+    rows = sum(leaf.nbytes for leaf in jax.tree.leaves(batch)) / 4
+    assert memory.argument_size_in_bytes <= 1.15 * whole / 4 + rows + 1024
+    assert memory.alias_size_in_bytes >= 0.98 * whole / 4  # it is all donated, and not held twice
+
+
+def whole_and_fragment(island: Island, fragments: FragmentMap) -> tuple[int, int]:
+    """Bytes of all that an island holds, and of its largest fragment."""
+    whole = sum(array.nbytes for array in island.copy().values())
+    return whole, 4 * max(fragment.size for fragment in fragments.fragments)
+
+
+def test_a_device_holds_its_share_and_a_part_of_one_fragment() -> None:
+    island = made("fsdp").twin()
+    fragments = fragments_of(island)
+    arrays, (whole, fragment) = island.copy(), whole_and_fragment(island, fragments)
+    for device in jax.devices():
+        held = sum(s.data.nbytes for array in arrays.values() for s in array.addressable_shards if s.device == device)
+        assert held <= 1.15 * whole / 4
+    for each in fragments.fragments:
+        read = [values for parts in island.read(each).pieces for _, values in parts]
+        assert all(len(values.devices()) == 1 for values in read)
+        assert sum(values.nbytes for values in read) == 4 * each.size <= fragment
+
+
+def test_the_same_mesh_makes_the_same_bits_and_a_state_goes_to_any_other_mesh() -> None:
+    island, again = made("fsdp").twin(), made("fsdp").twin()
+    train(island, 2)
+    saved, lent = island.state(), {name: np.asarray(values) for name, values in island.copy_optimizer().items()}
+    again.load_state(saved)
+    for each in (island, again):
+        each.step(next(each.task.batches(0, 1, 0, 2)), 0.02).wait()
+    wanted, remade = island.state(), again.state()
+    assert any(not np.array_equal(saved[name], wanted[name]) for name in saved)
+    for name in wanted:
+        np.testing.assert_array_equal(remade[name], wanted[name])
+    for mesh in ("data", "tensor"):
+        other = made(mesh).twin()
+        assert other.optimizer_layout() == island.optimizer_layout()
+        other.load_optimizer(lent)
+        for name, copied in other.copy_optimizer().items():
+            np.testing.assert_array_equal(np.asarray(copied), saved[name])
+        other.load_state(saved)
+        for name, values in other.state().items():
+            np.testing.assert_array_equal(values, saved[name])
+
+
+def test_a_batch_that_the_devices_do_not_divide() -> None:
+    batch = {"x": np.zeros((6, 64), np.float32), "y": np.zeros((6, 33), np.float32)}
+    with pytest.raises(SettingsError, match=r"6 rows .* mesh\.data = 1 times mesh\.fsdp = 4 does not divide: .* multiple of 4"):
+        made("fsdp").check(batch)
+
+
+def test_an_axis_that_no_partition_names() -> None:
+    with pytest.raises(SettingsError, match=r"mesh\.tensor = 2: no partition of task Curve names 'tensor'"):
+        Island(Curve(), SETTINGS, make_mesh(MeshSettings(tensor=2)))
+
+
+def test_reads_and_writes_have_no_collective() -> None:
+    """The last test: of the programs that the others compiled, only steps speak to other devices."""
+    programs = list(Path(os.environ["DUMP"]).glob("*after_optimizations.txt"))
+
+    def collectives(name: str) -> list[set[str]]:
+        texts = [file.read_text() for file in programs if re.search(rf"\.jit_{name}\.", file.name)]
+        return [{kind for kind in COLLECTIVES if f" {kind}" in text} for text in texts]
+
+    for local in ("_copy", "_put", "_mix"):
+        assert len(collectives(local)) > FRAGMENTS
+        assert not any(collectives(local)), local
+    assert any("all-gather" in found for found in collectives("_take_step"))

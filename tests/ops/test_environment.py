@@ -1,0 +1,90 @@
+"""The environment of services: the user's own values stay, and learners are dealt the machine's devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco.errors import SettingsError
+from diloco_ops import environment
+from diloco_ops.environment import dealt, learner_environment, mesh_of, service_environment
+
+OURS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Begin with nothing set, on a machine without GPUs."""
+    for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "DILOCO_MESH", "PJRT_NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    monkeypatch.setattr(environment, "NVIDIA_GPUS", tmp_path)
+
+
+def test_users_values_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert service_environment()["XLA_FLAGS"] == OURS
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/dumps --xla_cpu_multi_thread_eigen=true")
+    monkeypatch.setenv("PJRT_NPROC", "8")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
+    values = learner_environment(0, 2, 2)
+    assert values["XLA_FLAGS"] == "--xla_dump_to=/dumps --xla_cpu_multi_thread_eigen=true intra_op_parallelism_threads=1"
+    assert (values["PJRT_NPROC"], values["JAX_NUM_CPU_DEVICES"]) == ("8", "4")
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    values = learner_environment(0, 2, 2)
+    assert values["XLA_FLAGS"] == f"--xla_force_host_platform_device_count=4 {OURS}"
+    assert "JAX_NUM_CPU_DEVICES" not in values
+
+
+def test_a_cpu_is_divided_as_asked() -> None:
+    assert learner_environment(0, 2, 3)["JAX_NUM_CPU_DEVICES"] == "3"
+    assert "JAX_NUM_CPU_DEVICES" not in learner_environment(0, 2, None)
+
+
+def test_learners_alone_are_handed_what_all_of_them_may_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DILOCO_CHECKPOINT_S", "DILOCO_NAME"):
+        monkeypatch.setenv(name, "7")
+    assert not {name for name in service_environment() if name.startswith("DILOCO_")}
+    assert {name for name in learner_environment(0, 1, None) if name.startswith("DILOCO_")} == {"DILOCO_CHECKPOINT_S"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "learners", "devices", "expected"),
+    [
+        (8, 4, 2, [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"], ["0", "1"]]),  # the last is the evaluator's
+        (8, 2, None, [["0", "1", "2", "3"], ["4", "5", "6", "7"], ["0", "1", "2", "3"]]),
+        (3, 2, None, [["0"], ["1"], ["2"]]),
+        (1, 2, None, [["0"], ["0"], ["0"]]),
+        (2, 3, 1, [["0"], ["1"], ["0"], ["1"]]),
+        (2, 1, 4, [["0", "1"], ["0", "1"]]),  # too few: its mesh does not fit, which it says
+    ],
+)
+def test_gpus_are_dealt(gpus: int, learners: int, devices: int | None, expected: list[list[str]]) -> None:
+    names = [str(number) for number in range(gpus)]
+    assert [dealt(names, index, learners, devices) for index in range(learners + 1)] == expected
+
+
+def test_each_learner_sees_its_gpus_of_those_that_the_user_gives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "CUDA_VISIBLE_DEVICES" not in learner_environment(0, 2, None)
+    for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
+        (tmp_path / name).mkdir()
+    assert [learner_environment(index, 2, 1)["CUDA_VISIBLE_DEVICES"] for index in range(3)] == ["0", "1", "2"]
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in learner_environment(0, 2, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7")
+    assert [learner_environment(index, 2, 1)["CUDA_VISIBLE_DEVICES"] for index in range(3)] == ["5", "7", "5"]
+    assert learner_environment(0, 2, 1)["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"  # the evaluator shares one
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert learner_environment(0, 2, 1)["CUDA_VISIBLE_DEVICES"] == "5, 7"
+
+
+def test_the_mesh_is_the_users_or_as_many_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mesh_of(None) is None
+    assert mesh_of(4) == {"fsdp": 4}
+    monkeypatch.setenv("DILOCO_MESH", '{"data": 2}')
+    assert mesh_of(None) == {"data": 2, "tensor": 1}
+    assert mesh_of(4) == {"data": 2, "fsdp": 2, "tensor": 1}
+    for text, says in (("2x2", "DILOCO_MESH = '2x2': expected JSON such as"), ('{"fsdb": 2}', "no setting 'fsdb'.*'fsdp'")):
+        monkeypatch.setenv("DILOCO_MESH", text)
+        with pytest.raises(SettingsError, match=says):
+            mesh_of(4)
