@@ -1,6 +1,6 @@
 """Failures of a tape (:mod:`diloco_ops.failures`) in a trial: a step that one of them meets takes that much longer.
 
-So an elastic learner feels the loss of some of its chips: it stands still while it is put together anew, and keeps its
+So an elastic learner feels the loss of some of its chips: it stands still while it is put together again, and keeps its
 state. Tapes of such failures are written by ``diloco simulate run --record FILE --whole-learners``.
 """
 

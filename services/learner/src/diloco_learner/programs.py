@@ -18,7 +18,7 @@ from typing import IO
 import jax
 from blake3 import blake3
 
-LOOK_S = 0.05
+LOOK_S = 0.05  # small beside the second that loading takes, and 20 looks a second cost nothing
 PATIENCE_S = 300.0  # a process that compiles may be frozen; the others then compile, too
 
 

@@ -151,6 +151,33 @@ def _lanes(lanes):
     return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3])
 
 
+@njit("float32(float32[::1], uint64, float64[::1], float64[::1])", **_OPTIONS)
+def _scale2(block, count, sums, squares):
+    """Return the scale of a block's ``count`` values in 2 bits, as :func:`encode2` has it; the last two are scratch."""
+    for j in range(U(LANES)):
+        total, square = np.float64(0), np.float64(0)
+        for k in range(BLOCK // LANES):
+            x = np.float64(abs(block[U(k * LANES) + j]))
+            total += x
+            square += x * x
+        sums[j], squares[j] = total, square
+    total, square = _lanes(sums), _lanes(squares)
+    split = _SPLIT * square / total if total > np.float64(0) else np.float64(0)
+    for j in range(U(LANES)):
+        above, many = np.float64(0), np.float64(0)
+        for k in range(BLOCK // LANES):
+            x = np.float64(abs(block[U(k * LANES) + j]))
+            far = np.float64(x > split)
+            above += far * x
+            many += far
+        sums[j], squares[j] = above, many
+    # least squares: sum(m x) / sum(m m) of the magnitudes m, 7 beyond the split and 2 before it
+    scale64 = (np.float64(2) * total + np.float64(5) * _lanes(sums)) / (
+        np.float64(4) * np.float64(count) + np.float64(45) * _lanes(squares)
+    )
+    return np.float32(scale64)
+
+
 @njit("boolean(float32[::1], uint16[::1], uint8[::1], boolean)", **_OPTIONS)
 def encode2(values, scales, codes, keep_error):
     """Encode in 2 bits: per block a bfloat16 scale, and a code of -7, -2, 2 or 7 times it as 0 to 3, four codes a byte.
@@ -179,28 +206,7 @@ def encode2(values, scales, codes, keep_error):
                 most = max(most, magnitudes[start + j] & np.uint32(0x7FFFFFFF))
             for j in range(count, U(BLOCK)):
                 block[j] = np.float32(0)
-        for j in range(U(LANES)):
-            total, square = np.float64(0), np.float64(0)
-            for k in range(BLOCK // LANES):
-                x = np.float64(abs(block[U(k * LANES) + j]))
-                total += x
-                square += x * x
-            sums[j], squares[j] = total, square
-        total, square = _lanes(sums), _lanes(squares)
-        split = _SPLIT * square / total if total > np.float64(0) else np.float64(0)
-        for j in range(U(LANES)):
-            above, many = np.float64(0), np.float64(0)
-            for k in range(BLOCK // LANES):
-                x = np.float64(abs(block[U(k * LANES) + j]))
-                far = np.float64(x > split)
-                above += far * x
-                many += far
-            sums[j], squares[j] = above, many
-        # least squares: sum(m x) / sum(m m) of the magnitudes m, 7 beyond the split and 2 before it
-        scale64 = (np.float64(2) * total + np.float64(5) * _lanes(sums)) / (
-            np.float64(4) * np.float64(count) + np.float64(45) * _lanes(squares)
-        )
-        word[0] = np.float32(scale64)
+        word[0] = _scale2(block, count, sums, squares)
         half = min(_bfloat16(bits[0]), _MAX_SCALE4)
         if half < np.uint16(0x0080):  # subnormal
             half = np.uint16(0)
