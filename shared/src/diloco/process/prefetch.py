@@ -5,8 +5,8 @@ is. At most :data:`MOST_BYTES` are on their way: more than 1 Gbit/s brings in 80
 
 That much would wait for minutes in front of a thin link, and requests would time out. So the window begins with two parts. An
 answer that waited less than :data:`QUEUE_S` behind others makes room for three more, which quadruples the window each round
-trip; one that waited longer takes one away. An answer's wait is its time less that of the fastest one since nothing was on
-its way, as LEDBAT (RFC 6817) has it.
+trip; one that waited longer takes one away, and after an error the next part goes alone. An answer's wait is its time less that
+of the fastest one since nothing was on its way, as LEDBAT (RFC 6817) has it, or less :data:`ROUND_TRIP_S` at most.
 
 Rejected: a fixed window, which fits one link; and a window from a measured rate, which is known only after the first parts.
 """
@@ -26,7 +26,8 @@ MOST_BYTES = 16 << 20  # 1 Gbit/s for 80 ms are 10 MB; the rest covers a reader 
 MOST_PARTS = MOST_BYTES // PART_BYTES
 FIRST_PARTS = 2
 GROWTH_PARTS = 3  # for each answer in time
-QUEUE_S = 0.25  # a part may wait so long for others: an eighth of the shortest time that one is waited for
+QUEUE_S = 0.2  # a part may wait so long for others: a tenth of the shortest time that one is waited for
+ROUND_TRIP_S = 0.3  # between the farthest places on Earth; a part that takes longer alone is on a thin link
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class Prefetcher:
                 self._fit(clock() - began_s)
                 return part
             except Exception:
-                self._window = FIRST_PARTS  # the server may have been too slow for so many
+                self._window = 1  # the link may be too slow for more within the time that a part is waited for
                 raise
             finally:
                 self._leave()
@@ -88,10 +89,10 @@ class Prefetcher:
 
     def _leave(self) -> None:
         self._on_their_way -= 1
-        self._admit()
+        asyncio.get_running_loop().call_soon(self._admit)  # when the same call has asked for its next part
 
     def _fit(self, took_s: float) -> None:
         """Fit the window to an answer's time."""
         self._fastest_s = min(self._fastest_s, took_s)
-        late = took_s - self._fastest_s > QUEUE_S
+        late = took_s > min(self._fastest_s, ROUND_TRIP_S) + QUEUE_S
         self._window = max(1, self._window - 1) if late else min(MOST_PARTS, self._window + GROWTH_PARTS)
