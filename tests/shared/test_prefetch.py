@@ -27,7 +27,8 @@ def play(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     def failed(error: BaseException | str) -> None:
         raise AssertionError(error)
 
-    task = ProcessLoop(scheduler, random.Random(0), failed).create_task(work())
+    loop = ProcessLoop(scheduler, random.Random(0), failed)  # type: ignore[abstract]
+    task: asyncio.Task[T] = loop.create_task(work())
     scheduler.run(math.inf)
     return task.result()
 

@@ -5,8 +5,8 @@ is. At most :data:`MOST_BYTES` are on their way: more than 1 Gbit/s brings in 80
 
 That much would wait for minutes in front of a thin link, and requests would time out. So the window begins with two parts. An
 answer that waited less than :data:`QUEUE_S` behind others makes room for three more, which quadruples the window each round
-trip; one that waited longer takes one away, and after an error the next part goes alone. An answer's wait is its time less that
-of the fastest one since nothing was on its way, as LEDBAT (RFC 6817) has it, or less :data:`ROUND_TRIP_S` at most.
+trip; one that waited longer halves it, once a round trip; after an error the next part goes alone. An answer's wait is its time
+less that of the fastest one since nothing was on its way, as LEDBAT (RFC 6817) has it, or less :data:`ROUND_TRIP_S` at most.
 
 Rejected: a fixed window, which fits one link; and a window from a measured rate, which is known only after the first parts.
 """
@@ -40,7 +40,7 @@ class Prefetcher:
 
     def __init__(self) -> None:
         self._window, self._on_their_way, self._calls = FIRST_PARTS, 0, 0
-        self._fastest_s = math.inf
+        self._fastest_s, self._halved_s = math.inf, -math.inf
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # heap: call, part
 
     async def fetch(self, count: int, fetch_one: Callable[[int], Awaitable[T]]) -> list[T]:
@@ -56,7 +56,7 @@ class Prefetcher:
             try:
                 began_s = clock()
                 part = await fetch_one(index)
-                self._fit(clock() - began_s)
+                self._fit(began_s, clock())
                 return part
             except Exception:
                 self._window = 1  # the link may be too slow for more within the time that a part is waited for
@@ -91,8 +91,11 @@ class Prefetcher:
         self._on_their_way -= 1
         asyncio.get_running_loop().call_soon(self._admit)  # when the same call has asked for its next part
 
-    def _fit(self, took_s: float) -> None:
-        """Fit the window to an answer's time."""
+    def _fit(self, began_s: float, now_s: float) -> None:
+        """Fit the window to the time that an answer took."""
+        took_s = now_s - began_s
         self._fastest_s = min(self._fastest_s, took_s)
-        late = took_s > min(self._fastest_s, ROUND_TRIP_S) + QUEUE_S
-        self._window = max(1, self._window - 1) if late else min(MOST_PARTS, self._window + GROWTH_PARTS)
+        if took_s <= min(self._fastest_s, ROUND_TRIP_S) + QUEUE_S:
+            self._window = min(MOST_PARTS, self._window + GROWTH_PARTS)
+        elif began_s >= self._halved_s:  # else it was asked for with the window before
+            self._window, self._halved_s = max(1, self._window // 2), now_s
