@@ -5,8 +5,9 @@ is. At most :data:`MOST_BYTES` are on their way: more than 1 Gbit/s brings in 80
 
 That much would wait for minutes in front of a thin link, and requests would time out. So the window begins with two parts. An
 answer that waited less than :data:`QUEUE_S` behind others makes room for three more, which quadruples the window each round
-trip; one that waited longer halves it, once a round trip; after an error the next part goes alone. An answer's wait is its time
-less that of the fastest one since nothing was on its way, as LEDBAT (RFC 6817) has it, or less :data:`ROUND_TRIP_S` at most.
+trip. One that waited longer halves it, once a round trip; from then on an answer makes room for one. After an error the next
+part goes alone. An answer's wait is its time less that of the fastest one since nothing was on its way, as LEDBAT (RFC 6817)
+has it, or less :data:`ROUND_TRIP_S` at most.
 
 Rejected: a fixed window, which fits one link; and a window from a measured rate, which is known only after the first parts.
 """
@@ -25,7 +26,7 @@ from diloco.wire.body import PART_BYTES
 MOST_BYTES = 16 << 20  # 1 Gbit/s for 80 ms are 10 MB; the rest covers a reader that is late
 MOST_PARTS = MOST_BYTES // PART_BYTES
 FIRST_PARTS = 2
-GROWTH_PARTS = 3  # for each answer in time
+GROWTH_PARTS = 3  # for each answer in time, before the first one that is late
 QUEUE_S = 0.2  # a part may wait so long for others: a tenth of the shortest time that one is waited for
 ROUND_TRIP_S = 0.3  # between the farthest places on Earth; a part that takes longer alone is on a thin link
 
@@ -39,7 +40,7 @@ class Prefetcher:
     """
 
     def __init__(self) -> None:
-        self._window, self._on_their_way, self._calls = FIRST_PARTS, 0, 0
+        self._window, self._growth, self._on_their_way, self._calls = FIRST_PARTS, GROWTH_PARTS, 0, 0
         self._fastest_s, self._halved_s = math.inf, -math.inf
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # heap: call, part
 
@@ -59,7 +60,7 @@ class Prefetcher:
                 self._fit(began_s, clock())
                 return part
             except Exception:
-                self._window = 1  # the link may be too slow for more within the time that a part is waited for
+                self._window, self._growth = 1, 1  # the link may be too slow for more within the time that a part is waited for
                 raise
             finally:
                 self._leave()
@@ -96,6 +97,6 @@ class Prefetcher:
         took_s = now_s - began_s
         self._fastest_s = min(self._fastest_s, took_s)
         if took_s <= min(self._fastest_s, ROUND_TRIP_S) + QUEUE_S:
-            self._window = min(MOST_PARTS, self._window + GROWTH_PARTS)
+            self._window = min(MOST_PARTS, self._window + self._growth)
         elif began_s >= self._halved_s:  # else it was asked for with the window before
-            self._window, self._halved_s = max(1, self._window // 2), now_s
+            self._window, self._growth, self._halved_s = max(1, self._window // 2), 1, now_s
