@@ -118,3 +118,17 @@ def test_threads_do_not_share_contexts() -> None:
 def test_the_hash_is_over_the_uncompressed_bytes() -> None:
     body = np.arange(100, dtype=np.uint8)
     assert codec.content_hash(body) == blake3(bytes(range(100))).digest()
+
+
+def test_the_beginning_of_a_frame_holds_the_beginning_of_its_content() -> None:
+    body = np.random.default_rng(0).integers(0, 200, 1_000_000).astype(np.uint8)
+    packed = codec.pack(body, -1)
+    beginning = codec.unpack_beginning(packed[: len(packed) * 3 // 4], body.size, 600_000)
+    assert beginning is not None
+    assert beginning.tobytes() == body[:600_000].tobytes()
+    assert codec.unpack_beginning(packed[: len(packed) // 2], body.size, 600_000) is None
+    assert codec.unpack_beginning(packed, body.size, 600_000) is not None
+    with pytest.raises(FormatError, match="states 1000000 bytes"):
+        codec.unpack_beginning(packed[: len(packed) * 3 // 4], body.size + 1, 600_000)
+    with pytest.raises(FormatError, match="zstd frame is damaged"):
+        codec.unpack_beginning(b"no frame", body.size, 600_000)

@@ -114,9 +114,9 @@ async def test_copies_that_are_kept_are_not_loaded_again(followed: Followed, mon
     log, loads = followed.log, list[int]()
     load = log.reader.load
 
-    async def counted(fragment: int, *genesis: object) -> object:
+    async def counted(fragment: int, *genesis: object, residual: bool) -> object:
         loads.append(fragment)
-        return await load(fragment, *genesis)  # type: ignore[arg-type]
+        return await load(fragment, *genesis, residual=residual)  # type: ignore[arg-type]
 
     monkeypatch.setattr(log.reader, "load", counted)
     copies = Copies(log, followed.follower.genesis, followed.refusals.append, get_logger())

@@ -401,3 +401,77 @@ async def test_the_first_genesis_record_is_the_runs(link: NatsTransport) -> None
     for data in (b"", b"x", later):
         await link.append(log.subjects.genesis, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=10)
         assert await log.reader.genesis() == genesis
+
+
+async def noisy(link: NatsTransport) -> tuple[Log, tuple[Genesis, bytes], Replica, int]:
+    """A log with a keyframe of noise: parameters, momentum and residual of 1.3 MB each. Return the sequence of its head too."""
+    name = f"run-{uuid.uuid4().hex[:8]}"
+    fragments = build_map([TensorSpec("w", (SIZE,))], 1)
+    log = Log(link, name, framing.run_id(name, SETTINGS.digest()), fragments, SETTINGS)
+    await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
+    noise = np.random.default_rng(7)
+    await log.writer.found("ann", SETTINGS.digest(), [noise.normal(size=SIZE).astype(np.float32)])
+    genesis = await log.reader.genesis()
+    assert genesis is not None
+    replica, residual = (await log.reader.load(0, *genesis)).replica, np.zeros(SIZE, np.float32)
+    sent = Body(0, bytes(32), 0, bytes(8))
+    offer = Offer(0, "ann", 1, 1, (0, 0), 1, 0, bytes(32), 4, 1, 1, 0, [], sent)
+    record, inline, parts = merging.make_version(
+        replica,
+        residual,
+        noise.normal(size=SIZE).astype(np.float32),
+        Merge(1, (Held(offer, np.empty(0, np.uint8)),), False, 0.0, 0.0),
+        SETTINGS,
+        bits=4,
+        syncer="s",
+        attempt=bytes(8),
+        now_s=0.0,
+    )
+    sequence = await log.writer.append_record(record, inline, parts, 0)
+    replica.chain.advance(record, framing.hash_of(record, log.run), sequence)
+    return log, genesis, replica, await log.writer.append_keyframe(replica, residual, None)
+
+
+async def test_a_reader_without_use_for_a_residual_leaves_its_parts_out(link: NatsTransport) -> None:
+    log, genesis, replica, head = await noisy(link)
+    stored = await log.transport.get(log.subjects.log_stream, head)
+    assert stored is not None
+    keyframe, _, _ = framing.unpack(stored.data, Keyframe, log.run)
+    count, part_sequence = keyframe.body.parts, head - keyframe.body.parts
+    assert count >= 7  # the state has two thirds of them
+    before = link.bytes_in
+    whole = await log.reader.load(0, *genesis)
+    whole_bytes, before = link.bytes_in - before, link.bytes_in
+    assert np.count_nonzero(whole.residual) > SIZE / 2
+    bare = await log.reader.load(0, *genesis, residual=False)
+    assert (link.bytes_in - before) / whole_bytes < 0.85
+    for loaded in (whole, bare):
+        assert (loaded.replica.chain, loaded.keyframe_sequence) == (replica.chain, head)
+        assert loaded.replica.state().tobytes() == replica.state().tobytes()
+    assert bare.residual.size == 0
+
+    await streams.drop(link, log.subjects.log_stream, [part_sequence + count - 1])
+    assert (await log.reader.load(0, *genesis, residual=False)).replica.state().tobytes() == replica.state().tobytes()
+    older = await log.reader.load(0, *genesis)
+    assert (older.replica.chain.version, older.refused) == (0, (head,))
+    await streams.drop(link, log.subjects.log_stream, [part_sequence + 1])
+    older = await log.reader.load(0, *genesis, residual=False)
+    assert (older.replica.chain.version, older.refused) == (0, (head,))
+
+
+async def test_a_residual_that_takes_no_room_is_no_part_of_the_estimate(link: NatsTransport) -> None:
+    """Two thirds of the parts hold less than the state then: all are read."""
+    log, genesis, replica, _ = await noisy(link)
+    head = await log.writer.append_keyframe(replica, None, None)
+    bare = await log.reader.load(0, *genesis, residual=False)
+    assert (bare.keyframe_sequence, bare.replica.state().tobytes()) == (head, replica.state().tobytes())
+
+
+async def test_a_keyframe_of_another_state_is_refused_with_its_residual_or_without(link: NatsTransport) -> None:
+    log, genesis, replica, head = await noisy(link)
+    other = Replica(replica.chain, replica.theta + 1, replica.momentum, replica.optimizer)
+    noise = np.random.default_rng(8).normal(size=SIZE).astype(np.float32)
+    forged = await log.writer.append_keyframe(other, noise, None)
+    for residual in (True, False):
+        loaded = await log.reader.load(0, *genesis, residual=residual)
+        assert (loaded.keyframe_sequence, loaded.refused) == (head, (forged,))

@@ -150,9 +150,9 @@ async def test_a_keyframe_that_a_learner_vouches_for_is_loaded_at_once(
     await right(owner, 3)  # its learner has applied the second version
     loads, load = list[Any](), store.reader.load
 
-    async def counted(fragment: int, genesis: Any, entry_hash: bytes, before: int | None, *others: Any) -> Any:
+    async def counted(fragment: int, genesis: Any, entry_hash: bytes, before: int | None, *others: Any, **how: Any) -> Any:
         loads.append(before)
-        return await load(fragment, genesis, entry_hash, before, *others)
+        return await load(fragment, genesis, entry_hash, before, *others, **how)
 
     monkeypatch.setattr(store.reader, "load", counted)
     assert (await reading.another().load(0)).replica.chain.head == owner.chain.head

@@ -36,23 +36,47 @@ def unpack(data: bytes | memoryview, expected_bytes: int) -> Raw:
         FormatError: it states or holds another size, is damaged, or is followed by further bytes.
     """
     try:
-        parameters = zstandard.get_frame_parameters(data)
-        if parameters.content_size != expected_bytes or parameters.dict_id:
-            raise FormatError(f"zstd frame states {parameters.content_size} bytes of content, expected {expected_bytes}")
+        parameters = _check_size(data, expected_bytes)
         end = kernels.zstd_blocks_end(np.frombuffer(data, np.uint8), zstandard.frame_header_size(data))
         end += 4 if parameters.has_checksum else 0
         if end != len(data):
             raise FormatError(f"zstd frame of {len(data)} bytes: it is torn, or something follows it")
-        decompressor = _local.__dict__.get("decompressor")
-        if decompressor is None:
-            decompressor = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
         content = np.empty(expected_bytes, np.uint8)
-        with decompressor.stream_reader(data) as reader:
+        with _decompressor().stream_reader(data) as reader:
             if reader.readinto(content) != expected_bytes or reader.read(1):
                 raise FormatError(f"zstd frame does not hold exactly {expected_bytes} bytes")
     except zstandard.ZstdError as error:
         raise FormatError(f"zstd frame is damaged: {error}") from None
     return content
+
+
+def unpack_beginning(data: bytes | memoryview, expected_bytes: int, wanted_bytes: int) -> Raw | None:
+    """Return the first bytes of a zstd frame's content, uint8 [wanted_bytes]; None if ``data``, its beginning, holds fewer.
+
+    Raises:
+        FormatError: it states other than ``expected_bytes`` of content, or is damaged.
+    """
+    content = np.empty(wanted_bytes, np.uint8)
+    try:
+        _check_size(data, expected_bytes)
+        with _decompressor().stream_reader(data) as reader:
+            return content if reader.readinto(content) == wanted_bytes else None
+    except zstandard.ZstdError as error:
+        raise FormatError(f"zstd frame is damaged: {error}") from None
+
+
+def _check_size(data: bytes | memoryview, expected_bytes: int) -> zstandard.FrameParameters:
+    parameters = zstandard.get_frame_parameters(data)
+    if parameters.content_size != expected_bytes or parameters.dict_id:
+        raise FormatError(f"zstd frame states {parameters.content_size} bytes of content, expected {expected_bytes}")
+    return parameters
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    decompressor: zstandard.ZstdDecompressor | None = _local.__dict__.get("decompressor")
+    if decompressor is None:
+        decompressor = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+    return decompressor
 
 
 def content_hash(body: Raw) -> bytes:

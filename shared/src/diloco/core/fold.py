@@ -124,12 +124,24 @@ def load_keyframe(
     """
     values = raw.view(np.dtype("<f4")).astype(np.float32, copy=False)
     n = values.size // (2 + optimizer.moments)
-    theta, momentum, residual = values[:n].copy(), values[n:-n].copy(), values[-n:].copy()
+    replica, residual = load_state(keyframe, chain, raw[: -4 * n], optimizer), values[-n:].copy()
+    quantise.validate(residual.view(np.uint8), n, 32)
+    return replica, residual
+
+
+def load_state(keyframe: Keyframe, chain: Chain, raw: NDArray[np.uint8], optimizer: Optimizer = NESTEROV) -> Replica:
+    """Return the replica that a keyframe describes; ``raw``, uint8 [bytes], is its body without the residual.
+
+    Raises:
+        HashError: parameters and momentum do not have the hash that the keyframe states.
+    """
+    values = raw.view(np.dtype("<f4")).astype(np.float32, copy=False)
+    n = values.size // (1 + optimizer.moments)
+    theta, momentum = values[:n].copy(), values[n:].copy()
     state_hash = outer.state_hash(theta, momentum)
     if state_hash != keyframe.state_hash:
         raise HashError(
             f"fragment {keyframe.fragment}, keyframe of version {keyframe.version}: its content has state "
             f"{state_hash.hex()[:16]}, it states {keyframe.state_hash.hex()[:16]}"
         )
-    quantise.validate(residual.view(np.uint8), n, 32)
-    return Replica(chain, theta, momentum, optimizer), residual
+    return Replica(chain, theta, momentum, optimizer)

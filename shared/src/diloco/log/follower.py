@@ -38,8 +38,12 @@ from diloco.log.log import Log
 from diloco.log.stream import Entry, Refusal, Refuse
 from diloco.process.observe import Logger
 from diloco.process.retry import until_available
-from diloco.process.tasks import unbroken
+from diloco.process.tasks import side_by_side, unbroken
 from diloco.wire.entries import Genesis
+
+# Loading has six round trips beside those of a keyframe's parts: those of a fragment pass while others' parts come. Half of the
+# consumers that a process may have, and at most so many fragments' keyframes in memory.
+LOADS = 4
 
 Vector = NDArray[np.float32]
 
@@ -90,7 +94,7 @@ Event: TypeAlias = Folded | Reloaded | Wrong
 
 
 class LogFollower:
-    """Keeps copies of fragments up to date with the log; one task at a time loads, takes or follows.
+    """Keeps copies of fragments up to date with the log; one task at a time loads, takes or follows any one of them.
 
     ``in_place``: fold into the arrays that there are and keep residuals, for a process that may own the fragments. Otherwise
     each version gets a new ``theta``, so that the arrays of earlier versions stay as they are.
@@ -111,6 +115,10 @@ class LogFollower:
                 return await self._load(fragment)
             except RewoundError as error:
                 self.log.error("log_rewound", fragment=fragment, reason=str(error))
+
+    async def load_all(self) -> list[Copy]:
+        """Load all fragments as :meth:`load` does, :data:`LOADS` at a time; return them in order."""
+        return await side_by_side(len(self.store.map.fragments), LOADS, self.load)
 
     async def load_once(self, fragment: int, stop_sequence: int | None = None, before: int | None = None) -> Copy:
         """Load a fragment to its log's end, or up to a message of it, as a copy that the follower does not keep.
@@ -143,9 +151,9 @@ class LogFollower:
     async def _load_once(self, fragment: int, stop_sequence: int | None, before: int | None) -> Copy:
         """Load a fragment from the newest keyframe that nothing speaks against, one of an entry before ``before`` if given."""
         while True:
-            loaded = await self.store.reader.load(fragment, *self.genesis, before, self.wrong[fragment])
-            chain, residual = loaded.replica.chain, loaded.residual if self.in_place else None
-            copy = Copy(loaded.replica, residual, loaded.keyframe_sequence, chain.version, loaded.refused)
+            loaded = await self.store.reader.load(fragment, *self.genesis, before, self.wrong[fragment], residual=self.in_place)
+            chain, kept = loaded.replica.chain, loaded.residual if self.in_place else None
+            copy = Copy(loaded.replica, kept, loaded.keyframe_sequence, chain.version, loaded.refused)
             copy.loaded_version, copy.vouched = chain.version, copy.keyframe_sequence
             copy.loaded_entry, copy.loaded_sequence = chain.head, chain.sequence
             if chain.sequence and (before is None or chain.sequence < before):

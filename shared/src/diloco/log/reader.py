@@ -19,7 +19,7 @@ from diloco.core.chain import NO_ENTRY, Chain, WrongEntries
 from diloco.core.fold import Replica
 from diloco.errors import BrokerError, FenceError, FormatError, HashError, MessageError, RunError
 from diloco.log.entries import Entries
-from diloco.log.stream import Head, LogStream, Refusal, Refuse, decode_keyframe, open_body, pass_over
+from diloco.log.stream import Head, LogStream, Refusal, Refuse, decode_keyframe, open_beginning, open_body, pass_over
 from diloco.process import observe
 from diloco.transport import Stored
 from diloco.wire import framing
@@ -32,7 +32,7 @@ class Loaded:
     """A fragment as the newest whole keyframe has it."""
 
     replica: Replica
-    residual: NDArray[np.float32]
+    residual: NDArray[np.float32]  # float32 [size]; [0] if it was not asked for
     keyframe_sequence: int
     refused: tuple[int, ...] = ()  # sequences of newer keyframes, which are not whole
 
@@ -74,19 +74,22 @@ class Reader:
         genesis_check: bytes,
         before: int | None = None,
         wrong: Container[bytes] = (),
+        *,
+        residual: bool = True,
     ) -> Loaded:
         """Load a fragment from its newest whole keyframe after genesis, or from version 0.
 
         A keyframe that is damaged, or misses a part, or stands after one of the ``wrong`` entries, is named in the log, and
         the one before it serves, provided that the entries after that one are all there. ``before``: the keyframe is to stand
-        after an entry before this sequence, if one that does is still there.
+        after an entry before this sequence, if one that does is still there. Without ``residual``, parts that hold nothing
+        else are not read; the state hash is of all that is returned then.
 
         Raises:
             RunError: none serves; the fault of each is named.
         """
         while True:
             newest = await self.stream.last(self.stream.subjects.keyframe(fragment))
-            loaded, faults = await self._load_newest(fragment, newest, genesis, genesis_check, before, wrong)
+            loaded, faults = await self._load_newest(fragment, newest, genesis, genesis_check, before, wrong, residual=residual)
             if loaded is None and before is not None:
                 before = None
                 continue
@@ -116,6 +119,8 @@ class Reader:
         genesis_check: bytes,
         before: int | None,
         wrong: Container[bytes],
+        *,
+        residual: bool,
     ) -> tuple[Loaded | None, dict[int, str]]:
         """Return the newest keyframe that serves, and the faults of those after it, by stream sequence."""
         faults: dict[int, str] = {}
@@ -136,19 +141,19 @@ class Reader:
                     raise FormatError(
                         f"fragment {fragment}, keyframe of version {keyframe.version}: what follows it was purged, or lost"
                     )
-                return await self._load(keyframe, chain, inline, stored.sequence), faults
+                return await self._load(keyframe, chain, inline, stored.sequence, residual=residual), faults
             except MessageError as error:
                 faults[stored.sequence] = str(error)
         try:
-            first = await self.load_first(fragment, genesis, genesis_check)
+            first = await self.load_first(fragment, genesis, genesis_check, residual=residual)
             if (faults or before is not None) and not await self.begins_with(fragment, genesis_check):
                 raise FormatError(f"fragment {fragment}, keyframe of version 0: what follows it was purged")
             return first, faults
         except (MessageError, RunError) as error:
             return None, faults | {0: str(error)}
 
-    async def load_first(self, fragment: int, genesis: Genesis, genesis_check: bytes) -> Loaded:
-        """Load version 0 of a fragment.
+    async def load_first(self, fragment: int, genesis: Genesis, genesis_check: bytes, *, residual: bool = True) -> Loaded:
+        """Load version 0 of a fragment, with its ``residual`` or without as :meth:`load` does.
 
         Raises:
             MessageError: its keyframe is damaged.
@@ -164,7 +169,7 @@ class Reader:
             if keyframe.entry_hash != NO_ENTRY:
                 break  # a founder stores nothing after genesis, and so after an entry
             if keyframe.state_hash == chain.state_hash:
-                return await self._load(keyframe, chain, inline, stored.sequence)
+                return await self._load(keyframe, chain, inline, stored.sequence, residual=residual)
         raise fault or RunError(f"run {self.stream.subjects.run!r}: fragment {fragment} has no keyframe; the log is damaged")
 
     async def state_at(self, fragment: int, version: int, genesis: Genesis, genesis_check: bytes) -> Replica:
@@ -339,14 +344,23 @@ class Reader:
         stored = await self.stream.last(subject)
         return stored.sequence if stored else 0
 
-    async def _load(self, keyframe: Keyframe, chain: Chain, inline: bytes, sequence: int) -> Loaded:
+    async def _load(self, keyframe: Keyframe, chain: Chain, inline: bytes, sequence: int, *, residual: bool = True) -> Loaded:
         fragment, body = keyframe.fragment, keyframe.body
-        optimizer = self.stream.optimizers[fragment]
-        raw_bytes = fold.keyframe_bytes(self.stream.map.fragments[fragment].size, optimizer.moments)
+        optimizer, size = self.stream.optimizers[fragment], self.stream.map.fragments[fragment].size
+        raw_bytes = fold.keyframe_bytes(size, optimizer.moments)
         what = f"fragment {fragment}, keyframe of version {keyframe.version}"
         check_body_size(body, codec.packed_limit(raw_bytes), what)
-        head = self.stream.subjects.keyframe(fragment)
-        pieces = await self.stream.parts(head, body, what, sequence)
+        head, pieces = self.stream.subjects.keyframe(fragment), list[bytes]()
+        if not residual and body.parts:
+            state_bytes = raw_bytes - 4 * size
+            # so many hold the state, if all of the content compresses alike; where they do not, the others are read too
+            enough = range(min(body.parts, 1 + body.parts * state_bytes // raw_bytes))
+            pieces = await self.stream.parts(head, body, what, sequence, wanted=enough)
+            state = await asyncio.to_thread(open_beginning, body, pieces, raw_bytes, state_bytes, what)
+            if state is not None:
+                replica = await asyncio.to_thread(fold.load_state, keyframe, chain, state, optimizer)
+                return Loaded(replica, np.empty(0, np.float32), sequence)
+        pieces += await self.stream.parts(head, body, what, sequence, wanted=range(len(pieces), body.parts))
         raw = await asyncio.to_thread(open_body, body, inline, pieces, raw_bytes, what)
-        replica, residual = await asyncio.to_thread(fold.load_keyframe, keyframe, chain, raw, optimizer)
-        return Loaded(replica, residual, sequence)
+        replica, rest = await asyncio.to_thread(fold.load_keyframe, keyframe, chain, raw, optimizer)
+        return Loaded(replica, rest, sequence)

@@ -19,6 +19,7 @@ from diloco.core import codec, fold, outer, quantise
 from diloco.core.fragments import FragmentMap
 from diloco.core.quorum import EPOCH_STEP
 from diloco.errors import AppendUncertainError, FenceError, FormatError, HashError, MessageError, RewoundError
+from diloco.process.prefetch import Prefetcher
 from diloco.settings.run import TWO_BITS, RunSettings
 from diloco.transport import Stored, Transport
 from diloco.wire import framing, subjects
@@ -103,6 +104,7 @@ class LogStream:
     ) -> None:
         self.transport, self.run, self.map, self.regions = transport, run, fragment_map, bool(settings.regions.names)
         self.subjects = Subjects(run_name)
+        self._prefetcher = Prefetcher()
         self._two_bits = TWO_BITS in settings.requires
         self.epoch_step = EPOCH_STEP if self.regions else 1
         self.optimizers = [outer.optimizer(settings, fragment) for fragment in fragment_map.fragments]
@@ -221,21 +223,32 @@ class LogStream:
         await asyncio.to_thread(quantise.validate, body, values, record.bits)
         return body
 
-    async def parts(self, head: str, body: Body, what: str, head_sequence: int, stream: str | None = None) -> list[bytes]:
-        """Read the parts of a body whose head was stored on subject ``head``, at ``head_sequence``.
+    async def parts(
+        self,
+        head: str,
+        body: Body,
+        what: str,
+        head_sequence: int,
+        stream: str | None = None,
+        wanted: range | None = None,
+    ) -> list[bytes]:
+        """Read the parts of a body whose head was stored on subject ``head``, at ``head_sequence``: all, or those ``wanted``.
 
         A part is the last message before the head that can be it: nothing that anybody stores later changes what is read.
 
         Raises:
             FormatError: one is missing.
         """
-        pieces: list[bytes] = []
-        for index in range(body.parts):
+        indexes = range(body.parts) if wanted is None else wanted
+
+        async def piece(number: int) -> bytes:
+            index = indexes[number]
             part = await self._part(head, body.attempt, index, head_sequence, stream or self.subjects.log_stream)
             if part is None:
                 raise FormatError(f"{what}: part {index + 1} of {body.parts} is missing")
-            pieces.append(part.data[ATTEMPT_BYTES:])
-        return pieces
+            return part.data[ATTEMPT_BYTES:]
+
+        return await self._prefetcher.fetch(len(indexes), piece)
 
     async def _part(self, head: str, attempt: bytes, index: int, head_sequence: int, stream: str) -> Stored | None:
         def fits(stored: Stored | None) -> bool:
@@ -250,6 +263,20 @@ class LogStream:
             found = stored if fits(stored) else found
             stored = await self.transport.first(stream, subject, stored.sequence + 1)
         return found
+
+
+def open_beginning(
+    body: Body, pieces: Sequence[bytes], raw_bytes: int, wanted_bytes: int, what: str
+) -> NDArray[np.uint8] | None:
+    """Return the first uncompressed bytes of a body, uint8 [wanted_bytes]; None if its first parts hold fewer.
+
+    The content's hash is not checked: it is of all of them.
+
+    Raises:
+        FormatError: sizes do not fit, or the zstd frame is damaged.
+    """
+    check_body_size(body, codec.packed_limit(raw_bytes), what)
+    return codec.unpack_beginning(b"".join(pieces), raw_bytes, wanted_bytes)
 
 
 def decode_head(message: Stored, run: bytes) -> Head:

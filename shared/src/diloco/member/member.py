@@ -120,8 +120,8 @@ class Member:
         begin = partial(await_genesis, self.run, self.store, founder, initial, self.log)
         genesis = await until_available(begin, self.log)
         self._follower = LogFollower(self.store, genesis, self._refuse_entry, self.log, in_place=False)
-        for fragment in self.map.fragments:
-            self.learner.seat(Version.of((await self._follower.load(fragment.index)).replica))
+        for copy in await self._follower.load_all():
+            self.learner.seat(Version.of(copy.replica))
         self.learner.take_up_accounts()
         if learns:
             await self.transport.subscribe(self.subjects.heartbeat(), self._hear_alive)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from diloco.control.hearing import decoding
 from diloco.errors import FormatError, HashError, MessageError
 from diloco.process.observe import Counted, Logger
+from diloco.process.prefetch import Prefetcher
 from diloco.transport import Heard, Transport
 from diloco.wire import framing
 from diloco.wire.body import ATTEMPT_BYTES, PART_BYTES
@@ -31,7 +32,6 @@ ANSWER_TIMEOUT_S = 2.0  # a part of 512 KiB takes less over any link on which a 
 READY_TIMEOUT_S = 5.0  # a copy is made at the next boundary: a few steps; then another peer is asked
 ASK_AGAIN_S = 0.1  # a step or less
 TRIES = 3
-AT_ONCE = 4  # parts asked for before the first of them has come
 MAX_PEERS = 4
 
 Bytes = NDArray[np.uint8]
@@ -174,11 +174,12 @@ class Borrower:
             )
         data = np.empty(self.layout.size_bytes, np.uint8)
         offsets = range(0, data.size, PART_BYTES)
-        for at in range(0, len(offsets), AT_ONCE):
-            wanted = offsets[at : at + AT_ONCE]
-            parts = await asyncio.gather(*(self._part(peer, loan, offset) for offset in wanted))
-            for offset, part in zip(wanted, parts, strict=True):
-                data[offset : offset + len(part)] = np.frombuffer(part, np.uint8)
+
+        async def take(index: int) -> None:
+            part = await self._part(peer, loan, offsets[index])
+            data[offsets[index] : offsets[index] + len(part)] = np.frombuffer(part, np.uint8)
+
+        await Prefetcher().fetch(len(offsets), take)
         if await asyncio.to_thread(lambda: blake3(data.data).digest()) != loan.content_hash:
             raise HashError(f"state of {peer}: its bytes do not have the hash that it stated")
         return Loan(peer, loan.step, loan.versions, loan.content_hash, self.layout.split(data))

@@ -1,14 +1,34 @@
-"""Ending tasks, and not ending them too early."""
+"""Running tasks side by side, ending them, and not ending them too early."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 CANCEL_AGAIN_S = 0.1  # a swallowed cancellation delays an end by no more than this
 
 T = TypeVar("T")
+
+
+async def side_by_side(count: int, most: int, work: Callable[[int], Awaitable[T]]) -> list[T]:
+    """Return the results of ``work`` for 0 to ``count`` - 1, in this order; at most ``most`` are under way, begun in order.
+
+    The first error ends all others, and is raised when they have ended. So does a cancellation.
+    """
+    indexes, results = iter(range(count)), dict[int, T]()
+
+    async def go_on() -> None:
+        for index in indexes:
+            results[index] = await work(index)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(count, most)):
+                group.create_task(go_on())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [results[index] for index in range(count)]
 
 
 async def end(*tasks: asyncio.Task[Any] | None) -> None:
