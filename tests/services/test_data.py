@@ -41,7 +41,7 @@ async def reported(cluster: Cluster) -> dict[str, Any]:
     series = json.loads((cluster.directory / "series.json").read_text())
     ledger = build.read_ledger(directory, store.run, series, len(chains))
     owners = [""] * len(chains)
-    return build.build(build.Findings(directory, fragments, chains, owners, series, ledger, {}, {}, Changes(bytes(8))))
+    return build.build(build.Findings(directory, fragments, chains, owners, series, ledger, {}, {}, Changes(bytes(8)), []))
 
 
 def whole(batches: Counter[Batch], share: int) -> bool:

@@ -122,8 +122,8 @@ def story(gives_up: tuple[Running, str], tmp_path_factory: pytest.TempPathFactor
     finally:
         ended = up.end()
     status_of_stopped = Running("status", str(directory)).end()
-    # slow enough for the learner that compiles last to take part
-    resume = Running("up", "--plain", "--run-dir", str(directory), *slow(60)).end()
+    # slow enough for both to take part, and to be over soon where two runs of tests share the cores
+    resume = Running("up", "--plain", "--run-dir", str(directory), *slow(15)).end()
     return Story(directory, ended, status, status_json, logs, status_of_stopped, resume)
 
 
