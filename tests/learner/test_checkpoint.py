@@ -163,7 +163,7 @@ def test_a_fragment_that_is_being_encoded_puts_it_off(rig: Rig) -> None:
 
 
 def test_one_that_holds_steps_up_puts_off_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    clock: Any = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
     monkeypatch.setattr(checkpoint, "time", clock)
     rig = Rig(tmp_path, checkpoint_s=10.0)
 
