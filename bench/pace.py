@@ -36,7 +36,7 @@ from restart import Watch, training
 
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import run_settings
-from diloco_ops.launch import service_environment
+from diloco_ops.environment import service_environment
 
 HERE = Path(__file__).parent
 SETTLE_S = 1.5

@@ -46,8 +46,6 @@ STORAGE_BYTES = 8 << 20
         (["--slow", "learner-9=2"], ["learner-9", "learner-0 to learner-3"]),
         (["--slow", "learner-1=0.5"], ["learner-1=0.5", "at least 1"]),
         (["--slow", "nonsense"], ["--slow nonsense", "LEARNER=FACTOR"]),
-        (["--checkpoint-s", "-1"], ["--checkpoint-s -1", "0 or more"]),
-        (["--checkpoint-s", "inf"], ["--checkpoint-s inf", "0 or more"]),
         (["--slow", "learner-1=inf"], ["learner-1=inf", "LEARNER=FACTOR"]),
         (["--nats", "http://host:1"], ["http://host:1", "nats://HOST:PORT"]),
         (["--resume-at", "3"], ["--resume-at 3", "--resume PATH"]),

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,13 +123,8 @@ def story(gives_up: tuple[Running, str], tmp_path_factory: pytest.TempPathFactor
         ended = up.end()
     status_of_stopped = Running("status", str(directory)).end()
     # slow enough for the learner that compiles last to take part
-    resume = Running("up", "--plain", "--run-dir", str(directory), "--checkpoint-s", "2.5", *slow(60)).end()
+    resume = Running("up", "--plain", "--run-dir", str(directory), *slow(60)).end()
     return Story(directory, ended, status, status_json, logs, status_of_stopped, resume)
-
-
-def test_learners_are_told_how_often_to_save(story: Story) -> None:
-    for name in LEARNERS:
-        assert tomllib.loads((story.directory / "services" / f"{name}.toml").read_text())["checkpoint_s"] == 2.5
 
 
 def slow(factor: int) -> list[str]:

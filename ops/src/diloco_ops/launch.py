@@ -56,7 +56,6 @@ class Asked:
     embedded: bool  # start servers; else the run directory names one
     quiet: bool  # print nothing
     plain: bool  # print lines, also on a terminal
-    checkpoint_s: float | None = None  # time between learners' own checkpoints; None: their default
 
 
 class Launcher:
@@ -142,8 +141,8 @@ class Launcher:
         data = {"data": self.directory.data} if self.directory.data else {}
         names = self.directory.learner_names
         for share_, name in enumerate(names):
-            own = {"share": share_, "slow": self.slow.get(name, 1.0), "checkpoint_s": self.asked.checkpoint_s}
-            self._start_learner(name, place(share_) | own | data, share_, _core(share_, len(names)))
+            values = place(share_) | {"share": share_, "slow": self.slow.get(name, 1.0)} | data
+            self._start_learner(name, values, share_, _core(share_, len(names)))
         self._start_learner("evaluator", place(0) | {"role": "evaluator"} | data, len(names), None)
 
     def _start_learner(self, name: str, values: dict[str, Any], index: int, cores: set[int] | None) -> None:

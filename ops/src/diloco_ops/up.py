@@ -69,10 +69,6 @@ def up(
         typer.Option(min=1, help="Devices of each learner, which make one mesh. Default: all that JAX finds."),
     ] = None,
     slow: Annotated[list[str] | None, typer.Option(help="LEARNER=FACTOR: its steps take so many times as long.")] = None,
-    checkpoint_s: Annotated[
-        float | None,
-        typer.Option(help="Least time between a learner's checkpoints, seconds; 0: only when it leaves. Default: 10."),
-    ] = None,
     nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end, and nothing else.")] = False,
@@ -84,8 +80,6 @@ def up(
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     if nats_url is not None:
         checked(nats_url)
-    if checkpoint_s is not None and not 0 <= checkpoint_s < math.inf:
-        raise SettingsError(f"--checkpoint-s {checkpoint_s}: expected seconds, 0 or more")
     if resume_from is None and resume_at is not None:
         raise SettingsError(f"--resume-at {resume_at}: needs --resume PATH, the checkpoint or the run to go on from")
     _check_installed()
@@ -102,7 +96,7 @@ def up(
     with rundir.locked(directory.path):
         if not resumed:
             directory.save()
-        asked = Asked(standbys, coordinators, embedded=nats_url is None, quiet=json_, plain=plain, checkpoint_s=checkpoint_s)
+        asked = Asked(standbys, coordinators, embedded=nats_url is None, quiet=json_, plain=plain)
         report = asyncio.run(Launcher(directory, slowed, asked).run(resumed))
     return _tell(report, directory, json_)
 
