@@ -25,6 +25,7 @@ from diloco.member.peer import Layout
 from diloco.process.observe import get_logger
 from diloco.settings.service import LearnerSettings
 from diloco.wire.control import MarkerAnswer, SnapshotMarker
+from diloco_learner import checkpoint
 from diloco_learner.checkpoint import Keeper, restore
 from diloco_learner.island import Island
 
@@ -159,6 +160,27 @@ def test_a_fragment_that_is_being_encoded_puts_it_off(rig: Rig) -> None:
     rig.step()
     rig.settle()
     assert rig.path.exists()
+
+
+def test_one_that_holds_steps_up_puts_off_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Any = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(checkpoint, "time", clock)
+    rig = Rig(tmp_path, checkpoint_s=10.0)
+
+    def step(step_s: float) -> None:
+        clock.now_s += step_s
+        rig.step()
+        rig.settle()
+
+    for _ in range(10):
+        step(1.0)  # saved at 10 s
+    assert len(rig.accounts.recorded) == 1
+    step(3.0)  # 2 s longer than usual: no other one before 13 + 50 * 2 = 113 s
+    for _ in range(99):
+        step(1.0)
+    assert len(rig.accounts.recorded) == 1
+    step(1.0)
+    assert len(rig.accounts.recorded) == 2
 
 
 def test_none_but_the_last_where_no_interval_is_set(tmp_path: Path) -> None:

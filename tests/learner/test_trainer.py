@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 import jax
@@ -20,6 +21,7 @@ from diloco.member.member import Boundary, Member
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
+from diloco_learner import trainer
 from diloco_learner.feed import Batch
 from diloco_learner.island import Island
 from diloco_learner.trainer import Trainer
@@ -103,7 +105,7 @@ def train(
 ) -> tuple[Script, bool]:
     fragments = build_map([TensorSpec(*tensor) for tensor in island.tensors()], 1)
     script = Script(fragments, boundaries, unmerged)
-    trainer = Trainer(
+    loop = Trainer(
         island,
         cast(Member, script),
         (Batch(0, index, data) for index, data in enumerate(batches or itertools.repeat(np.float32(1)))),
@@ -115,7 +117,7 @@ def train(
         stopping=stopping,
         at_boundary=lambda: None,
     )
-    return script, trainer.run()
+    return script, loop.run()
 
 
 def test_every_step_is_booked_once_and_the_last_loss_is_told(island: Island) -> None:
@@ -183,6 +185,69 @@ def test_waiting_for_a_version_is_blocked_time_and_time_after_the_budget_is_not(
     assert sum(done.blocked_s for done in script.done if done is not None) > 0.05
     script, _ = train(island, [NOTHING, stop, NOTHING, NOTHING, FINISHED])
     assert sum(done.blocked_s for done in script.done if done is not None) < 0.05
+
+
+class Clock:
+    """A clock that stands still but where something is said to take time."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+class AtOnce:
+    """An executor whose jobs are done when they have been submitted."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __enter__(self) -> AtOnce:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(job(*arguments))
+        return future
+
+
+@pytest.mark.parametrize(("dispatch_s", "device_s"), [(3.0, 0.0), (0.0, 3.0), (2.0, 1.0)])
+def test_a_step_is_busy_from_its_call_whether_dispatch_or_device_is_late(
+    monkeypatch: pytest.MonkeyPatch, dispatch_s: float, device_s: float
+) -> None:
+    """A boundary takes 0.25 s, a batch 0.5 s and a step 3 s, inside its dispatch, after it, or some of both."""
+    clock = Clock()
+
+    class Output:
+        def wait(self) -> float:
+            clock.now_s += device_s
+            return 1.0
+
+    class Device(Island):
+        def step(self, batch: Any, learning_rate: float) -> Any:
+            clock.now_s += dispatch_s
+            return Output()
+
+    def batches() -> Iterator[Any]:
+        while True:
+            clock.now_s += 0.5
+            yield np.float32(1)
+
+    def boundaries() -> Iterator[Boundary]:
+        for boundary in [NOTHING] * 5 + [FINISHED]:
+            clock.now_s += 0.25
+            yield boundary
+
+    monkeypatch.setattr(trainer, "time", clock)
+    monkeypatch.setattr(trainer, "ThreadPoolExecutor", AtOnce)
+    script, _ = train(Device(Slope(), SETTINGS), boundaries(), batches())
+    done = [done for done in script.done if done is not None]
+    # five steps were taken, of which four have been accounted for: 12 s, with three batches and three boundaries between them
+    assert (sum(d.busy_s for d in done), sum(d.blocked_s for d in done), sum(d.data_s for d in done)) == (12.0, 0.75, 1.5)
 
 
 def test_a_slow_learner_is_busy_all_the_time(island: Island) -> None:

@@ -2,7 +2,7 @@
 
 All of them begin at a boundary with a copy that is queued on the device, between two steps, and with the accounts' arrays,
 which nobody writes to any more. A thread brings the copy to the host, hashes it and writes it; the next one begins when it has
-ended.
+ended. :mod:`diloco_learner.pacing` says when its own are due.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
 from diloco.wire.control import MarkerAnswer, SnapshotMarker
 from diloco_learner.island import Island
+from diloco_learner.pacing import Pacing
 
 
 class Keeper:
@@ -37,7 +38,7 @@ class Keeper:
         self.island, self.member, self.settings, self.log = island, member, settings, log
         self._worker = ThreadPoolExecutor(1, "checkpoint")
         self._job: Future[None] | None = None
-        self._due_s = time.monotonic() + settings.checkpoint_s
+        self._pacing = Pacing(settings.checkpoint_s, time.monotonic(), member.step)
         self._complained = False
 
     def at_boundary(self) -> None:
@@ -47,13 +48,14 @@ class Keeper:
                 return
             self._job.result()
             self._job = None
+            self._note_cost()
         if self.member.lender.wanted:
             step, versions, copies = self.member.step, self.member.versions(), self.island.copy_optimizer()
             self.member.tape.record(events.Copied())
             self._begin(lambda: self._lend(step, versions, copies))
             return
         marker = self.member.marker_due()
-        regular = self.settings.checkpoint_s > 0 and self._due_s <= time.monotonic()
+        regular = self._pacing.due(time.monotonic())
         dump = self.member.dump() if marker is not None or regular else None
         if dump is None:
             return
@@ -63,7 +65,7 @@ class Keeper:
             self.member.note_copied(marker)
             self._begin(lambda: self._answer(marker, versions, dump, copies))
         else:
-            self._due_s = time.monotonic() + self.settings.checkpoint_s
+            self._pacing.begin_own(time.monotonic())
             self._begin(lambda: self._save_own(dump, copies))
 
     def save_last(self) -> None:
@@ -76,7 +78,13 @@ class Keeper:
         self._worker.shutdown()
 
     def _begin(self, job: Callable[[], None]) -> None:
+        self._pacing.begin(time.monotonic(), self.member.step)
         self._job = self._worker.submit(job)
+
+    def _note_cost(self) -> None:
+        held_up_s, pause_s = self._pacing.end(time.monotonic(), self.member.step)
+        if pause_s > self.settings.checkpoint_s > 0:
+            self.log.debug("checkpoint_put_off", held_up_s=round(held_up_s, 3), pause_s=round(pause_s, 3))
 
     def _save_own(self, dump: Dump, copies: Mapping[str, jax.Array]) -> None:
         path, previous = state.generations(self.settings.state_dir, self.settings.name)

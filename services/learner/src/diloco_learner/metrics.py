@@ -100,6 +100,12 @@ METRICS: tuple[Metric[Seen], ...] = (
         lambda seen: seen.training(seen.member.learner.accounts.done.blocked_s),
     ),
     Metric(
+        "diloco_learner_data_seconds_total",
+        "counter",
+        "Time in which no step was in flight because its batch was not made yet",
+        lambda seen: seen.training(seen.member.learner.accounts.done.data_s),
+    ),
+    Metric(
         "diloco_learner_step_seconds",
         "gauge",
         "Time of a step, averaged",

@@ -20,6 +20,7 @@ from diloco.settings.run import RunSettings
 from diloco_learner.feed import Batch
 from diloco_learner.inner import learning_rate
 from diloco_learner.island import Island, StepOutput
+from diloco_learner.meter import Meter, Span
 
 IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
 LOG_EVERY_S = 10.0  # a line for people who watch
@@ -43,7 +44,8 @@ class _Flight:
     """A step that was dispatched and has not been accounted for."""
 
     batch: Batch
-    began_s: float
+    made: Span  # when its batch was made
+    called_s: float
     end: Future[_End]
 
 
@@ -83,9 +85,8 @@ class Trainer:
         self.leave_s, self.at_boundary = leave_s, at_boundary
         self._leave_by_s: float | None = None  # when it ends whatever is unmerged; None: it was not asked to end
         self._busy, self._error, self._boundary = Average(), Average(), Average()  # seconds
-        self._ended_s: float | None = None  # when the step before the one in flight ended; None: no time is to be accounted for
+        self._meter = Meter()
         self._loss: float | None = None
-        self._busy_s = self._blocked_s = 0.0  # since the last boundary
         self._logged_s = time.perf_counter()
 
     def run(self) -> bool:
@@ -95,7 +96,7 @@ class Trainer:
 
     def _run(self, watcher: ThreadPoolExecutor) -> bool:
         flight: _Flight | None = None
-        batch = next(self.batches)
+        batch, made = self._make_batch()
         while True:
             if flight is not None:
                 self._await_boundary(flight)
@@ -114,21 +115,23 @@ class Trainer:
                     flight = None
                 self.member.wait(IDLE_S)
                 if boundary.stop:
-                    self._ended_s = None  # what comes after the budget is nobody's blocked time
+                    self._meter.pause()  # what comes after the budget is nobody's blocked time
                 continue
             rate = learning_rate(self.settings, self.member.moment())
+            called_s = time.perf_counter()
             output = self.island.step(batch.data, rate)
-            began_s = time.perf_counter()
-            self._boundary.add(began_s - opened_s)
-            landing, flight = flight, _Flight(batch, began_s, watcher.submit(self._watch, output))
-            batch = next(self.batches)  # the next batch is made while the step runs
+            self._boundary.add(time.perf_counter() - opened_s)
+            landing, flight = flight, _Flight(batch, made, called_s, watcher.submit(self._watch, output))
+            batch, made = self._make_batch()  # while the step runs
             if landing is not None:
                 self._land(landing)
-            if self._ended_s is not None:
-                self._blocked_s += max(0.0, began_s - self._ended_s)
-            if began_s - self._logged_s >= LOG_EVERY_S and self._loss is not None:
-                self._logged_s = began_s
+            if called_s - self._logged_s >= LOG_EVERY_S and self._loss is not None:
+                self._logged_s = called_s
                 self.log.debug("stepping", step=self.member.step, loss=round(self._loss, 4), learning_rate=round(rate, 6))
+
+    def _make_batch(self) -> tuple[Batch, Span]:
+        began_s = time.perf_counter()
+        return next(self.batches), Span(began_s, time.perf_counter())
 
     def _may_end(self) -> bool:
         return self._leave_by_s is not None and (self.member.left or time.perf_counter() >= self._leave_by_s)
@@ -149,27 +152,22 @@ class Trainer:
             return
         lead_s = LEAD_BOUNDARIES * self._boundary.get() + LEAD_ERRORS * self._error.get()
         lead_s = min(lead_s, LEAD_SHARE_MAX * usual_s)
-        wait([flight.end], max(0.0, self._device_began_s(flight) + usual_s - lead_s - time.perf_counter()))
-
-    def _device_began_s(self, flight: _Flight) -> float:
-        """Return when the device began with a step: one that was queued, when the one before it ended."""
-        return flight.began_s if self._ended_s is None else max(flight.began_s, self._ended_s)
+        wait([flight.end], max(0.0, self._meter.began_s(flight.called_s) + usual_s - lead_s - time.perf_counter()))
 
     def _land(self, flight: _Flight) -> None:
         """Account for a step, waiting for its end."""
         end = flight.end.result()
-        busy_s = end.ended_s - self._device_began_s(flight)
-        self._ended_s = end.ended_s
+        busy_s = self._meter.add(flight.called_s, end.ended_s, flight.made)
         if self._busy.value is not None:
             self._error.add(abs(busy_s - self._busy.value))
         self._busy.add(busy_s)
-        self._busy_s += busy_s
         if math.isfinite(end.loss):
             self._loss = end.loss
         else:
             self.log.warning("step_not_finite", step=self.member.step, loss=str(end.loss))
 
     def _step_done(self, batch: Batch) -> StepDone:
-        done = StepDone(self.tokens_per_batch, batch.share, batch.index, self._loss, self._busy_s, self._blocked_s)
-        self._busy_s = self._blocked_s = 0.0
-        return done
+        times = self._meter.take()
+        return StepDone(
+            self.tokens_per_batch, batch.share, batch.index, self._loss, times.busy_s, times.blocked_s, data_s=times.data_s
+        )

@@ -14,8 +14,9 @@ from diloco.wire.entries import Cursor
 class StepDone:
     """Inner steps that have ended (usually one), on consecutive batches of a share of the data.
 
-    ``tokens`` are those of each step. ``loss`` is the newest known (None: none yet). Since the last call, a step was in flight
-    for ``busy_s`` and none for ``blocked_s``, as far as is known by now.
+    ``tokens`` are those of each step. ``loss`` is the newest known (None: none yet). Since the last call, as far as is known by
+    now, a step was in flight for ``busy_s``, none for ``blocked_s`` because of this system, and none for ``data_s`` because
+    the next batch was not made yet.
     """
 
     tokens: int
@@ -25,6 +26,7 @@ class StepDone:
     busy_s: float
     blocked_s: float
     steps: int = 1
+    data_s: float = 0.0
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Done:
     tokens: int = 0
     busy_s: float = 0.0
     blocked_s: float = 0.0
+    data_s: float = 0.0
 
 
 @dataclass
@@ -64,12 +67,13 @@ class Accounts:
         self.done.tokens += tokens
         self.done.busy_s += done.busy_s
         self.done.blocked_s += done.blocked_s
+        self.done.data_s += done.data_s
         if self.warming is not None:
             self.warming += done.steps
         if done.loss is not None and math.isfinite(done.loss):
             self.loss = done.loss
         if done.busy_s:
-            self.step_average.add((done.busy_s + done.blocked_s) / done.steps)
+            self.step_average.add((done.busy_s + done.blocked_s + done.data_s) / done.steps)
 
     def count_on(self, cursor: Cursor | None, incarnation: int) -> int:
         """Square the totals with a merge of an offer that is not pending; return the tokens that were not known here.

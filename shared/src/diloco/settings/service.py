@@ -105,7 +105,9 @@ class LearnerSettings(ServiceSettings):
     cache_dir: Path = Field(
         Path.home() / ".cache" / "diloco" / "jax", description="compiled programs, so that a restart need not compile again"
     )
-    checkpoint_s: float = Field(10.0, ge=0, description="time between own checkpoints; 0: only when it leaves")
+    checkpoint_s: float = Field(
+        10.0, ge=0, description="least time between own checkpoints, longer where they hold steps up; 0: only when it leaves"
+    )
     leave_s: float = Field(10.0, ge=0, description="asked to end, it waits at most so long for its last work to be merged")
     mesh: MeshSettings = Field(MeshSettings(), description="axes of the mesh of its devices")
     slow: float = Field(1.0, ge=1, description="every step takes this many times as long, asleep (for experiments)")

@@ -1,0 +1,163 @@
+"""The pace of a run's learners against the same step in a bare JAX loop, taking turns, and the learners' blocked share.
+
+    python bench/pace.py                                      # 2 learners of 0.87M parameters, H = 20, real steps
+    python bench/pace.py --step-s 0.05                        # steps that sleep, as with an accelerator
+    python bench/pace.py --set learners=1 --set round.steps=5 --turns 3 --json
+
+It begins a run with ``diloco up``, and beside it as many bare loops as learners: the learner's compiled step on a batch that is
+there, the next step dispatched before the one before has ended. In a turn all processes of the one side are stopped and those
+of the other go on for ``--turn-s``, then the other way round, so that other work on the machine meets both alike. The first
+``SETTLE_S`` of each turn do not count.
+
+A turn's pace is the bare loops' time of a step over the learners' time of a step. The run has syncers, a coordinator, an
+evaluator and a NATS server, too: where steps compute on the same cores, their processor time is in the pace, though no step
+waits for them. ``blocked`` is what the learners themselves say: it has neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import script
+from restart import Watch, training
+
+from diloco.settings.loading import parse_assignments
+from diloco.settings.presets import run_settings
+from diloco_ops.environment import service_environment
+
+HERE = Path(__file__).parent
+SETTLE_S = 1.5
+REAL = ["task.layers=4", "task.width=128", "task.context=64", "task.batch=4"]
+SLEEPING = ["task.name=island:make_unstopped", "task.layers=13", "task.width=256", "inner.optimizer=adamw"]
+USUAL = ["learners=2", "round.steps=20"]
+PATIENT = ["liveness.dead_s=600", "liveness.lease_s=600"]  # who is stopped is not dead
+
+
+class Bare:
+    """A bare loop in a process of its own, which writes a line when a step has ended."""
+
+    def __init__(self, sets: Sequence[str]) -> None:
+        command = [sys.executable, __file__, "--bare", *(f"--set={item}" for item in sets)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | service_environment())
+        self.ends_s: list[float] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.ends_s += (float(line) for line in self.process.stdout)
+
+    def step_s(self, began_s: float, ended_s: float) -> float:
+        """Return the mean time of a step that ended between two times of the wall clock."""
+        return _step_s([at_s for at_s in list(self.ends_s) if began_s <= at_s <= ended_s])
+
+
+def bare(sets: Sequence[str]) -> None:
+    """Take steps without end."""
+    from diloco_learner.island import Island
+    from diloco_learner.task import first_batch, load_task
+
+    settings = run_settings("decoupled", parse_assignments(list(sets)))
+    task = load_task(settings.task, None)
+    island, batch = Island(task, settings), first_batch(task, settings)
+    flight = island.step(batch, 0.0)
+    while True:
+        landing, flight = flight, island.step(batch, 0.0)
+        landing.wait()
+        print(time.time(), flush=True)
+
+
+def _step_s(ends_s: Sequence[float]) -> float:
+    return (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1)
+
+
+def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        process.send_signal(number)
+
+
+async def _turn(go: Sequence[psutil.Process], halt: Sequence[psutil.Process], turn_s: float) -> tuple[float, float]:
+    """Let the one side go on and stop the other; return from when to when it counts."""
+    _signal(halt, signal.SIGSTOP)
+    _signal(go, signal.SIGCONT)
+    await asyncio.sleep(SETTLE_S)
+    began_s = time.time()
+    await asyncio.sleep(turn_s)
+    return began_s, time.time()
+
+
+def _learners(watch: Watch, began_s: float, ended_s: float) -> dict[str, Any]:
+    """Return time of a step and blocked share of the learners in a turn, means of both."""
+    steps_s, blocked = [], []
+    for heartbeats in watch.heartbeats.values():
+        firsts = {beat.step: (at_s, beat) for at_s, beat in reversed(heartbeats) if began_s <= at_s <= ended_s}
+        (first_s, first), (last_s, last) = firsts[min(firsts)], firsts[max(firsts)]
+        steps_s.append((last_s - first_s) / (last.step - first.step))
+        blocked_s = last.blocked_s - first.blocked_s
+        blocked.append(blocked_s / (blocked_s + last.busy_s - first.busy_s))
+    return {"step_s": statistics.mean(steps_s), "blocked": statistics.mean(blocked)}
+
+
+async def measure(sets: list[str], turns: int, turn_s: float) -> dict[str, Any]:
+    results = []
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:
+        async with training(Path(folder), sets) as watch:
+            run = psutil.Process().children(recursive=True)
+            loops = [Bare(sets) for _ in watch.heartbeats]
+            others = [psutil.Process(loop.process.pid) for loop in loops]
+            try:
+                while not all(loop.ends_s for loop in loops):
+                    await asyncio.sleep(0.1)
+                for _ in range(turns):
+                    watch.forget()
+                    learners = _learners(watch, *await _turn(run, others, turn_s))
+                    span = await _turn(others, run, turn_s)
+                    alone_s = statistics.mean(loop.step_s(*span) for loop in loops)
+                    results.append(learners | {"bare_step_s": alone_s, "pace": alone_s / learners["step_s"]})
+            finally:
+                _signal(run, signal.SIGCONT)
+                for loop in loops:
+                    loop.process.kill()
+    return {"machine": script.machine(), "load": os.getloadavg(), "turns": results, "settings": sets}
+
+
+def show(result: dict[str, Any]) -> None:
+    turns = result["turns"]
+    print(f"{len(turns)} turns, median (least to most); load {result['load'][0]:.0f}")
+    for name, scale, unit in (("bare_step_s", 1e3, "ms"), ("step_s", 1e3, "ms"), ("pace", 100, "%"), ("blocked", 100, "%")):
+        values = [scale * turn[name] for turn in turns]
+        print(f"  {name:12} {statistics.median(values):7.2f} {unit} ({min(values):.2f} to {max(values):.2f})")
+
+
+def main() -> None:
+    parser = script.parser(__doc__)
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, a setting of the run; repeatable")
+    parser.add_argument("--step-s", type=float, help="steps sleep so long, instead of computing")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turn-s", type=float, default=6.0)
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.bare:
+        bare(arguments.set)
+    if arguments.step_s is not None:
+        os.environ |= {"BENCH_STEP_S": str(arguments.step_s), "PYTHONPATH": str(HERE)}
+    sets = USUAL + (REAL if arguments.step_s is None else SLEEPING) + PATIENT + arguments.set
+    result = asyncio.run(measure(sets, arguments.turns, arguments.turn_s))
+    script.print_result(result, arguments, show)
+
+
+if __name__ == "__main__":
+    main()

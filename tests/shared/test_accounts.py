@@ -1,0 +1,13 @@
+"""A learner's totals."""
+
+from __future__ import annotations
+
+from diloco.core.accounts import Accounts, StepDone
+
+
+def test_a_step_takes_all_the_time_until_the_next_one_whatever_it_waits_for() -> None:
+    accounts = Accounts()
+    accounts.book(StepDone(7, 0, 0, 1.0, 6.0, 1.0, steps=2, data_s=3.0))
+    assert accounts.step_average.get() == 5.0  # (6 + 1 + 3) / 2
+    assert (accounts.done.busy_s, accounts.done.blocked_s, accounts.done.data_s) == (6.0, 1.0, 3.0)
+    assert (accounts.busy_s, accounts.blocked_s) == (6.0, 1.0)
