@@ -293,9 +293,9 @@ FOUND_BY: dict[Callable[[Patch], None], int] = {
     no_fence: 24,
     restored_displacement_kept: 25,
     late_founders: 23,
-    restored_over_another_incarnation: 47,
+    restored_over_another_incarnation: 20,
     positions_forgotten: 16,
-    newcomer_carries_over: 75,
+    newcomer_carries_over: 112,
 }
 
 
