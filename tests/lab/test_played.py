@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.lab import test_trial
 from tests.services.test_up import some_text
 from typer.testing import CliRunner, Result
 
@@ -18,18 +19,7 @@ from diloco_learner.text import load_corpus
 from diloco_ops.report import reference
 
 TOKENS = 60 * 4 * 16 * 2  # 60 steps of two learners
-SMALL: dict[str, Any] = {
-    "tokens": TOKENS,
-    "learners": 2,
-    "shards": 1,
-    "task.layers": 1,
-    "task.width": 16,
-    "task.heads": 2,
-    "task.context": 16,
-    "task.batch": 4,
-    "fragments.count": 2,
-    "round.steps": 4,
-}
+SMALL: dict[str, Any] = test_trial.SMALL | {"tokens": TOKENS}
 # AdamW compiles three times as fast as Muon
 SETTINGS = "[settings]\n'inner.optimizer' = 'adamw'\n" + "".join(f'"{name}" = {value}\n' for name, value in SMALL.items())
 

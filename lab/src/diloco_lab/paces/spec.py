@@ -33,7 +33,6 @@ class PaceSpec(BaseModel):
     away: dict[str, list[tuple[Seconds, Seconds]]] = Field(
         {}, max_length=4096, description="by learner: [from, until], killed and back, in virtual seconds"
     )
-
     tape: str | None = Field(
         None, min_length=1, max_length=400, description="a failure tape's name, or its file: its freezes make steps longer"
     )
@@ -60,6 +59,15 @@ class PaceSpec(BaseModel):
         """
         return None if self.recorded is None else recording.load(self.recorded)
 
+    @cached_property
+    def failures(self) -> str | None:
+        """The tape's text, read once like the recording.
+
+        Raises:
+            SettingsError: it cannot be had.
+        """
+        return None if self.tape is None else stalls.read(self.tape)
+
     def paces(self, learners: int) -> Paces:
         """Return the times of so many learners.
 
@@ -81,8 +89,8 @@ class PaceSpec(BaseModel):
         for name in self.away:
             if name not in names:
                 raise SettingsError(f"pace.away: no {name!r}{nearest(name, names)}; there are {names[0]} to {names[-1]}")
-        if self.tape is not None:
-            of_tape = stalls.load(self.tape, names, mean_s / self.tape_step_s)
+        if self.failures is not None:
+            of_tape = stalls.of(self.failures, str(self.tape), names, mean_s / self.tape_step_s)
             found = replace(found, learners=[replace(p, stalls=of_tape[n]) for n, p in zip(names, found.learners, strict=True)])
         changed = [replace(p, away=self.away[n]) if n in self.away else p for n, p in zip(names, found.learners, strict=True)]
         return replace(found, learners=changed)
@@ -92,6 +100,6 @@ class PaceSpec(BaseModel):
         said = self.model_dump()
         if self.recording is not None:
             said["recorded"] = self.recording.model_dump()
-        if self.tape is not None:
-            said["tape"] = stalls.read(self.tape)
+        if self.failures is not None:
+            said["tape"] = self.failures
         return said

@@ -7,7 +7,6 @@ state. Tapes of such failures are written by ``diloco simulate run --record FILE
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from diloco.errors import FormatError, SettingsError
 from diloco.settings.validation import nearest
@@ -22,32 +21,23 @@ KINDS = frozenset({"freeze"})
 Stall = tuple[float, float]  # from, for so long
 
 
-def path_of(name: str) -> Path:
-    """Return the file of a tape that comes with the lab, or the file that ``name`` is if it ends in ``.jsonl``.
-
-    Raises:
-        SettingsError: there is none.
-    """
-    return shipped.find(FOLDER, name, f"pace.tape = {name!r}: no such tape", SUFFIX)
-
-
 def read(name: str) -> str:
-    """Return a tape's text.
+    """Return the text of a tape that comes with the lab, or of the file that ``name`` is if it ends in ``.jsonl``.
 
     Raises:
         SettingsError: there is none, or it cannot be read.
     """
     try:
-        return path_of(name).read_text()
+        return shipped.find(FOLDER, name, f"pace.tape = {name!r}: no such tape", SUFFIX).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"pace.tape = {name!r} cannot be read: {error}") from error
 
 
-def load(name: str, learners: Sequence[str], scale: float) -> dict[str, list[Stall]]:
-    """Return the stalls of each of these learners, in order, all times of the tape times ``scale``.
+def of(text: str, name: str, learners: Sequence[str], scale: float) -> dict[str, list[Stall]]:
+    """Return the stalls of each of these learners by a tape's text, in order, all its times times ``scale``.
 
     Raises:
-        SettingsError: there is none, it is damaged, or it has failures of another kind or of a learner that is not there.
+        SettingsError: the tape is damaged, or has failures of another kind or of a learner that is not there.
     """
 
     def complaint(failure: Failure) -> str | None:
@@ -59,7 +49,7 @@ def load(name: str, learners: Sequence[str], scale: float) -> dict[str, list[Sta
         )
 
     try:
-        tape = failures.decode(read(name).splitlines(), name, KINDS, complaint)
+        tape = failures.decode(text.splitlines(), name, KINDS, complaint)
     except FormatError as error:
         raise SettingsError(f"pace.tape: {error}") from error
     found: dict[str, list[Stall]] = {learner: [] for learner in learners}

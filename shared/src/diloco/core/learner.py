@@ -143,10 +143,10 @@ class Learner:
             return False  # from an owner that has been replaced, and does not know it yet
         chain = state.newest.chain
         closing = announced.closing and budget.in_reach(chain, self.in_force.settings.tokens)
-        # one that has stopped answers the last rounds of fragments that are behind, too
         # an owner that knows of another `round.steps` than this learner is honest: its pace counts as far as it may be here
         most = bandwidth.steps_between(self.in_force.settings, bandwidth.slowest(self.in_force.settings))
         steps = min(announced.steps, most)
+        # one that has stopped answers the last rounds of fragments that are behind, too
         state.hear(announced, bits, steps, now_s, closing=closing or (announced.closing and self.stopped))
         self.accounts.note_announced(min(announced.tokens_processed, budget.believable(chain)))
         begins = closing and not self.draining
