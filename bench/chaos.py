@@ -33,7 +33,7 @@ from typing import Any
 import script
 
 from diloco_ops import verify
-from diloco_ops.chaos.command import describe
+from diloco_ops.chaos.verdict import describe
 
 DILOCO = str(Path(sys.executable).parent / "diloco")
 LEARNERS = 4

@@ -54,7 +54,7 @@ def main() -> None:
 
         def with_fragments(number: int) -> Callable[[], object]:
             at = number % len(fragments)
-            island.write(fragments[at], thetas[at], (thetas[at], 1.0))
+            island.write(fragments[at], thetas[at], thetas[at])
             reading = island.read(fragments[at - len(fragments) // 2])
             output = island.step(batch, RATE)
             host.submit(reading.to_host)
@@ -112,7 +112,7 @@ def bare_step(task: Any, settings: Any, island: Any, batch: Any) -> Callable[[in
 
 def tell_memory(island: Any, devices: int) -> None:
     """Print the bytes of all that an island keeps, and the most that a device has of them."""
-    arrays = island.copy().values()
+    arrays = island.arrays().values()
     held: dict[Any, int] = {}
     for array in arrays:
         for shard in array.addressable_shards:

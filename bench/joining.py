@@ -46,7 +46,7 @@ from diloco.core.round import Held, Merge
 from diloco.log.follower import LogFollower
 from diloco.log.log import Log
 from diloco.log.stream import pass_over
-from diloco.member.peer import Borrower, Layout, Lender
+from diloco.member.peer import Borrower, InMemory, Layout, Lender
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
@@ -123,8 +123,6 @@ def lend(url: str, model: Model, ready: Event) -> None:
 
     async def serve() -> None:
         state = model.state(1)
-        layout = Layout.of(state)
-        data = layout.join(state)
         link = await open_link(url, PEER)
         log = model.log(link)
         lender = Lender(link, log.run, log.subjects, PEER, lambda: True, get_logger())
@@ -132,7 +130,7 @@ def lend(url: str, model: Model, ready: Event) -> None:
         ready.set()
         while True:
             if lender.wanted:
-                await asyncio.to_thread(lender.give, 1, [2] * model.fragments, layout, data)
+                await asyncio.to_thread(lender.give, 1, [2] * model.fragments, InMemory(state))
             await asyncio.sleep(0.02)
 
     asyncio.run(serve())
@@ -145,7 +143,8 @@ async def join(url: str, model: Model) -> dict[str, float]:
     log, clock = model.log(link), time.perf_counter
     genesis = await log.reader.genesis()
     assert genesis is not None
-    borrower = Borrower(link, log.run, log.subjects, "learner", layout, get_logger())
+    chunks = [chunk for whole in layout.wholes() for chunk in whole.cut()]
+    borrower = Borrower(link, log.run, log.subjects, "learner", layout, chunks, lambda chunk, values: None, get_logger())
     before_bytes, began_s = link.bytes_in, clock()
     follower = LogFollower(log, genesis, pass_over, get_logger(), in_place=False)
     assert [copy.replica.chain.version for copy in await follower.load_all()] == [2] * model.fragments

@@ -10,8 +10,9 @@ Peaks of resident memory, as the kernel counts them, of the product's own proces
 * **rounds in turn**: one fragment's round after another, as in a run: each fragment's is due once in a cycle of as many steps
 * **rounds at once**: every fragment's round is due after the same step, as in a run of one fragment
 
-A syncer's base is what a shard of a tiny model takes in the same rounds; a learner's is its process before it joins, which
-holds the parameters. Both include Python, NumPy and compiled loops. A learner's snapshots count, which a device may hold.
+A syncer's base is what a shard of a tiny model takes in the same rounds. A learner's is its process before it joins, which
+holds the parameters, and what a learner of a tiny model takes above that in the same rounds. Both include Python, NumPy and
+compiled loops. A learner's snapshots count, which a device may hold.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from diloco.settings.presets import run_settings
 
 TARGET_BYTES = 16.0
 TINY = 100_000
-WAIT_S = 120.0
+WAIT_S = 600.0  # only ends what hangs
 STEP_S = 0.05  # added to each step: those of a small model would outrun all rounds
 MIB = 1 << 20
 
@@ -92,7 +93,7 @@ def _step(parties: Parties, steps: int) -> None:
 def measure(parameters: int, fragments: int, learners: int, cycles: int) -> dict[str, Any]:
     """Both patterns of rounds, and the base that a shard has without parameters to speak of."""
     tiny = peaks(TINY, fragments, learners, fragments, 1)
-    base = max(stage["syncer"] for stage in tiny.values())
+    base, learner_base = (max(stage[role] for stage in tiny.values()) for role in ("syncer", "learner"))
     stages = peaks(parameters, fragments, learners, fragments, cycles) | {
         name: stage for name, stage in peaks(parameters, fragments, learners, 1, cycles).items() if name == "rounds at once"
     }
@@ -103,8 +104,9 @@ def measure(parameters: int, fragments: int, learners: int, cycles: int) -> dict
         "cycles": cycles,
         "target_bytes": TARGET_BYTES,
         "syncer_base_bytes": base,
+        "learner_base_bytes": learner_base,
         "stages": {
-            name: {"syncer": (stage["syncer"] - base) / parameters, "learner": stage["learner"] / parameters}
+            name: {"syncer": (stage["syncer"] - base) / parameters, "learner": (stage["learner"] - learner_base) / parameters}
             for name, stage in stages.items()
         },
     }
@@ -114,7 +116,8 @@ def show(result: dict[str, Any]) -> None:
     """Print a result as text."""
     print(
         f"{result['parameters']:,} parameters in {result['fragments']} fragments, {result['learners']} learners; "
-        f"a shard without parameters takes {result['syncer_base_bytes'] / MIB:.0f} MiB"
+        f"a shard without parameters takes {result['syncer_base_bytes'] / MIB:.0f} MiB, rounds without parameters "
+        f"{result['learner_base_bytes'] / MIB:.0f} MiB more of a learner"
     )
     print(f"{'peak, bytes a parameter':24}{'syncer':>9}{'learner':>9}   target {result['target_bytes']:.0f}")
     for name, stage in result["stages"].items():

@@ -102,7 +102,6 @@ class Island:
             if applied.reference is not None:
                 vector = fragment.gather(self.tensors)
                 vector -= applied.reference
-                vector *= np.float32(applied.factor)
                 vector += applied.theta
             scatter(fragment, vector, self.tensors)
 

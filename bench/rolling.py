@@ -11,9 +11,9 @@ Meanwhile it hears the run's heartbeats at the control store of `us`, and its en
 * rounds that had as many answers as their quorum, and of these the ones of which no version came, by any syncer;
 * tokens that learners booked as lost, and of how many that they processed, as steps are: all steps have as many.
 
-What the algorithm itself throws away (`carry.overlap = 0`: steps taken while an answer is on its way) is kept here, so that
-nothing is lost but by restarts. The model is small and its steps mostly asleep, a quarter of a second or more each, so that
-many processes fit a few cores. Needs a docker daemon and the base images.
+The run keeps the steps that are taken while an answer is on its way (`carry.overlap`), so that nothing is lost but by restarts
+and by what comes too late for its round. The model is small and its steps mostly asleep, a quarter of a second or more each,
+so that many processes fit a few cores. Needs a docker daemon and the base images.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ tokens = 100_000_000_000
 learners = 3
 shards = 3
 fragments = { count = 12 }
-carry = { overlap = 1.0 }
 regions = { names = ["us", "eu", "ap"], control_replicas = 3 }
 task = { layers = 1, width = 32, heads = 2, context = 64, batch = 4 }
 """

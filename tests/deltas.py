@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from diloco.core import delta
 from diloco.core.chain import Chain
 from diloco.core.delta import Apply, Carried, DeltaState, DeltaValues, PendingDelta
-from diloco.settings.run import CarrySettings
 from diloco.wire.entries import Record
 from diloco.wire.fields import Bits, Range
 
@@ -25,7 +24,7 @@ class Delta:
         self,
         learner: str,
         incarnation: int,
-        carry: CarrySettings,
+        overlap: bool,
         error_feedback: bool,
         base: Vector,
         base_version: int,
@@ -33,7 +32,7 @@ class Delta:
         gradients: bool = False,
         **counts: Any,
     ) -> None:
-        self.state = DeltaState(learner, incarnation, carry, base_version, base_hash, **counts)
+        self.state = DeltaState(learner, incarnation, overlap, base_version, base_hash, **counts)
         self.values = DeltaValues(base, error_feedback, gradients)
         self.carried: Carried | None = None
 
@@ -43,7 +42,7 @@ class Delta:
         """Answer a round with a snapshot, which is overwritten."""
         encoded = self.values.encode(snapshot, bits)
         offer = self.state.offer(steps, tokens, data, round_version, bits)
-        self.values.hold(offer, encoded)
+        self.values.hold(offer.identity, encoded)
         return offer
 
     def body(self, offer: PendingDelta) -> NDArray[np.uint8]:
@@ -52,11 +51,11 @@ class Delta:
 
     def apply(self, record: Record, theta: Vector) -> Apply:
         self.carried = self.state.apply(record)
-        return self.values.apply(self.carried, self.state, theta)
+        return self.values.apply(self.carried, self.state.pending, theta)
 
     def reload(self, chain: Chain, theta: Vector, *, invalid: bool = False) -> Apply:
         self.carried = self.state.reload(chain, invalid=invalid)
-        return self.values.apply(self.carried, self.state, theta)
+        return self.values.apply(self.carried, self.state.pending, theta)
 
     def dump(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         return delta.dump(self.state, self.values)

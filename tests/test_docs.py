@@ -113,6 +113,7 @@ def metrics_rows() -> list[str]:
     tables: list[tuple[Metric[Any], ...]] = [
         metrics.COMMON,
         diloco_learner.metrics.METRICS,
+        diloco_learner.metrics.OF_PROCESSES,
         diloco_syncer.metrics.METRICS,
         diloco_coordinator.metrics.METRICS,
     ]

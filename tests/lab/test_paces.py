@@ -180,8 +180,7 @@ def play(text: str, paces: list[Pace], steps: int, **changes: Any) -> Any:
 @pytest.mark.slow
 def test_learners_come_and_go_and_their_tokens_are_accounted_for(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     paces = [Pace([0.1]), Pace([0.1], begins_s=1.0), Pace([0.1], away=[(1.23, 2.0)])]
-    all_kept = {"learners": 3, "carry.overlap": 1.0}
-    first, again = (play(text, paces, 90, **all_kept) for _ in range(2))
+    first, again = (play(text, paces, 90, learners=3) for _ in range(2))
     assert first.state_hashes == again.state_hashes
     assert first.loss == again.loss
     # who comes late and who comes back begin with a peer's optimizer state, both times
@@ -192,12 +191,12 @@ def test_learners_come_and_go_and_their_tokens_are_accounted_for(text: str, caps
     assert first.held == 0
     assert first.shares[0] > max(first.shares[1:])
     # where nobody is away, nothing is lost
-    assert play(text, [Pace([0.1])] * 3, 90, **all_kept).lost == pytest.approx(0)
+    assert play(text, [Pace([0.1])] * 3, 90, learners=3).lost == pytest.approx(0)
 
 
 @pytest.mark.slow
 def test_who_is_away_at_the_end_does_not_come_back(text: str) -> None:
-    ended = play(text, [Pace([0.1]), Pace([0.1], away=[(1.0, 1e6)])], 60, **{"carry.overlap": 1.0})
+    ended = play(text, [Pace([0.1]), Pace([0.1], away=[(1.0, 1e6)])], 60)
     assert ended.virtual_s < 100
     assert 60 * STEP_TOKENS <= ended.tokens <= 64 * STEP_TOKENS
     assert (ended.held, ended.lost > 0) == (0, True)  # who was killed holds nothing

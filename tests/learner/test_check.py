@@ -81,7 +81,7 @@ def test_a_mesh_that_does_not_fit_is_found_of_the_built_in_task_too(tmp_path: Pa
     text = tmp_path / "text.txt"
     text.write_text("some words\n" * 200)
     settings = run_settings(overrides={"learners": 2, "task.context": 8, "task.batch": 2, "task.layers": 1, "task.width": 16})
-    with pytest.raises(SettingsError, match=r"mesh\.fsdp = 4 .* are 4 devices, and JAX gives this process 1 \(cpu\)"):
+    with pytest.raises(SettingsError, match=r"mesh\.fsdp = 4 .* are 4 devices, and JAX gives this learner 1 \(cpu\)"):
         check(settings, str(text), MeshSettings(fsdp=4))
 
 

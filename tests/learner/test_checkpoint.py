@@ -19,13 +19,16 @@ from tests.learner.test_trainer import SETTINGS, Slope
 
 from diloco.core.learner import Dump
 from diloco.core.tape import Copied, Event, Restored
+from diloco.errors import RunError
 from diloco.member import state
 from diloco.member.member import Member
-from diloco.member.peer import Layout
+from diloco.member.peer import Lendable
+from diloco.member.state import Content
+from diloco.process import files
 from diloco.process.observe import get_logger
 from diloco.settings.service import LearnerSettings
 from diloco.wire.control import MarkerAnswer, SnapshotMarker
-from diloco_learner import checkpoint
+from diloco_learner import checkpoint, holding
 from diloco_learner.checkpoint import Keeper, restore
 from diloco_learner.island import Island
 
@@ -37,12 +40,13 @@ class Bookkeeper:
 
     def __init__(self) -> None:
         self.run, self.lender = SimpleNamespace(identity=RUN), SimpleNamespace(wanted=False)
+        self.admission = SimpleNamespace(incarnation=1)
         self.step = 0
         self.busy = False  # a fragment is being encoded
         self.marker: SnapshotMarker | None = None
         self.answers: list[MarkerAnswer] = []
         self.saved: list[bytes] = []
-        self.lent: list[tuple[int, list[int], dict[str, NDArray[Any]]]] = []
+        self.lent: list[tuple[int, list[int], Lendable]] = []
         self.recorded: list[Event] = []
         self.tape = SimpleNamespace(record=self.recorded.append)
 
@@ -69,10 +73,9 @@ class Bookkeeper:
     def note_saved(self, digest: bytes) -> None:
         self.saved.append(digest)
 
-    def lend(self, step: int, versions: list[int], layout: Layout, arrays: dict[str, NDArray[Any]]) -> None:
-        assert Layout.of(arrays) == layout
+    def lend(self, step: int, versions: list[int], state: Lendable) -> None:
         self.lender.wanted = False
-        self.lent.append((step, versions, arrays))
+        self.lent.append((step, versions, state))
 
     def restore(self, plain: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
         np.testing.assert_array_equal(arrays["accounts/0/base"], np.full(3, plain["step"], np.float32))
@@ -183,6 +186,29 @@ def test_one_that_holds_steps_up_puts_off_the_next(tmp_path: Path, monkeypatch: 
     assert len(rig.accounts.recorded) == 2
 
 
+def test_a_loan_that_held_steps_up_puts_off_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Any = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(checkpoint, "time", clock)
+    rig = Rig(tmp_path, checkpoint_s=0.0)
+    lender = rig.accounts.lender
+    lender.give_none = lambda: setattr(lender, "wanted", False)
+
+    def step(step_s: float, *, wanted: bool = False) -> int:
+        lender.wanted = wanted
+        clock.now_s += step_s
+        rig.step()
+        rig.settle()
+        assert not lender.wanted
+        return len(rig.accounts.lent)
+
+    for _ in range(10):
+        assert step(1.0) == 0
+    assert step(1.0, wanted=True) == 1
+    assert step(3.0) == 1  # 2 s longer than usual: no other one for 100 s
+    assert step(99.0, wanted=True) == 1
+    assert step(1.0, wanted=True) == 2
+
+
 def test_none_but_the_last_where_no_interval_is_set(tmp_path: Path) -> None:
     rig = Rig(tmp_path, checkpoint_s=0.0)
     now = rig.step()
@@ -203,11 +229,11 @@ def truncate(path: Path) -> None:
 
 
 def of_another_run(path: Path) -> None:
-    state.save(path, b"\x09" * 8, "ann", {"step": 9}, {})
+    state.save(path, b"\x09" * 8, "ann", {"step": 9}, Content.of({}))
 
 
 def of_another_model(path: Path) -> None:
-    state.save(path, RUN, "ann", {"step": 9}, {"params/y": np.zeros(3, np.float32)})
+    state.save(path, RUN, "ann", {"step": 9}, Content.of({"params/y": np.zeros(3, np.float32)}))
 
 
 def of_nothing(path: Path) -> None:
@@ -287,8 +313,45 @@ def test_a_peer_gets_the_optimizer_state_of_a_boundary(tmp_path: Path) -> None:
     now = rig.step()
     rig.island.step(np.float32(1), 0.1).wait()
     rig.settle()
-    [(step, versions, arrays)] = rig.accounts.lent
+    [(step, versions, lent)] = rig.accounts.lent
     assert (step, versions) == (1, [1])
-    assert arrays.keys() == {name for name in now if name.startswith("optimizer/")}
-    for name, values in arrays.items():
-        np.testing.assert_array_equal(values, now[name], strict=True)
+    wholes = lent.layout.wholes()
+    assert {whole.name for whole in wholes} == {name for name in now if name.startswith("optimizer/")}
+    for whole in wholes:
+        np.testing.assert_array_equal(lent.read(whole), now[whole.name], strict=True)
+    assert len(list(state.loans(tmp_path, "ann").iterdir())) == 1
+    lent.drop()
+    assert not list(state.loans(tmp_path, "ann").iterdir())
+    with pytest.raises(RunError, match="cannot be read"):
+        lent.read(wholes[0])
+    state.save(state.loans(tmp_path, "ann") / "7.safetensors", RUN, "ann", {}, Content.of({}))
+    Rig(tmp_path)
+    assert not state.loans(tmp_path, "ann").exists()  # what a process left behind that was killed
+
+
+def test_where_no_copy_fits_the_next_step_waits_until_the_state_has_been_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holding, "COPY_BYTES", 0)
+    rig = Rig(tmp_path)
+    begun, may_end, hash_of = threading.Event(), threading.Event(), files.replace
+
+    def slowly(path: Path, write: Callable[[Path], None], previous: Path | None = None) -> None:
+        begun.set()
+        assert may_end.wait(30)
+        hash_of(path, write, previous)
+
+    monkeypatch.setattr(files, "replace", slowly)
+    boundary = threading.Thread(target=rig.step)
+    boundary.start()
+    assert begun.wait(30)
+    boundary.join(0.05)
+    assert boundary.is_alive()
+    may_end.set()
+    boundary.join(30)
+    at_boundary = rig.island.state()
+    for _ in range(3):
+        rig.island.step(np.float32(1), 0.1).wait()
+    rig.settle()
+    assert rig.restored()[0]
+    rig.check(at_boundary, 1)

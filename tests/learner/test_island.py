@@ -12,11 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.learner.contents import whole
 
+from diloco.core.chunks import Chunk
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
+from diloco_learner import holding
 from diloco_learner.island import Island
 
 
@@ -120,12 +123,12 @@ def test_write_keeps_progress_and_mixes(island: Island, fragments: FragmentMap) 
     for fragment in fragments.fragments:
         value = island.read(fragment).to_host()
         theta, reference = np.full_like(value, 10), value - 4
-        island.write(fragment, theta, (reference, 0.5), 0.0)  # 10 + 0.5 * 4
-        np.testing.assert_allclose(island.read(fragment).to_host(), 12.0)
-        island.write(fragment, theta, None, 0.25)  # 0.25 * 12 + 0.75 * 10
-        np.testing.assert_allclose(island.read(fragment).to_host(), 10.5)
-        island.write(fragment, theta, (theta, 1.0), 0.5)  # 0.5 * 10.5 + 0.5 * (10 + 0.5)
-        np.testing.assert_allclose(island.read(fragment).to_host(), 10.5)
+        island.write(fragment, theta, reference, 0.0)  # 10 + 4
+        np.testing.assert_allclose(island.read(fragment).to_host(), 14.0)
+        island.write(fragment, theta, None, 0.25)  # 0.25 * 14 + 0.75 * 10
+        np.testing.assert_allclose(island.read(fragment).to_host(), 11.0)
+        island.write(fragment, theta, theta - 1, 0.5)  # 0.5 * 11 + 0.5 * (10 + 2)
+        np.testing.assert_allclose(island.read(fragment).to_host(), 11.5)
 
 
 def test_prepare_compiles_and_changes_nothing(island: Island, fragments: FragmentMap) -> None:
@@ -144,12 +147,12 @@ def test_prepare_compiles_and_changes_nothing(island: Island, fragments: Fragmen
         for old, new in zip(before, values(island, fragments), strict=True):
             np.testing.assert_array_equal(old, new)
         island.step(np.float32(1), 0.1).wait()
-        island.copy()
-        island.copy_optimizer()
+        island.capture()
+        island.capture(optimizer_only=True)
         for fragment, theta in zip(fragments.fragments, before, strict=True):
             island.read(fragment)
             island.write(fragment, theta)
-            island.write(fragment, theta, (theta, 1.0), 0.5)
+            island.write(fragment, theta, theta, 0.5)
         assert made == []
         island.step(np.ones(1, np.float32), 0.1).wait()
         assert made  # a batch of another shape takes another program
@@ -195,24 +198,44 @@ def test_state_continues_exactly(island: Island) -> None:
 def test_a_copy_is_the_state_as_of_when_it_was_queued(island: Island) -> None:
     island.step(np.float32(3), 0.1).wait()
     state = island.state()
-    copies, optimizer = island.copy(), island.copy_optimizer()
+    captured, optimizer = island.capture(), island.capture(optimizer_only=True)
+    assert not captured.held
     for target in (4, 5):
         island.step(np.float32(target), 0.1).wait()
+    copies, copied = whole(captured.content), whole(optimizer.content)
     assert copies.keys() == state.keys()
     for name, values in copies.items():
-        np.testing.assert_array_equal(np.asarray(values), state[name])
-    assert optimizer.keys() == {name for name in state if name.startswith("optimizer/")}
-    for name, values in optimizer.items():
-        np.testing.assert_array_equal(np.asarray(values), state[name])
+        np.testing.assert_array_equal(values, state[name], strict=True)
+    assert copied.keys() == {name for name in state if name.startswith("optimizer/")}
+    for name, values in copied.items():
+        np.testing.assert_array_equal(values, state[name], strict=True)
+
+
+def test_a_state_that_no_copy_fits_beside_is_read_as_it_is_and_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "COPY_BYTES", 1000)
+    monkeypatch.setattr(Chunk.cut, "__defaults__", (1000,))
+    island, other = (Island(Wide(), SETTINGS) for _ in range(2))
+    island.rehearse(np.float32(1))
+    island.step(np.float32(3), 0.1).wait()
+    state, captured = island.state(), island.capture()
+    assert captured.held
+    assert max(chunk.size_bytes for chunk in captured.content.chunks) <= 1000
+    copies = whole(captured.content)
+    for name in state:
+        np.testing.assert_array_equal(copies[name], state[name], strict=True)
+    island.step(np.float32(3), 0.1).wait()  # nothing of it is held back
+    for chunk in other.wanted():
+        other.put(chunk, copies[chunk.name][chunk.where])
+    for name, values in other.state().items():
+        np.testing.assert_array_equal(values, state[name], strict=True)
 
 
 def test_a_peers_optimizer_state_and_other_parameters(island: Island) -> None:
     for _ in range(3):
         island.step(np.float32(3), 0.1).wait()
-    layout = island.optimizer_layout()
-    lent = layout.split(layout.join({name: np.asarray(values) for name, values in island.copy_optimizer().items()}))
+    lent = whole(island.capture(optimizer_only=True).content)
     other = Island(Quadratic(), SETTINGS)
-    assert other.optimizer_layout() == layout
+    assert other.optimizer_layout() == island.optimizer_layout()
     before = other.state()
     other.load_optimizer(lent)
     after, wanted = other.state(), island.state()
@@ -230,6 +253,13 @@ def test_checkpoints_of_other_models_are_refused(island: Island) -> None:
         island.load_state(state | {"params/more": np.zeros(1)})
     with pytest.raises(RunError, match=r"'params/list/0' has shape \(4,\) of float32, this model's has \(5,\) of float32"):
         island.load_state(state | {"params/list/0": np.zeros(4, np.float32)})
+
+
+class Wide(Quadratic):
+    """A tensor of five chunks of 1000 bytes, and one of a row longer than a chunk."""
+
+    def init(self, key: jax.Array) -> Any:
+        return {"list": [jnp.ones((20, 60)), jnp.ones((2, 300)), jnp.ones(())]}
 
 
 class Half(Quadratic):
@@ -269,7 +299,7 @@ def test_for_an_outer_adamw_a_step_makes_a_gradient_alone(fragments: FragmentMap
     for begun, gradient in zip(before, gradients(island), strict=True):
         np.testing.assert_array_equal(gradient, begun - np.float32(0.5))
     assert island.optimizer_layout().arrays == ()
-    assert island.copy_optimizer() == {}
+    assert island.arrays(optimizer_only=True) == {}
 
     other = Island(Quadratic(), run_settings("data-parallel"))
     other.load_state(island.state())
@@ -278,7 +308,7 @@ def test_for_an_outer_adamw_a_step_makes_a_gradient_alone(fragments: FragmentMap
 
     first, *others = fragments.fragments
     theta = np.ones(first.size, np.float32)
-    other.write(first, theta, (theta, 1.0))  # the log was loaded, at the version that the gradient is of
+    other.write(first, theta, theta)  # the log was loaded, at the version that the gradient is of
     assert gradients(other)[0].any()
     other.write(first, theta)
     assert not gradients(other)[0].any()

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -63,13 +64,15 @@ class Script:
         self.readers: list[Callable[[], Any]] = []
         self.step = 0
         self.leaves_at: int | None = None  # boundaries played when it was told that the trainer leaves
+        self.leave_by_s: float | None = None
         self.unmerged = unmerged  # boundaries from then on until all is merged
 
     def boundary(self, done: StepDone | None) -> Boundary:
         self.unmerged -= self.leaves_at is not None
         self.done.append(done)
         self.step += done is not None
-        return next(self.boundaries)
+        in_time = self.leave_by_s is None or time.perf_counter() < self.leave_by_s
+        return replace(next(self.boundaries), ended=self.leaves_at is not None and (self.unmerged <= 0 or not in_time))
 
     def submit(self, fragment: int, reader: Callable[[], Any]) -> None:
         self.readers.append(reader)
@@ -80,12 +83,8 @@ class Script:
     def moment(self) -> Moment:
         return Moment(0, 1)
 
-    def leave(self) -> None:
-        self.leaves_at = len(self.done)
-
-    @property
-    def left(self) -> bool:
-        return self.unmerged <= 0
+    def leave(self, within_s: float) -> None:
+        self.leaves_at, self.leave_by_s = len(self.done), time.perf_counter() + within_s
 
 
 @pytest.fixture
@@ -132,7 +131,7 @@ def test_every_step_is_booked_once_and_the_last_loss_is_told(island: Island) -> 
 
 def test_a_version_is_between_the_steps_around_its_boundary(island: Island) -> None:
     theta = np.full(4, 10, np.float32)
-    write = Boundary([(0, Apply(theta, None, 0.0))], [0], stop=False, wait=False, finished=False)
+    write = Boundary([(0, Apply(theta, None))], [0], stop=False, wait=False, finished=False)
     script, _ = train(island, [NOTHING, NOTHING, write, NOTHING, FINISHED])
     # two steps before the boundary were overwritten, what was read is the version, two came after it
     np.testing.assert_array_equal(script.readers[0](), theta)
@@ -143,9 +142,7 @@ def test_a_version_is_between_the_steps_around_its_boundary(island: Island) -> N
 @pytest.mark.parametrize(("reset", "value"), [(False, 5.0), (True, 10.0)])
 def test_a_version_is_mixed_into_the_value_but_a_loaded_one_replaces_it(island: Island, reset: bool, value: float) -> None:
     mixing = run_settings(overrides={"apply.alpha": 0.5})
-    write = Boundary(
-        [(0, Apply(np.full(4, 10, np.float32), None, 0.0, reset=reset))], [0], stop=False, wait=False, finished=False
-    )
+    write = Boundary([(0, Apply(np.full(4, 10, np.float32), None, reset=reset))], [0], stop=False, wait=False, finished=False)
     script, _ = train(island, [write, FINISHED], settings=mixing)
     np.testing.assert_array_equal(script.readers[0](), np.full(4, value, np.float32))  # it was 0
 

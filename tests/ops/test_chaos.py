@@ -25,12 +25,13 @@ from diloco.wire.entries import Record
 from diloco.wire.offers import Member
 from diloco_ops import failures
 from diloco_ops.chaos import revert
-from diloco_ops.chaos.breaking import KINDS, sources
+from diloco_ops.chaos.kinds import KINDS, Present, sources
 from diloco_ops.chaos.refusals import Refusals
 from diloco_ops.chaos.revert import JOURNAL, FaultJournal
 from diloco_ops.chaos.witness import Recovery, Witness
+from diloco_ops.failures import Failure
 
-DEADLINE_S = 20.0
+DEADLINE_S = 100.0  # a process that imports much begins late on a busy machine
 START = blake3(b"genesis").digest()
 
 
@@ -94,9 +95,9 @@ def test_a_log_that_goes_on_as_it_was_is_found_whole() -> None:
     story.version()
     witness = story.witness
     assert (len(witness.versions), witness.takeovers, witness.doubled, witness.passed_over) == (2, 1, 0, 0)
-    assert witness.compare(story.stored()) == (0, 0)
+    assert witness.compare([story.stored()]) == (0, 0, 0)
     # versions below the oldest one kept were dropped on purpose
-    assert witness.compare({key: checks for key, checks in story.stored().items() if key != (0, 1)}) == (0, 0)
+    assert witness.compare([{key: checks for key, checks in story.stored().items() if key != (0, 1)}]) == (0, 0, 0)
 
 
 def test_versions_that_are_gone_or_others_are_counted() -> None:
@@ -106,7 +107,33 @@ def test_versions_that_are_gone_or_others_are_counted() -> None:
     stored = story.stored()
     del stored[0, 2]
     stored[0, 3] = {bytes(32)}
-    assert story.witness.compare(stored) == (1, 1)
+    assert story.witness.compare([stored]) == (1, 1, 0)
+
+
+def test_versions_must_be_in_a_majority_of_regions() -> None:
+    story = Story()
+    for _ in range(4):
+        story.version()
+    whole = story.stored()
+    until_3 = {key: checks for key, checks in whole.items() if key[1] <= 3}
+    jumped = {key: checks for key, checks in whole.items() if key[1] in (1, 4)}  # given a keyframe of version 4
+    compare = story.witness.compare
+    assert compare([whole, whole, until_3]) == compare([whole, {}, whole]) == compare([whole, jumped, {}]) == (0, 0, 0)
+    assert compare([whole, until_3, until_3]) == (0, 0, 1)  # version 4 is one region's
+    assert compare([until_3, until_3, until_3]) == (1, 0, 1)
+    assert compare([whole, whole, {**whole, (0, 2): {bytes(32)}}]) == (0, 1, 0)  # a log of its own
+
+
+def test_a_regions_recovery_is_work_of_its_learners_in_a_version() -> None:
+    story = Story()
+    for learner, region in (("ann", "us"), ("eve", "eu")):
+        story.witness.heartbeat(heartbeat(learner=learner, region=region), 0.0)
+    for region in ("eu", "ap"):  # nobody learns in ap
+        story.witness.expect(Recovery("nats_kill", f"nats-{region}", 1.0, version=True, region=region))
+    story.version("ann", at_s=3.0)
+    story.version("eve", at_s=4.0)
+    times = {recovery.target: recovery.took_s for recovery in story.witness.recoveries}
+    assert times == {"nats-eu": 3.0, "nats-ap": 2.0}
 
 
 def test_a_second_entry_after_the_same_one_is_a_doubled_version_and_a_copy_is_none() -> None:
@@ -216,13 +243,30 @@ def test_lost_tokens_are_a_mean_by_parameters() -> None:
 
 def test_every_kind_of_failure_is_drawn_for_what_is_there() -> None:
     services = ["coordinator", "evaluator", "learner-0", "syncer-0", "syncer-1"]
-    tape = failures.draw(3, sources(list(KINDS), services), 1000, 1.0)
+    present = Present([*services, "nats", "wan"])
+    possible = [name for name, kind in KINDS.items() if present.is_possible(kind)]
+    tape = failures.draw(3, sources(possible, present), 1000, 1.0)
     met = {(failure.kind, failure.target) for failure in tape.failures}
-    assert {kind for kind, _ in met} == set(KINDS)
+    assert {kind for kind, _ in met} == set(possible) == set(KINDS) - {"link_cut"}
     assert {target for kind, target in met if kind == "kill"} == set(services)
     assert {target for kind, target in met if kind.startswith("nats")} == {"nats"}
     assert {target for kind, target in met if kind == "full"} == {"log", "offers"}
     assert failures.decode(failures.encode(tape).splitlines(), "tape", known=KINDS).failures == tape.failures
+
+
+def test_in_regions_each_ones_server_streams_and_links_are_met() -> None:
+    present = Present(["learner-0", "nats", "nats-eu", "nats-us", "wan"], ["us", "eu"])
+    tape = failures.draw(3, sources(list(KINDS), present), 1000, 1.0)
+    met = {(failure.kind, failure.target) for failure in tape.failures}
+    assert {target for kind, target in met if kind.startswith("nats")} == {"nats", "nats-us", "nats-eu"}
+    assert {target for kind, target in met if kind == "full"} == {"log/us", "log/eu", "offers/us", "offers/eu"}
+    assert {target for kind, target in met if kind == "link_cut"} == {"link/us", "link/eu"}
+    assert {target for kind, target in met if kind == "kill"} == {"learner-0"}
+    assert present.meant(Failure(0, "link_cut", "link/us-eu", 1.0)) == ["link/us-eu"]  # one direction
+    assert present.meant(Failure(0, "nats_kill", "nats-*", 0.0)) == ["nats-us", "nats-eu"]
+    assert [present.region_of(target) for target in ("nats-eu", "log/us", "link/eu", "link/us-eu", "learner-0", "nats")] == [
+        "eu", "us", "eu", None, None, None,
+    ]  # fmt: skip
 
 
 # ---- putting right

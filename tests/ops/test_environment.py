@@ -8,7 +8,7 @@ import pytest
 
 from diloco.errors import SettingsError
 from diloco_ops import environment
-from diloco_ops.environment import dealt, learner_environment, mesh_of, service_environment
+from diloco_ops.environment import dealt, learner_environment, mesh_of, per_process, service_environment
 
 OURS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
@@ -35,6 +35,13 @@ def test_users_values_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     values = learner_environment(0, 2, 2)
     assert values["XLA_FLAGS"] == f"--xla_force_host_platform_device_count=4 {OURS}"
     assert "JAX_NUM_CPU_DEVICES" not in values
+
+
+def test_devices_of_a_learner_are_divided_by_its_processes() -> None:
+    assert per_process(4, 2) == 2
+    assert per_process(None, 2) is None
+    with pytest.raises(SettingsError, match="--devices-per-learner 3: 2 processes do not divide them"):
+        per_process(3, 2)
 
 
 def test_a_cpu_is_divided_as_asked() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -110,3 +111,23 @@ async def test_of_a_damaged_file_nothing_is_left(links: tuple[Link, Link], tmp_p
 async def test_a_stream_that_is_not_there_is_told(links: tuple[Link, Link], tmp_path: Path) -> None:
     with pytest.raises(BrokerError, match="stream NONE: stream not found"):
         await snapshot.save(links[0], "NONE", tmp_path / "stream")
+
+
+@pytest.mark.slow
+async def test_a_restore_that_the_server_gave_up_since_the_machine_was_busy_is_begun_again(
+    links: tuple[Link, Link], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, other = links
+    taken = await saved(link, tmp_path / "stream")
+    send, sent = snapshot._send, 0
+
+    async def late_at_first(*args: Any) -> dict[str, Any]:
+        nonlocal sent
+        sent += 1
+        await asyncio.sleep(7 if sent == 1 else 0)  # the server waits for five
+        return await send(*args)
+
+    monkeypatch.setattr(snapshot, "_send", late_at_first)
+    await snapshot.restore(other, taken, tmp_path / "stream")
+    assert sent == 2
+    assert await held(other, int(taken.state["last_seq"])) == await held(link, int(taken.state["last_seq"]))

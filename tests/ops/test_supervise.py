@@ -15,7 +15,7 @@ import psutil
 import pytest
 from tests.services.cluster import Events
 
-from diloco.errors import EjectedError
+from diloco.errors import EjectedError, IslandError
 from diloco.process.observe import Logger
 from diloco_ops import supervise
 from diloco_ops.supervise import ServiceFailed, Supervisor
@@ -45,10 +45,10 @@ class Mortals:
         self.folder, self.events = folder, Events()
         self.supervisor = Supervisor(cast(Logger, self.events))
 
-    def start(self, name: str, *fates: str) -> None:
+    def start(self, name: str, *fates: str, group: str = "") -> None:
         config = self.folder / f"{name}.toml"
         config.write_text(",".join(fates))
-        self.supervisor.start(name, "mortal", config, os.environ | {"PYTHONPATH": str(self.folder)})
+        self.supervisor.start(name, "mortal", config, os.environ | {"PYTHONPATH": str(self.folder)}, group=group)
 
     def lives(self, name: str) -> int:
         file = self.folder / f"{name}.lives"
@@ -92,6 +92,37 @@ def test_what_a_signal_killed_is_begun_again(mortals: Mortals, monkeypatch: pyte
     assert killed == ["SIGKILL", "SIGSEGV", "SIGABRT"]
     restarted = [values for _, event, values in mortals.events.entries if event == "service_restarted"]
     assert [(values["restarted"], values["restarts"]) for values in restarted] == [("a", 1), ("a", 2), ("a", 3)]
+
+
+LOST = str(IslandError.exit_code)
+
+
+def test_processes_of_a_learner_are_begun_again_together_once_all_have_ended(mortals: Mortals) -> None:
+    mortals.start("a", LOST, "0", group="ann")
+    mortals.start("a-p1", "-9", "0", group="ann")
+    mortals.start("b", "0")
+    mortals.tend_until(mortals.supervisor.tend)
+    assert [mortals.lives(name) for name in ("a", "a-p1", "b")] == [2, 2, 1]
+    killed = [values for _, event, values in mortals.events.entries if event == "service_killed"]
+    assert [(values["killed"], values["signal"]) for values in killed] == [("a-p1", "SIGKILL")]
+
+
+def test_a_process_that_is_still_there_long_after_another_one_is_killed(
+    mortals: Mortals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "GROUP_S", 0.3)
+    mortals.start("a", "lives", "0", group="ann")
+    mortals.start("a-p1", "-9", "0", group="ann")
+    mortals.tend_until(mortals.supervisor.tend)
+    assert (mortals.lives("a"), mortals.lives("a-p1")) == (2, 2)
+
+
+def test_wrong_settings_of_one_process_end_the_run_whatever_becomes_of_the_others(mortals: Mortals) -> None:
+    mortals.start("a", LOST, group="ann")
+    mortals.start("a-p1", "2", group="ann")
+    with pytest.raises(ServiceFailed, match="a-p1: it was my fate") as failed:
+        mortals.tend_until(mortals.supervisor.tend)
+    assert failed.value.exit_code == 2
 
 
 def test_the_pid_of_a_running_service_is_in_its_file(mortals: Mortals) -> None:

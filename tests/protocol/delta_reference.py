@@ -39,15 +39,13 @@ class Pending:
     """An offer whose fate is unknown."""
 
     identity: tuple[int, int]
-    displacement: Vector  # as far as the value holds it
+    round: int
+    displacement: Vector
     rest: Vector  # left over by quantisation
     steps: int
     tokens: int
-    held_steps: int
-    held_tokens: int
     data: frozenset[tuple[int, int]]
-    kept: float = 1.0
-    dropped: bool = False
+    dropped: bool = False  # its displacement is in the value no more
 
 
 @dataclass
@@ -66,7 +64,6 @@ class State:
     lost_tokens: int = 0
     data: frozenset[tuple[int, int]] = frozenset()
     number: int = 0
-    missed_from: int | None = None
     pending: list[Pending] = field(default_factory=list)
 
     def step(self, share: int, batch: int, tokens: int, moves: list[float]) -> None:
@@ -80,8 +77,7 @@ class State:
         rest = exact(gradient - decode(content, 4, bits))
         self.number += 1
         identity = (self.incarnation, self.number)
-        counts = self.steps, self.tokens
-        self.pending.append(Pending(identity, displacement, rest, *counts, *counts, self.data))
+        self.pending.append(Pending(identity, round_, displacement, rest, self.steps, self.tokens, self.data))
         return {
             "number": self.number,
             "after": list(self.after),
@@ -95,13 +91,13 @@ class State:
             "content": content.hex(),
         }
 
-    def version(self, version: int, theta: list[float], mine: tuple[int, int] | None, round_: int) -> None:
-        """Apply a version that holds the offer ``mine`` as an answer to ``round_``, or (None) none of this learner's."""
+    def version(self, version: int, theta: list[float], mine: tuple[int, int] | None) -> None:
+        """Apply a version that holds the offer ``mine``, or (None) none of this learner's."""
         old = self.x
         if mine is None:
-            self._missed(version, exact(theta))
+            self._missed(exact(theta))
         else:
-            self._merged(exact(theta), mine, "carry.overlap" if round_ == version else "carry.late")
+            self._merged(version, exact(theta), mine)
         alpha = self.settings["apply.alpha"]
         self.x = exact(alpha * old + (1 - alpha) * self.x)
         self.base, self.base_version = exact(theta), version
@@ -113,54 +109,48 @@ class State:
     def reload(self, version: int, theta: list[float], cursor: tuple[int, int], rolled_back: int, finite: bool) -> None:
         """Take over the log's state; ``rolled_back`` is the version that its last rollback made, 0 if there is none."""
         if cursor != self.after:
-            self._merged(exact(theta), cursor, "carry.late")
-        elif version == self.base_version:
-            self._keep(exact(theta), self.base, 1.0 if self.tokens else 0.0)
-        else:
-            self._missed(version, exact(theta))
+            self._merged(version, exact(theta), cursor)
+        elif version != self.base_version:
+            self._missed(exact(theta))
+        elif not self.tokens:
+            self.x = exact(theta)
         if not finite or self.base_version < rolled_back:
             self._begin_again(exact(theta))
         self.base, self.base_version = exact(theta), version
 
-    def _missed(self, version: int, theta: Vector) -> None:
-        if self.missed_from is None:
-            self.missed_from = self.base_version
-        factor = self.settings["carry.late"]
-        if not self.tokens or version - self.missed_from > self.settings["carry.max_versions"]:
-            factor = 0.0
+    def _missed(self, theta: Vector) -> None:
         for offer in self.pending:
-            offer.displacement, offer.kept = exact(factor * offer.displacement), factor * offer.kept
-            offer.held_steps, offer.held_tokens = int(factor * offer.held_steps), int(factor * offer.held_tokens)
-            offer.dropped = offer.dropped or (offer.kept == 0 and self.tokens > 0)
-        self._keep(theta, self.base, factor)
+            offer.dropped = True
+        self._drop(theta)
 
-    def _merged(self, theta: Vector, mine: tuple[int, int], factor_of: str) -> None:
+    def _merged(self, version: int, theta: Vector, mine: tuple[int, int]) -> None:
         offer = next((offer for offer in self.pending if offer.identity == mine), None)
-        self.after, self.pending, self.missed_from = mine, [], None
+        self.after, self.pending = mine, []
         if offer is None:
             self.e = zeros()
-            self._keep(theta, self.base, 0.0)
+            self._drop(theta)
             return
-        self.steps, self.tokens = self.steps - offer.held_steps, self.tokens - offer.held_tokens
-        self.lost_tokens -= offer.tokens - offer.held_tokens
-        self.data -= offer.data
+        if offer.dropped:
+            self.lost_tokens -= offer.tokens
+            self.e = zeros()
+            self._drop(theta)
+            return
+        self.steps, self.tokens, self.data = self.steps - offer.steps, self.tokens - offer.tokens, self.data - offer.data
         if self.settings["codec.error_feedback"]:
-            self.e = zeros() if offer.dropped else offer.rest
-        factor = self.settings["carry.late" if offer.dropped else factor_of]
-        reference = self.base if offer.dropped else self.base + offer.displacement
-        self._keep(theta, reference, factor)
+            self.e = offer.rest
+        if self.settings["carry.overlap"] and offer.round == version:
+            self.x = exact(theta + (self.x - (self.base + offer.displacement)))
+        else:
+            self._drop(theta)
 
     def _begin_again(self, theta: Vector) -> None:
         self.pending, self.e = [], zeros()
-        self._keep(theta, self.base, 0.0)
+        self._drop(theta)
 
-    def _keep(self, theta: Vector, reference: Vector, factor: float) -> None:
-        # a factor of 0 takes nothing from a value that may not be finite
-        self.x = exact(theta + factor * (self.x - reference)) if factor else theta
-        kept = int(factor * self.tokens)
-        self.steps, self.lost_tokens, self.tokens = int(factor * self.steps), self.lost_tokens + self.tokens - kept, kept
-        if not kept:
-            self.missed_from, self.data = None, frozenset()
+    def _drop(self, theta: Vector) -> None:
+        self.x = theta
+        self.lost_tokens += self.tokens
+        self.steps, self.tokens, self.data = 0, 0, frozenset()
 
     def seen(self) -> dict[str, Any]:
         return {
@@ -191,8 +181,7 @@ class Scenario:
 
     def __init__(self, about: str, *, tokens: int = 0, begin: dict[str, Any] | None = None, **settings: Any) -> None:
         """``tokens``: processed before; ``begin``: other than a founder's; in a keyword ``__`` is the dot of a setting."""
-        defaults = {"carry.overlap": 0.0, "carry.late": 1.0, "carry.max_versions": 8}
-        defaults |= {"codec.error_feedback": True, "apply.alpha": 0.0}
+        defaults = {"carry.overlap": True, "codec.error_feedback": True, "apply.alpha": 0.0}
         self.settings = defaults | {name.replace("__", "."): value for name, value in settings.items()}
         founder: dict[str, Any] = {
             "incarnation": 7,
@@ -232,7 +221,7 @@ class Scenario:
         """Apply a version; ``mine`` is the identity of this learner's offer in it, which answered ``round_``."""
         members = [] if mine is None else [{"learner": LEARNER, "incarnation": mine[0], "number": mine[1], "round": round_}]
         members.append({"learner": "zoe", "incarnation": 1, "number": version, "round": version})
-        self.state.version(version, list(theta), mine, round_)
+        self.state.version(version, list(theta), mine)
         self._note("version", {"version": version, "theta": list(theta), "members": members})
 
     def rollback(self, version: int, to_version: int, *theta: float) -> None:

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).with_name("golden") / "delta"
 
 def merges() -> Iterator[tuple[str, Scenario]]:
     """An own offer is merged by its own round. First moves are 0 or 7 times a power of two: 4 bits scale exactly."""
-    play = Scenario("A version holds the answer to its own round. Steps since the offer are lost: carry.overlap is 0.")
+    play = Scenario("A version holds the answer to its own round. The overlap, all steps since the offer, is kept.")
     play.step(10, -7, 2, 3, 1)
     play.step(10, 0, -4, 0.5, 0)
     play.offer(1)
@@ -25,71 +25,55 @@ def merges() -> Iterator[tuple[str, Scenario]]:
     play.version(1, 101, 202, -51, 9, mine=(7, 1), round_=1)
     play.step(10, 14, 1, 1, 1)
     play.offer(2)
+    play.version(2, 102, 204, -52, 10, mine=(7, 2), round_=2)
     yield "regular_merge", play
 
-    play = Scenario(
-        "carry.overlap is 0.5: half of the progress since the offer stays; counters are cut to integers.", carry__overlap=0.5
-    )
-    play.step(10, -7, 2, 3, 1)
-    play.offer(1)
-    play.step(5, 14, -2, 4, 0)
-    play.step(6, 0, 2, 0, 6)
-    play.version(1, 101, 202, -51, 9, mine=(7, 1), round_=1)
-    play.step(10, 0, 1, 1, 1)
-    play.offer(2)
-    yield "carry_overlap_half", play
-
-    play = Scenario("carry.overlap is 1: nothing is lost.", carry__overlap=1.0)
+    play = Scenario("An overlap is offered without a further step, and with other bits.")
     play.step(10, -7, 2, 3, 1)
     play.offer(1, bits=8)
     play.step(5, 7, -2, 4, 0)
     play.version(1, 101, 202, -51, 9, mine=(7, 1), round_=1)
     play.offer(2, bits=16)
-    yield "carry_overlap_all", play
+    yield "overlap_alone", play
+
+    play = Scenario("Without carry.overlap the steps since the offer are lost.", carry__overlap=False)
+    play.step(10, -7, 2, 3, 1)
+    play.step(10, 0, -4, 0.5, 0)
+    play.offer(1)
+    play.step(6, 0, 8, 8, 8)
+    play.version(1, 101, 202, -51, 9, mine=(7, 1), round_=1)
+    play.step(10, 14, 1, 1, 1)
+    play.offer(2)
+    yield "overlap_dropped", play
 
 
 def misses() -> Iterator[tuple[str, Scenario]]:
     """Versions come without an own offer, and offers late."""
-    play = Scenario("A version holds none of this learner's offers: all displacement stays, since carry.late is 1.")
+    play = Scenario("A version holds none of this learner's offers: all displacement is dropped.")
     play.step(10, -7, 2, 3, 1)
     play.offer(1)
     play.step(6, 0, 1, 1, 1)
     play.version(1, 101, 202, -51, 9)
-    play.step(6, 0, 1, -1, 2)
+    play.step(6, -7, 1, -1, 2)
     play.offer(2)
     yield "missed_version", play
 
-    play = Scenario("An offer misses its own round and is merged by the next version; the newer offer is void.")
+    play = Scenario(
+        "An offer misses its own round and is merged by the next version: its tokens, counted as lost, are counted back. The "
+        "newer offer is void, and the steps since the version before are lost."
+    )
     play.step(10, -7, 2, 3, 1.5)
     play.offer(1)
     play.step(6, 0, 1, 1, 1)
     play.version(1, 101, 202, -51, 9)
-    play.step(6, 0, 1, -1, 2)
+    play.step(7, 7, 1, -1, 2)
     play.offer(2)
     play.version(2, 102, 204, -52, 10, mine=(7, 1), round_=1)
     play.step(4, 7, 1, 1, 1)
     play.offer(3)
     yield "late_merge", play
 
-    play = Scenario(
-        "carry.late is 0.5: a missed version halves the progress. The offer is merged late, its lost tokens are counted back.",
-        carry__late=0.5,
-    )
-    play.step(11, -14, 2, 6, 1)
-    play.offer(1)
-    play.step(6, 0, 2, 4, 8)
-    play.version(1, 101, 202, -51, 9)
-    play.step(7, 0, 1, -1, 2)
-    play.version(2, 102, 204, -52, 10, mine=(7, 1), round_=1)
-    play.step(4, 7, 1, 1, 1)
-    play.offer(3)
-    yield "carry_late_half", play
-
-    play = Scenario(
-        "carry.late is 0: a missed version drops everything. The offer is merged after all: its tokens are counted back, and "
-        "the error becomes zero.",
-        carry__late=0.0,
-    )
+    play = Scenario("An offer is merged late that holds the error of the one before: the error becomes zero.")
     play.step(10, -7, 2.25, 3, 1)
     play.offer(1)
     play.version(1, 101, 202, -51, 9, mine=(7, 1), round_=1)
@@ -101,40 +85,21 @@ def misses() -> Iterator[tuple[str, Scenario]]:
     play.version(3, 103, 206, -53, 11, mine=(7, 2), round_=2)
     play.step(4, 7, 1, 1, 1)
     play.offer(4)
-    yield "carry_late_none", play
+    yield "late_merge_error", play
 
-    play = Scenario(
-        "carry.max_versions is 2: the third version in a row that misses drops the progress. The count begins again with "
-        "the next steps.",
-        carry__max_versions=2,
-    )
+    play = Scenario("Versions are missed in a row. The newest offer is merged in time, and the overlap since is kept.")
     play.step(10, -7, 2, 3, 1)
     play.offer(1)
     play.version(1, 101, 202, -51, 9)
-    play.step(10, 0, 1, 1, 1)
+    play.step(5, 0, 1, 1, 1)
     play.version(2, 102, 204, -52, 10)
     play.version(3, 103, 206, -53, 11)
-    play.step(10, 7, 1, 1, 1)
-    play.version(4, 104, 208, -54, 12)
-    play.version(5, 105, 210, -55, 13)
-    play.offer(6)
-    play.version(6, 106, 212, -56, 14)
-    yield "max_versions", play
-
-    play = Scenario(
-        "carry.max_versions is 2, and an own merge in between begins the count again.",
-        carry__max_versions=2,
-        carry__overlap=1.0,
-    )
-    play.step(10, -7, 2, 3, 1)
-    play.version(1, 101, 202, -51, 9)
-    play.offer(2)
     play.step(10, 14, 1, 1, 1)
-    play.version(2, 102, 204, -52, 10, mine=(7, 1), round_=2)
-    play.version(3, 103, 206, -53, 11)
-    play.version(4, 104, 208, -54, 12)
-    play.version(5, 105, 210, -55, 13)
-    yield "max_versions_own_merge", play
+    play.offer(4)
+    play.step(3, -7, 2, 2, 2)
+    play.version(4, 104, 208, -54, 12, mine=(7, 2), round_=4)
+    play.offer(5)
+    yield "missed_in_a_row", play
 
 
 def feedback() -> Iterator[tuple[str, Scenario]]:
@@ -198,9 +163,7 @@ def reloads() -> Iterator[tuple[str, Scenario]]:
     play.offer(1)
     yield "reload_same_version", play
 
-    play = Scenario(
-        "The log is loaded at a later version that holds none of this learner's: as a missed version.", carry__late=0.5
-    )
+    play = Scenario("The log is loaded at a later version that holds none of this learner's: as a missed version.")
     play.step(10, -14, 2, 4, 6)
     play.offer(1)
     play.reload(3, 103, 206, -53, 11, cursor=(0, 0))
@@ -208,15 +171,22 @@ def reloads() -> Iterator[tuple[str, Scenario]]:
     play.offer(4)
     yield "reload_later_version", play
 
-    play = Scenario(
-        "The log is loaded, and holds a pending offer: as one merged late, whichever round it answered.", carry__late=0.5
-    )
+    play = Scenario("The log is loaded at the version that a pending offer's round made, and holds it: the overlap is kept.")
     play.step(10, -7, 2.25, 3, 1)
     play.offer(1)
     play.step(7, -14, 2, 2, 2)
     play.reload(1, 101, 202, -51, 9, cursor=(7, 1))
     play.offer(2)
     yield "reload_own_merged", play
+
+    play = Scenario("The log is loaded at a later version, and holds a pending offer: the steps since the offer are lost.")
+    play.step(10, -7, 2.25, 3, 1)
+    play.offer(1)
+    play.step(7, -14, 2, 2, 2)
+    play.reload(2, 102, 204, -52, 10, cursor=(7, 1))
+    play.step(6, 7, 1, 1, 1)
+    play.offer(3)
+    yield "reload_own_merged_before", play
 
     play = Scenario("The log is loaded after a rollback that is later than the base: nothing is kept.")
     play.step(10, -7, 2.25, 3, 1)
@@ -254,7 +224,6 @@ def reloads() -> Iterator[tuple[str, Scenario]]:
     play = Scenario(
         "Without tokens the value becomes Theta: that of a newcomer, and one whose last token was cut off.",
         begin={"x": [1.0, 2.0, 3.0, 4.0]},
-        carry__late=0.5,
     )
     play.reload(0, 100, 200, -50, 8, cursor=(0, 0))
     play.step(1, 14, 2, 4, 6)

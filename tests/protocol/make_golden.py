@@ -268,12 +268,12 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     golden.add("round", "round", [FRAGMENT, 1, 1, "syncer-1", 0.5, False, 98304, 36, [["eu", 8]]])
 
     golden.add("marker", "marker", [7, [3, 3, 0]])
-    golden.add("state_request", "state_request", ["learner-1", b"", 0])
-    golden.add("state_request_part", "state_request", ["learner-1", attempt(9), 524288])
+    golden.add("state_request", "state_request", ["learner-1", b"", 0, [], []])
+    golden.add("state_request_part", "state_request", ["learner-1", attempt(9), 2, [0, 128], [3, 256]])
     loan = ["learner-0", attempt(9), 300, [3, 3, 0], digest(b"a layout"), 524293, digest(b"a state")]
     golden.add("state_loan", "state_loan", loan)
     golden.add("state_loan_later", "state_loan", ["learner-0", b"", 0, [], bytes(32), 0, bytes(32)])
-    golden.add("state_part", "state_part", [attempt(9), 524288], b"state")
+    golden.add("state_part", "state_part", [attempt(9), 2, [0, 128], digest(b"state")], b"state")
     golden.add("marker_answer", "marker_answer", ["learner-0", 7, 300, [3, 4, 0], 70000, digest(b"a file")])
 
     momentum = np.zeros(SIZE, np.float32)

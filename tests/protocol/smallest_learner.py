@@ -2,7 +2,7 @@
 
 Nothing of this project is imported but the golden messages' maker, which does not either. Its steps are those of the box "The
 smallest learner" there. It knows no regions, checkpoints or changes of a run, and leaves out policies: ``apply.alpha``,
-``carry.max_versions``, the learning rate, loans.
+the learning rate, loans.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class Pending:
     identity: tuple[int, int]
     displacement: Floats
     rest: Floats
+    round: int
+    steps: int
     tokens: int
-    held_steps: int
-    held_tokens: int
     data: set[tuple[int, int]]
+    dropped: bool = False
 
 
 @dataclass
@@ -402,32 +403,31 @@ class SmallestLearner:
 
     def apply(self, fragment: Fragment, record: list[Any], theta: Floats, cursor: Cursor) -> None:
         """Take over a version, by the table of section 11."""
-        carry, x = self.settings["carry"], fragment.read(self.tensors)
         mine = next((member for member in record[6] if member[0] == self.name), None)
-        displacement, factor, forgotten = x - fragment.base, 0.0, False
+        value, forgotten, keeps = theta, False, False
         if mine is not None:
             offer = next((offer for offer in fragment.pending if offer.identity == (mine[1], mine[2])), None)
             fragment.after, fragment.error, fragment.pending = (mine[1], mine[2]), 0.0, []
             forgotten = offer is None
-            if offer is not None:
-                factor = carry["overlap" if mine[3] == record[2] else "late"]
-                displacement = displacement - offer.displacement
+            if offer is not None and offer.dropped:
+                fragment.lost -= offer.tokens
+            elif offer is not None:
                 fragment.error = offer.rest if self.settings["codec"]["error_feedback"] else 0.0
-                fragment.steps, fragment.tokens = fragment.steps - offer.held_steps, fragment.tokens - offer.held_tokens
-                fragment.lost -= offer.tokens - offer.held_tokens
+                fragment.steps, fragment.tokens = fragment.steps - offer.steps, fragment.tokens - offer.tokens
                 fragment.data -= offer.data
+                keeps = self.settings["carry"]["overlap"] and offer.round == record[2] and fragment.tokens > 0
+                if keeps:
+                    value = theta + (fragment.read(self.tensors) - (fragment.base + offer.displacement))
         elif record[1] in ("rollback", "repair"):
             fragment.error, fragment.pending = 0.0, []
-        elif fragment.tokens:
-            factor = carry["late"]
+        else:
             for offer in fragment.pending:
-                offer.displacement = np.float32(factor) * offer.displacement
-                offer.held_steps, offer.held_tokens = int(factor * offer.held_steps), int(factor * offer.held_tokens)
-        kept = int(factor * fragment.tokens)
-        fragment.lost, fragment.tokens = fragment.lost + fragment.tokens - kept, kept
-        fragment.steps, fragment.data = int(factor * fragment.steps), fragment.data if kept else set()
+                offer.dropped = True
+        if not keeps:
+            fragment.lost += fragment.tokens
+            fragment.steps, fragment.tokens, fragment.data = 0, 0, set()
         fragment.base, fragment.base_version, fragment.base_hash = theta, record[2], record[13]
-        fragment.write(self.tensors, theta + np.float32(factor) * displacement if factor else theta)
+        fragment.write(self.tensors, value)
         if forgotten:
             self.square(fragment, cursor)
 
@@ -450,7 +450,7 @@ class SmallestLearner:
         fragment.number, fragment.answered = fragment.number + 1, version
         identity = self.incarnation, fragment.number
         counts = fragment.steps, fragment.tokens
-        fragment.pending.append(Pending(identity, displacement, rest, counts[1], *counts, set(fragment.data)))
+        fragment.pending.append(Pending(identity, displacement, rest, version, *counts, set(fragment.data)))
         attempt = os.urandom(8)
         body, inline, parts = self.pack_body(content, attempt)
         fields = [fragment.index, self.name, *identity, fragment.after, version, fragment.base_version, fragment.base_hash]

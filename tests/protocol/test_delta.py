@@ -16,7 +16,6 @@ from tests.protocol import make_delta
 from diloco.core.accounts import Accounts
 from diloco.core.chain import Chain
 from diloco.core.delta import Apply
-from diloco.settings.run import CarrySettings
 from diloco.wire.body import Body
 from diloco.wire.entries import Cursor, Record, RolledBack
 from diloco.wire.offers import Member
@@ -71,11 +70,10 @@ class Player:
 
     def __init__(self, scenario: dict[str, Any]) -> None:
         begin, self.settings, self.learner = scenario["begin"], scenario["settings"], scenario["learner"]
-        carry = {name.removeprefix("carry."): value for name, value in self.settings.items() if name.startswith("carry.")}
         self.delta = Delta(
             self.learner,
             begin["incarnation"],
-            CarrySettings(**carry),
+            self.settings["carry.overlap"],
             self.settings["codec.error_feedback"],
             vector(begin["theta"]),
             begin["version"],
@@ -162,7 +160,7 @@ class Player:
         old = self.x
         self.x = applied.theta.copy()
         if applied.reference is not None:
-            self.x = self.x + np.float32(applied.factor) * (old - applied.reference)
+            self.x = self.x + (old - applied.reference)
         alpha = np.float32(self.settings["apply.alpha"])
         if alpha and not applied.reset:
             self.x = alpha * old + (1 - alpha) * self.x

@@ -37,7 +37,10 @@ from diloco.wire.offers import Answer, Member, RegionalMembers
 GOLDEN = Path(__file__).with_name("golden")
 PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
 MAKER = runpy.run_path(str(Path(__file__).with_name("make_golden.py")))
-CLASSES: dict[str, type[Message]] = {cls.kind: cls for cls in Message.__subclasses__()}
+# those between a learner's processes pass no server, and are no part of the protocol
+CLASSES: dict[str, type[Message]] = {
+    cls.kind: cls for cls in Message.__subclasses__() if cls.__module__ != "diloco.wire.island"
+}
 
 
 def _bytes_back(value: dict[str, Any]) -> Any:

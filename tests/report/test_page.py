@@ -330,7 +330,7 @@ def test_names_of_regions_stay_text_too() -> None:
 
 
 def _marks(svg: str, css: str) -> list[tuple[float, float]]:
-    """Where the marks of one colour begin, but for what was carried over."""
+    """Where the marks of one colour begin, but for the long work of an offer."""
     [path] = re.findall(rf'<path d="([^"]*)" style="fill:{css}"/>', svg)
     return [(float(x), float(y)) for x, y in re.findall(r"M([\d.]+) ([\d.]+)h", path)]
 
@@ -357,7 +357,7 @@ def test_marks_stand_in_their_learners_lane_and_have_the_colour_of_the_owners_re
     ]  # fmt: skip
     assert _marks(svg, "red") == [(209.4, ann + 36), (209.4, bob + 36)]
     # bob's last offer held 400 of 900 steps: those since 50 s
-    assert re.findall(r'<path class="carried" d="M([\d.]+) ([\d.]+)h([\d.]+)', svg) == [("607.0", "157.0", "397.6")]
+    assert re.findall(r'<path class="long" d="M([\d.]+) ([\d.]+)h([\d.]+)', svg) == [("607.0", "157.0", "397.6")]
     assert '<rect class="away" x="308.8" y="99.0" width="596.4" height="99.0" data-tip="eu: not heard, 0:20 to 1:20"/>' in svg
 
 

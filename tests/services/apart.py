@@ -53,8 +53,11 @@ class Region(Cluster):
         self.embedded, self.relay, self.clocks = embedded, relay, dict(clocks)
 
     def save(self) -> None:
-        """Write what a command wants to know of the run, whose log it is to read in region us."""
-        RunDirectory(self.directory, self.name, self.url, None, self.settings, nats_bulk_url=self.server("us").url).save()
+        """Write what a command wants to know of the run, as ``diloco up`` does."""
+        urls = self.embedded.region_urls
+        RunDirectory(
+            self.directory, self.name, self.url, None, self.settings, nats_bulk_url=urls["us"], region_urls=urls
+        ).save()
 
     def server(self, region: str) -> Server:
         return self.embedded.servers[server_name(region)]

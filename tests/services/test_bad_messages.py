@@ -11,7 +11,7 @@ import numpy as np
 import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
-from tests.services.cluster import Cluster, check_accounts, small
+from tests.services.cluster import Cluster, check_accounts, check_all_merged, small
 from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, Toy
 
@@ -136,7 +136,7 @@ def bad_offers(forger: Forger) -> dict[str, tuple[str, str, bytes]]:
 
 
 async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(launch: Launch) -> None:
-    cluster = launch(small(shards=1, carry__overlap=1.0, tokens=3 * 60 * SAMPLES))
+    cluster = launch(small(shards=1, tokens=3 * 60 * SAMPLES))
     cluster.coordinator()
     cluster.syncer(0)
     toys = cluster.learners()
@@ -185,7 +185,7 @@ async def test_bad_messages_are_refused_counted_logged_once_and_never_merged(lau
     assert {m.learner for log in folded for record in log.versions for m in record.members} == {toy.name for toy in toys}
     for log in folded:
         assert log.passed_over == (2 if log.index == 0 else 0)
-        assert log.entries[-1].tokens_merged == sum(heartbeat.tokens for heartbeat in heartbeats.values())
+        check_all_merged(heartbeats, log)
         for toy in toys:
             np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
     # once for each sender and kind, with the reason
@@ -223,7 +223,7 @@ async def test_learner_that_diverges_sends_nothing_of_it_and_goes_on_from_the_gl
             for tensor in toy.task.tensors.values():
                 tensor[...] = np.nan
 
-    cluster = launch(small(shards=1, carry__overlap=1.0, round__learners_wait=True))
+    cluster = launch(small(shards=1, round__learners_wait=True))
     cluster.toy(0)
     cluster.toy(1, before_step=diverge)
     cluster.toy(2)
@@ -237,7 +237,6 @@ async def test_learner_that_diverges_sends_nothing_of_it_and_goes_on_from_the_gl
     assert {values["fragment"] for values in told} == {0, 1, 2, 3}
     assert all(np.isfinite(log.theta).all() and np.isfinite(log.momentum).all() for log in folded)
     assert min(heartbeats["toy-1"].lost_tokens) > 0
-    assert set(heartbeats["toy-0"].lost_tokens + heartbeats["toy-2"].lost_tokens) == {0}
     for log in folded:
         # it is in versions again after what it lost
         steps = [m.steps for record in log.versions for m in record.members if m.learner == "toy-1"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zstandard
 from blake3 import blake3
-from tests.services.cluster import Cluster, check_accounts, small, some_versions
+from tests.services.cluster import Cluster, check_accounts, check_all_merged, small, some_versions
 from tests.services.conftest import Launch
 from tests.services.secured import guest, make_keys, members, serving
 from tests.services.toy import SAMPLES
@@ -39,7 +39,6 @@ SETTINGS: dict[str, Any] = {
     "tokens": BUDGET,
     "shards": 1,
     "round__steps": 6,
-    "carry__overlap": 1.0,
     "task__name": "gpt",
     "task__batch": 16,
     "task__context": 8,
@@ -155,7 +154,7 @@ async def honest_run(cluster: Cluster) -> None:
         data = [held for record in log.versions for member in record.members for held in member.data]
         assert {m.learner for record in log.versions for m in record.members} <= HONEST
         assert max(first + count for _, first, count in data) <= BUDGET // SAMPLES
-        assert log.entries[-1].tokens_merged + log.entries[-1].tokens_lost >= BUDGET
+        check_all_merged(heartbeats, log)
     task = cluster.toys[0].task
     assert task is not None
     assert task.distance(await cluster.tensors(folded)) < 0.5

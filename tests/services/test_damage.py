@@ -35,6 +35,7 @@ from diloco.wire import framing
 from diloco.wire.entries import Keyframe
 from diloco_coordinator.monitor import Monitor
 from diloco_ops import checkpoint, resume, verify
+from diloco_ops.manifest import Manifest, load
 
 # ---- keyframes
 
@@ -166,7 +167,7 @@ def resumed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_goes_on_from_its_newest_checkpoint_with_an_archive(resumed: Path, source: Path, diloco: Diloco) -> None:
     [restored] = events(diloco, resumed, "checkpoint_restored")
-    manifest = checkpoint.load(source / "whole" / "2").manifest
+    manifest = load(source / "whole" / "2").manifest
     assert restored["step"] == manifest.learners["learner-0"].step
     verdict = json.loads(diloco("verify", str(resumed), "--json").out)
     states = {check["name"]: check for check in verdict["checks"]}
@@ -264,7 +265,7 @@ def test_manifest_of_another_version_or_that_reaches_out_is_refused(taken: Path,
     outside = {"saved": learner["saved"] | {"file": "../1/log.snapshot"}, "step": 1, "versions": None}
     other_log = manifest["log"] | {"config": manifest["log"]["config"] | {"name": "ORDERS"}}
     for changes, says in (
-        ({"version": 3}, f"made by version {__version__} of diloco (format 3)"),
+        ({"version": 9}, f"made by version {__version__} of diloco (format 9)"),
         ({"format": "tar"}, "is no manifest of a checkpoint"),
         ({"settings": manifest["settings"] | {"warp": 9}}, "no setting 'warp'"),
         ({"learners": {"learner-0": outside}}, "outside of the checkpoint"),
@@ -283,7 +284,7 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
     """Write a manifest that has the hash which it states, where it can have one."""
     file = folder / "manifest.json"
     with contextlib.suppress(msgspec.ValidationError):
-        manifest = msgspec.convert(values, checkpoint.Manifest)
+        manifest = msgspec.convert(values, Manifest)
         values = values | {"hash": manifest.right_hash()}
     file.write_text(json.dumps(values))
 
@@ -322,7 +323,7 @@ def test_a_stopped_learner_s_newest_whole_state_goes_into_a_checkpoint(source: P
                 path.write_bytes(raw)
         ended = diloco("checkpoint", str(directory))
         assert ended.code == 0, ended
-        manifest = checkpoint.load(directory / "whole" / str(number)).manifest
+        manifest = load(directory / "whole" / str(number)).manifest
         assert set(manifest.learners) == ({"learner-0"} if whole else set())
         assert ended.out.count("note: ") == len(notes)
         for path in notes:
@@ -354,6 +355,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow  # it takes two processes to be killed that import all there is
 async def test_a_checkpoint_killed_in_the_middle_is_taken_for_none(launch: Launch) -> None:
     run = launch(small(tokens=3 * 100_000 * SAMPLES, round__steps=24))
     await run.begin()

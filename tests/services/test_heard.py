@@ -143,7 +143,7 @@ def server(keys: Folder, tmp_path: Path) -> Iterator[Server]:
 async def test_nobody_ends_steers_or_stops_a_run_by_what_it_says(
     launch: Launch, keys: Folder, server: Server, rows: list[str]
 ) -> None:
-    settings = small(learners=2, tokens=BUDGET, round__quorum="all", liveness__dead_s=1.0, carry__overlap=1.0)
+    settings = small(learners=2, tokens=BUDGET, round__quorum="all", liveness__dead_s=1.0)
     cluster = launch(settings, server.url, RUN)
     cluster.identity, cluster.liars = str(keys.path / "identities" / "{name}.identity"), {LIAR, EVALUATOR}
     await cluster.begin()
@@ -165,7 +165,7 @@ async def test_nobody_ends_steers_or_stops_a_run_by_what_it_says(
 
 async def test_no_announcement_ends_a_run(launch: Launch, keys: Folder, server: Server) -> None:
     """With a stolen syncer's identity: that the rounds are the last ones, and that all tokens are processed."""
-    cluster = launch(small(learners=2, tokens=BUDGET, carry__overlap=1.0), server.url, RUN)
+    cluster = launch(small(learners=2, tokens=BUDGET), server.url, RUN)
     cluster.identity = str(keys.path / "identities" / "{name}.identity")
     await cluster.begin()
     await some_versions(cluster, 1, TOYS)

@@ -23,7 +23,13 @@ async def test_islands_of_all_sizes_are_merged_as_they_say(launch: Launch, tmp_p
         assert entry is not None
         keys.grant(entry.model_copy(update={"batch_tokens": size * SAMPLES, "min_step_s": PACES[name] * STEP_S}))
     with serving(keys, tmp_path / "server") as server:
-        cluster = launch(small(tokens=BUDGET, carry__overlap=1.0, carry__late=1.0), server.url, RUN)
+        cluster = launch(
+            small(
+                tokens=BUDGET,
+            ),
+            server.url,
+            RUN,
+        )
         cluster.identity = str(keys.path / "identities" / "{name}.identity")
 
         def begin(share: int) -> None:

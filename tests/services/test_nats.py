@@ -13,7 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.conftest import MakeServer
-from tests.services.cluster import DEADLINE_S, Cluster, check_accounts, check_kept, newest_entries, small, some_versions
+from tests.services.cluster import (
+    DEADLINE_S,
+    Cluster,
+    check_accounts,
+    check_all_merged,
+    check_kept,
+    newest_entries,
+    small,
+    some_versions,
+)
 from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES
 
@@ -61,7 +70,7 @@ async def test_learners_train_on_while_the_server_is_not_there_and_all_catch_up(
     make_server: MakeServer, launch: Launch, trouble: Callable[[Server, float], None], seconds: float
 ) -> None:
     server = make_server()
-    run = launch(small(carry__overlap=1.0, tokens=3 * int(50 * seconds + 80) * SAMPLES), server.url)
+    run = launch(small(tokens=3 * int(50 * seconds + 80) * SAMPLES), server.url)
     await run.begin()
     await some_versions(run)
     before = await newest_entries(run)
@@ -82,7 +91,7 @@ def own_steps(run: Cluster) -> list[int]:
 
 
 async def test_a_full_stream_holds_versions_up_until_there_is_room(launch: Launch) -> None:
-    run = launch(small(carry__overlap=1.0, tokens=3 * 120 * SAMPLES))
+    run = launch(small(tokens=3 * 120 * SAMPLES))
     await run.begin()
     await some_versions(run)
     link = await run.link()
@@ -101,7 +110,7 @@ async def test_a_full_stream_holds_versions_up_until_there_is_room(launch: Launc
     check_accounts(heartbeats, folded)
     for log in folded:
         assert log.passed_over == 0
-        assert log.entries[-1].tokens_merged == sum(heartbeat.tokens for heartbeat in heartbeats.values())
+        check_all_merged(heartbeats, log)
 
 
 @pytest.fixture
@@ -116,7 +125,7 @@ def three(tmp_path: Path) -> Iterator[list[Server]]:
 
 async def test_of_three_servers_the_leader_is_killed(three: list[Server], launch: Launch) -> None:
     url = ",".join(server.url for server in three)
-    settings = small(carry__overlap=1.0, log__replicas=3, task__context=75_000, fragments__count=3, tokens=3 * 200 * SAMPLES)
+    settings = small(log__replicas=3, task__context=75_000, fragments__count=3, tokens=3 * 200 * SAMPLES)
     run = launch(settings, url)  # a model whose largest fragment travels in parts
     await run.begin()
     await some_versions(run)
@@ -139,7 +148,7 @@ async def test_of_three_servers_the_leader_is_killed(three: list[Server], launch
         assert kept is not None
         assert kept.data == entry.data
         assert log.passed_over == 0
-        assert log.entries[-1].tokens_merged == sum(heartbeat.tokens for heartbeat in heartbeats.values())
+        check_all_merged(heartbeats, log)
         for toy in run.toys:
             np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
 

@@ -19,10 +19,10 @@ from tests.services.conftest import Regions
 from tests.services.test_verify import redo
 from tests.services.toy import SAMPLES
 
-from diloco.errors import RunError, SettingsError
+from diloco.errors import SettingsError
 from diloco.nats.connection import Link
 from diloco.process.observe import get_logger
-from diloco_ops import checkpoint, verify
+from diloco_ops import verify
 from diloco_ops.broker.server import find_binary
 
 STORAGE_BYTES = 8 << 20
@@ -87,9 +87,6 @@ async def test_a_region_lost_for_good_takes_nothing_that_was_committed_with_it(r
     run = await regions(apart(**LASTS))
     await run.begin()
     await some_versions(run)
-    run.save()
-    with pytest.raises(RunError, match="checkpoints know one server only"):
-        await checkpoint.take(run.directory)
     [lost] = [service for service in run.services if service.name == "syncer-1"]
     before = [log.entries[-1] for log in await run.read("us", closed=False)]
 
@@ -372,7 +369,6 @@ async def test_precision_follows_a_link_that_becomes_slow_and_recovers(regions: 
         regions__min_bits=8,
         regions__max_pace=1.0,
         log__archive=True,
-        carry__max_versions=1000,
         **HELD,
     )
     run = await regions(settings)

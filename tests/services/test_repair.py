@@ -183,14 +183,14 @@ async def test_the_operator_of_a_run_in_regions_repairs_it(
 
 @pytest.mark.slow
 async def test_a_learner_that_folds_to_other_states_than_all_others_ends_and_says_so(launch: Launch) -> None:
-    cluster = launch(small(carry__overlap=1.0, tokens=3 * 400 * SAMPLES, liveness__dead_s=2.0))
+    cluster = launch(small(tokens=3 * 400 * SAMPLES, liveness__dead_s=2.0))
     await cluster.begin()
     await some_versions(cluster, 2)
     broken = cluster.toys.pop()
     member = broken.member
     assert member is not None
     member.store.stream.optimizers[2] = Broken()
-    follower = member._follower
+    follower = member._following._follower
     follower.copies[2].replica.optimizer = Broken()
     await cluster.until(lambda: not broken.running, "it has ended")
     assert isinstance(broken.failure, MachineError)

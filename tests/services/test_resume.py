@@ -26,7 +26,7 @@ from diloco.wire import framing
 from diloco.wire.control import SnapshotMarker
 from diloco_ops import checkpoint, operate, resume, rollback, run_reader
 from diloco_ops.broker.server import Server
-from diloco_ops.checkpoint import Checkpoint
+from diloco_ops.manifest import Checkpoint, load
 
 NAMES = ["toy-0", "toy-1", "toy-2"]
 
@@ -126,7 +126,7 @@ async def test_a_checkpoint_counts_on_from_marks_that_only_learners_know(launch:
 async def test_with_other_members_nothing_that_was_merged_is_lost(
     make_server: MakeServer, launch: Launch, tmp_path: Path
 ) -> None:
-    run = launch(small(carry__overlap=1.0, tokens=3 * 120 * SAMPLES))
+    run = launch(small(tokens=3 * 120 * SAMPLES))
     await run.begin()
     await some_versions(run)
 
@@ -256,7 +256,7 @@ def refused(source: Checkpoint, overrides: dict[str, Any]) -> str:
 async def test_settings_that_would_break_the_run_are_refused_by_name(launch: Launch) -> None:
     run = launch(small(tokens=3 * 100_000 * SAMPLES, round__steps=12))
     _, [older, _] = await two_checkpoints(run)
-    source = checkpoint.load(older)
+    source = load(older)
     for name, value in {
         "fragments.count": 5, "task.width": 16, "outer.momentum": 0.4, "codec.record_bits": 8, "tokens": 1, "seed": 4,
         "round.steps": 7,
@@ -268,7 +268,7 @@ async def test_settings_that_would_break_the_run_are_refused_by_name(launch: Lau
 
 
 async def test_a_full_disk_leaves_the_old_checkpoint_and_the_run_as_they_were(launch: Launch) -> None:
-    run = launch(small(carry__overlap=1.0, task__context=40_000, fragments__count=3, tokens=3 * 150 * SAMPLES))
+    run = launch(small(task__context=40_000, fragments__count=3, tokens=3 * 150 * SAMPLES))
     directory, [older, newer] = await two_checkpoints(run)
 
     ended = await command("ulimit -f 64; exec ", ["checkpoint", str(directory)])  # 64 KiB: no file may be larger

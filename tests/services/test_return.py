@@ -23,7 +23,7 @@ JAX_S = 240.0  # generous, too: it is imported and compiled
 
 
 async def test_a_learner_that_leaves_has_its_last_work_merged(launch: Launch) -> None:
-    cluster = launch(small(tokens=3 * 150 * SAMPLES, carry__overlap=1.0, round__steps=40))
+    cluster = launch(small(tokens=3 * 150 * SAMPLES, round__steps=40, round__quorum="all"))
     for share in range(3):
         cluster.toy(share, leave_s=DEADLINE_S)
     await cluster.begin()
@@ -46,7 +46,7 @@ async def test_a_learner_that_leaves_has_its_last_work_merged(launch: Launch) ->
 
 
 async def test_a_learner_that_nobody_merges_leaves_in_time_and_counts_on_from_its_checkpoint(launch: Launch) -> None:
-    cluster = launch(small(learners=1, shards=1, round__steps=1000, tokens=400 * SAMPLES, carry__overlap=1.0))
+    cluster = launch(small(learners=1, shards=1, round__steps=1000, tokens=400 * SAMPLES))
     cluster.coordinator()
     syncer = cluster.syncer(0)
     first = cluster.toy(0, leave_s=0.5)
@@ -73,7 +73,7 @@ async def test_a_learner_that_nobody_merges_leaves_in_time_and_counts_on_from_it
 
 
 async def test_killed_learner_goes_on_from_its_own_checkpoint(launch: Launch) -> None:
-    cluster = launch(small(shards=1, carry__overlap=1.0, liveness__dead_s=1.0, tokens=3 * 150 * SAMPLES))
+    cluster = launch(small(shards=1, liveness__dead_s=1.0, tokens=3 * 150 * SAMPLES))
     for share in range(2):
         cluster.toy(share)
     cluster.coordinator()
@@ -131,7 +131,7 @@ async def still(cluster: Cluster) -> list[bytes]:
 
 
 async def test_a_newcomer_alone_cannot_change_the_model(launch: Launch) -> None:
-    cluster = launch(small(learners=2, shards=1, tokens=2 * 150 * SAMPLES, carry__overlap=1.0))
+    cluster = launch(small(learners=2, shards=1, tokens=2 * 150 * SAMPLES))
     for share in range(2):
         cluster.toy(share)
     with cluster.slowly():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
 from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, Toy
@@ -66,7 +67,7 @@ async def stored_offers(cluster: Cluster) -> list[Offer]:
 
 
 async def test_run_ends_at_its_budget_and_merges_everybodys_work_once(launch: Launch) -> None:
-    cluster = launch(small(carry__overlap=1.0, carry__late=1.0))
+    cluster = launch(small(round__quorum="all"))
     await cluster.begin()
     await some_versions(cluster, 1)
     cluster.gate.close()
@@ -80,27 +81,15 @@ async def test_run_ends_at_its_budget_and_merges_everybodys_work_once(launch: La
     assert sorted(status["learners"]) == NAMES
     assert status["tokens_processed"] >= status["tokens_merged"] > 0
     for log in folded:
-        # with carry.overlap = 1 nothing at all is lost: the log holds every token that was processed
+        # where each round waits for all, nothing at all is lost: the log holds every token that was processed
         assert log.entries[-1].tokens_merged == sum(heartbeat.tokens for heartbeat in heartbeats.values())
     [finished] = cluster.events("run_finished", "coordinator")
     assert finished["versions"] == sum(len(log.versions) for log in folded)
 
 
-async def test_decoupled_carries_late_work_over(launch: Launch) -> None:
-    cluster = launch(small("decoupled", shards=1))
-    await start_with_a_late_learner(cluster)
-
-    _, folded = await end(cluster)
-
-    # work that missed the rounds of some versions is in the first one that the learner answered, all of it
-    assert all(member.steps >= SILENT_STEPS for member in first_answers(folded, "toy-2"))
-    assert all(log.versions[0].members[0].learner != "toy-2" for log in folded)
-    assert {record.bits for log in folded for record in log.versions} == {4}
-    assert {offer.bits for offer in await stored_offers(cluster)} == {4}
-
-
-async def test_published_overwrites_late_work(launch: Launch) -> None:
-    cluster = launch(small("published", shards=1))
+@pytest.mark.parametrize(("preset", "bits"), [("decoupled", 4), ("published", 16)])
+async def test_late_work_is_overwritten(launch: Launch, preset: str, bits: int) -> None:
+    cluster = launch(small(preset, shards=1))
     await start_with_a_late_learner(cluster)
 
     heartbeats, folded = await end(cluster)
@@ -108,8 +97,8 @@ async def test_published_overwrites_late_work(launch: Launch) -> None:
     # what was done before the versions that it missed is gone, and counted as lost
     assert all(first > 0 for member in first_answers(folded, "toy-2") for _, first, _ in member.data)
     assert min(heartbeats["toy-2"].lost_tokens) >= SAMPLES * cluster.settings.round.steps
-    assert {record.bits for log in folded for record in log.versions} == {16}
-    assert {offer.bits for offer in await stored_offers(cluster)} == {16}
+    assert {record.bits for log in folded for record in log.versions} == {bits}
+    assert {offer.bits for offer in await stored_offers(cluster)} == {bits}
 
 
 async def start_with_a_late_learner(cluster: Cluster) -> None:

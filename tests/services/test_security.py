@@ -555,7 +555,7 @@ def empty(keys: Folder, tmp_path: Path) -> Iterator[Server]:
 
 
 async def test_a_whole_run_needs_nothing_that_it_may_not(launch: Launch, keys: Folder, tmp_path: Path) -> None:
-    settings = small(tokens=3 * 200 * 16, carry__overlap=1.0, carry__late=1.0, log__archive=True, log__keyframe_factor=1.0)
+    settings = small(tokens=3 * 200 * 16, log__archive=True, log__keyframe_factor=1.0)
     with empty(keys, tmp_path) as server:
         cluster = launch(settings, server.url, RUN)
         cluster.identity = str(keys.path / "identities" / "{name}.identity")
@@ -631,7 +631,9 @@ def as_whom(cluster: Cluster, keys: Folder, name: str) -> None:
 
 async def test_what_was_sent_before_and_is_sent_again_is_merged_once(launch: Launch, keys: Folder, tmp_path: Path) -> None:
     """A learner that lies stores its own old offers once more, and those of another learner as its own."""
-    settings = small(tokens=3 * 200 * 16, carry__overlap=1.0, carry__late=1.0)
+    settings = small(
+        tokens=3 * 200 * 16,
+    )
     with empty(keys, tmp_path) as server:
         cluster = launch(settings, server.url, RUN)
         cluster.identity, cluster.liars = str(keys.path / "identities" / "{name}.identity"), {LEARNER}

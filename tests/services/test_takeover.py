@@ -53,7 +53,7 @@ async def whole_run_is_in_the_log(cluster: Cluster) -> list[Folded]:
         assert log.passed_over == 0
         chain = (await store.reader.load(log.index, *genesis)).replica.chain
         merged = log.entries[-1].tokens_merged if log.entries else chain.tokens_merged
-        assert merged == sum(heartbeat.tokens for heartbeat in heartbeats.values())
+        assert merged == sum(heartbeat.tokens - heartbeat.lost_tokens[log.index] for heartbeat in heartbeats.values())
         for toy in cluster.toys:
             np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
     return folded
@@ -77,7 +77,7 @@ async def begin(cluster: Cluster, syncers: int) -> list[Service]:
 
 def settings(steps: int = 300, **changes: Any) -> Any:
     # versions are made some four times a second: more would only keep the machine busy while a test waits
-    return small(**{"carry__overlap": 1.0, "tokens": 3 * steps * SAMPLES, "round__steps": 12} | changes)
+    return small(**{"tokens": 3 * steps * SAMPLES, "round__steps": 12} | changes)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

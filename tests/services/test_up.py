@@ -40,6 +40,7 @@ SETTINGS = {
     "task.batch": 4,
     "fragments.count": 4,
     "round.steps": 12,
+    "inner.optimizer": "adamw",  # which compiles three times as fast as Muon
     "liveness.heartbeat_s": 0.2,
     "log.keyframe_factor": 1000,
 }

@@ -58,9 +58,7 @@ def finished(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Fini
 
 
 async def _finish(nursery: Nursery, path: Path) -> Finished:
-    settings = small(
-        log__keyframe_factor=0.2, log__keep_keyframes=1000, liveness__dead_s=1.0, carry__overlap=0.5, log__archive=True
-    )
+    settings = small(log__keyframe_factor=0.2, log__keep_keyframes=1000, liveness__dead_s=1.0, log__archive=True)
     server = Server(path / "nats")
     server.start()
     cluster = Cluster(nursery, path, server.url, "verified", settings)
@@ -339,7 +337,7 @@ class ToyModel:
     def write(self, fragment: int, applied: Apply) -> None:
         old, new = self.snapshot(fragment), applied.theta
         if applied.reference is not None:
-            new = new + np.float32(applied.factor) * (old - applied.reference)
+            new = new + (old - applied.reference)
         scatter(self.map.fragments[fragment], new, self.task.tensors)
 
     def snapshot(self, fragment: int) -> NDArray[np.float32]:

@@ -116,6 +116,20 @@ async def test_a_run_that_requires_what_this_version_does_not_know_is_refused_by
         await creation.create(link, name, RunSettings())
 
 
+async def test_a_run_with_settings_that_are_no_more_is_refused_by_their_names(link: NatsTransport) -> None:
+    """As the first runs of this protocol have them, which carried late work over."""
+    name = f"run-{uuid.uuid4().hex[:8]}"
+    await says(link, name, {"protocol": VERSION, "software": "0.2.0"})
+    values = RunSettings().model_dump() | {"carry": {"overlap": 0.0, "late": 1.0, "max_versions": 8}}
+    await (await link.bucket(Subjects(name).bucket, create=False)).put("run", msgspec.json.encode(values))
+    with pytest.raises(
+        RunError, match=f"run '{name}' was made by another version: .*no setting 'carry.late'.*'carry.max_versions'"
+    ):
+        await creation.find(link, name, get_logger())
+    with pytest.raises(RunError, match=r"exists on the server with another setting: carry\.late is 1\.0 there"):
+        await creation.create(link, name, RunSettings())
+
+
 async def test_a_new_run_requires_nothing_beside_the_protocol(link: NatsTransport) -> None:
     name = f"run-{uuid.uuid4().hex[:8]}"
     stored = await (await creation.create(link, name, RunSettings())).registry.get("protocol")

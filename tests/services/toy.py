@@ -30,6 +30,7 @@ from diloco.core.leases import RoundRobin
 from diloco.core.tape import Copied, End, Restored, state_digest
 from diloco.member import state
 from diloco.member.member import Boundary, Member
+from diloco.member.state import Content
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.process.observe import Logger
@@ -210,12 +211,12 @@ class Toy:
     def _step_on(self, member: Member, task: Regression, settings: RunSettings, diary: TextIO) -> None:
         done: StepDone | None = None
         round_robin = RoundRobin()
-        leave_by_s: float | None = None
+        leaving = False
         save_at_s = time.monotonic() + (self.settings.checkpoint_s or math.inf)
         while not self._stopping.is_set():
-            if leave_by_s is None and self._leaving.is_set():
-                leave_by_s = time.monotonic() + self.settings.leave_s
-                member.leave()
+            if not leaving and self._leaving.is_set():
+                leaving = True
+                member.leave(self.settings.leave_s)
             if done is not None:
                 diary.write(f"{done.share} {done.batch}\n")
             boundary = member.boundary(done)
@@ -229,7 +230,7 @@ class Toy:
                 member.tape.record(End(True, task.digest(member.map)))
                 self.finished = True
                 return
-            if leave_by_s is not None and (member.left or time.monotonic() >= leave_by_s):
+            if boundary.ended:
                 member.tape.record(End(False, task.digest(member.map)))
                 self._save(member, task, member.checkpoint())
                 return
@@ -256,9 +257,9 @@ class Toy:
         member.note_copied(marker)
         plain, arrays = dump
         path = state.snapshot(self.settings.state_dir, marker.number, self.name)
-        saved = state.save(path, member.run.identity, self.name, plain, arrays | self._params(task))
+        saved = state.save(path, member.run.identity, self.name, plain, Content.of(arrays | self._params(task)))
         member.answer_marker(
-            MarkerAnswer(self.name, marker.number, plain["step"], member.versions(), saved.size_bytes, saved.file_hash)
+            MarkerAnswer(self.name, marker.number, plain["step"], member.versions(), saved.size_bytes, state.file_hash(path))
         )
 
     def _params(self, task: Regression) -> Tensors:
@@ -268,7 +269,7 @@ class Toy:
     def _save(self, member: Member, task: Regression, dump: Dump) -> None:
         plain, arrays = dump
         path, previous = state.generations(self.settings.state_dir, self.name)
-        saved = state.save(path, member.run.identity, self.name, plain, arrays | self._params(task), previous)
+        saved = state.save(path, member.run.identity, self.name, plain, Content.of(arrays | self._params(task)), previous)
         member.tape.record(Copied())
         member.note_saved(saved.digest)
         self.log.debug("checkpoint_saved", step=plain["step"])
@@ -277,11 +278,12 @@ class Toy:
         path, _ = state.generations(self.settings.state_dir, self.name)
         if path.exists():
             saved = state.load(path, member.run.identity, self.name)
-            member.restore(saved.accounts, saved.arrays)
+            arrays = saved.arrays()
+            member.restore(saved.accounts, arrays)
             for name in task.tensors:
-                task.tensors[name] = saved.arrays[f"params/{name}"]
+                task.tensors[name] = arrays[f"params/{name}"]
                 if task.held is not None:
-                    task.held[name] = saved.arrays[f"gradients/{name}"]
+                    task.held[name] = arrays[f"gradients/{name}"]
             member.tape.record(Restored(saved.digest))
             self.log.info("checkpoint_restored", step=member.step)
 
@@ -296,7 +298,7 @@ class Toy:
             old = fragment.gather(task.tensors)
             new = applied.theta
             if applied.reference is not None:
-                new = new + np.float32(applied.factor) * (old - applied.reference)
+                new = new + (old - applied.reference)
             if alpha and not applied.reset:
                 new = np.float32(alpha) * old + np.float32(1 - alpha) * new
             scatter(fragment, new, task.tensors)

@@ -82,18 +82,15 @@ def test_totals_of_all_learners_fit_into_their_field() -> None:
     assert "tokens of all learners: 2400000000000000000, at most 2305843009213693952" in reason
 
 
-def test_batches_are_no_more_than_tokens_and_end_where_a_run_of_small_batches_does() -> None:
+def test_batches_are_no_more_than_steps_and_end_where_a_run_of_small_batches_does() -> None:
     # 2,016,384 tokens in batches of 256, an eighth of the task's, are 7,876 batches
     settings = settings_of()
     assert impossible(settings, data=[(0, 7875, 1)]) == ""
     assert "the end of its batches: 7877, at most 7876" in impossible(settings, data=[(0, 7876, 1)])
     for data in ([(0, 10**9, 1)], [(2, 0, 1), (3, 2**62, 2**62)]):
         assert "states what cannot be" in impossible(settings, data=data)
-    assert "batches in its tokens: 25, at most 24" in impossible(settings, tokens=24, data=[(0, 0, 25)])
-    # batches whose tokens were lost since the last merge are held still: here all but 24 of 1000
-    merged = chain_of(ann(600_000, 1000))
-    assert impossible(settings, merged, tokens=24, lost_tokens=1976, data=[(0, 0, 1000)]) == ""
-    assert "batches in its tokens: 1001" in impossible(settings, merged, tokens=24, lost_tokens=1976, data=[(0, 0, 1001)])
+    assert impossible(settings, data=[(0, 0, 24)]) == ""
+    assert "batches in its steps: 25, at most 24" in impossible(settings, data=[(0, 0, 25)])
 
 
 def test_shares_are_those_that_learners_can_have() -> None:
@@ -101,13 +98,6 @@ def test_shares_are_those_that_learners_can_have() -> None:
     settings = settings_of()
     assert impossible(settings, data=[(4098, 0, 1)]) == ""
     assert "a share of the data: 4099, at most 4098" in impossible(settings, data=[(4099, 0, 1)])
-
-
-def test_what_is_carried_over_in_part_is_rounded_down_in_steps_and_tokens() -> None:
-    # half of one step of a late offer is none, and half of its tokens are some: carried eight times, and once more
-    settings = settings_of(**{"carry.late": 0.5, "carry.max_versions": 8})
-    assert impossible(settings, steps=1, tokens=10 * 8 * BATCH, data=[(0, 0, 10)]) == ""
-    assert "tokens in its steps" in impossible(settings, steps=1, tokens=10 * 8 * BATCH + 1, data=[(0, 0, 10)])
 
 
 COUNTS = st.integers(0, 2**62)

@@ -127,6 +127,16 @@ def test_claims_beyond_what_can_be_are_refused(changes: dict[str, Any], reason: 
     assert hear(gate, "ann", 3.0, step=102, tokens=1020, batch_tokens=10) is Verdict.HEARD
 
 
+def test_the_steps_of_a_checkpoint_that_is_restored_after_the_first_heartbeat_are_no_claim_too_large() -> None:
+    gate = admitted("ann")
+    gate.admit("ann", 2, 1.0)
+    usual = {"incarnation": 2, "batch_tokens": 10}
+    assert hear(gate, "ann", 1.0, state="starting", step=0, tokens=0, **usual) is Verdict.HEARD
+    assert hear(gate, "ann", 1.1, state="recovering", step=10**6, tokens=10**7, **usual) is Verdict.HEARD
+    with pytest.raises(FormatError, match="3000000 steps"):  # from here on it counts
+        hear(gate, "ann", 1.2, step=3 * 10**6, tokens=10**7, **usual)
+
+
 def test_a_restart_with_a_checkpoint_or_with_other_batches_is_no_claim_too_large() -> None:
     gate = admitted("ann")
     gate.admit("ann", 2, 1.0)

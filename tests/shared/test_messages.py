@@ -12,6 +12,7 @@ import pytest
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.shared import island_messages
 
 from diloco.core.ranges import normal
 from diloco.errors import FormatError, HashError, MessageError
@@ -36,6 +37,7 @@ from diloco.wire.offers import Answer, Member, Offer, RegionalMembers, RegionalO
 RUN = b"run-id.."
 COUNT = st.integers(0, 2**62)
 COUNTS = st.lists(COUNT, max_size=4)
+AXES = st.lists(COUNT, max_size=4)
 REGION = st.sampled_from(["", "us", "ap_2"])
 FRAGMENT = st.integers(0, 4095)
 NAME = st.from_regex(r"\A[a-z0-9][a-z0-9_-]{0,47}\Z")
@@ -193,10 +195,11 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
     CommitNotice: st.builds(CommitNotice, FRAGMENT, COUNT, COUNT, HASH, COUNT),
     SnapshotMarker: st.builds(SnapshotMarker, COUNT, COUNTS),
     MarkerAnswer: st.builds(MarkerAnswer, NAME, COUNT, COUNT, COUNTS, COUNT, HASH),
-    StateRequest: st.builds(StateRequest, NAME, st.binary(max_size=8), COUNT),
+    StateRequest: st.builds(StateRequest, NAME, st.binary(max_size=8), COUNT, AXES, AXES),
     StateLoan: st.builds(StateLoan, NAME, st.binary(max_size=8), COUNT, COUNTS, HASH, st.integers(0, 2**40), HASH),
-    StatePart: st.builds(StatePart, st.binary(min_size=8, max_size=8), COUNT),
+    StatePart: st.builds(StatePart, st.binary(min_size=8, max_size=8), COUNT, AXES, HASH),
 }
+MESSAGES |= island_messages.strategies(ANSWER, CURSOR, MESSAGES[Record], ROLLED_BACK)
 KINDS = list(MESSAGES)
 ANY = st.sampled_from(KINDS).flatmap(lambda cls: MESSAGES[cls])
 
@@ -302,10 +305,11 @@ EXAMPLES: dict[type[Message], Message] = {
     CommitNotice: CommitNotice(3, 4, 1, b"e" * 32, 9),
     SnapshotMarker: SnapshotMarker(7, [1, 2]),
     MarkerAnswer: MarkerAnswer("ann", 7, 8, [1, 2], 9, b"f" * 32),
-    StateRequest: StateRequest("ann", b"copy....", 10),
+    StateRequest: StateRequest("ann", b"copy....", 10, [11, 12], [13, 14]),
     StateLoan: StateLoan("bob", b"copy....", 11, [1, 2], b"l" * 32, 12, b"c" * 32),
-    StatePart: StatePart(b"copy....", 13),
+    StatePart: StatePart(b"copy....", 13, [14, 15], b"c" * 32),
 }
+EXAMPLES |= island_messages.examples(EXAMPLES[Record])
 
 
 def framed(

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from numpy.typing import NDArray
 
+from diloco.core.chunks import Chunk
 from diloco.member import peer
-from diloco.member.peer import Borrower, Layout, Lender, Loan
+from diloco.member.peer import Borrower, InMemory, Layout, Lender, Loan
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.transport import Heard
 from diloco.wire import framing
-from diloco.wire.body import PART_BYTES
 from diloco.wire.control import StateLoan, StatePart, StateRequest
 from diloco.wire.subjects import Subjects
 
@@ -28,7 +29,17 @@ ARRAYS: dict[str, NDArray[Any]] = {
     "optimizer/count": np.array(7, np.int32),
 }
 LAYOUT = Layout.of(ARRAYS)
-DATA = LAYOUT.join(ARRAYS)
+
+
+class Borrowed:
+    """A loan, and the chunks that came of it."""
+
+    def __init__(self) -> None:
+        self.loan: Loan | None = None
+        self.chunks: dict[Chunk, NDArray[Any]] = {}
+
+    def put(self, chunk: Chunk, values: NDArray[Any]) -> None:
+        self.chunks[chunk] = values
 
 
 class Lab:
@@ -49,7 +60,7 @@ class Lab:
     async def _give(self, lender: Lender) -> None:
         while True:
             if lender.wanted:
-                await asyncio.to_thread(lender.give, 42, [3, 4], LAYOUT, DATA)
+                await asyncio.to_thread(lender.give, 42, [3, 4], InMemory(ARRAYS))
             await asyncio.sleep(0.02)
 
     async def liar(self, name: str, answer: Callable[[StateRequest], bytes]) -> None:
@@ -61,8 +72,11 @@ class Lab:
 
         await self.link.subscribe(self.subjects.state(name), hear)
 
-    async def borrow(self, *peers: str) -> Loan | None:
-        return await Borrower(self.link, RUN, self.subjects, "newcomer", LAYOUT, get_logger()).borrow(peers)
+    async def borrow(self, *peers: str, wanted: Sequence[Chunk] = tuple(LAYOUT.wholes())) -> Borrowed:
+        borrowed = Borrowed()
+        borrower = Borrower(self.link, RUN, self.subjects, "newcomer", LAYOUT, wanted, borrowed.put, get_logger())
+        borrowed.loan = await borrower.borrow(peers)
+        return borrowed
 
 
 @pytest.fixture
@@ -73,23 +87,35 @@ async def lab(link: NatsTransport) -> AsyncIterator[Lab]:
         task.cancel()
 
 
-def same(loan: Loan | None, lent_by: str) -> None:
-    assert loan is not None
-    assert (loan.peer, loan.step, loan.versions) == (lent_by, 42, [3, 4])
-    assert loan.arrays.keys() == ARRAYS.keys()
-    for name, array in ARRAYS.items():
-        np.testing.assert_array_equal(loan.arrays[name], array, strict=True)
+def same(borrowed: Borrowed, lent_by: str) -> None:
+    assert borrowed.loan is not None
+    assert (borrowed.loan.peer, borrowed.loan.step, borrowed.loan.versions) == (lent_by, 42, [3, 4])
+    assert borrowed.loan.content_hash == InMemory(ARRAYS).content_hash
+    for chunk, values in borrowed.chunks.items():
+        np.testing.assert_array_equal(values, ARRAYS[chunk.name][chunk.where], strict=True)
 
 
 async def test_what_comes_is_what_was_lent(lab: Lab) -> None:
     await lab.lender("learner-0")
-    same(await lab.borrow("learner-0"), "learner-0")
+    borrowed = await lab.borrow("learner-0")
+    same(borrowed, "learner-0")
+    assert list(borrowed.chunks) == LAYOUT.wholes()
+
+
+async def test_a_borrower_gets_the_slices_that_it_asks_for_and_no_more(lab: Lab, link: NatsTransport) -> None:
+    await lab.lender("learner-0")
+    columns = [Chunk("optimizer/mu", (3, 100_000), "float32", (0, first), (3, first + 25_000)) for first in (25_000, 75_000)]
+    before_bytes = link.bytes_in
+    borrowed = await lab.borrow("learner-0", wanted=columns)
+    same(borrowed, "learner-0")
+    assert set(borrowed.chunks) == set(columns)
+    lent_bytes = sum(chunk.size_bytes for chunk in columns)
+    assert lent_bytes <= link.bytes_in - before_bytes < 2.1 * lent_bytes + 20_000  # what the lender hears comes in here too
 
 
 async def test_one_copy_serves_all_who_ask(lab: Lab) -> None:
     lender = await lab.lender("learner-0")
     loans = await asyncio.gather(*(lab.borrow("learner-0") for _ in range(3)))
-    assert len({id(loan) for loan in loans}) == 3
     for loan in loans:
         same(loan, "learner-0")
     assert not lender.wanted
@@ -111,8 +137,8 @@ async def test_the_next_peer_is_asked_if_one_has_none(lab: Lab, monkeypatch: pyt
     await lab.lender("busy", gives=False)
     await lab.lender("learner-2")
     same(await lab.borrow("nobody", "warming", "busy", "learner-2"), "learner-2")
-    assert await lab.borrow("nobody", "warming") is None
-    assert await lab.borrow() is None
+    assert (await lab.borrow("nobody", "warming")).loan is None
+    assert (await lab.borrow()).loan is None
 
 
 def loan(**changes: Any) -> bytes:
@@ -122,15 +148,19 @@ def loan(**changes: Any) -> bytes:
         "step": 1,
         "versions": [0, 0],
         "layout": LAYOUT.digest,
-        "size_bytes": DATA.size,
+        "size_bytes": LAYOUT.size_bytes,
         "content_hash": bytes(32),
     }
     return framing.pack(StateLoan(**(values | changes)), RUN)
 
 
-def part(request: StateRequest, cut: int = 0) -> bytes:
-    data = DATA[request.offset : request.offset + PART_BYTES].tobytes()
-    return framing.pack(StatePart(request.copy, request.offset), RUN, data[cut:])
+def part(request: StateRequest, cut: int = 0, **changes: Any) -> bytes:
+    chunk = LAYOUT.slice(request.array, request.start, request.stop)
+    assert chunk is not None
+    data = ARRAYS[chunk.name][chunk.where].tobytes()[cut:]
+    values: dict[str, Any] = {"copy": request.copy, "array": request.array, "start": request.start}
+    values["content_hash"] = blake3(data).digest()
+    return framing.pack(StatePart(**(values | changes)), RUN, data)
 
 
 @pytest.mark.parametrize(
@@ -139,26 +169,34 @@ def part(request: StateRequest, cut: int = 0) -> bytes:
         ("no message", lambda request: b"\x00"),
         ("another model", lambda request: loan(layout=bytes(32))),
         ("another size, stated to make us allocate it", lambda request: loan(size_bytes=2**40)),
-        ("a wrong hash", lambda request: part(request) if request.copy else loan()),
+        ("a wrong hash", lambda request: part(request, content_hash=bytes(32)) if request.copy else loan()),
         ("a short part", lambda request: part(request, 1) if request.copy else loan()),
-        ("another part", lambda request: framing.pack(StatePart(request.copy, 1), RUN, b"") if request.copy else loan()),
-        ("gone half-way", lambda request: (b"" if request.offset else part(request)) if request.copy else loan()),
+        ("another part", lambda request: part(request, start=[7, 7]) if request.copy else loan()),
+        ("another array", lambda request: part(request, array=7) if request.copy else loan()),
+        ("gone half-way", lambda request: (b"" if any(request.start) else part(request)) if request.copy else loan()),
     ],
 )
 async def test_what_does_not_fit_is_refused(lab: Lab, reason: str, answer: Callable[[StateRequest], bytes]) -> None:
     await lab.liar("liar", answer)
     await lab.lender("learner-1")
-    assert await lab.borrow("liar") is None, reason
-    same(await lab.borrow("liar", "learner-1"), "learner-1")
+    assert (await lab.borrow("liar")).loan is None, reason
+    borrowed = await lab.borrow("liar", "learner-1")
+    same(borrowed, "learner-1")
+    assert set(borrowed.chunks) == set(LAYOUT.wholes())
 
 
 async def test_a_lender_answers_no_nonsense(lab: Lab) -> None:
     lender = await lab.lender("learner-0")
     same(await lab.borrow("learner-0"), "learner-0")
     subject = lab.subjects.state("learner-0")
+    copy = lender._lent[0].copy if lender._lent else b""
     for request in (
-        StateRequest("a", bytes(8), 0),  # another copy
-        StateRequest("a", lender._lent[0].copy if lender._lent else b"", DATA.size),  # beyond its end
+        StateRequest("a", bytes(8), 0, [], []),  # another copy
+        StateRequest("a", copy, 2, [], []),  # no array
+        StateRequest("a", copy, 1, [0], [1]),  # of two axes
+        StateRequest("a", copy, 1, [0, 0], [1, 100_001]),  # beyond its end
+        StateRequest("a", copy, 1, [1, 0], [1, 100]),  # nothing
+        StateRequest("a", copy, 1, [0, 0], [2, 100_000]),  # more than a part
     ):
         assert await lab.link.request(subject, framing.pack(request, RUN), 2.0) == b""
     assert await lab.link.request(subject, b"garbage", 0.2) is None
@@ -174,5 +212,4 @@ def test_layouts_differ_by_name_shape_and_type() -> None:
     ]
     assert len({one.digest, *(Layout.of(other).digest for other in others)}) == 4
     assert one.size_bytes == 12
-    empty = Layout.of({})
-    assert empty.split(empty.join({})) == {}
+    assert Layout.of({}).wholes() == []

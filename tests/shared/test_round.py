@@ -67,7 +67,7 @@ def offer(learner: str, number: int = 1, version: int = 1, **changes: Any) -> Of
         "steps": 4,
         "tokens": 40,
         "lost_tokens": 0,
-        "data": [(0, 4 * (version - 1), 4)],
+        "data": [(0, 4 * (version - 1), changes.get("steps", 4))],
         "body": BODY,
     }
     return Offer(**(values | changes))

@@ -54,7 +54,7 @@ def test_a_run_of_another_format(tmp_path: Path) -> None:
     directory(tmp_path).save()
     file = tmp_path / "run.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 9, "version": "7.7"}))
-    with pytest.raises(RunError, match=r"made by version 7.7 of diloco \(format 9\); this is .* \(format 2\)"):
+    with pytest.raises(RunError, match=r"made by version 7.7 of diloco \(format 9\); this is .* \(format 3\)"):
         load(tmp_path)
 
 

@@ -37,7 +37,7 @@ def test_presets_are_the_published_methods() -> None:
     published = run_settings("published")
     assert (published.fragments.count, published.round.steps, published.round.quorum) == (24, 24, 1)
     assert (published.round.overlap_steps, published.merge.method, published.merge.weights) == (2, "rda", "quality")
-    assert (published.carry.overlap, published.carry.late, published.apply.alpha) == (0, 0, 0)
+    assert (published.carry.overlap, published.apply.alpha) == (False, 0)
     assert (published.codec.offer_bits, published.merge.against) == (16, "current")
     # the lineage's for one learner, whose norm RDA keeps; of an average of several, as in DiLoCo, it is higher
     assert (published.outer.learning_rate, published.outer.momentum) == (0.4, 0.9)
@@ -84,7 +84,7 @@ def test_a_preset_is_not_a_setting_among_others() -> None:
         ({"round.quorum": "some"}, "round.quorum = 'some': .* 'all'"),
         ({"codec.offer_bits": 5}, "codec.offer_bits = 5: Input should be 2, 4, 8, 16 or 32"),
         ({"merge.method": "mean"}, "merge.method = 'mean': Input should be 'rda' or 'average'"),
-        ({"carry.late": 1.1}, "carry.late = 1.1"),
+        ({"carry.overlap": 0.5}, "carry.overlap = 0.5: Input should be a valid boolean"),
         ({"task.name": "a b"}, "task.name = 'a b'"),
         ({"outer.learning_rate": float("nan")}, "outer.learning_rate = nan"),
         ({"inner.weight_decay": float("inf")}, "inner.weight_decay = inf"),
@@ -124,8 +124,7 @@ def test_settings_that_contradict_each_other(overrides: dict[str, Any], expected
     [
         ("round.steps", 2, 1),
         ("round.learners_wait", False, True),
-        ("carry.late", 1.0, 0.0),
-        ("carry.overlap", 0.5, 0.0),
+        ("carry.overlap", True, False),
         ("apply.alpha", 0.5, 0.0),
         ("outer.learning_rate", 0.7, 1.0),
         ("outer.momentum", 0.5, 0.0),
@@ -139,7 +138,7 @@ def test_an_outer_adamw_takes_gradients_only(name: str, value: object, needed: o
 
 def test_all_that_an_outer_adamw_lacks_is_named() -> None:
     with pytest.raises(
-        SettingsError, match=r"round.steps = 24 .*round.learners_wait = .*carry.late = .*outer.learning_rate = 0.5"
+        SettingsError, match=r"round.steps = 24 .*round.learners_wait = .*carry.overlap = True .*outer.learning_rate = 0.5"
     ):
         run_settings("decoupled", {"outer.optimizer": "adamw"})
     assert not run_settings("diloco").round.lockstep
@@ -166,14 +165,14 @@ def test_overrides_are_dotted_or_nested_and_leave_the_rest_of_a_preset() -> None
 
 
 def test_equal_settings_have_equal_digests_and_others_do_not() -> None:
-    first = run_settings(overrides={"round.steps": 12, "carry.late": 1})
-    second = run_settings(overrides={"carry": {"late": 1.0}, "round.steps": "12"})
+    first = run_settings(overrides={"round.steps": 12, "outer.momentum": 0})
+    second = run_settings(overrides={"outer": {"momentum": 0.0}, "round.steps": "12"})
     assert first.digest() == second.digest()
     assert len(first.digest()) == 32
     changed: list[dict[str, Any]] = [
         {"seed": 1},
         {"round.steps": 13},
-        {"carry.late": 0.5},
+        {"carry.overlap": False},
         {"merge.method": "average"},
         {"round.quorum": "all"},
     ]
@@ -183,11 +182,11 @@ def test_equal_settings_have_equal_digests_and_others_do_not() -> None:
 
 
 def test_assignments() -> None:
-    items = ["round.steps=12", "carry.late=0.5", "round.learners_wait=true", "round.quorum=all", ' task.name = "gpt" ']
+    items = ["round.steps=12", "outer.momentum=0.25", "round.learners_wait=true", "round.quorum=all", ' task.name = "gpt" ']
     values = parse_assignments(items)
     assert values == {
         "round.steps": 12,
-        "carry.late": 0.5,
+        "outer.momentum": 0.25,
         "round.learners_wait": True,
         "round.quorum": "all",
         "task.name": "gpt",
@@ -240,9 +239,9 @@ def test_a_preset_in_the_coordinator_s_file_brings_its_values(tmp_path: Path) ->
     text = 'name = "c"\n[settings]\npreset = "published"\nlearners = 3\n[settings.outer]\nmomentum = 0.8\n'
     settings = load_service(CoordinatorSettings, config(tmp_path, text)).settings
     assert settings == run_settings("published", {"learners": 3, "outer.momentum": 0.8})
-    assert settings.carry.late == 0.0  # the preset's, not the default's
+    assert settings.carry.overlap is False  # the preset's, not the default's
     # as `diloco up` writes it: all values, under the name of the preset that they began with
-    changed = run_settings("published", {"carry.late": 0.5})
+    changed = run_settings("published", {"carry.overlap": True})
     whole = CoordinatorSettings.model_validate({"name": "c", "settings": changed.model_dump()})
     assert whole.settings == changed
     with pytest.raises(SettingsError, match=r"no preset 'publishd' .did you mean 'published'"):

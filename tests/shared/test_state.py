@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+from diloco.core.chunks import Chunk
 from diloco.errors import RunError
 from diloco.member import state
+from diloco.member.state import Content, Part
 
 RUN = b"\x01" * 8
 ACCOUNTS: dict[str, Any] = {"step": 12, "fragments": [{"after": [1, 2], "data": [[0, 3, 4]]}], "loss": 0.1}
@@ -30,7 +35,7 @@ ARRAYS: dict[str, NDArray[Any]] = {
 
 
 def save(path: Path, previous: Path | None = None, **accounts: Any) -> state.Saved:
-    return state.save(path, RUN, "learner-0", ACCOUNTS | accounts, ARRAYS, previous)
+    return state.save(path, RUN, "learner-0", ACCOUNTS | accounts, Content.of(ARRAYS), previous)
 
 
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
@@ -39,11 +44,11 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     loaded = state.load(path, RUN, "learner-0")
     assert loaded.accounts == ACCOUNTS
     assert loaded.digest == saved.digest
-    assert loaded.arrays.keys() == ARRAYS.keys()
+    assert loaded.arrays().keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
-        np.testing.assert_array_equal(loaded.arrays[name], array, strict=True)
+        np.testing.assert_array_equal(loaded.arrays()[name], array, strict=True)
     assert path.stat().st_size == saved.size_bytes
-    assert blake3(path.read_bytes()).digest() == saved.file_hash
+    assert blake3(path.read_bytes()).digest() == state.file_hash(path)
     for name, array in load_file(path).items():  # as anybody reads such files
         np.testing.assert_array_equal(array, ARRAYS[name], strict=True)
 
@@ -58,8 +63,8 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
 def test_any_arrays_come_back(tmp_path_factory: pytest.TempPathFactory, arrays: dict[str, NDArray[Any]]) -> None:
     path = tmp_path_factory.mktemp("state") / "a.safetensors"
     arrays = {name: array for name, array in arrays.items() if name != "__metadata__"}
-    state.save(path, RUN, "a", {}, arrays)
-    loaded = state.load(path, RUN, "a").arrays
+    state.save(path, RUN, "a", {}, Content.of(arrays))
+    loaded = state.load(path, RUN, "a").arrays()
     assert loaded.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(loaded[name], array, strict=True)
@@ -103,7 +108,7 @@ def test_damage_anywhere_is_named(tmp_path: Path) -> None:
         else:  # a bit that makes no difference, as in the padding of the header
             assert loaded.accounts == ACCOUNTS
             for name, array in ARRAYS.items():
-                np.testing.assert_array_equal(loaded.arrays[name], array, strict=True)
+                np.testing.assert_array_equal(loaded.arrays()[name], array, strict=True)
     assert refused > 0.95 * len(good) / 3
 
 
@@ -130,10 +135,88 @@ def test_foreign_ones_are_refused(tmp_path: Path) -> None:
         state.load(tmp_path / "missing.safetensors", RUN, "learner-0")
 
 
-def test_another_format_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_format_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    monkeypatch.setattr(state, "FORMAT", "diloco-learner-2")
     save(path)
-    monkeypatch.undo()
-    with pytest.raises(RunError, match="its format is 'diloco-learner-2', expected 'diloco-learner-3'"):
+    path.write_bytes(path.read_bytes().replace(b"diloco-learner-4", b"diloco-learner-9"))
+    with pytest.raises(RunError, match="its format is 'diloco-learner-9', expected 'diloco-learner-4'"):
         state.load(path, RUN, "learner-0")
+
+
+def test_a_state_of_the_format_before_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    metadata = {
+        "format": "diloco-learner-3",
+        "run": RUN.hex(),
+        "learner": "learner-0",
+        "accounts": json.dumps(ACCOUNTS),
+        "hashes": json.dumps({name: blake3(array.tobytes()).hexdigest() for name, array in ARRAYS.items()}),
+    }
+    metadata["hash"] = blake3(json.dumps([*metadata.values()]).encode()).hexdigest()
+    save_file(ARRAYS, path, metadata)
+    loaded = state.load(path, RUN, "learner-0")
+    assert loaded.accounts == ACCOUNTS
+    assert loaded.digest.hex() == metadata["hash"][:16]
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(loaded.arrays()[name], array, strict=True)
+
+
+def test_a_chunk_is_asked_for_when_the_one_before_is_on_its_way_to_the_disk(tmp_path: Path) -> None:
+    array = np.arange(60, dtype=np.int32).reshape(4, 15)
+    chunks = list(Chunk.whole("a", array.shape, "int32").cut(60))
+    alive: list[weakref.ref[NDArray[Any]]] = []
+
+    def values() -> Iterator[NDArray[Any]]:
+        for chunk in chunks:
+            assert not any(ref() is not None for ref in alive)
+            made = array[chunk.where].copy()
+            alive.append(weakref.ref(made))
+            yield made
+            del made
+
+    path = tmp_path / "a.safetensors"
+    state.save(path, RUN, "a", {}, Content(chunks, values()))
+    assert sorted(load_file(path)) == [f"a[{row}:{row + 1},0:15]" for row in range(4)]
+    loaded = state.load(path, RUN, "a")
+    np.testing.assert_array_equal(loaded.arrays()["a"], array, strict=True)
+    column = Chunk("a", (4, 15), "int32", (1, 3), (4, 5))
+    np.testing.assert_array_equal(loaded.read(column), array[1:4, 3:5], strict=True)
+
+
+def test_the_parts_of_several_processes_are_one_state(tmp_path: Path) -> None:
+    array = np.arange(12, dtype=np.float32).reshape(4, 3)
+    halves = [Chunk("a", (4, 3), "float32", (first, 0), (first + 2, 3)) for first in (0, 2)]
+
+    def save_part(index: int, set_name: str) -> None:
+        path, previous = state.generations(tmp_path, "ann", index)
+        content = Content([halves[index]], [array[halves[index].where]])
+        state.save(path, RUN, "ann", {"part": index}, content, previous, Part(index, 2, set_name))
+
+    def load_part(index: int, generation: int = 0) -> state.State:
+        return state.load(state.generations(tmp_path, "ann", index)[generation], RUN, "ann")
+
+    for index in (0, 1):
+        save_part(index, "step 1")
+    for index in (0, 1):
+        loaded = load_part(index)
+        assert loaded.accounts == {"part": index}
+        np.testing.assert_array_equal(loaded.arrays()["a"], array, strict=True)
+    array += 1
+    save_part(0, "step 2")  # and the other process is killed before it saves
+    assert load_part(0).has(halves[0])
+    assert not load_part(0).has(halves[1])
+    with pytest.raises(RunError, match=r"array 'a' is not there from \(0, 0\) to \(4, 3\)"):
+        load_part(0).arrays()
+    np.testing.assert_array_equal(load_part(0, 1).arrays()["a"], array - 1, strict=True)
+    save_part(1, "step 2")
+    other = state.generations(tmp_path, "ann", 1)[0]
+    good = other.read_bytes()
+    other.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))  # in the file of another process: what is not needed of it is not read
+    np.testing.assert_array_equal(load_part(0).read(halves[0]), array[:2], strict=True)
+    for read in (load_part(0).check, load_part(0).read):
+        with pytest.raises(RunError, match="'a' does not have the hash that it lists"):
+            read(halves[1])
+    with pytest.raises(RunError, match="'a' does not have the hash that it lists"):
+        load_part(1)
+    other.write_bytes(good)
+    np.testing.assert_array_equal(load_part(1).arrays()["a"], array, strict=True)

@@ -151,9 +151,7 @@ class Reference:
         self._trained: dict[tuple[str, int], set[tuple[int, int]]] = {}  # by process: shares and batches
         self._parts: dict[bytes, dict[int, bytes]] = {}
         self._genesis: dict[tuple[int, bytes], tuple[Vector, Vector]] = {}
-        whole = settings.carry.late in (0, 1) and settings.carry.overlap in (0, 1)
         self.exact = settings.codec.offer_bits == 32 and not settings.adapts
-        self.countable = self.exact and whole
 
     # ---- what the server stores
 
@@ -292,13 +290,12 @@ class Reference:
         for index in held:
             demand(self.steps[index].learner == offer.learner, f"{what}: holds work of {self.steps[index].learner}")
             demand(0 < values[index] <= 1, f"{what}: holds {values[index]} of a step")
-        if self.countable:
-            tokens = sum(self.steps[index].tokens for index in held)
-            stated, counted = (offer.steps, offer.tokens), (held.size, tokens)
-            demand(stated == counted, f"{what}: states {stated} steps and tokens, holds {counted}")
-            batches = {(self.steps[index].share, self.steps[index].batch) for index in held}
-            ranges = {(share, first + i) for share, first, count in offer.data for i in range(count)}
-            demand(ranges == batches, f"{what}: states batches {sorted(ranges)}, holds {sorted(batches)}")
+        tokens = sum(self.steps[index].tokens for index in held)
+        stated, counted = (offer.steps, offer.tokens), (held.size, tokens)
+        demand(stated == counted, f"{what}: states {stated} steps and tokens, holds {counted}")
+        batches = {(self.steps[index].share, self.steps[index].batch) for index in held}
+        ranges = {(share, first + i) for share, first, count in offer.data for i in range(count)}
+        demand(ranges == batches, f"{what}: states batches {sorted(ranges)}, holds {sorted(batches)}")
 
     def see_record(self, data: bytes, sequence: int, writer: Writer) -> str:
         record, check, inline = framing.unpack(data, Record, self.run)

@@ -20,7 +20,7 @@ from diloco.core.fragments import TensorSpec, build_map
 from diloco.core.learner import Dump
 from diloco.core.leases import RoundRobin
 from diloco.member.member import Boundary, Member
-from diloco.member.peer import Layout
+from diloco.member.peer import InMemory, Layout
 from diloco.wire.control import MarkerAnswer
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Learner:
         self.optimizer = np.full(8, process.rng.random(), np.float32)
         self.must_apply: dict[int, int] = {}  # by fragment: what was the newest version when it began
         self.must_pass: dict[int, int] = {}  # by share of the data: the end of what was merged when it began
-        self.leave_by_s: float | None = None
+        self.leaving = False
         self.saving = False
         self.member: Member | None = None
         self.marker: tuple[int, bool] | None = None  # the newest marker's number, and whether it came before its versions did
@@ -84,11 +84,13 @@ class Learner:
             await member.join(lambda: [np.zeros(fragment.size, np.float32) for fragment in FRAGMENTS.fragments])
             if not self._restore(member):
                 stateless = run.created.outer.optimizer == "adamw"  # its optimizer's state is the log's
-                loan = await member.borrow(Layout(()) if stateless else LAYOUT)
+                borrowed: dict[str, NDArray[Any]] = {}
+                layout = Layout(()) if stateless else LAYOUT
+                loan = await member.borrow(layout, layout.wholes(), lambda chunk, values: borrowed.update({chunk.name: values}))
                 if stateless:
                     world.check_stateless(self.name, member)
                 if loan is not None:
-                    world.check_loan(loan.peer, loan.step, loan.arrays)
+                    world.check_loan(loan.peer, loan.step, borrowed)
             await self._train(member)
         finally:
             await member.close()
@@ -97,9 +99,9 @@ class Learner:
     async def _train(self, member: Member) -> None:
         process = self.process
         while True:
-            if process.stopping and self.leave_by_s is None:
-                self.leave_by_s = self.world.now_s + LEAVE_S
-                member.leave()
+            if process.stopping and not self.leaving:
+                self.leaving = True
+                member.leave(LEAVE_S)
             self._look_for_mark(member)
             boundary = member.boundary(self.done)
             self.done = None
@@ -112,7 +114,7 @@ class Learner:
             self._keep(member)
             if boundary.finished:
                 return
-            if self.leave_by_s is not None and (member.left or self.world.now_s >= self.leave_by_s):
+            if boundary.ended:
                 await self._leave(member)
                 return
             if boundary.stop or boundary.wait:
@@ -130,7 +132,7 @@ class Learner:
             self.marker = self.marker[0], False  # what was between was never seen
         new = applied.theta.copy()
         if applied.reference is not None:
-            new += np.float32(applied.factor) * (self.values[index] - applied.reference)
+            new += self.values[index] - applied.reference
         self.values[index] = new
         if self.gradients and applied.reference is None:
             self.gradients[index] = np.zeros_like(new)
@@ -174,7 +176,7 @@ class Learner:
             self.process.loop.call_later(SAVE_S * self.process.rng.random(), self._answer, member, answer)
         if member.lender.wanted:
             self.world.lent[self.name, member.step] = self.optimizer.copy()
-            member.lend(member.step, member.versions(), LAYOUT, {"optimizer": self.optimizer.copy()})
+            member.lend(member.step, member.versions(), InMemory({"optimizer": self.optimizer.copy()}))
         if self.saving or self.process.rng.random() > SAVED_BOUNDARIES:
             return
         dump = member.dump()

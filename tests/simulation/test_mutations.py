@@ -65,26 +65,31 @@ def epoch_not_raised(patch: Patch) -> None:
     patch.setattr(Chain, "check", unchecked)
 
 
+def _kept(state: DeltaState, chain: Chain) -> Carried:
+    """Take over the log's state, and keep all that has been done since the base."""
+    state.after = chain.cursor(state.learner)
+    state.pending.clear()
+    state.base_version, state.base_hash = chain.version, chain.state_hash
+    return Carried(state.tokens > 0, reset=True)
+
+
 def restored_displacement_kept(patch: Patch) -> None:
     """A learner goes on from its checkpoint's displacement though the log has merged of it meanwhile."""
     reload = DeltaState.reload
 
     def trusting(self: DeltaState, chain: Chain, **invalid: Any) -> Carried:
-        if chain.cursor(self.learner) != self.after:
-            self.after = chain.cursor(self.learner)
-            self.pending.clear()
-        return reload(self, chain, **invalid)
+        return _kept(self, chain) if chain.cursor(self.learner) != self.after else reload(self, chain, **invalid)
 
     patch.setattr(DeltaState, "reload", trusting)
 
 
 def merged_displacement_kept(patch: Patch) -> None:
-    """A learner goes on as if its merged offer had come too late."""
+    """A learner keeps the displacement of an offer that was merged."""
 
-    def kept(self: DeltaState, version: int, identity: tuple[int, int], answered: int) -> Carried:
+    def kept(self: DeltaState, version: int, identity: tuple[int, int]) -> Carried:
         self.after = identity
         self.pending.clear()
-        return self._missed(version)
+        return self._keep()
 
     patch.setattr(DeltaState, "_merged", kept)
 
@@ -118,24 +123,24 @@ def own_parameters_trusted(patch: Patch) -> None:
     """A newcomer counts the difference between the model that it came with and the run's as its own work."""
     apply = DeltaValues.apply
 
-    def trusting(self: DeltaValues, carried: Carried, state: DeltaState, theta: Any) -> Apply:
-        applied = apply(self, carried, state, theta)
-        return Apply(theta, theta, 1.0) if carried.reset and applied.reference is None else applied
+    def trusting(self: DeltaValues, carried: Carried, pending: Any, theta: Any) -> Apply:
+        applied = apply(self, carried, pending, theta)
+        return Apply(theta, theta) if carried.reset and applied.reference is None else applied
 
     patch.setattr(DeltaValues, "apply", trusting)
 
 
 def lost_tokens_forgotten(patch: Patch) -> None:
     """Tokens that a learner drops are not counted."""
-    keep = DeltaState._keep
+    drop = DeltaState._drop
 
-    def forgetful(self: DeltaState, factor: float, **how: Any) -> Carried:
+    def forgetful(self: DeltaState, **how: Any) -> Carried:
         lost = self.lost_tokens
-        carried = keep(self, factor, **how)
+        carried = drop(self, **how)
         self.lost_tokens = lost
         return carried
 
-    patch.setattr(DeltaState, "_keep", forgetful)
+    patch.setattr(DeltaState, "_drop", forgetful)
 
 
 def keyframe_without_cursors(patch: Patch) -> None:
@@ -163,10 +168,8 @@ def restored_over_another_incarnation(patch: Patch) -> None:
 
     def trusting(self: DeltaState, chain: Chain, **invalid: Any) -> Carried:
         merged = chain.cursor(self.learner)
-        if merged[0] != self.after[0] and merged[0] not in {offer.stated.incarnation for offer in self.pending}:
-            self.after = merged
-            self.pending.clear()
-        return reload(self, chain, **invalid)
+        known = {self.after[0], *(offer.stated.incarnation for offer in self.pending)}
+        return reload(self, chain, **invalid) if merged[0] in known else _kept(self, chain)
 
     patch.setattr(DeltaState, "reload", trusting)
 
@@ -187,13 +190,12 @@ def purged_too_far(patch: Patch) -> None:
     patch.setattr(Copy, "vouched", property(lambda copy: sys.maxsize, lambda copy, sequence: None))
 
 
-def newcomer_carries_over(patch: Patch) -> None:
-    """A learner whose log goes back before it has taken over anything carries over what it was initialised with."""
+def dropped_work_offered(patch: Patch) -> None:
+    """A learner whose work a version does not hold writes that version, and counts its work as lost, over its own value."""
     missed = DeltaState._missed
 
-    def carried_over(self: DeltaState, version: int) -> Carried:
-        carried = missed(self, version)
-        return carried if self.tokens else Carried(self.carry.late)
+    def carried_over(self: DeltaState) -> Carried:
+        return dataclasses.replace(missed(self), keeps=True)
 
     patch.setattr(DeltaState, "_missed", carried_over)
 
@@ -220,7 +222,7 @@ def made_before_a_rollback(patch: Patch) -> None:
 
 def kept_over_a_rollback(patch: Patch) -> None:
     """A learner carries what it has done over a rollback."""
-    patch.setattr(DeltaState, "_begin_again", lambda self: self._missed(self.base_version + 1))
+    patch.setattr(DeltaState, "_begin_again", lambda self: self._keep())
 
 
 def rolled_back_again(patch: Patch) -> None:
@@ -272,13 +274,13 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (identifiers_begin_again, "names two messages"),
     (takeover_without_record, "never taken the fragment over"),
     (own_parameters_trusted, "holds"),
-    (lost_tokens_forgotten, "tokens processed"),
+    (lost_tokens_forgotten, "tokens processed|for the marker"),
     (keyframe_without_cursors, "cursors"),
     (late_founders, "after genesis"),
     (restored_over_another_incarnation, "merged twice|states .* holds|tokens processed|for the marker"),
     (positions_forgotten, "is freed at batch"),
     (purged_too_far, "keyframes are left|were dropped"),
-    (newcomer_carries_over, "holds"),
+    (dropped_work_offered, "holds"),
     (marks_not_waited_for, "for the marker"),
     (not_archived, "not in the archive"),
     (islands_of_one_batch, "an honest learner is refused: .* states what cannot be"),
@@ -295,7 +297,6 @@ FOUND_BY: dict[Callable[[Patch], None], int] = {
     late_founders: 23,
     restored_over_another_incarnation: 20,
     positions_forgotten: 16,
-    newcomer_carries_over: 112,
 }
 
 

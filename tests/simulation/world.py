@@ -77,7 +77,6 @@ SMALL: dict[str, Any] = {
     "liveness.heartbeat_s": 0.25,
     "liveness.dead_s": 2.0,
     "liveness.lease_s": 1.5,
-    "carry.overlap": 1.0,
     # batches of 8 tokens, so that learners, whose steps have 4 to 16, have other ones: none may be refused
     "task.name": "gpt",
     "task.batch": 1,
@@ -87,13 +86,13 @@ SMALL: dict[str, Any] = {
 VARIANTS: list[dict[str, Any]] = [
     {},
     {},
-    {"carry.overlap": 0.0, "round.max_staleness_versions": 1},
+    {"carry.overlap": False, "round.max_staleness_versions": 1},
     {"round.quorum": 2, "log.keyframe_factor": 0.02, "log.keep_bytes": 0, "log.archive": True},
-    {"round.quorum": "all", "carry.late": 0.5},
+    {"round.quorum": "all"},
     {"codec.offer_bits": 4, "codec.record_bits": 4, "merge.method": "rda", "merge.weights": "quality", "log.archive": True},
     {"codec.offer_bits": 4, "codec.record_bits": 4, "merge.against": "current", "log.keyframe_factor": 0.01},
-    {"carry.max_versions": 2, "learners": 2, "shards": 1, "log.keyframe_factor": 0.01, "log.keep_bytes": 0},
-    {"carry.overlap": 0.0, "carry.late": 0.0, "round.learners_wait": True},
+    {"learners": 2, "shards": 1, "log.keyframe_factor": 0.01, "log.keep_bytes": 0},
+    {"carry.overlap": False, "round.learners_wait": True},
 ]
 DRAWN = len(VARIANTS)  # what comes after these is played when it is asked for, so that a seed still means what it did
 LOCKSTEP = DRAWN
@@ -104,8 +103,7 @@ VARIANTS.append(
         "round.grace_factor": 0.0,
         "round.max_staleness_versions": 0,
         "round.learners_wait": True,
-        "carry.overlap": 0.0,
-        "carry.late": 0.0,
+        "carry.overlap": False,
         "outer.optimizer": "adamw",
         "inner.optimizer": "adamw",
         "outer.learning_rate": 1.0,

@@ -20,7 +20,7 @@ from diloco.core.accounts import StepDone
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import RunError
 from diloco.member.member import Member
-from diloco.member.peer import Layout
+from diloco.member.peer import InMemory
 from diloco.process.observe import Logger, get_logger
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings, SyncerSettings
@@ -161,9 +161,9 @@ class _Training(World):
         island, tokens = self.first.twin(), self.trial.task.tokens_per_batch
         await member.join(lambda: [island.read(fragment).to_host() for fragment in self.map.fragments])
         member.count_steps(tokens)
-        loan = await member.borrow(island.optimizer_layout())
-        if loan is not None:
-            island.load_optimizer(loan.arrays)
+        wanted = island.wanted(optimizer_only=True)
+        if await member.borrow(island.optimizer_layout(), wanted, island.put) is None:
+            island.forget_optimizer()
         feed = Feed(self.trial.task, run.created, member.leased, self.logger)
         batch, done = next(feed), None
         while True:
@@ -171,9 +171,9 @@ class _Training(World):
             done = None
             carry_out(boundary, island, member, self.settings)
             if member.lender.wanted:
-                state = island.copy_optimizer()
-                arrays = {name: np.asarray(values) for name, values in state.items()}
-                member.lend(member.step, member.versions(), Layout.of(state), arrays)
+                state = island.arrays(optimizer_only=True)
+                lent = InMemory({name: np.array(values) for name, values in state.items()})
+                member.lend(member.step, member.versions(), lent)
             if boundary.finished:
                 break
             if boundary.stop or boundary.wait:

@@ -46,6 +46,11 @@ class Embedded:
         self.wan_control = f"127.0.0.1:{next(ports)}" if regions else None
         self._ports = {pair: next(ports) for pair in pairs}
 
+    @property
+    def region_urls(self) -> dict[str, str]:
+        """URL of each region's own server; none in a run without regions."""
+        return {region: self.servers[server_name(region)].url for region in self.regions}
+
     def start(self, name: str) -> None:
         """Start a server; its pid is in a file beside the services'.
 

@@ -51,6 +51,20 @@ def learner_environment(index: int, learners: int, devices: int | None) -> dict[
     return values
 
 
+def per_process(devices: int | None, processes: int) -> int | None:
+    """Return the devices of each of a learner's processes, of so many devices of the learner; None: as many as JAX finds.
+
+    Raises:
+        SettingsError: the processes do not divide them.
+    """
+    if devices is not None and devices % processes:
+        raise SettingsError(
+            f"--devices-per-learner {devices}: {processes} processes do not divide them (--processes-per-learner): each has as "
+            "many devices as the others"
+        )
+    return None if devices is None else devices // processes
+
+
 def mesh_of(devices: int | None) -> dict[str, int] | None:
     """Return the learners' setting ``mesh``: DILOCO_MESH, its product being ``devices`` if given; None if neither is.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,7 +93,8 @@ async def ask(run: rundir.RunDirectory) -> dict[str, Any]:
     """
     if not run.nats_url:
         raise RunError(f"run {run.name!r} has not been started yet")
-    link = await run_reader.connect(run, "status", ANSWER_TIMEOUT_S)
+    # coordinators answer in the control store, whatever has become of a region's server
+    link = await run_reader.connect(replace(run, nats_bulk_url=None), "status", ANSWER_TIMEOUT_S)
     try:
         answer = await connection.ask(link.control, link.name, Subjects(run.name).status, b"", ANSWER_TIMEOUT_S)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -28,9 +29,9 @@ from diloco.process.tasks import end
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.wire.subjects import Subjects
-from diloco_ops import inspect
+from diloco_ops import inspect, region_logs
 from diloco_ops.embedded import Embedded
-from diloco_ops.environment import learner_environment, mesh_of, service_environment
+from diloco_ops.environment import learner_environment, mesh_of, per_process, service_environment
 from diloco_ops.live import screen
 from diloco_ops.report import build, reference
 from diloco_ops.report.reference import Reference
@@ -97,7 +98,11 @@ class Launcher:
                 for name in self.embedded.servers:
                     self.embedded.start(name)
             link = await NatsTransport.open(self.url, self.bulk_url or self.url, "up", self.log, NATS_TIMEOUT_S)
-            replace(directory, nats_url=self.url, nats_bulk_url=self.bulk_url, wan_control=self.wan_control).save()
+            region_urls = self.embedded.region_urls if self.embedded else {}
+            if region_urls and resumed:
+                await region_logs.give_back(directory, self.url, region_urls, self.log)
+            begun = replace(directory, nats_url=self.url, nats_bulk_url=self.bulk_url, wan_control=self.wan_control)
+            replace(begun, region_urls=region_urls or None).save()
             self._start_services(self.embedded)
             if not await self._tend(link):
                 return None
@@ -146,9 +151,19 @@ class Launcher:
         self._start_learner("evaluator", place(0) | {"role": "evaluator"} | data, len(names), None)
 
     def _start_learner(self, name: str, values: dict[str, Any], index: int, cores: set[int] | None) -> None:
-        devices = self.directory.devices_per_learner
-        environment = learner_environment(index, len(self.directory.learner_names), devices)
-        self._start_service(name, "diloco_learner", values | {"mesh": mesh_of(devices)}, environment, cores)
+        devices, learners = self.directory.devices_per_learner, len(self.directory.learner_names)
+        count = 1 if values.get("role") == "evaluator" else self.directory.processes_per_learner or 1
+        if count == 1:
+            environment = learner_environment(index, learners, devices)
+            self._start_service(name, "diloco_learner", values | {"mesh": mesh_of(devices)}, environment, cores)
+            return
+        address = f"127.0.0.1:{_free_port()}"
+        for process in range(count):
+            environment = learner_environment(index * count + process, learners * count, per_process(devices, count))
+            own: dict[str, Any] = {"name": name, "mesh": mesh_of(devices)}
+            own["processes"] = {"count": count, "index": process, "address": address}
+            service = name if process == 0 else f"{name}-p{process}"
+            self._start_service(service, "diloco_learner", values | own, environment, None, group=name)
 
     def _start_service(
         self,
@@ -157,9 +172,10 @@ class Launcher:
         values: dict[str, Any],
         environment: Mapping[str, str] | None = None,
         cores: set[int] | None = None,
+        group: str = "",
     ) -> None:
         clock_file = self.directory.path / "services" / f"{name}.clock"
-        self._start(name, module, {"name": name, "clock_file": str(clock_file)} | values, environment, cores)
+        self._start(name, module, {"name": name, "clock_file": str(clock_file)} | values, environment, cores, group=group)
 
     def _start(
         self,
@@ -170,10 +186,12 @@ class Launcher:
         cores: set[int] | None = None,
         *,
         endless: bool = False,
+        group: str = "",
     ) -> None:
         config = self.directory.path / "services" / f"{name}.toml"
         files.replace_text(config, tomli_w.dumps(_without_none(values)))
-        self.services.start(name, module, config, environment or service_environment(), cores, endless=endless)
+        environment = environment or service_environment()
+        self.services.start(name, module, config, environment, cores, endless=endless, group=group)
 
     async def _tend(self, link: NatsTransport) -> bool:
         """Keep the run going until it is finished (True) or interrupted (False).
@@ -292,6 +310,13 @@ class Launcher:
         rundir.write_json(directory.report, report)
         page.write_html(report, directory.path / "report.html")
         return report
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _core(index: int, count: int) -> set[int] | None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.wire.entries import Genesis
 from diloco.wire.subjects import Subjects
+from diloco_ops import region_logs
 from diloco_ops.broker.server import Server
 from diloco_ops.embedded import CONTROL, server_name
 from diloco_ops.lineage import newest_line
@@ -47,6 +48,7 @@ class RunReader:
     genesis: Genesis
     genesis_check: bytes
     live: bool  # read from the run's own server
+    regions: Mapping[str, Log]  # the log of each region that is reached; none in a run without regions
 
     async def load_first(self, fragment: int) -> Loaded:
         """Load version 0, as :meth:`diloco.log.reader.Reader.load_first` does and raises."""
@@ -88,17 +90,18 @@ async def reached(path: Path) -> AsyncIterator[LiveRun]:
         raise RunError(f"{path}: run {directory.name!r} is finished; its report is {directory.report}")
     if not directory.nats_url:
         raise RunError(f"{path}: run {directory.name!r} has not been started yet")
-    transport = await _live(directory)
-    if transport is None:
+    transports = list((await _live(directory)).values())
+    if not transports:
         raise BrokerError(
             f"{path}: the server of run {directory.name!r}, {directory.nats_url}, does not answer; start it again"
         )
     try:
-        run = await creation.open_run(transport, directory.name, directory.settings)
+        run = await creation.open_run(transports[0], directory.name, directory.settings)
         run.adopt((await read_changes(run)).records)
-        yield LiveRun(directory, transport, run)
+        yield LiveRun(directory, transports[0], run)
     finally:
-        await transport.close()
+        for transport in transports:
+            await transport.close()
 
 
 @asynccontextmanager
@@ -106,24 +109,53 @@ async def opened(path: Path) -> AsyncIterator[RunReader]:
     """Open a run's directory for reading. Nothing in it, or on its server, is changed.
 
     Where the run's own server does not answer, one is started over a copy of its files, made in the folder for temporary
-    files: they may belong to a server that is frozen.
+    files: they may belong to a server that is frozen. In a run with regions the log is read where most is known to be
+    committed; of copies, which nobody writes, a majority is needed, and what they hold together is read.
 
     Raises:
-        RunError: there is no run, or it has not begun yet.
+        RunError: there is no run, it has not begun yet, or its files are those of too few regions.
         BrokerError: its server does not answer, and its files are not here.
     """
     directory = rundir.load(path)
-    async with _transport(directory) as (transport, live):
-        run = await creation.open_run(transport, directory.name, directory.settings)
+    async with _transports(directory) as (transports, live):
+        run = await creation.open_run(next(iter(transports.values())), directory.name, directory.settings)
         stored_map = await run.registry.get("map")
         if stored_map is None:
             raise RunError(f"{path}: run {run.name!r} has no fragment map yet: none of its learners has joined")
         fragment_map = await creation.find_map(run)
-        log = Log(transport, run.name, run.identity, fragment_map, run.created)
-        genesis = await log.reader.genesis()
+        logs = {
+            region: Log(transport, run.name, run.identity, fragment_map, run.created)
+            for region, transport in transports.items()
+        }
+        if run.regions:
+            log, logs, genesis = await _in_regions(path, run, logs, live=live)
+        else:
+            [log], logs = logs.values(), {}
+            genesis = await log.reader.genesis()
         if genesis is None:
             raise RunError(f"{path}: run {run.name!r} has no genesis record yet: none of its learners has founded it")
-        yield RunReader(directory, transport, run, fragment_map, log, *genesis, live)
+        transport = next(each for each in transports.values() if each is log.transport)
+        yield RunReader(directory, transport, run, fragment_map, log, *genesis, live, logs)
+
+
+async def _in_regions(
+    path: Path, run: Run, logs: dict[str, Log], *, live: bool
+) -> tuple[Log, dict[str, Log], tuple[Genesis, bytes] | None]:
+    """Return the log to read, those of all regions that hold the run, and its genesis; None: it has none yet.
+
+    Raises:
+        RunError: too few regions hold the run to know what is committed.
+    """
+    found = await region_logs.begun(logs)
+    if not found.logs and await run.registry.get("genesis") is None:
+        return next(iter(logs.values())), logs, None
+    if not live or not found.logs:
+        found.demand_majority(path, len(run.created.regions.names))
+    assert found.genesis is not None
+    home = await region_logs.furthest(found.logs)
+    if not live:
+        await region_logs.settle(found.logs, home, found.genesis[1])
+    return found.logs[home], found.logs, found.genesis
 
 
 async def read_chains(log: Log) -> list[Chain]:
@@ -161,49 +193,64 @@ async def _read_chain(log: Log, fragment: int, genesis: Genesis, genesis_check: 
 
 
 @asynccontextmanager
-async def _transport(directory: RunDirectory) -> AsyncIterator[tuple[NatsTransport, bool]]:
-    transport = await _live(directory)
-    if transport is not None:
-        try:
-            yield transport, True
-        finally:
-            await transport.close()
-        return
-    names = [CONTROL, *map(server_name, directory.settings.regions.names[:1])]
-    if not all((directory.path / name / "jetstream").is_dir() for name in names):
-        raise BrokerError(f"{directory.path}: no server at {directory.nats_url or '(none yet)'} has this run; start it again")
-    with tempfile.TemporaryDirectory(prefix="diloco-") as folder, contextlib.ExitStack() as started:
-        servers = []
-        for name in names:
-            shutil.copytree(directory.path / name, Path(folder) / name)
-            servers.append(Server(Path(folder) / name))
-            servers[-1].start()
-            started.callback(servers[-1].stop)
-        copied = replace(directory, nats_url=servers[0].url, nats_bulk_url=servers[-1].url, identity=None)
-        transport = await connect(copied, "outside", ANSWER_TIMEOUT_S)
-        try:
-            await _check_settings(transport, directory)
-            yield transport, False
-        finally:
-            await transport.close()
+async def _transports(directory: RunDirectory) -> AsyncIterator[tuple[dict[str, NatsTransport], bool]]:
+    """Connect to the run's servers, or to others over copies of their files; one connection for each region's log."""
+    async with contextlib.AsyncExitStack() as stack:
+        live = await _live(directory)
+        for transport in live.values():
+            stack.push_async_callback(transport.close)
+        if live:
+            yield live, True
+            return
+        regions = directory.settings.regions.names
+        names = {CONTROL, *map(server_name, regions)}
+        here = {name for name in names if (directory.path / name / "jetstream").is_dir()}
+        if CONTROL not in here or (regions and len(here) == 1):
+            raise BrokerError(
+                f"{directory.path}: no server at {directory.nats_url or '(none yet)'} has this run; start it again"
+            )
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-")))
+        servers: dict[str, Server] = {}
+        for name in sorted(here):
+            shutil.copytree(directory.path / name, folder / name)
+            servers[name] = Server(folder / name)
+            servers[name].start()
+            stack.callback(servers[name].stop)
+        copies = {region: servers[server_name(region)] for region in regions if server_name(region) in here}
+        made: dict[str, NatsTransport] = {}
+        for region, server in (copies or {"": servers[CONTROL]}).items():
+            copied = replace(directory, nats_url=servers[CONTROL].url, nats_bulk_url=server.url, identity=None)
+            made[region] = await connect(copied, "outside", ANSWER_TIMEOUT_S)
+            stack.push_async_callback(made[region].close)
+        await _check_settings(next(iter(made.values())), directory)
+        yield made, False
 
 
-async def _live(directory: RunDirectory) -> NatsTransport | None:
-    """Connect to the run's own server, if it answers and holds this run: another run's may listen at that address by now."""
+async def _live(directory: RunDirectory) -> dict[str, NatsTransport]:
+    """Connect to the run's own servers, as far as they answer and hold this run: another run's may listen there by now.
+
+    Return a connection for the log of each region that is known here; one, of no name, where only one server is.
+    """
     if not await _anybody_listens(directory.nats_url):
-        return None
+        return {}
+    urls: Mapping[str, str | None] = directory.region_urls or {"": directory.nats_bulk_url}
+    connecting = (connect(replace(directory, nats_bulk_url=url), "outside", ANSWER_TIMEOUT_S) for url in urls.values())
+    connected = dict(zip(urls, await asyncio.gather(*connecting, return_exceptions=True), strict=True))
+    for failure in connected.values():
+        if isinstance(failure, BaseException) and not isinstance(failure, BrokerError):
+            raise failure
+    found = {region: each for region, each in connected.items() if isinstance(each, NatsTransport)}
+    if not found:
+        return {}
     try:
-        transport = await connect(directory, "outside", ANSWER_TIMEOUT_S)
-    except BrokerError:
-        return None
-    try:
-        await _check_settings(transport, directory)
+        await _check_settings(next(iter(found.values())), directory)
     except (BrokerError, RunError):
-        await transport.close()
+        for transport in found.values():
+            await transport.close()
         if (directory.path / CONTROL).is_dir():
-            return None
+            return {}
         raise
-    return transport
+    return found
 
 
 async def _anybody_listens(urls: str) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.errors import DilocoError, EjectedError
+from diloco.errors import DilocoError, EjectedError, IslandError
 from diloco.process.observe import Logger
 
 STOP_TIMEOUT_S = 20.0  # leaving learners wait 10 s for their last work (leave_s), and save
@@ -20,6 +20,7 @@ RETRY_S = 0.5  # the first pause before a service that keeps dying
 RETRY_MAX_S = 10.0  # the longest one
 STEADY_S = 20.0  # a process that lived so long was well
 QUICK_DEATHS = 10  # in a row, and the process is taken to be unable to live
+GROUP_S = 15.0  # a learner's other processes notice within `processes.silent_s` that one is gone; a frozen one is killed then
 
 
 class Guard:
@@ -75,6 +76,8 @@ class Service:
     restarts: int = 0
     quick_deaths: int = 0
     due_s: float | None = None  # when it is begun again; None while it runs or has ended by itself
+    group: str = ""  # the learner that it is a process of: they begin and end together
+    lost_s: float | None = None  # since when processes of its group are missed
 
     @property
     def errors(self) -> Path:
@@ -90,7 +93,7 @@ class Supervisor:
 
     A service that a signal killed is begun again with its own configuration: at once, and later and later if it keeps dying.
     One that ends with an error code ends the run, since wrong settings would only fail again; a learner that was ejected is
-    begun again and waits. One that ends with 0 is done.
+    begun again and waits. One that ends with 0 is done. Processes of one group are begun again together, once all have ended.
     """
 
     def __init__(self, log: Logger) -> None:
@@ -107,10 +110,12 @@ class Supervisor:
         cores: Collection[int] | None = None,
         *,
         endless: bool = False,
+        group: str = "",
     ) -> None:
         """Begin ``python -m module --config FILE``; its pid is in the file of the same name with the ending ``.pid``."""
         process = _begin(module, config, environment, cores)
-        self.services.append(Service(name, module, config, environment, cores, process, time.monotonic(), endless))
+        now_s = time.monotonic()
+        self.services.append(Service(name, module, config, environment, cores, process, now_s, endless, group=group or name))
         self._watch()
 
     def tend(self) -> bool:
@@ -120,32 +125,50 @@ class Supervisor:
             ServiceFailed: a service ended with an error, what it said is the message; or was killed again and again.
         """
         now_s = time.monotonic()
+        groups: dict[str, list[Service]] = {}
         for service in self.services:
-            code = service.process.poll()
-            if code is None or code == 0:
-                continue
-            if code > 0 and code != EjectedError.exit_code:
-                raise ServiceFailed(f"{service.name}: {last_words(service.errors.read_text(errors='replace'), code)}", code)
-            if service.due_s is None and code > 0:  # it waits until it is readmitted
-                self.log.warning("service_ejected", ejected=service.name)
-                service.due_s = now_s
-            elif service.due_s is None:
-                self._note_death(service, -code, now_s)
-            elif now_s >= service.due_s:
-                self._begin_again(service, now_s)
+            groups.setdefault(service.group, []).append(service)
+        for services in groups.values():
+            self._tend_group(services, now_s)
         return all(service.endless or service.process.poll() == 0 for service in self.services)
 
-    def _note_death(self, service: Service, number: int, now_s: float) -> None:
-        service.quick_deaths = service.quick_deaths + 1 if now_s - service.began_s < STEADY_S else 0
-        if service.quick_deaths >= QUICK_DEATHS:
+    def _tend_group(self, services: list[Service], now_s: float) -> None:
+        failed = [(service, code) for service in services if (code := service.process.poll())]
+        for service, code in failed:
+            if code > 0 and code not in (EjectedError.exit_code, IslandError.exit_code):
+                raise ServiceFailed(f"{service.name}: {last_words(service.errors.read_text(errors='replace'), code)}", code)
+        if not failed:
+            return
+        first, alive = services[0], [service for service in services if service.process.poll() is None]
+        if alive:
+            first.lost_s = first.lost_s or now_s
+            if now_s - first.lost_s >= GROUP_S:
+                for service in alive:
+                    service.process.kill()
+        elif first.due_s is None and any(code == EjectedError.exit_code for _, code in failed):  # waits until it is readmitted
+            self.log.warning("service_ejected", ejected=first.name)
+            first.due_s = now_s
+        elif first.due_s is None:
+            self._note_death(
+                first, *min(failed, key=lambda each: each[1]), now_s
+            )  # one that was killed, rather than the others
+        elif now_s >= first.due_s:
+            first.lost_s = None
+            for service in services:
+                self._begin_again(service, now_s)
+
+    def _note_death(self, first: Service, killed: Service, code: int, now_s: float) -> None:
+        said = _signal_name(-code) if code < 0 else f"exit code {code}"
+        first.quick_deaths = first.quick_deaths + 1 if now_s - first.began_s < STEADY_S else 0
+        if first.quick_deaths >= QUICK_DEATHS:
             raise ServiceFailed(
-                f"{service.name}: killed by {_signal_name(number)} {QUICK_DEATHS} times in a row, each time within "
-                f"{STEADY_S:g} s; see {service.errors} and the system's log (is memory short?)",
+                f"{killed.name}: killed by {said} {QUICK_DEATHS} times in a row, each time within "
+                f"{STEADY_S:g} s; see {killed.errors} and the system's log (is memory short?)",
                 1,
             )
-        pause_s = 0.0 if service.quick_deaths < 2 else min(RETRY_MAX_S, RETRY_S * 2.0 ** (service.quick_deaths - 2))
-        service.due_s = now_s + pause_s
-        self.log.warning("service_killed", killed=service.name, signal=_signal_name(number), pause_s=pause_s)
+        pause_s = 0.0 if first.quick_deaths < 2 else min(RETRY_MAX_S, RETRY_S * 2.0 ** (first.quick_deaths - 2))
+        first.due_s = now_s + pause_s
+        self.log.warning("service_killed", killed=killed.name, signal=said, pause_s=pause_s)
 
     def _begin_again(self, service: Service, now_s: float) -> None:
         service.process = _begin(service.module, service.config, service.environment, service.cores)

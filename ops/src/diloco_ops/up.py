@@ -29,9 +29,9 @@ from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
 from diloco_ops import resume
-from diloco_ops.checkpoint import Checkpoint
-from diloco_ops.environment import learner_environment, mesh_of
+from diloco_ops.environment import learner_environment, mesh_of, per_process
 from diloco_ops.launch import NATS_TIMEOUT_S, Asked, Launcher
+from diloco_ops.manifest import Checkpoint
 from diloco_ops.supervise import ServiceFailed, last_words
 from diloco_report import compared
 from diloco_report.units import count, decimal, duration, share, size
@@ -68,6 +68,10 @@ def up(
         int | None,
         typer.Option(min=1, help="Devices of each learner, which make one mesh. Default: all that JAX finds."),
     ] = None,
+    processes_per_learner: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Processes that each learner is, which share its devices. Default: one."),
+    ] = None,
     slow: Annotated[list[str] | None, typer.Option(help="LEARNER=FACTOR: its steps take so many times as long.")] = None,
     nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
@@ -89,9 +93,9 @@ def up(
         directory = _directory(path, settings, bool(overrides) or preset != DEFAULT_PRESET, data, nats_url)
     else:
         source, directory = _resumed(resume_from, path, preset, overrides, data, nats_url)
+    _check_server(nats_url, directory.settings)
     slowed = _slow_factors(slow or [], directory.learner_names)
-    if devices_per_learner is not None:
-        directory = replace(directory, devices_per_learner=devices_per_learner)
+    directory = _shaped(directory, devices_per_learner, processes_per_learner)
     resumed = _begin(directory, source, resume_at, nats_url)
     with rundir.locked(directory.path):
         if not resumed:
@@ -116,6 +120,17 @@ def _begin(directory: RunDirectory, source: Checkpoint | None, at: int | None, n
     return source is not None
 
 
+def _shaped(directory: RunDirectory, devices: int | None, processes: int | None) -> RunDirectory:
+    """Return a run's directory whose learners have so many devices and processes, where these are given.
+
+    Raises:
+        SettingsError: the processes do not divide the devices.
+    """
+    devices, processes = devices or directory.devices_per_learner, processes or directory.processes_per_learner
+    per_process(devices, processes or 1)
+    return replace(directory, devices_per_learner=devices, processes_per_learner=processes)
+
+
 def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool) -> int:
     """Print how the run ended. Return the exit code."""
     if report is None and not json_:
@@ -136,6 +151,20 @@ def _check_installed() -> None:
     missing = [name for module, name in SERVICES.items() if find_spec(module) is None]
     if missing:
         raise DilocoError(f"diloco up: not installed: {', '.join(missing)}; install all of it with: pip install 'diloco[all]'")
+
+
+def _check_server(nats_url: str | None, settings: RunSettings) -> None:
+    """Find out that a server that was given is enough for the run.
+
+    Raises:
+        SettingsError: the run has regions, each of which needs a server.
+    """
+    names = settings.regions.names
+    if nats_url is not None and names:
+        raise SettingsError(
+            f"--nats {shown(checked(nats_url))}: is one server, and the run has the regions {', '.join(names)}; without --nats "
+            "a server is started for each, or go on without regions: --set 'regions.names=[]'"
+        )
 
 
 def _slow_factors(items: list[str], names: list[str]) -> dict[str, float]:

@@ -234,7 +234,10 @@ def _data(logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life], ledge
     for process, life in lives.items():
         ledger.train(process, life.ranges(), 0)
     known = {(member.learner, member.incarnation) for log in logs for _, member in log.members}
-    complete = known <= lives.keys() and not any(life.gap for life in lives.values())
+    oldest = {name: lives[name, min(number for other, number in lives if other == name)] for name, _ in lives}
+    # a learner whose oldest life here began with a state goes on with work of one whose tape is elsewhere
+    earlier = any(life.restored is not None for life in oldest.values())
+    complete = known <= lives.keys() and not earlier and not any(life.gap for life in lives.values())
     wrong = ledger.errors + (ledger.untrained() if complete else [])
     if wrong:
         return Check("data", "fails", _named(wrong))

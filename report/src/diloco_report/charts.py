@@ -24,7 +24,7 @@ MAX_SPANS = 600  # of one learner's timeline
 MAX_MERGES = 2500
 MAX_FRAGMENTS = 64
 LABEL_WIDTH = 130  # of an absence, from which on it is written into it
-CARRIED = 2.0  # times the usual number of steps: an offer that holds more brings work along that was carried over
+LONG = 2.0  # times the usual number of steps: of an offer that holds more, the time of its work is drawn
 
 STATES = ("starting", "stepping", "sending", "waiting", "recovering", "closing", "leaving", "finished", "left", "gone")
 # round times between two ticks
@@ -396,7 +396,7 @@ def _merged_offers(rounds: Sequence[Mapping[str, Any]], lanes: _Lanes, homes: Ma
     steps = sorted(int(member[3]) for merged in rounds for member in merged["members"])
     usual = steps[len(steps) // 2] if steps else 0
     marks: dict[str, list[str]] = {}
-    carried: dict[str, list[str]] = {}
+    long: dict[str, list[str]] = {}
     for merged in rounds[:: -(-len(rounds) // MAX_MERGES)]:
         css = colours.get(homes.get(str(merged.get("syncer")), ""), "var(--soft)")
         at_s = float(merged["wall_s"])
@@ -406,10 +406,10 @@ def _merged_offers(rounds: Sequence[Mapping[str, Any]], lanes: _Lanes, homes: Ma
                 continue
             top = tops[str(name)] + rows[int(merged["fragment"])]
             marks.setdefault(css, []).append(lanes.rect(x, top, lanes.mark))
-            if held > CARRIED * usual:
+            if held > LONG * usual:
                 back = (at_s - _began_s(paces[str(name)], at_s, held)) * lanes.scale
-                carried.setdefault(css, []).append(lanes.rect(x - back, top, back))
-    pale = [f'<path class="carried" d="{"".join(rects)}" style="fill:{css}"/>' for css, rects in carried.items()]
+                long.setdefault(css, []).append(lanes.rect(x - back, top, back))
+    pale = [f'<path class="long" d="{"".join(rects)}" style="fill:{css}"/>' for css, rects in long.items()]
     return pale + [f'<path d="{"".join(rects)}" style="fill:{css}"/>' for css, rects in marks.items()]
 
 

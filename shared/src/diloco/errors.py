@@ -23,7 +23,8 @@ A message names the run, fragment, tensor or setting, the expected and the actua
     │   └── NonFiniteError               NaN or infinity in a delta
     ├── WanError                     8   the relay of an emulated WAN does not answer, or cannot obey
     ├── EjectedError                 9   an operator has ejected this learner from the run
-    └── MachineError                10   this machine folds log entries to other states than all others do
+    ├── MachineError                10   this machine folds log entries to other states than all others do
+    └── IslandError                 11   a process of this learner is gone, or does not come: all of them end, and begin again
 """
 
 from __future__ import annotations
@@ -93,6 +94,12 @@ class MachineError(DilocoError):
     """Log entries fold to other states on this machine than on all others: its memory is bad, or its libraries."""
 
     exit_code = 10
+
+
+class IslandError(DilocoError):
+    """A learner of several processes has lost one, or they differ. All end; started again they are a new generation."""
+
+    exit_code = 11
 
 
 class MessageError(DilocoError):

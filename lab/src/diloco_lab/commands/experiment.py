@@ -19,7 +19,7 @@ from diloco.settings.loading import parse_assignments
 from diloco.settings.validation import nearest
 from diloco_lab.commands.files import write
 from diloco_lab.commands.record import record
-from diloco_lab.experiment import answer, runner, spec, tuning
+from diloco_lab.experiment import answer, curves, runner, spec, tuning
 from diloco_lab.experiment import page as pages
 from diloco_lab.experiment import record as record_files
 from diloco_lab.experiment.methods import Measured
@@ -41,7 +41,7 @@ def list_() -> None:
     for name in spec.named():
         experiment = spec.load(name)
         search = tuning.search(experiment)
-        trials = sum(one.seeds * len(one.arms) for one in (search, experiment) if one is not None)
+        trials = sum(one.seeds * len(one.arms) for one in (search, curves.spread(experiment)) if one is not None)
         table.add_row(name, str(trials), experiment.question)
     Console().print(table)
 
@@ -176,6 +176,7 @@ def _run(name: str, experiment: spec.Experiment, playing: _Playing) -> list[dict
         for choice in choices:
             _console.print(f"* {choice.sentence()}", highlight=False)
         experiment = tuning.settled(experiment, choices)
+    experiment = curves.spread(experiment)
     results = playing.play(name, experiment)
     record = Record(name, asked, found, results, record_files.where(), record_files.text_of(experiment, playing.data))
     write(playing.store.folder / f"{name}{record_files.SUFFIX}", record.encode())

@@ -8,6 +8,8 @@ from html import escape
 
 import numpy as np
 
+from diloco.errors import SettingsError
+from diloco_lab.experiment import curves
 from diloco_lab.experiment.record import Record
 from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.spec import Claim, Experiment
@@ -107,11 +109,23 @@ def markdown(record: Record) -> str:
     lines += [f"* {verdict.sentence()}" for verdict in verdicts(experiment, results)]
     lines += [f"* {arm}, seed {seed}, failed: {reason}" for (arm, seed), reason in sorted(results.failed.items())]
     lines += [f"* {choice.sentence()}." for choice in record.choices]
+    if record.asked.curves is not None:
+        lines += _curves(record)
     if record.tried:
         said = [[one.arm, wording(one.values), f"{one.mean:.4f}", str(len(one.losses))] for one in record.tried]
         lines += ["", *table(["tuned arm", "tried", "loss", "seeds"], said)]
     lines += ["", ", ".join(f"{key} {value}" for key, value in record.where.items()) + ".", ""]
     return "\n".join(lines)
+
+
+def _curves(record: Record) -> list[str]:
+    try:
+        fit = curves.Fit(curves.points(record.asked, record.results))
+    except SettingsError as error:
+        return [f"* {error}"]
+    law = "`loss = E + A parameters^-alpha + B tokens^-beta`, with one E for all"
+    said = [f"* {sentence}" for sentence in curves.sentences(record.asked, fit)]
+    return [*said, f"* A point is {_percent(fit.scatter)} off its curve, {law}.", "", *table(curves.HEAD, curves.rows(fit))]
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

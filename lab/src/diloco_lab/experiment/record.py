@@ -13,6 +13,7 @@ import msgspec
 
 from diloco.errors import FormatError
 from diloco.settings.validation import parse
+from diloco_lab.experiment.curves import spread
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.spec import Experiment
@@ -64,8 +65,8 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def played(self) -> Experiment:
-        """The experiment with the chosen values."""
-        return settled(self.asked, self.choices)
+        """The experiment with the chosen values, and each arm at all places of its curve."""
+        return spread(settled(self.asked, self.choices))
 
     def reference(self) -> Reference | None:
         """Return the losses of the tuned data-parallel arms, for reports of runs.

@@ -61,6 +61,20 @@ class Claim(_Table):
     below: float = Field(ge=-1, le=10)
 
 
+class Curves(_Table):
+    """Every arm is played at all combinations of ``grid``, and its losses are fitted (:mod:`diloco_lab.experiment.curves`)."""
+
+    grid: dict[str, Annotated[list[int], Field(min_length=1, max_length=32)]] = Field(
+        min_length=1, max_length=8, description="settings that change size or tokens, and their values"
+    )
+    parameters: float = Field(gt=0, le=1e15, description="of the model for which the curves are extrapolated")
+    tokens: float = Field(gt=0, le=1e18, description="that it is trained on")
+
+    def places(self) -> list[dict[str, int]]:
+        """Return all combinations of the grid's values."""
+        return [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
+
+
 class Experiment(_Table):
     """A question, and all that is played to answer it."""
 
@@ -72,6 +86,15 @@ class Experiment(_Table):
     arms: dict[str, Arm] = Field(min_length=1, max_length=64)
     bars: list[str] = Field([], max_length=4, description="arms with which every arm is compared")
     claims: list[Claim] = Field([], max_length=64)
+    curves: Curves | None = None
+
+    @model_validator(mode="after")
+    def _curves_alone(self) -> Experiment:
+        if self.curves is not None and (self.claims or any(arm.tuned for arm in self.arms.values())):
+            raise ValueError(
+                "curves: arms are not tuned at each size, and claims are not of curves; leave tuned and claims out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _equally_tuned(self) -> Experiment:
@@ -109,9 +132,14 @@ def load(name: str) -> Experiment:
     """
     path = shipped.find(FOLDER, name, f"no experiment {name!r}")
     experiment = parse(Experiment, read_toml(path), str(path))
-    for name, arm in experiment.arms.items():
+    places = [{}] if experiment.curves is None else experiment.curves.places()
+    for (name, arm), place in product(experiment.arms.items(), places):
         for values in arm.combinations():
-            arm.pace.paces(experiment.settings_of(name, 0, values).learners)
+            settings = experiment.settings_of(name, 0, values | place)
+            arm.pace.paces(settings.learners)
+            if experiment.curves is not None and settings.task.name != "gpt":
+                said = f"arm {name}: task.name = {settings.task.name!r}, and parameters are counted of the built-in task alone"
+                raise SettingsError(f"{path}: {said}; leave out curves, or task.name")
     check = partial(_known, experiment.arms, str(path))
     for bar in experiment.bars:
         check(bar)

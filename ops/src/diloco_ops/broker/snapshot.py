@@ -25,6 +25,7 @@ TIMEOUT_S = 10.0  # for an answer
 SILENCE_S = 20.0  # between two chunks
 CHUNK_BYTES = 256 * 1024
 RESTORE_AHEAD = 8  # chunks on their way to the server
+RESTORE_ATTEMPTS = 4  # a machine may be busy for a while
 
 _NAME_IN_USE = 10130  # error code of the JetStream API
 
@@ -80,6 +81,10 @@ async def save(link: Link, stream: str, path: Path) -> Snapshot:
             await subscription.unsubscribe()
 
 
+class _ForgottenError(AppendUncertainError):
+    """Nobody listens where a chunk belongs: the server ends a restore of which no chunk came for five seconds."""
+
+
 async def restore(link: Link, snapshot: Snapshot, path: Path, *, replicas: int = 1) -> None:
     """Make the stream again from the file, with the same sequences.
 
@@ -94,6 +99,17 @@ async def restore(link: Link, snapshot: Snapshot, path: Path, *, replicas: int =
     config = dict(snapshot.config) | {"num_replicas": replicas, "allow_rollup_hdrs": False, "allow_msg_ttl": False}
     config |= streams.limits(stream)
     request = {"config": config, "state": snapshot.state}
+    for attempt in range(RESTORE_ATTEMPTS):
+        try:
+            await _restore(link, snapshot, path, request)
+            break
+        except _ForgottenError:
+            if attempt == RESTORE_ATTEMPTS - 1:
+                raise
+
+
+async def _restore(link: Link, snapshot: Snapshot, path: Path, request: Mapping[str, Any]) -> None:
+    stream = str(snapshot.config["name"])
     answer = await _ask(link, f"$JS.API.STREAM.RESTORE.{stream}", request, stream)
     try:
         restored = await _send(link, str(answer["deliver_subject"]), path, stream)
@@ -125,6 +141,8 @@ async def _ask(link: Link, subject: str, request: Mapping[str, Any], stream: str
 async def _request(link: Link, subject: str, data: bytes, stream: str) -> bytes:
     try:
         return bytes((await link.bulk.request(subject, data, timeout=TIMEOUT_S)).data)
+    except nats.errors.NoRespondersError as error:
+        raise _ForgottenError(f"stream {stream}: no answer: {error!r}") from None
     except (nats.errors.Error, TimeoutError) as error:
         raise AppendUncertainError(f"stream {stream}: no answer: {error!r}") from None
 

@@ -8,14 +8,14 @@ import random
 import signal
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diloco.errors import BrokerError
 from diloco.nats import streams
+from diloco.nats.connection import Link
 from diloco.nats.transport import NatsTransport
 from diloco.process import files
 from diloco.process.observe import Logger
@@ -23,95 +23,55 @@ from diloco.transport import Heard
 from diloco.wire.subjects import Subjects, sender_of
 from diloco_ops.broker.admin import SERVER_AWAY, administrator, limit_bytes, set_limit
 from diloco_ops.chaos import revert
+from diloco_ops.chaos.kinds import NATS, RECORDS
 from diloco_ops.chaos.revert import FaultJournal
-from diloco_ops.failures import Failure, Source, Spread
+from diloco_ops.failures import Failure
+from diloco_ops.wan import control
 
 SLOW_PERIOD_S = 0.2  # shorter than a step, so that a process is slow rather than frozen
 STORED_WITHIN_S = 5.0  # a server that is there takes milliseconds
 CUT_AGAIN_S = 0.2  # shorter than the pause before a client connects again
 HEARD = 256  # messages of different subjects that are kept to be damaged or said again
-NATS = "nats"
-SERVICES = ("learner", "syncer", "coordinator", "evaluator")
-MESSAGES = ("heartbeats", "rounds", "offers")
-RECORDS = "records"
-STREAMS = ("log", "offers")
-AT_ONCE = Spread()
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of failure: what it can meet, and how it is drawn."""
-
-    targets: Sequence[str]  # groups of services, or names
-    weight: float = 1.0
-    duration_s: Spread = AT_ONCE
-    values: tuple[tuple[str, Spread], ...] = ()
-    embedded: bool = False  # only where the server is the run's own
-
-
-KINDS: dict[str, Kind] = {
-    "kill": Kind(SERVICES, 3.0),
-    "freeze": Kind(SERVICES, 2.0, Spread(1.0, 6.0)),
-    "slow": Kind(SERVICES, 1.0, Spread(2.0, 6.0), (("factor", Spread(2.0, 6.0)),)),
-    "clock": Kind(SERVICES, 1.0, Spread(2.0, 6.0), (("offset_s", Spread(-7200.0, 7200.0)),)),
-    "cut": Kind(SERVICES, 1.0, Spread(0.0, 4.0), embedded=True),
-    "nats_restart": Kind([NATS], 0.5, embedded=True),
-    "nats_kill": Kind([NATS], 0.5, embedded=True),
-    "nats_freeze": Kind([NATS], 0.5, Spread(0.5, 4.0), embedded=True),
-    "corrupt": Kind(MESSAGES, 1.0, Spread(0.5, 2.0), (("messages", Spread(5.0, 40.0)),)),
-    "duplicate": Kind([*MESSAGES, RECORDS], 1.0, Spread(0.5, 2.0), (("messages", Spread(5.0, 40.0)),)),
-    "full": Kind(STREAMS, 0.5, Spread(1.0, 4.0)),
-}
-
-
-def sources(kinds: Sequence[str], services: Sequence[str]) -> list[Source]:
-    """Return the sources from which a tape of these kinds is drawn, in a run of these services."""
-    made = []
-    for name in kinds:
-        kind = KINDS[name]
-        if kind.targets == SERVICES:
-            targets = [service for service in services if service.partition("-")[0] in SERVICES]
-        else:
-            targets = list(kind.targets)
-        made.append(Source(name, targets, kind.weight, kind.duration_s, dict(kind.values)))
-    return made
 
 
 class Breaker:
-    """Breaks a run's services, its server and its messages.
+    """Breaks a run's services, its servers, the links between them, and its messages.
 
     Args:
         directory: of the run.
-        names: of its services, as in ``services/*.pid``.
+        transports: to each region's server, by region; in a run without regions one, of no name.
+        wan_control: where the links between regions are commanded, if they are emulated.
         seed: of what damaged messages look like.
     """
 
     def __init__(
-        self, directory: Path, run: str, transport: NatsTransport, names: Sequence[str], seed: int, log: Logger
+        self,
+        directory: Path,
+        run: str,
+        transports: Mapping[str, NatsTransport],
+        wan_control: str | None,
+        seed: int,
+        log: Logger,
     ) -> None:
-        self.directory, self.names, self.log = directory, list(names), log
+        self.directory, self.log = directory, log
         self.subjects = Subjects(run)
         self.journal = FaultJournal(directory)
-        self._transport, self._chance = transport, random.Random(seed)
+        self._transports, self._wan_control, self._chance = dict(transports), wan_control, random.Random(seed)
         self._heard: OrderedDict[str, bytes] = OrderedDict()
         self.damaged: set[str] = set()  # senders of offers that were damaged, and subjects of other messages
         self.repeated: set[int] = set()  # sequences in the log's stream of entries that were stored once more
 
     async def listen(self) -> None:
         """Begin to keep messages, to be damaged and said again."""
+        transport = next(iter(self._transports.values()))
         for subject in (self.subjects.heartbeat(), self.subjects.round()):
-            await self._transport.subscribe(subject, self._hear)
+            await transport.subscribe(subject, self._hear)
 
     async def _hear(self, message: Heard) -> None:
         self._heard[message.subject] = message.data
         self._heard.move_to_end(message.subject)
         if len(self._heard) > HEARD:
             self._heard.popitem(last=False)
-
-    def meant(self, failure: Failure) -> list[str]:
-        """Return the targets of a failure in this run."""
-        kind = KINDS[failure.kind]
-        return failure.targets(self.names if kind.targets == SERVICES else kind.targets)
 
     async def break_(self, failure: Failure, target: str) -> None:
         """Bring a failure about at one target, and revert it: returns when its time is over.
@@ -130,6 +90,7 @@ class Breaker:
             "slow": self._slow,
             "clock": self._clock,
             "cut": self._cut,
+            "link_cut": self._cut_links,
             "corrupt": self._corrupt,
             "duplicate": self._duplicate,
             "full": self._full,
@@ -156,13 +117,13 @@ class Breaker:
         return send
 
     @asynccontextmanager
-    async def _reverted(self, **entry: Any) -> AsyncIterator[None]:
-        """Note a fault, and revert it at the end, whatever happens."""
+    async def _reverted(self, link: Link | None = None, **entry: Any) -> AsyncIterator[None]:
+        """Note a fault, and revert it at the end, whatever happens; ``link``: to the server that it takes, if any."""
         number = self.journal.add(**entry)
         try:
             yield
         finally:
-            await revert.revert(entry, self._transport)
+            await revert.revert(entry, link)
             self.journal.drop(number)
 
     async def _freeze(self, failure: Failure, target: str) -> None:
@@ -201,13 +162,27 @@ class Breaker:
         """Have the server cut a service's connections, again and again while the failure lasts."""
         clock = asyncio.get_running_loop().time
         ends_s = clock() + failure.duration_s
+        async with asyncio.TaskGroup() as group:
+            for url in [file.read_text().strip() for file in self.directory.glob(f"{NATS}*/admin.url")]:
+                group.create_task(self._cut_at(url, {f"{target}-control", f"{target}-bulk"}, ends_s))
+
+    async def _cut_at(self, admin_url: str, names: Collection[str], ends_s: float) -> None:
+        clock = asyncio.get_running_loop().time
         with contextlib.suppress(BrokerError, OSError):  # the server itself is away: everybody is cut off
-            async with administrator((self.directory / "nats" / "admin.url").read_text().strip()) as admin:
+            async with administrator(admin_url) as admin:
                 while True:
-                    await admin.cut({f"{target}-control", f"{target}-bulk"})
+                    await admin.cut(names)
                     if clock() >= ends_s:
                         return
                     await asyncio.sleep(CUT_AGAIN_S)
+
+    async def _cut_links(self, failure: Failure, target: str) -> None:
+        """Cut a region's links, or one in one direction, and heal them."""
+        assert self._wan_control is not None
+        links = [target.partition("/")[2]]
+        async with self._reverted(what="links", at=self._wan_control, links=links):
+            await asyncio.to_thread(revert.command, self._wan_control, control.Cut(links))
+            await asyncio.sleep(failure.duration_s)
 
     # ---- messages
 
@@ -222,20 +197,21 @@ class Breaker:
         count = max(1, round(failure.number("messages", 10.0)))
         for _ in range(count):
             with contextlib.suppress(*SERVER_AWAY):
-                subject, data = await self._some_message(target)
+                transport = self._chance.choice(sorted(self._transports.items()))[1]
+                subject, data = await self._some_message(transport, target)
                 if data and damaged:
                     self.damaged.add(sender_of(subject) or subject)
                     data = self._damage(data)
                 if data and target == RECORDS:
-                    stored = self._transport.append(
-                        subject, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=STORED_WITHIN_S
-                    )
+                    stored = transport.append(subject, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=STORED_WITHIN_S)
                     self.repeated.add(await stored)
+                elif data and target == "offers":  # which the streams' server stores
+                    await transport.bulk.publish(subject, data)
                 elif data:
-                    await self._transport.publish(subject, data)
+                    await transport.publish(subject, data)
             await asyncio.sleep(failure.duration_s / count)
 
-    async def _some_message(self, target: str) -> tuple[str, bytes]:
+    async def _some_message(self, transport: NatsTransport, target: str) -> tuple[str, bytes]:
         """Return a message of a group, as it was said or stored last; empty if there is none."""
         marks = {"heartbeats": ".heartbeat.", "rounds": ".round."}
         if target in marks:
@@ -246,11 +222,11 @@ class Breaker:
             if target == RECORDS
             else (self.subjects.offer_stream, self.subjects.offer("*"))
         )
-        there = await streams.subjects(self._transport, stream, every)
+        there = await streams.subjects(transport, stream, every)
         if not there:
             return "", b""
         subject = self._chance.choice(sorted(there))
-        stored = await self._transport.last(stream, subject)
+        stored = await transport.last(stream, subject)
         return (subject, stored.data) if stored else ("", b"")
 
     def _damage(self, data: bytes) -> bytes:
@@ -264,8 +240,9 @@ class Breaker:
 
     async def _full(self, failure: Failure, target: str) -> None:
         """Lower a stream's limit to the bytes that it holds."""
-        stream = self.subjects.log_stream if target == "log" else self.subjects.offer_stream
-        before = await limit_bytes(self._transport, stream)
-        async with self._reverted(what="limit", stream=stream, max_bytes=before):
-            await set_limit(self._transport, stream, lambda held_bytes: max(1, held_bytes))
+        kept, _, region = target.partition("/")
+        stream, transport = self.subjects.log_stream if kept == "log" else self.subjects.offer_stream, self._transports[region]
+        before = await limit_bytes(transport, stream)
+        async with self._reverted(transport, what="limit", stream=stream, max_bytes=before, region=region):
+            await set_limit(transport, stream, lambda held_bytes: max(1, held_bytes))
             await asyncio.sleep(failure.duration_s)

@@ -1,4 +1,4 @@
-"""Revert what chaos did: frozen processes, wrong clocks, lowered limits. Each fault is on disk before it is brought about.
+"""Revert what chaos did: frozen processes, wrong clocks, cut links, lowered limits. Each fault is on disk before it is made.
 
 ``python -m diloco_ops.chaos.revert DIR`` waits until its standard input is closed, as it is however chaos ends, and then
 reverts what is still in the journal. So a chaos that is killed leaves nothing frozen or lowered behind.
@@ -16,11 +16,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import RunError
+from diloco.errors import RunError, WanError
 from diloco.nats.connection import Link
 from diloco.process import files, observe
 from diloco.service import rundir
 from diloco_ops.broker.admin import set_limit
+from diloco_ops.wan import control
 
 JOURNAL = "chaos-journal.json"
 CONNECT_S = 30.0  # the server may just be starting again
@@ -91,16 +92,25 @@ def revert_here(entry: dict[str, Any]) -> bool:
         send(entry["pid"], entry["began"], signal.SIGCONT)
     elif entry["what"] == "clock":
         Path(entry["file"]).unlink(missing_ok=True)
+    elif entry["what"] == "links":
+        command(entry["at"], control.Heal(entry["links"]))
     return bool(entry["what"] != "limit")
 
 
-async def revert(entry: dict[str, Any], link: Link) -> None:
-    """Revert one fault.
+def command(at: str, request: control.Cut | control.Heal) -> None:
+    """Command the relay between regions; one that is away carries nothing, and begins again with all links whole."""
+    with contextlib.suppress(WanError):
+        list(control.asked(at, request))
+
+
+async def revert(entry: dict[str, Any], link: Link | None) -> None:
+    """Revert one fault; ``link``: to the server that has the stream of a limit.
 
     Raises:
         BrokerError: the server refuses, or is away for half a minute.
     """
-    if not revert_here(entry):
+    if not await asyncio.to_thread(revert_here, entry):
+        assert link is not None
         await set_limit(link, entry["stream"], lambda _: int(entry["max_bytes"]))
 
 
@@ -110,13 +120,13 @@ async def revert_all(directory: Path) -> None:
     for number, entry in journal.entries:
         if revert_here(entry):
             journal.drop(number)
-    if journal.entries:
-        url = rundir.load(directory).nats_url
+    for number, entry in journal.entries:
+        run = rundir.load(directory)
+        url = (run.region_urls or {}).get(entry.get("region", ""), run.nats_url)
         link = await Link.open(url, url, "chaos-revert", observe.get_logger(), CONNECT_S)
         try:
-            for number, entry in journal.entries:
-                await revert(entry, link)
-                journal.drop(number)
+            await revert(entry, link)
+            journal.drop(number)
         finally:
             await link.close()
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from diloco.core.chain import Chain
+from diloco.core.quorum import majority
 from diloco.errors import ChainError
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Record
@@ -32,6 +33,7 @@ class Recovery:
     status: bool = False  # a status must be answered
     version: bool = False  # any fragment must have a next version
     server: bool = False  # the server must have been away first
+    region: str | None = None  # a version must merge work of a learner there, if it has any
     done_s: float | None = None
 
     @property
@@ -85,8 +87,13 @@ class Witness:
                 waiting.fragments.discard(record.fragment)
                 if not waiting.fragments:
                     waiting.done_s = now_s
-            elif waiting.version and record.entry == "version" and not waiting.server:
+            elif waiting.version and record.entry == "version" and not waiting.server and self._is_of(waiting.region, record):
                 waiting.done_s = now_s
+
+    def _is_of(self, region: str | None, record: Record) -> bool:
+        """Whether a version merges work of a region; of one without learners any version counts."""
+        there = {heartbeat.learner for heartbeat in self.learners() if heartbeat.region == region}
+        return not there or any(member.learner in there for member in record.members)
 
     def heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
         """Take in a learner's or an evaluator's heartbeat."""
@@ -163,20 +170,28 @@ class Witness:
                 found[fragment] = rest
         return found
 
-    def compare(self, stored: Mapping[tuple[int, int], Collection[bytes]]) -> tuple[int, int]:
-        """Count the versions that were seen and are gone, and those that are others, now that the log was read again.
+    def compare(self, logs: Sequence[Mapping[tuple[int, int], Collection[bytes]]]) -> tuple[int, int, int]:
+        """Count the versions that were seen and are gone, are others, or too few regions hold, now that logs were read again.
 
         Args:
-            stored: by fragment and version, the checks of all entries in the log that say they make it. A fragment's
-                versions below the oldest there were dropped on purpose.
+            logs: of each region, or the only one: by fragment and version, the checks of all entries that say they make it. A
+                fragment's versions below the oldest there were dropped on purpose; a region that was far behind may have been
+                given a keyframe in place of some.
         """
-        oldest: dict[int, int] = {}
-        for fragment, version in stored:
-            oldest[fragment] = min(version, oldest.get(fragment, version))
-        kept = {key: entry_hash for key, entry_hash in self.versions.items() if key[1] >= oldest.get(key[0], math.inf)}
-        lost = sum(key not in stored for key in kept)
-        changed = sum(key in stored and entry_hash not in stored[key] for key, entry_hash in kept.items())
-        return lost, changed
+        oldest: list[dict[int, int]] = [{} for _ in logs]
+        newest: list[dict[int, int]] = [{} for _ in logs]
+        for stored, first, last in zip(logs, oldest, newest, strict=True):
+            for fragment, version in stored:
+                first[fragment] = min(version, first.get(fragment, version))
+                last[fragment] = max(version, last.get(fragment, version))
+        lost = changed = too_few = 0
+        for (fragment, version), entry_hash in self.versions.items():
+            held = [stored[fragment, version] for stored in logs if (fragment, version) in stored]
+            dropped = sum(version < first.get(fragment, math.inf) for first in oldest)
+            lost += not held and dropped < len(logs)
+            changed += any(entry_hash not in entries for entries in held)
+            too_few += sum(last.get(fragment, -1) >= version for last in newest) < majority(len(logs))
+        return lost, changed, too_few
 
     def recovery_times(self) -> dict[str, dict[str, float]]:
         """Return by kind of failure how many recovered, and the median and the longest time in seconds."""

@@ -79,7 +79,7 @@ class Evaluator:
 
     def _apply(self, boundary: Boundary) -> bool:
         for fragment, applied in boundary.applies:
-            self.island.write(self.member.map.fragments[fragment], applied.theta, None)
+            self.island.write(self.member.map.fragments[fragment], applied.theta)
         return bool(boundary.applies)
 
     def _save(self, initial: float, final: float) -> None:

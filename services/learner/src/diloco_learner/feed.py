@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,33 @@ class Batch:
     data: Any
 
 
+class Streams:
+    """The batches of shares, each share's in order from wherever it is asked for."""
+
+    def __init__(self, task: Task, settings: RunSettings) -> None:
+        self.task, self.settings = task, settings
+        self._open: dict[int, tuple[int, Iterator[Any]]] = {}  # by share: index of the next batch, batches from there on
+
+    def batch(self, share: int, index: int) -> Any:
+        """Return a batch of a share.
+
+        Raises:
+            DataError: the share's data cannot be had here.
+            SettingsError: a task's batches ended.
+        """
+        at, batches = self._open.get(share, (-1, iter(())))
+        if at != index:
+            part, seed = data_of(share, self.settings.learners, self.settings.seed)
+            batches = self.task.batches(part, self.settings.learners, seed, index)
+        data = next_batch(batches, self.settings.task, share, index)
+        self._open[share] = (index + 1, batches)
+        return data
+
+    def keep(self, shares: Collection[int]) -> None:
+        """Close all shares but these."""
+        self._open = {share: stream for share, stream in self._open.items() if share in shares}
+
+
 class Feed(Iterator[Batch]):
     """Batches without end. ``leased`` gives the shares held right now, and the batch that each is to begin at.
 
@@ -29,10 +56,10 @@ class Feed(Iterator[Batch]):
     """
 
     def __init__(self, task: Task, settings: RunSettings, leased: Callable[[], Mapping[int, int]], log: Logger) -> None:
-        self.task, self.settings, self.leased, self.log = task, settings, leased, log
+        self.leased, self.log = leased, log
+        self._streams = Streams(task, settings)
         self._round_robin = RoundRobin()
         self._unfit: set[int] = set()
-        self._streams: dict[int, tuple[int, Iterator[Any]]] = {}  # by share: index of the next batch, batches from there on
 
     def __next__(self) -> Batch:
         """Return the next batch.
@@ -45,21 +72,12 @@ class Feed(Iterator[Batch]):
         while True:
             share, index = self._round_robin.next({s: first for s, first in leased.items() if s not in self._unfit})
             try:
-                data = self._batch(share, index)
+                data = self._streams.batch(share, index)
             except DataError as error:
                 self._unfit.add(share)
                 if self._unfit.issuperset(leased):
                     raise
                 self.log.warning("share_unfit", share=share, reason=str(error))
                 continue
-            self._streams = {s: stream for s, stream in self._streams.items() if s in leased or s == share}
+            self._streams.keep({*leased, share})
             return Batch(share, index, data)
-
-    def _batch(self, share: int, index: int) -> Any:
-        at, batches = self._streams.get(share, (-1, iter(())))
-        if at != index:
-            part, seed = data_of(share, self.settings.learners, self.settings.seed)
-            batches = self.task.batches(part, self.settings.learners, seed, index)
-        data = next_batch(batches, self.settings.task, share, index)
-        self._streams[share] = (index + 1, batches)
-        return data

@@ -19,13 +19,16 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
+from diloco.core.chunks import Chunk
 from diloco.core.fragments import Fragment, FragmentMap, Piece
+from diloco.core.rows import RowLayout, Rows
 from diloco.errors import RunError, SettingsError
 from diloco.member.peer import Layout
+from diloco.member.state import Content
 from diloco.settings.run import RunSettings
-from diloco_learner import shards
+from diloco_learner import holding, shards
 from diloco_learner.inner import optimizer
-from diloco_learner.mesh import Placement, copies, place_like
+from diloco_learner.mesh import Placement, copies
 from diloco_learner.task import Task, matrices_of, validation_batches
 
 Vector = NDArray[np.float32]
@@ -63,6 +66,14 @@ class Reading:
         return vector
 
 
+@dataclass(frozen=True)
+class Capture:
+    """An island's state as of a boundary. If it is ``held``, no step or write may begin before all its values are read."""
+
+    content: Content
+    held: bool
+
+
 class Island:
     """Parameters begin as ``task.init`` makes them from the run's seed; the optimizer state comes with the first step.
 
@@ -76,7 +87,7 @@ class Island:
     """
 
     def __init__(self, task: Task, settings: RunSettings, mesh: Mesh | None = None) -> None:
-        self.task, self._settings = task, settings.task
+        self.task, self._settings, self._alpha = task, settings.task, settings.apply.alpha
         self._placement = Placement(task, mesh, jax.random.key(settings.seed))
         keyed, self._structure = jax.tree_util.tree_flatten_with_path(self._placement.init())
         self._paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in keyed]
@@ -89,6 +100,7 @@ class Island:
         self._optimizer = optimizer(settings, matrices)
         self._optimizer_state: Any = None
         self._gradients = [jnp.zeros_like(leaf) for leaf in self._leaves] if settings.outer.optimizer == "adamw" else None
+        self._held: bool | None = None  # whether a step has to wait for a capture; None: none was taken yet
         self._fresh_state = self._placement.optimizer_init(self._optimizer.init, self._leaves)
         self._step = self._placement.step(self._take_step, self._optimizer.init, self._leaves, self._gradients is not None)
         self._loss = jax.jit(lambda leaves, batch: self._placement.loss(self._tree(leaves), batch))
@@ -131,11 +143,12 @@ class Island:
         """Compile all that :meth:`read`, :meth:`write` and, of an island that trains, copies need; values stay as they are."""
         for fragment in fragment_map.fragments:
             theta = self.read(fragment).to_host()
-            self.write(fragment, theta, (theta, 0.0), 0.0)
-            self.write(fragment, theta, None, 0.0)
+            for reference, alpha in ((theta, 0.0), (None, self._alpha), (None, 0.0)):
+                self.write(fragment, theta, reference, alpha)
         if trains:
-            self.copy()
-            self.copy_optimizer()
+            for only in (False, True):
+                for _ in self.capture(optimizer_only=only).content.values:
+                    pass
 
     def trace(self, batch: Any) -> jax.stages.Lowered:
         """Trace :meth:`step` with such batches. Once the result has been compiled, no step is traced or compiled."""
@@ -144,10 +157,14 @@ class Island:
         return lowered
 
     def rehearse(self, batch: Any) -> None:
-        """Take a step with copies of all values, so that the first step takes no longer than others: memory is touched."""
-        values, structure = jax.tree.flatten((self._leaves, self._gradients, self._current_optimizer_state()))
-        *_, output = self._step(*jax.tree.unflatten(structure, copies(values)), self._placement.batch(batch), np.float32(0))
-        StepOutput(*output).wait()
+        """Take a step that changes no parameter, so that the first one takes no longer than others: memory is touched.
+
+        The optimizer begins afresh, and no gradient is held. What the step needed says whether a state may be copied.
+        """
+        self.step(batch, 0.0).wait()
+        self._optimizer_state = None
+        self._gradients = None if self._gradients is None else [jnp.zeros_like(leaf) for leaf in self._leaves]
+        self._held = not holding.fits(list(self.arrays().values()))
 
     def step(self, batch: Any, learning_rate: float) -> StepOutput:
         """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says."""
@@ -168,22 +185,34 @@ class Island:
         """Queue a copy of what an offer is made of: the values; for an outer AdamW the gradients since they were written."""
         return self._reading(fragment, self._leaves if self._gradients is None else self._gradients)
 
-    def write(self, fragment: Fragment, theta: Vector, keep: tuple[Vector, float] | None = None, alpha: float = 0.0) -> None:
-        """Queue ``alpha * value + (1 - alpha) * (theta + factor * (value - reference))`` for ``keep = (reference, factor)``.
+    def write(self, fragment: Fragment, theta: Vector, reference: Vector | None = None, alpha: float = 0.0) -> None:
+        """Queue ``alpha * value + (1 - alpha) * kept``, where ``kept`` is ``theta + (value - reference)``, else ``theta``.
 
-        ``alpha`` is the mixing of Decoupled DiLoCo (arXiv 2604.21428) on receipt. Without ``keep`` and ``alpha`` the value
-        becomes ``theta`` whatever it was, NaN too, and gradients that are held are dropped. The vectors, float32 [size of the
-        fragment], must not change until the next step has ended.
+        ``alpha`` is the mixing of Decoupled DiLoCo (arXiv 2604.21428) on receipt. Without ``reference`` and ``alpha`` the value
+        becomes ``theta`` whatever it was, NaN too; without ``reference`` gradients that are held are dropped. The vectors,
+        float32 [size of the fragment], must not change until the next step has ended.
         """
         for piece in fragment.pieces:
             at, values = self._index[piece.path], _part(theta, piece)
-            if keep is None and alpha == 0:
+            if reference is None and alpha == 0:
                 self._leaves[at] = shards.overwrite(self._leaves[at], piece, values)
             else:
-                reference, factor = (theta, 0.0) if keep is None else keep
-                self._leaves[at] = shards.mix(self._leaves[at], piece, values, _part(reference, piece), factor, alpha)
-            if self._gradients is not None and keep is None:
+                known = None if reference is None else _part(reference, piece)
+                self._leaves[at] = shards.mix(self._leaves[at], piece, values, known, alpha)
+            if self._gradients is not None and reference is None:
                 self._gradients[at] = shards.overwrite(self._gradients[at], piece, np.zeros(piece.shape, np.float32))
+
+    def row_layout(self, fragment: Fragment, processes: int) -> RowLayout:
+        """Return which rows of a fragment each process of this learner has; all processes return the same."""
+        read: list[list[tuple[Piece, shards.Where]]] = [[] for _ in range(processes)]
+        held: list[dict[tuple[Piece, str], shards.Where]] = [{} for _ in range(processes)]
+        for piece in fragment.pieces:
+            for process, where, first in shards.places(self._leaves[self._index[piece.path]], piece):
+                held[process].setdefault((piece, str(where)), where)  # replicas in one process have the same rows
+                if first:
+                    read[process].append((piece, where))
+        whole = [tuple((piece, where) for (piece, _), where in places.items()) for places in held]
+        return RowLayout([Rows(tuple(places)) for places in read], [Rows(places) for places in whole])
 
     def evaluate(self) -> float:
         """Return the mean loss over the task's validation batches, in the task's units.
@@ -200,37 +229,69 @@ class Island:
         return None if draw is None else str(draw(self.params(), jax.random.key(seed), count))
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Return parameters (``params/...``), gradients held and optimizer state by name, any dtype [...], on the host."""
-        return {name: np.array(leaf) for name, leaf in self._named_state().items()}
+        """Return parameters (``params/...``), gradients held and optimizer state by name, any dtype [...] on the host."""
+        return {name: np.array(leaf) for name, leaf in self.arrays().items()}
 
-    def copy(self) -> dict[str, jax.Array]:
-        """Queue a copy on the device of all that :meth:`state` gives, as of the steps and writes so far."""
-        state = self._named_state()
-        return dict(zip(state, copies(list(state.values())), strict=True))
+    def arrays(self, *, optimizer_only: bool = False) -> dict[str, jax.Array]:
+        """Return the arrays of :meth:`state` by name, or the optimizer's alone; they are valid until the next step or write."""
+        keyed, _ = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
+        named = {_optimizer_name(path): leaf for path, leaf in keyed}
+        if not optimizer_only:
+            named |= {f"params/{path}": leaf for path, leaf in zip(self._paths, self._leaves, strict=True)}
+            named |= {f"gradients/{path}": leaf for path, leaf in zip(self._paths, self._gradients or (), strict=False)}
+        return named
 
-    def copy_optimizer(self) -> dict[str, jax.Array]:
-        """Queue a copy on the device of the optimizer state alone."""
-        state = self._named_optimizer()
-        return dict(zip(state, copies(list(state.values())), strict=True))
+    def capture(self, *, optimizer_only: bool = False) -> Capture:
+        """Return what :meth:`arrays` has in this process's shards, as of the steps and writes so far, to be read in chunks.
+
+        Where the devices have room for it, a copy is queued on them, and training may go on. Where they have not, the next
+        step or write has to wait until all has been read.
+        """
+        arrays = self.arrays(optimizer_only=optimizer_only)
+        held = not holding.fits(list(arrays.values())) if self._held is None else self._held
+        if not held:
+            arrays = dict(zip(arrays, copies(list(arrays.values())), strict=True))
+        return Capture(holding.content(arrays), held)
+
+    def wanted(self, *, optimizer_only: bool = False) -> list[Chunk]:
+        """Return the chunks that the shards of this process are made of: what :meth:`put` takes, in any order."""
+        return holding.wanted(self.arrays(optimizer_only=optimizer_only))
+
+    def put(self, chunk: Chunk, values: NDArray[Any]) -> None:
+        """Write a chunk of :meth:`wanted`: ``values``, any dtype [its lengths]."""
+        kind, _, path = chunk.name.partition("/")
+        if kind == "optimizer":
+            keyed, structure = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
+            state = [holding.write(leaf, chunk, values) if _optimizer_name(key) == chunk.name else leaf for key, leaf in keyed]
+            self._optimizer_state = jax.tree.unflatten(structure, state)
+            return
+        leaves = self._leaves if kind == "params" else self._gradients
+        assert leaves is not None
+        at = self._index[path]
+        leaves[at] = holding.write(leaves[at], chunk, values)
+
+    def forget_optimizer(self) -> None:
+        """Begin with a fresh optimizer state."""
+        self._optimizer_state = None
 
     def optimizer_layout(self) -> Layout:
         """Return names, shapes and types of the optimizer state."""
-        return Layout.of(self._named_optimizer())
+        return Layout.of(self.arrays(optimizer_only=True))
 
-    def check_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Check that :meth:`load_state` would take ``state``: arrays by name, any dtype [...] as in :meth:`state`.
+    def check_state(self, state: Mapping[str, Chunk]) -> None:
+        """Check that a state of these arrays, by name, is one of this model.
 
         Raises:
             RunError: an array is missing, not known, or of another shape or type.
         """
-        own = self._named_state()
+        own = {name: Chunk.whole(name, leaf.shape, leaf.dtype.name) for name, leaf in self.arrays().items()}
         for name in sorted(own.keys() | state.keys()):
             if name not in state or name not in own:
                 raise RunError(f"checkpoint: array {name!r} is {'missing' if name in own else 'not of this model'}")
-            if state[name].shape != own[name].shape or state[name].dtype != own[name].dtype:
+            if state[name] != own[name]:
                 raise RunError(
                     f"checkpoint: array {name!r} has shape {state[name].shape} of {state[name].dtype}, this model's has "
-                    f"{tuple(own[name].shape)} of {own[name].dtype}"
+                    f"{own[name].shape} of {own[name].dtype}"
                 )
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
@@ -239,18 +300,14 @@ class Island:
         Raises:
             RunError: an array is missing, not known, or of another shape or type; nothing has changed.
         """
-        self.check_state(state)
-        self._leaves = [place_like(leaf, state[f"params/{path}"]) for path, leaf in zip(self._paths, self._leaves, strict=True)]
-        if self._gradients is not None:
-            held = zip(self._paths, self._gradients, strict=True)
-            self._gradients = [place_like(leaf, state[f"gradients/{path}"]) for path, leaf in held]
-        self.load_optimizer(state)
+        self.check_state({name: Chunk.whole(name, values.shape, values.dtype.name) for name, values in state.items()})
+        for chunk in self.wanted():
+            self.put(chunk, state[chunk.name][chunk.where])
 
     def load_optimizer(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Take over an optimizer state: arrays by name, any dtype [...], of :meth:`optimizer_layout`."""
-        keyed, structure = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
-        leaves = [place_like(leaf, state[_optimizer_name(path)]) for path, leaf in keyed]
-        self._optimizer_state = jax.tree.unflatten(structure, leaves)
+        for chunk in self.wanted(optimizer_only=True):
+            self.put(chunk, state[chunk.name][chunk.where])
 
     def _take_step(
         self, leaves: list[jax.Array], held: list[jax.Array] | None, state: Any, batch: Any, learning_rate: jax.Array
@@ -271,16 +328,6 @@ class Island:
 
         new, old = (new_leaves, new_held, new_state), (leaves, held, state)
         return *jax.tree.map(chosen, new, old), (loss, norm, finite)
-
-    def _named_state(self) -> dict[str, jax.Array]:
-        params = {f"params/{path}": leaf for path, leaf in zip(self._paths, self._leaves, strict=True)}
-        if self._gradients is not None:
-            params |= {f"gradients/{path}": leaf for path, leaf in zip(self._paths, self._gradients, strict=True)}
-        return params | self._named_optimizer()
-
-    def _named_optimizer(self) -> dict[str, jax.Array]:
-        keyed, _ = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
-        return {_optimizer_name(path): leaf for path, leaf in keyed}
 
     def _current_optimizer_state(self) -> Any:
         if self._optimizer_state is None:

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, explicit_axes, use_abstract_mesh
 from jax.tree_util import SequenceKey
-from numpy.typing import NDArray
 
 from diloco.errors import SettingsError
 from diloco.settings.service import MeshSettings
@@ -36,19 +35,19 @@ SMALL_VALUES = 4096  # 16 KiB: to gather a tensor at every step takes longer tha
 
 
 def make_mesh(settings: MeshSettings, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
-    """Return the mesh of this process's devices (or of those given); None for a single one.
+    """Return the mesh of all devices of this learner's processes (or of those given); None for a single one.
 
     Raises:
         SettingsError: the axes do not fit their number.
     """
-    found = jax.local_devices() if devices is None else list(devices)
+    found = jax.devices() if devices is None else list(devices)
     others = settings.data * settings.tensor
     fsdp = settings.fsdp or max(1, len(found) // others)
     if others * fsdp != len(found):
         left = "" if settings.fsdp else " (by default as many as are left)"
         raise SettingsError(
             f"mesh: mesh.data = {settings.data}, mesh.fsdp = {fsdp}{left} and mesh.tensor = {settings.tensor} are "
-            f"{others * fsdp} devices, and JAX gives this process {len(found)} ({found[0].platform}): change them, or the "
+            f"{others * fsdp} devices, and JAX gives this learner {len(found)} ({found[0].platform}): change them, or the "
             "devices that it sees (CUDA_VISIBLE_DEVICES; JAX_NUM_CPU_DEVICES for a CPU)"
         )
     if len(found) == 1:
@@ -161,7 +160,10 @@ class Placement:
         if self.mesh is None:
             return batch
         mesh = self.mesh
-        return jax.device_put(batch, jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._batch_specs(batch)))
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._batch_specs(batch))
+        if not mesh.is_multi_process:
+            return jax.device_put(batch, shardings)
+        return jax.tree.map(_own_rows, batch, shardings)
 
     def check_batch(self, batch: Any) -> None:
         """Find out that the devices divide the rows of a batch.
@@ -246,12 +248,10 @@ def _copy_in_places(places: tuple[Sharding, ...]) -> Callable[[Leaves], Leaves]:
     return jax.jit(_copied, out_shardings=list(places))
 
 
-def place_like(leaf: jax.Array, values: NDArray[Any]) -> jax.Array:
-    """Return values of the host, any dtype [shape of ``leaf``], as an array of its own that is split like ``leaf``."""
-    if len(leaf.sharding.device_set) == 1:
-        return jnp.array(values)
-    placed: jax.Array = jax.device_put(values, leaf.sharding, may_alias=False)
-    return placed
+def _own_rows(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """Return an array of all processes of which this one puts what its devices take; nobody asks the others."""
+    values = np.asarray(leaf)
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def _rows(batch: Any) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from diloco.core.fragments import FragmentMap
 from diloco.core.learner import Activity
 from diloco.member.member import Member
+from diloco.member.part import Part
 from diloco.nats.transport import NatsTransport
 from diloco.service.metrics import SILENT_S, Labelled, Metric, by_kind, families, one_of
 from diloco.wire.control import Heartbeat
@@ -66,6 +67,58 @@ class ObservedMember:
     def families(self) -> Iterator[Family]:
         return families(METRICS, Seen(self.member, self.member.heartbeat()), self.labels)
 
+
+class ObservedPart:
+    """One of a learner's processes, as its exporter wants it; ``member``: what a leader tells besides."""
+
+    quiet_s = SILENT_S
+
+    def __init__(self, part: Part, labels: Mapping[str, str], member: ObservedMember | None = None) -> None:
+        self.part, self.labels, self.member = part, labels, member
+
+    def waits_for(self) -> str | None:
+        return None if self.member is None else self.member.waits_for()
+
+    def beat_s(self) -> float | None:
+        return None if self.member is None else self.member.beat_s()
+
+    def families(self) -> Iterator[Family]:
+        if self.member is not None:
+            yield from self.member.families()
+        yield from families(OF_PROCESSES, self.part, self.labels)
+
+
+OF_PROCESSES: tuple[Metric[Part], ...] = (
+    Metric(
+        "diloco_island_generation",
+        "gauge",
+        "Number of this generation of the learner's processes, which grows",
+        lambda part: part.group.generation,
+    ),
+    Metric("diloco_island_processes", "gauge", "Processes of the learner", lambda part: part.group.count),
+    Metric("diloco_island_process", "gauge", "Which of them this one is; 0 leads", lambda part: part.group.index),
+    Metric("diloco_island_steps_total", "counter", "Steps of this generation", lambda part: part.course.step),
+    Metric(
+        "diloco_island_carried_parameters",
+        "gauge",
+        "Parameters of the fragments that this process carries",
+        lambda part: part.carried_parameters,
+    ),
+    Metric(
+        "diloco_island_sent_bytes_total",
+        "counter",
+        "Bytes sent by this process, `to`: the learner's other processes, or NATS",
+        lambda part: {("processes",): float(part.links.moved_bytes[0]), ("nats",): float(part.transport.bytes_out)},
+        ("to",),
+    ),
+    Metric(
+        "diloco_island_received_bytes_total",
+        "counter",
+        "Bytes received by this process, `from`: the learner's other processes, or NATS",
+        lambda part: {("processes",): float(part.links.moved_bytes[1]), ("nats",): float(part.transport.bytes_in)},
+        ("from",),
+    ),
+)
 
 METRICS: tuple[Metric[Seen], ...] = (
     Metric(

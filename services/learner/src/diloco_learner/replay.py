@@ -52,8 +52,13 @@ def mesh_event(mesh: Mesh) -> tape.Mesh:
 
 def parameters_digest(island: Island, fragment_map: FragmentMap) -> bytes:
     """Return the digest of the parameters as of the steps and writes so far; wait for the device."""
-    vectors = {str(fragment.index): island.read(fragment).to_host() for fragment in fragment_map.fragments}
-    return tape.state_digest({name: blake3(vector.tobytes()).digest() for name, vector in vectors.items()})
+    return digest_of(fragment_map, lambda index: island.read(fragment_map.fragments[index]).to_host())
+
+
+def digest_of(fragment_map: FragmentMap, read: Callable[[int], NDArray[np.float32]]) -> bytes:
+    """Return the digest of parameters; ``read`` gives a fragment, float32 [size], by its index."""
+    indexes = [fragment.index for fragment in fragment_map.fragments]
+    return tape.state_digest({str(index): blake3(read(index).tobytes()).digest() for index in indexes})
 
 
 class Redo:
@@ -87,9 +92,8 @@ class Redo:
         self.island.step(self._batch(share, batch), rate).wait()
 
     def write(self, fragment: int, applied: Apply) -> None:
-        keep = None if applied.reference is None else (applied.reference, applied.factor)
         alpha = 0.0 if applied.reset else self.settings.apply.alpha
-        self.island.write(self.map.fragments[fragment], applied.theta, keep, alpha)
+        self.island.write(self.map.fragments[fragment], applied.theta, applied.reference, alpha)
 
     def snapshot(self, fragment: int) -> NDArray[np.float32]:
         """Return what an offer is made of, float32 [size of the fragment]."""

@@ -8,8 +8,9 @@ middle of a shard. Only shards of this process are touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,18 +47,35 @@ def overwrite(tensor: jax.Array, piece: Piece, values: Values) -> jax.Array:
     return _rebuilt(tensor, piece, lambda shard, part: _overwrite_rows(shard, values[part.where], part.start))
 
 
-def mix(tensor: jax.Array, piece: Piece, theta: Values, reference: Values, factor: float, alpha: float) -> jax.Array:
-    """Queue ``alpha * value + (1 - alpha) * (theta + factor * (value - reference))`` of a piece, as :func:`overwrite` does.
+def mix(tensor: jax.Array, piece: Piece, theta: Values, reference: Values | None, alpha: float) -> jax.Array:
+    """Queue ``alpha * value + (1 - alpha) * kept`` of a piece, as :func:`overwrite` does.
 
-    ``theta`` and ``reference`` are float32 [the piece's shape].
+    ``kept`` is ``theta + (value - reference)``, or ``theta`` without a reference; both are float32 [the piece's shape].
     """
 
     def mixed(shard: jax.Array, part: _Overlap) -> jax.Array:
-        weights = np.float32(factor), np.float32(alpha)
-        written: jax.Array = _mix_rows(shard, theta[part.where], reference[part.where], *weights, part.start)
+        known = None if reference is None else reference[part.where]
+        written: jax.Array = _mix_rows(shard, theta[part.where], known, np.float32(alpha), part.start)
         return written
 
     return _rebuilt(tensor, piece, mixed)
+
+
+def places(tensor: jax.Array, piece: Piece) -> list[tuple[int, Where, bool]]:
+    """Return where a piece of a tensor lies: process, place in the piece's array, and whether it is its first copy.
+
+    All processes of a mesh return the same, in the same order.
+    """
+    found: list[tuple[int, Where, bool]] = []
+    seen: set[tuple[tuple[int, int, int], ...]] = set()
+    devices: Mapping[Any, Where | None] = tensor.sharding.devices_indices_map(tensor.shape)
+    for device, index in devices.items():
+        overlap = _overlap(piece, tensor.shape, index or ())
+        key = tuple(part.indices(length) for part, length in zip(index or (), tensor.shape, strict=True))
+        if overlap is not None:
+            found.append((device.process_index, overlap.where, key not in seen))
+        seen.add(key)
+    return found
 
 
 def _rebuilt(tensor: jax.Array, piece: Piece, change: Callable[[jax.Array, _Overlap], jax.Array]) -> jax.Array:
@@ -107,11 +125,10 @@ def _put(tensor: jax.Array, values: jax.Array, start: jax.Array) -> jax.Array:
     return values if tensor.ndim == 0 else jax.lax.dynamic_update_slice_in_dim(tensor, values, start, 0)
 
 
-def _mix(
-    tensor: jax.Array, theta: jax.Array, reference: jax.Array, factor: jax.Array, alpha: jax.Array, start: jax.Array
-) -> jax.Array:
+def _mix(tensor: jax.Array, theta: jax.Array, reference: jax.Array | None, alpha: jax.Array, start: jax.Array) -> jax.Array:
     value = tensor if tensor.ndim == 0 else jax.lax.dynamic_slice_in_dim(tensor, start, theta.shape[0])
-    return _put(tensor, alpha * value + (1 - alpha) * (theta + factor * (value - reference)), start)
+    kept = theta if reference is None else theta + (value - reference)
+    return _put(tensor, alpha * value + (1 - alpha) * kept, start)
 
 
 _copy_rows = jax.jit(_copy, static_argnames=("rows",))

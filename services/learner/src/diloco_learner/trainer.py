@@ -11,10 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 from diloco.core.accounts import StepDone
+from diloco.core.fragment_state import Reader
+from diloco.core.fragments import FragmentMap
 from diloco.core.pace import Average
-from diloco.member.member import Boundary, Member
+from diloco.core.schedule import Moment
+from diloco.member.member import Boundary
 from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
 from diloco_learner.feed import Batch
@@ -29,6 +33,9 @@ LOG_EVERY_S = 10.0  # a line for people who watch
 LEAD_BOUNDARIES = 2.0
 LEAD_ERRORS = 2.0
 LEAD_SHARE_MAX = 0.3
+LOOK_AHEAD_SHARE = 0.5  # of a step: the other half is for the decision's way, and for others to make their batch
+
+LookAhead: TypeAlias = Callable[[StepDone | None, tuple[int, int]], None]
 
 
 @dataclass(frozen=True)
@@ -49,12 +56,38 @@ class _Flight:
     end: Future[_End]
 
 
-def carry_out(boundary: Boundary, island: Island, member: Member, settings: RunSettings) -> None:
+class Steered(Protocol):
+    """A trainer is steered by it: a member, or one process's part in one."""
+
+    @property
+    def map(self) -> FragmentMap:
+        """The run's fragments."""
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+
+    def boundary(self, done: StepDone | None) -> Boundary:
+        """Book the step that ended, and return the work before the next one."""
+
+    def submit(self, fragment: int, reader: Reader) -> None:
+        """Take a way to read a fragment as it is at this boundary."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there is something new."""
+
+    def moment(self) -> Moment:
+        """Return what the learning rate goes by."""
+
+    def leave(self, within_s: float) -> None:
+        """Take no further step, and end within this time."""
+
+
+def carry_out(boundary: Boundary, island: Island, member: Steered, settings: RunSettings) -> None:
     """Write the versions of a boundary into the island, and hand readers to the member."""
     for fragment, applied in boundary.applies:
-        keep = None if applied.reference is None else (applied.reference, applied.factor)
         alpha = 0.0 if applied.reset else settings.apply.alpha
-        island.write(member.map.fragments[fragment], applied.theta, keep, alpha)
+        island.write(member.map.fragments[fragment], applied.theta, applied.reference, alpha)
     for fragment in boundary.reads:
         member.submit(fragment, island.snapshot(member.map.fragments[fragment]).to_host)
 
@@ -63,13 +96,14 @@ class Trainer:
     """Trains an island in step with a member.
 
     ``stopping`` says whether this process was asked to end; it then waits at most ``leave_s`` for its last work to be merged.
-    ``at_boundary`` is called when all that a boundary asks for has been queued.
+    ``at_boundary`` is called when all that a boundary asks for has been queued. ``look_ahead``, if given, is called in the
+    middle of each step, with what is known of the step in flight (None: there is none) and the batch of the next one.
     """
 
     def __init__(
         self,
         island: Island,
-        member: Member,
+        member: Steered,
         batches: Iterator[Batch],
         settings: RunSettings,
         log: Logger,
@@ -79,11 +113,13 @@ class Trainer:
         leave_s: float,
         stopping: Callable[[], bool],
         at_boundary: Callable[[], None],
+        look_ahead: LookAhead | None = None,
     ) -> None:
         self.island, self.member, self.batches, self.settings, self.log = island, member, batches, settings, log
+        self.look_ahead = look_ahead
         self.tokens_per_batch, self.slow, self.stopping = tokens_per_batch, slow, stopping
         self.leave_s, self.at_boundary = leave_s, at_boundary
-        self._leave_by_s: float | None = None  # when it ends whatever is unmerged; None: it was not asked to end
+        self._leaving = False
         self._busy, self._error, self._boundary = Average(), Average(), Average()  # seconds
         self._meter = Meter()
         self._loss: float | None = None
@@ -97,17 +133,20 @@ class Trainer:
     def _run(self, watcher: ThreadPoolExecutor) -> bool:
         flight: _Flight | None = None
         batch, made = self._make_batch()
+        self._look_ahead(None, batch)
         while True:
             if flight is not None:
                 self._await_boundary(flight)
             opened_s = time.perf_counter()
-            if self._leave_by_s is None and self.stopping():
-                self._leave_by_s = opened_s + self.leave_s
-                self.member.leave()
+            if not self._leaving and self.stopping():
+                self._leaving = True
+                self.member.leave(self.leave_s)
             boundary = self.member.boundary(None if flight is None else self._step_done(flight.batch))
             carry_out(boundary, self.island, self.member, self.settings)
+            queued_s = time.perf_counter()
             self.at_boundary()
-            if boundary.finished or self._may_end():
+            opened_s += time.perf_counter() - queued_s  # a state that steps have to wait for is no usual boundary
+            if boundary.finished or boundary.ended:
                 return boundary.finished
             if boundary.stop or boundary.wait:
                 if flight is not None:
@@ -125,6 +164,7 @@ class Trainer:
             batch, made = self._make_batch()  # while the step runs
             if landing is not None:
                 self._land(landing)
+            self._look_ahead(flight, batch)
             if called_s - self._logged_s >= LOG_EVERY_S and self._loss is not None:
                 self._logged_s = called_s
                 self.log.debug("stepping", step=self.member.step, loss=round(self._loss, 4), learning_rate=round(rate, 6))
@@ -133,8 +173,17 @@ class Trainer:
         began_s = time.perf_counter()
         return next(self.batches), Span(began_s, time.perf_counter())
 
-    def _may_end(self) -> bool:
-        return self._leave_by_s is not None and (self.member.left or time.perf_counter() >= self._leave_by_s)
+    def _look_ahead(self, flight: _Flight | None, batch: Batch) -> None:
+        """Have what follows the step in flight decided, so long before its end that this is known everywhere by then."""
+        if self.look_ahead is None:
+            return
+        if flight is None:
+            self.look_ahead(None, (batch.share, batch.index))
+            return
+        middle_s = self._meter.began_s(flight.called_s) + LOOK_AHEAD_SHARE * self._busy.get()
+        wait([flight.end], max(0.0, middle_s - time.perf_counter()))
+        done = StepDone(self.tokens_per_batch, flight.batch.share, flight.batch.index, None, 0.0, 0.0)
+        self.look_ahead(done, (batch.share, batch.index))
 
     def _watch(self, output: StepOutput) -> _End:
         """Wait for a step's end; a slow learner is asleep for the rest of its step."""

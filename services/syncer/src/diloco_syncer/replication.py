@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from diloco.core.chain import Chain
-from diloco.core.quorum import MAX_COPIED, LogHead, UncommittedEntries, best, outbids
+from diloco.core.quorum import MAX_COPIED, LogHead, best, outbids
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RewoundError, StorageFullError
 from diloco.log.log import Log
 from diloco.log.stream import Packed
@@ -147,16 +147,7 @@ class Replication:
             return []
         home = source is self.regions.home
         start = chain.sequence if home else await source.region.before(self.fragment, chain.version)
-        return await self._path(source, start, log_head.sequence, chain.head, log_head.entry_hash)
-
-    async def _path(self, source: Log, start: int, stop: int, after: bytes, last: bytes) -> list[Packed] | None:
-        """Return the entries after the one named ``after`` up to the one named ``last``; None: the log does not have all."""
-        held: UncommittedEntries[Packed] = UncommittedEntries(None)
-        async for packed in source.entries.stored(self.fragment, start + 1, stop):
-            held.add(packed)
-        path = held.path(last)
-        names = [packed.previous for packed in path]
-        return path[names.index(after) :] if after in names else None
+        return await source.region.path(self.fragment, start, log_head.sequence, chain.head, log_head.entry_hash)
 
     # ---- writing
 
@@ -359,7 +350,8 @@ class Replication:
         """
         home, stop, last = self.regions.home, self._places[self.regions.own].sequence, self._before
         assert place.at is not None
-        path = await self._path(home, await home.region.before(self.fragment, place.version), stop, place.at, last)
+        start = await home.region.before(self.fragment, place.version)
+        path = await home.region.path(self.fragment, start, stop, place.at, last)
         if path is not None:
             return path
         jumped = await home.region.install_snapshot(self.fragment, log.region, place.fence)

@@ -119,7 +119,7 @@ class Shard:
             if regions is not None:
                 crossing = await self._begin_regions(regions, group)
             await until_available(self.follower.look, self.log)  # before anything is owned
-            genesis = await until_available(partial(await_genesis, self.run, store, None, list, self.log), self.log)
+            genesis = await until_available(partial(await_genesis, self.run, store, None, None, self.log), self.log)
             self.governor.begin(Copies(store, genesis, self._refuse_entry, self.log))
             governing = group.create_task(self.governor.govern(group))
             checking = group.create_task(self.governor.check_heads())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +18,14 @@ from diloco.process.observe import Logger
 from diloco.wire import framing
 from diloco.wire.entries import Genesis
 
+Initial: TypeAlias = Callable[[], Awaitable[Sequence[NDArray[np.float32]]]]
+
 
 async def await_genesis(
     run: Run,
     log: Log,
     learner: str | None,
-    initial: Callable[[], Sequence[NDArray[np.float32]]],
+    initial: Initial | None,
     logger: Logger,
 ) -> tuple[Genesis, bytes]:
     """Return the genesis record and its hash; a learner (None: another service) founds the run if no other does.
@@ -31,7 +34,7 @@ async def await_genesis(
     replaced; should both finish, the log's fence lets one genesis record through.
 
     Args:
-        initial: gives version 0 by fragment, float32 [size] each.
+        initial: gives version 0 by fragment, float32 [size] each; a learner has it.
     """
     watched: tuple[int, float] | None = None
     clock = asyncio.get_running_loop().time
@@ -56,7 +59,9 @@ async def await_genesis(
                 except FenceError:
                     continue
                 logger.info("founding")
-                await log.writer.found(learner, run.created.digest(), initial(), partial(_decide, run) if run.regions else None)
+                assert initial is not None
+                values = await initial()
+                await log.writer.found(learner, run.created.digest(), values, partial(_decide, run) if run.regions else None)
                 continue
         await asyncio.sleep(POLL_S)
 

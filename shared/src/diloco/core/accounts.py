@@ -61,15 +61,19 @@ class Accounts:
         tokens = done.steps * done.tokens
         self.step += done.steps
         self.tokens += tokens
-        self.busy_s += done.busy_s
-        self.blocked_s += done.blocked_s
         self.done.steps += done.steps
         self.done.tokens += tokens
+        if self.warming is not None:
+            self.warming += done.steps
+        self.note_outcome(done)
+
+    def note_outcome(self, done: StepDone) -> None:
+        """Take in loss and times of steps, as :meth:`book` does, which were counted before they ended."""
+        self.busy_s += done.busy_s
+        self.blocked_s += done.blocked_s
         self.done.busy_s += done.busy_s
         self.done.blocked_s += done.blocked_s
         self.done.data_s += done.data_s
-        if self.warming is not None:
-            self.warming += done.steps
         if done.loss is not None and math.isfinite(done.loss):
             self.loss = done.loss
         if done.busy_s:

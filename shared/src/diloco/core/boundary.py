@@ -5,9 +5,10 @@ A decision is a plain value without arrays. It may be made in one process and ap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import TypeAlias
 
 from diloco.core import lockstep
 from diloco.core.accounts import Accounts
@@ -39,6 +40,9 @@ class Decision:
     missing_since_s: float | None  # in lockstep: since when versions are missing that are made without this learner
 
 
+Applicable: TypeAlias = Callable[[Learner, FragmentState], list[Application]]
+
+
 @dataclass(frozen=True)
 class Applied:
     """A version that was applied; ``write`` is None where there are no arrays."""
@@ -55,12 +59,15 @@ class Wake:
     at_s: float | None
 
 
-def decide(learner: Learner, now_s: float) -> Decision:
-    """Return what the boundary at ``now_s`` does; the learner is as before."""
+def decide(learner: Learner, now_s: float, applicable: Applicable | None = None) -> Decision:
+    """Return what the boundary at ``now_s`` does; the learner is as before.
+
+    ``applicable`` gives the versions of a fragment that it applies: by default all that :func:`due` gives.
+    """
     accounts, fragments = learner.accounts, learner.fragments
     applies: list[Application] = []
     for index, state in enumerate(learner.fragments):
-        found = due(learner, state)
+        found = (applicable or due)(learner, state)
         if found:
             if not applies:
                 accounts, fragments = replace(accounts), learner.fragments.copy()
@@ -128,7 +135,7 @@ def apply_version(learner: Learner, application: Application) -> Applied:
         learner.rounds_missed += not merged and version.record.rolled_back is None
     if state.values is None or version.theta is None:
         return Applied(application, None)
-    return Applied(application, state.values.apply(carried, state.delta, version.theta))
+    return Applied(application, state.values.apply(carried, state.delta.pending, version.theta))
 
 
 def next_decision(learner: Learner, step_tokens: int) -> Wake:

@@ -17,7 +17,7 @@ from diloco.core import ranges
 from diloco.core.chain import Chain
 from diloco.core.grants import most_steps
 from diloco.errors import ClaimError
-from diloco.settings.run import CarrySettings, RunSettings
+from diloco.settings.run import RunSettings
 from diloco.wire.fields import MAX_MEMBERS
 from diloco.wire.grants import Grant
 from diloco.wire.offers import Answer, Offer
@@ -67,16 +67,15 @@ def judge(
     """
     cursor = chain.cursors.get(claim.learner) if chain is not None else None
     steps, merged, lost = (cursor.steps, cursor.tokens, cursor.lost_tokens) if cursor else (0, 0, 0)
-    rounded = _rounded(settings.carry)
     held = ranges.batches(claim.data)
     end = max((first + count for _, first, count in claim.data), default=0)
     share = max((share for share, _, _ in claim.data), default=0)
     bounds: list[tuple[str, int, float]] = [
         ("steps, each of a token at least", claim.steps, claim.tokens),
-        ("tokens in its steps", claim.tokens, (claim.steps + rounded) * step_tokens(settings, grant)),
+        ("tokens in its steps", claim.tokens, claim.steps * step_tokens(settings, grant)),
         ("steps since genesis, merged ones included", steps + claim.steps, most_steps(elapsed_s, grant)),
         ("tokens merged, lost and held", merged + claim.tokens + claim.lost_tokens, processed_tokens(settings, grant)),
-        ("batches in its tokens", held, claim.tokens + max(0, claim.lost_tokens - lost) + rounded),
+        ("batches in its steps", held, claim.steps),
         ("the end of its batches", end, min(furthest_batch(settings), most_steps(elapsed_s))),
         ("a share of the data", share, settings.learners + MAX_MEMBERS - 1),
     ]
@@ -89,9 +88,3 @@ def judge(
                 f"offer {claim.number} of {claim.learner} states what cannot be: {what}: {stated}, at most {most:.0f} "
                 f"({claim.steps} steps, {claim.tokens} tokens, {claim.lost_tokens} lost)"
             )
-
-
-def _rounded(carry: CarrySettings) -> int:
-    """Return how many steps, and tokens, carrying a part of the work over may have rounded off an offer's counts."""
-    whole = carry.late in (0, 1) and carry.overlap in (0, 1)
-    return 0 if whole else carry.max_versions + 1

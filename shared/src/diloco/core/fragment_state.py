@@ -175,6 +175,10 @@ class FragmentState:
             raise ValueError(f"fragment {self.index}: {event.value} while {self.phase.value}")
         self.phase = after
 
+    def accepts(self, event: Event) -> bool:
+        """Whether an event can happen in this phase."""
+        return TRANSITIONS[self.phase, event] is not None
+
     @property
     def sending(self) -> bool:
         """Whether an offer is under way."""
@@ -293,5 +297,5 @@ class FragmentState:
         snapshot = answer.snapshot
         pending = self.delta.offer(snapshot.steps, snapshot.tokens, snapshot.data, answer.version, answer.bits)
         if self.values is not None and encoded is not None:
-            self.values.hold(pending, encoded)
+            self.values.hold(pending.identity, encoded)
         return pending

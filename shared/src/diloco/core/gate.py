@@ -41,7 +41,7 @@ class Verdict(Enum):
 
 @dataclass
 class _Member:
-    """An admitted learner, and its first heartbeat in this incarnation."""
+    """An admitted learner, and its first heartbeat in this incarnation: the first that does not say ``starting``."""
 
     incarnation: int
     read_s: float  # when its admission was read
@@ -84,6 +84,8 @@ class Gate:
         member = self._members.get(name)
         if member is not None and member.incarnation == heartbeat.incarnation:
             first, first_s = member.first or (heartbeat, now_s)
+            if first.state == "starting":  # it has not restored its checkpoint yet, whose steps count
+                first, first_s = heartbeat, now_s
             check_claims(heartbeat, first, now_s - first_s, budget)
             member.first = first, first_s
             member.heard_s = now_s

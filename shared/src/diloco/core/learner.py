@@ -63,7 +63,7 @@ class Learner:
         """Begin the next fragment with the log's state, which the first boundary applies."""
         chain, settings = version.chain, self.settings
         after = chain.cursor(self.name)
-        counts = DeltaState(self.name, self.incarnation, settings.carry, chain.version, chain.state_hash, after)
+        counts = DeltaState(self.name, self.incarnation, settings.carry.overlap, chain.version, chain.state_hash, after)
         gradients = settings.outer.optimizer == "adamw"
         values = None if version.theta is None else DeltaValues(version.theta, settings.codec.error_feedback, gradients)
         state = FragmentState(len(self.fragments), counts, version, values)
@@ -296,8 +296,8 @@ class Learner:
     def restore(self, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Take over a :meth:`dump`, its ``arrays`` any dtype [...] by name, before the first boundary.
 
-        Displacement is kept where the log holds of this learner what it held then; it is lost otherwise (design.md
-        section 4). Where the log stands as the restored state does, the learner's value is right as it is, to the last bit.
+        Displacement is kept where the log stands as the restored state does: the learner's value is right as it is then, to the
+        last bit. It is lost otherwise, but for what :meth:`DeltaState.reload` keeps.
 
         Raises:
             LookupError, TypeError, ValueError, OverflowError: the checkpoint is not of this model; nothing has changed.

@@ -20,6 +20,7 @@ from diloco.core.tape import (
     Machine,
     Mesh,
     Offer,
+    Processes,
     Reload,
     Restored,
     Sent,
@@ -36,6 +37,7 @@ class Life:
     start: Start
     machine: Machine | None = None
     mesh: Mesh | None = None  # None: one device
+    processes: int = 1
     restored: bytes | None = None  # digest of the checkpoint at its start
     borrowed: tuple[str, bytes] | None = None  # peer and digest of the optimizer state at its start
     fresh: bool = False  # the optimizer state was reset in a run under way
@@ -89,6 +91,8 @@ class Life:
                 self.machine = event
             case Mesh():
                 self.mesh = event
+            case Processes():
+                self.processes = event.count
             case Restored(digest):
                 self.restored = digest
             case Borrowed(peer, digest):

@@ -2,7 +2,7 @@
 
 An offer is one if its norm is above ``factor`` times the median over the other live learners of the largest norm among their
 recent offers of the same fragment, and as many times more as it holds more steps than the median of their largest: n times the
-steps move at most n times as far, so steps that were carried over for long are no outlier by themselves. An offer that holds
+steps move at most n times as far, so the steps of a long round are no outlier by themselves. An offer that holds
 fewer steps gets no less room. At least two others are asked: of two learners neither is the measure of the other.
 
 So in a run whose learners move by between r and R a step, each straight on or to and fro, nothing is an outlier as long as

@@ -80,6 +80,13 @@ class Mesh(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Processes(Event):
+    """A learner of so many processes: the tape is its leader's, and has what all of them did."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Restored(Event):
     """Parameters, optimizer state and delta state are those of the own checkpoint with this digest."""
 
@@ -242,6 +249,7 @@ KINDS: dict[int, type[Event]] = {
     17: Elapsed,
     18: Sent,
     19: Mesh,
+    20: Processes,
     32: Owners,
     33: Gone,
     34: Back,

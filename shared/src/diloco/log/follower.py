@@ -22,7 +22,7 @@ still has the newest entry that was read. If not, end the task that follows, cal
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -116,9 +116,11 @@ class LogFollower:
             except RewoundError as error:
                 self.log.error("log_rewound", fragment=fragment, reason=str(error))
 
-    async def load_all(self) -> list[Copy]:
-        """Load all fragments as :meth:`load` does, :data:`LOADS` at a time; return them in order."""
-        return await side_by_side(len(self.store.map.fragments), LOADS, self.load)
+    async def load_all(self, fragments: Sequence[int] | None = None) -> list[Copy]:
+        """Load fragments (by default all) as :meth:`load` does, :data:`LOADS` at a time; return them in order."""
+        if fragments is None:
+            fragments = range(len(self.store.map.fragments))
+        return await side_by_side(len(fragments), LOADS, lambda place: self.load(fragments[place]))
 
     async def load_once(self, fragment: int, stop_sequence: int | None = None, before: int | None = None) -> Copy:
         """Load a fragment to its log's end, or up to a message of it, as a copy that the follower does not keep.

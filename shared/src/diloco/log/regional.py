@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 
 from diloco.core.chain import NO_ENTRY, Chain
-from diloco.core.quorum import MAX_COPIED, LogHead, counts
+from diloco.core.quorum import MAX_COPIED, LogHead, UncommittedEntries, counts
 from diloco.errors import FenceError, MessageError, RunError
 from diloco.log.reader import Reader
 from diloco.log.stream import Head, LogStream, Packed, decode_keyframe
@@ -143,6 +143,18 @@ class RegionalLog:
             assert isinstance(notice, CommitNotice)  # by its subject
             return notice
         return None
+
+    async def path(self, fragment: int, start: int, stop: int, after: bytes, last: bytes) -> list[Packed] | None:
+        """Return the entries after the one named ``after`` up to the one named ``last``; None: not all of them are here.
+
+        They stand behind ``start``, and none behind ``stop``.
+        """
+        held: UncommittedEntries[Packed] = UncommittedEntries(None)
+        async for packed in self.reader.entries.stored(fragment, start + 1, stop):
+            held.add(packed)
+        path = held.path(last)
+        names = [packed.previous for packed in path]
+        return path[names.index(after) :] if after in names else None
 
     async def append_packed(self, packed: Packed, expected_sequence: int) -> int:
         """Append another region's entry here; as :meth:`diloco.log.writer.Writer.append_record`."""

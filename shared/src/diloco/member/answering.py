@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Protocol
 
 from diloco.control.creation import Run
 from diloco.core import codec
@@ -22,6 +23,16 @@ from diloco.wire.offers import Offer
 from diloco.wire.subjects import Subjects
 
 OFFER_TIMEOUT_S = 15.0  # an offer of 100 MB takes that long at 50 Mbit/s; it is then sent again, under the same id
+
+
+class Answers(Protocol):
+    """Answers rounds."""
+
+    def begin(self, index: int) -> None:
+        """Answer the fragment's open round if that can be done now; the lock is held."""
+
+    def begin_soon(self, index: int) -> None:
+        """Answer the fragment's open round, likewise; the lock is not held. Callable from any thread."""
 
 
 class Answering:
@@ -67,25 +78,27 @@ class Answering:
             self.shared.tell()
         self.tape.flush()  # before it is sent: all that is merged of this learner is on its tape
         body, inline, parts = describe_body(packed, content_hash, self.transport.random_bytes(ATTEMPT_BYTES))
-        sequence = await self._send(pending.message(index, body), inline, parts)
+        offer = pending.message(index, body)
+        sequence = await store_answer(self.transport, self.subjects, self.run.identity, offer, inline, parts, self.log)
         with self.shared.lock:
             self.learner.sent(index, sequence)
             self.tape.record(events.Sent(index, int(1000 * (self.shared.loop.time() - began_s))))
             self.shared.tell()
 
-    async def _send(self, offer: Offer, inline: bytes, parts: Sequence[bytes]) -> int:
-        complaint = Complaint(self.log)
 
-        def failed(error: BrokerError) -> None:
-            values = {"fragment": offer.fragment, "number": offer.number, "reason": str(error)}
-            if isinstance(error, StorageFullError):
-                complaint.warn("offer_not_stored", **values)
-            else:
-                self.log.warning("offer_retried", **values)
+async def store_answer(
+    transport: Transport, names: Subjects, run: bytes, offer: Offer, inline: bytes, parts: Sequence[bytes], log: Logger
+) -> int:
+    """Store an offer, however long that takes; return its head's stream sequence."""
+    complaint = Complaint(log)
 
-        run, timeout_s = self.run.identity, OFFER_TIMEOUT_S
-        sequence = await append_offer(
-            self.transport, self.subjects, run, offer, inline, parts, timeout_s=timeout_s, failed=failed
-        )
-        assert sequence is not None  # it is wanted as long as it is not stored
-        return sequence
+    def failed(error: BrokerError) -> None:
+        values = {"fragment": offer.fragment, "number": offer.number, "reason": str(error)}
+        if isinstance(error, StorageFullError):
+            complaint.warn("offer_not_stored", **values)
+        else:
+            log.warning("offer_retried", **values)
+
+    sequence = await append_offer(transport, names, run, offer, inline, parts, timeout_s=OFFER_TIMEOUT_S, failed=failed)
+    assert sequence is not None  # it is wanted as long as it is not stored
+    return sequence

@@ -26,31 +26,32 @@ from diloco.control.hearing import hear, name_in
 from diloco.core import tape as events
 from diloco.core.accounts import StepDone
 from diloco.core.boundary import apply, decide
+from diloco.core.chunks import Chunk
 from diloco.core.delta import Apply
 from diloco.core.fragment_state import Reader, Version
 from diloco.core.fragments import FragmentMap
 from diloco.core.learner import Dump, Learner
 from diloco.core.schedule import Moment
-from diloco.errors import BrokerError, EjectedError, MachineError
-from diloco.log.follower import Folded, LogFollower, Wrong
+from diloco.errors import BrokerError, EjectedError
+from diloco.log.follower import Copy
 from diloco.log.log import Log
-from diloco.log.stream import Refusal
 from diloco.member.admission import AdmissionClient
-from diloco.member.answering import Answering
+from diloco.member.answering import Answering, Answers
 from diloco.member.audit import Audit
-from diloco.member.peer import Borrower, Layout, Lender, Loan
+from diloco.member.following import Following
+from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan
 from diloco.member.shared import SharedLearner
 from diloco.member.shares import LeaseClient
 from diloco.member.taping import LearnerTape
 from diloco.process.observe import Counted, Logger, Progress
 from diloco.process.retry import until_available
 from diloco.process.tape import Recorder, Unrecorded
-from diloco.process.tasks import end
 from diloco.settings.service import LearnerSettings
 from diloco.transport import Heard, Transport
 from diloco.wire import framing
 from diloco.wire.control import Announcement, Heartbeat, MarkerAnswer, SnapshotMarker
-from diloco.wire.subjects import Subjects, fragment_of
+from diloco.wire.entries import Genesis, Record
+from diloco.wire.subjects import Subjects
 
 M = TypeVar("M", bound=framing.Message)
 Vector = NDArray[np.float32]
@@ -68,6 +69,7 @@ class Boundary:
     stop: bool  # the token budget is used up: take no further step
     wait: bool  # take no step yet: a version is on its way (``round.learners_wait``)
     finished: bool  # every fragment's log is closed and applied
+    ended: bool = False  # it was asked to end, and nothing is unmerged, or its time is over
 
 
 class Member:
@@ -92,11 +94,11 @@ class Member:
         self.shares = LeaseClient(run, settings, self.admission.incarnation, fragment_map.digest, self.refused, log)
         self.learner = Learner(settings.name, settings.role, settings.region or "", self.admission.incarnation, run.created)
         self._shared = SharedLearner(self.learner)
-        self._answering = Answering(transport, run, self._shared, self.tape, log)
+        self._answering: Answers = Answering(transport, run, self._shared, self.tape, log)
         self._changes = ChangesFollower(transport, run, log, self._change)
         self._taped = LearnerTape(self.tape)
-        self._follower: LogFollower
-        self._following: asyncio.Task[None]
+        self._leave_by_s: float | None = None  # when it ends whatever is unmerged; None: it was not asked to end
+        self._following: Following
 
     # ---- loop thread
 
@@ -117,28 +119,51 @@ class Member:
             await self.admission.take()
             self.learner.incarnation = self.shares.incarnation = self.admission.incarnation
         founder = self.settings.name if learns and self.transport.founds else None
-        begin = partial(await_genesis, self.run, self.store, founder, initial, self.log)
-        genesis = await until_available(begin, self.log)
-        self._follower = LogFollower(self.store, genesis, self._refuse_entry, self.log, in_place=False)
-        for copy in await self._follower.load_all():
-            self.learner.seat(Version.of(copy.replica))
+
+        async def values() -> Sequence[Vector]:
+            return await self._initial(initial)
+
+        begin = partial(await_genesis, self.run, self.store, founder, values, self.log)
+        for version in await self._load(await until_available(begin, self.log)):
+            self.learner.seat(version)
         self.learner.take_up_accounts()
         if learns:
             await self.transport.subscribe(self.subjects.heartbeat(), self._hear_alive)
             await until_available(lambda: self.shares.take(self.learner.ends()), self.log)
         await self._hear(self.subjects.round(), Announcement, self._hear_round)
         if learns:
-            await self._hear(self.subjects.marker, SnapshotMarker, self._hear_marker)
-            await self.lender.serve()
+            await self._serve()
         versions = self.versions()
         at_ms = int(self.transport.wall_s() * 1000)
         self._taped.start(events.Start(at_ms, self.learner.incarnation, tuple(versions)), self._shared.loop.time())
-        self._following = self._shared.spawn(self._follow())
-        audit = Audit(self._shared, self.admission, self.shares, self._follower.holds, self._follow_again, self.log)
-        self._shared.spawn(audit.work())
+        self._begin_to_follow()
         self._shared.spawn(self._send_heartbeats_regularly())
         self._change()
         self.log.info("joined", fragments=len(versions), version_min=min(versions), version_max=max(versions))
+
+    async def _initial(self, initial: Callable[[], Sequence[Vector]]) -> Sequence[Vector]:
+        return initial()
+
+    async def _load(self, genesis: tuple[Genesis, bytes]) -> list[Version]:
+        """Return what the log has of each fragment, in order."""
+        others = self.run.created.learners - (self.settings.role == "learner")
+        indexes, spawn, tell = range(len(self.map.fragments)), self._shared.spawn, self._take_in
+        self._following = Following(
+            self.store, self.run, self.settings.name, indexes, self.refused, self.log, others=others, spawn=spawn, tell=tell
+        )
+        return [Version.of(copy.replica) for copy in await self._following.load(genesis)]
+
+    async def _serve(self) -> None:
+        """Hear what others want of a learner's state."""
+        await self._hear(self.subjects.marker, SnapshotMarker, self._hear_marker)
+        await self.lender.serve()
+
+    def _begin_to_follow(self) -> None:
+        self._following.begin()
+        self._begin_audit(self._following.holds, self._following.begin_again)
+
+    def _begin_audit(self, holds: Callable[[], Awaitable[bool]], lost: Callable[[], Awaitable[None]]) -> None:
+        self._shared.spawn(Audit(self._shared, self.admission, self.shares, holds, lost, self.log).work())
 
     async def _hear(self, subject: str, kind: type[M], handle: Callable[[M, Heard], Awaitable[None]]) -> None:
         await hear(self.transport, subject, kind, self.run.identity, handle, self.refused)
@@ -159,8 +184,11 @@ class Member:
                 self._shared.fail(EjectedError(message))
             self._shared.tell()
 
-    async def borrow(self, layout: Layout) -> Loan | None:
-        """Return the state of a peer's optimizer, for a learner that joined without a checkpoint; None: it begins afresh.
+    async def borrow(self, layout: Layout, wanted: Sequence[Chunk], put: Callable[[Chunk, NDArray[Any]], None]) -> Loan | None:
+        """Borrow the state of a peer's optimizer, for a learner that joined without a checkpoint; None: it begins afresh.
+
+        The state is to be of ``layout``. The chunks that are ``wanted`` of it are handed to ``put``, any dtype [their lengths],
+        in other threads, once at a time: of several peers if one fails half-way, and some of them if nobody lends in the end.
 
         Peers are asked in the order of what the log has merged of them, most first. In a run without versions nobody is asked,
         nor by an optimizer without a state.
@@ -168,7 +196,7 @@ class Member:
         peers = self.learner.peers()
         if peers is None or not layout.arrays:
             return None
-        borrower = Borrower(self.transport, self.run.identity, self.subjects, self.settings.name, layout, self.log)
+        borrower = Borrower(self.transport, self.run.identity, self.subjects, self.settings.name, layout, wanted, put, self.log)
         loan = await borrower.borrow(peers)
         if loan is None:
             self.learner.accounts.warming = 0
@@ -194,6 +222,7 @@ class Member:
             await self._send_heartbeat()
             await self._free_shares()
         await self._shared.end_tasks()
+        self.lender.close()
         self.tape.flush()
 
     async def _free_shares(self) -> None:
@@ -203,44 +232,12 @@ class Member:
             except (BrokerError, TimeoutError) as error:  # others take them over once this learner is silent for long
                 self.log.warning("shares_not_freed", reason=str(error))
 
-    async def _follow(self) -> None:
-        async for event in self._follower.follow(range(len(self.map.fragments))):
-            replica = event.copy.replica
-            with self._shared.lock:
-                if isinstance(event, Folded):
-                    self.learner.queue(replica.chain.fragment, Version.of(replica, event.entry.record))
-                elif isinstance(event, Wrong):
-                    continue  # the versions that were queued are right
-                elif event.rewound:
-                    self.learner.rewind(replica.chain.fragment, Version.of(replica))
-                else:
-                    self.learner.queue(replica.chain.fragment, Version.of(replica))
-                self._shared.tell()
-
-    async def _follow_again(self) -> None:
-        """Load and follow the log again, which has lost what was read last without its reader noticing."""
-        self.log.error("log_rewound", reason="the newest entry that was read is gone")
-        await end(self._following)
-        self._follower.rewind()
-        self._following = self._shared.spawn(self._follow())
-
-    def _refuse_entry(self, refusal: Refusal) -> None:
-        """Note an entry that is passed over.
-
-        Raises:
-            MachineError: at least half of the other learners have folded what seems wrong here.
-        """
-        error, name, fragment = refusal.error, self.settings.name, fragment_of(refusal.subject)
-        self.refused.note(refusal.sender, type(error).__name__, reason=str(error), sequence=refusal.sequence)
-        wrong = self._follower.wrong.get(fragment) if fragment is not None else None
-        if wrong is None or wrong.newest is None:
-            return
-        vouchers, others = sorted(wrong.vouchers - {name}), self.run.created.learners - (self.settings.role == "learner")
-        if 2 * len(vouchers) >= max(1, others):
-            raise MachineError(
-                f"run {self.run.name!r}, fragment {fragment}: version {wrong.newest.version} folds to another state here than "
-                f"at {', '.join(vouchers)}, who go on with it: test this machine's memory, and compare its libraries"
-            )
+    def _take_in(self, copy: Copy, record: Record | None, rewound: bool) -> None:
+        version = Version.of(copy.replica, record)
+        with self._shared.lock:
+            take_in = self.learner.rewind if rewound else self.learner.queue
+            take_in(copy.replica.chain.fragment, version)
+            self._shared.tell()
 
     async def _hear_alive(self, heard: Heard) -> None:
         self.shares.hear(name_in(heard.subject), self._shared.loop.time())
@@ -306,7 +303,11 @@ class Member:
             applied = apply(self.learner, decision)
         self._shared.loop.call_soon_threadsafe(self._heartbeat_soon)
         writes = [(each.application.fragment, each.write) for each in applied if each.write is not None]
-        return Boundary(writes, list(decision.reads), decision.stop, decision.wait, decision.finished)
+        ended = self._may_end(now_s)
+        return Boundary(writes, list(decision.reads), decision.stop, decision.wait, decision.finished, ended)
+
+    def _may_end(self, now_s: float) -> bool:
+        return self._leave_by_s is not None and (self.left or now_s >= self._leave_by_s)
 
     def submit(self, fragment: int, reader: Reader) -> None:
         """Hand over a way to read a fragment as it is at this boundary; called from another thread, at most once."""
@@ -354,8 +355,12 @@ class Member:
         with self._shared.lock:
             self.learner.accounts.loss = loss if math.isfinite(loss) else None
 
-    def leave(self) -> None:
-        """Take no further step, and ask for rounds that merge what is unmerged; boundaries go on until :attr:`left`."""
+    def leave(self, within_s: float) -> None:
+        """Take no further step, and ask for rounds that merge what is unmerged.
+
+        Boundaries go on until one says that nothing is, or ``within_s`` is over (``ended``).
+        """
+        self._leave_by_s = self._shared.loop.time() + within_s
         with self._shared.lock:
             self.learner.leaving = True
 
@@ -391,14 +396,11 @@ class Member:
             self.learner.restore(plain, arrays)
             self.shares.restore(plain["positions"])
 
-    def lend(self, step: int, versions: list[int], layout: Layout, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Lend the optimizer's state, arrays any dtype [...] of ``layout``, as of a boundary after ``step`` steps.
-
-        It takes time. Callable from any thread.
-        """
-        content_hash = self.lender.give(step, versions, layout, layout.join(arrays))
-        self.tape.record(events.Lent(content_hash[: events.DIGEST_BYTES]))
-        self.log.info("state_lent", step=step, bytes=layout.size_bytes)
+    def lend(self, step: int, versions: list[int], state: Lendable) -> None:
+        """Lend the optimizer's state, a copy as of a boundary after ``step`` steps. Callable from any thread."""
+        self.tape.record(events.Lent(state.content_hash[: events.DIGEST_BYTES]))
+        self.lender.give(step, versions, state)
+        self.log.info("state_lent", step=step, bytes=state.layout.size_bytes)
 
     def note_saved(self, digest: bytes) -> None:
         """Note that the state that was copied last is on the disk. Callable from any thread."""

@@ -1,8 +1,9 @@
 """Loans of a learner's inner optimizer state to a peer that starts without a checkpoint; parameters come from the log.
 
-The lender makes one copy of its state at a boundary, as it does for a checkpoint, and borrowers pull it part by part: nobody
-waits, and an unused copy is dropped. The arrays' bytes travel one after another in the order of their names. Both sides hash
-names, shapes and types, so that a state of another model is never taken.
+The lender saves its state as of a boundary, as it does for a checkpoint, and serves slices of its arrays from there: nobody
+waits, and an unused copy is dropped. A borrower asks for the slices that its own shards are made of, whatever mesh the lender
+has, and hands each chunk on when it is complete: neither side holds an array whole. Both sides hash names, shapes and types,
+so that a state of another model is never taken.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -18,7 +19,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.control.hearing import decoding
-from diloco.errors import FormatError, HashError, MessageError
+from diloco.core.chunks import Chunk
+from diloco.errors import DilocoError, FormatError, HashError, MessageError
 from diloco.process.observe import Counted, Logger
 from diloco.process.prefetch import Prefetcher
 from diloco.transport import Heard, Transport
@@ -27,14 +29,14 @@ from diloco.wire.body import ATTEMPT_BYTES, PART_BYTES
 from diloco.wire.control import StateLoan, StatePart, StateRequest
 from diloco.wire.subjects import Subjects
 
-KEEP_S = 30.0  # of an unused copy: several learners that start together share one; it takes as much memory as the state
+KEEP_S = 30.0  # of an unused copy: several learners that start together share one; it takes as much disk as the state
 ANSWER_TIMEOUT_S = 2.0  # a part of 512 KiB takes less over any link on which a state is worth its time
 READY_TIMEOUT_S = 5.0  # a copy is made at the next boundary: a few steps; then another peer is asked
 ASK_AGAIN_S = 0.1  # a step or less
 TRIES = 3
 MAX_PEERS = 4
 
-Bytes = NDArray[np.uint8]
+Values = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -55,21 +57,64 @@ class Layout:
 
     @property
     def size_bytes(self) -> int:
-        return sum(_size_bytes(shape, dtype) for _, shape, dtype in self.arrays)
+        return sum(chunk.size_bytes for chunk in self.wholes())
 
-    def join(self, arrays: Mapping[str, NDArray[Any]]) -> Bytes:
-        """Return the bytes of all arrays, of any dtype and shape, one after another: uint8 [size_bytes]."""
-        parts = [np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8) for name, _, _ in self.arrays]
-        return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+    def wholes(self) -> list[Chunk]:
+        """Return each array as a chunk, in the order of their names."""
+        return [Chunk.whole(*array) for array in self.arrays]
 
-    def split(self, data: Bytes) -> dict[str, NDArray[Any]]:
-        """Return the arrays that :meth:`join` joined to uint8 [size_bytes], as views into it."""
-        arrays, at = {}, 0
-        for name, shape, dtype in self.arrays:
-            stop = at + _size_bytes(shape, dtype)
-            arrays[name] = data[at:stop].view(dtype).reshape(shape)
-            at = stop
-        return arrays
+    def slice(self, array: int, start: Sequence[int], stop: Sequence[int]) -> Chunk | None:
+        """Return a slice of the array at a place, as a peer asks for it; None if there is none, or it is too large."""
+        if array >= len(self.arrays):
+            return None
+        name, shape, dtype = self.arrays[array]
+        if not len(start) == len(stop) == len(shape):
+            return None
+        if any(first >= last or last > length for first, last, length in zip(start, stop, shape, strict=True)):
+            return None
+        chunk = Chunk(name, shape, dtype, tuple(start), tuple(stop))
+        return chunk if chunk.size_bytes <= PART_BYTES else None
+
+
+class Lendable(Protocol):
+    """A state that can be lent: a copy as of a boundary. ``read`` and ``drop`` may be called in any thread."""
+
+    @property
+    def layout(self) -> Layout:
+        """Names, shapes and types."""
+
+    @property
+    def content_hash(self) -> bytes:
+        """32 bytes that tell it from other states."""
+
+    def read(self, wanted: Chunk) -> Values:
+        """Return a chunk of it, any dtype [its lengths].
+
+        Raises:
+            DilocoError: it cannot be read any more.
+        """
+
+    def drop(self) -> None:
+        """Free what it takes: nothing is read any more."""
+
+
+class InMemory:
+    """A state whose arrays, any dtype [...] by name, are in memory: a toy's, or one of a simulation."""
+
+    def __init__(self, arrays: Mapping[str, Values]) -> None:
+        self._values = dict(arrays)
+        self.layout = Layout.of(arrays)
+        hasher = blake3(self.layout.digest)
+        for name in sorted(arrays):
+            hasher.update(np.ascontiguousarray(arrays[name]).tobytes())
+        self.content_hash = hasher.digest()
+
+    def read(self, wanted: Chunk) -> Values:
+        """Return a chunk, any dtype [its lengths]."""
+        return self._values[wanted.name][wanted.where]
+
+    def drop(self) -> None:
+        """Nothing to free: memory goes with this object."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +125,6 @@ class Loan:
     step: int
     versions: list[int]
     content_hash: bytes
-    arrays: dict[str, NDArray[Any]]
 
 
 class Lender:
@@ -93,7 +137,7 @@ class Lender:
         self.refused = Counted(log)
         self._loop = asyncio.get_running_loop()
         self._wanted = False
-        self._lent: tuple[StateLoan, Bytes] | None = None
+        self._lent: tuple[StateLoan, Lendable] | None = None
         self._used_s = 0.0
 
     async def serve(self) -> None:
@@ -105,43 +149,64 @@ class Lender:
         """Whether a peer asks and there is no copy."""
         return self._wanted
 
-    def give(self, step: int, versions: list[int], layout: Layout, data: Bytes) -> bytes:
-        """Lend ``data``, uint8 [size_bytes], a copy as of a boundary; return its hash, after the time of hashing."""
-        content_hash = blake3(data.data).digest()
-        copy = self.transport.random_bytes(ATTEMPT_BYTES)
-        loan = StateLoan(self.name, copy, step, versions, layout.digest, data.size, content_hash)
-        self._loop.call_soon_threadsafe(self._keep, loan, data)
-        return content_hash
+    def give(self, step: int, versions: list[int], state: Lendable) -> None:
+        """Lend ``state``, a copy as of a boundary, until nobody asks for it any more."""
+        copy, layout = self.transport.random_bytes(ATTEMPT_BYTES), state.layout
+        loan = StateLoan(self.name, copy, step, versions, layout.digest, layout.size_bytes, state.content_hash)
+        self._loop.call_soon_threadsafe(self._keep, loan, state)
 
-    def _keep(self, loan: StateLoan, data: Bytes) -> None:
-        self._lent, self._wanted, self._used_s = (loan, data), False, self._loop.time()
-        self._loop.call_later(KEEP_S, self._drop)
+    def give_none(self) -> None:
+        """Say that no copy could be made."""
+        self._wanted = False
 
-    def _drop(self) -> None:
+    def close(self) -> None:
+        """Drop what is lent; called in the loop's thread."""
+        if self._lent is not None:
+            self._lent[1].drop()
+        self._lent = None
+
+    def _keep(self, loan: StateLoan, state: Lendable) -> None:
+        self.close()
+        self._lent, self._wanted, self._used_s = (loan, state), False, self._loop.time()
+        self._loop.call_later(KEEP_S, self._drop, state)
+
+    def _drop(self, state: Lendable) -> None:
+        if self._lent is None or self._lent[1] is not state:
+            return
         left_s = self._used_s + KEEP_S - self._loop.time()
         if left_s > 0:
-            self._loop.call_later(left_s, self._drop)
+            self._loop.call_later(left_s, self._drop, state)
         else:
-            self._lent = None
+            self.close()
 
     async def _hear(self, request: StateRequest, message: Heard) -> None:
-        await message.respond(self._answer(request))
+        await message.respond(await self._part(request) if request.copy else self._loan())
 
-    def _answer(self, request: StateRequest) -> bytes:
-        """Return a loan, a part of one, or nothing if there is none."""
+    def _loan(self) -> bytes:
+        """Return a loan, or nothing if there is to be none."""
         if self._lent is None:
-            if request.copy or not self.healthy():
+            if not self.healthy():
                 return b""
             self._wanted = True
             return framing.pack(StateLoan(self.name, b"", 0, [], bytes(32), 0, bytes(32)), self.run)
         self._used_s = self._loop.time()
-        loan, data = self._lent
-        if not request.copy:
-            return framing.pack(loan, self.run)
-        if request.copy != loan.copy or request.offset >= data.size:
+        return framing.pack(self._lent[0], self.run)
+
+    async def _part(self, request: StateRequest) -> bytes:
+        """Return a slice of a loan, or nothing if there is none."""
+        if self._lent is None or request.copy != self._lent[0].copy:
             return b""
-        part = data[request.offset : request.offset + PART_BYTES].tobytes()
-        return framing.pack(StatePart(loan.copy, request.offset), self.run, part)
+        loan, state = self._lent
+        chunk = state.layout.slice(request.array, request.start, request.stop)
+        if chunk is None:
+            return b""
+        self._used_s = self._loop.time()
+        try:
+            values = await asyncio.to_thread(state.read, chunk)
+        except DilocoError:  # it was dropped meanwhile
+            return b""
+        part = np.ascontiguousarray(values).tobytes()
+        return framing.pack(StatePart(loan.copy, request.array, request.start, blake3(part).digest()), self.run, part)
 
 
 class _Unavailable(Exception):
@@ -149,13 +214,29 @@ class _Unavailable(Exception):
 
 
 class Borrower:
-    """Asks for the state of a peer's optimizer, which must be of ``layout``."""
+    """Asks for the state of a peer's optimizer, which must be of ``layout``: for the chunks that are ``wanted`` of it.
 
-    def __init__(self, transport: Transport, run: bytes, subjects: Subjects, name: str, layout: Layout, log: Logger) -> None:
-        self.transport, self.run, self.subjects, self.name, self.layout, self.log = transport, run, subjects, name, layout, log
+    ``put`` takes the values of one of them, any dtype [its lengths]; it is called in other threads, once at a time. Where a
+    peer fails half-way, another one's chunks follow, or none.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: bytes,
+        subjects: Subjects,
+        name: str,
+        layout: Layout,
+        wanted: Sequence[Chunk],
+        put: Callable[[Chunk, Values], None],
+        log: Logger,
+    ) -> None:
+        self.transport, self.run, self.subjects, self.name, self.log = transport, run, subjects, name, log
+        self.layout, self.wanted, self.put = layout, wanted, put
+        self._places = {array[0]: place for place, array in enumerate(layout.arrays)}
 
     async def borrow(self, peers: Sequence[str]) -> Loan | None:
-        """Return the state of the first of ``peers`` that lends it, or None."""
+        """Borrow of the first of ``peers`` that lends; None if nobody does."""
         for peer in peers[:MAX_PEERS]:
             try:
                 return await self._borrow_from(peer)
@@ -172,36 +253,50 @@ class Borrower:
                 f"state of {peer}: {loan.size_bytes} bytes of arrays that are not this optimizer's, whose state has "
                 f"{self.layout.size_bytes}"
             )
-        data = np.empty(self.layout.size_bytes, np.uint8)
-        offsets = range(0, data.size, PART_BYTES)
+        parts = [(chunk, part) for chunk in self.wanted if chunk.size_bytes for part in chunk.cut(PART_BYTES)]
+        filling: dict[Chunk, tuple[Values, int]] = {}  # values of a chunk, and how many bytes of it are still to come
+        putting = asyncio.Lock()
 
         async def take(index: int) -> None:
-            part = await self._part(peer, loan, offsets[index])
-            data[offsets[index] : offsets[index] + len(part)] = np.frombuffer(part, np.uint8)
+            chunk, part = parts[index]
+            if chunk not in filling:
+                filling[chunk] = np.empty(chunk.lengths, chunk.dtype), chunk.size_bytes
+            part_values = await self._part(peer, loan, part)
+            values, left_bytes = filling[chunk]
+            values[part.within(chunk)] = part_values
+            filling[chunk] = values, left_bytes - part.size_bytes
+            if left_bytes == part.size_bytes:
+                del filling[chunk]
+                async with putting:
+                    await asyncio.to_thread(self.put, chunk, values)
 
-        await Prefetcher().fetch(len(offsets), take)
-        if await asyncio.to_thread(lambda: blake3(data.data).digest()) != loan.content_hash:
-            raise HashError(f"state of {peer}: its bytes do not have the hash that it stated")
-        return Loan(peer, loan.step, loan.versions, loan.content_hash, self.layout.split(data))
+        await Prefetcher().fetch(len(parts), take)
+        return Loan(peer, loan.step, loan.versions, loan.content_hash)
 
     async def _ready(self, peer: str) -> StateLoan:
         clock = asyncio.get_running_loop().time
         deadline_s = clock() + READY_TIMEOUT_S
         while clock() < deadline_s:
-            answer = await self._ask(peer, StateRequest(self.name, b"", 0))
+            answer = await self._ask(peer, StateRequest(self.name, b"", 0, [], []))
             loan, _, _ = framing.unpack(answer, StateLoan, self.run)
             if loan.copy:
                 return loan
             await asyncio.sleep(ASK_AGAIN_S)
         raise _Unavailable(f"no copy was made within {READY_TIMEOUT_S:g} s")
 
-    async def _part(self, peer: str, loan: StateLoan, offset: int) -> bytes:
-        answer = await self._ask(peer, StateRequest(self.name, loan.copy, offset))
+    async def _part(self, peer: str, loan: StateLoan, wanted: Chunk) -> Values:
+        place, start = self._places[wanted.name], list(wanted.start)
+        answer = await self._ask(peer, StateRequest(self.name, loan.copy, place, start, list(wanted.stop)))
         part, _, data = framing.unpack(answer, StatePart, self.run)
-        expected = min(PART_BYTES, loan.size_bytes - offset)
-        if part.copy != loan.copy or part.offset != offset or len(data) != expected:
-            raise FormatError(f"state of {peer}: {len(data)} bytes at {part.offset}, expected {expected} at {offset}")
-        return data
+        if (part.copy, part.array, part.start) != (loan.copy, place, start) or len(data) != wanted.size_bytes:
+            raise FormatError(
+                f"state of {peer}: {len(data)} bytes of array {part.array} from {part.start} on, expected "
+                f"{wanted.size_bytes} of {place} from {start} on"
+            )
+        if blake3(data).digest() != part.content_hash:
+            raise HashError(f"state of {peer}: a slice of {wanted.name} does not have the hash that it states")
+        values: Values = np.frombuffer(data, wanted.dtype).reshape(wanted.lengths)
+        return values
 
     async def _ask(self, peer: str, request: StateRequest) -> bytes:
         frame = framing.pack(request, self.run)
@@ -212,10 +307,3 @@ class Borrower:
             if answer is not None or not request.copy:
                 break  # it has none; or it is not there, and the next peer is as good
         raise _Unavailable("it does not answer" if answer is None else "it has none to lend")
-
-
-def _size_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count * np.dtype(dtype).itemsize

@@ -1,42 +1,64 @@
-"""A learner's state as a file: the arrays of its model and of its accounts, and the accounts' plain values, all hashed.
+"""A learner's state as files: chunks of its model's and of its accounts' arrays, and the accounts' plain values, all hashed.
 
-The file is a safetensors file. Its metadata hold ``format``, ``run`` (the run's identity), ``learner``, ``accounts`` (JSON),
-``hashes`` (JSON: BLAKE3 of every array) and ``hash``, the BLAKE3 hash over the others, so that damage anywhere is noticed and
-named. It is written array by array, straight from where the arrays are: nothing is copied again while training goes on.
+Each process of a learner writes one file, of the chunks (:mod:`diloco.core.chunks`) that it holds: its *part*. A file is a
+safetensors file, and a chunk is one tensor in it; an array that fits one chunk is there under its name, as anybody reads such
+files (:mod:`diloco.member.statefile`).
+
+Values are asked for chunk by chunk while the file is written, and read chunk by chunk: a host never holds more than a few.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
+from diloco.core.chunks import Chunk
 from diloco.core.tape import DIGEST_BYTES
 from diloco.errors import RunError
+from diloco.member import statefile
 from diloco.process import files
 
-FORMAT = "diloco-learner-3"
 FOLDER = "checkpoints"
-_HASHED = ("format", "run", "learner", "accounts", "hashes")
-_TYPES = {
-    "float32": "F32",
-    "float16": "F16",
-    "float64": "F64",
-    "uint8": "U8",
-    "uint32": "U32",
-    "int32": "I32",
-    "int64": "I64",
-    "bool": "BOOL",
-}
+LOANS = "loans"
 
-Arrays = Mapping[str, NDArray[Any]]
+Values = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Content:
+    """Chunks, and their values, any dtype [lengths of the chunk], in the same order; values are asked for once each."""
+
+    chunks: Sequence[Chunk]
+    values: Iterable[Values]
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Values]) -> Content:
+        """Return arrays of the host, any dtype [...] by name, in chunks."""
+        wholes = [Chunk.whole(name, arrays[name].shape, arrays[name].dtype.name) for name in sorted(arrays)]
+        chunks = [chunk for whole in wholes for chunk in whole.cut()]
+        return cls(chunks, (arrays[chunk.name][chunk.where] for chunk in chunks))
+
+    def __add__(self, other: Content) -> Content:
+        return Content([*self.chunks, *other.chunks], itertools.chain(self.values, other.values))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of which state a file is: part ``index`` of ``count``, whose files all have the same ``set_name``."""
+
+    index: int = 0
+    count: int = 1
+    set_name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
 
 
 @dataclass(frozen=True)
@@ -44,111 +66,182 @@ class Saved:
     """A state as written."""
 
     size_bytes: int
-    file_hash: bytes  # BLAKE3 of the whole file
     digest: bytes  # the first bytes of its hash: what tapes call it
 
 
-@dataclass(frozen=True)
 class State:
-    """A state as read."""
+    """A state as read: ``accounts`` and ``state_hash`` are those of the first file, chunks those of all."""
 
-    accounts: dict[str, Any]
-    arrays: dict[str, NDArray[Any]]
-    digest: bytes
+    def __init__(self, accounts: dict[str, Any], state_hash: bytes, stored: Iterable[statefile.Stored]) -> None:
+        self.accounts, self.state_hash = accounts, state_hash
+        self._stored: dict[str, list[statefile.Stored]] = {}
+        self._checked: set[statefile.Stored] = set()
+        self.add(stored)
+
+    def add(self, stored: Iterable[statefile.Stored]) -> None:
+        """Take in the chunks of another part."""
+        for each in stored:
+            self._stored.setdefault(each.chunk.name, []).append(each)
+
+    def check_all(self) -> None:
+        """Check every chunk.
+
+        Raises:
+            RunError: one is damaged, or cannot be read.
+        """
+        for stored in itertools.chain(*self._stored.values()):
+            stored.check()
+            self._checked.add(stored)
+
+    @property
+    def digest(self) -> bytes:
+        """The first bytes of its hash: what tapes call it."""
+        return self.state_hash[:DIGEST_BYTES]
+
+    def layout(self, prefix: str = "") -> dict[str, Chunk]:
+        """Return the arrays whose names begin so: of each all of it, as a chunk."""
+        firsts = {name: stored[0].chunk for name, stored in self._stored.items() if name.startswith(prefix)}
+        return {name: Chunk.whole(name, first.shape, first.dtype) for name, first in sorted(firsts.items())}
+
+    def has(self, wanted: Chunk) -> bool:
+        """Whether the files have all values of a chunk: chunks of one state do not overlap."""
+        parts = [stored.chunk.overlap(wanted) for stored in self._stored.get(wanted.name, ())]
+        return sum(part.size_bytes for part in parts if part is not None) == wanted.size_bytes
+
+    def check(self, wanted: Chunk) -> None:
+        """Find out that the files have a chunk, and that what is read for it is whole; nothing is checked twice.
+
+        Raises:
+            RunError: they have not all of it, or it is damaged, or cannot be read.
+        """
+        if not self.has(wanted):
+            raise RunError(f"checkpoint: array {wanted.name!r} is not there from {wanted.start} to {wanted.stop}")
+        for stored in self._stored.get(wanted.name, ()):
+            if stored not in self._checked and stored.chunk.overlap(wanted) is not None:
+                stored.check()
+                self._checked.add(stored)
+
+    def read(self, wanted: Chunk) -> Values:
+        """Return the values of a chunk, any dtype [its lengths], put together from those chunks that overlap it.
+
+        Raises:
+            RunError: the files do not have all of it, or it is damaged, or cannot be read.
+        """
+        self.check(wanted)
+        values = np.empty(wanted.lengths, wanted.dtype)
+        for stored in self._stored.get(wanted.name, ()):
+            part = stored.chunk.overlap(wanted)
+            if part is not None:
+                try:
+                    values[part.within(wanted)] = stored.read(part)
+                except (OSError, ValueError) as error:
+                    raise RunError(f"{stored.path}: array {wanted.name!r} cannot be read: {error}") from None
+        return values
+
+    def arrays(self, prefix: str = "") -> dict[str, Values]:
+        """Return the arrays whose names begin so, whole, any dtype [...] by name.
+
+        Raises:
+            RunError: the files do not have all of them, or cannot be read.
+        """
+        return {name: self.read(whole) for name, whole in self.layout(prefix).items()}
 
 
-def generations(state_dir: Path, learner: str) -> tuple[Path, Path]:
-    """Return the paths of a learner's own checkpoint, and of the one before it."""
-    folder = state_dir / FOLDER
-    return folder / f"{learner}.safetensors", folder / f"{learner}.previous.safetensors"
+def generations(state_dir: Path, learner: str, part: int = 0) -> tuple[Path, Path]:
+    """Return the paths of a part of a learner's own checkpoint, and of the one before it."""
+    return _generations(state_dir / FOLDER, learner, part)
 
 
-def snapshot(state_dir: Path, number: int, learner: str) -> Path:
-    """Return the path of a learner's state for a checkpoint of the whole run."""
-    return state_dir / FOLDER / str(number) / f"{learner}.safetensors"
+def snapshot(state_dir: Path, number: int, learner: str, part: int = 0) -> Path:
+    """Return the path of a part of a learner's state for a checkpoint of the whole run."""
+    return _generations(state_dir / FOLDER / str(number), learner, part)[0]
+
+
+def loans(state_dir: Path, learner: str) -> Path:
+    """Return the folder of what a learner lends."""
+    return state_dir / LOANS / learner
 
 
 def save(
-    path: Path, run: bytes, learner: str, accounts: Mapping[str, Any], arrays: Arrays, previous: Path | None = None
+    path: Path,
+    run: bytes,
+    learner: str,
+    accounts: Mapping[str, Any],
+    content: Content,
+    previous: Path | None = None,
+    part: Part = Part(),
 ) -> Saved:
     """Write a state; the one that ``path`` was until then becomes ``previous``, if given. A crash leaves one of them whole.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written; nothing has changed.
     """
-    arrays = {name: np.ascontiguousarray(arrays[name]).reshape(np.shape(arrays[name])) for name in sorted(arrays)}
+    entries = {statefile.entry_name(chunk): chunk for chunk in content.chunks}
     metadata = {
-        "format": FORMAT,
+        "format": statefile.FORMAT,
         "run": run.hex(),
         "learner": learner,
+        "part": str(part),
+        "set": part.set_name,
         "accounts": json.dumps(accounts),
-        "hashes": json.dumps({name: blake3(_bytes(array)).hexdigest() for name, array in arrays.items()}),
+        "chunks": json.dumps({name: [c.name, c.shape, c.start] for name, c in entries.items() if not c.is_whole}),
     }
-    state_hash = _hash(metadata)
-    header = _header(arrays, metadata | {"hash": state_hash.hex()})
-    hasher = blake3()
+
+    def header(hashes: Mapping[str, str]) -> tuple[bytes, bytes]:
+        described = metadata | {"hashes": json.dumps(hashes)}
+        state_hash = statefile.hash_metadata(described)
+        return statefile.header(entries, described | {"hash": state_hash.hex()}), state_hash
+
+    draft_header, digest = header(dict.fromkeys(entries, "0" * 64))  # as long as the one with the hashes
 
     def write(draft: Path) -> None:
+        nonlocal digest
+        values = iter(content.values)
         with draft.open("wb") as file:
-            _put(file, hasher, len(header).to_bytes(8, "little") + header)
-            for array in arrays.values():
-                _put(file, hasher, _bytes(array))
+            file.write(draft_header)
+            hashes = {name: statefile.put(file, chunk, next(values)) for name, chunk in entries.items()}
+            assert next(values, None) is None, "more values than chunks"
+            file.seek(0)
+            final, digest = header(hashes)
+            file.write(final)
 
     files.replace(path, write, previous)
-    size_bytes = 8 + len(header) + sum(array.nbytes for array in arrays.values())
-    return Saved(size_bytes, hasher.digest(), state_hash[:DIGEST_BYTES])
+    size_bytes = len(draft_header) + sum(chunk.size_bytes for chunk in content.chunks)
+    return Saved(size_bytes, digest[:DIGEST_BYTES])
+
+
+def file_hash(path: Path) -> bytes:
+    """Return the BLAKE3 hash of a file, read block by block.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return statefile.hash_of(file, path.stat().st_size)
 
 
 def load(path: Path, run: bytes, learner: str) -> State:
-    """Read a state.
+    """Open a state and check all of it, or of a part all of this part; those beside it are checked as they are read.
 
     Raises:
         RunError: it cannot be read, is damaged, of another format version, or of another run or learner.
     """
-    try:
-        with safe_open(path, "numpy") as file:
-            metadata = file.metadata() or {}
-            _check_metadata(metadata, run, learner)
-            hashes = json.loads(metadata["hashes"])
-            names = sorted(file.keys())
-            if names != sorted(hashes):
-                raise ValueError("its arrays are not those that it lists")
-            arrays = {name: file.get_tensor(name) for name in names}
-        for name, array in arrays.items():
-            if blake3(_bytes(array)).hexdigest() != hashes[name]:
-                raise ValueError(f"array {name!r} does not have the hash that it lists")
-        return State(json.loads(metadata["accounts"]), arrays, bytes.fromhex(metadata["hash"])[:DIGEST_BYTES])
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RunError(f"{path}: not a whole state of learner {learner}: {error}") from None
+    metadata, stored = statefile.open_file(path, run, learner)
+    state = State(json.loads(metadata["accounts"]), bytes.fromhex(metadata["hash"]), stored)
+    state.check_all()
+    index, _, count = metadata.get("part", "0/1").partition("/")
+    for other in range(int(count)):
+        if other == int(index):
+            continue
+        for sibling in _generations(path.parent, learner, other):
+            if sibling.exists():
+                found, more = statefile.open_file(sibling, run, learner)
+                if found.get("set") == metadata["set"]:
+                    state.add(more)
+                    break
+    return state
 
 
-def _check_metadata(metadata: Mapping[str, str], run: bytes, learner: str) -> None:
-    for key, expected in (("format", FORMAT), ("run", run.hex()), ("learner", learner)):
-        if metadata.get(key) != expected:
-            raise ValueError(f"its {key} is {metadata.get(key)!r}, expected {expected!r}")
-    if _hash(metadata).hex() != metadata.get("hash"):
-        raise ValueError("its accounts do not have the hash that it states")
-
-
-def _hash(metadata: Mapping[str, str]) -> bytes:
-    return blake3(json.dumps([metadata[key] for key in _HASHED]).encode()).digest()
-
-
-def _header(arrays: Arrays, metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a safetensors file, padded so that the arrays begin at a multiple of eight bytes."""
-    described: dict[str, Any] = {"__metadata__": dict(metadata)}
-    at = 0
-    for name, array in arrays.items():
-        described[name] = {"dtype": _TYPES[array.dtype.name], "shape": array.shape, "data_offsets": (at, at + array.nbytes)}
-        at += array.nbytes
-    header = json.dumps(described).encode()
-    return header + b" " * (-len(header) % 8)
-
-
-def _bytes(array: NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _put(file: BinaryIO, hasher: Any, data: bytes | memoryview) -> None:
-    hasher.update(data)
-    file.write(data)
+def _generations(folder: Path, learner: str, part: int) -> tuple[Path, Path]:
+    name = learner if part == 0 else f"{learner}.part-{part}"
+    return folder / f"{name}.safetensors", folder / f"{name}.previous.safetensors"

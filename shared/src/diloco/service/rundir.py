@@ -15,7 +15,7 @@ from diloco.errors import RunError, SettingsError
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import parse
 
-FORMAT = 2  # grows with the settings of runs, too
+FORMAT = 3  # grows with the settings of runs, too
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class RunDirectory:
     settings: RunSettings
     learners: int | None = None  # that are started here; None: as many as the data has shares
     devices_per_learner: int | None = None  # None: as many as JAX finds
+    processes_per_learner: int | None = None  # None: one
     nats_bulk_url: str | None = None  # of the region from which the log is read, in a run with regions
+    region_urls: dict[str, str] | None = None  # of each region's own server, where all are known
     identity: str | None = None  # file of the identity of commands
     wan_control: str | None = None  # control address of emulated links between regions
 
@@ -69,10 +71,12 @@ def load(path: Path) -> RunDirectory:
         settings = parse(RunSettings, values["settings"], str(file))
         kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "learners": int | None}
         kinds |= {"nats_bulk_url": str | None, "wan_control": str | None, "identity": str | None}
-        kinds |= {"devices_per_learner": int | None}
+        kinds |= {"devices_per_learner": int | None, "processes_per_learner": int | None, "region_urls": dict | None}
         for key, kind in kinds.items():
             if not isinstance(values.get(key), kind):
                 raise TypeError(f"{key} = {values.get(key)!r}")
+        if not all(isinstance(url, str) for url in (values.get("region_urls") or {}).values()):
+            raise TypeError(f"region_urls = {values['region_urls']!r}")
         own: dict[str, Any] = {key: values.get(key) for key in kinds}
         return RunDirectory(path, settings=settings, **own)
     except FileNotFoundError:

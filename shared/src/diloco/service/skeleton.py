@@ -40,12 +40,19 @@ def parse_settings(cls: type[S], program: str) -> S:
     loaded = load_service(cls, parser.parse_args().config)
     volume.claim(loaded.state_dir, loaded.run)
     settings = named(loaded)
+    name = process_name(settings)
     to_file = settings.log_format == "json" and settings.log_to == "file"
-    logs = settings.state_dir / "logs" / f"{settings.name}.jsonl" if to_file else None
+    logs = settings.state_dir / "logs" / f"{name}.jsonl" if to_file else None
     role = settings.role if isinstance(settings, LearnerSettings) else program.removeprefix("diloco-")
     about: dict[str, Any] = {"role": role, "region": settings.region or ""}
-    observe.configure(settings.name, settings.run, **about, level=settings.log_level, fmt=settings.log_format, file=logs)
+    observe.configure(name, settings.run, **about, level=settings.log_level, fmt=settings.log_format, file=logs)
     return settings
+
+
+def process_name(settings: ServiceSettings) -> str:
+    """Return how a process calls itself in events, and to NATS: a learner's further processes by their number, too."""
+    index = settings.processes.index if isinstance(settings, LearnerSettings) else 0
+    return f"{settings.name}-p{index}" if index else settings.name
 
 
 def named(settings: S) -> S:
@@ -98,7 +105,7 @@ async def connect(settings: ServiceSettings, role: Role, log: Logger) -> NatsTra
     identity = None
     if settings.identity is not None:
         identity = of_service(settings.identity, settings.name, settings.run, settings.region, role)
-    transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, settings.name, log, None, identity)
+    transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, process_name(settings), log, None, identity)
     transport.clock_file, transport.alive_file = settings.clock_file, settings.alive_file
     return transport
 

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError as EnvironmentValueError
 
 from diloco.errors import SettingsError
-from diloco.settings.service import ServiceSettings
+from diloco.settings import cluster
+from diloco.settings.service import LearnerSettings, ServiceSettings
 from diloco.settings.validation import explain, nearest
 
 
@@ -63,9 +64,12 @@ def load_service(cls: type[V], config: Path | None) -> V:
         if variable.startswith("DILOCO_") and variable not in known:
             raise SettingsError(f"environment: no setting {variable}{nearest(variable, list(known))}")
     try:
-        return cls(**values)
+        settings = cls(**values)
     except ValidationError as error:
         source = str(config) if config else "environment"
         raise SettingsError(f"{source}: " + "; ".join(explain(cls, detail) for detail in error.errors())) from None
     except EnvironmentValueError as error:
         raise SettingsError(f"environment: {error}") from None
+    if isinstance(settings, LearnerSettings):
+        settings = settings.model_copy(update={"processes": cluster.resolved(settings.processes, os.environ)})
+    return settings

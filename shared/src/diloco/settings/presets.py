@@ -14,7 +14,7 @@ from diloco.settings.validation import all_names, nearest, parse
 _ADAMW = {"optimizer": "adamw", "learning_rate": 0.016}
 
 _PRESETS: dict[str, dict[str, Any]] = {
-    # ours: the published structure, four bits both ways, late work carried over, defaults that measured best
+    # ours: the published structure, four bits both ways, the overlap kept, defaults that measured best
     "decoupled": {},
     # Decoupled DiLoCo (arXiv 2604.21428): fragments, interval, overlap, quorum, merge, weights and precision of offers are its.
     # It does not say the outer rate and momentum, the inner settings, granularity, gamma of the grace window, the limit of
@@ -25,7 +25,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "inner": _ADAMW,
         "merge": {"granularity": "tensor", "against": "current"},
         "outer": {"learning_rate": 0.4, "momentum": 0.9},
-        "carry": {"overlap": 0.0, "late": 0.0},
+        "carry": {"overlap": False},
         "codec": {"offer_bits": 16, "record_bits": 16, "error_feedback": False},
     },
     # Streaming DiLoCo (arXiv 2501.18512): fragments, overlapped; every live learner must answer
@@ -34,7 +34,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "round": {"quorum": "all", "grace_factor": 0.0, "overlap_steps": 5.0},
         "merge": {"method": "average", "weights": "equal", "against": "current"},
         "outer": {"learning_rate": 0.4, "momentum": 0.9},
-        "carry": {"overlap": 0.0, "late": 0.0},
+        "carry": {"overlap": False},
         "apply": {"alpha": 0.5},
         "codec": {"offer_bits": 4, "record_bits": 32, "error_feedback": False},
     },
@@ -46,7 +46,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "round": {"quorum": "all", "grace_factor": 0.0, "learners_wait": True},
         "merge": {"method": "average", "weights": "equal", "against": "current"},
         "outer": {"learning_rate": 0.7, "momentum": 0.9},
-        "carry": {"overlap": 0.0, "late": 0.0},
+        "carry": {"overlap": False},
         "codec": {"offer_bits": 32, "record_bits": 32, "error_feedback": False},
     },
     # the usual way: gradients are averaged at every step, over the same transport, as a reduce-scatter to the fragments' owners
@@ -63,7 +63,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         },
         "merge": {"method": "average", "weights": "tokens"},
         "outer": {"optimizer": "adamw", "learning_rate": 1.0, "momentum": 0.0},
-        "carry": {"overlap": 0.0, "late": 0.0},
+        "carry": {"overlap": False},
         "codec": {"offer_bits": 16, "record_bits": 16, "error_feedback": False},
     },
 }

@@ -101,9 +101,7 @@ class InnerSettings(_Section):
 class CarrySettings(_Section):
     """Carrying over work that a version does not contain (beyond the paper, where a version overwrites all of it)."""
 
-    overlap: float = Field(0.0, ge=0, le=1, description="share kept of the progress made since the offer that was merged")
-    late: float = Field(1.0, ge=0, le=1, description="share kept of progress that came too late for its round")
-    max_versions: int = Field(8, ge=1, le=1024, description="progress carried over more versions than this is dropped")
+    overlap: bool = Field(True, description="progress made while an offer was merged is kept, and is part of the next offer")
 
 
 class ApplySettings(_Section):
@@ -268,8 +266,7 @@ class RunSettings(_Section):
         needed: dict[str, tuple[Any, Any]] = {
             "round.steps": (self.round.steps, 1),
             "round.learners_wait": (self.round.learners_wait, True),
-            "carry.overlap": (self.carry.overlap, 0.0),
-            "carry.late": (self.carry.late, 0.0),
+            "carry.overlap": (self.carry.overlap, False),
             "apply.alpha": (self.apply.alpha, 0.0),
             "outer.learning_rate": (self.outer.learning_rate, 1.0),
             "outer.momentum": (self.outer.momentum, 0.0),

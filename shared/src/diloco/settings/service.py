@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from diloco.errors import SettingsError
@@ -16,8 +16,8 @@ from diloco.settings.run import Name, ProcessName, RegionName, RunSettings
 from diloco.settings.validation import nearest
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """Return host and port of ``metrics_address``; port 0 is any free one.
+def host_and_port(address: str, setting: str = "metrics_address") -> tuple[str, int]:
+    """Return host and port of an address; port 0 is any free one.
 
     Raises:
         ValueError: it is no address; the message names the setting and its variable.
@@ -29,8 +29,8 @@ def host_and_port(address: str) -> tuple[str, int]:
         host = port = None
     if not host or port is None or parts.netloc != address or "@" in address or any(map(str.isspace, address)):
         raise ValueError(
-            f"metrics_address (DILOCO_METRICS_ADDRESS) = {address!r}: expected HOST:PORT, for example 127.0.0.1:9464, or "
-            "0.0.0.0:9464 for all of this machine's addresses"
+            f"{setting} (DILOCO_{setting.partition('.')[0].upper()}) = {address!r}: expected HOST:PORT, for example "
+            "127.0.0.1:9464, or 0.0.0.0:9464 for all of this machine's addresses"
         )
     return host, port
 
@@ -96,6 +96,31 @@ class MeshSettings(BaseModel):
     tensor: int = Field(1, ge=1, description="devices that share the tensors whose partition names this axis")
 
 
+class ProcessesSettings(BaseModel):
+    """The processes of one learner, one a host, whose devices make one mesh."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    count: int = Field(1, ge=1, le=1024, description="processes of this learner")
+    index: int = Field(0, ge=0, description="which of them this one is; 0 leads")
+    address: str = Field("", description="HOST:PORT at which the leader meets the others; all of them name the same")
+    cluster: Literal["", "slurm", "kubernetes"] = Field(
+        "", description="take what is not set here from this cluster's environment: a Slurm step, or an indexed Job's index"
+    )
+    start_s: float = Field(60.0, gt=0, le=3600, description="within so long all processes have to meet")
+    silent_s: float = Field(10.0, ge=1, le=600, description="a process not heard for so long is gone, and all others end")
+
+    @model_validator(mode="after")
+    def _fits(self) -> ProcessesSettings:
+        if self.index >= self.count and not self.cluster:
+            raise ValueError(f"index = {self.index}: expected 0 to {self.count - 1}, as count = {self.count}")
+        if self.count > 1 and not self.address and self.cluster != "slurm":
+            raise ValueError("address: several processes need HOST:PORT, where process 0 is to be reached by the others")
+        if self.address:
+            host_and_port(self.address, "processes.address")
+        return self
+
+
 class LearnerSettings(ServiceSettings):
     """A learner's own settings."""
 
@@ -110,6 +135,7 @@ class LearnerSettings(ServiceSettings):
     )
     leave_s: float = Field(10.0, ge=0, description="asked to end, it waits at most so long for its last work to be merged")
     mesh: MeshSettings = Field(MeshSettings(), description="axes of the mesh of its devices")
+    processes: ProcessesSettings = Field(ProcessesSettings(), description="processes that are this learner together")
     slow: float = Field(1.0, ge=1, description="every step takes this many times as long, asleep (for experiments)")
 
 

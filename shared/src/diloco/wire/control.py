@@ -10,6 +10,7 @@ from diloco.wire.body import ATTEMPT_BYTES, Attempt
 from diloco.wire.fields import (
     MAX_FRAGMENTS,
     MAX_REGIONS,
+    AxisCounts,
     Bits,
     Count,
     Counts,
@@ -138,13 +139,15 @@ class MarkerAnswer(Message, frozen=True):
 
 
 class StateRequest(Message, frozen=True):
-    """Request of a learner to a peer for its optimizer state, or for a part of it. Answered at once."""
+    """Request of a learner to a peer for its optimizer state, or for a slice of one of its arrays. Answered at once."""
 
     kind = "state_request"
 
     learner: MemberName  # that asks
-    copy: Annotated[bytes, Meta(max_length=ATTEMPT_BYTES)]  # that a part is asked of; empty: a loan is asked for
-    offset: Count
+    copy: Annotated[bytes, Meta(max_length=ATTEMPT_BYTES)]  # that a slice is asked of; empty: a loan is asked for
+    array: Count  # its place among the arrays of the layout, by name
+    start: AxisCounts  # of the slice, by axis
+    stop: AxisCounts
 
 
 class StateLoan(Message, frozen=True):
@@ -158,13 +161,15 @@ class StateLoan(Message, frozen=True):
     versions: Counts  # by fragment: applied when it was made
     layout: Hash  # of names, shapes and types of its arrays
     size_bytes: Annotated[int, Meta(ge=0, le=2**40)]
-    content_hash: Hash
+    content_hash: Hash  # tells it from other states
 
 
 class StatePart(Message, frozen=True):
-    """A part of a loan: the frame's body has its bytes from ``offset`` on, ``PART_BYTES`` or the rest."""
+    """A slice of an array of a loan: the frame's body has its values, in C order, at most ``PART_BYTES``."""
 
     kind = "state_part"
 
     copy: Attempt
-    offset: Count
+    array: Count
+    start: AxisCounts
+    content_hash: Hash  # of the body

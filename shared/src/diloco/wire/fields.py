@@ -13,6 +13,7 @@ MAX_SYNCERS = 1024
 MAX_REGIONS = 64
 MAX_SHARES = 1 << 14
 MAX_RANGES = 64
+MAX_AXES = 32
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Number = Annotated[int, Meta(ge=1, le=MAX_COUNT)]  # of things that are counted from 1
@@ -26,6 +27,7 @@ Bits = Literal[2, 4, 8, 16, 32]  # 2 in runs that require it (control/creation.p
 Pace = Annotated[float, Meta(ge=1, le=16)]
 RegionBits = Annotated[list[tuple[Region, Bits]], Meta(max_length=MAX_REGIONS)]  # of offers; of regions where they are fewer
 Counts = Annotated[list[Count], Meta(max_length=MAX_FRAGMENTS)]
+AxisCounts = Annotated[list[Count], Meta(max_length=MAX_AXES)]
 ShareId = Annotated[int, Meta(ge=0, lt=MAX_SHARES)]
 Range = tuple[ShareId, Count, Number]  # share, first batch, number of batches
 Ranges = Annotated[list[Range], Meta(max_length=MAX_RANGES)]  # in order, none touching another

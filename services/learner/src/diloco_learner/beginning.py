@@ -1,0 +1,129 @@
+"""The beginning of a learner's process, however many processes the learner is: threads, JAX, the task, its programs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from diloco.control.creation import Run
+from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.nats.transport import NatsTransport
+from diloco.process.observe import Logger
+from diloco.process.tasks import end
+from diloco.service.metrics import Exporter
+from diloco.settings.service import LearnerSettings
+from diloco_learner import programs
+from diloco_learner.island import Island
+from diloco_learner.task import Task, first_batch, load_task
+
+T = TypeVar("T")
+Turn = Callable[[str], AbstractContextManager[None]]  # waits until this process is to compile the programs of a name
+
+
+class LoopThread:
+    """An asyncio loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="member", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], stopping: Callable[[], bool]) -> T:
+        """Run ``work`` in the loop and wait for it; KeyboardInterrupt if this process is asked to end meanwhile."""
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
+        while True:
+            try:
+                return future.result(timeout=0.2)
+            except TimeoutError:
+                if future.done():
+                    raise
+                if stopping():
+                    future.cancel()
+                    raise KeyboardInterrupt from None
+
+    def close(self) -> None:
+        """Cancel what is left, and end the thread."""
+
+        async def cancel() -> None:
+            await end(*(task for task in asyncio.all_tasks() if task is not asyncio.current_task()))
+
+        asyncio.run_coroutine_threadsafe(cancel(), self.loop).result(5)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5)
+        self.loop.close()
+
+
+@dataclass(frozen=True)
+class Process:
+    """A learner's process that has found its run. What it opens is closed with ``stack``, in turn."""
+
+    settings: LearnerSettings
+    run: Run
+    transport: NatsTransport
+    thread: LoopThread
+    exporter: Exporter
+    stack: ExitStack
+    stopping: Callable[[], bool]
+    log: Logger
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work in the loop's thread, and wait for it; KeyboardInterrupt if this process is asked to end meanwhile."""
+        return self.thread.run(work, self.stopping)
+
+    def at_end(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have this run in the loop's thread at the end."""
+        self.stack.callback(lambda: self.thread.run(close(), lambda: False))
+
+
+def set_up_jax(settings: LearnerSettings) -> None:
+    """Have JAX keep compiled programs."""
+    update: Callable[[str, Any], None] = jax.config.update
+    update("jax_compilation_cache_dir", str(settings.cache_dir))
+    update("jax_persistent_cache_min_compile_time_secs", 0.02)
+    update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class Beginning:
+    """The task and its island, made step by step. ``turn`` lets one process of a machine compile for the others."""
+
+    def __init__(self, process: Process, turn: Turn) -> None:
+        self.process, self.turn = process, turn
+        process.exporter.starting = "its programs to be compiled"
+        self._began_s = time.monotonic()
+        self.task: Task = load_task(process.run.created.task, process.settings.data)
+        self.first = first_batch(self.task, process.run.created)
+
+    def make_island(self, mesh: Mesh | None, *, copies: bool) -> tuple[Island, FragmentMap]:
+        """Return an island that need not compile anything but its step, and its fragments; ``copies``: it will be copied."""
+        settings, run = self.process.settings, self.process.run.created
+        about = run.task.model_dump_json(), run.fragments.model_dump_json(), run.inner.optimizer, run.outer.optimizer
+        name = programs.name_of(settings.role, settings.mesh.model_dump_json(), *about)
+        with self.turn(name):  # mostly those of ``task.init``
+            island = Island(self.task, run, mesh)
+            island.check(self.first)
+            tensors = [TensorSpec(*tensor) for tensor in island.tensors()]
+            fragments = build_map(tensors, run.fragments.count, run.fragments.strategy)
+            island.prepare(fragments, trains=copies)
+        axes = {} if mesh is None else dict(mesh.shape)
+        self.process.log.info("island_ready", devices=jax.device_count(), platform=jax.default_backend(), **axes)
+        return island, fragments
+
+    def compile_step(self, step: jax.stages.Lowered) -> None:
+        """Compile the step that the island has traced."""
+        with self.turn(programs.name_of(step.as_text())):
+            step.compile()
+
+    def over(self) -> None:
+        """Note that all is compiled."""
+        seconds = {"compile_s": time.monotonic() - self._began_s, "process_cpu_s": time.process_time()}
+        self.process.log.info("compiled", **{name: round(value, 1) for name, value in seconds.items()})
+        self.process.exporter.starting = "the run's log to be read"

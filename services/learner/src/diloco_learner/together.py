@@ -1,0 +1,322 @@
+"""A learner of several processes: how they find each other, what they have to agree on, and the trainer's work in each.
+
+:mod:`diloco.member.group` connects them, and ends them together; JAX makes one mesh of all their devices.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from blake3 import blake3
+from jax.sharding import Mesh
+
+from diloco import __version__
+from diloco.control.creation import Run
+from diloco.core import tape as events
+from diloco.core.fragments import FragmentMap
+from diloco.core.rows import carriers
+from diloco.errors import IslandError, SettingsError
+from diloco.log.log import Log
+from diloco.member.group import Group
+from diloco.member.leader import Leader
+from diloco.member.part import Follower, Part
+from diloco.member.peer import MAX_PEERS, Borrower
+from diloco.process.observe import Counted, Logger
+from diloco.process.tape import TapeFile
+from diloco.service import skeleton
+from diloco.settings.run import RunSettings
+from diloco.settings.service import LearnerSettings
+from diloco.wire.island import Facts, Ping, facts
+from diloco.wire.subjects import Subjects
+from diloco_learner import replay
+from diloco_learner.beginning import Beginning, Process
+from diloco_learner.feed import Batch, Feed, Streams
+from diloco_learner.island import Island
+from diloco_learner.mesh import make_mesh
+from diloco_learner.metrics import ObservedMember, ObservedPart
+from diloco_learner.task import Task
+from diloco_learner.trainer import Trainer
+
+LOST = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "UNKNOWN", "FAILED_PRECONDITION", "INTERNAL: Gloo")
+# how JAX's errors begin where another process is gone
+
+
+def first_facts(settings: LearnerSettings, run: Run) -> Facts:
+    """Return what processes have to agree on before JAX begins."""
+    return facts(
+        {
+            "software": __version__,
+            "jax": jax.__version__,
+            "python": ".".join(platform.python_version_tuple()[:2]),
+            "run": f"{run.name} {run.identity.hex()}",
+            "mesh": settings.mesh.model_dump_json(),
+            "slow": settings.slow,
+        }
+    )
+
+
+def model_facts(mesh: Mesh | None, task: Task, settings: RunSettings, first: Any) -> dict[str, Any]:
+    """Return what they have to agree on before they compute together; ``first`` is the first batch of the first share."""
+    devices = jax.devices()
+    keyed, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(task.init, jax.random.key(settings.seed)))
+    tensors = " ".join(f"{jax.tree_util.keystr(path)}{leaf.dtype}{leaf.shape}" for path, leaf in keyed)
+    return {
+        "platform": devices[0].platform,
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        "mesh": None if mesh is None else dict(mesh.shape),
+        "model": blake3(tensors.encode()).hexdigest(8),
+        "first batch": batch_digest(first),
+    }
+
+
+def program_facts(step: jax.stages.Lowered) -> dict[str, Any]:
+    """Return what they have to agree on before they step."""
+    return {"step": blake3(step.as_text().encode()).hexdigest(8)}
+
+
+def batch_digest(batch: Any) -> str:
+    """Return a digest of a batch: equal ones have equal arrays in equal places."""
+    leaves, structure = jax.tree.flatten(batch)
+    digest = blake3(str(structure).encode())
+    for leaf in leaves:
+        values = np.ascontiguousarray(leaf)
+        digest.update(f"{values.dtype}{values.shape}".encode() + values.tobytes())
+    return digest.hexdigest(8)
+
+
+def begin_jax(group: Group) -> None:
+    """Have JAX connect this process with the others: from here on it has all their devices.
+
+    Raises:
+        IslandError: it cannot.
+    """
+    update: Callable[[str, Any], None] = jax.config.update
+    update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    host, port = group.coordinator
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        jax.distributed.initialize(
+            address,
+            group.count,
+            group.index,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=address if group.index == 0 else None,
+            initialization_timeout=int(group.settings.start_s),
+        )
+    except RuntimeError as error:
+        raise IslandError(f"learner {group.name}, process {group.index}: JAX cannot connect its processes: {error}") from None
+
+
+def work(process: Process) -> None:
+    """Train as one of a learner's processes until the run is over, or one of them is asked to end."""
+    settings, run = process.settings, process.run
+    process.exporter.starting = "the other processes of this learner"
+    group = process.wait(meet(settings, run, process.log))
+    process.stack.push(Farewell(group, process.thread.run))
+    begin_jax(group)
+    mesh = make_mesh(settings.mesh)
+    assert mesh is not None
+    beginning = Beginning(process, lambda name: nullcontext())  # one that waited would keep the others from a collective
+    task = beginning.task
+    process.wait(group.agree("model", model_facts(mesh, task, run.created, beginning.first)))
+    island, fragments = beginning.make_island(mesh, copies=False)
+    member = process.wait(make_member(process, fragments, group, island))
+    process.at_end(member.close)
+    if isinstance(member, Leader):
+        member.admission.check_batch(task.tokens_per_batch)
+    step = island.trace(beginning.first)
+    process.wait(group.agree("program", program_facts(step)))
+    beginning.compile_step(step)
+    process.wait(group.agree("compiled", {}))  # collectives connect at the first step, and wait for one another no minute long
+    process.stack.enter_context(own_errors_first(group))
+    island.rehearse(beginning.first)
+    beginning.over()
+    _train(process, task, island, mesh, member)
+
+
+def _train(process: Process, task: Task, island: Island, mesh: Mesh, member: Leader | Follower) -> None:
+    settings, run, log = process.settings, process.run.created, process.log
+    batches: Iterator[Batch]
+    look_ahead, labels = None, process.exporter.labels()
+    if isinstance(member, Leader):
+        process.wait(member.join(list))  # it gathers the model from all processes, if it founds the run
+        process.exporter.observed = ObservedPart(member.part, labels, ObservedMember(member, process.transport, labels))
+        member.count_steps(task.tokens_per_batch)
+        for event in (replay.machine(), replay.mesh_event(mesh), events.Processes(settings.processes.count)):
+            member.tape.record(event)
+        batches, look_ahead = Feed(task, run, member.leased, log), member.look_ahead
+    else:
+        process.wait(member.join())
+        process.exporter.observed = ObservedPart(member.part, labels)
+        batches = DecidedBatches(task, run, member)
+    _borrow(process, member, island)
+    trainer = Trainer(
+        island,
+        member,
+        batches,
+        run,
+        log,
+        tokens_per_batch=task.tokens_per_batch,
+        slow=settings.slow,
+        leave_s=settings.leave_s,
+        stopping=process.stopping,
+        at_boundary=lambda: None,
+        look_ahead=look_ahead,
+    )
+    finished, part = trainer.run(), member.part
+    if isinstance(member, Leader):
+        digest = replay.digest_of(member.map, lambda index: process.thread.run(part.gather(index), lambda: False))
+        member.tape.record(events.End(finished, digest))
+    transport = process.transport
+    between_up, between_down = part.links.moved_bytes
+    log.info(
+        "island_left",
+        finished=finished,
+        steps=part.course.step,
+        bytes_up=transport.bytes_out,
+        bytes_down=transport.bytes_in,
+        processes_bytes_up=between_up,
+        processes_bytes_down=between_down,
+    )
+
+
+def _borrow(process: Process, member: Leader | Follower, island: Island) -> None:
+    """Borrow an optimizer state: each process the chunks of its own shards, and all of one copy of one peer, or none.
+
+    Parameters are the log's, and the run is asked for nothing that it has not merged anything of.
+    """
+    part = member.part
+    peers = ",".join((member.learner.peers() or [])[:MAX_PEERS]) if isinstance(member, Leader) else None
+    names = process.wait(part.group.hear_leader("peers", peers))
+    layout, loan = island.optimizer_layout(), None
+    if names and layout.arrays:
+        subjects, wanted = Subjects(part.run.name), island.wanted(optimizer_only=True)
+        asker = skeleton.process_name(process.settings)
+        borrower = Borrower(part.transport, part.run.identity, subjects, asker, layout, wanted, island.put, process.log)
+        loan = process.wait(borrower.borrow(names.split(",")))
+        found = None if loan is None else f"{loan.peer}, step {loan.step}, {loan.content_hash.hex()}"
+        if process.wait(part.group.difference("loan", {"loan": found})):
+            loan = None
+        if loan is None:
+            island.forget_optimizer()
+    if isinstance(member, Leader):
+        member.note_optimizer(loan)
+
+
+async def meet(settings: LearnerSettings, run: Run, log: Logger) -> Group:
+    """Meet the learner's other processes. Call it in the loop's thread.
+
+    Raises:
+        SettingsError: they differ.
+        IslandError: they do not come, or cannot be reached.
+    """
+    group = Group(settings, run.identity, log)
+    await group.meet(first_facts(settings, run), int(1000 * time.time()))
+    return group
+
+
+class Farewell:
+    """At the end of a ``with`` statement: take leave of the other processes, unless it ends by an error, which they notice."""
+
+    def __init__(self, group: Group, run: Callable[[Coroutine[Any, Any, None], Callable[[], bool]], None]) -> None:
+        self.group, self.run = group, run
+
+    def __call__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Take leave, and let go of JAX's other processes."""
+        self.group.ending()
+        if error is None:
+            self.run(self.group.close(), lambda: False)
+            jax.distributed.shutdown()
+
+
+@contextmanager
+def own_errors_first(group: Group) -> Iterator[None]:
+    """Let an error of this process be what it ends with, and not that others end because of it."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        group.ending()
+        if str(error).startswith(LOST):
+            reason = str(error).splitlines()[0]
+            raise IslandError(
+                f"learner {group.name}, process {group.index}: a collective failed, as where a process is gone: {reason}"
+            ) from None
+        raise
+    except BaseException:
+        group.ending()
+        raise
+
+
+def exit_from_jax(code: int) -> None:
+    """End a process at once that has failed while JAX holds it together with others: they may never answer again."""
+    if code and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def check(settings: LearnerSettings) -> None:
+    """Refuse what several processes cannot do.
+
+    Raises:
+        SettingsError: the setting and what to do are named.
+    """
+    if settings.role != "learner":
+        raise SettingsError("processes.count: an evaluator is one process")
+    if settings.identity is not None:
+        raise SettingsError(
+            "processes.count: a learner of several processes cannot have an identity yet: its processes would take each "
+            "other's consumers; use a server without identities, in a network of your own"
+        )
+
+
+async def make_member(process: Process, fragments: FragmentMap, group: Group, island: Island) -> Leader | Follower:
+    """Return this process's part: the leader, or one that follows. Call it in the loop's thread."""
+    transport, run, log = process.transport, process.run, process.log
+    layouts = [island.row_layout(fragment, group.count) for fragment in fragments.fragments]
+    dealt = carriers([fragment.size for fragment in fragments.fragments], group.count)
+
+    def read(index: int) -> Any:
+        return island.read(fragments.fragments[index]).to_host()
+
+    def make(store: Log, refused: Counted) -> Part:
+        group.links.sign_of_life = lambda: Ping(transport.bytes_out, transport.bytes_in, refused.total)
+        return Part(transport, run, group, store, layouts, dealt, read, refused, log)
+
+    own = [index for index, carrier in enumerate(dealt) if carrier == group.index]
+    log.info("carries", fragments=own, parameters=sum(fragments.fragments[index].size for index in own))
+    if group.index == 0:
+        tape = TapeFile(process.settings.state_dir, process.settings.name, run.identity, log)
+
+        def lead(leader: Leader) -> Part:
+            return make(leader.store, leader.refused)
+
+        return Leader(transport, run, fragments, process.settings, log, tape, lead, layouts)
+    store = Log(transport, run.name, run.identity, fragments, run.created)
+    return Follower(make(store, Counted(log)), fragments, store)
+
+
+class DecidedBatches(Iterator[Batch]):
+    """The batches that the leader decides on, for a process that does not lead; each is made once it is decided."""
+
+    def __init__(self, task: Task, settings: RunSettings, follower: Follower) -> None:
+        self.follower, self._streams = follower, Streams(task, settings)
+
+    def __next__(self) -> Batch:
+        """Return the batch of the step after the next decision, once there is one.
+
+        Raises:
+            DataError: its data cannot be had here.
+        """
+        share, index = self.follower.next_batch()
+        return Batch(share, index, self._streams.batch(share, index))

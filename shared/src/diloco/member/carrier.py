@@ -1,0 +1,292 @@
+"""The fragments that one process of a learner carries: it follows and folds their logs, and makes and stores their offers.
+
+The leader's :class:`~diloco.core.learner.Learner` has the counts of all fragments and decides; a carrier has the arrays. It
+tells the leader what it folded, quantised and stored, and does what the leader says: bring a version's rows to all processes
+(*stage*), quantise a snapshot, store an offer. Arrays change in the loop's thread alone, in the order of the leader's messages;
+worker threads read them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.control.creation import Run
+from diloco.core import codec, decisions
+from diloco.core.chain import Chain
+from diloco.core.delta import Apply, DeltaValues, Encoded
+from diloco.core.leases import LOOKS_A_LEASE
+from diloco.errors import BrokerError, NonFiniteError
+from diloco.log.follower import Copy
+from diloco.log.log import Log
+from diloco.member.answering import store_answer
+from diloco.member.following import Following
+from diloco.member.links import Links
+from diloco.member.shipping import Shipping
+from diloco.process.observe import Counted, Logger
+from diloco.transport import Transport
+from diloco.wire import island
+from diloco.wire.body import ATTEMPT_BYTES, describe_body
+from diloco.wire.entries import Genesis, Record
+from diloco.wire.fields import Bits
+from diloco.wire.island import Stage, Store, Write
+from diloco.wire.offers import Offer
+from diloco.wire.subjects import Subjects
+
+Vector = NDArray[np.float32]
+LEADER = 0
+
+
+@dataclass
+class _Carried:
+    """A fragment's arrays."""
+
+    values: DeltaValues
+    version: int  # that its base is
+    thetas: dict[int, Vector] = field(default_factory=dict)  # of versions that were folded and not applied
+    snapshot: int | None = None  # number of the one that is to be quantised
+    came: dict[int, dict[int, Vector]] = field(default_factory=dict)  # by number of a snapshot and process: rows
+    bits: Bits = 32
+    shipping: asyncio.Lock = field(default_factory=asyncio.Lock)  # one version's rows after another's
+    encoded: Encoded | None = None
+    packed: tuple[bytes, bytes] | None = None  # of it: the zstd frame, and its content's hash
+
+
+@dataclass(frozen=True)
+class _Staged:
+    stage: Stage
+    theta: Vector
+    reference: Vector | None
+
+
+class Carrier:
+    """One process's fragments, and the rows that it was brought of all others."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: Run,
+        store: Log,
+        links: Links,
+        shipping: Shipping,
+        carriers: Sequence[int],
+        name: str,
+        refused: Counted,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        log: Logger,
+    ) -> None:
+        """``carriers``: by fragment, the process that carries it. ``spawn`` begins a task whose failure ends this process."""
+        self.transport, self.run, self.store, self.links, self.shipping, self.log = transport, run, store, links, shipping, log
+        self.subjects, self.spawn = Subjects(run.name), spawn
+        self.fragments = [index for index, process in enumerate(carriers) if process == links.index]
+        self.carriers = carriers
+        self._carried: dict[int, _Carried] = {}
+        self._stages: dict[int, Stage] = {}  # by fragment: the newest, of any process
+        self._rows: dict[int, dict[str, tuple[int, Vector]]] = {}  # by fragment and kind: number of the stage, and rows
+        self._staged: dict[int, _Staged] = {}  # by fragment
+        others, tell = run.created.learners - 1, self._tell
+        self._following = Following(store, run, name, self.fragments, refused, log, others=others, spawn=spawn, tell=tell)
+
+    # ---- the log
+
+    async def load(self, genesis: tuple[Genesis, bytes]) -> None:
+        """Load the carried fragments, tell the leader, and begin to follow them."""
+        created = self.run.created
+        for copy in await self._following.load(genesis):
+            replica = copy.replica
+            gradients = created.outer.optimizer == "adamw"
+            values = DeltaValues(replica.theta, created.codec.error_feedback, gradients)
+            self._carried[replica.chain.fragment] = _Carried(values, replica.chain.version)
+            self._tell(copy, None, False)
+        if self.fragments:
+            self._following.begin()
+            self.spawn(self._audit())
+
+    def _tell(self, copy: Copy, record: Record | None, rewound: bool) -> None:
+        chain = copy.replica.chain
+        carried = self._carried[chain.fragment]
+        if rewound:
+            carried.thetas.clear()
+        if record is None or record.makes_version:
+            carried.thetas[chain.version] = copy.replica.theta
+        self.links.write(LEADER, island.Folded(chain.fragment, head_of(chain), rewound, record))
+
+    async def _audit(self) -> None:
+        """Look whether the log still holds what was read; load it again where it does not."""
+        while True:
+            await asyncio.sleep(self.run.in_force.liveness.lease_s / LOOKS_A_LEASE)
+            try:
+                if not await self._following.holds():
+                    await self._following.begin_again()
+            except BrokerError as error:  # the server is away
+                self.log.debug("server_unknown", reason=str(error))
+
+    # ---- staging: versions' rows to all processes
+
+    def stage(self, stage: Stage) -> None:
+        """Bring a version's rows to all processes, or await this process's rows of it."""
+        self._stages[stage.fragment] = stage
+        if self.carriers[stage.fragment] == self.links.index:
+            carried = self._carried[stage.fragment]
+            theta = carried.values.base if stage.version == carried.version else carried.thetas.get(stage.version)
+            if theta is None:
+                return  # the log went back; the leader is about to hear of it
+            self.spawn(self._bring(stage, carried, theta))
+        else:
+            self._look(stage.fragment)
+
+    async def _bring(self, stage: Stage, carried: _Carried, theta: Vector) -> None:
+        index = stage.fragment
+        async with carried.shipping:
+            if self._stages[index] is not stage:
+                return  # it is applied in another way, or another one is
+            prepared = await asyncio.to_thread(carried.values.prepare, decisions.carried(stage), theta)
+            self._staged[index] = _Staged(stage, theta, prepared.reference)
+            self.links.write(LEADER, island.Staged(index, stage.number))
+            for process in self.links.others:
+                rows = self.shipping.rows(index, process, "theta")
+                if rows.size:
+                    await self.shipping.send(process, index, stage.number, "theta", rows.take(theta))
+                    if prepared.reference is not None:
+                        await self.shipping.send(process, index, stage.number, "reference", rows.take(prepared.reference))
+
+    def receive(self, head: island.Rows, rows: Vector) -> None:
+        """Take in all of this process's rows of a stage, float32 [their number]."""
+        self._rows.setdefault(head.fragment, {})[head.what] = head.number, rows
+        self._look(head.fragment)
+
+    def _look(self, index: int) -> None:
+        """Tell the leader once a stage and its rows are here, whichever came first."""
+        stage, came = self._stages.get(index), self._rows.get(index, {})
+        wanted = ("theta", "reference") if stage is not None and stage.keeps else ("theta",)
+        if stage is None or any(came.get(what, (0, None))[0] != stage.number for what in wanted):
+            return
+        vectors = {}
+        for what in wanted:
+            vectors[what] = np.empty(self.store.map.fragments[index].size, np.float32)  # what has no row here is never touched
+            self.shipping.rows(index, self.links.index, "theta").put(came[what][1], vectors[what])
+        del self._rows[index]
+        self._staged[index] = _Staged(stage, vectors["theta"], vectors.get("reference"))
+        self.links.write(LEADER, island.Staged(index, stage.number))
+
+    def write(self, write: Write) -> Apply | None:
+        """Take over a version that was decided; return how it is written into the model, None where no row of it is here.
+
+        Raises:
+            LookupError: its rows are not here.
+        """
+        index = write.fragment
+        carries = self.carriers[index] == self.links.index
+        if not carries and not self.shipping.rows(index, self.links.index, "theta").size:
+            return None
+        staged = self._staged.pop(index)
+        if staged.stage.number != write.stage:
+            raise LookupError(f"fragment {index}: stage {staged.stage.number} is here, {write.stage} was decided")
+        if carries:
+            carried = self._carried[index]
+            carried.values.commit(decisions.carried(staged.stage), staged.stage.pending, staged.theta)
+            carried.version = write.version
+            carried.thetas = {version: theta for version, theta in carried.thetas.items() if version > write.version}
+        return Apply(staged.theta, staged.reference if write.keeps else None, write.reset)
+
+    # ---- offers
+
+    def begin_offer(self, encode: island.Encode) -> None:
+        """Await all processes' rows of a snapshot, which is then quantised."""
+        carried = self._carried[encode.fragment]
+        carried.snapshot, carried.bits = encode.number, encode.bits
+        self._look_at_snapshot(encode.fragment, carried)
+
+    def receive_snapshot(self, source: int, index: int, number: int, rows: Vector) -> None:
+        """Take in a process's rows of a snapshot, float32 [their number]; the own ones as float32 [size of the fragment]."""
+        carried = self._carried[index]
+        carried.came.setdefault(number, {})[source] = rows  # the leader's word for it may come later, by another connection
+        self._look_at_snapshot(index, carried)
+
+    def _look_at_snapshot(self, index: int, carried: _Carried) -> None:
+        if carried.snapshot is None:
+            return
+        came = carried.came.get(carried.snapshot, {})
+        needed = [process for process in self.links.others if self.shipping.rows(index, process, "snapshot").size]
+        if all(process in came for process in [self.links.index, *needed]):
+            carried.snapshot, carried.came = None, {}
+            self.spawn(self._encode(index, carried, came))
+
+    async def _encode(self, index: int, carried: _Carried, came: dict[int, Vector]) -> None:
+        level, bits = self.run.created.codec.zstd_level, carried.bits
+
+        def encode() -> tuple[Encoded, bytes, bytes]:
+            vector = came.pop(self.links.index)
+            for process, rows in came.items():
+                self.shipping.rows(index, process, "snapshot").put(rows, vector)
+            encoded = carried.values.encode(vector, bits)
+            return encoded, codec.pack(encoded.body, level), codec.content_hash(encoded.body)
+
+        try:
+            carried.encoded, packed, content_hash = await asyncio.to_thread(encode)
+        except NonFiniteError as error:
+            self.log.warning("displacement_not_finite", fragment=index, version=carried.version, reason=str(error))
+            self.links.write(LEADER, island.Encoded(index, None))
+            return
+        carried.packed = packed, content_hash
+        self.links.write(LEADER, island.Encoded(index, content_hash))
+
+    def store_offer(self, store: Store) -> None:
+        """Store the offer that was quantised, as the leader states it."""
+        carried = self._carried[store.fragment]
+        assert carried.encoded is not None
+        assert carried.packed is not None
+        stated = store.stated
+        carried.values.hold((stated.incarnation, stated.number), carried.encoded)
+        (packed, content_hash), carried.encoded, carried.packed = carried.packed, None, None
+        body, inline, parts = describe_body(packed, content_hash, self.transport.random_bytes(ATTEMPT_BYTES))
+        values = {name: getattr(stated, name) for name in stated.__struct_fields__}
+        offer = Offer(fragment=store.fragment, bits=store.bits, body=body, **values)
+        self.spawn(self._send(offer, inline, parts))
+
+    async def _send(self, offer: Offer, inline: bytes, parts: Sequence[bytes]) -> None:
+        run = self.run.identity
+        sequence = await store_answer(self.transport, self.subjects, run, offer, inline, parts, self.log)
+        self.links.write(LEADER, island.Stored(offer.fragment, sequence))
+
+
+def head_of(chain: Chain) -> island.Head:
+    """Return the head of a log as it travels."""
+    return island.Head(
+        chain.version,
+        chain.epoch,
+        chain.head,
+        chain.sequence,
+        chain.state_hash,
+        chain.tokens_merged,
+        chain.tokens_lost,
+        chain.closed,
+        list(chain.cursors.values()),
+        sorted(chain.ends.items()),
+        chain.rolled_back,
+        chain.epoch_step,
+    )
+
+
+def chain_of(fragment: int, head: island.Head) -> Chain:
+    """Return the head of a log that came."""
+    return Chain(
+        fragment,
+        head.version,
+        head.epoch,
+        head.head,
+        head.sequence,
+        head.state_hash,
+        head.tokens_merged,
+        head.tokens_lost,
+        head.closed,
+        {cursor.learner: cursor for cursor in head.cursors},
+        dict(head.ends),
+        head.rolled_back,
+        head.epoch_step,
+    )

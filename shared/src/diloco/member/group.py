@@ -1,0 +1,176 @@
+"""The processes of one learner, connected: how they meet and agree, who is lost, and how all of them end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from diloco.errors import IslandError, SettingsError
+from diloco.member.links import Handle, Links
+from diloco.member.meeting import Meeting, free_port
+from diloco.process.observe import Logger
+from diloco.settings.service import LearnerSettings, host_and_port
+from diloco.wire import island
+from diloco.wire.framing import Message
+from diloco.wire.island import Address, Agree, Agreed, Facts, Ping, Told, difference
+
+WATCH_S = 0.25  # small beside the least `processes.silent_s`
+LEADER = 0
+
+
+class Group:
+    """A process's place among those of its learner. Construct it in the loop's thread, then ``await meet()``.
+
+    A process that is lost cannot be waited for: the others may be within a collective that never ends. So a thread of its own
+    watches, and ends this process with the exit code of :class:`~diloco.errors.IslandError`.
+    """
+
+    def __init__(self, settings: LearnerSettings, run: bytes, log: Logger) -> None:
+        self.settings, self.run, self.log = settings.processes, run, log
+        self.name, self.index, self.count = settings.name, settings.processes.index, settings.processes.count
+        self.generation = 0
+        self.coordinator: Address = ("", 0)  # of jax.distributed
+        self.links = Links(self.index, run, log, self._take, self._lost)
+        self.beats: dict[int, Ping] = {}  # by process: what it has moved, as it said last
+        self.before_end: Callable[[], None] = lambda: None  # called where a watcher ends this process
+        self._handle: Handle | None = None
+        self._early: list[tuple[int, Message, bytes]] = []  # messages before there was anybody to handle them
+        self._found: dict[str, dict[int, Facts]] = {}  # by stage and process, of a leader
+        self._agreed: dict[str, str] = {}  # by stage: the leader's answer
+        self._told: dict[str, str] = {}  # by stage: what the leader said
+        self._news = asyncio.Event()
+        self._ending = threading.Event()
+        self._failure: IslandError | None = None
+        self._failed = threading.Event()
+
+    async def meet(self, facts: Facts, generation: int) -> None:
+        """Meet the other processes, and connect to all of them. ``generation`` is the leader's number for it, which grows.
+
+        Raises:
+            SettingsError: processes differ in ``facts`` or settings.
+            IslandError: some do not come, or cannot be reached.
+        """
+        meeting = Meeting(self.name, self.settings, self.run, facts, self.log)
+        host, _ = host_and_port(self.settings.address, "processes.address")
+        port = await self.links.listen(host if self.index == LEADER else None)
+        if self.index == LEADER:
+            coordinator = host, free_port(host)
+            welcome = await meeting.lead((host, port), coordinator, generation, os.urandom(32))
+        else:
+            welcome = await meeting.come(port)
+        self.generation, self.coordinator = welcome.generation, welcome.coordinator
+        await self.links.connect(welcome.addresses, welcome.generation, welcome.secret, self.settings.start_s)
+        threading.Thread(target=self._watch, name="island-watch", daemon=True).start()
+        self.log.info("processes_met", processes=self.count, index=self.index, generation=self.generation)
+
+    async def agree(self, stage: str, values: dict[str, Any]) -> None:
+        """Make sure that all processes have found the same values.
+
+        Raises:
+            SettingsError: they have not: process, name and both values are in the message.
+        """
+        reason = await self.difference(stage, values)
+        if reason:
+            raise SettingsError(f"learner {self.name}: {reason}: they have to be the same")
+
+    async def difference(self, stage: str, values: dict[str, Any]) -> str:
+        """Return how the values differ that the processes have found; empty if they do not. All return the same."""
+        facts = island.facts(values)
+        if self.index == LEADER:
+            found = self._found.setdefault(stage, {})
+            while len(found) < self.count - 1:
+                await self._next()
+            differing = ((process, difference(facts, other)) for process, other in sorted(found.items()))
+            said = (f"process {process} differs from process 0 in {differs}" for process, differs in differing if differs)
+            self._agreed[stage] = next(said, "")
+            for process in self.links.others:
+                self.links.write(process, Agreed(stage, self._agreed[stage]))
+        else:
+            self.links.write(LEADER, Agree(stage, facts))
+            while stage not in self._agreed:
+                await self._next()
+        return self._agreed[stage]
+
+    async def hear_leader(self, stage: str, text: str | None) -> str:
+        """Return what the leader says; it alone gives a ``text``."""
+        if text is not None:
+            for process in self.links.others:
+                self.links.write(process, Told(stage, text))
+            return text
+        while stage not in self._told:
+            await self._next()
+        return self._told[stage]
+
+    async def _next(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+    def handle(self, handle: Handle) -> None:
+        """Have all further messages handled, and those that came before."""
+        self._handle = handle
+        early, self._early = self._early, []
+        for source, message, inline in early:
+            handle(source, message, inline)
+
+    def _take(self, source: int, message: Message, inline: bytes) -> None:
+        match message:
+            case Ping():
+                self.beats[source] = message
+            case island.Bye():
+                pass
+            case Agree() if self.index == LEADER:
+                self._found.setdefault(message.stage, {})[source] = message.facts
+                self._news.set()
+            case Told() if source == LEADER:
+                self._told[message.stage] = message.text
+                self._news.set()
+            case Agreed() if source == LEADER:
+                self._agreed[message.stage] = message.reason
+                self._news.set()
+            case _ if self._handle is None:
+                self._early.append((source, message, inline))
+            case _:
+                self._handle(source, message, inline)
+
+    # ---- the end
+
+    def ending(self) -> None:
+        """Note that the learner ends as decided: no process is missed from here on."""
+        self._ending.set()
+
+    async def close(self) -> None:
+        """Take leave of the others, and close all connections."""
+        self.ending()
+        await self.links.close(self.settings.silent_s)
+
+    def _lost(self, error: IslandError) -> None:
+        self._failure = error
+        self._failed.set()
+
+    def _watch(self) -> None:
+        while not self._ending.is_set():
+            if self._failed.wait(WATCH_S):
+                break
+            silent = self.links.silent(self.settings.silent_s)
+            if silent is not None:
+                self._failure = IslandError(
+                    f"process {silent} is gone: it was not heard for {self.settings.silent_s:g} s (processes.silent_s)"
+                )
+                break
+        if self._ending.is_set() or self._failure is None:
+            return
+        self.end(self._failure)
+
+    def end(self, error: IslandError) -> None:
+        """End this process at once, wherever its threads are: they may be waiting for a process that is gone."""
+        message = f"learner {self.name}, process {self.index}: {error}; all its processes end, and begin again together"
+        try:
+            self.log.error("island_ended", reason=str(error), generation=self.generation)
+            self.before_end()
+            print(f"diloco-learner: {message}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(IslandError.exit_code)

@@ -1,0 +1,279 @@
+"""The process that leads a learner of several: to the run it is the learner, and its own part in it is one like any other's.
+
+A :class:`Leader` is a :class:`~diloco.member.member.Member` whose state has no arrays: those are the carriers'. It hears
+rounds, sends heartbeats, holds admission and leases, and makes the decisions that all processes carry out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.control.creation import Run
+from diloco.core import decisions
+from diloco.core import tape as events
+from diloco.core.accounts import StepDone
+from diloco.core.decisions import Decisions
+from diloco.core.fragment_state import Answer, Reader, Version
+from diloco.core.fragments import FragmentMap
+from diloco.core.rows import RowLayout
+from diloco.core.schedule import Moment
+from diloco.errors import IslandError
+from diloco.member.carrier import chain_of
+from diloco.member.member import Boundary, Member
+from diloco.member.part import Part
+from diloco.member.peer import Loan
+from diloco.process.observe import Logger
+from diloco.process.tape import Recorder
+from diloco.settings.service import LearnerSettings
+from diloco.transport import Transport
+from diloco.wire import island
+from diloco.wire.control import Heartbeat
+from diloco.wire.entries import Genesis
+from diloco.wire.framing import Message
+
+Vector = NDArray[np.float32]
+
+
+class Leader(Member):
+    """Construct it in the loop's thread, join it like any member, and have the trainer call :meth:`look_ahead` at each step."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: Run,
+        fragment_map: FragmentMap,
+        settings: LearnerSettings,
+        log: Logger,
+        tape: Recorder,
+        make_part: Callable[[Leader], Part],
+        layouts: Sequence[RowLayout],
+    ) -> None:
+        """``make_part`` makes this process's own part."""
+        super().__init__(transport, run, fragment_map, settings, log, tape)
+        self.part = make_part(self)
+        self.part.lead = self._hear_process
+        group, carriers = self.part.group, self.part.carriers
+        needed = [
+            frozenset({carriers[index], *(p for p in range(group.count) if layout.held[p].size)})
+            for index, layout in enumerate(layouts)
+        ]
+        self.decisions = Decisions(self.learner, run.identity, group.generation, group.count, needed)
+        self._answering = self._offers = _Offers(self)
+        self._moment = Moment(0, 1)
+        self._batch = 0, 0
+        self._loaded: dict[int, Version] = {}
+        self._all_loaded = asyncio.Event()
+
+    @property
+    def lock(self) -> threading.Condition:
+        """Guards the learner's state."""
+        return self._shared.lock
+
+    # ---- loop thread
+
+    async def _initial(self, initial: Callable[[], Sequence[Vector]]) -> Sequence[Vector]:
+        return [await self.part.gather(index) for index in range(len(self.map.fragments))]
+
+    async def _load(self, genesis: tuple[Genesis, bytes]) -> list[Version]:
+        """Return what the carriers have loaded of each fragment, in order."""
+        await self.part.carrier.load(genesis)
+        await self._all_loaded.wait()
+        return [self._loaded[index] for index in range(len(self.map.fragments))]
+
+    async def _serve(self) -> None:
+        """Serve nobody: neither loans nor a run's checkpoint are made by several processes."""
+
+    def _begin_to_follow(self) -> None:
+        async def holds() -> bool:
+            return True  # each carrier looks for itself
+
+        async def lost() -> None:
+            pass
+
+        self._begin_audit(holds, lost)
+
+    def _hear_process(self, source: int, message: Message) -> None:
+        """Take in what a process says to its leader."""
+        with self._shared.lock:
+            match message:
+                case island.Folded():
+                    self._fold(source, message)
+                case island.Staged():
+                    self.decisions.staged(source, message.fragment, message.number)
+                case island.Encoded():
+                    self._check_carrier(source, message.fragment)
+                    self._offers.encoded(message)
+                case island.Stored():
+                    self._check_carrier(source, message.fragment)
+                    self._offers.stored(message)
+                case island.Passed():
+                    self.decisions.passed(source, message)
+                case island.Leaving():
+                    if self._leave_by_s is None:
+                        self.log.info("process_asked_to_end", process=source)
+                        self._leave_by_s = self._shared.loop.time() + self.settings.leave_s
+                        self.learner.leaving = True
+                case _:
+                    raise IslandError(f"process {source} sends {message.kind!r} to its leader")
+            self._stage()
+            self._shared.tell()
+
+    def _fold(self, source: int, folded: island.Folded) -> None:
+        index = folded.fragment
+        self._check_carrier(source, index)
+        version = Version(folded.record, chain_of(index, folded.head))
+        if len(self.learner.fragments) < len(self.map.fragments):
+            self._loaded[index] = version  # what came since is in it
+            if len(self._loaded) == len(self.map.fragments):
+                self._all_loaded.set()
+        elif folded.rewound:
+            self.decisions.rewind(index, version)
+        else:
+            self.decisions.queue(index, version)
+
+    def _check_carrier(self, source: int, index: int) -> None:
+        if index >= len(self.part.carriers) or self.part.carriers[index] != source:
+            raise IslandError(f"process {source} speaks for fragment {index}, which it does not carry")
+
+    def _stage(self) -> None:
+        """Have versions brought to all processes; the lock is held."""
+        if len(self.learner.fragments) < len(self.map.fragments):
+            return
+        for stage in self.decisions.to_stage():
+            self._shared.loop.call_soon_threadsafe(self.part.links.write_all, stage)
+
+    async def close(self) -> None:
+        """Send a last heartbeat, and stop all that runs in the loop."""
+        await super().close()
+        await self.part.close()
+
+    def heartbeat(self) -> Heartbeat:
+        """Return the heartbeat: of all processes together."""
+        beats = self.part.group.beats.values()
+        with self._shared.lock:
+            return self.learner.heartbeat(
+                trained=self.shares.trained(),
+                batch_tokens=self.shares.batch_tokens,
+                bytes_up=self.transport.bytes_out + sum(beat.bytes_up for beat in beats),
+                bytes_down=self.transport.bytes_in + sum(beat.bytes_down for beat in beats),
+                refused=self.refused.total + sum(beat.refused for beat in beats),
+            )
+
+    def note_optimizer(self, loan: Loan | None) -> None:
+        """Note with which optimizer state all processes begin: one that each has borrowed its part of, or a fresh one."""
+        if loan is not None:
+            self.tape.record(events.Borrowed(loan.peer, loan.content_hash[: events.DIGEST_BYTES]))
+            self.log.info("state_from_peer", learner=loan.peer, step=loan.step, version_min=min(loan.versions))
+        elif self.learner.peers() is not None:
+            self.learner.accounts.warming = 0
+            self.tape.record(events.Fresh())
+            self.log.info("state_fresh", warmup_steps=self.run.created.inner.restart_warmup_steps)
+
+    # ---- trainer thread
+
+    def look_ahead(self, done: StepDone | None, batch: tuple[int, int]) -> None:
+        """Make the next decision while a step is in flight, and tell all processes.
+
+        ``done`` counts that step (None: none is in flight), ``batch`` is share and index of the one after it.
+        """
+        self._batch = batch
+        now_s = self._shared.loop.time()
+        with self._shared.lock:
+            if done is not None:
+                self.decisions.book(done)
+                self.shares.book(done.share, done.batch, done.tokens)
+                self._taped.step(done, now_s)
+            self._decide(now_s)
+
+    def _decide(self, now_s: float) -> None:
+        self._stage()
+        unmerged = not self.learner.left
+        ended = self._leave_by_s is not None and (not unmerged or now_s >= self._leave_by_s)
+        decided = self.decisions.make(now_s, self._batch, ended=ended)
+        self._shared.loop.call_soon_threadsafe(self.part.links.write_all, decided)
+
+    def boundary(self, done: StepDone | None) -> Boundary:
+        """Carry the next decision out, which is made now if it was not made ahead; ``done`` has loss and times of its step.
+
+        Raises:
+            DilocoError: a task of the loop thread failed.
+        """
+        now_s = self._shared.loop.time()
+        with self._shared.lock:
+            self._shared.begin_boundary()
+            if done is not None:
+                self.learner.accounts.note_outcome(done)
+            if self.decisions.made is None:
+                self._decide(now_s)
+        decided, writes = self.part.boundary()
+        with self._shared.lock:
+            decision = self.decisions.carry_out()
+            self._taped.decision(decision)
+            for fragment in decided.reads:
+                self.decisions.submit(fragment)
+            self._moment = decisions.moment(decided)
+            self._stage()
+        self._shared.loop.call_soon_threadsafe(self._heartbeat_soon)
+        return Boundary(writes, list(decided.reads), decided.stop, decided.wait, decided.finished, decided.ended)
+
+    def submit(self, fragment: int, reader: Reader) -> None:
+        """Hand over a way to read this process's rows of a fragment as they are at this boundary."""
+        self.part.submit(fragment, reader)
+        self._offers.begin_soon(fragment)
+
+    def moment(self) -> Moment:
+        """Return what the learning rate goes by, as it was decided."""
+        return self._moment
+
+
+class _Offers:
+    """Answers rounds: the leader counts, the carriers quantise and store."""
+
+    def __init__(self, leader: Leader) -> None:
+        self.leader, self.learner = leader, leader.learner
+        self._answers: dict[int, tuple[Answer, float]] = {}  # by fragment: being quantised or stored, since when
+
+    def begin(self, index: int) -> None:
+        """Answer the fragment's open round if that can be done now; the lock is held."""
+        answer = self.learner.try_answer(index)
+        if answer is None:
+            return
+        leader = self.leader
+        self._answers[index] = answer, leader.part.loop.time()
+        number = leader.decisions.course.number - 1  # the snapshot is of the boundary that was carried out last
+        message = island.Encode(index, number, answer.bits)
+        leader.part.loop.call_soon_threadsafe(leader.part.links.write_all, message)
+
+    def begin_soon(self, index: int) -> None:
+        """Answer the fragment's open round, likewise; the lock is not held. Callable from any thread."""
+        self.leader.part.loop.call_soon_threadsafe(self._begin_locked, index)
+
+    def _begin_locked(self, index: int) -> None:
+        with self.leader.lock:
+            self.begin(index)
+
+    def encoded(self, message: island.Encoded) -> None:
+        """Count an offer that was quantised, and have it stored; the lock is held."""
+        index, leader = message.fragment, self.leader
+        answer, _ = self._answers[index]
+        if message.content is None:
+            del self._answers[index]
+            self.learner.not_finite(index)
+            return
+        pending = self.learner.encoded(answer)
+        ago, digest = self.learner.accounts.step - answer.snapshot.step, message.content[: events.DIGEST_BYTES]
+        leader.tape.record(events.Offer(ago, index, pending.stated.number, answer.version, answer.bits, digest))
+        leader.tape.flush()  # before it is sent: all that is merged of this learner is on its tape
+        store = island.Store(index, answer.bits, pending.stated)
+        leader.part.loop.call_soon(leader.part.links.write, leader.part.carriers[index], store)
+
+    def stored(self, message: island.Stored) -> None:
+        """Note that an offer is stored; the lock is held."""
+        _, began_s = self._answers.pop(message.fragment)
+        self.learner.sent(message.fragment, message.sequence)
+        self.leader.tape.record(events.Sent(message.fragment, int(1000 * (self.leader.part.loop.time() - began_s))))

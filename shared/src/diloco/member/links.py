@@ -1,0 +1,307 @@
+"""Connections between the processes of one learner, each with each: framed messages, in order, authenticated once.
+
+A frame is four bytes of length, most significant first, and a frame of :mod:`diloco.wire.framing`. Both ends prove that they
+know the secret of their generation before anything else is read. A bad frame, a silent process or a connection that ends
+without a farewell is the end of the generation: :class:`Links` tells ``lost`` once, and says nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+import socket
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from blake3 import blake3
+
+from diloco.errors import FormatError, HashError, IslandError, MessageError
+from diloco.process.observe import Logger
+from diloco.wire import framing
+from diloco.wire.framing import Message
+from diloco.wire.island import MESSAGES, Address, Bye, Greeting, Ping, Proof
+
+M = TypeVar("M", bound=Message)
+Handle = Callable[[int, Message, bytes], None]  # of a process: its message, and the bytes in it
+
+LENGTH_BYTES = 4
+FRAME_BYTES = framing.MAX_FRAME_BYTES
+PING_S = 0.5  # several within the least `processes.silent_s`
+GREETING_S = 5.0  # four small messages, on a busy machine
+MAX_STRANGERS = 64  # connections that have not proved anything
+BYE_LOOK_S = 0.02  # the end of a learner waits for it
+
+
+class Stream:
+    """One connection's frames."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, run: bytes) -> None:
+        self._reader, self._writer, self.run = reader, writer, run
+        self._draining = asyncio.Lock()
+        self.bytes_up = self.bytes_down = 0
+
+    def write(self, message: Message, inline: bytes | memoryview = b"") -> None:
+        """Send a message without waiting."""
+        frame = framing.pack(message, self.run, bytes(inline))
+        self.bytes_up += LENGTH_BYTES + len(frame)
+        self._writer.write(len(frame).to_bytes(LENGTH_BYTES, "big") + frame)
+
+    async def send(self, message: Message, inline: bytes | memoryview = b"") -> None:
+        """Send a message, and wait while too much is on its way.
+
+        Raises:
+            OSError: the connection is gone.
+        """
+        self.write(message, inline)
+        async with self._draining:
+            await self._writer.drain()
+
+    async def receive_any(self, kinds: Mapping[str, type[Message]]) -> Message:
+        """Return the next message, which is one of ``kinds``; bytes in it are not expected.
+
+        Raises:
+            FormatError, HashError: it is something else.
+            EOFError, OSError: the connection has ended.
+        """
+        message, _ = await self.receive(kinds)
+        return message
+
+    async def receive_one(self, kind: type[M]) -> M:
+        """Return the next message, which is of this kind, and raise as :meth:`receive_any` does."""
+        message = await self.receive_any({kind.kind: kind})
+        assert isinstance(message, kind)
+        return message
+
+    async def receive(self, kinds: Mapping[str, type[Message]]) -> tuple[Message, bytes]:
+        """Return the next message, and the bytes in it, and raise as :meth:`receive_any` does."""
+        length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
+        if not 0 < length <= FRAME_BYTES:
+            raise FormatError(f"a frame of {length} bytes, expected 1 to {FRAME_BYTES}")
+        frame = await self._reader.readexactly(length)
+        self.bytes_down += LENGTH_BYTES + length
+        kind = framing.kind_of(frame)
+        if kind is None or kind not in kinds:
+            raise FormatError(f"a message {kind!r}, expected one of {', '.join(sorted(kinds))}")
+        message, _, inline = framing.unpack(frame, kinds[kind], self.run)
+        return message, inline
+
+    async def until_closed(self) -> None:
+        """Wait until the other end closes; whatever it says is dropped."""
+        while await self._reader.read(1024):
+            pass
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._writer.transport.abort()
+
+
+class Links:
+    """One process's connections to all others. Construct it in the loop's thread, and call it there.
+
+    ``handle`` is told each message, in the loop; ``lost`` the first error.
+    """
+
+    def __init__(self, index: int, run: bytes, log: Logger, handle: Handle, lost: Callable[[IslandError], None]) -> None:
+        self.index, self.run, self.log = index, run, log
+        self._handle, self._lost = handle, lost
+        self._streams: dict[int, Stream] = {}
+        self._heard_s: dict[int, float] = {}
+        self._gone: set[int] = set()  # that said farewell
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers = 0
+        self._known, self._complete = asyncio.Event(), asyncio.Event()  # generation and secret are; all are connected
+        self._expected = 0
+        self._generation = 1
+        self._secret = b""
+        self._failed = self._ending = False
+
+    async def listen(self, host: str | None) -> int:
+        """Listen for other processes; return the port. ``host`` None: at all addresses."""
+        if host is not None:
+            self._server = await asyncio.start_server(self._connected, host, 0)
+        elif socket.has_dualstack_ipv6():
+            both = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+            self._server = await asyncio.start_server(self._connected, sock=both)
+        else:
+            self._server = await asyncio.start_server(self._connected, "0.0.0.0", 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def connect(self, addresses: list[Address], generation: int, secret: bytes, within_s: float) -> None:
+        """Connect to all processes of smaller indexes, and wait until all others have connected.
+
+        Raises:
+            IslandError: some are not there in time.
+        """
+        self._generation, self._secret, self._expected = generation, secret, len(addresses) - 1
+        self._known.set()
+        try:
+            async with asyncio.timeout(within_s):
+                for index in range(self.index):
+                    await self._connect(index, addresses[index])
+                await self._complete.wait()
+        except (TimeoutError, OSError, EOFError, MessageError) as error:
+            missing = [index for index in range(len(addresses)) if index not in self._streams and index != self.index]
+            raise IslandError(
+                f"process {self.index}: no connection to process {missing[0] if missing else '?'} "
+                f"({type(error).__name__}: {error}): processes of a learner have to reach each other on all ports"
+            ) from None
+        self._spawn(self._ping())
+
+    async def _connect(self, index: int, address: Address) -> None:
+        reader, writer = await asyncio.open_connection(*address)
+        stream = Stream(reader, writer, self.run)
+        try:
+            own = Greeting(self.index, self._generation, os.urandom(32))
+            await stream.send(own)
+            theirs = await stream.receive_one(Greeting)
+            await stream.send(Proof(self._mac(own, theirs)))
+            self._check(theirs, own, await stream.receive_one(Proof), index)
+        except BaseException:
+            stream.abort()
+            raise
+        self._add(index, stream)
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._strangers >= MAX_STRANGERS:
+            writer.transport.abort()
+            return
+        self._strangers += 1
+        self._spawn(self._admit(Stream(reader, writer, self.run)))
+
+    async def _admit(self, stream: Stream) -> None:
+        """Let a process in that knows the secret; drop all others."""
+        try:
+            async with asyncio.timeout(GREETING_S):
+                await self._known.wait()
+                theirs = await stream.receive_one(Greeting)
+                own = Greeting(self.index, self._generation, os.urandom(32))
+                if theirs.index in self._streams or not self.index < theirs.index <= self._expected:
+                    raise FormatError(f"process {theirs.index} is not expected here")
+                await stream.send(own)
+                self._check(theirs, own, await stream.receive_one(Proof), theirs.index)
+                await stream.send(Proof(self._mac(own, theirs)))
+        except (OSError, EOFError, MessageError, TimeoutError) as error:
+            self.log.warning("connection_refused", reason=f"{type(error).__name__}: {error}")
+            stream.abort()
+            return
+        finally:
+            self._strangers -= 1
+        self._add(theirs.index, stream)
+
+    def _mac(self, sender: Greeting, other: Greeting) -> bytes:
+        said = f"{sender.generation} {sender.index} {other.index} ".encode() + sender.nonce + other.nonce
+        return blake3(said, key=self._secret).digest()
+
+    def _check(self, theirs: Greeting, own: Greeting, proof: Proof, index: int) -> None:
+        if (theirs.index, theirs.generation) != (index, self._generation):
+            raise FormatError(
+                f"process {theirs.index} of generation {theirs.generation}, expected {index} of {self._generation}"
+            )
+        if not self._secret or not hmac.compare_digest(proof.mac, self._mac(theirs, own)):
+            raise HashError(f"process {theirs.index} does not know the secret of this generation")
+
+    def _add(self, index: int, stream: Stream) -> None:
+        self._streams[index], self._heard_s[index] = stream, time.monotonic()
+        self._spawn(self._receive(index, stream))
+        if len(self._streams) == self._expected:
+            self._complete.set()
+
+    async def _receive(self, index: int, stream: Stream) -> None:
+        try:
+            while True:
+                message, inline = await stream.receive(MESSAGES)
+                self._heard_s[index] = time.monotonic()
+                if isinstance(message, Bye):
+                    self._gone.add(index)
+                self._handle(index, message, inline)
+        except IslandError as error:
+            self.fail(error)
+        except MessageError as error:
+            self.fail(IslandError(f"process {index} sends damaged messages: {error}"))
+        except (OSError, EOFError):
+            if index not in self._gone:
+                self._gone.add(index)
+                self.fail(IslandError(f"process {index} is gone: its connection has ended"))
+
+    async def _ping(self) -> None:
+        while True:
+            for index in self._streams:
+                self.write(index, self.sign_of_life())
+            await asyncio.sleep(PING_S)
+
+    sign_of_life: Callable[[], Ping] = staticmethod(lambda: Ping(0, 0, 0))  # replaced by one that counts
+
+    def silent(self, most_s: float) -> int | None:
+        """Return a process that was not heard for ``most_s``. Callable from any thread."""
+        now_s = time.monotonic()
+        for index, heard_s in list(self._heard_s.items()):
+            if index not in self._gone and now_s - heard_s > most_s:
+                return index
+        return None
+
+    def fail(self, error: IslandError) -> None:
+        """Tell of the first error."""
+        if not self._failed and not self._ending:
+            self._failed = True
+            self._lost(error)
+
+    # ---- sending
+
+    @property
+    def others(self) -> list[int]:
+        """The other processes."""
+        return sorted(self._streams)
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes sent to other processes, and received."""
+        streams = self._streams.values()
+        return sum(stream.bytes_up for stream in streams), sum(stream.bytes_down for stream in streams)
+
+    def write(self, index: int, message: Message) -> None:
+        """Send a small message; to this process itself it is handed at once."""
+        if index == self.index:
+            self._handle(index, message, b"")
+        elif index in self._streams:
+            self._streams[index].write(message)
+
+    def write_all(self, message: Message) -> None:
+        """Send a small message to all, and to this process itself last."""
+        for index in self.others:
+            self.write(index, message)
+        self.write(self.index, message)
+
+    async def send(self, index: int, message: Message, inline: memoryview) -> None:
+        """Send a large message, and wait while too much is on its way; one that is lost ends the generation by itself."""
+        with contextlib.suppress(OSError):
+            await self._streams[index].send(message, inline)
+
+    async def close(self, silent_s: float) -> None:
+        """Say farewell, wait for that of all others unless they are silent for so long, and close."""
+        self._ending = True
+        for index in self.others:
+            self._streams[index].write(Bye(self._generation))
+        while len(self._gone) < len(self._streams) and self.silent(silent_s) is None:
+            await asyncio.sleep(BYE_LOOK_S)
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for stream in self._streams.values():
+            stream.abort()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.fail(IslandError(f"process {self.index}: its links failed: {task.exception()!r}"))

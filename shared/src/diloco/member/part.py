@@ -1,0 +1,322 @@
+"""One process's part in a learner of several: its links, its carrier, its readings, and the decisions that it carries out.
+
+Two threads share it, as they share a :class:`~diloco.member.member.Member`: the trainer's, which takes decisions in order, and
+the loop's, which everything that comes goes through. The trainer of a process that does not lead sees a :class:`Follower`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.control.changes import ChangesFollower
+from diloco.control.creation import Run
+from diloco.control.genesis import await_genesis
+from diloco.core import decisions
+from diloco.core.accounts import StepDone
+from diloco.core.decisions import Course
+from diloco.core.delta import Apply
+from diloco.core.fragment_state import Reader
+from diloco.core.fragments import FragmentMap
+from diloco.core.rows import RowLayout
+from diloco.core.schedule import Moment
+from diloco.errors import IslandError
+from diloco.log.log import Log
+from diloco.member.carrier import LEADER, Carrier
+from diloco.member.group import Group
+from diloco.member.member import Boundary
+from diloco.member.shipping import Shipping
+from diloco.process.observe import Counted, Logger
+from diloco.process.retry import until_available
+from diloco.process.tasks import end
+from diloco.transport import Transport
+from diloco.wire import island
+from diloco.wire.framing import Message
+from diloco.wire.island import Decided, Write
+
+Vector = NDArray[np.float32]
+
+
+class Part:
+    """Construct it in the loop's thread. ``lead`` is told the messages for the leader, where this process is it."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: Run,
+        group: Group,
+        store: Log,
+        layouts: Sequence[RowLayout],
+        carriers: Sequence[int],
+        read: Callable[[int], Vector],
+        refused: Counted,
+        log: Logger,
+    ) -> None:
+        """Begin; ``read`` gives a fragment as it is between steps, float32 [size], with this process's rows in it."""
+        self.transport, self.run, self.group, self.log, self.read = transport, run, group, log, read
+        self.links, self.refused, self.carriers = group.links, refused, carriers
+        self.shipping = Shipping(group.links, layouts)
+        self.carrier = Carrier(
+            transport, run, store, group.links, self.shipping, carriers, group.name, refused, self.spawn, log
+        )
+        self.course = Course(run.identity, group.generation)
+        self.lead: Callable[[int, Message], None] | None = None
+        self.loop = asyncio.get_running_loop()
+        self._news = threading.Condition()
+        self._decided: deque[tuple[Decided, list[tuple[int, Apply]]]] = deque()  # not carried out; the lock is held
+        self._failure: BaseException | None = None
+        self._readings: dict[tuple[int, int], Reader] = {}  # by fragment and decision
+        self._asked: set[tuple[int, int]] = set()  # readings that are asked for and have not been made
+        self._whole: dict[int, dict[int, Vector]] = {}  # by fragment: rows that came to a leader that gathers
+        self._gathered = asyncio.Event()
+        self._oldest = 0  # readings of earlier decisions are wanted no more
+        self._tasks: set[asyncio.Task[None]] = set()
+        group.handle(self._handle)
+
+    @property
+    def carried_parameters(self) -> int:
+        """Parameters of the fragments that this process carries."""
+        return sum(self.carrier.store.map.fragments[index].size for index in self.carrier.fragments)
+
+    # ---- the loop's thread
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin a task of the loop's thread, whose failure ends this process."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.fail(task.exception())
+
+    def fail(self, error: BaseException | None) -> None:
+        """End this process at its next boundary. Callable from any thread."""
+        with self._news:
+            self._failure = self._failure or error
+            self._news.notify_all()
+
+    async def close(self) -> None:
+        """End all tasks."""
+        await end(*self._tasks)
+
+    def _handle(self, source: int, message: Message, inline: bytes) -> None:
+        try:
+            self._take_in(source, message, inline)
+        except Exception as error:
+            self.fail(error)  # a message from here to here has nobody else who would hear of it
+            raise
+
+    def _take_in(self, source: int, message: Message, inline: bytes) -> None:
+        match message:
+            case Decided():
+                self._take(message)
+            case island.Rows():
+                self._receive(source, message, inline)
+            case island.Stage():
+                self.carrier.stage(message)
+            case island.Encode():
+                self._hand_over(message)
+            case island.Store():
+                self.carrier.store_offer(message)
+            case island.Gather():
+                self.spawn(self._send_whole(message.fragment))
+            case _ if self.lead is not None:
+                self.lead(source, message)
+            case _:
+                raise IslandError(f"process {source} takes process {self.links.index} for the leader ({message.kind})")
+
+    def _take(self, decided: Decided) -> None:
+        writes: list[tuple[int, Apply]] = []
+        for write in decided.writes:
+            applied = self._written(write)
+            if applied is not None:
+                writes.append((write.fragment, applied))
+        self._oldest = decided.number - 1
+        for key in [key for key in self._readings if key[1] < self._oldest]:
+            del self._readings[key]
+        if decided.finished or decided.ended:
+            self.group.ending()
+        with self._news:
+            self._decided.append((decided, writes))
+            self._news.notify_all()
+
+    def _written(self, write: Write) -> Apply | None:
+        try:
+            return self.carrier.write(write)
+        except LookupError as error:
+            raise IslandError(
+                f"process {self.links.index}: version {write.version} of fragment {write.fragment} was decided, and its rows "
+                f"are not here ({error})"
+            ) from None
+
+    def _receive(self, source: int, head: island.Rows, content: bytes) -> None:
+        rows = self.shipping.take(source, head, content)
+        if rows is None:
+            return
+        if head.what == "snapshot":
+            self.carrier.receive_snapshot(source, head.fragment, head.number, rows)
+        elif head.what == "whole":
+            self._whole.setdefault(head.fragment, {})[source] = rows
+            self._gathered.set()
+        else:
+            self.carrier.receive(head, rows)
+
+    # ---- readings
+
+    def _hand_over(self, encode: island.Encode) -> None:
+        """Send this process's rows of a snapshot to the carrier, once it has been read."""
+        if self.carriers[encode.fragment] == self.links.index:
+            self.carrier.begin_offer(encode)
+        key = encode.fragment, encode.number
+        reader = self._readings.pop(key, None)
+        if reader is None:
+            self._asked.add(key)
+        else:
+            self.spawn(self._send_rows(key, reader))
+
+    async def _send_rows(self, key: tuple[int, int], reader: Reader) -> None:
+        fragment, number = key
+        carrier, rows = self.carriers[fragment], self.shipping.rows(fragment, self.links.index, "snapshot")
+        if carrier != self.links.index and not rows.size:
+            return
+        vector = await asyncio.to_thread(reader)
+        if carrier == self.links.index:
+            self.carrier.receive_snapshot(carrier, fragment, number, vector)
+        else:
+            await self.shipping.send(carrier, fragment, number, "snapshot", rows.take(vector))
+
+    def _note_reading(self, key: tuple[int, int], reader: Reader) -> None:
+        if key in self._asked:
+            self._asked.discard(key)
+            self.spawn(self._send_rows(key, reader))
+        elif key[1] >= self._oldest:
+            self._readings[key] = reader
+
+    async def _send_whole(self, fragment: int) -> None:
+        vector = await asyncio.to_thread(self.read, fragment)
+        if self.links.index == LEADER:
+            self._whole.setdefault(fragment, {})[LEADER] = vector
+            self._gathered.set()
+        else:
+            rows = self.shipping.rows(fragment, self.links.index, "whole")
+            await self.shipping.send(LEADER, fragment, 0, "whole", rows.take(vector))
+
+    async def gather(self, fragment: int) -> Vector:
+        """Return a fragment as the processes have it that take no step now, float32 [size]. For a leader."""
+        others = [p for p in self.links.others if self.shipping.rows(fragment, p, "whole").size]
+        self.links.write_all(island.Gather(fragment))
+        while not all(process in self._whole.get(fragment, {}) for process in [LEADER, *others]):
+            self._gathered.clear()
+            await self._gathered.wait()
+        came = self._whole.pop(fragment)
+        vector = came[LEADER]
+        for process in others:
+            self.shipping.rows(fragment, process, "whole").put(came[process], vector)
+        return vector
+
+    # ---- the trainer's thread
+
+    def boundary(self) -> tuple[Decided, list[tuple[int, Apply]]]:
+        """Wait for the next decision, and go on by it; return it, and what is to be written into the model.
+
+        Raises:
+            IslandError: it is not the next one.
+            DilocoError: a task of the loop's thread failed.
+        """
+        with self._news:
+            self._await_decision()
+            decided, writes = self._decided.popleft()
+        passed = self.course.take(decided)
+        if self.links.index != LEADER:
+            self.loop.call_soon_threadsafe(self.links.write, LEADER, passed)
+        return decided, writes
+
+    def next_decision(self) -> Decided:
+        """Wait for the next decision, and return it; it stays the next one."""
+        with self._news:
+            self._await_decision()
+            return self._decided[0][0]
+
+    def submit(self, fragment: int, reader: Reader) -> None:
+        """Keep a way to read a fragment as it is at this boundary."""
+        key = fragment, self.course.number - 1
+        self.loop.call_soon_threadsafe(self._note_reading, key, reader)
+
+    def wait_for_decision(self, timeout_s: float) -> None:
+        """Sleep until there is a decision to be carried out, at most ``timeout_s``."""
+        with self._news:
+            self._news.wait_for(lambda: self._decided or self._failure, timeout_s)
+
+    def _await_decision(self) -> None:
+        self._news.wait_for(lambda: self._decided or self._failure)
+        if self._failure is not None:
+            raise self._failure
+
+
+class Follower:
+    """A process that does not lead, as its trainer sees it. Construct it in the loop's thread, then ``await join()``."""
+
+    def __init__(self, part: Part, fragment_map: FragmentMap, store: Log) -> None:
+        self.part, self.map, self.store = part, fragment_map, store
+        self._moment = Moment(0, 1)
+        self._changes = ChangesFollower(part.transport, part.run, part.log, lambda: None)
+
+    async def join(self) -> None:
+        """Load the carried fragments once the run is founded, and begin to follow them."""
+        run = self.part.run
+        await until_available(self._changes.look, self.part.log)
+        self.part.spawn(self._changes.follow())
+
+        async def look() -> Any:
+            return await await_genesis(run, self.store, None, None, self.part.log)
+
+        await self.part.carrier.load(await until_available(look, self.part.log))
+        self.part.log.info("joined", fragments=len(self.part.carrier.fragments))
+
+    async def close(self) -> None:
+        """End all tasks."""
+        await self.part.close()
+
+    @property
+    def step(self) -> int:
+        """Steps of this generation."""
+        return self.part.course.step
+
+    def boundary(self, done: StepDone | None) -> Boundary:
+        """Wait for the leader's decision and return the trainer's work; ``done`` is booked by the leader.
+
+        Raises:
+            DilocoError: as :meth:`Part.boundary`.
+        """
+        decided, writes = self.part.boundary()
+        self._moment = decisions.moment(decided)
+        return Boundary(writes, list(decided.reads), decided.stop, decided.wait, decided.finished, decided.ended)
+
+    def submit(self, fragment: int, reader: Reader) -> None:
+        """Hand over a way to read a fragment as it is at this boundary."""
+        self.part.submit(fragment, reader)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there is a decision, at most ``timeout_s``."""
+        self.part.wait_for_decision(timeout_s)
+
+    def moment(self) -> Moment:
+        """Return what the learning rate of the next step goes by."""
+        return self._moment
+
+    def leave(self, within_s: float) -> None:
+        """Ask the leader that the learner leaves; it does so within its own ``leave_s``."""
+        self.part.loop.call_soon_threadsafe(self.part.links.write, LEADER, island.Leaving(self.part.group.generation))
+
+    def next_batch(self) -> tuple[int, int]:
+        """Wait for the decision after the last one, and return share and index of the batch that it names."""
+        return self.part.next_decision().batch

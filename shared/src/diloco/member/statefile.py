@@ -1,0 +1,176 @@
+"""One file of a learner's state: a safetensors file whose tensors are chunks (:mod:`diloco.member.state` has what it is for).
+
+Its metadata hold ``format``, ``run`` (the run's identity), ``learner``, ``part`` and ``set`` (which part of which state),
+``accounts`` (JSON), ``chunks`` (JSON: of each tensor that is a part of an array, its name, shape and place), ``hashes`` (JSON:
+BLAKE3 of every chunk) and ``hash``, the BLAKE3 hash over the others, so that damage anywhere is noticed and named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from diloco.core.chunks import Chunk
+from diloco.errors import RunError
+
+FORMAT = "diloco-learner-4"
+WHOLE_ARRAYS = "diloco-learner-3"  # the format before: one part, each array one chunk whatever its size; still read
+BLOCK_BYTES = 1 << 20  # read at a time to hash
+_HASHED = {
+    FORMAT: ("format", "run", "learner", "part", "set", "accounts", "chunks", "hashes"),
+    WHOLE_ARRAYS: ("format", "run", "learner", "accounts", "hashes"),
+}
+_TYPES = {
+    "float32": "F32",
+    "float16": "F16",
+    "float64": "F64",
+    "uint8": "U8",
+    "uint32": "U32",
+    "int32": "I32",
+    "int64": "I64",
+    "bool": "BOOL",
+}
+_NAMES = {short: name for name, short in _TYPES.items()}
+
+Values = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A chunk in a file."""
+
+    chunk: Chunk
+    path: Path
+    offset: int
+    content_hash: str
+
+    def read(self, wanted: Chunk) -> Values:
+        """Return the values of a part of it, any dtype [lengths of the part].
+
+        Raises:
+            OSError, ValueError: the file is gone, or cut short.
+        """
+        mapped = np.memmap(self.path, self.chunk.dtype, "r", self.offset, self.chunk.lengths)
+        return np.array(mapped[wanted.within(self.chunk)])
+
+    def check(self) -> None:
+        """Compare its values' hash with the one that the file lists.
+
+        Raises:
+            RunError: it differs, or the file cannot be read.
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                found = hash_of(file, self.chunk.size_bytes).hex()
+        except OSError as error:
+            raise RunError(f"{self.path}: array {self.chunk.name!r} cannot be read: {error}") from None
+        if found != self.content_hash:
+            raise RunError(f"{self.path}: not a whole state: array {self.chunk.name!r} does not have the hash that it lists")
+
+
+def open_file(path: Path, run: bytes, learner: str) -> tuple[dict[str, str], list[Stored]]:
+    """Return metadata and chunks of a file; of the chunks it is only known where they are.
+
+    Raises:
+        RunError: it cannot be read, is damaged, of another format version, or of another run or learner.
+    """
+    try:
+        with safe_open(path, "numpy") as file:
+            metadata = file.metadata() or {}
+        _check_metadata(metadata, run, learner)
+        stored = list(chunks_in(path, metadata))
+        json.loads(metadata["accounts"])
+        return metadata, stored
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        raise RunError(f"{path}: not a whole state of learner {learner}: {error}") from None
+
+
+def chunks_in(path: Path, metadata: Mapping[str, str]) -> Iterator[Stored]:
+    """Yield the chunks of a file whose header is known to be one."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        described = json.loads(file.read(length))
+    del described["__metadata__"]
+    hashes, partial = json.loads(metadata["hashes"]), json.loads(metadata.get("chunks", "{}"))
+    if sorted(described) != sorted(hashes) or not partial.keys() <= described.keys():
+        raise ValueError("its arrays are not those that it lists")
+    for entry, about in described.items():
+        lengths, dtype = tuple(about["shape"]), _NAMES[about["dtype"]]
+        name, shape, start = partial.get(entry, (entry, lengths, [0] * len(lengths)))
+        if not len(shape) == len(start) == len(lengths) or not all(type(n) is int and 0 <= n < 2**62 for n in (*shape, *start)):
+            raise ValueError(f"array {entry!r} lies nowhere in one of shape {shape}")
+        stop = tuple(first + count for first, count in zip(start, lengths, strict=True))
+        if not isinstance(name, str) or any(last > whole for last, whole in zip(stop, shape, strict=True)):
+            raise ValueError(f"array {entry!r} lies nowhere in one of shape {shape}")
+        chunk = Chunk(name, tuple(shape), dtype, tuple(start), stop)
+        yield Stored(chunk, path, 8 + length + about["data_offsets"][0], hashes[entry])
+
+
+def _check_metadata(metadata: Mapping[str, str], run: bytes, learner: str) -> None:
+    if metadata.get("format") not in _HASHED:
+        raise ValueError(f"its format is {metadata.get('format')!r}, expected {FORMAT!r}")
+    for key, expected in (("run", run.hex()), ("learner", learner)):
+        if metadata.get(key) != expected:
+            raise ValueError(f"its {key} is {metadata.get(key)!r}, expected {expected!r}")
+    if hash_metadata(metadata).hex() != metadata.get("hash"):
+        raise ValueError("its accounts do not have the hash that it states")
+    part = metadata.get("part", "0/1").split("/")
+    if len(part) != 2 or not all(text.isascii() and text.isdigit() and len(text) < 6 for text in part):
+        raise ValueError(f"its part is {metadata['part']!r}, expected one of so many, as 0/2")
+
+
+def hash_metadata(metadata: Mapping[str, str]) -> bytes:
+    """Return the hash of a file's metadata, 32 bytes."""
+    return blake3(json.dumps([metadata[key] for key in _HASHED[metadata["format"]]]).encode()).digest()
+
+
+def put(file: BinaryIO, chunk: Chunk, values: Values) -> str:
+    """Write a chunk, any dtype [its lengths]; return its hash.
+
+    Nothing holds its values any more when the next one is asked for.
+    """
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    assert data.nbytes == chunk.size_bytes, f"{chunk.name} has {data.nbytes} bytes, expected {chunk.size_bytes}"
+    file.write(data)
+    return blake3(data).hexdigest()
+
+
+def hash_of(file: BinaryIO, size_bytes: int) -> bytes:
+    """Return the hash of the next bytes of a file, or of as many as there are."""
+    hasher = blake3()
+    while size_bytes > 0 and (block := file.read(min(size_bytes, BLOCK_BYTES))):
+        hasher.update(block)
+        size_bytes -= len(block)
+    return hasher.digest()
+
+
+def entry_name(chunk: Chunk) -> str:
+    """Return a chunk's name in a file."""
+    if chunk.is_whole:
+        return chunk.name
+    return f"{chunk.name}[{','.join(f'{start}:{stop}' for start, stop in zip(chunk.start, chunk.stop, strict=True))}]"
+
+
+def header(entries: Mapping[str, Chunk], metadata: Mapping[str, str]) -> bytes:
+    """Return the first bytes of a safetensors file, padded so that the arrays begin at a multiple of eight bytes."""
+    described: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, chunk in entries.items():
+        described[name] = {
+            "dtype": _TYPES[chunk.dtype],
+            "shape": chunk.lengths,
+            "data_offsets": (at, at + chunk.size_bytes),
+        }
+        at += chunk.size_bytes
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

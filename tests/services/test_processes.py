@@ -1,0 +1,186 @@
+"""A learner of two processes: trained by ``diloco up``, made again in one process on the same mesh, and killed in part."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DILOCO = str(Path(sys.executable).parent / "diloco")
+TOKENS_PER_STEP = 4 * 16
+SETTINGS = {
+    "task.layers": 1,
+    "task.width": 64,  # so that tensors are large enough to be split
+    "task.heads": 2,
+    "task.context": 16,
+    "task.batch": 4,
+    "fragments.count": 4,
+    "round.steps": 8,
+    "inner.optimizer": "adamw",  # which compiles three times as fast as Muon
+    "liveness.heartbeat_s": 0.2,
+    "log.keyframe_factor": 1000,
+}
+PATIENCE_S = 600.0
+
+
+def arguments(directory: Path, steps: int) -> list[str]:
+    sets = [argument for name, value in SETTINGS.items() for argument in ("--set", f"{name}={value}")]
+    shape = ["--learners", "1", "--shards", "1", "--processes-per-learner", "2", "--devices-per-learner", "2"]
+    return [DILOCO, "up", *shape, "--tokens", str(steps * TOKENS_PER_STEP), "--run-dir", str(directory), "--json", *sets]
+
+
+def events(directory: Path, service: str) -> list[dict[str, Any]]:
+    file = directory / "logs" / f"{service}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def named(directory: Path, service: str, event: str) -> list[dict[str, Any]]:
+    return [found for found in events(directory, service) if found["event"] == event]
+
+
+def stopped(directory: Path, service: str) -> bool:
+    return bool(named(directory, service, "stopped"))
+
+
+def report_of(directory: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((directory / "report.json").read_text())
+    return report
+
+
+def accounts_hold(directory: Path) -> None:
+    """Each token is merged or lost, and the log is as its records say."""
+    learner = report_of(directory)["learners"]["learner-0"]
+    assert abs(learner["tokens_processed"] - learner["tokens_merged"] - learner["tokens_lost"]) <= 2
+    ended = subprocess.run([DILOCO, "verify", str(directory), "--json"], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def trained(directory: Path, steps: int) -> None:
+    """Train a run to its end."""
+    ended = subprocess.run(arguments(directory, steps), capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.timeout(900)
+def test_two_processes_are_one_learner(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    trained(directory, 60)
+    report = report_of(directory)
+    assert list(report["learners"]) == ["learner-0"]
+    assert report["val_loss"] < report["val_loss_initial"]
+    learner = report["learners"]["learner-0"]
+    assert abs(learner["tokens_processed"] - learner["tokens_merged"] - learner["tokens_lost"]) <= 2
+    services = ("learner-0", "learner-0-p1")
+    carried = [named(directory, service, "carries")[0]["fragments"] for service in services]
+    assert sorted(carried[0] + carried[1]) == [0, 1, 2, 3]
+    assert all(carried)
+    left = [named(directory, service, "island_left")[0] for service in services]
+    assert left[0]["steps"] == left[1]["steps"] == learner["steps"]
+    assert all(event["bytes_up"] > 0 for event in left), "each stores the offers of its fragments"
+    problems = [event for service in services for event in events(directory, service)]
+    assert [event for event in problems if event["level"] in ("error", "critical")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_one_process_on_the_same_mesh_makes_the_same_offers_to_the_last_bit(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    trained(directory, 100)
+    accounts_hold(directory)
+    replayed = subprocess.run(
+        [DILOCO, "replay", str(directory), "--learners", "--json"], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    [life] = json.loads(replayed.stdout)["learners"]
+    assert (life["parameters"], life["wrong"]) == (True, "")
+    assert life["offers"] > 10
+
+
+class Up:
+    """``diloco up`` that goes on while its processes are killed."""
+
+    def __init__(self, directory: Path, steps: int) -> None:
+        self.directory = directory
+        self.process = subprocess.Popen(arguments(directory, steps), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def pid(self, service: str) -> int:
+        return int((self.directory / "services" / f"{service}.pid").read_text())
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not reached():
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+
+    def trains(self) -> None:
+        """Wait until the present generation has had a version made."""
+        versions = self.merged()
+        self.until(lambda: self.merged() > versions + 4)
+
+    def merged(self) -> int:
+        file = self.directory / "status.json"
+        return int(json.loads(file.read_text())["versions"]) if file.exists() else 0
+
+
+@contextmanager
+def up(directory: Path, steps: int) -> Iterator[Up]:
+    running = Up(directory, steps)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.process.send_signal(signal.SIGINT)
+        running.process.communicate(timeout=PATIENCE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("lost", "survivor", "number"),
+    [
+        ("learner-0-p1", "learner-0", signal.SIGKILL),
+        ("learner-0", "learner-0-p1", signal.SIGKILL),
+        ("learner-0-p1", "learner-0", signal.SIGSTOP),
+    ],
+)
+def test_when_one_process_is_lost_all_end_and_come_back_as_a_new_generation(
+    tmp_path: Path, lost: str, survivor: str, number: signal.Signals
+) -> None:
+    with up(tmp_path / "run", 4000) as running:
+        directory = running.directory
+        running.trains()
+        pid, began_s = running.pid(survivor), time.monotonic()
+        os.kill(running.pid(lost), number)
+        running.until(lambda: running.pid(survivor) != pid or bool(named(directory, survivor, "island_ended")))
+        assert time.monotonic() - began_s < 30  # processes.silent_s, and a busy machine
+        running.until(lambda: len(named(directory, "learner-0", "processes_met")) == 2)
+        running.trains()
+        first, second = (event["generation"] for event in named(directory, "learner-0", "processes_met"))
+        assert first < second
+        assert named(directory, "learner-0", "state_fresh")
+        running.until(lambda: running.process.poll() is not None or (directory / "report.json").exists())
+    accounts_hold(directory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_process_that_is_asked_to_end_takes_all_with_it_and_their_work_is_merged(tmp_path: Path) -> None:
+    with up(tmp_path / "run", 10**6) as running:
+        running.trains()
+        os.kill(running.pid("learner-0-p1"), signal.SIGTERM)
+        for service in ("learner-0", "learner-0-p1"):
+            running.until(partial(stopped, running.directory, service))
+        [asked] = named(running.directory, "learner-0", "process_asked_to_end")
+        assert asked["process"] == 1
+        assert not named(running.directory, "learner-0", "island_ended")

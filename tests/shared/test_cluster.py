@@ -1,0 +1,64 @@
+"""A learner's processes as Slurm and Kubernetes tell them."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.errors import SettingsError
+from diloco.settings.cluster import first_host, resolved
+from diloco.settings.service import ProcessesSettings
+
+SLURM = {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "node[03-05,9]", "SLURM_JOB_ID": "4100"}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[03-05,9]", "node03"),
+        ("node[7,9],other", "node7"),
+        ("a1,node[03-05]", "a1"),
+        ("node[3-4].site", "node3.site"),
+    ],
+)
+def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_a_slurm_step_says_count_index_and_address() -> None:
+    found = resolved(ProcessesSettings(cluster="slurm"), SLURM)
+    assert (found.count, found.index, found.address) == (4, 2, f"node03:{61440 + 4100 % 4096}")
+
+
+def test_what_is_set_wins() -> None:
+    found = resolved(ProcessesSettings(cluster="slurm", address="10.0.0.1:7600", silent_s=3), SLURM)
+    assert (found.count, found.index, found.address, found.silent_s) == (4, 2, "10.0.0.1:7600", 3)
+
+
+def test_an_indexed_job_says_the_index() -> None:
+    settings = ProcessesSettings(cluster="kubernetes", count=2, address="ann-0.ann:7600")
+    assert resolved(settings, {"JOB_COMPLETION_INDEX": "1"}).index == 1
+    with pytest.raises(SettingsError, match="index = 2: expected 0 to 1"):
+        resolved(settings, {"JOB_COMPLETION_INDEX": "2"})
+
+
+def test_outside_its_cluster_it_says_how_to_start() -> None:
+    with pytest.raises(SettingsError, match="no SLURM_NTASKS in the environment: start the learner with srun"):
+        resolved(ProcessesSettings(cluster="slurm"), {})
+    with pytest.raises(SettingsError, match="SLURM_NTASKS = 'x': expected a number"):
+        resolved(ProcessesSettings(cluster="slurm"), SLURM | {"SLURM_NTASKS": "x"})
+
+
+def test_one_process_asks_nobody() -> None:
+    assert resolved(ProcessesSettings(), SLURM) == ProcessesSettings()
+
+
+def test_processes_that_do_not_fit_are_refused() -> None:
+    for values, said in (
+        ({"count": 2}, "address: several processes need HOST:PORT"),
+        ({"count": 2, "index": 2, "address": "a:1"}, "index = 2: expected 0 to 1"),
+        ({"count": 2, "address": "nowhere"}, "processes.address"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ProcessesSettings.model_validate(values)

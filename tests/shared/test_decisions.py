@@ -1,0 +1,272 @@
+"""Decisions of a learner of several processes, in any order and with any delay of the facts that they are made of."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.shared.test_learner import FRAGMENTS, TOKENS, World, settings
+
+from diloco.core.accounts import StepDone
+from diloco.core.decisions import BOUNDARIES_APART_MAX, Course, Decisions
+from diloco.core.fragment_state import Version
+from diloco.core.rows import Rows, carriers
+from diloco.errors import IslandError
+from diloco.settings.run import RunSettings
+from diloco.wire import framing
+from diloco.wire.framing import Message
+from diloco.wire.island import MESSAGES, Decided, Passed, Stage, Staged
+
+RUN, GENERATION = bytes(8), 7
+
+
+class Process:
+    """A process that does not lead: what it was sent, and what it applied."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.course = Course(RUN, GENERATION)
+        self.mail: deque[Message] = deque()
+        self.staged: dict[int, int] = {}  # by fragment: number of the stage whose rows are here
+        self.applied: list[tuple[int, int]] = []
+
+    def take(self) -> Message | None:
+        """Do what the next message asks for; return the answer."""
+        message = self.mail.popleft()
+        if isinstance(message, Stage):
+            self.staged[message.fragment] = message.number
+            return Staged(message.fragment, message.number)
+        assert isinstance(message, Decided)
+        for write in message.writes:
+            assert self.staged.pop(write.fragment) == write.stage, "its rows are here before it is applied"
+            self.applied.append((write.fragment, write.version))
+        return self.course.take(message)
+
+
+class Island(World):
+    """A learner of several processes; messages between two of them keep their order, and nothing else does."""
+
+    def __init__(self, run: RunSettings, processes: int) -> None:
+        super().__init__(run, arrays=False)
+        everyone = frozenset(range(processes))
+        self.decisions = Decisions(self.learner, RUN, GENERATION, processes, [everyone] * FRAGMENTS)
+        self.processes = [Process(index) for index in range(processes)]
+        self.answers_to_leader: list[deque[Message]] = [deque() for _ in range(processes)]
+        self.applied: list[tuple[int, int]] = []
+        self.flying = False
+        self.stage()
+
+    def send(self, message: Message) -> None:
+        frame = framing.pack(message, RUN)  # as it travels
+        for process in self.processes:
+            process.mail.append(framing.unpack(frame, MESSAGES[message.kind], RUN)[0])
+
+    def stage(self) -> None:
+        for stage in self.decisions.to_stage():
+            self.send(stage)
+
+    def merge(self, index: int, *, own: bool, rolled_back: bool = False) -> None:
+        super().merge(index, own=own, rolled_back=rolled_back)
+        self.stage()
+
+    def queue(self, index: int, version: Version) -> None:
+        self.decisions.queue(index, version)
+
+    def rewind(self, index: int) -> None:
+        self.decisions.rewind(index, self.logs[index].head(None, arrays=False))
+        self.stage()
+
+    def look_ahead(self) -> None:
+        """Dispatch a step, and make the decision after it."""
+        if self.decisions.made is None:
+            if self.flying:
+                self.decisions.book(StepDone(self.tokens, 3, self.taken, None, 0.0, 0.0))
+                self.taken += 1
+            self.now_s += 1
+            self.send(self.decisions.make(self.now_s, (3, self.taken), ended=False))
+
+    def end_step(self) -> None:
+        """Pass the boundary that was decided, as the leader; no process can be far behind, since they compute together."""
+        made = self.decisions.made
+        if made is None:
+            return
+        for process in self.processes[1:]:
+            while made.number - process.course.number >= BOUNDARIES_APART_MAX - 1:
+                self.deliver(process.index)
+                self.hear(process.index)
+        decision = self.decisions.carry_out()
+        self.applied += [(each.fragment, each.version) for each in decision.applies]
+        for index in decision.reads:
+            if self.decisions.submit(index):
+                self.answer(index)
+        self.flying = not (decision.stop or decision.wait or decision.finished)
+        self.stage()
+
+    def deliver(self, index: int) -> None:
+        process = self.processes[index]
+        if process.mail:
+            answer = process.take()
+            assert answer is not None
+            if index or isinstance(answer, Staged):  # the leader's own boundary is ``end_step``
+                self.answers_to_leader[index].append(answer)
+
+    def hear(self, index: int) -> None:
+        if self.answers_to_leader[index]:
+            answer = self.answers_to_leader[index].popleft()
+            if isinstance(answer, Staged):
+                self.decisions.staged(index, answer.fragment, answer.number)
+            else:
+                assert isinstance(answer, Passed)
+                self.decisions.passed(index, answer)
+
+    def settle(self) -> None:
+        """Let all mail arrive."""
+        while any(process.mail for process in self.processes) or any(self.answers_to_leader):
+            for process in self.processes:
+                self.deliver(process.index)
+                self.hear(process.index)
+
+
+PROCESSES = 3
+ACTS = st.one_of(
+    st.just(("look_ahead",)),
+    st.just(("end_step",)),
+    st.tuples(st.just("deliver"), st.integers(0, PROCESSES - 1)),
+    st.tuples(st.just("hear"), st.integers(0, PROCESSES - 1)),
+    st.tuples(st.just("announce"), st.integers(0, FRAGMENTS - 1)),
+    st.just(("encode",)),
+    st.just(("store",)),
+    st.tuples(st.just("merge"), st.integers(0, FRAGMENTS - 1), st.booleans()),
+    st.tuples(st.just("rollback"), st.integers(0, FRAGMENTS - 1)),
+    st.tuples(st.just("rewind"), st.integers(0, FRAGMENTS - 1)),
+)
+
+
+def act(island: Island, name: str, *values: Any) -> None:
+    if name == "merge":
+        island.merge(values[0], own=values[1])
+    elif name == "rollback":
+        island.merge(values[0], own=False, rolled_back=True)
+    else:
+        getattr(island, name)(*values)
+
+
+def go_on(island: Island, boundaries: int) -> None:
+    """Pass so many boundaries with all mail in time."""
+    for _ in range(boundaries):
+        island.settle()
+        island.look_ahead()
+        island.settle()
+        island.end_step()
+        while island.answers:
+            island.encode()
+        island.store()
+    island.settle()
+
+
+@given(st.lists(ACTS, max_size=80))
+def test_all_processes_apply_the_same_in_the_same_order(schedule: list[Any]) -> None:
+    island = Island(settings(), PROCESSES)
+    for name, *values in schedule:
+        act(island, name, *values)
+    go_on(island, 8)
+    rewound = any(name == "rewind" for name, *_ in schedule)
+    for process in island.processes:
+        assert process.applied == island.applied
+        assert process.course.chain == island.decisions.course.chain
+        assert process.course.step == island.decisions.course.step
+    for index, log in enumerate(island.logs):
+        versions = [version for fragment, version in island.applied if fragment == index]
+        assert versions[-1] == log.chain.version, "the newest version is applied in the end"
+        if not rewound:
+            assert versions == sorted(set(versions)), "none twice, and none after a newer one"
+    island.check_accounts()
+
+
+@given(st.lists(ACTS, max_size=60))
+def test_steps_of_all_processes_are_the_steps_that_are_booked(schedule: list[Any]) -> None:
+    island = Island(settings(), PROCESSES)
+    for name, *values in schedule:
+        act(island, name, *values)
+    go_on(island, 3)
+    flying = int(island.flying)
+    assert island.learner.accounts.step == island.taken == island.decisions.course.step - flying
+    assert island.learner.accounts.tokens == TOKENS * island.taken
+
+
+def decided(island: Island) -> Decided:
+    island.look_ahead()
+    made = island.decisions.made
+    assert made is not None
+    return made
+
+
+def test_a_version_is_not_decided_before_its_rows_are_everywhere() -> None:
+    island = Island(settings(), 2)
+    island.deliver(0)
+    island.hear(0)
+    first = decided(island)
+    assert first.writes == []  # of process 1 nothing is known
+    assert first.wait, "no step is taken on values that are not the log's"
+    island.end_step()
+    island.settle()
+    assert {write.fragment for write in decided(island).writes} == {0, 1}
+
+
+def test_a_process_that_took_another_course_is_named_with_step_and_hashes() -> None:
+    island = Island(settings(), 2)
+    made = decided(island)
+    island.end_step()
+    other = Course(RUN, GENERATION).take(msgspec.structs.replace(made, batch=(3, 5)))
+    own = island.decisions.course.chain.hex()[:16]
+    with pytest.raises(IslandError, match=rf"process 1, step 0: .* hash {other.chain.hex()[:16]}, the leader's have {own}"):
+        island.decisions.passed(1, other)
+
+
+def test_a_process_refuses_a_decision_that_is_not_the_next_one() -> None:
+    island = Island(settings(), 2)
+    first = decided(island)
+    course = Course(RUN, GENERATION)
+    course.take(first)
+    with pytest.raises(IslandError, match=r"decision 0 of generation 7, step 0.* expected decision 1"):
+        course.take(first)
+    with pytest.raises(IslandError, match="generation 8"):
+        Course(RUN, GENERATION).take(msgspec.structs.replace(first, generation=8))
+
+
+def test_a_process_that_does_not_pass_boundaries_is_named() -> None:
+    island = Island(settings(), 2)
+    island.settle()
+    for _ in range(BOUNDARIES_APART_MAX):
+        decided(island)
+        island.decisions.carry_out()
+    decided(island)
+    with pytest.raises(IslandError, match=r"process 1, step .* boundaries behind"):
+        island.decisions.carry_out()
+
+
+def test_fragments_are_dealt_by_bytes_and_alike_everywhere() -> None:
+    assert carriers([5, 1, 1, 1, 4], 2) == [0, 1, 0, 1, 1]  # 5 and 1 against 4, 1 and 1
+    assert carriers([3, 3, 3, 3], 4) == [0, 1, 2, 3]
+    assert carriers([7], 3) == [0]
+
+
+def test_rows_are_taken_and_put_back_where_they_were() -> None:
+    import numpy as np
+
+    from diloco.core.fragments import Piece
+
+    piece = Piece("w", 2, 4, (2, 3), 1, embedding=False)  # rows 2 and 3 of a tensor of three columns, behind another value
+    rows = Rows(((piece, (slice(0, 2), slice(1, 3))),))
+    vector = np.arange(7, dtype=np.float32)
+    assert rows.size == 4
+    assert rows.take(vector).tolist() == [2, 3, 5, 6]
+    other = np.zeros(7, np.float32)
+    rows.put(rows.take(vector), other)
+    assert other.tolist() == [0, 0, 2, 3, 0, 5, 6]
+    with pytest.raises(ValueError, match="3 values came, expected 4"):
+        rows.put(np.zeros(3, np.float32), other)
