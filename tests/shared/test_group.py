@@ -41,7 +41,7 @@ async def closed() -> AsyncIterator[None]:
     for group_ in GROUPS:
         group_.ending()  # or its watch would end this process, which misses the others
     for each in OPEN:
-        await each.close(0.0)
+        await each.close()
     GROUPS.clear()
     OPEN.clear()
     await asyncio.sleep(0.01)  # for sockets to be closed
@@ -85,7 +85,7 @@ async def test_processes_meet_agree_and_take_leave() -> None:
     groups[1].links.write(2, Leaving(5))
     await until(lambda: len(heard) == 3)
     assert [message for source, message in heard if source == 0] == [Staged(1, 1), Staged(1, 2)]
-    await asyncio.gather(*(each.close() for each in groups))
+    await asyncio.gather(*(each.farewell() for each in groups))
 
 
 async def test_messages_that_come_before_anybody_handles_them_are_kept() -> None:
@@ -96,7 +96,6 @@ async def test_messages_that_come_before_anybody_handles_them_are_kept() -> None
     heard: list[Message] = []
     groups[1].handle(lambda source, message, inline: heard.append(message))
     assert heard == [Staged(0, 7)]
-    await asyncio.gather(*(each.close() for each in groups))
 
 
 async def test_processes_that_differ_are_refused_with_both_values() -> None:
@@ -117,7 +116,6 @@ async def test_models_that_differ_end_all() -> None:
         groups[0].agree("model", {"batch": "a"}), groups[1].agree("model", {"batch": "b"}), return_exceptions=True
     )
     assert all(isinstance(error, SettingsError) and "batch: b there, a at process 0" in str(error) for error in found)
-    await asyncio.gather(*(each.close() for each in groups))
 
 
 async def test_a_doubled_index_is_refused_and_the_others_wait_on() -> None:
@@ -221,8 +219,24 @@ async def test_damaged_messages_end_the_generation() -> None:
 
 async def test_a_farewell_is_no_loss() -> None:
     both, lost = await linked()
-    await asyncio.gather(*(each.close(2.0) for each in both))
+    await asyncio.gather(*(each.farewell(2.0) for each in both))
+    await asyncio.gather(*(each.close() for each in both))
+    await asyncio.sleep(0.01)
     assert lost == [[], []]
+
+
+async def test_who_takes_leave_hears_the_others_until_they_do() -> None:
+    """A leader asks for a fragment's last values after another process has taken its last step."""
+    groups = await met()
+    heard: list[Message] = []
+    groups[1].handle(lambda source, message, inline: heard.append(message))
+    leaving = asyncio.create_task(groups[1].farewell())
+    await asyncio.sleep(5 * links.BYE_LOOK_S)
+    groups[0].links.write(1, island.Gather(3))
+    await until(lambda: bool(heard))
+    assert heard == [island.Gather(3)]
+    assert not leaving.done()
+    await asyncio.gather(leaving, groups[0].farewell())
 
 
 async def test_a_silent_process_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

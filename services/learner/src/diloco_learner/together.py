@@ -122,7 +122,7 @@ def work(process: Process) -> None:
     settings, run = process.settings, process.run
     process.exporter.starting = "the other processes of this learner"
     group = process.wait(meet(settings, run, process.log))
-    process.stack.push(Farewell(group, process.thread.run))
+    process.stack.push(LettingGo(group, process.thread.run))
     begin_jax(group)
     mesh = make_mesh(settings.mesh)
     assert mesh is not None
@@ -188,6 +188,7 @@ def _train(process: Process, task: Task, island: Island, mesh: Mesh, member: Lea
         processes_bytes_up=between_up,
         processes_bytes_down=between_down,
     )
+    process.thread.run(part.group.farewell(), lambda: False)  # until then the leader may ask for what this process has
 
 
 def _borrow(process: Process, member: Leader | Follower, island: Island) -> None:
@@ -225,14 +226,14 @@ async def meet(settings: LearnerSettings, run: Run, log: Logger) -> Group:
     return group
 
 
-class Farewell:
-    """At the end of a ``with`` statement: take leave of the other processes, unless it ends by an error, which they notice."""
+class LettingGo:
+    """At the end of a ``with`` statement: let go of the other processes, unless it ends by an error, which they notice."""
 
     def __init__(self, group: Group, run: Callable[[Coroutine[Any, Any, None], Callable[[], bool]], None]) -> None:
         self.group, self.run = group, run
 
     def __call__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Take leave, and let go of JAX's other processes."""
+        """Close the connections, and JAX's."""
         self.group.ending()
         if error is None:
             self.run(self.group.close(), lambda: False)

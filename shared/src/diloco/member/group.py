@@ -142,10 +142,14 @@ class Group:
         """Note that the learner ends as decided: no process is missed from here on."""
         self._ending.set()
 
-    async def close(self) -> None:
-        """Take leave of the others, and close all connections."""
+    async def farewell(self) -> None:
+        """Take leave: want nothing more of the others, and answer them until they take leave too."""
         self.ending()
-        await self.links.close(self.settings.silent_s)
+        await self.links.farewell(self.settings.silent_s)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.links.close()
 
     def _lost(self, error: IslandError) -> None:
         self._failure = error

@@ -281,13 +281,17 @@ class Links:
         with contextlib.suppress(OSError):
             await self._streams[index].send(message, inline)
 
-    async def close(self, silent_s: float) -> None:
-        """Say farewell, wait for that of all others unless they are silent for so long, and close."""
+    async def farewell(self, silent_s: float) -> None:
+        """Say that nothing more is wanted of the others, and answer them until all have said so, or are silent for so long."""
         self._ending = True
         for index in self.others:
             self._streams[index].write(Bye(self._generation))
         while len(self._gone) < len(self._streams) and self.silent(silent_s) is None:
             await asyncio.sleep(BYE_LOOK_S)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        self._ending = True
         if self._server is not None:
             self._server.close()
         for task in list(self._tasks):

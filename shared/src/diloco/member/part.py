@@ -143,8 +143,6 @@ class Part:
         self._oldest = decided.number - 1
         for key in [key for key in self._readings if key[1] < self._oldest]:
             del self._readings[key]
-        if decided.finished or decided.ended:
-            self.group.ending()
         with self._news:
             self._decided.append((decided, writes))
             self._news.notify_all()
