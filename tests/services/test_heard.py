@@ -177,8 +177,9 @@ async def test_no_announcement_ends_a_run(launch: Launch, keys: Folder, server: 
         await some_versions(cluster, 2, TOYS)
     cluster.hurry()
     await cluster.ended()
-    check_accounts(await cluster.finished_heartbeats(), folded := await cluster.folded())
-    assert all(log.entries[-1].tokens_merged + log.entries[-1].tokens_lost >= BUDGET for log in folded)
+    finished = await cluster.finished_heartbeats()
+    check_accounts(finished, await cluster.folded())
+    assert sum(own.tokens for own in finished.values()) >= BUDGET  # logs know of losses as far as later offers state them
 
 
 async def test_nobody_answers_a_marker_in_anothers_name(launch: Launch, keys: Folder, server: Server) -> None:
