@@ -44,7 +44,8 @@ class Drift:
         return {"weight": (0.02 * jax.random.normal(key, (VALUES,))).astype(self.dtype), "scale": jnp.ones(3)}
 
     def loss(self, params: Any, batch: Any) -> jax.Array:
-        assert params["weight"].dtype == self.dtype and params["scale"].dtype == jnp.float32
+        assert params["weight"].dtype == self.dtype
+        assert params["scale"].dtype == jnp.float32
         moved = (params["weight"].astype(jnp.float32) * batch).sum() + params["scale"].sum()
         return moved.astype(self.loss_dtype)
 
@@ -111,7 +112,8 @@ def test_the_loss_sees_rounded_values_and_reads_and_writes_do_not() -> None:
 
 def test_a_state_is_that_of_a_task_in_float32() -> None:
     half, full = made().twin(), Island(Drift(jnp.float32), SETTINGS)
-    assert half.rounded_tensors() == ["weight"] and full.rounded_tensors() == []
+    assert half.rounded_tensors() == ["weight"]
+    assert full.rounded_tensors() == []
     assert half.tensors() == full.tensors()
     assert half.optimizer_layout() == full.optimizer_layout()
     for island in (half, full):
@@ -216,7 +218,10 @@ def test_updates_far_below_the_last_place_of_bfloat16_reach_the_log_without_bias
 @pytest.mark.parametrize(
     ("task", "says"),
     [
-        (Drift(jnp.float16), r"parameter 'weight' is float16, expected float32 or bfloat16: gradients below 6e-8 .* use bfloat16"),
+        (
+            Drift(jnp.float16),
+            r"parameter 'weight' is float16, expected float32 or bfloat16: gradients below 6e-8 .* use bfloat16",
+        ),
         (Drift(jnp.int32), r"parameter 'weight' is int32, expected float32 or bfloat16: keep parameters in one of these"),
         (Drift(loss_dtype=jnp.bfloat16), r"loss\(\) returned bfloat16\[\], expected a float32 scalar: cast logits to float32"),
     ],

@@ -125,9 +125,9 @@ def test_matrices_in_bfloat16_are_those_of_float32_rounded_and_the_loss_is_about
     np.testing.assert_array_equal(made["blocks"]["1"]["mlp"]["down"], half["blocks"]["1"]["mlp"]["down"])
     assert jax.eval_shape(lambda: gpt.logits(half, windows[:, :-1], SHAPE)).dtype == jnp.float32
     block = half["blocks"]["0"]
-    assert jax.eval_shape(lambda x: gpt.mlp(block["mlp"], gpt.rms_norm(x, block["mlp"]["norm"])), jnp.ones((1, 16), jnp.bfloat16)).dtype == (
-        jnp.bfloat16
-    )
+    assert jax.eval_shape(
+        lambda x: gpt.mlp(block["mlp"], gpt.rms_norm(x, block["mlp"]["norm"])), jnp.ones((1, 16), jnp.bfloat16)
+    ).dtype == (jnp.bfloat16)
 
     expected, gradients = loss_and_gradients(params, windows, SHAPE)
     loss, rounded = loss_and_gradients(half, windows, SHAPE)

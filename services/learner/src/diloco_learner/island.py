@@ -141,7 +141,7 @@ class Island:
         said = f"task.name = {self._settings.name!r}: loss() returned {came}, expected a float32 scalar"
         if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise SettingsError(f"{said}: return the mean loss of the batch alone")
-        if jnp.finfo(loss.dtype).bits < 32:
+        if loss.dtype.itemsize < 4:
             raise SettingsError(f"{said}: cast logits to float32 before the loss, or it and its mean have two or three digits")
 
     def params(self) -> Any:
@@ -348,7 +348,7 @@ class Island:
         return self._placement.loss(self._tree(self._rounded(leaves)), batch)
 
     def _rounded(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """Return the parameters that masters stand for, rounded where they lie: devices that need all of a tensor exchange that."""
+        """Return the parameters that masters stand for, rounded where they lie: a mesh gathers what is rounded."""
         if not self.rounded_tensors():
             return leaves
         return self._placement.split([_as(dtype, leaf) for dtype, leaf in zip(self._dtypes, leaves, strict=True)])
@@ -363,21 +363,19 @@ class Island:
 def _dtype_of(path: str, leaf: Any) -> jnp.dtype:
     dtype = getattr(leaf, "dtype", None)
     if dtype in (jnp.float32, jnp.bfloat16):
-        return jnp.dtype(dtype)
+        known: jnp.dtype = jnp.dtype(dtype)
+        return known
     advice = "keep parameters in one of these, and cast them in the loss"
     if dtype == jnp.float16:
         advice = "gradients below 6e-8 would vanish and values above 65504 overflow in float16; use bfloat16"
-    raise SettingsError(
-        f"task: parameter {path!r} is {dtype or type(leaf).__name__}, expected float32 or bfloat16: {advice}"
-    )
+    raise SettingsError(f"task: parameter {path!r} is {dtype or type(leaf).__name__}, expected float32 or bfloat16: {advice}")
 
 
 def _as(dtype: jnp.dtype, master: jax.Array) -> jax.Array:
     if dtype == jnp.float32:
         return master
     # by itself, a conversion is left out by XLA where a task converts back: it would see the master there
-    kept = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(master, exponent_bits=kept.nexp, mantissa_bits=kept.nmant).astype(dtype)
+    return jax.lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7).astype(dtype)
 
 
 def _optimizer_name(path: Any) -> str:

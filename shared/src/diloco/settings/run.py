@@ -33,7 +33,7 @@ class _Section(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_the_first_runs_were(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave later settings out that have their default: a run of before keeps its identity, and its members may be older."""
+        """Leave out later settings that have their default: a run of before keeps its identity, its members may be older."""
         values: dict[str, Any] = serialize(self)
         fields = type(self).model_fields
         return {name: value for name, value in values.items() if name not in self._LATER or value != fields[name].default}
