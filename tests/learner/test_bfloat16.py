@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.deltas import Delta
 
-from diloco.core import codec, outer
+from diloco.core import outer
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment, TensorSpec, build_map
@@ -47,7 +47,8 @@ class Drift:
         assert params["weight"].dtype == self.dtype
         assert params["scale"].dtype == jnp.float32
         moved = (params["weight"].astype(jnp.float32) * batch).sum() + params["scale"].sum()
-        return moved.astype(self.loss_dtype)
+        loss: jax.Array = moved.astype(self.loss_dtype)
+        return loss
 
     def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[NDArray[np.float32]]:
         rng = np.random.default_rng((seed, share))  # exact in bfloat16, with a trend of a third of their deviation

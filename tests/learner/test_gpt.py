@@ -114,7 +114,8 @@ def loss_and_gradients(params: gpt.Params, windows: jax.Array, shape: gpt.Shape)
 
 def halved(params: gpt.Params) -> gpt.Params:
     """The parameters with matrices in bfloat16."""
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.ndim > 1 else leaf, params)
+    half: gpt.Params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.ndim > 1 else leaf, params)
+    return half
 
 
 def test_matrices_in_bfloat16_are_those_of_float32_rounded_and_the_loss_is_about_the_same(params: gpt.Params) -> None:
@@ -124,10 +125,9 @@ def test_matrices_in_bfloat16_are_those_of_float32_rounded_and_the_loss_is_about
     assert half["blocks"]["0"]["attention"]["norm"].dtype == jnp.float32
     np.testing.assert_array_equal(made["blocks"]["1"]["mlp"]["down"], half["blocks"]["1"]["mlp"]["down"])
     assert jax.eval_shape(lambda: gpt.logits(half, windows[:, :-1], SHAPE)).dtype == jnp.float32
-    block = half["blocks"]["0"]
-    assert jax.eval_shape(
-        lambda x: gpt.mlp(block["mlp"], gpt.rms_norm(x, block["mlp"]["norm"])), jnp.ones((1, 16), jnp.bfloat16)
-    ).dtype == (jnp.bfloat16)
+    block = half["blocks"]["0"]["mlp"]
+    between = jax.eval_shape(lambda x: gpt.mlp(block, gpt.rms_norm(x, block["norm"])), jnp.ones((1, 16), jnp.bfloat16))
+    assert between.dtype == jnp.bfloat16
 
     expected, gradients = loss_and_gradients(params, windows, SHAPE)
     loss, rounded = loss_and_gradients(half, windows, SHAPE)
