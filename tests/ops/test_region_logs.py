@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import settings as given_so
 from hypothesis import strategies as st
 
 from diloco.core import merging
@@ -204,7 +203,6 @@ async def begin(process: Process) -> tuple[dict[str, Place], Replica, bytes]:
     return places, (await first.reader.load(0, *genesis)).replica, genesis[1]
 
 
-@given_so(max_examples=60)
 @given(turns=TURNS, left=MAJORITIES, furthest=st.integers(0, 2))  # of all fragments: one of them may be behind there
 def test_a_settled_log_has_all_that_was_committed_as_one_chain_and_loses_nothing_that_was_told(
     turns: list[Turn], left: list[int], furthest: int
