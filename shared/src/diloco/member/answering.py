@@ -46,7 +46,7 @@ class Answering:
         """Answer the fragment's open round if that can be done now; the lock is held."""
         answer = self.learner.try_answer(index)
         if answer is not None:
-            self.shared.spawn(self._answer(answer))
+            self.shared.tasks.spawn(self._answer(answer))
 
     def begin_soon(self, index: int) -> None:
         """Answer the fragment's open round, likewise; the lock is not held. Callable from any thread."""

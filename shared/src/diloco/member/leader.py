@@ -32,7 +32,6 @@ from diloco.process.tape import Recorder
 from diloco.settings.service import LearnerSettings
 from diloco.transport import Transport
 from diloco.wire import island
-from diloco.wire.control import Heartbeat
 from diloco.wire.entries import Genesis
 from diloco.wire.framing import Message
 
@@ -152,17 +151,12 @@ class Leader(Member):
         await super().close()
         await self.part.close()
 
-    def heartbeat(self) -> Heartbeat:
-        """Return the heartbeat: of all processes together."""
-        beats = self.part.group.beats.values()
-        with self._shared.lock:
-            return self.learner.heartbeat(
-                trained=self.shares.trained(),
-                batch_tokens=self.shares.batch_tokens,
-                bytes_up=self.transport.bytes_out + sum(beat.bytes_up for beat in beats),
-                bytes_down=self.transport.bytes_in + sum(beat.bytes_down for beat in beats),
-                refused=self.refused.total + sum(beat.refused for beat in beats),
-            )
+    def _traffic(self) -> tuple[int, int, int]:
+        """Return these of all processes together."""
+        own, beats = super()._traffic(), self.part.group.beats.values()
+        others = ((beat.bytes_up, beat.bytes_down, beat.refused) for beat in beats)
+        up, down, refused = (sum(counts) for counts in zip(own, *others, strict=True))
+        return up, down, refused
 
     def note_optimizer(self, loan: Loan | None) -> None:
         """Note with which optimizer state all processes begin: one that each has borrowed its part of, or a fresh one."""

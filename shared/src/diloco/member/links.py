@@ -13,13 +13,14 @@ import hmac
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from blake3 import blake3
 
 from diloco.errors import FormatError, HashError, IslandError, MessageError
 from diloco.process.observe import Logger
+from diloco.process.tasks import Tasks
 from diloco.wire import framing
 from diloco.wire.framing import Message
 from diloco.wire.island import MESSAGES, Address, Bye, Greeting, Ping, Proof
@@ -111,7 +112,7 @@ class Links:
         self._heard_s: dict[int, float] = {}
         self._gone: set[int] = set()  # that said farewell
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(lambda error: self.fail(IslandError(f"process {index}: its links failed: {error!r}")))
         self._strangers = 0
         self._known, self._complete = asyncio.Event(), asyncio.Event()  # generation and secret are; all are connected
         self._expected = 0
@@ -150,7 +151,7 @@ class Links:
                 f"process {self.index}: no connection to process {missing[0] if missing else '?'} "
                 f"({type(error).__name__}: {error}): processes of a learner have to reach each other on all ports"
             ) from None
-        self._spawn(self._ping())
+        self._tasks.spawn(self._ping())
 
     async def _connect(self, index: int, address: Address) -> None:
         reader, writer = await asyncio.open_connection(*address)
@@ -171,7 +172,7 @@ class Links:
             writer.transport.abort()
             return
         self._strangers += 1
-        self._spawn(self._admit(Stream(reader, writer, self.run)))
+        self._tasks.spawn(self._admit(Stream(reader, writer, self.run)))
 
     async def _admit(self, stream: Stream) -> None:
         """Let a process in that knows the secret; drop all others."""
@@ -207,7 +208,7 @@ class Links:
 
     def _add(self, index: int, stream: Stream) -> None:
         self._streams[index], self._heard_s[index] = stream, time.monotonic()
-        self._spawn(self._receive(index, stream))
+        self._tasks.spawn(self._receive(index, stream))
         if len(self._streams) == self._expected:
             self._complete.set()
 
@@ -294,18 +295,6 @@ class Links:
         self._ending = True
         if self._server is not None:
             self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end()
         for stream in self._streams.values():
             stream.abort()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.fail(IslandError(f"process {self.index}: its links failed: {task.exception()!r}"))

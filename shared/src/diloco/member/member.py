@@ -113,7 +113,7 @@ class Member:
         """
         learns = self.settings.role == "learner"
         await until_available(self._changes.look, self.log)
-        self._shared.spawn(self._changes.follow())
+        self._shared.tasks.spawn(self._changes.follow())
         await self.admission.readmitted(self.store.reader.closed)
         if learns:
             await self.admission.take()
@@ -137,7 +137,7 @@ class Member:
         at_ms = int(self.transport.wall_s() * 1000)
         self._taped.start(events.Start(at_ms, self.learner.incarnation, tuple(versions)), self._shared.loop.time())
         self._begin_to_follow()
-        self._shared.spawn(self._send_heartbeats_regularly())
+        self._shared.tasks.spawn(self._send_heartbeats_regularly())
         self._change()
         self.log.info("joined", fragments=len(versions), version_min=min(versions), version_max=max(versions))
 
@@ -147,7 +147,7 @@ class Member:
     async def _load(self, genesis: tuple[Genesis, bytes]) -> list[Version]:
         """Return what the log has of each fragment, in order."""
         others = self.run.created.learners - (self.settings.role == "learner")
-        indexes, spawn, tell = range(len(self.map.fragments)), self._shared.spawn, self._take_in
+        indexes, spawn, tell = range(len(self.map.fragments)), self._shared.tasks.spawn, self._take_in
         self._following = Following(
             self.store, self.run, self.settings.name, indexes, self.refused, self.log, others=others, spawn=spawn, tell=tell
         )
@@ -163,7 +163,7 @@ class Member:
         self._begin_audit(self._following.holds, self._following.begin_again)
 
     def _begin_audit(self, holds: Callable[[], Awaitable[bool]], lost: Callable[[], Awaitable[None]]) -> None:
-        self._shared.spawn(Audit(self._shared, self.admission, self.shares, holds, lost, self.log).work())
+        self._shared.tasks.spawn(Audit(self._shared, self.admission, self.shares, holds, lost, self.log).work())
 
     async def _hear(self, subject: str, kind: type[M], handle: Callable[[M, Heard], Awaitable[None]]) -> None:
         await hear(self.transport, subject, kind, self.run.identity, handle, self.refused)
@@ -221,7 +221,7 @@ class Member:
                 self.learner.activity = "left"
             await self._send_heartbeat()
             await self._free_shares()
-        await self._shared.end_tasks()
+        await self._shared.tasks.end()
         self.lender.close()
         self.tape.flush()
 
@@ -266,7 +266,7 @@ class Member:
 
     def _heartbeat_soon(self) -> None:
         self.tape.flush()
-        self._shared.spawn(self._send_heartbeat())
+        self._shared.tasks.spawn(self._send_heartbeat())
 
     async def _send_heartbeat(self) -> None:
         frame = framing.pack(self.heartbeat(), self.run.identity)
@@ -274,14 +274,19 @@ class Member:
 
     def heartbeat(self) -> Heartbeat:
         """Return the heartbeat: what others are told of this member now."""
+        bytes_up, bytes_down, refused = self._traffic()
         with self._shared.lock:
             return self.learner.heartbeat(
                 trained=self.shares.trained(),
                 batch_tokens=self.shares.batch_tokens,
-                bytes_up=self.transport.bytes_out,
-                bytes_down=self.transport.bytes_in,
-                refused=self.refused.total,
+                bytes_up=bytes_up,
+                bytes_down=bytes_down,
+                refused=refused,
             )
+
+    def _traffic(self) -> tuple[int, int, int]:
+        """Return bytes sent and received, and messages refused."""
+        return self.transport.bytes_out, self.transport.bytes_in, self.refused.total
 
     # ---- trainer thread
 
@@ -421,7 +426,7 @@ class Member:
         """Say that the state asked for is saved. Callable from any thread."""
         with self._shared.lock:
             self.learner.markers.answer(answer)
-        self._shared.loop.call_soon_threadsafe(lambda: self._shared.spawn(self._send_marker_answer(answer)))
+        self._shared.loop.call_soon_threadsafe(lambda: self._shared.tasks.spawn(self._send_marker_answer(answer)))
 
 
 def _copied(member: Member) -> Dump:

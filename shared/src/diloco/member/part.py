@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from diloco.member.member import Boundary
 from diloco.member.shipping import Shipping
 from diloco.process.observe import Counted, Logger
 from diloco.process.retry import until_available
-from diloco.process.tasks import end
+from diloco.process.tasks import Tasks
 from diloco.transport import Transport
 from diloco.wire import island
 from diloco.wire.framing import Message
@@ -60,10 +60,11 @@ class Part:
     ) -> None:
         """Begin; ``read`` gives a fragment as it is between steps, float32 [size], with this process's rows in it."""
         self.transport, self.run, self.group, self.log, self.read = transport, run, group, log, read
+        self.tasks = Tasks(self.fail)  # of the loop's thread
         self.links, self.refused, self.carriers = group.links, refused, carriers
         self.shipping = Shipping(group.links, layouts)
         self.carrier = Carrier(
-            transport, run, store, group.links, self.shipping, carriers, group.name, refused, self.spawn, log
+            transport, run, store, group.links, self.shipping, carriers, group.name, refused, self.tasks.spawn, log
         )
         self.course = Course(run.identity, group.generation)
         self.lead: Callable[[int, Message], None] | None = None
@@ -76,7 +77,6 @@ class Part:
         self._whole: dict[int, dict[int, Vector]] = {}  # by fragment: rows that came to a leader that gathers
         self._gathered = asyncio.Event()
         self._oldest = 0  # readings of earlier decisions are wanted no more
-        self._tasks: set[asyncio.Task[None]] = set()
         group.handle(self._handle)
 
     @property
@@ -86,19 +86,7 @@ class Part:
 
     # ---- the loop's thread
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Begin a task of the loop's thread, whose failure ends this process."""
-        task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.fail(task.exception())
-
-    def fail(self, error: BaseException | None) -> None:
+    def fail(self, error: BaseException) -> None:
         """End this process at its next boundary. Callable from any thread."""
         with self._news:
             self._failure = self._failure or error
@@ -106,7 +94,7 @@ class Part:
 
     async def close(self) -> None:
         """End all tasks."""
-        await end(*self._tasks)
+        await self.tasks.end()
 
     def _handle(self, source: int, message: Message, inline: bytes) -> None:
         try:
@@ -128,7 +116,7 @@ class Part:
             case island.Store():
                 self.carrier.store_offer(message)
             case island.Gather():
-                self.spawn(self._send_whole(message.fragment))
+                self.tasks.spawn(self._send_whole(message.fragment))
             case _ if self.lead is not None:
                 self.lead(source, message)
             case _:
@@ -179,7 +167,7 @@ class Part:
         if reader is None:
             self._asked.add(key)
         else:
-            self.spawn(self._send_rows(key, reader))
+            self.tasks.spawn(self._send_rows(key, reader))
 
     async def _send_rows(self, key: tuple[int, int], reader: Reader) -> None:
         fragment, number = key
@@ -195,7 +183,7 @@ class Part:
     def _note_reading(self, key: tuple[int, int], reader: Reader) -> None:
         if key in self._asked:
             self._asked.discard(key)
-            self.spawn(self._send_rows(key, reader))
+            self.tasks.spawn(self._send_rows(key, reader))
         elif key[1] >= self._oldest:
             self._readings[key] = reader
 
@@ -272,7 +260,7 @@ class Follower:
         """Load the carried fragments once the run is founded, and begin to follow them."""
         run = self.part.run
         await until_available(self._changes.look, self.part.log)
-        self.part.spawn(self._changes.follow())
+        self.part.tasks.spawn(self._changes.follow())
 
         async def look() -> Any:
             return await await_genesis(run, self.store, None, None, self.part.log)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from diloco.core.learner import Learner
-from diloco.process.tasks import end
+from diloco.process.tasks import Tasks
 
 
 class SharedLearner:
@@ -19,7 +18,7 @@ class SharedLearner:
         self.failure: BaseException | None = None  # of a task, or what else ends this learner
         self.loop = asyncio.get_running_loop()
         self._unseen = False  # something happened since the last boundary
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks = Tasks(self._fail)  # of the loop thread
 
     def tell(self) -> None:
         """Wake the trainer if it waits for news; the lock is held."""
@@ -50,19 +49,6 @@ class SharedLearner:
         self.failure = self.failure or error
         self.tell()
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Begin a task of the loop thread."""
-        task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            with self.lock:
-                self.fail(task.exception())
-
-    async def end_tasks(self) -> None:
-        """Cancel all tasks and wait for their end."""
-        await end(*self._tasks)
+    def _fail(self, error: BaseException) -> None:
+        with self.lock:
+            self.fail(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 CANCEL_AGAIN_S = 0.1  # a swallowed cancellation delays an end by no more than this
@@ -42,6 +42,31 @@ async def end(*tasks: asyncio.Task[Any] | None) -> None:
         for task in running:
             task.cancel()
         _, running = await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
+
+
+class Tasks:
+    """The tasks of one owner, who is told of the errors they end by. Construct it in the loop's thread, and call it there."""
+
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed, self._loop = failed, asyncio.get_running_loop()
+        self._running: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin a task."""
+        task = self._loop.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._failed(error)
+
+    async def end(self) -> None:
+        """Cancel all tasks and wait for their end."""
+        await end(*self._running)
 
 
 async def unbroken(work: Awaitable[T]) -> T:
