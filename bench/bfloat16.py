@@ -8,7 +8,7 @@ temporaries are the rest. Of the small batch of one sequence these are mostly gr
 Updates are drawn with a trend of a third of their deviation, and added to parameters of 0.02, round by round, in two forms:
 masters in float32, as an island has them; and bfloat16 alone, where parameters are rounded after each step and a displacement
 is measured from the version rounded. Each round's displacement goes into the log as it is. `arrives` is the share of the
-updates' sum that a displacement holds (a regression), `error` the root mean square of what it holds besides, relative to their sum's.
+updates' sum that a displacement holds (a regression), `error` the root mean square of the rest, relative to the sum's.
 """
 
 from __future__ import annotations
