@@ -139,8 +139,9 @@ def stepping(cluster: Cluster, steps: int) -> bool:
 
 async def island_run(launch: Launch) -> Cluster:
     """Return a run that goes on until its learner is ended; it has all but the learner."""
-    task: dict[str, Any] = {"task__name": "gpt", "task__layers": 1, "task__width": 64, "task__heads": 2, "task__context": 16, "task__batch": 4}
-    cluster = launch(small(tokens=10**9, learners=1, inner__optimizer="adamw", **task))
+    task: dict[str, Any] = {"name": "gpt", "layers": 1, "width": 64, "heads": 2, "context": 16, "batch": 4}
+    named = {f"task__{key}": value for key, value in task.items()}
+    cluster = launch(small(tokens=10**9, learners=1, inner__optimizer="adamw", **named))
     cluster.coordinator()
     cluster.syncer(0)
     await cluster.link()
