@@ -31,6 +31,7 @@ SETTINGS = {
     "log.keyframe_factor": 1000,
 }
 PATIENCE_S = 600.0
+ENVIRONMENT = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiling is most of the work
 
 
 def arguments(directory: Path, steps: int) -> list[str]:
@@ -67,7 +68,7 @@ def accounts_hold(directory: Path) -> None:
 
 def trained(directory: Path, steps: int) -> None:
     """Train a run to its end."""
-    ended = subprocess.run(arguments(directory, steps), capture_output=True, text=True, timeout=PATIENCE_S)
+    ended = subprocess.run(arguments(directory, steps), capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRONMENT)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -111,7 +112,9 @@ class Up:
 
     def __init__(self, directory: Path, steps: int) -> None:
         self.directory = directory
-        self.process = subprocess.Popen(arguments(directory, steps), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            arguments(directory, steps), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENVIRONMENT
+        )
 
     def pid(self, service: str) -> int:
         return int((self.directory / "services" / f"{service}.pid").read_text())

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from diloco.control.gate import HeartbeatGate
 from diloco.control.hearing import hear
 from diloco.core.chain import NO_ENTRY
+from diloco.member import state
 from diloco.process.tasks import end
 from diloco.transport import Heard
 from diloco.wire import framing
@@ -69,7 +70,7 @@ class Marking:
 
     def forget(self) -> None:
         """Drop what learners have saved: an attempt failed, or it is copied."""
-        shutil.rmtree(self.run.directory.path / "checkpoints" / str(self.number), ignore_errors=True)
+        shutil.rmtree(self.run.directory.path / state.FOLDER / str(self.number), ignore_errors=True)
         self._answers.clear()
 
     async def _snapshot(self) -> States:
@@ -92,10 +93,8 @@ class Marking:
         if without_residual:
             names = ", ".join(map(str, without_residual))
             self.problems.append(f"fragments {names}: what rounding has left over of their last merge begins at zero")
-        return {name: (self._state_of(name), answer) for name, answer in sorted(self._answers.items())}
-
-    def _state_of(self, learner: str) -> Path:
-        return self.run.directory.path / "checkpoints" / str(self.number) / f"{learner}.safetensors"
+        folder = self.run.directory.path
+        return {name: (state.snapshot(folder, self.number, name), answer) for name, answer in sorted(self._answers.items())}
 
     async def _until_answered(self, versions: list[int]) -> None:
         """Repeat the marker until every living learner has answered.
