@@ -49,15 +49,15 @@ def _key(item: Resource) -> tuple[str, str]:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """A strategic merge: mappings by key, lists of named things by name, all else replaced."""
+    """A strategic merge: mappings by key, lists of named things by name, changed ones first, all else replaced."""
     if isinstance(old, dict) and isinstance(new, dict):
         return {
             key: _merged(old[key], new[key]) if key in old and key in new else {**old, **new}[key] for key in {**old, **new}
         }
     if isinstance(old, list) and isinstance(new, list) and all(isinstance(item, dict) and "name" in item for item in old + new):
-        changes = {item["name"]: item for item in new}
-        merged = [_merged(item, changes.pop(item["name"], {})) for item in old]
-        return merged + list(changes.values())
+        were = {item["name"]: item for item in old}
+        merged = [_merged(were.pop(item["name"], {}), item) for item in new]
+        return merged + list(were.values())
     return copy.deepcopy(new)
 
 

@@ -13,11 +13,14 @@ from diloco.core.tape import Header
 from diloco.errors import DilocoError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
+from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
 from diloco.wire import framing
 from diloco_ops.broker.server import free_port
-from diloco_ops.doctor import access, machine, needs, verdicts
+from diloco_ops.doctor import access, island, machine, needs, verdicts
 from diloco_ops.doctor.check import Check, Role
+from diloco_ops.doctor.island import Fit
 from diloco_ops.doctor.needs import Model, Way
+from diloco_ops.doctor.reach import REFUSED, Reached
 from diloco_ops.doctor.verdicts import Members, ServerInfo, Speed, Storage
 
 # 6400 values in four bits are 100 blocks of 34 bytes
@@ -322,3 +325,67 @@ def test_limits_of_the_process() -> None:
     assert verdicts.allocator({"MALLOC_ARENA_MAX": "1"}, wanted).text() == (
         "MALLOC_TOP_PAD_ not set; put into the environment: MALLOC_TOP_PAD_=2"
     )
+
+
+# ---- learners of several devices or hosts
+
+FIT = Fit(2, "cpu", {"data": 2, "fsdp": 2, "tensor": 1}, {"python": "3.11", "mesh": "2 x 2"})
+LEADER = ProcessesSettings(count=2, index=0, address="10.0.0.1:7600")
+OTHER = ProcessesSettings(count=2, index=1, address="10.0.0.1:7600")
+
+
+def test_which_learners_have_a_mesh_or_processes_to_look_at() -> None:
+    assert not island.is_island(LearnerSettings(name="a"))
+    assert island.is_island(LearnerSettings(name="a", mesh=MeshSettings(data=2)))
+    assert island.is_island(LearnerSettings(name="a", processes=OTHER))
+
+
+def test_a_mesh() -> None:
+    found = island.mesh(FIT, 2, run_known=True)
+    assert (found.verdict, found.found) == (
+        "ok",
+        "2 devices (cpu) here, 4 of 2 processes: data 2, fsdp 2, tensor 1; fits the run's tensors and batches",
+    )
+    unknown = island.mesh(FIT, 1, run_known=False)
+    assert unknown.found.endswith("; tensors and batches are not known before the run is there")
+    refused = island.mesh(Fit(2, "cpu", {}, {}, "mesh: change it"), 1, run_known=True)
+    assert (refused.verdict, refused.found) == ("failed", "2 devices (cpu): mesh: change it")
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusal", "error", "expected"),
+    [
+        (LEADER, "", "", "ok"),
+        (LEADER, "Cannot assign requested address", "", "failed"),
+        (ProcessesSettings(count=2, address="localhost:7600"), "", "", "warning"),
+        (OTHER, "", "", "ok"),
+        (OTHER, "", REFUSED, "ok"),  # process 0 is not there yet
+        (OTHER, "", "no answer within 5 s: a firewall, or no route", "failed"),
+    ],
+)
+def test_where_processes_meet(settings: ProcessesSettings, refusal: str, error: str, expected: str) -> None:
+    check = island.meets(settings, refusal, Reached(settings.address, error=error))
+    assert verdict(check) == ("meeting", expected)
+    assert (expected == "ok") == (not check.remedy)
+
+
+@pytest.mark.parametrize(
+    ("address", "meeting", "expected"),
+    [
+        ("10.0.0.2", "10.0.0.1", "ok"),
+        ("127.0.1.1", "10.0.0.1", "failed"),  # as Debian writes it into /etc/hosts
+        ("127.0.1.1", "127.0.0.1", "ok"),  # all processes are on this host
+        ("", "10.0.0.1", "failed"),
+    ],
+)
+def test_a_host_name_that_collectives_listen_at(address: str, meeting: str, expected: str) -> None:
+    assert verdict(island.host_name("node7", address, meeting)) == ("host name", expected)
+
+
+def test_facts_that_two_hosts_compare() -> None:
+    own, same = island.facts(FIT), island.facts(Fit(2, "cpu", {}, {"mesh": "2 x 2", "python": "3.11"}))
+    other = island.facts(Fit(2, "cpu", {}, {**FIT.facts, "python": "3.12"}))
+    assert own.found == same.found
+    assert own.found.split(":")[0] != other.found.split(":")[0]
+    assert own.found.endswith(": mesh 2 x 2, python 3.11")
+    assert island.facts(Fit(2, "cpu", {}, {})).verdict == "skipped"

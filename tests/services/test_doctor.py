@@ -33,6 +33,7 @@ from diloco.process import observe
 from diloco.process.observe import get_logger
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
+from diloco.settings.service import ProcessesSettings
 from diloco.wire import framing
 from diloco.wire.control import ShardHeartbeat
 from diloco.wire.subjects import Subjects
@@ -99,6 +100,26 @@ async def alive(transport: NatsTransport, run: Run, **steps_s: float) -> AsyncIt
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+async def test_a_process_of_a_learner_of_two_whose_mesh_does_not_divide_its_batches(
+    link: NatsTransport, nats_server: Server, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    task = {"task.batch": 6, "task.layers": 1, "task.width": 64, "task.heads": 2, "task.context": 16}
+    await create(link, name, run_settings(overrides=QUICK | task))
+    processes = {"count": 2, "index": 0, "address": f"127.0.0.1:{free_port()}"}
+    settings = DoctorSettings(
+        name="learner-9", run=name, nats_url=nats_server.url, state_dir=tmp_path, processes=ProcessesSettings(**processes)
+    )
+    found = await examined(settings, step_s=1.0)
+    assert named(found, "failed") == ["mesh"]
+    assert found["mesh"].found.startswith("2 devices (cpu) here, 4 of 2 processes: task: a batch has 6 rows")
+    assert "take a multiple of 4 rows a batch" in found["mesh"].found
+    assert found["meeting"].verdict == "warning", "an address of this host alone"
+    assert "jax " in found["facts"].found
+    # of 64,000 parameters it carries half
+    assert "32.0k parameters" in found["memory"].needed
 
 
 async def test_a_learner_that_may_join(link: NatsTransport, nats_server: Server, name: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import typer
 
 from diloco_lab.commands.bandwidth import bandwidth
 from diloco_lab.commands.goodput import goodput
+from diloco_lab.commands.island import island
 from diloco_lab.commands.plan import plan
 from diloco_lab.commands.report import report
 from diloco_lab.commands.run import run
@@ -24,6 +25,7 @@ def _simulate() -> None:
 simulate.command()(goodput)
 simulate.command()(bandwidth)
 simulate.command()(plan)
+simulate.command()(island)
 simulate.command()(run)
 simulate.command()(report)
 simulate.command()(trace)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import platform
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,13 +27,13 @@ from diloco.nats.transport import NatsTransport
 from diloco.service import skeleton as service
 from diloco.service import volume
 from diloco.settings.run import RunSettings
-from diloco.settings.service import CoordinatorSettings, LearnerSettings, SyncerSettings, check_region
+from diloco.settings.service import CoordinatorSettings, LearnerSettings, SyncerSettings, check_region, host_and_port
 from diloco.settings.validation import parse
 from diloco.wire import framing
 from diloco.wire.subjects import Subjects, reader
 from diloco_ops.broker.admin import SERVER_AWAY
 from diloco_ops.broker.probe import NotAllowedError, Probe
-from diloco_ops.doctor import access, machine, needs, reach, server, verdicts
+from diloco_ops.doctor import access, island, machine, needs, reach, server, verdicts
 from diloco_ops.doctor.check import Check, Role, skipped
 from diloco_ops.doctor.needs import Model
 from diloco_ops.doctor.server import Place
@@ -81,6 +83,9 @@ class Examination:
                     yield check
             async for check in self._look_at_run():
                 yield check
+            if self.role == "learner" and island.is_island(self.settings):
+                async for check in self._look_at_island():
+                    yield check
             for opened in self._open.values():
                 async for check in self._look_at(opened):
                     yield check
@@ -136,7 +141,7 @@ class Examination:
 
     def _sizes(self) -> Iterable[Check]:
         """Check memory and disk against the run's model."""
-        run, model = self._run, self._model
+        run, model = self._run, self._carried
         if run is None or model is None:
             yield skipped("memory", "the run has no model yet")
         else:
@@ -166,6 +171,12 @@ class Examination:
     @property
     def _model(self) -> Model | None:
         return None if self._map is None else Model.of(self._map)
+
+    @property
+    def _carried(self) -> Model | None:
+        """The part of the model that this process of a learner carries; of all other services the whole."""
+        model, count = self._model, self.settings.processes.count if self.role == "learner" else 1
+        return None if model is None else Model(math.ceil(model.parameters / count), model.largest)
 
     # ---- servers
 
@@ -348,6 +359,23 @@ class Examination:
                     "run", "failed", difference, "the settings that the run has", "correct them, or choose another run name"
                 )
         return verdicts.run(name, settings, self._model)
+
+    async def _look_at_island(self) -> AsyncIterator[Check]:
+        """Check the mesh of a learner's devices, and the way between its processes."""
+        processes, run = self.settings.processes, self._run.created if self._run else None
+        fit = None
+        try:
+            fit = await island.measure(self.settings, run)
+            yield island.mesh(fit, processes.count, run_known=run is not None)
+        except DilocoError as error:
+            yield Check("mesh", "failed", str(error))
+        if processes.count == 1:
+            return
+        yield island.meets(processes, *await island.meeting(processes))
+        host, _ = host_and_port(processes.address, "processes.address")
+        yield island.host_name(socket.gethostname(), await asyncio.to_thread(island.own_address), host)
+        if fit is not None:
+            yield island.facts(fit)
 
     async def _listen(self, control: _Open) -> list[Check]:
         assert self._run is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import ssl
@@ -20,6 +21,7 @@ from diloco_ops.doctor.verdicts import ServerInfo
 CONNECT_S = 5.0  # a lost SYN is sent again after 1 and 3 s
 INFO_BYTES = 1 << 16
 DEFAULT_PORT = 4222
+REFUSED = os.strerror(errno.ECONNREFUSED)
 
 
 @dataclass(frozen=True)

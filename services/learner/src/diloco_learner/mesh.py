@@ -41,18 +41,28 @@ def make_mesh(settings: MeshSettings, devices: Sequence[jax.Device] | None = Non
         SettingsError: the axes do not fit their number.
     """
     found = jax.devices() if devices is None else list(devices)
+    sizes = axis_sizes(settings, len(found), found[0].platform)
+    if len(found) == 1:
+        return None
+    return Mesh(np.array(found).reshape(*sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def axis_sizes(settings: MeshSettings, devices: int, platform: str) -> dict[str, int]:
+    """Return the devices of each axis, of a mesh of so many devices of a platform.
+
+    Raises:
+        SettingsError: the axes do not fit their number.
+    """
     others = settings.data * settings.tensor
-    fsdp = settings.fsdp or max(1, len(found) // others)
-    if others * fsdp != len(found):
+    fsdp = settings.fsdp or max(1, devices // others)
+    if others * fsdp != devices:
         left = "" if settings.fsdp else " (by default as many as are left)"
         raise SettingsError(
             f"mesh: mesh.data = {settings.data}, mesh.fsdp = {fsdp}{left} and mesh.tensor = {settings.tensor} are "
-            f"{others * fsdp} devices, and JAX gives this learner {len(found)} ({found[0].platform}): change them, or the "
+            f"{others * fsdp} devices, and JAX gives this learner {devices} ({platform}): change them, or the "
             "devices that it sees (CUDA_VISIBLE_DEVICES; JAX_NUM_CPU_DEVICES for a CPU)"
         )
-    if len(found) == 1:
-        return None
-    return Mesh(np.array(found).reshape(settings.data, fsdp, settings.tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return dict(zip(AXES, (settings.data, fsdp, settings.tensor), strict=True))
 
 
 def partition_of(task: object, path: str, shape: Shape, sizes: Mapping[str, int]) -> PartitionSpec:
@@ -97,6 +107,37 @@ def default_partition(shape: Shape, sizes: Mapping[str, int]) -> PartitionSpec:
     return PartitionSpec(*(None,) * split, "fsdp")
 
 
+def partitions(task: object, keyed: Sequence[tuple[Any, Any]], sizes: Mapping[str, int]) -> list[PartitionSpec]:
+    """Return how all tensors are split: of a task whose parameters have these paths and leaves, as JAX flattens them.
+
+    Raises:
+        SettingsError: a partition of the task does not fit the mesh, or none uses an axis of it.
+    """
+    named = [(jax.tree_util.keystr(path, simple=True, separator="/"), tuple(leaf.shape)) for path, leaf in keyed]
+    specs = [partition_of(task, path, shape, sizes) for path, shape in named]
+    if sizes["tensor"] > 1 and not any("tensor" in _names(spec) for spec in specs):
+        raise SettingsError(
+            f"mesh.tensor = {sizes['tensor']}: no partition of task {type(task).__name__} names 'tensor', so these "
+            "devices would all do the same: name it in the task's partition(path, shape), or leave mesh.tensor out"
+        )
+    return specs
+
+
+def check_rows(batch: Any, sizes: Mapping[str, int]) -> None:
+    """Find out that the devices of a mesh divide the rows of a batch.
+
+    Raises:
+        SettingsError: they do not.
+    """
+    rows, shards = _rows(batch), _row_shards(sizes)
+    if rows % shards:
+        raise SettingsError(
+            f"task: a batch has {rows} rows (the first axis of its largest array), which mesh.data = {sizes['data']} times "
+            f"mesh.fsdp = {sizes['fsdp']} does not divide: take a multiple of {shards} rows a batch (task.batch of the "
+            f"built-in task), or a mesh that divides {rows}"
+        )
+
+
 class Placement:
     """Where the arrays of an island lie: split over a mesh, or, without one, as JAX puts them on one device.
 
@@ -110,13 +151,7 @@ class Placement:
             return
         keyed, self._structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(task.init, key))
         self._shapes = [tuple(leaf.shape) for _, leaf in keyed]
-        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in keyed]
-        self._specs = [partition_of(task, path, shape, mesh.shape) for path, shape in zip(paths, self._shapes, strict=True)]
-        if mesh.shape["tensor"] > 1 and not any("tensor" in _names(spec) for spec in self._specs):
-            raise SettingsError(
-                f"mesh.tensor = {mesh.shape['tensor']}: no partition of task {type(task).__name__} names 'tensor', so these "
-                "devices would all do the same: name it in the task's partition(path, shape), or leave mesh.tensor out"
-            )
+        self._specs = partitions(task, keyed, mesh.shape)
 
     def init(self) -> Params:
         """Return the task's first parameters. On a mesh each device makes its shards, so ``task.init`` is traced by JAX."""
@@ -171,23 +206,14 @@ class Placement:
         Raises:
             SettingsError: they do not.
         """
-        rows = _rows(batch)
-        if self.mesh is not None and rows % self._row_shards(self.mesh):
-            raise SettingsError(
-                f"task: a batch has {rows} rows (the first axis of its largest array), which mesh.data = "
-                f"{self.mesh.shape['data']} times mesh.fsdp = {self.mesh.shape['fsdp']} does not divide: take a multiple of "
-                f"{self._row_shards(self.mesh)} rows a batch (task.batch of the built-in task), or a mesh that divides {rows}"
-            )
+        if self.mesh is not None:
+            check_rows(batch, self.mesh.shape)
 
     def _batch_specs(self, batch: Any) -> Any:
         assert self.mesh is not None
         rows = _rows(batch)
-        divides = rows % self._row_shards(self.mesh) == 0
+        divides = rows % _row_shards(self.mesh.shape) == 0
         return jax.tree.map(lambda leaf: ROWS if divides and np.shape(leaf)[:1] == (rows,) else PartitionSpec(), batch)
-
-    @staticmethod
-    def _row_shards(mesh: Mesh) -> int:
-        return int(mesh.shape["data"] * mesh.shape["fsdp"])
 
     @property
     def _whole(self) -> NamedSharding:
@@ -252,6 +278,10 @@ def _own_rows(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """Return an array of all processes of which this one puts what its devices take; nobody asks the others."""
     values = np.asarray(leaf)
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+
+def _row_shards(sizes: Mapping[str, int]) -> int:
+    return sizes["data"] * sizes["fsdp"]
 
 
 def _rows(batch: Any) -> int:

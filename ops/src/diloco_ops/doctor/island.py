@@ -1,0 +1,146 @@
+"""A learner of several devices or hosts: whether its mesh fits, and whether its processes find each other.
+
+``python -m diloco_learner.fit`` looks at devices, tensors and batches. It is a process of its own, since JAX holds a GPU's
+memory for as long as its process lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ipaddress
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from diloco.errors import DilocoError
+from diloco.settings.run import RunSettings
+from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings, host_and_port
+from diloco_ops.doctor.check import Check, skipped
+from diloco_ops.doctor.machine import refusal_to_listen
+from diloco_ops.doctor.reach import REFUSED, Reached, reach
+
+FIT_S = 120.0  # JAX begins, and a task's data is opened
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The devices of this process, the mesh of all, and what has to be the same in all processes: ``diloco_learner.fit``."""
+
+    devices: int
+    platform: str
+    mesh: Mapping[str, int]
+    facts: Mapping[str, str]
+    wrong: str = ""
+
+
+def is_island(settings: LearnerSettings) -> bool:
+    """Whether there is a mesh or there are processes to look at."""
+    return settings.mesh != MeshSettings() or settings.processes.count > 1
+
+
+async def measure(settings: LearnerSettings, run: RunSettings | None) -> Fit:
+    """Return what a learner of these settings would find here. ``run``: None where it is not known yet.
+
+    Raises:
+        DilocoError: it cannot be found out; or the run's task or data are not fit to train on.
+    """
+    own = settings.model_dump(mode="json", include=set(LearnerSettings.model_fields))
+    request = json.dumps({"learner": own, "run": None if run is None else run.model_dump(mode="json")})
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "diloco_learner.fit"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    )
+    try:
+        async with asyncio.timeout(FIT_S):
+            out, err = await process.communicate(request.encode())
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise DilocoError(f"JAX has not found its devices within {FIT_S:g} s") from None
+    if process.returncode:
+        said = err.decode(errors="replace").strip().splitlines()
+        raise DilocoError(said[-1] if said else f"diloco_learner.fit ended with {process.returncode}")
+    return Fit(**json.loads(out))
+
+
+async def meeting(settings: ProcessesSettings) -> tuple[str, Reached]:
+    """Return why process 0 cannot listen at its address, or how another process reaches it."""
+    if settings.index == 0:
+        return await asyncio.to_thread(refusal_to_listen, settings.address), Reached(settings.address)
+    return "", await reach(f"tcp://{settings.address}")
+
+
+def own_address() -> str:
+    """Return the address that this host's name resolves to; empty: it resolves to none."""
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""
+
+
+# ---- verdicts
+
+
+def mesh(fit: Fit, processes: int, *, run_known: bool) -> Check:
+    """Judge the mesh by the devices and, where the run is known, by its tensors and batches."""
+    each = f"{fit.devices} devices ({fit.platform})"
+    found = each if processes == 1 else f"{each} here, {processes * fit.devices} of {processes} processes"
+    if fit.wrong:
+        return Check("mesh", "failed", f"{found}: {fit.wrong}")
+    axes = ", ".join(f"{axis} {size}" for axis, size in fit.mesh.items())
+    fits = "fits the run's tensors and batches" if run_known else "tensors and batches are not known before the run is there"
+    return Check("mesh", "ok", f"{found}: {axes}; {fits}")
+
+
+def meets(settings: ProcessesSettings, refusal: str, reached: Reached) -> Check:
+    """Judge the address at which the processes meet: ``refusal`` to listen there, of process 0, or how another reached it."""
+    address, host = settings.address, host_and_port(settings.address, "processes.address")[0]
+    if settings.index == 0:
+        if refusal:
+            remedy = "name an address of the host that process 0 runs on, and a port that is free"
+            return Check("meeting", "failed", f"processes.address = {address}: {refusal}", "process 0 listens there", remedy)
+        if _is_loopback(host):
+            remedy = "right where all processes are on this host; else name its address in their network"
+            return Check("meeting", "warning", f"processes.address = {address} is this host's alone", "", remedy)
+        return Check("meeting", "ok", f"process 0 can listen at {address}")
+    if not reached.error:
+        return Check("meeting", "ok", f"{address} is reached in {1e3 * reached.connect_s:.3g} ms")
+    if reached.error == REFUSED:
+        return Check("meeting", "ok", f"the host of {address} answers; process 0 listens there while it waits for others")
+    remedy = "correct the address, or open the way to it (DNS, firewall): all ports between the hosts of a learner"
+    return Check("meeting", "failed", f"processes.address = {address}: {reached.error}", "process 0 there", remedy)
+
+
+def host_name(name: str, address: str, meeting_host: str) -> Check:
+    """Judge the address that this host's name resolves to: collectives on a CPU (gloo) listen there, and the others connect."""
+    needed = "an address that the other hosts reach: collectives on a CPU listen there"
+    remedy = f"give {name} its address in their network, in /etc/hosts or DNS"
+    if not address:
+        return Check("host name", "failed", f"{name} is not resolved", needed, remedy)
+    if _is_loopback(address) and not _is_loopback(meeting_host):
+        return Check("host name", "failed", f"{name} is {address}, which no other host reaches", needed, remedy)
+    return Check("host name", "ok", f"{name} is {address}")
+
+
+def facts(fit: Fit) -> Check:
+    """Show what processes compare when they meet, to be compared with the doctor's answers on the other hosts."""
+    if not fit.facts:
+        return skipped("facts", "they are not known before the run is there, or where the mesh is refused")
+    said = ", ".join(f"{name} {value}" for name, value in sorted(fit.facts.items()))
+    digest = hashlib.blake2b(json.dumps(dict(fit.facts), sort_keys=True).encode(), digest_size=4).hexdigest()
+    return Check("facts", "ok", f"{digest}: {said}", "the same on all hosts of this learner")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,78 @@
+"""``python -m diloco_learner.fit``: find out whether a learner's mesh fits, and what its processes have to agree on.
+
+Reads ``{"learner": ..., "run": ...}`` from stdin: the settings of a learner, and those of its run (null: not known yet).
+Writes a :class:`Fit` as JSON. Tensors are shapes alone here, so a model may be larger than this host. Each of a learner's
+processes is taken to have as many devices as this one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import cast
+
+import jax
+
+from diloco.control.creation import Run
+from diloco.errors import SettingsError
+from diloco.nats.registry import Registry
+from diloco.process import observe
+from diloco.settings.run import RunSettings
+from diloco.settings.service import LearnerSettings
+from diloco.settings.validation import parse
+from diloco_learner import together
+from diloco_learner.mesh import axis_sizes, check_rows, partitions
+from diloco_learner.task import first_batch, load_task
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The devices of this process, the mesh of all, and what has to be the same in all processes.
+
+    Attributes:
+        wrong: why the learner would be refused; empty: it would not be.
+    """
+
+    devices: int
+    platform: str
+    mesh: dict[str, int]
+    facts: dict[str, str]
+    wrong: str = ""
+
+
+def fit(settings: LearnerSettings, run: RunSettings | None) -> Fit:
+    """Look at the devices; with a run's settings, at its task's tensors and first batch, too.
+
+    Raises:
+        DilocoError: the run's task or data are not fit to train on.
+    """
+    devices, count = jax.devices(), settings.processes.count
+    facts: dict[str, object] = {}
+    mesh: dict[str, int] = {}
+    wrong = ""
+    try:
+        if count > 1:
+            together.check(settings)
+        mesh = axis_sizes(settings.mesh, count * len(devices), devices[0].platform)
+        if run is not None:
+            task = load_task(run.task, settings.data)
+            first = first_batch(task, run)
+            facts |= together.first_facts(settings, Run(settings.run, run, cast(Registry, None)))  # which nobody asks
+            facts |= together.model_facts(None, task, run, first) | {"mesh": mesh}
+            shapes = jax.eval_shape(task.init, jax.random.key(run.seed))
+            partitions(task, jax.tree_util.tree_flatten_with_path(shapes)[0], mesh)
+            check_rows(first, mesh)
+    except SettingsError as error:
+        wrong = str(error)
+    return Fit(len(devices), devices[0].platform, mesh, {name: str(value) for name, value in facts.items()}, wrong)
+
+
+def _main() -> None:
+    request = json.load(sys.stdin)
+    run = None if request["run"] is None else parse(RunSettings, request["run"], "the run")
+    print(json.dumps(asdict(fit(LearnerSettings(**request["learner"]), run))))
+
+
+if __name__ == "__main__":
+    sys.exit(observe.run_main(_main, "diloco-learner"))
