@@ -166,6 +166,15 @@ class Island:
         self._gradients = None if self._gradients is None else [jnp.zeros_like(leaf) for leaf in self._leaves]
         self._held = not holding.fits(list(self.arrays().values()))
 
+    @property
+    def holds(self) -> bool:
+        """Whether a step has to wait until a capture has been read, as far as a rehearsal has shown."""
+        return bool(self._held)
+
+    def hold(self) -> None:
+        """Have steps wait for captures whatever room there is here: another process of the learner has none."""
+        self._held = True
+
     def step(self, batch: Any, learning_rate: float) -> StepOutput:
         """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says."""
         self._leaves, self._gradients, self._optimizer_state, output = self._step(

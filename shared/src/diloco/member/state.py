@@ -66,14 +66,21 @@ class Saved:
     """A state as written."""
 
     size_bytes: int
-    digest: bytes  # the first bytes of its hash: what tapes call it
+    state_hash: bytes
+
+    @property
+    def digest(self) -> bytes:
+        """The first bytes of its hash: what tapes call it."""
+        return self.state_hash[:DIGEST_BYTES]
 
 
 class State:
     """A state as read: ``accounts`` and ``state_hash`` are those of the first file, chunks those of all."""
 
-    def __init__(self, accounts: dict[str, Any], state_hash: bytes, stored: Iterable[statefile.Stored]) -> None:
-        self.accounts, self.state_hash = accounts, state_hash
+    def __init__(
+        self, accounts: dict[str, Any], state_hash: bytes, stored: Iterable[statefile.Stored], set_name: str = ""
+    ) -> None:
+        self.accounts, self.state_hash, self.set_name = accounts, state_hash, set_name
         self._stored: dict[str, list[statefile.Stored]] = {}
         self._checked: set[statefile.Stored] = set()
         self.add(stored)
@@ -207,7 +214,7 @@ def save(
 
     files.replace(path, write, previous)
     size_bytes = len(draft_header) + sum(chunk.size_bytes for chunk in content.chunks)
-    return Saved(size_bytes, digest[:DIGEST_BYTES])
+    return Saved(size_bytes, digest)
 
 
 def file_hash(path: Path) -> bytes:
@@ -227,19 +234,46 @@ def load(path: Path, run: bytes, learner: str) -> State:
         RunError: it cannot be read, is damaged, of another format version, or of another run or learner.
     """
     metadata, stored = statefile.open_file(path, run, learner)
-    state = State(json.loads(metadata["accounts"]), bytes.fromhex(metadata["hash"]), stored)
+    set_name = metadata.get("set", "")
+    state = State(json.loads(metadata["accounts"]), bytes.fromhex(metadata["hash"]), stored, set_name)
     state.check_all()
     index, _, count = metadata.get("part", "0/1").partition("/")
     for other in range(int(count)):
-        if other == int(index):
-            continue
-        for sibling in _generations(path.parent, learner, other):
-            if sibling.exists():
-                found, more = statefile.open_file(sibling, run, learner)
-                if found.get("set") == metadata["set"]:
-                    state.add(more)
-                    break
+        for sibling in _generations(path.parent, learner, other) if other != int(index) else ():
+            if _set_of(sibling, run, learner) == set_name:
+                state.add(statefile.open_file(sibling, run, learner)[1])
+                break
     return state
+
+
+def load_set(state_dir: Path, run: bytes, learner: str, set_name: str, part: int) -> State:
+    """Open a learner's own checkpoint by the name that all its parts have, as :func:`load` does, of any part that is here.
+
+    That is ``part`` if it is here: most of what this process wants is in it.
+
+    Raises:
+        RunError: no part is here, or one is damaged.
+    """
+    own = generations(state_dir, learner, part)
+    others = sorted((state_dir / FOLDER).glob(f"{learner}.*safetensors"))
+    for path in (*own, *(other for other in others if other not in own)):
+        if _set_of(path, run, learner) == set_name:
+            return load(path, run, learner)
+    raise RunError(f"{state_dir / FOLDER}: no part of checkpoint {set_name!r} of {learner} is here")
+
+
+def is_of(path: Path, run: bytes, learner: str, set_name: str) -> bool:
+    """Whether a file is a part of a learner's state of that name."""
+    return _set_of(path, run, learner) == set_name
+
+
+def _set_of(path: Path, run: bytes, learner: str) -> str | None:
+    """Return the name that all parts of a file's state have; None if there is no such file, or it is none of the learner's."""
+    try:
+        metadata, _ = statefile.open_file(path, run, learner)
+    except RunError:
+        return None
+    return metadata.get("set", "")
 
 
 def _generations(folder: Path, learner: str, part: int) -> tuple[Path, Path]:
