@@ -17,7 +17,7 @@ from diloco.core.learner import ACCOUNTS
 from diloco.errors import RunError
 from diloco.member import carrier, state
 from diloco.member.leader import Leader
-from diloco.member.part import Follower, Saving
+from diloco.member.part import Follower, Part, Saving
 from diloco.member.state import Content, State
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
@@ -97,68 +97,66 @@ class _Fit:
     carried: carrier.Restored
 
 
-def restore(process: Process, member: Leader | Follower, island: Island) -> bool:
+def restore(process: Process, island: Island, part: Part, leader: Leader | None) -> bool:
     """Go on from the newest checkpoint that all processes can begin from; False if there is none: the log has the model.
 
-    The leader names one after the other, and says why one is refused.
+    The leader, given in its own process, names one after the other, and says why one is refused.
     """
-    group, name, log = member.part.group, process.settings.name, process.log
+    group, name, log = part.group, process.settings.name, process.log
     island.wanted()  # all make their optimizer's arrays here, and none of them alone
-    fits = _fitting(process, member, island) if isinstance(member, Leader) else iter(())
+    fits = iter(()) if leader is None else _fitting(process, island, part, leader)
     for number in itertools.count():
-        stage, fit, said = f"checkpoint {number}", next(fits, None), None
-        if isinstance(member, Leader):
-            said = Candidate(stage, None, []) if fit is None else Candidate(stage, fit.saved.set_name, fit.offers)
+        stage, fit = f"checkpoint {number}", next(fits, None)
+        said = None if leader is None else Candidate(stage, fit.saved.set_name if fit else None, fit.offers if fit else [])
         candidate = process.wait(group.hear_leader(Candidate, stage, said))
         if candidate.name is None:
             return False
         problem = ""
-        if not isinstance(member, Leader):
+        if leader is None:
             try:
                 saved = state.load_set(process.settings.state_dir, process.run.identity, name, candidate.name, group.index)
-                fit = _fit(Path(candidate.name), saved, candidate.offers, member, island)
+                fit = _fit(Path(candidate.name), saved, candidate.offers, part, island)
             except UNFIT as error:
                 problem = str(error)
-        differs = process.wait(group.difference(stage, {"unfit": problem}))
+        differs = process.wait(group.difference(stage, {"checkpoint": problem}))
         taken = None
-        if isinstance(member, Leader):
-            assert fit is not None
-            taken = Told(f"{stage}, taken", TAKEN if _restored(member, fit, differs, log) else "")
+        if leader is not None and fit is not None:
+            taken = Told(f"{stage}, taken", TAKEN if _restored(leader, fit, differs, log) else "")
         if process.wait(group.hear_leader(Told, f"{stage}, taken", taken)).text != TAKEN:
             continue
         assert fit is not None
-        member.part.carrier.restore(fit.carried)
-        if isinstance(member, Leader):
-            member.note_restored(fit.saved.set_name)
-            checkpoint.take_over(fit.path, fit.saved, island, member, log)
-        else:
+        part.carrier.restore(fit.carried)
+        if leader is None:
             checkpoint.put(fit.saved, island)
             log.info("checkpoint_restored", set=fit.saved.set_name)
+        else:
+            leader.note_restored(fit.saved.set_name)
+            checkpoint.take_over(fit.path, fit.saved, island, leader, log)
         return True
     raise AssertionError("a generation ends with the leader's last word")
 
 
-def _fitting(process: Process, leader: Leader, island: Island) -> Iterator[_Fit]:
+def _fitting(process: Process, island: Island, part: Part, leader: Leader) -> Iterator[_Fit]:
     """Yield the checkpoints that the leader can begin from, the newest first; name those from which it cannot."""
     for path in state.generations(process.settings.state_dir, process.settings.name):
         if path.exists():
             try:
                 saved = state.load(path, process.run.identity, process.settings.name)
-                fit = _fit(path, saved, leader.unmerged_of(saved.accounts), leader, island)
+                fit = _fit(path, saved, leader.unmerged_of(saved.accounts), part, island)
             except UNFIT as error:
                 process.log.warning("checkpoint_refused", file=str(path), reason=str(error))
             else:
                 yield fit
 
 
-def _fit(path: Path, saved: State, offers: list[list[Pending]], member: Leader | Follower, island: Island) -> _Fit:
+def _fit(path: Path, saved: State, offers: list[list[Pending]], part: Part, island: Island) -> _Fit:
     """Check that this process finds all that it needs in a state: for its devices, and of the fragments that it carries.
 
     Raises:
         RunError, LookupError, ValueError: it does not.
     """
     checkpoint.check(saved, island)
-    carrying = member.part.carrier
+    carrying = part.carrier
     arrays = {name: array for index in carrying.fragments for name, array in saved.arrays(f"{ACCOUNTS}{index}/").items()}
     try:
         return _Fit(path, saved, offers, carrying.loaded(offers, arrays))

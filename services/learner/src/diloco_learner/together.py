@@ -161,7 +161,7 @@ def _train(process: Process, task: Task, island: Island, mesh: Mesh, member: Lea
         process.wait(member.join())
         process.exporter.observed = ObservedPart(member.part, labels)
         batches = DecidedBatches(task, run, member)
-    if not parts.restore(process, member, island):
+    if not parts.restore(process, island, member.part, member if isinstance(member, Leader) else None):
         if isinstance(member, Leader):
             member.count_steps(task.tokens_per_batch)
         _borrow(process, member, island)
