@@ -62,6 +62,11 @@ def strategies(answer: Strategy, cursor: Strategy, record: Strategy, rolled_back
         ),
         island.Passed: st.builds(island.Passed, COUNT, COUNT, HASH),
         island.PartSaved: st.builds(island.PartSaved, COUNT, st.none() | HASH, COUNT),
+        island.AskSlice: st.builds(
+            island.AskSlice, NUMBER, COUNT, TEXT, st.lists(COUNT, max_size=3), st.lists(COUNT, max_size=3)
+        ),
+        island.Slice: st.builds(island.Slice, NUMBER, HASH),
+        island.DropLoan: st.builds(island.DropLoan, COUNT),
         island.Candidate: st.builds(island.Candidate, STAGE, st.none() | TEXT, st.lists(offers, max_size=3)),
         island.Leaving: st.builds(island.Leaving, NUMBER),
         island.Bye: st.builds(island.Bye, NUMBER),
@@ -100,6 +105,9 @@ def examples(record: Message) -> dict[type[Message], Message]:
         ),
         island.Passed(6, 5, b"c" * 32),
         island.PartSaved(6, b"c" * 32, 4096),
+        island.AskSlice(2, 6, "optimizer/0/mu", [0, 4], [8, 8]),
+        island.Slice(2, b"d" * 32),
+        island.DropLoan(6),
         island.Candidate("checkpoint 0", "7, boundary 6", [[pending]]),
         island.Leaving(7),
         island.Bye(7),

@@ -36,6 +36,23 @@ def content(arrays: Mapping[str, jax.Array]) -> Content:
     return Content([chunk for chunk, _, _ in parts], _values(parts))
 
 
+def owners(arrays: Mapping[str, jax.Array]) -> dict[str, list[tuple[int, Chunk]]]:
+    """Return by array which process has which chunk in :func:`content`: of replicas, the first one's process."""
+    return {name: list(_owners(name, array)) for name, array in arrays.items()}
+
+
+def _owners(name: str, array: jax.Array) -> Iterator[tuple[int, Chunk]]:
+    dtype, seen = np.dtype(array.dtype).name, set[Chunk]()
+    places: Mapping[Any, tuple[slice, ...] | None] = array.sharding.devices_indices_map(array.shape)
+    for device, index in places.items():
+        ends = [part.indices(length)[:2] for part, length in zip(index or (), array.shape, strict=True)]
+        start, stop = tuple(first for first, _ in ends), tuple(last for _, last in ends)
+        chunk = Chunk(name, tuple(array.shape), dtype, start, stop)
+        if chunk not in seen:
+            seen.add(chunk)
+            yield device.process_index, chunk
+
+
 def wanted(arrays: Mapping[str, jax.Array]) -> list[Chunk]:
     """Return the chunks that the shards of this process's devices are made of, each once, whatever their number of replicas."""
     wholes = (whole for name in sorted(arrays) for whole, _, _ in _shards(name, arrays[name]))

@@ -287,6 +287,10 @@ class Island:
         """Return names, shapes and types of the optimizer state."""
         return Layout.of(self.arrays(optimizer_only=True))
 
+    def optimizer_owners(self) -> Mapping[str, Sequence[tuple[int, Chunk]]]:
+        """Return by array of the optimizer state, which process captures which chunk of it; all processes return the same."""
+        return holding.owners(self.arrays(optimizer_only=True))
+
     def check_state(self, state: Mapping[str, Chunk]) -> None:
         """Check that a state of these arrays, by name, is one of this model.
 

@@ -8,6 +8,7 @@ of the fragments that it carries now. So parts that other hosts saved have to be
 from __future__ import annotations
 
 import itertools
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ from diloco.errors import RunError
 from diloco.member import carrier, state
 from diloco.member.leader import Leader
 from diloco.member.part import Follower, Part, Saving
-from diloco.member.state import Content, State
+from diloco.member.state import Content, Saved, State
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
 from diloco.wire.island import Candidate, Pending, Purpose, Told
 from diloco_learner import checkpoint
 from diloco_learner.beginning import Process
-from diloco_learner.checkpoint import UNFIT, note_cost
+from diloco_learner.checkpoint import UNFIT, lend_from, note_cost
 from diloco_learner.island import Island
 from diloco_learner.pacing import Pacing
 from diloco_learner.saver import Saver
@@ -39,6 +40,8 @@ class PartKeeper:
         group = member.part.group
         self.saves, self.settings, self.log = member, settings, log
         self.saver = Saver(island, member.part.run.identity, settings.name, log, group.index, group.count)
+        self._lent, self._loans = member.part.lent, state.loans(settings.state_dir, settings.name, group.index)
+        shutil.rmtree(self._loans, ignore_errors=True)  # what a process left behind that was killed
 
     def at_boundary(self) -> None:
         """Begin what was decided; wait for nothing but a state that cannot be copied to be read."""
@@ -46,20 +49,27 @@ class PartKeeper:
         saving = self.saves.saving
         if saving is not None:
             self.saver.settle()  # it is busy only where a learner leaves while it saves
-            self.saver.begin(lambda content: self._save(saving, content))
+            lends = saving.save.purpose == "loan"
+            work = self._lend if lends else self._save
+            self.saver.begin(lambda content: self.saves.part_saved(saving, work(saving, content)), optimizer_only=lends)
 
     def close(self) -> None:
         """Wait for what is being saved."""
         self.saver.close()
 
-    def _save(self, saving: Saving, content: Content) -> None:
+    def _save(self, saving: Saving, content: Content) -> Saved | None:
         """Write a part, and keep the one before if it is of the newest checkpoint that all processes have."""
         path, previous = state.generations(self.settings.state_dir, self.settings.name, self.saver.index)
         keeps = state.is_of(path, self.saver.run, self.settings.name, saving.save.whole)
         dump = saving.accounts, saving.arrays
-        self.saves.part_saved(
-            saving.number, self.saver.save(path, saving.save.name, dump, content, previous if keeps else None)
-        )
+        return self.saver.save(path, saving.save.name, dump, content, previous if keeps else None)
+
+    def _lend(self, saving: Saving, content: Content) -> Saved | None:
+        lent = lend_from(self.saver, self._loans / f"{saving.number}.safetensors", saving.save.name, content)
+        if lent is None:
+            return None
+        self._lent.keep(saving.number, lent)
+        return Saved(lent.layout.size_bytes, lent.content_hash)
 
 
 class LeadingKeeper(PartKeeper):
@@ -70,6 +80,7 @@ class LeadingKeeper(PartKeeper):
         self.leader, self._saves = leader, False
         self._pacing = Pacing(settings.checkpoint_s, time.monotonic(), leader.step)
         leader.wanted = self._wanted
+        leader.describe_optimizer(island.optimizer_layout(), island.optimizer_owners())
 
     def at_boundary(self) -> None:
         """Begin what was decided, and note what the last one has cost once all processes have ended with it."""
@@ -84,7 +95,14 @@ class LeadingKeeper(PartKeeper):
         super().at_boundary()
 
     def _wanted(self) -> Purpose | None:
-        return "own" if not self._saves and self._pacing.due(time.monotonic()) else None
+        now_s, lender = time.monotonic(), self.leader.lender
+        if self._saves:
+            return None
+        if lender.wanted and self._pacing.may_lend(now_s):
+            return "loan"
+        if lender.wanted:
+            lender.give_none()
+        return "own" if self._pacing.due(now_s) else None
 
 
 @dataclass(frozen=True)

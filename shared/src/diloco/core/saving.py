@@ -12,6 +12,15 @@ from diloco.errors import IslandError
 from diloco.wire.island import PartSaved, Purpose, Save
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A state with which all processes have ended; ``parts`` by process are empty if one could not save its own."""
+
+    number: int  # of the decision
+    save: Save
+    parts: dict[int, PartSaved]
+
+
 @dataclass
 class Saves:
     """The state that is being saved, and the newest own checkpoint that counts. The caller serialises the calls."""
@@ -31,8 +40,8 @@ class Saves:
         self._number, self.under_way = number, save
         self._parts = {}
 
-    def saved(self, process: int, part: PartSaved) -> dict[int, PartSaved] | None:
-        """Take in that a process has ended with its part; return all parts by process once all are on the disk.
+    def saved(self, process: int, part: PartSaved) -> Ended | None:
+        """Take in that a process has ended with its part; return the outcome once all have.
 
         Raises:
             IslandError: the process was not asked, or says so twice.
@@ -45,8 +54,7 @@ class Saves:
         if len(self._parts) < self.processes:
             return None
         save, self.under_way = self.under_way, None
-        if any(each.content is None for each in self._parts.values()):
-            return None
-        if save.purpose == "own":
+        complete = all(each.content is not None for each in self._parts.values())
+        if complete and save.purpose == "own":
             self.whole = save.name
-        return self._parts
+        return Ended(self._number, save, self._parts if complete else {})

@@ -23,12 +23,14 @@ from diloco.core.decisions import Decisions
 from diloco.core.fragment_state import Answer, Reader, Version
 from diloco.core.fragments import FragmentMap
 from diloco.core.rows import RowLayout
+from diloco.core.saving import Ended
 from diloco.core.schedule import Moment
 from diloco.errors import IslandError
 from diloco.member.carrier import chain_of
+from diloco.member.lending import Owners, SharedState
 from diloco.member.member import LEAVE_TIMEOUT_S, Boundary, Member
 from diloco.member.part import Part, Saving
-from diloco.member.peer import Loan
+from diloco.member.peer import Layout, Loan
 from diloco.member.state import Saved
 from diloco.process.observe import Logger
 from diloco.process.tape import Recorder
@@ -72,7 +74,9 @@ class Leader(Member):
         self.wanted: Callable[[], Purpose | None] = lambda: (
             None
         )  # at a decision: what is to be saved; the trainer's thread asks
-        self._accounts: dict[str, Any] = {}  # as of the boundary that was carried out last, if a state is saved there
+        self._accounts: dict[str, Any] = {}  # as of the last boundary at which a state was saved
+        self._saved_at: tuple[int, list[int]] = 0, []  # steps then, and by fragment the version applied
+        self._optimizer: tuple[Layout, Owners]
         self._loaded: dict[int, Version] = {}
         self._all_loaded = asyncio.Event()
 
@@ -91,9 +95,6 @@ class Leader(Member):
         await self.part.carrier.load(genesis)
         await self._all_loaded.wait()
         return [self._loaded[index] for index in range(len(self.map.fragments))]
-
-    async def _serve(self) -> None:
-        """Serve nobody: neither loans nor a run's checkpoint are made by several processes."""
 
     def _begin_to_follow(self) -> None:
         async def holds() -> bool:
@@ -147,12 +148,21 @@ class Leader(Member):
             self.decisions.queue(index, version)
 
     def _note_part(self, source: int, part: island.PartSaved) -> None:
-        save = self.decisions.saves.under_way
-        parts = self.decisions.saves.saved(source, part)
-        if parts is not None:
-            assert save is not None
-            size_bytes = sum(each.size_bytes for each in parts.values())
-            self.log.debug("all_parts_saved", set=save.name, parts=len(parts), bytes=size_bytes)
+        ended = self.decisions.saves.saved(source, part)
+        if ended is None:
+            return
+        size_bytes = sum(each.size_bytes for each in ended.parts.values())
+        self.log.debug("all_parts_saved", set=ended.save.name, parts=len(ended.parts), bytes=size_bytes)
+        if ended.save.purpose == "loan":
+            self._lend_parts(ended)
+
+    def _lend_parts(self, ended: Ended) -> None:
+        lent = self.part.lent
+        if ended.parts:
+            self.lend(*self._saved_at, SharedState(lent, ended.number, *self._optimizer, ended.parts))
+        else:
+            self.lender.give_none()
+            lent.drop_everywhere(ended.number)
 
     def _check_carrier(self, source: int, index: int) -> None:
         if index >= len(self.part.carriers) or self.part.carriers[index] != source:
@@ -235,6 +245,7 @@ class Leader(Member):
             if decided.save is not None:
                 self.tape.record(events.Copied())
                 self._accounts, _ = self.learner.dump(self.shares.positions())
+                self._saved_at = self.step, [state.delta.base_version for state in self.learner.fragments]
             for fragment in decided.reads:
                 self.decisions.submit(fragment)
             self._moment = decisions.moment(decided)
@@ -263,13 +274,17 @@ class Leader(Member):
         with self._shared.lock:
             return self.decisions.saves.under_way is not None
 
-    def part_saved(self, number: int, saved: Saved | None) -> None:
+    def part_saved(self, saving: Saving, saved: Saved | None) -> None:
         """Note how this process has ended with its part of a state, by which tapes call it. Callable from any thread."""
-        if saved is not None:
+        if saved is not None and saving.save.purpose != "loan":
             self.note_saved(saved.digest)
-        self.part.part_saved(number, saved)
+        self.part.part_saved(saving, saved)
 
     # ---- before the first step
+
+    def describe_optimizer(self, layout: Layout, owners: Owners) -> None:
+        """Say what an optimizer's state consists of, and which process has which chunk of it: what can be lent."""
+        self._optimizer = layout, owners
 
     def note_restored(self, name: str) -> None:
         """Note that all processes begin from a checkpoint: it is kept until all have a newer one."""

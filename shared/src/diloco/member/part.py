@@ -31,6 +31,7 @@ from diloco.errors import IslandError
 from diloco.log.log import Log
 from diloco.member.carrier import LEADER, Carrier
 from diloco.member.group import Group
+from diloco.member.lending import LentParts
 from diloco.member.member import Boundary
 from diloco.member.shipping import Shipping
 from diloco.member.state import Saved
@@ -87,6 +88,7 @@ class Part:
         self.carrier = Carrier(
             transport, run, store, group.links, self.shipping, carriers, group.name, refused, self.tasks.spawn, log
         )
+        self.lent = LentParts(group.links, self.tasks.spawn)
         self.course = Course(run.identity, group.generation)
         self.lead: Callable[[int, Message], None] | None = None
         self.loop = asyncio.get_running_loop()
@@ -115,8 +117,9 @@ class Part:
             self._news.notify_all()
 
     async def close(self) -> None:
-        """End all tasks."""
+        """End all tasks, and lend nothing any more."""
         await self.tasks.end()
+        self.lent.close()
 
     def _handle(self, source: int, message: Message, inline: bytes) -> None:
         try:
@@ -137,6 +140,8 @@ class Part:
                 self._hand_over(message)
             case island.Store():
                 self.carrier.store_offer(message)
+            case island.AskSlice() | island.Slice() | island.DropLoan():
+                self.lent.hear(source, message, inline)
             case island.Gather():
                 self.tasks.spawn(self._send_whole(message.fragment))
             case _ if self.lead is not None:
@@ -252,13 +257,10 @@ class Part:
             self.tell_leader(passed)
         return due.decided, due.writes
 
-    def part_saved(self, number: int, saved: Saved | None) -> None:
-        """Tell the leader that this process's part of the state of decision ``number`` is on the disk, or (None) is not.
-
-        Callable from any thread.
-        """
+    def part_saved(self, saving: Saving, saved: Saved | None) -> None:
+        """Tell the leader that this process's part of a state is on the disk, or (None) is not. Callable from any thread."""
         content, size_bytes = (None, 0) if saved is None else (saved.state_hash, saved.size_bytes)
-        self.tell_leader(PartSaved(number, content, size_bytes))
+        self.tell_leader(PartSaved(saving.number, content, size_bytes))
 
     def tell_leader(self, message: Message) -> None:
         """Send a small message to the leader. Callable from any thread."""
@@ -342,9 +344,9 @@ class Follower:
         """The state that is to be saved as of the boundary that was carried out last."""
         return self.part.saving
 
-    def part_saved(self, number: int, saved: Saved | None) -> None:
+    def part_saved(self, saving: Saving, saved: Saved | None) -> None:
         """Tell the leader how this process has ended with its part of a state. Callable from any thread."""
-        self.part.part_saved(number, saved)
+        self.part.part_saved(saving, saved)
 
     def leave(self, within_s: float) -> None:
         """Ask the leader that the learner leaves; it does so within its own ``leave_s``."""

@@ -164,9 +164,9 @@ def snapshot(state_dir: Path, number: int, learner: str, part: int = 0) -> Path:
     return _generations(state_dir / FOLDER / str(number), learner, part)[0]
 
 
-def loans(state_dir: Path, learner: str) -> Path:
-    """Return the folder of what a learner lends."""
-    return state_dir / LOANS / learner
+def loans(state_dir: Path, learner: str, part: int = 0) -> Path:
+    """Return the folder of what a learner's process lends."""
+    return state_dir / LOANS / _part_name(learner, part)
 
 
 def save(
@@ -277,5 +277,9 @@ def _set_of(path: Path, run: bytes, learner: str) -> str | None:
 
 
 def _generations(folder: Path, learner: str, part: int) -> tuple[Path, Path]:
-    name = learner if part == 0 else f"{learner}.part-{part}"
+    name = _part_name(learner, part)
     return folder / f"{name}.safetensors", folder / f"{name}.previous.safetensors"
+
+
+def _part_name(learner: str, part: int) -> str:
+    return learner if part == 0 else f"{learner}.part-{part}"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from diloco.wire.entries import Cursor, Record, RolledBack
-from diloco.wire.fields import MAX_MEMBERS, MAX_SHARES, Bits, Count, FragmentIndex, Hash, Number, ShareId
+from diloco.wire.fields import MAX_MEMBERS, MAX_SHARES, AxisCounts, Bits, Count, FragmentIndex, Hash, Number, ShareId
 from diloco.wire.framing import Message
 from diloco.wire.offers import Answer
 
@@ -299,6 +299,35 @@ class PartSaved(Message, frozen=True):
     size_bytes: Count
 
 
+class AskSlice(Message, frozen=True):
+    """The leader to a process: give these values of the state that is lent as of decision ``number``, from its part."""
+
+    kind = "ask_slice"
+
+    request: Number
+    number: Count
+    name: Text  # of the array
+    start: AxisCounts
+    stop: AxisCounts
+
+
+class Slice(Message, frozen=True):
+    """The answer, with the values as the frame's body; without any, if there are none."""
+
+    kind = "slice"
+
+    request: Number
+    digest: Hash  # of the values
+
+
+class DropLoan(Message, frozen=True):
+    """The leader to all: the state as of decision ``number`` is lent no more."""
+
+    kind = "drop_loan"
+
+    number: Count
+
+
 class Candidate(Message, frozen=True):
     """The leader to all, before the first step: can you begin from this checkpoint? ``name`` is None: there is no other."""
 
@@ -330,7 +359,7 @@ MESSAGES: dict[str, type[Message]] = {
     message.kind: message
     for message in (
         Ping, Agree, Agreed, Told, Candidate, Gather, Folded, Stage, Rows, Staged, Encode, Encoded, Store, Stored, Decided,
-        Passed, PartSaved, Leaving, Bye,
+        Passed, PartSaved, AskSlice, Slice, DropLoan, Leaving, Bye,
     )
 }  # fmt: skip  # once two processes have proved who they are
 
