@@ -195,11 +195,13 @@ def check(saved: State, island: Island) -> None:
     Raises:
         RunError: it is not, or it does not.
     """
+    wanted = island.wanted()
+    absent = next((chunk for chunk in wanted if not saved.has(chunk)), None)
+    if absent is not None and saved.missing:
+        raise RunError(
+            f"checkpoint: array {absent.name!r} is not there from {absent.start} to {absent.stop}: another process of this "
+            "learner saved it; give its processes one state_dir that all of them see, or the mesh that they had"
+        )
     island.check_state({name: whole for name, whole in saved.layout().items() if not name.startswith(ACCOUNTS)})
-    for chunk in island.wanted():
-        if not saved.has(chunk):
-            raise RunError(
-                f"checkpoint: array {chunk.name!r} is not there from {chunk.start} to {chunk.stop}: another process of this "
-                "learner saved it; give its processes one state_dir that all of them see, or the mesh that they had"
-            )
+    for chunk in wanted:
         saved.check(chunk)

@@ -253,6 +253,8 @@ class Island:
     def capture(self, *, optimizer_only: bool = False) -> Capture:
         """Return what :meth:`arrays` has in this process's shards, as of the steps and writes so far, to be read in chunks.
 
+        Of the optimizer's alone, which are lent, all processes together have each value once.
+
         Where the devices have room for it, a copy is queued on them, and training may go on. Where they have not, the next
         step or write has to wait until all has been read.
         """
@@ -260,7 +262,7 @@ class Island:
         held = not holding.fits(list(arrays.values())) if self._held is None else self._held
         if not held:
             arrays = dict(zip(arrays, copies(list(arrays.values())), strict=True))
-        return Capture(holding.content(arrays), held)
+        return Capture(holding.content(arrays, firsts=optimizer_only), held)
 
     def wanted(self, *, optimizer_only: bool = False) -> list[Chunk]:
         """Return the chunks that the shards of this process are made of: what :meth:`put` takes, in any order."""

@@ -81,14 +81,17 @@ class State:
         self, accounts: dict[str, Any], state_hash: bytes, stored: Iterable[statefile.Stored], set_name: str = ""
     ) -> None:
         self.accounts, self.state_hash, self.set_name = accounts, state_hash, set_name
+        self.missing = 0  # parts that were not found
         self._stored: dict[str, list[statefile.Stored]] = {}
         self._checked: set[statefile.Stored] = set()
         self.add(stored)
 
     def add(self, stored: Iterable[statefile.Stored]) -> None:
-        """Take in the chunks of another part."""
+        """Take in the chunks of another part, but for those that are here: several processes have them."""
         for each in stored:
-            self._stored.setdefault(each.chunk.name, []).append(each)
+            known = self._stored.setdefault(each.chunk.name, [])
+            if all(each.chunk != other.chunk for other in known):
+                known.append(each)
 
     def check_all(self) -> None:
         """Check every chunk.
@@ -111,7 +114,7 @@ class State:
         return {name: Chunk.whole(name, first.shape, first.dtype) for name, first in sorted(firsts.items())}
 
     def has(self, wanted: Chunk) -> bool:
-        """Whether the files have all values of a chunk: chunks of one state do not overlap."""
+        """Whether the files have all values of a chunk: different chunks of one state do not overlap."""
         parts = [stored.chunk.overlap(wanted) for stored in self._stored.get(wanted.name, ())]
         return sum(part.size_bytes for part in parts if part is not None) == wanted.size_bytes
 
@@ -239,10 +242,13 @@ def load(path: Path, run: bytes, learner: str) -> State:
     state.check_all()
     index, _, count = metadata.get("part", "0/1").partition("/")
     for other in range(int(count)):
-        for sibling in _generations(path.parent, learner, other) if other != int(index) else ():
-            if _set_of(sibling, run, learner) == set_name:
-                state.add(statefile.open_file(sibling, run, learner)[1])
-                break
+        if other != int(index):
+            siblings = _generations(path.parent, learner, other)
+            found = next((sibling for sibling in siblings if _set_of(sibling, run, learner) == set_name), None)
+            if found is None:
+                state.missing += 1
+            else:
+                state.add(statefile.open_file(found, run, learner)[1])
     return state
 
 
