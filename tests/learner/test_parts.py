@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from structlog.testing import capture_logs
 
 from diloco.core.chunks import Chunk
@@ -19,6 +20,7 @@ from diloco.member.group import Group
 from diloco.member.leader import Leader
 from diloco.member.meeting import free_port
 from diloco.member.part import Follower, Part, Saving
+from diloco.member.peer import Lendable
 from diloco.member.state import Content, Saved
 from diloco.process.observe import get_logger
 from diloco.settings.service import LearnerSettings, ProcessesSettings
@@ -73,12 +75,14 @@ class Member:
     def __init__(self, index: int) -> None:
         self.saving: Saving | None = None
         self.ended: list[Saved | None] = []
-        self.part = SimpleNamespace(
-            group=SimpleNamespace(index=index, count=2), run=SimpleNamespace(identity=RUN), lent=SimpleNamespace()
-        )
+        self.hashes: list[bytes] = []
+        self.lent: dict[int, Lendable] = {}
+        keep = SimpleNamespace(keep=self.lent.__setitem__)
+        self.part = SimpleNamespace(group=SimpleNamespace(index=index, count=2), run=SimpleNamespace(identity=RUN), lent=keep)
 
-    def part_saved(self, saving: Saving, saved: Saved | None) -> None:
+    def part_saved(self, saving: Saving, saved: Saved | None, content_hash: bytes) -> None:
         self.ended.append(saved)
+        self.hashes.append(content_hash)
 
 
 class Halves:
@@ -134,7 +138,7 @@ class Saved2:
             island.step()
             accounts = {"step": self.number} if index == 0 else {}
             arrays = {f"accounts/{index}/base": np.full(3, self.number, np.float32)}
-            member.saving = Saving(self.number, Save(purpose, name, whole), accounts, arrays)
+            member.saving = Saving(self.number, Save(purpose, name, whole, 4 if purpose == "whole" else 0), accounts, arrays)
             if index != killed:
                 keeper.at_boundary()
                 keeper.saver.settle()
@@ -251,6 +255,30 @@ def test_accounts_that_do_not_fit_are_taken_over_by_nobody(tmp_path: Path, loop:
     assert again.done == [False, False]
     assert again.refused == ["its accounts are not of this model"]
     assert [carrier.base for carrier in again.carriers] == [-1, -1]
+
+
+def test_a_part_for_a_whole_run_is_known_by_its_files_hash_and_replaces_none_of_the_own(tmp_path: Path) -> None:
+    saved = Saved2([tmp_path, tmp_path])
+    saved.save()
+    own = [state.generations(tmp_path, "ann", index)[0].read_bytes() for index in (0, 1)]
+    saved.save(purpose="whole")
+    for index, member in enumerate(saved.members):
+        raw = state.snapshot(tmp_path, 4, "ann", index).read_bytes()
+        assert member.hashes[-1] == blake3(raw).digest()
+        assert state.generations(tmp_path, "ann", index)[0].read_bytes() == own[index]
+    assert state.load(state.snapshot(tmp_path, 4, "ann"), RUN, "ann").missing == 0
+
+
+def test_a_part_that_is_lent_is_kept_until_it_is_dropped(tmp_path: Path) -> None:
+    saved = Saved2([tmp_path, tmp_path])
+    saved.save(purpose="loan")
+    for index, member in enumerate(saved.members):
+        lent = member.lent[1]
+        assert member.hashes == [lent.content_hash]
+        np.testing.assert_array_equal(lent.read(saved.islands[index].chunks[0]), 1)
+        assert len(list(state.loans(tmp_path, "ann", index).iterdir())) == 1
+        lent.drop()
+        assert not list(state.loans(tmp_path, "ann", index).iterdir())
 
 
 def test_without_any_all_begin_from_the_log(tmp_path: Path, loop: LoopThread) -> None:

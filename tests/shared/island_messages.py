@@ -21,7 +21,7 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 FACTS = st.lists(st.tuples(TEXT, TEXT), max_size=3)
 ADDRESS = st.tuples(st.sampled_from(["10.0.0.1", "fe80::1"]), st.integers(1, 65535))
 PENDING = st.builds(Pending, st.tuples(COUNT, COUNT), BITS, st.booleans())
-SAVE = st.builds(island.Save, st.sampled_from(["own", "whole", "loan"]), TEXT, TEXT)
+SAVE = st.builds(island.Save, st.sampled_from(["own", "whole", "loan"]), TEXT, TEXT, COUNT)
 WRITE = st.builds(Write, FRAGMENT, COUNT, NUMBER, st.booleans(), st.booleans())
 
 
@@ -77,7 +77,7 @@ def examples(record: Message) -> dict[type[Message], Message]:
     """An example of each kind, with this record."""
     assert isinstance(record, Record)
     answer = Answer("ann", 3, 4, (3, 3), 5, 4, b"b" * 32, 6, 7, 8, [(2, 9, 5)])
-    pending, save = Pending((3, 4), 8, False), island.Save("own", "7, boundary 6", "7, boundary 2")
+    pending, save = Pending((3, 4), 8, False), island.Save("own", "7, boundary 6", "7, boundary 2", 0)
     head = Head(
         4, 1, b"h" * 32, 9, b"s" * 32, 10, 11, False, [Cursor("ann", 1, 2, 3, 4, 5, 6)], [(2, 14)], RolledBack(1, 2, 3), 1
     )

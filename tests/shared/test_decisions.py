@@ -18,6 +18,7 @@ from diloco.core.rows import Rows, carriers
 from diloco.errors import IslandError
 from diloco.settings.run import RunSettings
 from diloco.wire import framing
+from diloco.wire.control import MarkerAnswer, SnapshotMarker
 from diloco.wire.framing import Message
 from diloco.wire.island import MESSAGES, Decided, PartSaved, Passed, Pending, Purpose, Stage, Staged, Store
 
@@ -262,6 +263,34 @@ def test_no_state_is_saved_while_another_is_or_an_offer_is_half_made() -> None:
     island.look_ahead()
     assert not island.saves()
     assert decisions.saves.saved(0, PartSaved(decisions.course.number - 1, bytes(32), 1)) is None
+
+
+def test_a_marker_is_answered_at_a_boundary_with_its_versions_before_any_other_state() -> None:
+    island = Island(settings(), PROCESSES)
+    go_on(island, 2)
+    markers, decisions = island.learner.markers, island.decisions
+    versions = [1] + [0] * (FRAGMENTS - 1)
+    markers.hear(SnapshotMarker(4, versions), FRAGMENTS)
+    island.look_ahead()
+    assert not island.saves(), "a version that it names has not come"
+    island.end_step()
+    for _ in range(2):
+        island.merge(0, own=False)  # the second one is held back
+    island.settle()
+    island.want()
+    island.look_ahead()
+    made = decisions.made
+    assert made is not None
+    assert [(write.fragment, write.version) for write in made.writes] == [(0, 1)]
+    assert made.save is not None
+    assert (made.save.purpose, made.save.marker) == ("whole", 4)
+    decisions.carry_out()
+    for process in range(PROCESSES):
+        decisions.saves.saved(process, PartSaved(made.number, bytes(32), 1))
+    markers.answer(MarkerAnswer("ann", 4, 2, versions, 1, bytes(32), [(1, bytes(32))] * 2))
+    island.stage()
+    go_on(island, 1)
+    assert island.applied[-1] == (0, 2)
 
 
 @given(st.lists(ACTS, max_size=60))

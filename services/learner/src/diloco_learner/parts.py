@@ -50,15 +50,28 @@ class PartKeeper:
         if saving is not None:
             self.saver.settle()  # it is busy only where a learner leaves while it saves
             lends = saving.save.purpose == "loan"
-            work = self._lend if lends else self._save
-            self.saver.begin(lambda content: self.saves.part_saved(saving, work(saving, content)), optimizer_only=lends)
+            self.saver.begin(lambda content: self._save(saving, content), optimizer_only=lends)
 
     def close(self) -> None:
         """Wait for what is being saved."""
         self.saver.close()
 
-    def _save(self, saving: Saving, content: Content) -> Saved | None:
-        """Write a part, and keep the one before if it is of the newest checkpoint that all processes have."""
+    def _save(self, saving: Saving, content: Content) -> None:
+        """Write a part, and tell the leader."""
+        save, saved, file_hash = saving.save, None, b""
+        match save.purpose:
+            case "own":
+                saved = self._save_own(saving, content)
+            case "loan":
+                saved = self._lend(saving, content)
+            case "whole":
+                path = state.snapshot(self.settings.state_dir, save.marker, self.settings.name, self.saver.index)
+                saved = self.saver.save(path, save.name, (saving.accounts, saving.arrays), content)
+                file_hash = b"" if saved is None else state.file_hash(path)
+        self.saves.part_saved(saving, saved, file_hash or (saved.state_hash if saved else b""))
+
+    def _save_own(self, saving: Saving, content: Content) -> Saved | None:
+        """Keep the part before if it is of the newest checkpoint that all processes have."""
         path, previous = state.generations(self.settings.state_dir, self.settings.name, self.saver.index)
         keeps = state.is_of(path, self.saver.run, self.settings.name, saving.save.whole)
         dump = saving.accounts, saving.arrays

@@ -172,10 +172,13 @@ class Decisions:
             wanted = None if decision.finished else "own"
         elif self.saves.under_way is not None:
             wanted = None
+        elif decision.save is not None:
+            wanted = "whole"
         joining = any(state.phase is Phase.JOINING for state in self.learner.fragments)
         if wanted is None or joining or not self.learner.may_dump:
             return None
-        return self.saves.word(wanted, f"{self.course.generation}, boundary {self.course.number}")
+        marker = (decision.save or 0) if wanted == "whole" else 0
+        return self.saves.word(wanted, f"{self.course.generation}, boundary {self.course.number}", marker)
 
     @property
     def may_answer(self) -> bool:
@@ -198,6 +201,9 @@ class Decisions:
         self.course.take(decided)
         if decided.save is not None:
             self.saves.begin(decided.number, decided.save)
+            marker = self.learner.markers.marker
+            if marker is not None and marker.number == decided.save.marker:
+                self.learner.markers.copied(marker)
         self._chains[decided.number] = self.course.chain
         early, self._early = self._early, {}
         for process, passed in {0: Passed(decided.number, decided.step, self.course.chain), **early}.items():

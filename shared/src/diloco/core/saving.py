@@ -31,9 +31,9 @@ class Saves:
     _number: int = -1  # of the decision that named it
     _parts: dict[int, PartSaved] = field(default_factory=dict)  # by process
 
-    def word(self, purpose: Purpose, name: str) -> Save:
-        """Return what a decision says of a state that is to be saved."""
-        return Save(purpose, name, self.whole)
+    def word(self, purpose: Purpose, name: str, marker: int = 0) -> Save:
+        """Return what a decision says of a state that is to be saved; ``marker``: for which checkpoint of a whole run."""
+        return Save(purpose, name, self.whole, marker)
 
     def begin(self, number: int, save: Save) -> None:
         """Note that a decision was carried out that says so."""

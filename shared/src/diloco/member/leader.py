@@ -37,6 +37,7 @@ from diloco.process.tape import Recorder
 from diloco.settings.service import LearnerSettings
 from diloco.transport import Transport
 from diloco.wire import island
+from diloco.wire.control import MarkerAnswer
 from diloco.wire.entries import Genesis
 from diloco.wire.framing import Message
 from diloco.wire.island import Pending, Purpose
@@ -155,6 +156,12 @@ class Leader(Member):
         self.log.debug("all_parts_saved", set=ended.save.name, parts=len(ended.parts), bytes=size_bytes)
         if ended.save.purpose == "loan":
             self._lend_parts(ended)
+        elif ended.save.purpose == "whole" and ended.parts:
+            step, versions = self._saved_at
+            files = [(each.size_bytes, each.content or b"") for _, each in sorted(ended.parts.items())]
+            answer = MarkerAnswer(self.settings.name, ended.save.marker, step, versions, *files[0], files[1:])
+            self.learner.markers.answer(answer)
+            self._shared.tasks.spawn(self._send_marker_answer(answer))
 
     def _lend_parts(self, ended: Ended) -> None:
         lent = self.part.lent
@@ -274,11 +281,11 @@ class Leader(Member):
         with self._shared.lock:
             return self.decisions.saves.under_way is not None
 
-    def part_saved(self, saving: Saving, saved: Saved | None) -> None:
+    def part_saved(self, saving: Saving, saved: Saved | None, content_hash: bytes) -> None:
         """Note how this process has ended with its part of a state, by which tapes call it. Callable from any thread."""
         if saved is not None and saving.save.purpose != "loan":
             self.note_saved(saved.digest)
-        self.part.part_saved(saving, saved)
+        self.part.part_saved(saving, saved, content_hash)
 
     # ---- before the first step
 

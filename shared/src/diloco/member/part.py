@@ -257,9 +257,9 @@ class Part:
             self.tell_leader(passed)
         return due.decided, due.writes
 
-    def part_saved(self, saving: Saving, saved: Saved | None) -> None:
+    def part_saved(self, saving: Saving, saved: Saved | None, content_hash: bytes) -> None:
         """Tell the leader that this process's part of a state is on the disk, or (None) is not. Callable from any thread."""
-        content, size_bytes = (None, 0) if saved is None else (saved.state_hash, saved.size_bytes)
+        content, size_bytes = (None, 0) if saved is None else (content_hash, saved.size_bytes)
         self.tell_leader(PartSaved(saving.number, content, size_bytes))
 
     def tell_leader(self, message: Message) -> None:
@@ -344,9 +344,9 @@ class Follower:
         """The state that is to be saved as of the boundary that was carried out last."""
         return self.part.saving
 
-    def part_saved(self, saving: Saving, saved: Saved | None) -> None:
+    def part_saved(self, saving: Saving, saved: Saved | None, content_hash: bytes) -> None:
         """Tell the leader how this process has ended with its part of a state. Callable from any thread."""
-        self.part.part_saved(saving, saved)
+        self.part.part_saved(saving, saved, content_hash)
 
     def leave(self, within_s: float) -> None:
         """Ask the leader that the learner leaves; it does so within its own ``leave_s``."""

@@ -81,7 +81,8 @@ class State:
         self, accounts: dict[str, Any], state_hash: bytes, stored: Iterable[statefile.Stored], set_name: str = ""
     ) -> None:
         self.accounts, self.state_hash, self.set_name = accounts, state_hash, set_name
-        self.missing = 0  # parts that were not found
+        self.files: list[Path] = []  # its parts that were found, in their order
+        self.missing = 0  # those that were not
         self._stored: dict[str, list[statefile.Stored]] = {}
         self._checked: set[statefile.Stored] = set()
         self.add(stored)
@@ -164,7 +165,12 @@ def generations(state_dir: Path, learner: str, part: int = 0) -> tuple[Path, Pat
 
 def snapshot(state_dir: Path, number: int, learner: str, part: int = 0) -> Path:
     """Return the path of a part of a learner's state for a checkpoint of the whole run."""
-    return _generations(state_dir / FOLDER / str(number), learner, part)[0]
+    return part_file(state_dir / FOLDER / str(number), learner, part)
+
+
+def part_file(folder: Path, learner: str, part: int) -> Path:
+    """Return the path of a part of a learner's state in a folder of states."""
+    return _generations(folder, learner, part)[0]
 
 
 def loans(state_dir: Path, learner: str, part: int = 0) -> Path:
@@ -242,13 +248,14 @@ def load(path: Path, run: bytes, learner: str) -> State:
     state.check_all()
     index, _, count = metadata.get("part", "0/1").partition("/")
     for other in range(int(count)):
-        if other != int(index):
-            siblings = _generations(path.parent, learner, other)
-            found = next((sibling for sibling in siblings if _set_of(sibling, run, learner) == set_name), None)
-            if found is None:
-                state.missing += 1
-            else:
-                state.add(statefile.open_file(found, run, learner)[1])
+        siblings = _generations(path.parent, learner, other) if other != int(index) else (path,)
+        found = next((sibling for sibling in siblings if _set_of(sibling, run, learner) == set_name), None)
+        if found is None:
+            state.missing += 1
+            continue
+        state.files.append(found)
+        if found != path:
+            state.add(statefile.open_file(found, run, learner)[1])
     return state
 
 

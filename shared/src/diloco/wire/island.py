@@ -255,6 +255,7 @@ class Save(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     purpose: Purpose
     name: SetName
     whole: SetName  # the newest own checkpoint of which all parts are on the disk: it is not to be overwritten
+    marker: Count  # number of the whole run's checkpoint; 0: it is for none
 
 
 class Decided(Message, frozen=True):
@@ -295,7 +296,7 @@ class PartSaved(Message, frozen=True):
     kind = "part_saved"
 
     number: Count
-    content: Hash | None  # hash of its part
+    content: Hash | None  # hash of its part; for a whole run's checkpoint, of the file
     size_bytes: Count
 
 
