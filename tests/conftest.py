@@ -16,7 +16,7 @@ from diloco.process.observe import get_logger
 from diloco_ops.broker.server import Server
 
 # how fast a machine is, is no test's matter; `make test-all` tries the usual number of examples
-settings.register_profile("some", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25)
+settings.register_profile("some", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=20)
 settings.register_profile("all", settings.get_profile("some"), max_examples=100)
 settings.load_profile("some")
 

@@ -33,6 +33,7 @@ SETTINGS = {
     "log.keyframe_factor": 1000,
 }
 PATIENCE_S = 600.0
+ENVIRONMENT = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiling is most of the work
 
 
 def arguments(directory: Path, steps: int, *more: str, processes: int = 2) -> list[str]:
@@ -69,7 +70,7 @@ def accounts_hold(directory: Path) -> None:
 
 def trained(directory: Path, steps: int) -> None:
     """Train a run to its end."""
-    ended = subprocess.run(arguments(directory, steps), capture_output=True, text=True, timeout=PATIENCE_S)
+    ended = subprocess.run(arguments(directory, steps), capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRONMENT)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -111,9 +112,9 @@ def test_one_process_on_the_same_mesh_makes_the_same_offers_to_the_last_bit(tmp_
 class Up:
     """``diloco up`` that goes on while its processes are killed."""
 
-    def __init__(self, directory: Path, command: list[str]) -> None:
+    def __init__(self, directory: Path, command: list[str], environment: dict[str, str]) -> None:
         self.directory = directory
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
 
     def pid(self, service: str) -> int:
         return int((self.directory / "services" / f"{service}.pid").read_text())
@@ -136,8 +137,9 @@ class Up:
 
 
 @contextmanager
-def up(directory: Path, steps: int, *more: str, processes: int = 2) -> Iterator[Up]:
-    running = Up(directory, arguments(directory, steps, *more, processes=processes))
+def up(directory: Path, steps: int, *more: str, processes: int = 2, checkpoint_s: float = 10.0) -> Iterator[Up]:
+    environment = ENVIRONMENT | {"DILOCO_CHECKPOINT_S": str(checkpoint_s)}
+    running = Up(directory, arguments(directory, steps, *more, processes=processes), environment)
     try:
         yield running
     finally:
@@ -205,10 +207,9 @@ def ran(*command: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_new_generation_begins_from_the_parts_of_the_last_and_so_does_another_number_of_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("DILOCO_CHECKPOINT_S", "1")
-    with up(tmp_path / "run", 10**6) as running:
+    with up(tmp_path / "run", 10**6, checkpoint_s=1.0) as running:
         directory = running.directory
         for times, lost in enumerate(("learner-0-p1", "learner-0"), start=1):
             running.trains()
@@ -233,15 +234,15 @@ def test_a_new_generation_begins_from_the_parts_of_the_last_and_so_does_another_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_learner_that_joins_borrows_from_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DILOCO_CHECKPOINT_S", "0")
+def test_a_learner_that_joins_borrows_from_several_processes(tmp_path: Path) -> None:
     with up(tmp_path / "run", 10**6) as running:
         running.trains()
         own = tomllib.loads((running.directory / "services" / "learner-0.toml").read_text())
         config = tmp_path / "joiner.toml"
         shown = {name: own[name] for name in ("nats_url", "run", "state_dir")}
         config.write_text(tomli_w.dumps(shown | {"name": "joiner"}))
-        joiner = subprocess.Popen([sys.executable, "-m", "diloco_learner", "--config", str(config)], stderr=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "diloco_learner", "--config", str(config)]
+        joiner = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
         try:
             running.until(lambda: bool(named(running.directory, "joiner", "state_from_peer")))
         finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
-from diloco.service.rundir import write_json
+from diloco.service.rundir import write_text
 from diloco_coordinator.monitor import Monitor
 
 
@@ -31,11 +31,16 @@ class SeriesFile:
             return None
         return covered_s
 
-    def save(self, monitor: Monitor, now_s: float) -> None:
-        """Write the series as of ``now_s``."""
+    def save(self, series: str) -> None:
+        """Write series that :func:`as_text` returned. Callable from any thread."""
         try:
-            write_json(self.path, monitor.series(now_s))
+            write_text(self.path, series)
         except OSError as error:  # the disk is full
             self._complaint.warn("series_not_saved", file=str(self.path), reason=str(error))
         else:
             self._complaint.over()
+
+
+def as_text(monitor: Monitor, now_s: float) -> str:
+    """Return a monitor's series as of ``now_s`` as JSON. Call it in the thread that the monitor hears in: they change."""
+    return json.dumps(monitor.series(now_s))

@@ -37,7 +37,7 @@ from diloco.wire.fields import MemberName
 from diloco.wire.subjects import Subjects
 from diloco_coordinator.metrics import ObservedCoordinator
 from diloco_coordinator.monitor import Monitor
-from diloco_coordinator.series import SeriesFile
+from diloco_coordinator.series import SeriesFile, as_text
 
 SAVE_EVERY_S = 5.0  # at most so much of the series is lost with a process; writing a long one takes a tenth of a second
 LAST_HEARTBEATS_S = 1.0  # two heartbeats of every member, which say that it has finished
@@ -273,7 +273,8 @@ class Coordinator:
         while True:
             await asyncio.sleep(SAVE_EVERY_S)
             progress.look(self._clock())
-            await asyncio.to_thread(self.save)
+            if (series := self._series()) is not None:
+                await asyncio.to_thread(self.series.save, series)
 
     def _progress(self, monitor: Monitor) -> tuple[dict[str, int], dict[str, Any]]:
         counts = {"versions": sum(monitor.versions), "tokens": monitor.tokens_processed()}
@@ -284,8 +285,13 @@ class Coordinator:
 
     def save(self) -> None:
         """Write the series to the state directory, if this process leads."""
-        if self.monitor is not None and self._leadership.sure(self._clock()):
-            self.series.save(self.monitor, self.now_s())
+        if (series := self._series()) is not None:
+            self.series.save(series)
+
+    def _series(self) -> str | None:
+        if self.monitor is None or not self._leadership.sure(self._clock()):
+            return None
+        return as_text(self.monitor, self.now_s())
 
 
 def _holder(stored: bytes) -> tuple[str, bytes] | None:

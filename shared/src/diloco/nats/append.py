@@ -39,6 +39,7 @@ _WRONG_LAST_SEQUENCE = (10071, 10164)
 _FENCE_ON_ITS_WAY = 10164
 _STORAGE_FULL = (10077, 10047, 10023, 10119)
 _ON_ITS_WAY = 10158  # a message of this id: a replicated stream has taken it up, and not yet stored it
+_BATCH_UNKNOWN = 10208  # the server was restarted, or has given up a batch of which nothing came for 10 s
 _FIRST, _MIDDLE, _LAST = 0, 1, 2
 
 
@@ -248,6 +249,6 @@ def _translate(subject: str, error: Mapping[str, Any]) -> BrokerError:
         return kind(f"{subject}: somebody else appended first: {text}")
     if code in _STORAGE_FULL:
         return StorageFullError(f"{subject}: storage is full: {text}; free space, or raise the stream's or server's limit")
-    if int(error.get("code", 0)) == 503 or code == _ON_ITS_WAY:
+    if int(error.get("code", 0)) == 503 or code in (_ON_ITS_WAY, _BATCH_UNKNOWN):
         return AppendUncertainError(f"{subject}: {text}")
     return BrokerError(f"{subject}: the server refuses: {text} (code {code})")

@@ -106,7 +106,12 @@ def locked(path: Path) -> Iterator[None]:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a file by ``value`` as JSON; a reader sees the old or the new file, whole."""
+    write_text(path, json.dumps(value, indent=1))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file by ``text``, likewise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(value, indent=1))
+    draft.write_text(text)
     draft.replace(path)
