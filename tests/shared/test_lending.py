@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests.shared.test_group import closed, met
 
 from diloco.core.chunks import Chunk
 from diloco.errors import RunError
+from diloco.member import lending
 from diloco.member.lending import LentParts, SharedState, Values
 from diloco.member.peer import InMemory
 from diloco.process.tasks import Tasks
@@ -76,3 +78,24 @@ async def test_states_with_other_parts_are_told_apart() -> None:
     other = SharedState(ends[0], NUMBER, halves[0].layout, state.owners, parts)
     assert len(state.content_hash) == 32
     assert other.content_hash != state.content_hash
+
+
+async def test_a_process_that_gives_nothing_in_time_is_named_and_its_late_answer_harms_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lending, "ANSWER_TIMEOUT_S", 0.05)
+    state, halves, _ = await lent()
+    answered, may_answer = threading.Event(), threading.Event()
+
+    def late(wanted: Chunk) -> Values:
+        assert may_answer.wait(test_group.PATIENCE_S)
+        answered.set()
+        return InMemory.read(halves[1], wanted)
+
+    monkeypatch.setattr(halves[1], "read", late)
+    with pytest.raises(RunError, match="process 1 gives no slice of the state of boundary 6"):
+        await asyncio.to_thread(state.read, ROWS[1])
+    may_answer.set()
+    await test_group.until(answered.is_set)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(await asyncio.to_thread(state.read, ROWS[1]), ARRAY[3:])

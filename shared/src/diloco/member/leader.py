@@ -72,9 +72,8 @@ class Leader(Member):
         self._answering = self._offers = _Offers(self)
         self._moment = Moment(0, 1)
         self._batch = 0, 0
-        self.wanted: Callable[[], Purpose | None] = lambda: (
-            None
-        )  # at a decision: what is to be saved; the trainer's thread asks
+        # what is to be saved, if that can be done now; the trainer's thread asks at each decision
+        self.wanted: Callable[[], Purpose | None] = lambda: None
         self._accounts: dict[str, Any] = {}  # as of the last boundary at which a state was saved
         self._saved_at: tuple[int, list[int]] = 0, []  # steps then, and by fragment the version applied
         self._optimizer: tuple[Layout, Owners]

@@ -55,14 +55,16 @@ class LentParts:
         match message:
             case AskSlice():
                 self.spawn(self._answer(source, message))
-            case Slice() if message.request in self._asked:
+            case Slice():
                 if blake3(inline).digest() != message.digest:
                     raise HashError(f"process {source}: a slice of a loan does not have the hash that it states")
-                self._asked.pop(message.request).set_result(inline)
+                answer = self._asked.get(message.request)
+                if answer is not None and not answer.done():  # it is not waited for any more, where it took too long
+                    answer.set_result(inline)
             case DropLoan():
                 self._drop(message.number)
             case _:
-                raise IslandError(f"process {source} sends a slice of a loan that nobody asked for")
+                raise IslandError(f"process {source} sends {message.kind!r}, which concerns no loan")
 
     def read(self, process: int, number: int, wanted: Chunk) -> Values:
         """Return a chunk that is in a process's part, any dtype [its lengths]. Not to be called in the loop's thread.
@@ -91,8 +93,11 @@ class LentParts:
         request = self._requests
         answer: asyncio.Future[bytes] = self.loop.create_future()
         self._asked[request] = answer
-        self.links.write(process, AskSlice(request, number, wanted.name, list(wanted.start), list(wanted.stop)))
-        return await answer
+        try:
+            self.links.write(process, AskSlice(request, number, wanted.name, list(wanted.start), list(wanted.stop)))
+            return await answer
+        finally:
+            del self._asked[request]
 
     async def _answer(self, source: int, asked: AskSlice) -> None:
         content = b""
