@@ -15,7 +15,7 @@ from diloco_lab.commands.experiment import lab
 from diloco_lab.experiment import answer, findings, record, spec, tuning
 from diloco_lab.experiment.methods import Measured
 from diloco_lab.experiment.runner import ENVIRONMENT, Results, jobs
-from diloco_lab.experiment.spec import Arm
+from diloco_lab.experiment.spec import Arm, Change
 from diloco_lab.experiment.statistics import paired, seeds_for
 from diloco_lab.experiment.store import Store
 from diloco_lab.paces.spec import PaceSpec
@@ -64,6 +64,9 @@ def results(equal: list[float | None], slow: list[float | None]) -> Results:
     return Results({(arm, seed): measured(loss) for arm, known in both.items() for seed, loss in enumerate(known)}, {})
 
 
+CHANGE = "{ after = 0.5, settings = { 'round.steps' = 8 } }"
+
+
 @pytest.mark.parametrize("name", spec.named())
 def test_every_experiment_that_comes_with_the_lab_can_be_read(name: str) -> None:
     experiment = spec.load(name)
@@ -81,6 +84,14 @@ def test_every_experiment_that_comes_with_the_lab_can_be_read(name: str) -> None
         ("seeds = 3", "seeds = 0", "seeds"),
         ("[arms.equal]", "[arms.equal]\ntuned = { 'inner.rate' = [1, 2, 3] }", "no setting 'inner.rate'"),
         ("[arms.equal]", "[arms.equal]\ntuned = { 'inner.learning_rate' = [1, 3, 2] }", "to try must rise"),
+        ("[arms.equal]", f"[arms.equal]\nchanges = [{CHANGE}, {CHANGE}]", "must come one after another"),
+        ("[arms.equal]", f"[arms.equal]\nmethod = 'alone'\nchanges = [{CHANGE}]", "method 'alone' is none"),
+        (
+            "[arms.equal]",
+            "[arms.equal]\nchanges = [{ after = 0.5, settings = { 'task.batch' = 8 } }]",
+            "arm equal, changes: task.batch",
+        ),
+        ("[arms.equal]", "[arms.equal]\nchanges = [{ after = 1.5, settings = { 'round.steps' = 8 } }]", "less than 1"),
         ("[arms.equal]", "[arms.equal]\ntuned = { 'inner.learning_rate' = [1, 3] }", "at least 3"),
         ("seeds = 3", "seeds = 3\nbars = ['eqal']", "names arm 'eqal' .did you mean 'equal'"),
     ],
@@ -139,8 +150,9 @@ def test_a_result_is_kept_by_all_that_it_depends_on(tiny: Path, tmp_path: Path) 
     assert len({job.path for job in listed}) == 6
     settings = listed[0].settings
     other_pace = Arm(pace=PaceSpec(step_s=0.2))
-    paths = {store.path(Arm(), settings, None), store.path(other_pace, settings, None), store.path(Arm(), settings, "text")}
-    assert len(paths) == 3
+    changed = Arm(changes=[Change(after=0.5, settings={"round.steps": 6})])
+    paths = {store.path(arm, settings, None) for arm in (Arm(), other_pace, changed)} | {store.path(Arm(), settings, "text")}
+    assert len(paths) == 4
     assert listed[0].path in paths
     store.put(listed[0].path, measured(None))
     assert store.get(listed[0].path) == measured(None)

@@ -52,6 +52,16 @@ def play(text: str, tokens: int, paces: Paces | None = None, preset: str = "deco
 
 
 @pytest.mark.slow
+def test_an_interval_that_changes_in_the_middle_makes_other_numbers_of_versions(text: str) -> None:
+    """128 steps of both. An interval is a step longer than asked for, and one that was announced before stays as it is."""
+    settings = run_settings("decoupled", SMALL | {"tokens": 256 * STEP_TOKENS})
+    paces, task = Paces([steady(0.1), steady(0.1)]), load_task(settings.task, text)
+    plain, changed = (Trial(settings, task, paces, changes).play().versions for changes in ((), [(0.5, {"round.steps": 14})]))
+    assert all(abs(versions - 128 / 5) < 1.5 for versions in plain)
+    assert all(abs(versions - (69 / 5 + 59 / 15)) < 1.5 for versions in changed)
+
+
+@pytest.mark.slow
 def test_a_trial_trains_accounts_for_its_tokens_and_is_the_same_each_time(text: str) -> None:
     first, again = (play(text, 60 * STEP_TOKENS, Paces([steady(0.1), steady(0.3)])) for _ in range(2))
     assert first.state_hashes == again.state_hashes

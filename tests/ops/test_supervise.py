@@ -20,7 +20,7 @@ from diloco.process.observe import Logger
 from diloco_ops import supervise
 from diloco_ops.supervise import ServiceFailed, Supervisor
 
-DEADLINE_S = 30.0
+DEADLINE_S = 100.0  # only ends what hangs: a busy machine begins a process in half a minute
 # counts its lives in a file, and ends each as the configuration says: a signal, a code, or never
 MORTAL = """
 import os, pathlib, signal, sys, time

@@ -227,7 +227,7 @@ async def test_what_cannot_be_gone_back_to_is_refused_before_anything_is_ordered
 def seen_of(path: Path, settings: RunSettings, *, live: bool = True) -> run_reader.RunReader:
     """A run of which nothing but its settings is to be looked at."""
     directory = RunDirectory(path, "run", "nats://127.0.0.1:1", None, settings)
-    return run_reader.RunReader(directory, None, Run("run", settings, None), None, None, None, b"", live, {})  # type: ignore[arg-type]
+    return run_reader.RunReader(directory, None, Run("run", settings, None), None, None, None, b"", live, {}, {})  # type: ignore[arg-type]
 
 
 def chain(fragment: int, version: int, **changes: Any) -> Chain:

@@ -14,7 +14,6 @@ from tests.shared.test_learner import FRAGMENTS, TOKENS, World, settings
 from diloco.core.accounts import StepDone
 from diloco.core.decisions import BOUNDARIES_APART_MAX, Course, Decisions
 from diloco.core.fragment_state import Version
-from diloco.core.rows import Rows, carriers
 from diloco.errors import IslandError
 from diloco.settings.run import RunSettings
 from diloco.wire import framing
@@ -353,26 +352,3 @@ def test_a_process_that_does_not_pass_boundaries_is_named() -> None:
     decided(island)
     with pytest.raises(IslandError, match=r"process 1, step .* boundaries behind"):
         island.decisions.carry_out()
-
-
-def test_fragments_are_dealt_by_bytes_and_alike_everywhere() -> None:
-    assert carriers([5, 1, 1, 1, 4], 2) == [0, 1, 0, 1, 1]  # 5 and 1 against 4, 1 and 1
-    assert carriers([3, 3, 3, 3], 4) == [0, 1, 2, 3]
-    assert carriers([7], 3) == [0]
-
-
-def test_rows_are_taken_and_put_back_where_they_were() -> None:
-    import numpy as np
-
-    from diloco.core.fragments import Piece
-
-    piece = Piece("w", 2, 4, (2, 3), 1, embedding=False)  # rows 2 and 3 of a tensor of three columns, behind another value
-    rows = Rows(((piece, (slice(0, 2), slice(1, 3))),))
-    vector = np.arange(7, dtype=np.float32)
-    assert rows.size == 4
-    assert rows.take(vector).tolist() == [2, 3, 5, 6]
-    other = np.zeros(7, np.float32)
-    rows.put(rows.take(vector), other)
-    assert other.tolist() == [0, 0, 2, 3, 0, 5, 6]
-    with pytest.raises(ValueError, match="3 values came, expected 4"):
-        rows.put(np.zeros(3, np.float32), other)

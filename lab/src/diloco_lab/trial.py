@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from diloco.control import creation
+from diloco.control.changes import append_changes
 from diloco.core.accounts import StepDone
+from diloco.core.changes import Action, Effective, Set
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import RunError
 from diloco.member.member import Member
@@ -77,7 +80,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run to be played, in those times.
+    """A run to be played, in those times. ``changes``: settings after a share of the token budget, in order.
 
     Raises (:meth:`play`):
         RunError: a process failed, or the run did not come to its end.
@@ -86,6 +89,7 @@ class Trial:
     settings: RunSettings
     task: Task
     paces: Paces
+    changes: Sequence[tuple[float, Mapping[str, Any]]] = ()
 
     def play(self) -> Result:
         """Train to the end of the token budget."""
@@ -99,7 +103,7 @@ class Trial:
 
 
 class _Training(World):
-    """The processes of a trial: a creator of the run, its syncers and its learners."""
+    """The processes of a trial: a creator of the run, its syncers, an operator if it has changes, and its learners."""
 
     def __init__(self, trial: Trial) -> None:
         super().__init__(trial.settings.seed)
@@ -115,6 +119,8 @@ class _Training(World):
         self.commits, self.subjects = Clock(trial.paces.commits), Subjects(RUN)
         others = [Process(self, "creator", CONTROL, self._create)]
         others += [Process(self, f"syncer-{i}", CONTROL, self._sync) for i in range(self.settings.shards)]
+        if trial.changes:
+            others.append(Process(self, "operator", CONTROL, self._operate))
         self.learners = [_Learner(self, i) for i in range(len(paces))]
         self.processes = [*others, *self.learners]
         for process in others:
@@ -152,6 +158,13 @@ class _Training(World):
             process.transport, run, await creation.find_map(run), SyncerSettings(name=process.name, run=RUN), self.logger
         )
         await shard.serve()
+
+    async def _operate(self, process: Process) -> None:
+        run = await creation.find(process.transport, RUN, self.logger)
+        for after, settings in self.trial.changes:
+            while self.trained < after * self.settings.tokens:
+                await asyncio.sleep(IDLE_S)
+            await append_changes(process.transport, run, partial(_sets, settings), author=process.name)
 
     async def learn(self, index: int, process: Process) -> None:
         """Train a learner to the end of the run, from the log and a peer's optimizer state on."""
@@ -219,6 +232,10 @@ class _Training(World):
             virtual_s=self.now_s,
             wall_s=wall_s,
         )
+
+
+def _sets(values: Mapping[str, Any], effective: Effective) -> list[Action]:
+    return [Set(key, value) for key, value in values.items()]
 
 
 class _Learner(Process):

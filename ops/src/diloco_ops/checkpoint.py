@@ -12,8 +12,9 @@ and which of a learner's offers are merged at the cut stands in the log's cursor
 A learner may have gone beyond the cut when the marker reaches it. Then the marker is repeated with a newer vector, some times;
 after that the state is taken as it is, and the part that belongs to later versions is lost, and counted, when it is resumed.
 
-Files: ``manifest.json`` (written last: without it a folder is no checkpoint), ``log.snapshot``, ``bucket.snapshot`` and
-``learners/<name>.safetensors``; of a learner that is several processes, ``learners/<name>.part-<process>.safetensors`` too.
+Files: ``manifest.json`` (written last: without it a folder is no checkpoint), ``log.snapshot``, ``bucket.snapshot``,
+``learners/<name>.safetensors``, of a learner that is several processes ``learners/<name>.part-<process>.safetensors`` too, and
+of a run with regions ``residuals.safetensors`` (:mod:`diloco_ops.residuals`).
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ async def take(path: Path, out: Path | None = None) -> tuple[Checkpoint, list[st
                 f"{path}: this run is finished, and takes no checkpoint any more; an earlier one can be gone on from: "
                 "diloco up --resume; its log can be read: diloco verify"
             )
-        number = max([0, *manifest.numbered(run.directory.path), *_numbers(run.directory.path / "checkpoints")]) + 1
-        folder = out or run.directory.path / manifest.FOLDER / str(number)
+        wholes = run.directory.path / manifest.FOLDER
+        number = max([0, *manifest.numbered(wholes), *manifest.numbered(run.directory.path / state.FOLDER)]) + 1
+        folder = out or wholes / str(number)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise RunError(f"{folder}: exists and is not empty; choose another --out")
         with suppress(MessageError, SettingsError):  # a list that makes no sense changes nothing, here as elsewhere
@@ -77,10 +79,6 @@ async def take(path: Path, out: Path | None = None) -> tuple[Checkpoint, list[st
                 cuts = await heads(run)
             await saver.save(learners, cuts)
         return manifest.load(folder), saver.problems
-
-
-def _numbers(folder: Path) -> list[int]:
-    return [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +29,7 @@ from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.wire.subjects import Subjects
 from diloco_ops import inspect, region_logs
+from diloco_ops.broker.server import CONNECT_TIMEOUT_S, free_port
 from diloco_ops.embedded import Embedded
 from diloco_ops.environment import learner_environment, mesh_of, per_process, service_environment
 from diloco_ops.live import screen
@@ -44,7 +44,6 @@ TEND_S = 0.1  # a killed service is begun again after so long at most
 POLL_S = 0.5  # the live view moves twice a second
 PLAIN_EVERY_S = 5.0  # lines that a person still reads
 NEAR_END_S = 15.0  # from here on the last status must not be missed
-NATS_TIMEOUT_S = 20.0  # a server with a large store is slow to start
 STATUS_TIMEOUT_S = 1.0  # a coordinator on this machine answers in milliseconds
 
 
@@ -97,7 +96,7 @@ class Launcher:
             if self.embedded:
                 for name in self.embedded.servers:
                     self.embedded.start(name)
-            link = await NatsTransport.open(self.url, self.bulk_url or self.url, "up", self.log, NATS_TIMEOUT_S)
+            link = await NatsTransport.open(self.url, self.bulk_url or self.url, "up", self.log, CONNECT_TIMEOUT_S)
             region_urls = self.embedded.region_urls if self.embedded else {}
             if region_urls and resumed:
                 await region_logs.give_back(directory, self.url, region_urls, self.log)
@@ -157,7 +156,7 @@ class Launcher:
             environment = learner_environment(index, learners, devices)
             self._start_service(name, "diloco_learner", values | {"mesh": mesh_of(devices)}, environment, cores)
             return
-        address = f"127.0.0.1:{_free_port()}"
+        address = f"127.0.0.1:{free_port()}"
         for process in range(count):
             environment = learner_environment(index * count + process, learners * count, per_process(devices, count))
             own: dict[str, Any] = {"name": name, "mesh": mesh_of(devices)}
@@ -310,13 +309,6 @@ class Launcher:
         rundir.write_json(directory.report, report)
         page.write_html(report, directory.path / "report.html")
         return report
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _core(index: int, count: int) -> set[int] | None:

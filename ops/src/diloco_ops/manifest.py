@@ -155,9 +155,8 @@ def load(path: Path) -> Checkpoint:
         raise RunError(f"{file}: the settings of its run are not those of this version of diloco: {error}") from None
 
 
-def numbered(directory: Path) -> dict[int, Path]:
-    """Folders of a run's checkpoints by number, whole or not."""
-    folder = directory / FOLDER
+def numbered(folder: Path) -> dict[int, Path]:
+    """Return the folders in a folder whose names are numbers, by number: those of checkpoints, whole or not."""
     found = folder.iterdir() if folder.is_dir() else []
     return {int(path.name): path for path in found if path.name.isdecimal() and path.is_dir()}
 

@@ -71,7 +71,7 @@ class Marking:
 
     def forget(self) -> None:
         """Drop what learners have saved: an attempt failed, or it is copied."""
-        shutil.rmtree(self.run.directory.path / "checkpoints" / str(self.number), ignore_errors=True)
+        shutil.rmtree(self.run.directory.path / state.FOLDER / str(self.number), ignore_errors=True)
         self._answers.clear()
 
     async def _snapshot(self) -> States:

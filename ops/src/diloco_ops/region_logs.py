@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 from diloco.control import creation
 from diloco.control.creation import Run
 from diloco.control.genesis import decided_genesis
-from diloco.core.quorum import LogHead, best, majority
+from diloco.core.quorum import NOTICE_EVERY, LogHead, best, majority
 from diloco.errors import BrokerError, MessageError, RunError
 from diloco.log.log import Log
 from diloco.log.stream import Packed
@@ -26,9 +26,10 @@ from diloco.process.observe import Logger
 from diloco.service.rundir import RunDirectory
 from diloco.wire.entries import Genesis
 from diloco_ops.broker import snapshot
+from diloco_ops.broker.server import CONNECT_TIMEOUT_S
+from diloco_ops.embedded import server_name
 
-NOTICE_EVERY = 16  # entries: readers hold back those that no notice names, but only so many
-CONNECT_TIMEOUT_S = 20.0  # a server that has just been started reads its files first
+ABSENT = "no server answers, and its files are not here"
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,20 @@ class Begun:
     faults: dict[str, str]  # by region
     genesis: tuple[Genesis, bytes] | None  # of any of the logs; None: there is none
 
-    def demand_majority(self, path: Path, regions: int) -> tuple[Genesis, bytes]:
-        """Refuse to go on where fewer regions than a majority hold the run's log.
+    def demand_majority(self, path: Path, regions: Sequence[str]) -> tuple[Genesis, bytes]:
+        """Refuse to go on with the run in ``path`` where fewer of its regions than a majority hold its log.
 
         Raises:
-            RunError: each region that does not is named, and why.
+            RunError: each region that does not is named, with its server's folder, and why.
         """
-        needed = majority(regions)
+        needed = majority(len(regions))
         if self.genesis is None or len(self.logs) < needed:
-            faults = "; ".join(f"{region}: {fault}" for region, fault in self.faults.items())
+            missing = [region for region in regions if region not in self.logs]
+            faults = "; ".join(f"{path / server_name(region)}: {self.faults.get(region, ABSENT)}" for region in missing)
             raise RunError(
-                f"{path}: the servers of {len(self.logs)} of {regions} regions hold this run's log, and {needed} are needed to "
-                f"know what is committed ({faults}); put the others' folders back, or go on from a checkpoint that was taken "
-                "before: diloco up --resume"
+                f"{path}: the servers of {len(self.logs)} of {len(regions)} regions hold this run's log, and {needed} are "
+                f"needed to know what is committed ({faults}); put these folders back as they were, or go on from an earlier "
+                "checkpoint: diloco up --resume CHECKPOINT --run-dir NEW"
             )
         return self.genesis
 
@@ -158,7 +160,7 @@ async def give_back(directory: RunDirectory, url: str, region_urls: Mapping[str,
         found = await begun(logs)
         if not found.faults:
             return
-        genesis_check = found.demand_majority(directory.path, len(names))[1]
+        genesis_check = found.demand_majority(directory.path, names)[1]
         home = await furthest(found.logs)
         await settle(found.logs, home, genesis_check)
         with tempfile.TemporaryDirectory(prefix="give-back-", dir=directory.path) as folder:

@@ -30,14 +30,14 @@ from diloco.settings.run import RunSettings
 from diloco.settings.validation import value_of
 from diloco.transport import Fence
 from diloco.wire import framing
+from diloco.wire.entries import Genesis
 from diloco.wire.subjects import Subjects
 from diloco_ops import residuals, shorten
 from diloco_ops.broker import snapshot
-from diloco_ops.broker.server import Server
+from diloco_ops.broker.server import CONNECT_TIMEOUT_S, Server
 from diloco_ops.broker.snapshot import Snapshot
 from diloco_ops.manifest import Checkpoint, SavedStream
 
-CONNECT_TIMEOUT_S = 20.0  # a server that has just been started reads its files first
 KEY_OF_CHANGES = "changes"
 STORED_WITHIN_S = 10.0  # on this machine it takes milliseconds
 
@@ -120,10 +120,7 @@ async def _bring_residuals(source: Checkpoint, run: Run, homes: Sequence[NatsTra
     brought = residuals.read(source.path / saved.file, fragment_map)
     for home in homes:
         log = Log(home, run.name, run.identity, fragment_map, run.created)
-        genesis = await log.reader.genesis()
-        if genesis is None:
-            raise RunError(f"{source.path}: its log has no genesis record")
-        await residuals.store(log, brought, genesis, [cut.version for cut in source.manifest.fragments])
+        await residuals.store(log, brought, await _genesis(source, log), [cut.version for cut in source.manifest.fragments])
 
 
 async def _begin_other_kind(
@@ -154,9 +151,7 @@ async def _copy_states(
 ) -> list[int]:
     fragment_map = await creation.find_map(run)
     old = Log(scratch, run.name, run.identity, fragment_map, run.created)
-    genesis = await old.reader.genesis()
-    if genesis is None:
-        raise RunError(f"{source.path}: its log has no genesis record")
+    genesis = await _genesis(source, old)
     frame, cuts = framing.pack(genesis[0], run.identity), source.manifest.fragments
     known = (
         {} if source.manifest.residuals is None else residuals.read(source.path / source.manifest.residuals.file, fragment_map)
@@ -181,6 +176,13 @@ async def _copy_states(
     for log in logs:
         await log.writer.append_genesis(frame)
     return carried_out
+
+
+async def _genesis(source: Checkpoint, log: Log) -> tuple[Genesis, bytes]:
+    genesis = await log.reader.genesis()
+    if genesis is None:
+        raise RunError(f"{source.path}: its log has no genesis record; go on from another checkpoint")
+    return genesis
 
 
 async def _begin_fragment(old: Log, log: Log, replica: Replica, residual: Residual | None, *, regions: bool) -> None:

@@ -28,6 +28,7 @@ from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import changed_settings
 from diloco.settings.run import DEPLOYMENT, RunSettings
 from diloco_ops import checkpoint, manifest, restore, run_reader
+from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.embedded import Embedded
 from diloco_ops.manifest import Checkpoint
 
@@ -49,14 +50,13 @@ def find(path: Path) -> Source:
         RunError: there is none; the fault of every candidate is named.
     """
     if (path / "run.json").exists():
-        candidates = [folder for _, folder in sorted(manifest.numbered(path).items(), reverse=True)]
+        candidates = [folder for _, folder in sorted(manifest.numbered(path / manifest.FOLDER).items(), reverse=True)]
         if not candidates:
             return _of_stopped(path)
     else:
-        number = int(path.name) if path.name.isdecimal() else 0
-        siblings = path.resolve().parent.iterdir() if path.exists() else []
-        older = {int(p.name): p for p in siblings if p.name.isdecimal() and p.is_dir() and int(p.name) < number}
-        candidates = [path, *(folder for _, folder in sorted(older.items(), reverse=True))]
+        number = int(path.name) if path.name.isdecimal() and path.exists() else 0
+        siblings = sorted(manifest.numbered(path.resolve().parent).items(), reverse=True)
+        candidates = [path, *(folder for at, folder in siblings if at < number)]
     notes: list[str] = []
     for folder in candidates:
         try:
@@ -128,7 +128,7 @@ async def prepare(source: Checkpoint, directory: RunDirectory, *, at: int | None
             url, urls = embedded.url, list(embedded.region_urls.values()) or [embedded.url]
         links = []
         for each in (url, *urls):  # the control store, and each region's server; or the only server
-            links.append(await NatsTransport.open(url, each, "resume", observe.get_logger(), restore.CONNECT_TIMEOUT_S))
+            links.append(await NatsTransport.open(url, each, "resume", observe.get_logger(), CONNECT_TIMEOUT_S))
             stack.push_async_callback(links[-1].close)
         await restore.restore(source, directory, links[0], links[1:], at)
     if at is None:

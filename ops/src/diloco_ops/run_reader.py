@@ -49,6 +49,7 @@ class RunReader:
     genesis_check: bytes
     live: bool  # read from the run's own server
     regions: Mapping[str, Log]  # the log of each region that is reached; none in a run without regions
+    transports: Mapping[str, NatsTransport]  # to the servers that have these logs, by region; or the only one, of no name
 
     async def load_first(self, fragment: int) -> Loaded:
         """Load version 0, as :meth:`diloco.log.reader.Reader.load_first` does and raises."""
@@ -128,34 +129,35 @@ async def opened(path: Path) -> AsyncIterator[RunReader]:
             for region, transport in transports.items()
         }
         if run.regions:
-            log, logs, genesis = await _in_regions(path, run, logs, live=live)
+            home, logs, genesis = await _in_regions(path, run, logs, live=live)
         else:
-            [log], logs = logs.values(), {}
+            [(home, log)] = logs.items()
             genesis = await log.reader.genesis()
         if genesis is None:
             raise RunError(f"{path}: run {run.name!r} has no genesis record yet: none of its learners has founded it")
-        transport = next(each for each in transports.values() if each is log.transport)
-        yield RunReader(directory, transport, run, fragment_map, log, *genesis, live, logs)
+        regions = logs if run.regions else {}
+        reached_ones = {region: transports[region] for region in logs}
+        yield RunReader(directory, transports[home], run, fragment_map, logs[home], *genesis, live, regions, reached_ones)
 
 
 async def _in_regions(
     path: Path, run: Run, logs: dict[str, Log], *, live: bool
-) -> tuple[Log, dict[str, Log], tuple[Genesis, bytes] | None]:
-    """Return the log to read, those of all regions that hold the run, and its genesis; None: it has none yet.
+) -> tuple[str, dict[str, Log], tuple[Genesis, bytes] | None]:
+    """Return the region whose log is to be read, the logs of all that hold the run, and its genesis; None: it has none yet.
 
     Raises:
         RunError: too few regions hold the run to know what is committed.
     """
     found = await region_logs.begun(logs)
     if not found.logs and await run.registry.get("genesis") is None:
-        return next(iter(logs.values())), logs, None
+        return next(iter(logs)), logs, None
     if not live or not found.logs:
-        found.demand_majority(path, len(run.created.regions.names))
+        found.demand_majority(path, run.created.regions.names)
     assert found.genesis is not None
     home = await region_logs.furthest(found.logs)
     if not live:
         await region_logs.settle(found.logs, home, found.genesis[1])
-    return found.logs[home], found.logs, found.genesis
+    return home, found.logs, found.genesis
 
 
 async def read_chains(log: Log) -> list[Chain]:
@@ -206,8 +208,10 @@ async def _transports(directory: RunDirectory) -> AsyncIterator[tuple[dict[str, 
         names = {CONTROL, *map(server_name, regions)}
         here = {name for name in names if (directory.path / name / "jetstream").is_dir()}
         if CONTROL not in here or (regions and len(here) == 1):
+            missing = ", ".join(str(directory.path / name) for name in sorted(names - here))
             raise BrokerError(
-                f"{directory.path}: no server at {directory.nats_url or '(none yet)'} has this run; start it again"
+                f"{directory.path}: no server at {directory.nats_url or '(none yet)'} has this run, and its files are not in "
+                f"{missing}; start the server again, or put its folder back"
             )
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-")))
         servers: dict[str, Server] = {}

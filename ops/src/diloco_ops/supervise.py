@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.errors import DilocoError, EjectedError, IslandError
@@ -74,10 +74,6 @@ class Service:
     began_s: float
     endless: bool = False  # it serves the others, and ends when it is told to
     restarts: int = 0
-    quick_deaths: int = 0
-    due_s: float | None = None  # when it is begun again; None while it runs or has ended by itself
-    group: str = ""  # the learner that it is a process of: they begin and end together
-    lost_s: float | None = None  # since when processes of its group are missed
 
     @property
     def errors(self) -> Path:
@@ -86,6 +82,16 @@ class Service:
     @property
     def pid_file(self) -> Path:
         return self.config.with_suffix(".pid")
+
+
+@dataclass
+class Group:
+    """Services that begin and end together: the processes of one learner, or a single one."""
+
+    services: list[Service] = field(default_factory=list)
+    quick_deaths: int = 0  # in a row
+    due_s: float | None = None  # when they are begun again; None while they run or have ended by themselves
+    lost_s: float | None = None  # since when some are missed
 
 
 class Supervisor:
@@ -98,8 +104,13 @@ class Supervisor:
 
     def __init__(self, log: Logger) -> None:
         self.log = log
-        self.services: list[Service] = []
+        self.groups: dict[str, Group] = {}
         self._guard = Guard()
+
+    @property
+    def services(self) -> list[Service]:
+        """All services."""
+        return [service for group in self.groups.values() for service in group.services]
 
     def start(
         self,
@@ -112,10 +123,13 @@ class Supervisor:
         endless: bool = False,
         group: str = "",
     ) -> None:
-        """Begin ``python -m module --config FILE``; its pid is in the file of the same name with the ending ``.pid``."""
+        """Begin ``python -m module --config FILE``; its pid is in the file of the same name with the ending ``.pid``.
+
+        ``group``: the learner that it is a process of; a service of its own has none.
+        """
         process = _begin(module, config, environment, cores)
-        now_s = time.monotonic()
-        self.services.append(Service(name, module, config, environment, cores, process, now_s, endless, group=group or name))
+        service = Service(name, module, config, environment, cores, process, time.monotonic(), endless)
+        self.groups.setdefault(group or name, Group()).services.append(service)
         self._watch()
 
     def tend(self) -> bool:
@@ -125,54 +139,51 @@ class Supervisor:
             ServiceFailed: a service ended with an error, what it said is the message; or was killed again and again.
         """
         now_s = time.monotonic()
-        groups: dict[str, list[Service]] = {}
-        for service in self.services:
-            groups.setdefault(service.group, []).append(service)
-        for services in groups.values():
-            self._tend_group(services, now_s)
+        for group in self.groups.values():
+            self._tend_group(group, now_s)
         return all(service.endless or service.process.poll() == 0 for service in self.services)
 
-    def _tend_group(self, services: list[Service], now_s: float) -> None:
-        failed = [(service, code) for service in services if (code := service.process.poll())]
+    def _tend_group(self, group: Group, now_s: float) -> None:
+        failed = [(service, code) for service in group.services if (code := service.process.poll())]
         for service, code in failed:
             if code > 0 and code not in (EjectedError.exit_code, IslandError.exit_code):
                 raise ServiceFailed(f"{service.name}: {last_words(service.errors.read_text(errors='replace'), code)}", code)
         if not failed:
             return
-        first, alive = services[0], [service for service in services if service.process.poll() is None]
+        alive = [service for service in group.services if service.process.poll() is None]
         if alive:
-            first.lost_s = first.lost_s or now_s
-            if now_s - first.lost_s >= GROUP_S:
+            group.lost_s = group.lost_s or now_s
+            if now_s - group.lost_s >= GROUP_S:
                 for service in alive:
                     service.process.kill()
-        elif first.due_s is None and any(code == EjectedError.exit_code for _, code in failed):  # waits until it is readmitted
-            self.log.warning("service_ejected", ejected=first.name)
-            first.due_s = now_s
-        elif first.due_s is None:
-            self._note_death(
-                first, *min(failed, key=lambda each: each[1]), now_s
-            )  # one that was killed, rather than the others
-        elif now_s >= first.due_s:
-            first.lost_s = None
-            for service in services:
+        elif group.due_s is None and any(code == EjectedError.exit_code for _, code in failed):  # waits until it is readmitted
+            self.log.warning("service_ejected", ejected=group.services[0].name)
+            group.due_s = now_s
+        elif group.due_s is None:
+            killed, code = min(failed, key=lambda each: each[1])  # one that a signal killed, rather than those that missed it
+            self._note_death(group, killed, code, now_s)
+        elif now_s >= group.due_s:
+            group.due_s = group.lost_s = None
+            for service in group.services:
                 self._begin_again(service, now_s)
 
-    def _note_death(self, first: Service, killed: Service, code: int, now_s: float) -> None:
-        said = _signal_name(-code) if code < 0 else f"exit code {code}"
-        first.quick_deaths = first.quick_deaths + 1 if now_s - first.began_s < STEADY_S else 0
-        if first.quick_deaths >= QUICK_DEATHS:
+    def _note_death(self, group: Group, killed: Service, code: int, now_s: float) -> None:
+        signal_name = _signal_name(-code) if code < 0 else None
+        group.quick_deaths = group.quick_deaths + 1 if now_s - killed.began_s < STEADY_S else 0
+        if group.quick_deaths >= QUICK_DEATHS:
+            end = f"killed by {signal_name}" if signal_name else f"ended with code {code}"
             raise ServiceFailed(
-                f"{killed.name}: killed by {said} {QUICK_DEATHS} times in a row, each time within "
-                f"{STEADY_S:g} s; see {killed.errors} and the system's log (is memory short?)",
+                f"{killed.name}: {end} {QUICK_DEATHS} times in a row, each time within {STEADY_S:g} s; see {killed.errors} and "
+                "the system's log (is memory short?)",
                 1,
             )
-        pause_s = 0.0 if first.quick_deaths < 2 else min(RETRY_MAX_S, RETRY_S * 2.0 ** (first.quick_deaths - 2))
-        first.due_s = now_s + pause_s
-        self.log.warning("service_killed", killed=killed.name, signal=said, pause_s=pause_s)
+        pause_s = 0.0 if group.quick_deaths < 2 else min(RETRY_MAX_S, RETRY_S * 2.0 ** (group.quick_deaths - 2))
+        group.due_s = now_s + pause_s
+        self.log.warning("service_killed", killed=killed.name, signal=signal_name or f"exit code {code}", pause_s=pause_s)
 
     def _begin_again(self, service: Service, now_s: float) -> None:
         service.process = _begin(service.module, service.config, service.environment, service.cores)
-        service.began_s, service.due_s = now_s, None
+        service.began_s = now_s
         service.restarts += 1
         self._watch()
         self.log.warning("service_restarted", restarted=service.name, restarts=service.restarts, pid=service.process.pid)

@@ -29,8 +29,9 @@ from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
 from diloco_ops import resume
+from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.environment import learner_environment, mesh_of, per_process
-from diloco_ops.launch import NATS_TIMEOUT_S, Asked, Launcher
+from diloco_ops.launch import Asked, Launcher
 from diloco_ops.manifest import Checkpoint
 from diloco_ops.supervise import ServiceFailed, last_words
 from diloco_report import compared
@@ -239,7 +240,7 @@ async def _check_name(name: str, url: str) -> None:
         RunError: it has.
         BrokerError: it does not answer, or cannot be used.
     """
-    link = await NatsTransport.open(url, url, "up", observe.get_logger(), NATS_TIMEOUT_S)
+    link = await NatsTransport.open(url, url, "up", observe.get_logger(), CONNECT_TIMEOUT_S)
     try:
         if await streams.exists(link, f"KV_{Subjects(name).bucket}"):
             raise RunError(

@@ -49,7 +49,8 @@ def play(arm: Arm, settings: RunSettings, data: str | None = None) -> Measured:
     """
     task = load_task(settings.task, data)
     if arm.method == "decoupled":
-        result = Trial(settings, task, arm.pace.paces(settings.learners)).play()
+        changes = [(change.after, change.settings) for change in arm.changes]
+        result = Trial(settings, task, arm.pace.paces(settings.learners), changes).play()
         return Measured(
             _finite(result.loss),
             result.tokens,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from diloco.core.changes import with_setting
 from diloco.errors import SettingsError
 from diloco.settings.loading import read_toml
 from diloco.settings.presets import run_settings
@@ -23,6 +24,13 @@ FOLDER = "experiments"  # of those that come with the lab
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Change(_Table):
+    """Other values of settings from some time on, as an operator sets them in a run that goes on."""
+
+    after: float = Field(gt=0, lt=1, description="share of the token budget that learners have processed by then")
+    settings: dict[str, Any] = Field(min_length=1, max_length=32)
 
 
 class Arm(_Table):
@@ -39,6 +47,20 @@ class Arm(_Table):
         description="settings whose best values are looked for first: those to try, in all combinations",
     )
     pace: PaceSpec = PaceSpec()
+    changes: list[Change] = Field([], max_length=32, description="made while a decoupled run goes on, one after another")
+
+    @field_validator("changes")
+    @classmethod
+    def _in_order(cls, changes: list[Change]) -> list[Change]:
+        if any(one.after >= other.after for one, other in pairwise(changes)):
+            raise ValueError(f"changes must come one after another: {', '.join(str(change.after) for change in changes)}")
+        return changes
+
+    @model_validator(mode="after")
+    def _changes_are_of_a_run(self) -> Arm:
+        if self.changes and self.method != "decoupled":
+            raise ValueError(f"changes are made in a run that goes on, and method {self.method!r} is none; leave them out")
+        return self
 
     @field_validator("tuned")
     @classmethod
@@ -137,6 +159,8 @@ def load(name: str) -> Experiment:
         for values in arm.combinations():
             settings = experiment.settings_of(name, 0, values | place)
             arm.pace.paces(settings.learners)
+            for key, value in ((key, value) for change in arm.changes for key, value in change.settings.items()):
+                settings = with_setting(settings, key, value, f"{path}: arm {name}, changes")
             if experiment.curves is not None and settings.task.name != "gpt":
                 said = f"arm {name}: task.name = {settings.task.name!r}, and parameters are counted of the built-in task alone"
                 raise SettingsError(f"{path}: {said}; leave out curves, or task.name")

@@ -50,7 +50,9 @@ class Store:
 
     def path(self, arm: Arm, settings: RunSettings, data: str | None) -> Path:
         """Return the file of a trial."""
-        said = msgspec.json.encode([arm.method, arm.pace.said(), settings.model_dump(mode="json"), data, code_digest()])
+        changes = [change.model_dump(mode="json") for change in arm.changes]
+        values = [arm.method, arm.pace.said(), changes, settings.model_dump(mode="json"), data, code_digest()]
+        said = msgspec.json.encode(values)
         return self.folder / f"{hashlib.blake2b(said, digest_size=16).hexdigest()}.json"
 
     def get(self, path: Path) -> Measured | None:

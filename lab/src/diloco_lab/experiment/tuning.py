@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from diloco_lab.experiment.runner import Results
-from diloco_lab.experiment.spec import Arm, Experiment
+from diloco_lab.experiment.spec import Experiment
 
 FIRST_SEED = 1000  # of the search: a choice that was made by the seeds that judge it would flatter it
 
@@ -55,7 +55,7 @@ def wording(values: Mapping[str, float]) -> str:
 def search(experiment: Experiment) -> Experiment | None:
     """Return the experiment that plays an experiment's combinations, each as an arm; None: nothing is tuned."""
     arms = {
-        f"{name}: {wording(values)}": Arm(method=arm.method, preset=arm.preset, settings=arm.settings | values, pace=arm.pace)
+        f"{name}: {wording(values)}": arm.model_copy(update={"settings": arm.settings | values, "tuned": {}})
         for name, arm in experiment.arms.items()
         if arm.tuned
         for values in arm.combinations()

@@ -18,6 +18,7 @@ from diloco.errors import BrokerError
 from diloco_ops.supervise import Guard
 
 START_TIMEOUT_S = 20.0  # a large store is read at the start
+CONNECT_TIMEOUT_S = 20.0  # to connect to a server that has just been started
 PORTS = (10_000, 32_768)  # Linux gives connections ports from there on
 
 

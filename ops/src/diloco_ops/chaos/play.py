@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -11,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.errors import BrokerError, RunError
-from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.process.observe import Logger
 from diloco.process.tasks import end
@@ -68,13 +66,9 @@ class Chaos:
         watchdog = revert.start_watchdog(path)
         try:
             async with run_reader.opened(path) as seen:
-                transport = seen.log.transport
-                assert isinstance(transport, NatsTransport)
-                homes = {region: log.transport for region, log in seen.regions.items()} or {"": transport}
-                transports = {region: each for region, each in homes.items() if isinstance(each, NatsTransport)}
                 wan_control = seen.directory.wan_control
-                self.breaker = Breaker(path, self.directory.name, transports, wan_control, self.seed, self.log)
-                self.watch = await Watch.begin(seen, transport)
+                self.breaker = Breaker(path, self.directory.name, seen.transports, wan_control, self.seed, self.log)
+                self.watch = await Watch.begin(seen)
                 async with asyncio.TaskGroup() as group:
                     watching = [group.create_task(work) for work in self.watch.works()]
                     await self.watch.listen()
@@ -82,9 +76,8 @@ class Chaos:
                     result = await self._break_and_settle()
                     await end(*watching)
         finally:
-            await asyncio.to_thread(_release, watchdog)
-        path, witness = self.directory.path, self.witness
-        return result | await verdict.judge(path, self.began_s, witness, self.breaker, self.unaccounted)
+            await asyncio.to_thread(watchdog.communicate)
+        return result | await verdict.judge(path, self.began_s, self.witness, self.breaker, self.unaccounted)
 
     @property
     def witness(self) -> Witness:
@@ -193,10 +186,6 @@ class Chaos:
                 return False
             await asyncio.sleep(min(POLL_S, max(0.0, ends_s - self.clock())))
         return True
-
-
-def _release(watchdog: subprocess.Popen[bytes]) -> None:
-    watchdog.communicate()
 
 
 def _brief(failure: Failure, target: str) -> str:

@@ -13,7 +13,6 @@ from diloco.errors import RunError
 from diloco.log.log import Log
 from diloco.log.stream import pass_over
 from diloco.nats.connection import ask
-from diloco.nats.transport import NatsTransport
 from diloco.transport import Heard
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco_ops.chaos.witness import Witness
@@ -26,10 +25,9 @@ GONE_S = 10.0  # without any process of the run: a launcher restarts each within
 
 @dataclass
 class Watch:
-    """Watches one run; ``transport`` is that of the log that the run is read from."""
+    """Watches one run."""
 
     run: RunReader
-    transport: NatsTransport
     witness: Witness
 
     def __post_init__(self) -> None:
@@ -37,11 +35,11 @@ class Watch:
         self._gate = HeartbeatGate(self.run.run, self.run.map, None, self._hear_member, self._hear_member)
 
     @classmethod
-    async def begin(cls, run: RunReader, transport: NatsTransport) -> Watch:
+    async def begin(cls, run: RunReader) -> Watch:
         """Begin with a witness that knows where each fragment's log ends now."""
         loaded = [await run.log.reader.load(f.index, run.genesis, run.genesis_check) for f in run.map.fragments]
         sizes = [fragment.size for fragment in run.map.fragments]
-        return cls(run, transport, Witness([each.replica.chain for each in loaded], sizes))
+        return cls(run, Witness([each.replica.chain for each in loaded], sizes))
 
     def works(self) -> list[Coroutine[Any, Any, None]]:
         """Return the work to be done side by side; :meth:`listen` begins the part that needs subscriptions."""
@@ -55,8 +53,8 @@ class Watch:
         async def hear_shard(heartbeat: ShardHeartbeat, message: Heard) -> None:
             self.witness.shard(heartbeat)
 
-        await self.transport.subscribe(subjects.heartbeat(), self._gate.hear)
-        await hear(self.transport, subjects.shard(), ShardHeartbeat, self.run.run.identity, hear_shard, refused=None)
+        await self.run.transport.subscribe(subjects.heartbeat(), self._gate.hear)
+        await hear(self.run.transport, subjects.shard(), ShardHeartbeat, self.run.run.identity, hear_shard, refused=None)
 
     async def _hear_member(self, heartbeat: Heartbeat) -> None:
         self.witness.heartbeat(heartbeat, self._clock())
@@ -71,7 +69,7 @@ class Watch:
 
     async def _ask(self) -> None:
         """Ask the coordinator for its status while it is expected to come back; and see whether the server is there."""
-        transport, subject = self.transport, self.run.log.subjects.status
+        transport, subject = self.run.transport, self.run.log.subjects.status
         while True:
             asked_s = self._clock()
             if not transport.connected:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from diloco.core.chain import Chain
-from diloco.core.quorum import MAX_COPIED, LogHead, best, outbids
+from diloco.core.quorum import MAX_COPIED, NOTICE_EVERY, LogHead, best, outbids
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, MessageError, RewoundError, StorageFullError
 from diloco.log.log import Log
 from diloco.log.stream import Packed
@@ -27,7 +27,6 @@ from diloco_syncer.regions import Regions
 
 LOOK_S = 0.25  # from one look whether a claim is still wanted to the next
 DAMAGED_RETRY_S = 5.0  # until a log that somebody has damaged is looked at again: it rarely heals
-OLDER_A_NOTICE = 16  # entries that a region is brought up to date by, until it is told that they are committed
 KEPT = 8  # entries that are kept in memory for regions that are a little behind
 
 
@@ -340,7 +339,7 @@ class Replication:
         sequence = await self._append(place, log, packed)
         place.older.popleft()
         await self._reached(place, packed.entry_hash, packed.record.version, sequence)
-        if len(place.older) % OLDER_A_NOTICE == 0:  # readers hold back entries that no notice names, but only so many
+        if len(place.older) % NOTICE_EVERY == 0:
             await log.region.notice(self.fragment, packed.record.version, packed.record.epoch, packed.entry_hash, sequence)
 
     async def _older(self, place: _Place, log: Log) -> list[Packed]:

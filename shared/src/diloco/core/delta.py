@@ -1,7 +1,7 @@
 """One fragment's pending delta: what a learner has done, what it has offered, and what of that the log holds.
 
 The learner's displacement is its value minus its base, the version it last applied. An offer states the displacement as of a
-snapshot; a record then says whether it was merged, and :meth:`DeltaState.apply` decides what stays (design.md section 4):
+snapshot; a record then says whether it was merged, and :meth:`DeltaState.apply` decides what stays (protocol.md, section 11):
 
 ================================================  ==========================================================
 the version                                       the learner's value becomes
@@ -265,10 +265,9 @@ class DeltaValues:
 
     def prepare(self, carried: Carried, theta: Vector) -> Apply:
         """Return how a version, ``theta`` float32 [size], is written into the model; nothing changes here."""
-        reference: Vector | None = self.base if carried.keeps else None
-        merged = carried.merged
-        if carried.keeps and merged is not None and not carried.cleared:
-            reference = np.add(self.base, self._displacement(merged))
+        reference: Vector | None = None
+        if carried.keeps:
+            reference = self.base if carried.merged is None else np.add(self.base, self._displacement(carried.merged))
         return Apply(theta, reference, carried.reset)
 
     def commit(self, carried: Carried, pending: Iterable[Unmerged], theta: Vector) -> None:

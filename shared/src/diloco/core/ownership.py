@@ -1,9 +1,9 @@
 """Which syncer owns which fragments: how they are dealt out, and when one may be taken over.
 
 Any number of syncers may come and go. At most ``shards`` of them, the *holders*, share the fragments; the others stand by. The
-owners are a small table, written only on change and by compare-and-set; nothing in it expires (design.md section 5). Every
-syncer runs this state machine on the heartbeats that it hears. If two of them propose at once, the compare-and-set lets one
-table through; if one of them is wrong about another, the log's fence still lets only one owner write.
+owners are a small table, written only on change and by compare-and-set; nothing in it expires. Every syncer runs this state
+machine on the heartbeats that it hears. If two of them propose at once, the compare-and-set lets one table through; if one of
+them is wrong about another, the log's fence still lets only one owner write.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ EPOCH_STEP = 1 << 40  # most by which an entry raises the epoch: a syncer may cl
 CLAIM_STEP = 1 << 20  # most by which a claim raises the epoch: one too high could not be outbid
 MAX_COPIED = 16  # entries of earlier epochs that a syncer stores behind its claim, and hides it by, until it claims again
 MAX_UNCOMMITTED = 64  # entries of a fragment that are held back; there are more only if a process stores no log
+NOTICE_EVERY = 16  # older entries that a region is brought up to date by, until a notice names one: fewer than are held back
 
 
 def majority(regions: int) -> int:

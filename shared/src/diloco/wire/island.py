@@ -1,4 +1,4 @@
-"""Messages between the processes of one learner. They never pass a NATS server; ``docs/islands.md`` says who sends which."""
+"""Messages between the processes of one learner, which pass no NATS server; ``docs/maintainers.md`` says who sends which."""
 
 from __future__ import annotations
 
