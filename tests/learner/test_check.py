@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,8 +38,14 @@ class NoBatches(Mine):
 class NothingHeldOut(Mine):
     def validation(self): return []
 
+class Rounded(Mine):
+    def init(self, key): return {"weight": jnp.ones((2, 3), jnp.bfloat16)}
+
+class RoundedLoss(Rounded):
+    def loss(self, params, batch): return jnp.sum(params["weight"])
+
 class HalfPrecision(Mine):
-    def init(self, key): return {"weight": jnp.ones(3, jnp.bfloat16)}
+    def init(self, key): return {"weight": jnp.ones((2, 3), jnp.float16)}
 
 class Broken(Mine):
     def loss(self, params, batch): return params["wieght"]
@@ -50,14 +57,15 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     """``checked(name)``: check the task of that name, whose data no file holds."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    names = ("Mine", "AuxiliaryLoss", "LossOfEach", "NoBatches", "NothingHeldOut", "HalfPrecision", "Broken")
+    names = re.findall(r"^class (\w+)", TASK, re.MULTILINE)
     makers = "".join(f"def make{name}(settings, data): return {name}()\n" for name in names)
     (tmp_path / "mine.py").write_text(TASK + makers)
     return lambda name: check(run_settings(overrides={"task.name": f"mine:make{name}"}), "hf://corpus")
 
 
-def test_a_task_that_is_right(checked: Callable[[str], None]) -> None:
-    checked("Mine")
+@pytest.mark.parametrize("name", ["Mine", "Rounded"])
+def test_a_task_that_is_right(checked: Callable[[str], None], name: str) -> None:
+    checked(name)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +75,9 @@ def test_a_task_that_is_right(checked: Callable[[str], None]) -> None:
         ("LossOfEach", r"loss\(\) returned float32\[2, 3\], expected a float32 scalar"),
         ("NoBatches", r"batches\(\) of share 0 ended before batch 0; they go on without end"),
         ("NothingHeldOut", r"validation\(\) returned no batch; give at least one"),
-        ("HalfPrecision", "parameter 'weight' is bfloat16, expected float32"),
-        ("Broken", r"KeyError: 'wieght' \(.*mine\.py, line 29\)"),
+        ("RoundedLoss", r"loss\(\) returned bfloat16\[\], expected a float32 scalar: cast logits to float32 before the loss"),
+        ("HalfPrecision", "parameter 'weight' is float16, expected float32 or bfloat16: gradients below 6e-8 .* use bfloat16"),
+        ("Broken", r"KeyError: 'wieght' \(.*mine\.py, line 35\)"),
         ("Nobody", "'makeNobody' does not exist in mine"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -104,3 +105,43 @@ def test_generation_beyond_the_context_sees_the_newest_bytes(params: gpt.Params)
     drawn = gpt.generate(params, jax.random.key(6), jnp.array([1]), shape=SHAPE, count=30, temperature=cold)
     window = jnp.asarray(drawn[29 - 12 : 29])[None]
     assert int(drawn[29]) == int(gpt.logits(params, window, SHAPE)[0, -1].argmax())
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def loss_and_gradients(params: gpt.Params, windows: jax.Array, shape: gpt.Shape) -> tuple[jax.Array, gpt.Params]:
+    return jax.value_and_grad(gpt.loss)(params, windows, shape)
+
+
+def halved(params: gpt.Params) -> gpt.Params:
+    """The parameters with matrices in bfloat16."""
+    half: gpt.Params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.ndim > 1 else leaf, params)
+    return half
+
+
+def test_matrices_in_bfloat16_are_those_of_float32_rounded_and_the_loss_is_about_the_same(params: gpt.Params) -> None:
+    half, windows = halved(params), jax.random.randint(jax.random.key(2), (3, 13), 0, 256)
+    made = gpt.init(jax.random.key(0), SHAPE, jnp.bfloat16)
+    assert jax.tree.map(lambda leaf: leaf.dtype, made) == jax.tree.map(lambda leaf: leaf.dtype, half)
+    assert half["blocks"]["0"]["attention"]["norm"].dtype == jnp.float32
+    np.testing.assert_array_equal(made["blocks"]["1"]["mlp"]["down"], half["blocks"]["1"]["mlp"]["down"])
+    assert jax.eval_shape(lambda: gpt.logits(half, windows[:, :-1], SHAPE)).dtype == jnp.float32
+    block = half["blocks"]["0"]["mlp"]
+    between = jax.eval_shape(lambda x: gpt.mlp(block, gpt.rms_norm(x, block["norm"])), jnp.ones((1, 16), jnp.bfloat16))
+    assert between.dtype == jnp.bfloat16
+
+    expected, gradients = loss_and_gradients(params, windows, SHAPE)
+    loss, rounded = loss_and_gradients(half, windows, SHAPE)
+    assert loss.dtype == jnp.float32
+    assert float(loss) == pytest.approx(float(expected), rel=5e-3)
+    for wanted, got in zip(jax.tree.leaves(gradients), jax.tree.leaves(rounded), strict=True):
+        off = np.linalg.norm(np.asarray(got, np.float32) - np.asarray(wanted))
+        assert off < 0.05 * np.linalg.norm(np.asarray(wanted))
+
+
+def test_the_gradient_of_a_frequent_byte_adds_up_in_bfloat16(params: gpt.Params) -> None:
+    # one byte at 3000 places, each with the same gradient: a sum in bfloat16 comes to a halt at 256 of them
+    shape = gpt.Shape(layers=0, width=16, heads=2, context=3000)
+    windows = jnp.full((1, 3001), 7)
+    found = [loss_and_gradients(tree, windows, shape)[1]["embedding"][7] for tree in (params, halved(params))]
+    whole, rounded = (np.asarray(gradient, np.float32) for gradient in found)
+    assert np.linalg.norm(rounded - whole) < 0.02 * np.linalg.norm(whole)

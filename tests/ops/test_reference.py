@@ -44,6 +44,7 @@ def test_a_run_of_the_same_conditions_is_compared_whatever_its_own_method() -> N
         ({"tokens": 800_000}, None, "diloco lab run default --set tokens=800000"),
         ({"learners": 8}, None, "diloco lab run default --set learners=8"),
         ({"task.batch": 8, "task.width": 48}, None, "diloco lab run default --set task.width=48 --set task.batch=8"),
+        ({"task.dtype": "bfloat16"}, None, "diloco lab run default --set task.dtype=bfloat16"),
         ({"tokens": 10}, "my text", "diloco lab run default --set tokens=10 --data 'my text'"),
     ],
 )

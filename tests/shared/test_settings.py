@@ -86,6 +86,7 @@ def test_a_preset_is_not_a_setting_among_others() -> None:
         ({"merge.method": "mean"}, "merge.method = 'mean': Input should be 'rda' or 'average'"),
         ({"carry.overlap": 0.5}, "carry.overlap = 0.5: Input should be a valid boolean"),
         ({"task.name": "a b"}, "task.name = 'a b'"),
+        ({"task.dtype": "float16"}, "task.dtype = 'float16': Input should be 'float32' or 'bfloat16'"),
         ({"outer.learning_rate": float("nan")}, "outer.learning_rate = nan"),
         ({"inner.weight_decay": float("inf")}, "inner.weight_decay = inf"),
         ({"round.overlap_steps": float("inf")}, "round.overlap_steps = inf"),
@@ -179,6 +180,15 @@ def test_equal_settings_have_equal_digests_and_others_do_not() -> None:
     digests = {run_settings(overrides={"round.steps": 12} | change).digest() for change in changed}
     assert len(digests | {first.digest()}) == 6
     assert run_settings("published").digest() != run_settings("decoupled").digest()
+
+
+def test_a_setting_that_the_first_runs_did_not_have_is_part_of_the_identity_where_it_is_set() -> None:
+    later = run_settings(overrides={"task.dtype": "bfloat16"})
+    assert b'"dtype":"bfloat16"' in later.canonical()
+    assert b"dtype" not in RunSettings().canonical()  # so a run of before has the identity that it was made with
+    assert later.digest() != RunSettings().digest() == run_settings(overrides={"task.dtype": "float32"}).digest()
+    for settings in (later, RunSettings()):
+        assert parse(RunSettings, settings.model_dump(), "settings") == settings
 
 
 def test_assignments() -> None:

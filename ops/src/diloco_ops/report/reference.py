@@ -117,7 +117,7 @@ def _command(settings: RunSettings, tokens: int, data: str | None) -> str:
     changed = [
         f"{name}={json.dumps(value) if not isinstance(value, str) else value}"
         for name, value in _flat(conditions(settings, tokens, ""))
-        if value != usual[name]
+        if value != usual.get(name)
     ]
     words = [word for item in changed for word in ("--set", item)] + (["--data", data] if data else [])
     return shlex.join(["diloco", "lab", "run", "default", *words])

@@ -1,8 +1,11 @@
 """A byte-level, decoder-only GPT: RoPE, RMSNorm, SwiGLU. Read it from top to bottom.
 
-Parameters are nested dicts of float32 arrays. Weights are stored (out, in), so that a row belongs to one output unit, which
-is what radial-directional averaging by row takes its norms over. Shapes below: B sequences, T bytes each, D model width,
-A attention heads of K = D / A channels, F channels of the feed-forward layer.
+Parameters are nested dicts of arrays. Weights are stored (out, in), so that a row belongs to one output unit, which is what
+radial-directional averaging by row takes its norms over. Shapes below: B sequences, T bytes each, D model width, A attention
+heads of K = D / A channels, F channels of the feed-forward layer.
+
+Matrices are float32 or bfloat16, and activations between layers are of their type. The scales of norms, all that is near one,
+are float32 always, and so are norms, softmax and loss.
 """
 
 from __future__ import annotations
@@ -38,12 +41,15 @@ class Shape:
         return -(-8 * self.width // 48) * 16
 
 
-def init(key: jax.Array, shape: Shape) -> Params:
-    """Random parameters: normal with deviation ``1/sqrt(in)``; what writes to the residual stream is scaled down by depth."""
+def init(key: jax.Array, shape: Shape, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
+    """Random parameters: normal with deviation ``1/sqrt(in)``; what writes to the residual stream is scaled down by depth.
+
+    ``dtype`` is that of matrices: those of bfloat16 are those of float32, rounded.
+    """
     keys = iter(jax.random.split(key, 1 + 4 * shape.layers))
 
     def matrix(rows: int, columns: int, deviation: float) -> jax.Array:
-        return deviation * jax.random.normal(next(keys), (rows, columns), jnp.float32)
+        return (deviation * jax.random.normal(next(keys), (rows, columns), jnp.float32)).astype(dtype)
 
     width, hidden = shape.width, shape.hidden
     residual = 1 / math.sqrt(2 * shape.layers)
@@ -66,19 +72,21 @@ def init(key: jax.Array, shape: Shape) -> Params:
         "embedding": matrix(VOCABULARY, width, 1.0),
         "blocks": blocks,
         "norm": jnp.ones(width),
-        "head": jnp.zeros((VOCABULARY, width)),  # every byte equally likely: the first loss is ln 256
+        "head": jnp.zeros((VOCABULARY, width), dtype),  # every byte equally likely: the first loss is ln 256
     }
 
 
 def logits(params: Params, tokens: jax.Array, shape: Shape) -> jax.Array:
     """[B, T] bytes to [B, T, 256] logits of the byte after each."""
-    x = params["embedding"][tokens]
+    table = params["embedding"]
+    # looked up in float32: the gradient of a byte's vector is a sum over its places, and in bfloat16 would come to a halt
+    x = table.astype(jnp.float32)[tokens].astype(table.dtype)
     rotation = rope_table(tokens.shape[1], shape.width // shape.heads)
     for layer in range(shape.layers):
         block = params["blocks"][str(layer)]
         x = x + attention(block["attention"], rms_norm(x, block["attention"]["norm"]), rotation, shape.heads)
         x = x + mlp(block["mlp"], rms_norm(x, block["mlp"]["norm"]))
-    return linear(rms_norm(x, params["norm"]), params["head"])
+    return linear(rms_norm(x, params["norm"]), params["head"], jnp.float32)
 
 
 def loss(params: Params, windows: jax.Array, shape: Shape) -> jax.Array:
@@ -88,14 +96,15 @@ def loss(params: Params, windows: jax.Array, shape: Shape) -> jax.Array:
     return jnp.mean(jax.nn.logsumexp(scores, axis=-1) - picked)
 
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """``x @ weight.T`` for a weight of shape (out, in)."""
-    return jnp.einsum("...i,oi->...o", x, weight)
+def linear(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """``x @ weight.T`` for a weight of shape (out, in), of their type if no other is given."""
+    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """``scale * x / sqrt(mean(x^2))`` over the last axis (arXiv 1910.07467)."""
-    return scale * x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
+    """``scale * x / sqrt(mean(x^2))`` over the last axis (arXiv 1910.07467), of the type of ``x``, computed in float32."""
+    wide = x.astype(jnp.float32)
+    return (scale * wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + NORM_EPSILON)).astype(x.dtype)
 
 
 def rope_table(length: int, channels: int) -> tuple[jax.Array, jax.Array]:
@@ -109,7 +118,7 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Turn the pairs (j, j + K/2) of [..., T, K] by their position's angles; dot products then depend on distance alone."""
     cos, sin = table
     first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x.dtype)
 
 
 def attention(params: Params, x: jax.Array, rotation: tuple[jax.Array, jax.Array], heads: int) -> jax.Array:
@@ -118,10 +127,10 @@ def attention(params: Params, x: jax.Array, rotation: tuple[jax.Array, jax.Array
     qkv = linear(x, params["qkv"]).reshape(batch, length, 3, heads, width // heads)
     query, key, value = qkv.transpose(2, 0, 3, 1, 4)  # each [B, A, T, K]
     query = rotate(query * (width // heads) ** -0.5, rotation)
-    scores = query @ rotate(key, rotation).mT
+    scores = jnp.matmul(query, rotate(key, rotation).mT, preferred_element_type=jnp.float32)
     causal = jnp.tril(jnp.ones((length, length), bool))
     weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-    mixed = (weights @ value).transpose(0, 2, 1, 3).reshape(batch, length, width)
+    mixed = (weights.astype(x.dtype) @ value).transpose(0, 2, 1, 3).reshape(batch, length, width)
     return linear(mixed, params["out"])
 
 

@@ -82,8 +82,12 @@ class Island:
 
     On a ``mesh`` parameters and all that belongs to them are split over its devices (:mod:`diloco_learner.mesh`).
 
+    A tensor that the task has in bfloat16 is a **master** here, float32, like any other. The model is computed with masters
+    rounded, and their gradients move the masters. Reads, writes, states and optimizers concern masters alone, so no rounding is
+    in a displacement, and a version is in the master to the last bit.
+
     Raises:
-        SettingsError: a parameter is not a float32 array, or there are none; a partition does not fit the mesh.
+        SettingsError: a parameter is neither float32 nor bfloat16, or there are none; a partition does not fit the mesh.
     """
 
     def __init__(self, task: Task, settings: RunSettings, mesh: Mesh | None = None) -> None:
@@ -92,8 +96,9 @@ class Island:
         keyed, self._structure = jax.tree_util.tree_flatten_with_path(self._placement.init())
         self._paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in keyed]
         self._index = {path: i for i, path in enumerate(self._paths)}
+        self._dtypes = [_dtype_of(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
         # copies: what the task gave stays the task's, and is never donated
-        self._leaves = [_parameter(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
+        self._leaves = [jnp.array(leaf, jnp.float32, copy=True) for _, leaf in keyed]
         if not self._leaves:
             raise SettingsError(f"task {settings.task.name!r}: the model has no parameters")
         matrices = [matrices_of(task, path, shape) for path, shape, _ in self.tensors()]
@@ -103,7 +108,7 @@ class Island:
         self._held: bool | None = None  # whether a step has to wait for a capture; None: none was taken yet
         self._fresh_state = self._placement.optimizer_init(self._optimizer.init, self._leaves)
         self._step = self._placement.step(self._take_step, self._optimizer.init, self._leaves, self._gradients is not None)
-        self._loss = jax.jit(lambda leaves, batch: self._placement.loss(self._tree(leaves), batch))
+        self._loss = jax.jit(self._loss_of)
 
     def twin(self) -> Island:
         """Return an island of the same model that shares this one's compiled programs, with values of its own.
@@ -120,6 +125,10 @@ class Island:
         pairs = zip(self._paths, self._leaves, strict=True)
         return [(path, tuple(leaf.shape), self.task.is_embedding(path)) for path, leaf in pairs]
 
+    def rounded_tensors(self) -> list[str]:
+        """Return the paths of the tensors that the task has in bfloat16."""
+        return [path for path, dtype in zip(self._paths, self._dtypes, strict=True) if dtype == jnp.bfloat16]
+
     def check(self, batch: Any) -> None:
         """Find out that the task's loss of a batch is one number that can be differentiated, and that the mesh fits a batch.
 
@@ -127,17 +136,17 @@ class Island:
             SettingsError: it is something else, or does not.
         """
         self._placement.check_batch(batch)
-        loss = jax.eval_shape(self._placement.loss, self.params(), batch)
+        loss = jax.eval_shape(self._loss_of, self._leaves, batch)
+        came = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
+        said = f"task.name = {self._settings.name!r}: loss() returned {came}, expected a float32 scalar"
         if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-            came = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
-            raise SettingsError(
-                f"task.name = {self._settings.name!r}: loss() returned {came}, expected a float32 scalar: return the mean "
-                "loss of the batch alone"
-            )
+            raise SettingsError(f"{said}: return the mean loss of the batch alone")
+        if loss.dtype.itemsize < 4:
+            raise SettingsError(f"{said}: cast logits to float32 before the loss, or it and its mean have two or three digits")
 
     def params(self) -> Any:
-        """Return the parameters as the task's pytree; they are valid until the next step or write."""
-        return self._tree(self._leaves)
+        """Return the parameters as the task has them, in its pytree; they are valid until the next step or write."""
+        return self._tree(self._rounded(self._leaves))
 
     def prepare(self, fragment_map: FragmentMap, *, trains: bool) -> None:
         """Compile all that :meth:`read`, :meth:`write` and, of an island that trains, copies need; values stay as they are."""
@@ -327,8 +336,9 @@ class Island:
     def _take_step(
         self, leaves: list[jax.Array], held: list[jax.Array] | None, state: Any, batch: Any, learning_rate: jax.Array
     ) -> Any:
-        loss, gradients = jax.value_and_grad(lambda values: self._placement.loss(self._tree(values), batch))(leaves)
-        gradients = self._placement.gradients(gradients)
+        rounded = self._rounded(leaves)
+        loss, gradients = jax.value_and_grad(lambda values: self._placement.loss(self._tree(values), batch))(rounded)
+        gradients = [gradient.astype(jnp.float32) for gradient in self._placement.split(gradients)]
         # tensordot, and not vdot, whose flattening would gather a gradient that is split along another axis than its first
         norm = jnp.sqrt(sum(jnp.tensordot(gradient, gradient, gradient.ndim) for gradient in gradients))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -349,6 +359,15 @@ class Island:
             self._optimizer_state = self._fresh_state(self._leaves)
         return self._optimizer_state
 
+    def _loss_of(self, leaves: list[jax.Array], batch: Any) -> jax.Array:
+        return self._placement.loss(self._tree(self._rounded(leaves)), batch)
+
+    def _rounded(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """Return the parameters that masters stand for, rounded where they lie: a mesh gathers what is rounded."""
+        if not self.rounded_tensors():
+            return leaves
+        return self._placement.split([_as(dtype, leaf) for dtype, leaf in zip(self._dtypes, leaves, strict=True)])
+
     def _tree(self, leaves: Sequence[jax.Array]) -> Any:
         return jax.tree.unflatten(self._structure, leaves)
 
@@ -356,13 +375,22 @@ class Island:
         return Reading(fragment, tuple(shards.read(leaves[self._index[piece.path]], piece) for piece in fragment.pieces))
 
 
-def _parameter(path: str, leaf: Any) -> jax.Array:
-    if getattr(leaf, "dtype", None) != jnp.float32:
-        raise SettingsError(
-            f"task: parameter {path!r} is {getattr(leaf, 'dtype', type(leaf).__name__)}, expected float32; keep parameters in "
-            "float32 and cast them in the loss"
-        )
-    return jnp.array(leaf, copy=True)
+def _dtype_of(path: str, leaf: Any) -> jnp.dtype:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype in (jnp.float32, jnp.bfloat16):
+        known: jnp.dtype = jnp.dtype(dtype)
+        return known
+    advice = "keep parameters in one of these, and cast them in the loss"
+    if dtype == jnp.float16:
+        advice = "gradients below 6e-8 would vanish and values above 65504 overflow in float16; use bfloat16"
+    raise SettingsError(f"task: parameter {path!r} is {dtype or type(leaf).__name__}, expected float32 or bfloat16: {advice}")
+
+
+def _as(dtype: jnp.dtype, master: jax.Array) -> jax.Array:
+    if dtype == jnp.float32:
+        return master
+    # by itself, a conversion is left out by XLA where a task converts back: it would see the master there
+    return jax.lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7).astype(dtype)
 
 
 def _optimizer_name(path: Any) -> str:

@@ -151,9 +151,9 @@ class Placement:
                 return loss
             return self.task.loss(params, batch)
 
-    def gradients(self, gradients: Leaves) -> Leaves:
-        """Return gradients split like their parameters, so that no device adds up more of them than its own."""
-        return gradients if self.mesh is None else jax.lax.with_sharding_constraint(gradients, self._shardings)
+    def split(self, values: Leaves) -> Leaves:
+        """Return values split like the parameters that they are of: so no device adds up more of a gradient than its own."""
+        return values if self.mesh is None else jax.lax.with_sharding_constraint(values, self._shardings)
 
     def batch(self, batch: Any) -> Any:
         """Return a batch with its rows on the devices that take them."""

@@ -30,7 +30,8 @@ class Units:
 class Task(Protocol):
     """A JAX model with its data.
 
-    Parameters are any pytree of float32 arrays; batches any pytree of arrays, of the same shapes each time. A task may also
+    Parameters are any pytree of arrays, each float32 or bfloat16; the learner keeps all of them in float32, and hands the loss
+    what is bfloat16 rounded. Batches are any pytree of arrays, of the same shapes each time. A task may also
     have ``units: Units``, ``sample(params, key, count) -> str``, text of ``count`` characters drawn from the model, and
     ``matrices(path) -> int``, how many matrices a tensor of two axes has, one below the other: 0 for tables and heads, as
     ``inner.optimizer = muon`` treats them (where a task does not say: 0 for embedding-like tensors, 1 for others). For learners
@@ -86,6 +87,7 @@ class GptTask:
 
     def __init__(self, settings: TaskSettings, data: str | None) -> None:
         self.shape = gpt.Shape(settings.layers, settings.width, settings.heads, settings.context)
+        self.dtype = jnp.dtype(settings.dtype)
         self.data = text.TextData(settings, data)
         self._validation: list[NDArray[np.int32]] | None = None
 
@@ -96,7 +98,7 @@ class GptTask:
 
     def init(self, key: jax.Array) -> gpt.Params:
         """Return random parameters."""
-        return gpt.init(key, self.shape)
+        return gpt.init(key, self.shape, self.dtype)
 
     def loss(self, params: gpt.Params, batch: jax.Array) -> jax.Array:
         """Return the mean cross-entropy in nats a byte of windows int32 [batch, context + 1]."""

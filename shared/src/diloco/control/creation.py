@@ -264,5 +264,6 @@ def first_difference(ours: dict[str, object], theirs: dict[str, object], prefix:
             if inner:
                 return inner
         elif a != b:
-            return f"{prefix}{key} is {b!r} there, {a!r} here"
+            there, here = ("not set" if value is None else repr(value) for value in (b, a))
+            return f"{prefix}{key} is {there} there, {here} here"
     return None

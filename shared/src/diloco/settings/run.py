@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 Bits = Literal[2, 4, 8, 16, 32]
 # a slow link never leads to 2 bits: members of a run that does not begin with them need not know them
@@ -28,6 +28,15 @@ ProcessName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9_-]{0,47}|[a-z0-9_
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    _LATER: ClassVar[frozenset[str]] = frozenset()  # settings that the first runs of this protocol did not have
+
+    @model_serializer(mode="wrap")
+    def _as_the_first_runs_were(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out later settings that have their default: a run of before keeps its identity, its members may be older."""
+        values: dict[str, Any] = serialize(self)
+        fields = type(self).model_fields
+        return {name: value for name, value in values.items() if name not in self._LATER or value != fields[name].default}
 
 
 class FragmentSettings(_Section):
@@ -207,6 +216,11 @@ class TaskSettings(_Section):
     heads: int = Field(4, ge=1, le=256)
     context: int = Field(128, ge=8, le=131072, description="bytes a sequence")
     batch: int = Field(16, ge=1, le=65536, description="sequences a step")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the built-in model's matrices in the step; log, offers and optimizers are float32 always"
+    )
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"dtype"})
 
     @model_validator(mode="after")
     def _heads_divide(self) -> TaskSettings:
