@@ -74,10 +74,10 @@ def measure(parameters: int, seconds: float, folder: Path) -> dict[str, Any]:
     saving_s: list[float] = []
     began_s = time.perf_counter()
     while (step_began_s := time.perf_counter()) - began_s < seconds:
-        saves = keeper.is_saving
+        saves = keeper.saver.is_busy()
         step()
         keeper.at_boundary()
-        saves |= keeper.is_saving
+        saves |= keeper.saver.is_busy()
         (saving_s if saves else quiet_s).append(time.perf_counter() - step_began_s)
     keeper.close()
     usual_s, steps = sum(quiet_s) / len(quiet_s), len(quiet_s) + len(saving_s)

@@ -58,7 +58,8 @@ class Delta:
         return self.values.apply(self.carried, self.state.pending, theta)
 
     def dump(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        return delta.dump(self.state, self.values)
+        return delta.dump(self.state), delta.dump_arrays(self.values, self.state.pending)
 
     def load(self, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-        self.state, self.values = delta.load(self.state, self.values, plain, arrays)
+        state = delta.load(self.state, plain)
+        self.state, self.values = state, delta.load_arrays(self.values, state.pending, arrays)

@@ -101,8 +101,8 @@ class Rig:
 
     def settle(self) -> None:
         """Wait until what was begun is done."""
-        if self.keeper._job is not None:
-            self.keeper._job.result()
+        if self.keeper.saver.job is not None:
+            self.keeper.saver.job.result()
 
     def restored(self) -> tuple[bool, list[str]]:
         """Whether another process of this learner goes on from a checkpoint, and what it logs."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 DILOCO = str(Path(sys.executable).parent / "diloco")
 TOKENS_PER_STEP = 4 * 16
@@ -34,9 +36,9 @@ PATIENCE_S = 600.0
 ENVIRONMENT = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiling is most of the work
 
 
-def arguments(directory: Path, steps: int) -> list[str]:
+def arguments(directory: Path, steps: int, *more: str, processes: int = 2) -> list[str]:
     sets = [argument for name, value in SETTINGS.items() for argument in ("--set", f"{name}={value}")]
-    shape = ["--learners", "1", "--shards", "1", "--processes-per-learner", "2", "--devices-per-learner", "2"]
+    shape = ["--learners", "1", "--shards", "1", "--processes-per-learner", str(processes), "--devices-per-learner", "2", *more]
     return [DILOCO, "up", *shape, "--tokens", str(steps * TOKENS_PER_STEP), "--run-dir", str(directory), "--json", *sets]
 
 
@@ -110,11 +112,9 @@ def test_one_process_on_the_same_mesh_makes_the_same_offers_to_the_last_bit(tmp_
 class Up:
     """``diloco up`` that goes on while its processes are killed."""
 
-    def __init__(self, directory: Path, steps: int) -> None:
+    def __init__(self, directory: Path, command: list[str], environment: dict[str, str]) -> None:
         self.directory = directory
-        self.process = subprocess.Popen(
-            arguments(directory, steps), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENVIRONMENT
-        )
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
 
     def pid(self, service: str) -> int:
         return int((self.directory / "services" / f"{service}.pid").read_text())
@@ -137,8 +137,9 @@ class Up:
 
 
 @contextmanager
-def up(directory: Path, steps: int) -> Iterator[Up]:
-    running = Up(directory, steps)
+def up(directory: Path, steps: int, *more: str, processes: int = 2, checkpoint_s: float = 10.0) -> Iterator[Up]:
+    environment = ENVIRONMENT | {"DILOCO_CHECKPOINT_S": str(checkpoint_s)}
+    running = Up(directory, arguments(directory, steps, *more, processes=processes), environment)
     try:
         yield running
     finally:
@@ -171,7 +172,6 @@ def test_when_one_process_is_lost_all_end_and_come_back_as_a_new_generation(
         running.trains()
         first, second = (event["generation"] for event in named(directory, "learner-0", "processes_met"))
         assert first < second
-        assert named(directory, "learner-0", "state_fresh")
         running.until(lambda: running.process.poll() is not None or (directory / "report.json").exists())
     accounts_hold(directory)
 
@@ -187,3 +187,87 @@ def test_a_process_that_is_asked_to_end_takes_all_with_it_and_their_work_is_merg
         [asked] = named(running.directory, "learner-0", "process_asked_to_end")
         assert asked["process"] == 1
         assert not named(running.directory, "learner-0", "island_ended")
+
+
+def restored(directory: Path, service: str = "learner-0") -> list[dict[str, Any]]:
+    return named(directory, service, "checkpoint_restored")
+
+
+def began_again(directory: Path, times: int) -> bool:
+    """Whether so many generations have begun from a checkpoint."""
+    return all(len(restored(directory, service)) == times for service in ("learner-0", "learner-0-p1"))
+
+
+def ran(*command: str) -> str:
+    ended = subprocess.run([DILOCO, *command], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_new_generation_begins_from_the_parts_of_the_last_and_so_does_another_number_of_processes(
+    tmp_path: Path,
+) -> None:
+    with up(tmp_path / "run", 10**6, checkpoint_s=1.0) as running:
+        directory = running.directory
+        for times, lost in enumerate(("learner-0-p1", "learner-0"), start=1):
+            running.trains()
+            running.until(lambda: len(list((directory / "checkpoints").glob("*.safetensors"))) == 4)
+            os.kill(running.pid(lost), signal.SIGKILL)
+            running.until(partial(began_again, directory, times))
+        running.trains()
+    assert all(event["step"] > 0 for event in restored(directory))
+    assert not named(directory, "learner-0", "state_fresh")
+    with up(directory, 10**6, processes=1) as running:  # it saved as it left
+        running.until(lambda: len(restored(directory)) == 3)
+        running.trains()
+    with up(directory, 10**6) as running:
+        running.until(lambda: len(restored(directory)) == 4)
+        running.trains()
+    steps = [event["step"] for event in restored(directory)]
+    assert steps == sorted(set(steps))
+    assert json.loads(ran("verify", str(directory), "--json"))["holds"]
+    lives = json.loads(ran("replay", str(directory), "--learners", "--json").splitlines()[-1])["learners"]
+    assert [life["wrong"] + life["unchecked"] for life in lives] == [""] * 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_learner_that_joins_borrows_from_several_processes(tmp_path: Path) -> None:
+    with up(tmp_path / "run", 10**6) as running:
+        running.trains()
+        own = tomllib.loads((running.directory / "services" / "learner-0.toml").read_text())
+        config = tmp_path / "joiner.toml"
+        shown = {name: own[name] for name in ("nats_url", "run", "state_dir")}
+        config.write_text(tomli_w.dumps(shown | {"name": "joiner"}))
+        command = [sys.executable, "-m", "diloco_learner", "--config", str(config)]
+        joiner = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+        try:
+            running.until(lambda: bool(named(running.directory, "joiner", "state_from_peer")))
+        finally:
+            joiner.terminate()
+            joiner.wait(PATIENCE_S)
+        [borrowed] = named(running.directory, "joiner", "state_from_peer")
+        assert borrowed["learner"] == "learner-0"
+        assert named(running.directory, "learner-0", "state_lent")
+    lives = json.loads(ran("replay", str(running.directory), "--learners", "--json").splitlines()[-1])["learners"]
+    assert [life["wrong"] + life["unchecked"] for life in lives] == ["", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_whole_runs_checkpoint_has_the_parts_of_all_processes(tmp_path: Path) -> None:
+    with up(tmp_path / "run", 10**6) as running:
+        running.trains()
+        assert "note:" not in ran("checkpoint", str(running.directory))
+        running.trains()
+    folder = running.directory / "whole" / "1"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    saved = manifest["learners"]["learner-0"]
+    assert [part["file"] for part in saved["parts"]] == ["learners/learner-0.part-1.safetensors"]
+    with up(tmp_path / "again", 10**6, "--resume", str(folder)) as resumed:
+        resumed.until(lambda: bool(restored(resumed.directory)))
+        assert restored(resumed.directory)[0]["step"] == saved["step"]
+        resumed.trains()
+    assert json.loads(ran("verify", str(resumed.directory), "--json"))["holds"]

@@ -21,6 +21,7 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 FACTS = st.lists(st.tuples(TEXT, TEXT), max_size=3)
 ADDRESS = st.tuples(st.sampled_from(["10.0.0.1", "fe80::1"]), st.integers(1, 65535))
 PENDING = st.builds(Pending, st.tuples(COUNT, COUNT), BITS, st.booleans())
+SAVE = st.builds(island.Save, st.sampled_from(["own", "whole", "loan"]), TEXT, TEXT, COUNT)
 WRITE = st.builds(Write, FRAGMENT, COUNT, NUMBER, st.booleans(), st.booleans())
 
 
@@ -57,9 +58,16 @@ def strategies(answer: Strategy, cursor: Strategy, record: Strategy, rolled_back
             island.Decided,
             *[NUMBER, COUNT, COUNT, writes, reads, st.tuples(SHARE, COUNT)],
             *moment,
-            *[flag, flag, flag, flag, HASH],
+            *[flag, flag, flag, flag, st.none() | SAVE, HASH],
         ),
         island.Passed: st.builds(island.Passed, COUNT, COUNT, HASH),
+        island.PartSaved: st.builds(island.PartSaved, COUNT, st.none() | HASH, COUNT),
+        island.AskSlice: st.builds(
+            island.AskSlice, NUMBER, COUNT, TEXT, st.lists(COUNT, max_size=3), st.lists(COUNT, max_size=3)
+        ),
+        island.Slice: st.builds(island.Slice, NUMBER, HASH),
+        island.DropLoan: st.builds(island.DropLoan, COUNT),
+        island.Candidate: st.builds(island.Candidate, STAGE, st.none() | TEXT, st.lists(offers, max_size=3)),
         island.Leaving: st.builds(island.Leaving, NUMBER),
         island.Bye: st.builds(island.Bye, NUMBER),
     }
@@ -69,7 +77,7 @@ def examples(record: Message) -> dict[type[Message], Message]:
     """An example of each kind, with this record."""
     assert isinstance(record, Record)
     answer = Answer("ann", 3, 4, (3, 3), 5, 4, b"b" * 32, 6, 7, 8, [(2, 9, 5)])
-    pending = Pending((3, 4), 8, False)
+    pending, save = Pending((3, 4), 8, False), island.Save("own", "7, boundary 6", "7, boundary 2", 0)
     head = Head(
         4, 1, b"h" * 32, 9, b"s" * 32, 10, 11, False, [Cursor("ann", 1, 2, 3, 4, 5, 6)], [(2, 14)], RolledBack(1, 2, 3), 1
     )
@@ -92,8 +100,15 @@ def examples(record: Message) -> dict[type[Message], Message]:
         island.Encoded(3, b"c" * 32),
         island.Store(3, 4, answer),
         island.Stored(3, 12),
-        island.Decided(7, 6, 5, [Write(3, 4, 5, True, False)], [3], (2, 9), 10, 11, 12, False, False, False, False, b"p" * 32),
+        island.Decided(
+            7, 6, 5, [Write(3, 4, 5, True, False)], [3], (2, 9), 10, 11, 12, False, False, False, False, save, b"p" * 32
+        ),
         island.Passed(6, 5, b"c" * 32),
+        island.PartSaved(6, b"c" * 32, 4096),
+        island.AskSlice(2, 6, "optimizer/0/mu", [0, 4], [8, 8]),
+        island.Slice(2, b"d" * 32),
+        island.DropLoan(6),
+        island.Candidate("checkpoint 0", "7, boundary 6", [[pending]]),
         island.Leaving(7),
         island.Bye(7),
     ]

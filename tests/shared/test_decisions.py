@@ -17,8 +17,9 @@ from diloco.core.fragment_state import Version
 from diloco.errors import IslandError
 from diloco.settings.run import RunSettings
 from diloco.wire import framing
+from diloco.wire.control import MarkerAnswer, SnapshotMarker
 from diloco.wire.framing import Message
-from diloco.wire.island import MESSAGES, Decided, Passed, Stage, Staged
+from diloco.wire.island import MESSAGES, Decided, PartSaved, Passed, Pending, Purpose, Stage, Staged, Store
 
 RUN, GENERATION = bytes(8), 7
 
@@ -30,19 +31,29 @@ class Process:
         self.index = index
         self.course = Course(RUN, GENERATION)
         self.mail: deque[Message] = deque()
-        self.staged: dict[int, int] = {}  # by fragment: number of the stage whose rows are here
+        self.staged: dict[int, Stage] = {}  # by fragment: the one whose rows are here
         self.applied: list[tuple[int, int]] = []
+        self.pending: list[list[Pending]] = [[] for _ in range(FRAGMENTS)]  # offers whose arrays it keeps, as a carrier
+        self.saved: dict[int, list[list[Pending]]] = {}  # by decision: of which offers it has saved arrays
 
     def take(self) -> Message | None:
         """Do what the next message asks for; return the answer."""
         message = self.mail.popleft()
         if isinstance(message, Stage):
-            self.staged[message.fragment] = message.number
+            self.staged[message.fragment] = message
             return Staged(message.fragment, message.number)
+        if isinstance(message, Store):
+            stated = message.stated
+            self.pending[message.fragment].append(Pending((stated.incarnation, stated.number), message.bits, False))
+            return None
         assert isinstance(message, Decided)
         for write in message.writes:
-            assert self.staged.pop(write.fragment) == write.stage, "its rows are here before it is applied"
+            stage = self.staged.pop(write.fragment)
+            assert stage.number == write.stage, "its rows are here before it is applied"
+            self.pending[write.fragment] = list(stage.pending)
             self.applied.append((write.fragment, write.version))
+        if message.save is not None:
+            self.saved[message.number] = [list(offers) for offers in self.pending]
         return self.course.take(message)
 
 
@@ -57,6 +68,8 @@ class Island(World):
         self.answers_to_leader: list[deque[Message]] = [deque() for _ in range(processes)]
         self.applied: list[tuple[int, int]] = []
         self.flying = False
+        self.wanted: Purpose | None = None
+        self.saved: dict[int, list[list[Pending]]] = {}  # by decision: the offers in the accounts that the leader has saved
         self.stage()
 
     def send(self, message: Message) -> None:
@@ -79,6 +92,17 @@ class Island(World):
         self.decisions.rewind(index, self.logs[index].head(None, arrays=False))
         self.stage()
 
+    def answer(self, index: int) -> None:
+        if self.decisions.may_answer:
+            super().answer(index)
+
+    def encode(self) -> None:
+        sending = list(self.sending)
+        super().encode()
+        for index, (offer, before) in enumerate(zip(self.sending, sending, strict=True)):
+            if offer is not None and offer is not before:
+                self.send(Store(index, offer.bits, offer.stated))
+
     def look_ahead(self) -> None:
         """Dispatch a step, and make the decision after it."""
         if self.decisions.made is None:
@@ -86,7 +110,15 @@ class Island(World):
                 self.decisions.book(StepDone(self.tokens, 3, self.taken, None, 0.0, 0.0))
                 self.taken += 1
             self.now_s += 1
-            self.send(self.decisions.make(self.now_s, (3, self.taken), ended=False))
+            made = self.decisions.make(self.now_s, (3, self.taken), ended=False, wanted=self.wanted)
+            self.wanted = None if made.save else self.wanted
+            self.send(made)
+
+    def want(self) -> None:
+        self.wanted = "own"
+
+    def saves(self) -> bool:
+        return self.decisions.made is not None and self.decisions.made.save is not None
 
     def end_step(self) -> None:
         """Pass the boundary that was decided, as the leader; no process can be far behind, since they compute together."""
@@ -99,6 +131,14 @@ class Island(World):
                 self.hear(process.index)
         decision = self.decisions.carry_out()
         self.applied += [(each.fragment, each.version) for each in decision.applies]
+        if made.save is not None:
+            dump, _ = self.learner.dump([])
+            self.saved[made.number] = [
+                [Pending((of["incarnation"], of["number"]), of["bits"], of["dropped"]) for of in fragment["pending"]]
+                for fragment in dump["fragments"]
+            ]
+            for process in self.processes:
+                self.decisions.saves.saved(process.index, PartSaved(made.number, bytes(32), 1))
         for index in decision.reads:
             if self.decisions.submit(index):
                 self.answer(index)
@@ -109,8 +149,7 @@ class Island(World):
         process = self.processes[index]
         if process.mail:
             answer = process.take()
-            assert answer is not None
-            if index or isinstance(answer, Staged):  # the leader's own boundary is ``end_step``
+            if answer is not None and (index or isinstance(answer, Staged)):  # the leader's own boundary is ``end_step``
                 self.answers_to_leader[index].append(answer)
 
     def hear(self, index: int) -> None:
@@ -134,6 +173,7 @@ PROCESSES = 3
 ACTS = st.one_of(
     st.just(("look_ahead",)),
     st.just(("end_step",)),
+    st.just(("want",)),
     st.tuples(st.just("deliver"), st.integers(0, PROCESSES - 1)),
     st.tuples(st.just("hear"), st.integers(0, PROCESSES - 1)),
     st.tuples(st.just("announce"), st.integers(0, FRAGMENTS - 1)),
@@ -184,6 +224,72 @@ def test_all_processes_apply_the_same_in_the_same_order(schedule: list[Any]) -> 
         if not rewound:
             assert versions == sorted(set(versions)), "none twice, and none after a newer one"
     island.check_accounts()
+
+
+@given(st.lists(ACTS, max_size=80))
+def test_all_save_the_arrays_of_the_offers_in_the_saved_accounts(schedule: list[Any]) -> None:
+    island = Island(settings(), PROCESSES)
+    for name, *values in schedule:
+        act(island, name, *values)
+    island.want()
+    go_on(island, 8)
+    assert island.saved
+    for process in island.processes:
+        assert process.saved == island.saved
+
+
+def test_no_state_is_saved_while_another_is_or_an_offer_is_half_made() -> None:
+    island = Island(settings(), PROCESSES)
+    go_on(island, 2)
+    decisions = island.decisions
+    island.announce(0)
+    island.look_ahead()
+    island.end_step()
+    island.announce(0)
+    assert island.answers, "an offer is being quantised"
+    island.want()
+    island.look_ahead()
+    assert not island.saves()
+    island.end_step()
+    island.encode()
+    island.look_ahead()
+    assert island.saves()
+    island.announce(1)
+    assert not island.answers, "none begins before the state is saved"
+    decisions.carry_out()
+    assert decisions.saves.under_way is not None
+    island.wanted = "own"
+    island.look_ahead()
+    assert not island.saves()
+    assert decisions.saves.saved(0, PartSaved(decisions.course.number - 1, bytes(32), 1)) is None
+
+
+def test_a_marker_is_answered_at_a_boundary_with_its_versions_before_any_other_state() -> None:
+    island = Island(settings(), PROCESSES)
+    go_on(island, 2)
+    markers, decisions = island.learner.markers, island.decisions
+    versions = [1] + [0] * (FRAGMENTS - 1)
+    markers.hear(SnapshotMarker(4, versions), FRAGMENTS)
+    island.look_ahead()
+    assert not island.saves(), "a version that it names has not come"
+    island.end_step()
+    for _ in range(2):
+        island.merge(0, own=False)  # the second one is held back
+    island.settle()
+    island.want()
+    island.look_ahead()
+    made = decisions.made
+    assert made is not None
+    assert [(write.fragment, write.version) for write in made.writes] == [(0, 1)]
+    assert made.save is not None
+    assert (made.save.purpose, made.save.marker) == ("whole", 4)
+    decisions.carry_out()
+    for process in range(PROCESSES):
+        decisions.saves.saved(process, PartSaved(made.number, bytes(32), 1))
+    markers.answer(MarkerAnswer("ann", 4, 2, versions, 1, bytes(32), [(1, bytes(32))] * 2))
+    island.stage()
+    go_on(island, 1)
+    assert island.applied[-1] == (0, 2)
 
 
 @given(st.lists(ACTS, max_size=60))

@@ -13,7 +13,8 @@ A learner may have gone beyond the cut when the marker reaches it. Then the mark
 after that the state is taken as it is, and the part that belongs to later versions is lost, and counted, when it is resumed.
 
 Files: ``manifest.json`` (written last: without it a folder is no checkpoint), ``log.snapshot``, ``bucket.snapshot``,
-``learners/<name>.safetensors``, and of a run with regions ``residuals.safetensors`` (:mod:`diloco_ops.residuals`).
+``learners/<name>.safetensors``, of a learner that is several processes ``learners/<name>.part-<process>.safetensors`` too, and
+of a run with regions ``residuals.safetensors`` (:mod:`diloco_ops.residuals`).
 """
 
 from __future__ import annotations
@@ -101,11 +102,13 @@ def _left_states(run: RunReader, problems: list[str]) -> States:
         for path in state.generations(directory, name):
             if path.exists() and name not in found:
                 try:
-                    state.load(path, run.run.identity, name)
+                    loaded = state.load(path, run.run.identity, name)
+                    if loaded.missing:
+                        raise RunError(f"{path}: {loaded.missing} of its parts are not here, which other processes saved")
                 except RunError as error:
                     problems.append(f"{error}; passed over")
                 else:
-                    found[name] = (path, None)
+                    found[name] = (loaded.files, None)
     return found
 
 
@@ -120,15 +123,19 @@ class _Saver:
     async def copy(self, states: States) -> dict[str, SavedLearner]:
         """Copy learners' states. One that cannot be read, or is not what its learner says that it wrote, is a problem."""
         learners: dict[str, SavedLearner] = {}
-        for name, (path, answer) in states.items():
+        for name, (paths, answer) in states.items():
+            hashes = None if answer is None else [answer.file_hash, *(file_hash for _, file_hash in answer.parts or ())]
+            files = []
             try:
-                saved = await asyncio.to_thread(self._copy, path, Path("learners") / f"{name}.safetensors")
-                if answer is not None and saved.blake3 != answer.file_hash.hex():
-                    raise RunError(f"{path}: is not what {name} says that it wrote")
+                for part, path in enumerate(paths):
+                    files.append(await asyncio.to_thread(self._copy, path, state.part_file(Path("learners"), name, part)))
+                    if hashes is not None and files[-1].blake3 != hashes[part].hex():
+                        raise RunError(f"{path}: is not what {name} says that it wrote")
             except (FileNotFoundError, RunError) as error:
                 self.problems.append(f"{name}: no state ({error}); begins from the log")
                 continue
-            learners[name] = SavedLearner(saved, answer.step if answer else None, answer.versions if answer else None)
+            step, versions = (None, None) if answer is None else (answer.step, answer.versions)
+            learners[name] = SavedLearner(files[0], step, versions, files[1:])
         return learners
 
     async def save(self, learners: dict[str, SavedLearner], cuts: list[Cut]) -> None:
@@ -139,7 +146,7 @@ class _Saver:
         log = await self._stream(subjects.log_stream, "log")
         unsigned = Manifest(
             manifest.FORMAT,
-            manifest.OF_REGIONS if self.run.run.regions else manifest.VERSION,
+            self._version(learners),
             __version__,
             directory.name,
             directory.settings.model_dump(),
@@ -155,6 +162,11 @@ class _Saver:
         )
         encoded = msgspec.json.encode(msgspec.structs.replace(unsigned, hash=unsigned.right_hash()))
         files.replace(self.folder / manifest.MANIFEST, lambda draft: _write(draft, encoded))
+
+    def _version(self, learners: dict[str, SavedLearner]) -> int:
+        if any(learner.parts for learner in learners.values()):
+            return manifest.OF_PARTS
+        return manifest.OF_REGIONS if self.run.run.regions else manifest.VERSION
 
     async def _residuals(self, cuts: Sequence[Cut]) -> SavedFile | None:
         """Save what only the logs of other regions have of the cut."""

@@ -18,6 +18,7 @@ from diloco.wire.subjects import Subjects
 
 FORMAT = "diloco-checkpoint"
 VERSION, OF_REGIONS = 2, 3  # the second one: of runs with regions, whose logs an earlier version would misread
+OF_PARTS = 4  # of learners that are several processes, and leave as many files, whether the run has regions or not
 MANIFEST = "manifest.json"
 FOLDER = "whole"  # of a run's directory, where its checkpoints are
 MAX_MANIFEST_BYTES = 64 << 20
@@ -48,12 +49,18 @@ class SavedStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: dict[str, Any]
 
 
-class SavedLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SavedLearner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A learner's state; its step and versions are not known if it was saved on leaving."""
 
     saved: SavedFile
     step: int | None
     versions: list[int] | None
+    parts: list[SavedFile] = []  # of its further processes, in their order
+
+    @property
+    def files(self) -> list[SavedFile]:
+        """All parts of the state, in the order of the processes."""
+        return [self.saved, *self.parts]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -77,7 +84,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     @property
     def files(self) -> list[SavedFile]:
         """All files but the manifest itself."""
-        saved = [self.log.saved, self.bucket.saved, *(learner.saved for learner in self.learners.values())]
+        states = (file for learner in self.learners.values() for file in learner.files)
+        saved = [self.log.saved, self.bucket.saved, *states]
         return saved if self.residuals is None else [*saved, self.residuals]
 
     def right_hash(self) -> str:
@@ -123,10 +131,10 @@ def load(path: Path) -> Checkpoint:
         head = msgspec.json.decode(text)
         if not isinstance(head, dict) or head.get("format") != FORMAT:
             raise RunError(f"{file}: is no manifest of a checkpoint")
-        if head.get("version") not in (VERSION, OF_REGIONS):
+        if head.get("version") not in (VERSION, OF_REGIONS, OF_PARTS):
             raise RunError(
                 f"{file}: made by version {head.get('made_by')} of diloco (format {head.get('version')}); this is "
-                f"{__version__} (formats {VERSION} and {OF_REGIONS}): go on from it with the version that made it"
+                f"{__version__} (formats {VERSION} to {OF_PARTS}): go on from it with the version that made it"
             )
         manifest = msgspec.json.decode(text, type=Manifest)
     except (FileNotFoundError, NotADirectoryError):

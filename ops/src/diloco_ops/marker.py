@@ -26,7 +26,8 @@ MARKER_EVERY_S = 0.2  # a marker is not stored, and may be lost
 MARKER_TIMEOUT_S = 60.0  # longer than a step, and than saving a large state
 ATTEMPTS = 4
 
-States: TypeAlias = dict[str, tuple[Path, MarkerAnswer | None]]  # by learner; no answer: saved on leaving
+States: TypeAlias = dict[str, tuple[list[Path], MarkerAnswer | None]]
+# by learner: the parts of its state, one of each of its processes; no answer: saved on leaving
 
 
 async def heads(run: RunReader) -> list[Cut]:
@@ -93,8 +94,11 @@ class Marking:
         if without_residual:
             names = ", ".join(map(str, without_residual))
             self.problems.append(f"fragments {names}: what rounding has left over of their last merge begins at zero")
-        folder = self.run.directory.path
-        return {name: (state.snapshot(folder, self.number, name), answer) for name, answer in sorted(self._answers.items())}
+        return {name: (self._parts_of(answer), answer) for name, answer in sorted(self._answers.items())}
+
+    def _parts_of(self, answer: MarkerAnswer) -> list[Path]:
+        directory, parts = self.run.directory.path, 1 + len(answer.parts or ())
+        return [state.snapshot(directory, self.number, answer.learner, part) for part in range(parts)]
 
     async def _until_answered(self, versions: list[int]) -> None:
         """Repeat the marker until every living learner has answered.

@@ -133,7 +133,8 @@ async def prepare(source: Checkpoint, directory: RunDirectory, *, at: int | None
         await restore.restore(source, directory, links[0], links[1:], at)
     if at is None:
         for name, learner in source.manifest.learners.items():
-            target, _ = state.generations(directory.path, name)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(source.path / learner.saved.file, target)
+            for part, saved in enumerate(learner.files):
+                target = state.part_file(directory.path / state.FOLDER, name, part)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(source.path / saved.file, target)
     directory.save()

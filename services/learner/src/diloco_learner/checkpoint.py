@@ -1,28 +1,17 @@
 """A learner's checkpoints: its own, regularly; those of a whole run, when it is asked; and what it lends to a peer.
 
-All of them begin at a boundary, and are of this boundary. A thread reads the island's state chunk by chunk
-(:mod:`diloco_learner.holding`), hashes and writes it, and then the accounts' arrays, which nobody writes to any more; a loan
-is written to a file too, and served from there. So the host never holds more than a few chunks. The next one begins when it
-has ended.
-
-Where the devices have room for a copy of the state, the copy is queued between two steps, and training goes on meanwhile. Where
-they have not, the next step waits until the thread has read the state from the devices: then a checkpoint takes no memory, and
-steps are held up as long as the disk takes its bytes. :mod:`diloco_learner.pacing` says when its own are due, so that this is
-two parts of a hundred of the time at most.
+All of them begin at a boundary, and are of this boundary. :mod:`diloco_learner.saver` writes them; a loan is written to a file
+too, and served from there. The next one begins when it has ended. :mod:`diloco_learner.pacing` says when its own are due, so
+that steps are held up for two parts of a hundred of the time at most.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 from numpy.typing import NDArray
 
 from diloco.core import tape as events
@@ -32,64 +21,63 @@ from diloco.errors import DilocoError, RunError
 from diloco.member import state
 from diloco.member.member import Member
 from diloco.member.peer import Layout
-from diloco.member.state import Content, Saved, State
+from diloco.member.state import Content, State
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
 from diloco.wire.control import MarkerAnswer, SnapshotMarker
-from diloco_learner.island import Capture, Island
+from diloco.wire.island import Purpose
+from diloco_learner.island import Island
 from diloco_learner.pacing import Pacing
+from diloco_learner.saver import Saver
+
+UNFIT = (
+    DilocoError,
+    LookupError,
+    TypeError,
+    ValueError,
+    OverflowError,
+)  # errors of a checkpoint that is none of this learner's
 
 
 class Keeper:
-    """Saves and lends an island's state. The trainer's thread calls it, at boundaries."""
+    """Saves and lends an island's state, for a learner of one process. The trainer's thread calls it, at boundaries."""
 
     def __init__(self, island: Island, member: Member, settings: LearnerSettings, log: Logger) -> None:
         self.island, self.member, self.settings, self.log = island, member, settings, log
-        self._worker = ThreadPoolExecutor(1, "checkpoint")
-        self._job: Future[None] | None = None
+        self.saver = Saver(island, member.run.identity, settings.name, log)
         self._pacing = Pacing(settings.checkpoint_s, time.monotonic(), member.step)
-        self._complained = False
-        self._lending = False  # what is being saved is a loan
-        self._lends_after_s = -math.inf
-        self._part = jax.process_index()
+        self._saves = False
         self._loans = state.loans(settings.state_dir, settings.name)
         shutil.rmtree(self._loans, ignore_errors=True)  # what a process left behind that was killed
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a state was begun to be saved or lent, and no boundary has found that ended."""
-        return self._job is not None
-
     def at_boundary(self) -> None:
         """Begin what is due; wait for nothing but a state that cannot be copied to be read."""
-        if self._job is not None:
-            if not self._job.done():
-                return
-            self._job.result()
-            self._job = None
-            self._note_cost()
-        if self.member.lender.wanted and time.monotonic() < self._lends_after_s:
-            self.member.lender.give_none()
-        elif self.member.lender.wanted:
-            self._lending = True
+        if self.saver.is_busy():
+            return
+        now_s, lender = time.monotonic(), self.member.lender
+        if self._saves:
+            self._saves = False
+            note_cost(self._pacing, now_s, self.member.step, self.log)
+        if lender.wanted and not self._pacing.may_lend(now_s):
+            lender.give_none()
+        elif lender.wanted:
             step, versions = self.member.step, self.member.versions()
-            capture = self.island.capture(optimizer_only=True)
+            self._begin("loan")
             self.member.tape.record(events.Copied())
-            self._begin(capture, lambda content: self._lend(step, versions, content))
+            self.saver.begin(lambda content: self._lend(step, versions, content), optimizer_only=True)
             return
         marker = self.member.marker_due()
-        regular = self._pacing.due(time.monotonic())
-        dump = self.member.dump() if marker is not None or regular else None
+        dump = self.member.dump() if marker is not None or self._pacing.due(now_s) else None
         if dump is None:
             return
-        capture = self.island.capture()
         if marker is not None:
             versions = self.member.versions()
             self.member.note_copied(marker)
-            self._begin(capture, lambda content: self._answer(marker, versions, dump, content))
+            self._begin("whole")
+            self.saver.begin(lambda content: self._answer(marker, versions, dump, content))
         else:
-            self._pacing.begin_own(time.monotonic())
-            self._begin(capture, lambda content: self._save_own(dump, content))
+            self._begin("own")
+            self.saver.begin(lambda content: self._save_own(dump, content))
 
     def save_last(self) -> None:
         """Save the state of a learner that ends, when what is being saved has been."""
@@ -98,80 +86,54 @@ class Keeper:
 
     def close(self) -> None:
         """Wait for what is being saved."""
-        self._worker.shutdown()
+        self.saver.close()
 
-    def _begin(self, capture: Capture, job: Callable[[Content], None]) -> None:
-        self._pacing.begin(time.monotonic(), self.member.step)
-        read = threading.Event()
-
-        def values() -> Iterator[NDArray[Any]]:
-            yield from capture.content.values
-            read.set()
-
-        def work() -> None:
-            try:
-                job(Content(capture.content.chunks, values()))
-            finally:
-                read.set()
-
-        self._job = self._worker.submit(work)
-        if capture.held:
-            read.wait()
-
-    def _note_cost(self) -> None:
-        held_up_s, pause_s = self._pacing.end(time.monotonic(), self.member.step)
-        if self._lending:  # or who asks for loans could hold up all steps
-            self._lends_after_s, self._lending = time.monotonic() + pause_s, False
-        if pause_s > self.settings.checkpoint_s > 0:
-            self.log.debug("checkpoint_put_off", held_up_s=round(held_up_s, 3), pause_s=round(pause_s, 3))
+    def _begin(self, purpose: Purpose) -> None:
+        self._saves = True
+        self._pacing.begin(time.monotonic(), self.member.step, purpose)
 
     def _save_own(self, dump: Dump, content: Content) -> None:
-        path, previous = state.generations(self.settings.state_dir, self.settings.name, self._part)
-        saved = self._save(path, dump, content, previous)
+        path, previous = state.generations(self.settings.state_dir, self.settings.name)
+        saved = self.saver.save(path, self._name(dump), dump, content, previous)
         if saved is not None:
             self.member.note_saved(saved.digest)
 
     def _answer(self, marker: SnapshotMarker, versions: list[int], dump: Dump, content: Content) -> None:
-        path = state.snapshot(self.settings.state_dir, marker.number, self.settings.name, self._part)
-        saved = self._save(path, dump, content)
+        path = state.snapshot(self.settings.state_dir, marker.number, self.settings.name)
+        saved = self.saver.save(path, self._name(dump), dump, content)
         if saved is not None:
             self.member.note_saved(saved.digest)
             step, file_hash = dump[0]["step"], state.file_hash(path)
             answer = MarkerAnswer(self.settings.name, marker.number, step, versions, saved.size_bytes, file_hash)
             self.member.answer_marker(answer)
 
-    def _save(self, path: Path, dump: Dump, content: Content, previous: Path | None = None) -> Saved | None:
-        """Write a state; None if the disk does not take it, which is no reason to end."""
-        accounts, arrays = dump
-        part = state.Part(self._part, jax.process_count(), f"{self.member.admission.incarnation}, step {accounts['step']}")
-        began_s = time.monotonic()
-        try:
-            saved = state.save(
-                path, self.member.run.identity, self.settings.name, accounts, content + Content.of(arrays), previous, part
-            )
-        except OSError as error:
-            self._complain("checkpoint_not_saved", path, error)
-            return None
-        self._complained = False
-        took_s = round(time.monotonic() - began_s, 3)
-        self.log.debug("checkpoint_saved", file=path.name, step=accounts["step"], bytes=saved.size_bytes, took_s=took_s)
-        return saved
+    def _name(self, dump: Dump) -> str:
+        return f"{self.member.admission.incarnation}, step {dump[0]['step']}"
 
     def _lend(self, step: int, versions: list[int], content: Content) -> None:
-        path = self._loans / f"{step}.safetensors"
-        try:
-            state.save(path, self.member.run.identity, self.settings.name, {}, content)
-            lent = Lent(path, state.load(path, self.member.run.identity, self.settings.name))
-        except (OSError, RunError) as error:
-            self._complain("state_not_saved_to_lend", path, error)
+        lent = lend_from(self.saver, self._loans / f"{step}.safetensors", f"loan, step {step}", content)
+        if lent is None:
             self.member.lender.give_none()
         else:
             self.member.lend(step, versions, lent)
 
-    def _complain(self, event: str, path: Path, error: Exception) -> None:
-        if not self._complained:
-            self.log.warning(event, file=str(path), reason=str(error))
-        self._complained = True
+
+def note_cost(pacing: Pacing, now_s: float, step: int, log: Logger) -> None:
+    """Note at a boundary that a saving has ended, and say where it puts off the next checkpoint."""
+    held_up_s, pause_s = pacing.end(now_s, step)
+    if pause_s > pacing.interval_s > 0:
+        log.debug("checkpoint_put_off", held_up_s=round(held_up_s, 3), pause_s=round(pause_s, 3))
+
+
+def lend_from(saver: Saver, path: Path, name: str, content: Content) -> Lent | None:
+    """Write what is to be lent to a file; None if the disk does not take it."""
+    if saver.write(path, name, {}, content, None, failure="state_not_saved_to_lend") is None:
+        return None
+    try:
+        return Lent(path, state.load(path, saver.run, saver.learner))
+    except RunError as error:
+        saver.complain("state_not_saved_to_lend", path, error)
+        return None
 
 
 class Lent:
@@ -199,38 +161,47 @@ def restore(settings: LearnerSettings, island: Island, member: Member, log: Logg
 
     One that is damaged or foreign is named and left alone.
     """
-    paths = state.generations(settings.state_dir, settings.name, jax.process_index())
-    if not any(path.exists() for path in paths):  # saved by fewer processes
-        paths = state.generations(settings.state_dir, settings.name)
-    for path in paths:
+    for path in state.generations(settings.state_dir, settings.name):
         if not path.exists():
             continue
         try:
             saved = state.load(path, member.run.identity, settings.name)
-            _check(saved, island)
+            check(saved, island)
             member.restore(saved.accounts, saved.arrays(ACCOUNTS))
-        except (DilocoError, LookupError, TypeError, ValueError, OverflowError) as error:
+        except UNFIT as error:
             log.warning("checkpoint_refused", file=str(path), reason=str(error))
             continue
-        for chunk in island.wanted():
-            island.put(chunk, saved.read(chunk))
-        member.tape.record(events.Restored(saved.digest))
-        log.info("checkpoint_restored", file=path.name, step=member.step)
+        take_over(path, saved, island, member, log)
         return True
     return False
 
 
-def _check(saved: State, island: Island) -> None:
+def take_over(path: Path, saved: State, island: Island, member: Member, log: Logger) -> None:
+    """Take over the model of a checkpoint that has been checked, and whose accounts the member goes on with."""
+    put(saved, island)
+    member.tape.record(events.Restored(saved.digest))
+    log.info("checkpoint_restored", file=path.name, step=member.step)
+
+
+def put(saved: State, island: Island) -> None:
+    """Write a state that has been checked into this process's shards."""
+    for chunk in island.wanted():
+        island.put(chunk, saved.read(chunk))
+
+
+def check(saved: State, island: Island) -> None:
     """Check that a state is one of this island's model, and that this process finds all that its devices need.
 
     Raises:
         RunError: it is not, or it does not.
     """
+    wanted = island.wanted()
+    absent = next((chunk for chunk in wanted if not saved.has(chunk)), None)
+    if absent is not None and saved.missing:
+        raise RunError(
+            f"checkpoint: array {absent.name!r} is not there from {absent.start} to {absent.stop}: another process of this "
+            "learner saved it; give its processes one state_dir that all of them see, or the mesh that they had"
+        )
     island.check_state({name: whole for name, whole in saved.layout().items() if not name.startswith(ACCOUNTS)})
-    for chunk in island.wanted():
-        if not saved.has(chunk):
-            raise RunError(
-                f"checkpoint: array {chunk.name!r} is not there from {chunk.start} to {chunk.stop}: another process of this "
-                "learner saved it; give its processes one state_dir that all of them see, or the mesh that they had"
-            )
+    for chunk in wanted:
         saved.check(chunk)

@@ -1,7 +1,7 @@
 """An island's arrays as chunks: read from the shards where they lie, and written to them, each by a program of one device.
 
-A process reads the shards on its own devices, of replicas the first, so that all processes of a learner have each value once.
-It writes all shards on its devices, from chunks that are cut like them.
+A process reads and writes the shards on its own devices, of replicas one. So a process finds all that its devices need in what
+it has saved itself. What several processes lend they have once among them: of replicas the first.
 """
 
 from __future__ import annotations
@@ -24,16 +24,35 @@ AHEAD = 2  # chunks on their way to the host while one is written
 COPY_BYTES = 1 << 28  # on a device: copied at once in any case
 
 
-def content(arrays: Mapping[str, jax.Array]) -> Content:
-    """Return the values of arrays as a process saves or lends them; they are copied to the host when they are asked for."""
-    parts = [
-        (chunk, whole, shard)
-        for name in sorted(arrays)
-        for whole, shard, replica in _shards(name, arrays[name])
-        if replica == 0
-        for chunk in whole.cut()
-    ]
+def content(arrays: Mapping[str, jax.Array], *, firsts: bool = False) -> Content:
+    """Return the values of arrays that this process has; they are copied to the host when they are asked for.
+
+    ``firsts``: no replicas of what another process, or this one, has first.
+    """
+    found: dict[Chunk, jax.Array] = {}
+    for name in sorted(arrays):
+        for whole, shard, replica in _shards(name, arrays[name]):
+            if replica == 0 or not firsts:
+                found.setdefault(whole, shard)
+    parts = [(chunk, whole, shard) for whole, shard in found.items() for chunk in whole.cut()]
     return Content([chunk for chunk, _, _ in parts], _values(parts))
+
+
+def owners(arrays: Mapping[str, jax.Array]) -> dict[str, list[tuple[int, Chunk]]]:
+    """Return by array which process has which chunk first."""
+    return {name: list(_owners(name, array)) for name, array in arrays.items()}
+
+
+def _owners(name: str, array: jax.Array) -> Iterator[tuple[int, Chunk]]:
+    dtype, seen = np.dtype(array.dtype).name, set[Chunk]()
+    places: Mapping[Any, tuple[slice, ...] | None] = array.sharding.devices_indices_map(array.shape)
+    for device, index in places.items():
+        ends = [part.indices(length)[:2] for part, length in zip(index or (), array.shape, strict=True)]
+        start, stop = tuple(first for first, _ in ends), tuple(last for _, last in ends)
+        chunk = Chunk(name, tuple(array.shape), dtype, start, stop)
+        if chunk not in seen:
+            seen.add(chunk)
+            yield device.process_index, chunk
 
 
 def wanted(arrays: Mapping[str, jax.Array]) -> list[Chunk]:

@@ -175,6 +175,15 @@ class Island:
         self._gradients = None if self._gradients is None else [jnp.zeros_like(leaf) for leaf in self._leaves]
         self._held = not holding.fits(list(self.arrays().values()))
 
+    @property
+    def holds(self) -> bool:
+        """Whether a step has to wait until a capture has been read, as far as a rehearsal has shown."""
+        return bool(self._held)
+
+    def hold(self) -> None:
+        """Have steps wait for captures whatever room there is here: another process of the learner has none."""
+        self._held = True
+
     def step(self, batch: Any, learning_rate: float) -> StepOutput:
         """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says."""
         self._leaves, self._gradients, self._optimizer_state, output = self._step(
@@ -253,6 +262,8 @@ class Island:
     def capture(self, *, optimizer_only: bool = False) -> Capture:
         """Return what :meth:`arrays` has in this process's shards, as of the steps and writes so far, to be read in chunks.
 
+        Of the optimizer's alone, which are lent, all processes together have each value once.
+
         Where the devices have room for it, a copy is queued on them, and training may go on. Where they have not, the next
         step or write has to wait until all has been read.
         """
@@ -260,7 +271,7 @@ class Island:
         held = not holding.fits(list(arrays.values())) if self._held is None else self._held
         if not held:
             arrays = dict(zip(arrays, copies(list(arrays.values())), strict=True))
-        return Capture(holding.content(arrays), held)
+        return Capture(holding.content(arrays, firsts=optimizer_only), held)
 
     def wanted(self, *, optimizer_only: bool = False) -> list[Chunk]:
         """Return the chunks that the shards of this process are made of: what :meth:`put` takes, in any order."""
@@ -286,6 +297,10 @@ class Island:
     def optimizer_layout(self) -> Layout:
         """Return names, shapes and types of the optimizer state."""
         return Layout.of(self.arrays(optimizer_only=True))
+
+    def optimizer_owners(self) -> Mapping[str, Sequence[tuple[int, Chunk]]]:
+        """Return by array of the optimizer state, which process captures which chunk of it; all processes return the same."""
+        return holding.owners(self.arrays(optimizer_only=True))
 
     def check_state(self, state: Mapping[str, Chunk]) -> None:
         """Check that a state of these arrays, by name, is one of this model.

@@ -35,14 +35,15 @@ from diloco.process.tape import TapeFile
 from diloco.service import skeleton
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
-from diloco.wire.island import Facts, Ping, facts
+from diloco.wire.island import Facts, Ping, Told, facts
 from diloco.wire.subjects import Subjects
-from diloco_learner import replay
+from diloco_learner import parts, replay
 from diloco_learner.beginning import Beginning, Process
 from diloco_learner.feed import Batch, Feed, Streams
 from diloco_learner.island import Island
 from diloco_learner.mesh import make_mesh
 from diloco_learner.metrics import ObservedMember, ObservedPart
+from diloco_learner.parts import LeadingKeeper, PartKeeper
 from diloco_learner.task import Task
 from diloco_learner.trainer import Trainer
 
@@ -129,7 +130,7 @@ def work(process: Process) -> None:
     beginning = Beginning(process, lambda name: nullcontext())  # one that waited would keep the others from a collective
     task = beginning.task
     process.wait(group.agree("model", model_facts(mesh, task, run.created, beginning.first)))
-    island, fragments = beginning.make_island(mesh, copies=False)
+    island, fragments = beginning.make_island(mesh, copies=True)
     member = process.wait(make_member(process, fragments, group, island))
     process.at_end(member.close)
     if isinstance(member, Leader):
@@ -140,6 +141,8 @@ def work(process: Process) -> None:
     process.wait(group.agree("compiled", {}))  # collectives connect at the first step, and wait for one another no minute long
     process.stack.enter_context(own_errors_first(group))
     island.rehearse(beginning.first)
+    if process.wait(group.difference("room", {"steps wait for captures": island.holds})):
+        island.hold()
     beginning.over()
     _train(process, task, island, mesh, member)
 
@@ -151,7 +154,6 @@ def _train(process: Process, task: Task, island: Island, mesh: Mesh, member: Lea
     if isinstance(member, Leader):
         process.wait(member.join(list))  # it gathers the model from all processes, if it founds the run
         process.exporter.observed = ObservedPart(member.part, labels, ObservedMember(member, process.transport, labels))
-        member.count_steps(task.tokens_per_batch)
         for event in (replay.machine(), replay.mesh_event(mesh), events.Processes(settings.processes.count)):
             member.tape.record(event)
         batches, look_ahead = Feed(task, run, member.leased, log), member.look_ahead
@@ -159,7 +161,15 @@ def _train(process: Process, task: Task, island: Island, mesh: Mesh, member: Lea
         process.wait(member.join())
         process.exporter.observed = ObservedPart(member.part, labels)
         batches = DecidedBatches(task, run, member)
-    _borrow(process, member, island)
+    if not parts.restore(process, island, member.part, member if isinstance(member, Leader) else None):
+        if isinstance(member, Leader):
+            member.count_steps(task.tokens_per_batch)
+        _borrow(process, member, island)
+    keeper: PartKeeper
+    if isinstance(member, Leader):
+        keeper = LeadingKeeper(island, member, settings, log)
+    else:
+        keeper = PartKeeper(island, member, settings, log)
     trainer = Trainer(
         island,
         member,
@@ -170,10 +180,14 @@ def _train(process: Process, task: Task, island: Island, mesh: Mesh, member: Lea
         slow=settings.slow,
         leave_s=settings.leave_s,
         stopping=process.stopping,
-        at_boundary=lambda: None,
+        at_boundary=keeper.at_boundary,
         look_ahead=look_ahead,
     )
-    finished, part = trainer.run(), member.part
+    part = member.part
+    try:
+        finished = trainer.run()
+    finally:
+        keeper.close()
     if isinstance(member, Leader):
         digest = replay.digest_of(member.map, lambda index: process.thread.run(part.gather(index), lambda: False))
         member.tape.record(events.End(finished, digest))
@@ -197,8 +211,8 @@ def _borrow(process: Process, member: Leader | Follower, island: Island) -> None
     Parameters are the log's, and the run is asked for nothing that it has not merged anything of.
     """
     part = member.part
-    peers = ",".join((member.learner.peers() or [])[:MAX_PEERS]) if isinstance(member, Leader) else None
-    names = process.wait(part.group.hear_leader("peers", peers))
+    said = Told("peers", ",".join((member.learner.peers() or [])[:MAX_PEERS])) if isinstance(member, Leader) else None
+    names = process.wait(part.group.hear_leader(Told, "peers", said)).text
     layout, loan = island.optimizer_layout(), None
     if names and layout.arrays:
         subjects, wanted = Subjects(part.run.name), island.wanted(optimizer_only=True)

@@ -20,10 +20,11 @@ from diloco.core.boundary import Decision
 from diloco.core.delta import Carried, Unmerged
 from diloco.core.fragment_state import Application, Event, FragmentState, Phase, Version
 from diloco.core.learner import Learner
+from diloco.core.saving import Saves
 from diloco.core.schedule import Moment
 from diloco.errors import IslandError
 from diloco.wire import framing
-from diloco.wire.island import Decided, Passed, Pending, Stage, Write
+from diloco.wire.island import Decided, Passed, Pending, Purpose, Save, Stage, Write
 
 NO_DECISION = bytes(32)
 BOUNDARIES_APART_MAX = 8  # by which a process may be behind the leader; two, if collectives hold them together
@@ -45,6 +46,7 @@ class Decisions:
     def __init__(self, learner: Learner, run: bytes, generation: int, processes: int, needed: Sequence[frozenset[int]]) -> None:
         self.learner, self.processes, self.needed = learner, processes, needed
         self.course = Course(run, generation)
+        self.saves = Saves(processes)
         self._stagings: dict[int, _Staging] = {}  # by fragment: the newest
         self._staged: dict[int, set[int]] = {}  # by fragment: processes that have all its rows
         self._numbers = 0
@@ -127,10 +129,10 @@ class Decisions:
         """
         self.learner.book(done)
 
-    def make(self, now_s: float, batch: tuple[int, int], *, ended: bool) -> Decided:
+    def make(self, now_s: float, batch: tuple[int, int], *, ended: bool, wanted: Purpose | None = None) -> Decided:
         """Make the next decision, once the one before has been carried out; ``batch`` is the next step's share and batch.
 
-        ``ended``: the learner leaves the run now.
+        ``ended``: the learner leaves the run now. ``wanted``: a state that is to be saved, if that can be done now.
         """
         assert self._made is None, "the decision before has not been carried out"
         decision = boundary.decide(self.learner, now_s, self._applicable)
@@ -158,10 +160,30 @@ class Decisions:
             decision.wait,
             decision.finished,
             ended,
+            self._save(decision, wanted, ended=ended),
             course.chain,
         )
         self._made = decision, decided
         return decided
+
+    def _save(self, decision: Decision, wanted: Purpose | None, *, ended: bool) -> Save | None:
+        """Return what is saved at a boundary: the last state of a learner that leaves, or else what is wanted."""
+        if ended:
+            wanted = None if decision.finished else "own"
+        elif self.saves.under_way is not None:
+            wanted = None
+        elif decision.save is not None:
+            wanted = "whole"
+        joining = any(state.phase is Phase.JOINING for state in self.learner.fragments)
+        if wanted is None or joining or not self.learner.may_dump:
+            return None
+        marker = (decision.save or 0) if wanted == "whole" else 0
+        return self.saves.word(wanted, f"{self.course.generation}, boundary {self.course.number}", marker)
+
+    @property
+    def may_answer(self) -> bool:
+        """Whether offers may begin: a state is saved with none half made, so none begins before its boundary."""
+        return self._made is None or self._made[1].save is None
 
     @property
     def made(self) -> Decided | None:
@@ -177,6 +199,11 @@ class Decisions:
             del self._stagings[application.fragment]
         self._made = None
         self.course.take(decided)
+        if decided.save is not None:
+            self.saves.begin(decided.number, decided.save)
+            marker = self.learner.markers.marker
+            if marker is not None and marker.number == decided.save.marker:
+                self.learner.markers.copied(marker)
         self._chains[decided.number] = self.course.chain
         early, self._early = self._early, {}
         for process, passed in {0: Passed(decided.number, decided.step, self.course.chain), **early}.items():

@@ -20,7 +20,7 @@ arrays and carries out the decision. All of it is pure; the caller serialises th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -292,45 +292,63 @@ class DeltaValues:
         return moved
 
 
-def dump(state: DeltaState, values: DeltaValues) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Return all that a checkpoint needs: plain values, and arrays by name, float32 [size] and (bodies) uint8 [bytes]."""
+def dump(state: DeltaState) -> dict[str, Any]:
+    """Return the counts as plain values, for a checkpoint."""
     plain: dict[str, Any] = {name: getattr(state, name) for name in _PLAIN} | {"base_hash": state.base_hash.hex()}
-    arrays: dict[str, NDArray[Any]] = {"base": values.base}
-    if values.error is not None:
-        arrays["error"] = values.error
     plain["pending"] = []
-    for i, offer in enumerate(state.pending):
+    for offer in state.pending:
         stated = msgspec.structs.asdict(offer.stated) | {"base_hash": offer.stated.base_hash.hex()}
         del stated["learner"]
         plain["pending"].append(stated | {name: getattr(offer, name) for name in _PLAIN_OFFER})
+    return plain
+
+
+def dump_arrays(values: DeltaValues, pending: Sequence[Unmerged]) -> dict[str, NDArray[Any]]:
+    """Return the arrays by name, float32 [size] and (bodies) uint8 [bytes], for a checkpoint.
+
+    ``pending`` are the offers whose fate is unknown, by whose order they are named.
+    """
+    arrays: dict[str, NDArray[Any]] = {"base": values.base}
+    if values.error is not None:
+        arrays["error"] = values.error
+    for i, offer in enumerate(pending):
         if not offer.dropped:
             encoded = values.held[offer.identity]
             arrays[f"offer/{i}/body"], arrays[f"offer/{i}/rest"] = encoded.body, encoded.rest
-    return plain, arrays
+    return arrays
 
 
-def load(
-    state: DeltaState, values: DeltaValues, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
-) -> tuple[DeltaState, DeltaValues]:
-    """Return state and values as :func:`dump` gave them (arrays float32 [size], uint8 [bytes]).
-
-    They are for the process that begins with ``state`` and ``values``; its incarnation stays.
+def load(state: DeltaState, plain: Mapping[str, Any]) -> DeltaState:
+    """Return counts as :func:`dump` gave them, for the process that begins with ``state``; its incarnation stays.
 
     Raises:
-        LookupError, TypeError, ValueError, OverflowError: something is missing, of another size, or no number.
+        LookupError, TypeError, ValueError, OverflowError: something is missing, or no number.
     """
-    if arrays["base"].shape != values.base.shape:
-        raise ValueError(f"a fragment of {arrays['base'].size} parameters, expected {values.base.size}")
-    restored = replace(values, base=arrays["base"], error=arrays.get("error"), held={})
     offers = []
-    for i, values_of in enumerate(plain["pending"]):
+    for values_of in plain["pending"]:
         named = {name: values_of[name] for name in Answer.__struct_fields__ if name != "learner"}
         stated = Answer(learner=state.learner, **named | _typed(values_of))
-        offer = PendingDelta(stated, **{name: values_of[name] for name in _PLAIN_OFFER})
+        offers.append(PendingDelta(stated, **{name: values_of[name] for name in _PLAIN_OFFER}))
+    return replace(state, **{name: plain[name] for name in _PLAIN} | _typed(plain), pending=offers)
+
+
+def load_arrays(values: DeltaValues, pending: Sequence[Unmerged], arrays: Mapping[str, NDArray[Any]]) -> DeltaValues:
+    """Return ``arrays`` as :func:`dump_arrays` gave them, for a process that begins with ``values``.
+
+    They are float32 [size] and (bodies) uint8 [bytes]; ``pending`` is as it was then.
+
+    Raises:
+        LookupError, ValueError: an array is missing, or of another size.
+    """
+    size = values.base.size
+    wrong = [name for name, array in arrays.items() if not name.endswith("/body") and array.shape != values.base.shape]
+    if wrong:
+        raise ValueError(f"a fragment of {arrays[wrong[0]].size} parameters, expected {size}")
+    restored = replace(values, base=arrays["base"], error=arrays.get("error"), held={})
+    for i, offer in enumerate(pending):
         if not offer.dropped:
             restored.hold(offer.identity, Encoded(arrays[f"offer/{i}/body"], arrays[f"offer/{i}/rest"]))
-        offers.append(offer)
-    return replace(state, **{name: plain[name] for name in _PLAIN} | _typed(plain), pending=offers), restored
+    return restored
 
 
 def _typed(plain: Mapping[str, Any]) -> dict[str, Any]:

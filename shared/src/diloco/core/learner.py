@@ -269,16 +269,16 @@ class Learner:
     def dump(self, positions: list[tuple[int, int]]) -> Dump:
         """Return the state as of the last boundary, for a checkpoint, with the learner's ``positions`` in the data.
 
-        Nobody writes to its arrays any more.
+        Nobody writes to its arrays any more. Where there are none here, there are none in it.
         """
         self.settle()
         arrays: dict[str, NDArray[Any]] = {}
         fragments = []
         for state in self.fragments:
-            assert state.values is not None
-            plain, named = delta.dump(state.delta, state.values)
-            fragments.append(plain)
-            arrays |= {f"{ACCOUNTS}{state.index}/{name}": array for name, array in named.items()}
+            fragments.append(delta.dump(state.delta))
+            if state.values is not None:
+                named = delta.dump_arrays(state.values, state.delta.pending)
+                arrays |= {f"{ACCOUNTS}{state.index}/{name}": array for name, array in named.items()}
         accounts = self.accounts
         plain_state = {
             "step": accounts.step,
@@ -304,13 +304,15 @@ class Learner:
         """
         if len(plain["fragments"]) != len(self.fragments):
             raise ValueError(f"it has {len(plain['fragments'])} fragments, the run {len(self.fragments)}")
-        loaded = []
+        loaded: list[tuple[DeltaState, DeltaValues | None]] = []
         version_steps = [int(step) for step in plain["version_steps"]]
         for state, values, _ in zip(self.fragments, plain["fragments"], version_steps, strict=True):
-            assert state.values is not None
-            prefix = f"{ACCOUNTS}{state.index}/"
-            named = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
-            loaded.append(delta.load(state.delta, state.values, values, named))
+            counts, held = delta.load(state.delta, values), state.values
+            if held is not None:
+                prefix = f"{ACCOUNTS}{state.index}/"
+                named = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
+                held = delta.load_arrays(held, counts.pending, named)
+            loaded.append((counts, held))
         stated, own = plain["schedule"]
         accounts = replace(
             self.accounts,

@@ -9,7 +9,7 @@ worker threads read them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from diloco.control.creation import Run
 from diloco.core import codec, decisions
 from diloco.core.chain import Chain
-from diloco.core.delta import Apply, DeltaValues, Encoded
+from diloco.core.delta import Apply, DeltaValues, Encoded, Unmerged, dump_arrays, load_arrays
+from diloco.core.learner import ACCOUNTS
 from diloco.core.leases import LOOKS_A_LEASE
 from diloco.errors import BrokerError, NonFiniteError
 from diloco.log.follower import Copy
@@ -39,6 +40,7 @@ from diloco.wire.offers import Offer
 from diloco.wire.subjects import Subjects
 
 Vector = NDArray[np.float32]
+Restored = dict[int, tuple[list[Unmerged], DeltaValues]]  # by fragment
 LEADER = 0
 
 
@@ -48,6 +50,7 @@ class _Carried:
 
     values: DeltaValues
     version: int  # that its base is
+    pending: list[Unmerged] = field(default_factory=list)  # offers whose fate is unknown, as the leader has them
     thetas: dict[int, Vector] = field(default_factory=dict)  # of versions that were folded and not applied
     snapshot: int | None = None  # number of the one that is to be quantised
     came: dict[int, dict[int, Vector]] = field(default_factory=dict)  # by number of a snapshot and process: rows
@@ -133,7 +136,9 @@ class Carrier:
         self._stages[stage.fragment] = stage
         if self.carriers[stage.fragment] == self.links.index:
             carried = self._carried[stage.fragment]
-            theta = carried.values.base if stage.version == carried.version else carried.thetas.get(stage.version)
+            theta = carried.thetas.get(stage.version)
+            if theta is None and stage.version == carried.version:
+                theta = carried.values.base
             if theta is None:
                 return  # the log went back; the leader is about to hear of it
             self.spawn(self._bring(stage, carried, theta))
@@ -190,7 +195,7 @@ class Carrier:
         if carries:
             carried = self._carried[index]
             carried.values.commit(decisions.carried(staged.stage), staged.stage.pending, staged.theta)
-            carried.version = write.version
+            carried.version, carried.pending = write.version, list(staged.stage.pending)
             carried.thetas = {version: theta for version, theta in carried.thetas.items() if version > write.version}
         return Apply(staged.theta, staged.reference if write.keeps else None, write.reset)
 
@@ -242,17 +247,50 @@ class Carrier:
         assert carried.encoded is not None
         assert carried.packed is not None
         stated = store.stated
-        carried.values.hold((stated.incarnation, stated.number), carried.encoded)
+        offer = island.Pending((stated.incarnation, stated.number), store.bits, False)
+        carried.values.hold(offer.identity, carried.encoded)
+        carried.pending.append(offer)
         (packed, content_hash), carried.encoded, carried.packed = carried.packed, None, None
         body, inline, parts = describe_body(packed, content_hash, self.transport.random_bytes(ATTEMPT_BYTES))
         values = {name: getattr(stated, name) for name in stated.__struct_fields__}
-        offer = Offer(fragment=store.fragment, bits=store.bits, body=body, **values)
-        self.spawn(self._send(offer, inline, parts))
+        message = Offer(fragment=store.fragment, bits=store.bits, body=body, **values)
+        self.spawn(self._send(message, inline, parts))
 
     async def _send(self, offer: Offer, inline: bytes, parts: Sequence[bytes]) -> None:
         run = self.run.identity
         sequence = await store_answer(self.transport, self.subjects, run, offer, inline, parts, self.log)
         self.links.write(LEADER, island.Stored(offer.fragment, sequence))
+
+    # ---- checkpoints
+
+    def dump(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays of all carried fragments by name, any dtype [...], as the decisions so far leave them.
+
+        Nobody writes to them any more.
+        """
+        return {
+            f"{ACCOUNTS}{index}/{name}": array
+            for index, carried in self._carried.items()
+            for name, array in dump_arrays(carried.values, carried.pending).items()
+        }
+
+    def loaded(self, offers: Sequence[Sequence[Unmerged]], arrays: Mapping[str, NDArray[Any]]) -> Restored:
+        """Return what :meth:`restore` takes over: ``arrays`` of a :meth:`dump`; by fragment, its offers of unknown fate.
+
+        Raises:
+            LookupError, ValueError: an array is missing, or of another size.
+        """
+        found: Restored = {}
+        for index, carried in self._carried.items():
+            prefix = f"{ACCOUNTS}{index}/"
+            named = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+            found[index] = list(offers[index]), load_arrays(carried.values, offers[index], named)
+        return found
+
+    def restore(self, restored: Restored) -> None:
+        """Go on from a checkpoint, before the first decision."""
+        for index, (pending, values) in restored.items():
+            self._carried[index].pending, self._carried[index].values = pending, values
 
 
 def head_of(chain: Chain) -> island.Head:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from diloco.errors import IslandError, SettingsError
 from diloco.member.links import Handle, Links
@@ -16,10 +16,12 @@ from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings, host_and_port
 from diloco.wire import island
 from diloco.wire.framing import Message
-from diloco.wire.island import Address, Agree, Agreed, Facts, Ping, Told, difference
+from diloco.wire.island import Address, Agree, Agreed, Candidate, Facts, Ping, Told, difference
 
 WATCH_S = 0.25  # small beside the least `processes.silent_s`
 LEADER = 0
+
+S = TypeVar("S", Told, Candidate)
 
 
 class Group:
@@ -41,7 +43,7 @@ class Group:
         self._early: list[tuple[int, Message, bytes]] = []  # messages before there was anybody to handle them
         self._found: dict[str, dict[int, Facts]] = {}  # by stage and process, of a leader
         self._agreed: dict[str, str] = {}  # by stage: the leader's answer
-        self._told: dict[str, str] = {}  # by stage: what the leader said
+        self._told: dict[str, Told | Candidate] = {}  # by stage: what the leader said
         self._news = asyncio.Event()
         self._ending = threading.Event()
         self._failure: IslandError | None = None
@@ -95,15 +97,18 @@ class Group:
                 await self._next()
         return self._agreed[stage]
 
-    async def hear_leader(self, stage: str, text: str | None) -> str:
-        """Return what the leader says; it alone gives a ``text``."""
-        if text is not None:
+    async def hear_leader(self, kind: type[S], stage: str, said: S | None) -> S:
+        """Return what the leader says at a stage; it alone gives it."""
+        if said is not None:
             for process in self.links.others:
-                self.links.write(process, Told(stage, text))
-            return text
+                self.links.write(process, said)
+            return said
         while stage not in self._told:
             await self._next()
-        return self._told[stage]
+        heard = self._told[stage]
+        if not isinstance(heard, kind):
+            raise IslandError(f"process {LEADER} says {heard.kind!r} at {stage!r}, expected {kind.kind!r}")
+        return heard
 
     async def _next(self) -> None:
         self._news.clear()
@@ -125,8 +130,8 @@ class Group:
             case Agree() if self.index == LEADER:
                 self._found.setdefault(message.stage, {})[source] = message.facts
                 self._news.set()
-            case Told() if source == LEADER:
-                self._told[message.stage] = message.text
+            case Told() | Candidate() if source == LEADER:
+                self._told[message.stage] = message
                 self._news.set()
             case Agreed() if source == LEADER:
                 self._agreed[message.stage] = message.reason

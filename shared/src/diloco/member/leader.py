@@ -8,32 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diloco.control.creation import Run
-from diloco.core import decisions
+from diloco.core import decisions, delta
 from diloco.core import tape as events
 from diloco.core.accounts import StepDone
 from diloco.core.decisions import Decisions
 from diloco.core.fragment_state import Answer, Reader, Version
 from diloco.core.fragments import FragmentMap
 from diloco.core.rows import RowLayout
+from diloco.core.saving import Ended
 from diloco.core.schedule import Moment
 from diloco.errors import IslandError
 from diloco.member.carrier import chain_of
-from diloco.member.member import Boundary, Member
-from diloco.member.part import Part
-from diloco.member.peer import Loan
+from diloco.member.lending import Owners, SharedState
+from diloco.member.member import LEAVE_TIMEOUT_S, Boundary, Member
+from diloco.member.part import Part, Saving
+from diloco.member.peer import Layout, Loan
+from diloco.member.state import Saved
 from diloco.process.observe import Logger
 from diloco.process.tape import Recorder
 from diloco.settings.service import LearnerSettings
 from diloco.transport import Transport
 from diloco.wire import island
+from diloco.wire.control import MarkerAnswer
 from diloco.wire.entries import Genesis
 from diloco.wire.framing import Message
+from diloco.wire.island import Pending, Purpose
 
 Vector = NDArray[np.float32]
 
@@ -65,6 +72,11 @@ class Leader(Member):
         self._answering = self._offers = _Offers(self)
         self._moment = Moment(0, 1)
         self._batch = 0, 0
+        # what is to be saved, if that can be done now; the trainer's thread asks at each decision
+        self.wanted: Callable[[], Purpose | None] = lambda: None
+        self._accounts: dict[str, Any] = {}  # as of the last boundary at which a state was saved
+        self._saved_at: tuple[int, list[int]] = 0, []  # steps then, and by fragment the version applied
+        self._optimizer: tuple[Layout, Owners]
         self._loaded: dict[int, Version] = {}
         self._all_loaded = asyncio.Event()
 
@@ -83,9 +95,6 @@ class Leader(Member):
         await self.part.carrier.load(genesis)
         await self._all_loaded.wait()
         return [self._loaded[index] for index in range(len(self.map.fragments))]
-
-    async def _serve(self) -> None:
-        """Serve nobody: neither loans nor a run's checkpoint are made by several processes."""
 
     def _begin_to_follow(self) -> None:
         async def holds() -> bool:
@@ -112,6 +121,8 @@ class Leader(Member):
                     self._offers.stored(message)
                 case island.Passed():
                     self.decisions.passed(source, message)
+                case island.PartSaved():
+                    self._note_part(source, message)
                 case island.Leaving():
                     if self._leave_by_s is None:
                         self.log.info("process_asked_to_end", process=source)
@@ -125,15 +136,39 @@ class Leader(Member):
     def _fold(self, source: int, folded: island.Folded) -> None:
         index = folded.fragment
         self._check_carrier(source, index)
-        version = Version(folded.record, chain_of(index, folded.head))
+        chain = chain_of(index, folded.head)
+        version = Version(folded.record, chain)
         if len(self.learner.fragments) < len(self.map.fragments):
-            self._loaded[index] = version  # what came since is in it
+            self._loaded[index] = Version(None, chain)  # what came since is in it
             if len(self._loaded) == len(self.map.fragments):
                 self._all_loaded.set()
         elif folded.rewound:
             self.decisions.rewind(index, version)
         else:
             self.decisions.queue(index, version)
+
+    def _note_part(self, source: int, part: island.PartSaved) -> None:
+        ended = self.decisions.saves.saved(source, part)
+        if ended is None:
+            return
+        size_bytes = sum(each.size_bytes for each in ended.parts.values())
+        self.log.debug("all_parts_saved", set=ended.save.name, parts=len(ended.parts), bytes=size_bytes)
+        if ended.save.purpose == "loan":
+            self._lend_parts(ended)
+        elif ended.save.purpose == "whole" and ended.parts:
+            step, versions = self._saved_at
+            files = [(each.size_bytes, each.content or b"") for _, each in sorted(ended.parts.items())]
+            answer = MarkerAnswer(self.settings.name, ended.save.marker, step, versions, *files[0], files[1:])
+            self.learner.markers.answer(answer)
+            self._shared.tasks.spawn(self._send_marker_answer(answer))
+
+    def _lend_parts(self, ended: Ended) -> None:
+        lent = self.part.lent
+        if ended.parts:
+            self.lend(*self._saved_at, SharedState(lent, ended.number, *self._optimizer, ended.parts))
+        else:
+            self.lender.give_none()
+            lent.drop_everywhere(ended.number)
 
     def _check_carrier(self, source: int, index: int) -> None:
         if index >= len(self.part.carriers) or self.part.carriers[index] != source:
@@ -186,10 +221,15 @@ class Leader(Member):
 
     def _decide(self, now_s: float) -> None:
         self._stage()
-        unmerged = not self.learner.left
-        ended = self._leave_by_s is not None and (not unmerged or now_s >= self._leave_by_s)
-        decided = self.decisions.make(now_s, self._batch, ended=ended)
+        decided = self.decisions.make(now_s, self._batch, ended=self._may_leave(now_s), wanted=self.wanted())
         self._shared.loop.call_soon_threadsafe(self.part.links.write_all, decided)
+
+    def _may_leave(self, now_s: float) -> bool:
+        """Return whether the learner leaves now: with nothing unmerged, or late, once its state can be saved."""
+        if self._leave_by_s is None or (not self.learner.left and now_s < self._leave_by_s):
+            return False
+        self.learner.silent = True
+        return self.learner.may_dump or now_s >= self._leave_by_s + LEAVE_TIMEOUT_S
 
     def boundary(self, done: StepDone | None) -> Boundary:
         """Carry the next decision out, which is made now if it was not made ahead; ``done`` has loss and times of its step.
@@ -208,6 +248,10 @@ class Leader(Member):
         with self._shared.lock:
             decision = self.decisions.carry_out()
             self._taped.decision(decision)
+            if decided.save is not None:
+                self.tape.record(events.Copied())
+                self._accounts, _ = self.learner.dump(self.shares.positions())
+                self._saved_at = self.step, [state.delta.base_version for state in self.learner.fragments]
             for fragment in decided.reads:
                 self.decisions.submit(fragment)
             self._moment = decisions.moment(decided)
@@ -224,6 +268,46 @@ class Leader(Member):
         """Return what the learning rate goes by, as it was decided."""
         return self._moment
 
+    @property
+    def saving(self) -> Saving | None:
+        """The state that is to be saved as of the boundary that was carried out last, with the accounts of all."""
+        saving = self.part.saving
+        return None if saving is None else replace(saving, accounts=self._accounts)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a state is being saved, in any process."""
+        with self._shared.lock:
+            return self.decisions.saves.under_way is not None
+
+    def part_saved(self, saving: Saving, saved: Saved | None, content_hash: bytes) -> None:
+        """Note how this process has ended with its part of a state, by which tapes call it. Callable from any thread."""
+        if saved is not None and saving.save.purpose != "loan":
+            self.note_saved(saved.digest)
+        self.part.part_saved(saving, saved, content_hash)
+
+    # ---- before the first step
+
+    def describe_optimizer(self, layout: Layout, owners: Owners) -> None:
+        """Say what an optimizer's state consists of, and which process has which chunk of it: what can be lent."""
+        self._optimizer = layout, owners
+
+    def note_restored(self, name: str) -> None:
+        """Note that all processes begin from a checkpoint: it is kept until all have a newer one."""
+        with self._shared.lock:
+            self.decisions.saves.whole = name
+
+    def unmerged_of(self, plain: Mapping[str, Any]) -> list[list[Pending]]:
+        """Return by fragment the offers of unknown fate in a checkpoint's accounts.
+
+        Raises:
+            LookupError, TypeError, ValueError, OverflowError: the accounts are not of this model.
+        """
+        if len(plain["fragments"]) != len(self.learner.fragments):
+            raise ValueError(f"it has {len(plain['fragments'])} fragments, the run {len(self.learner.fragments)}")
+        counts = (delta.load(state.delta, of) for state, of in zip(self.learner.fragments, plain["fragments"], strict=True))
+        return [[Pending(offer.identity, offer.bits, offer.dropped) for offer in each.pending] for each in counts]
+
 
 class _Offers:
     """Answers rounds: the leader counts, the carriers quantise and store."""
@@ -234,10 +318,10 @@ class _Offers:
 
     def begin(self, index: int) -> None:
         """Answer the fragment's open round if that can be done now; the lock is held."""
-        answer = self.learner.try_answer(index)
+        leader = self.leader
+        answer = self.learner.try_answer(index) if leader.decisions.may_answer else None
         if answer is None:
             return
-        leader = self.leader
         self._answers[index] = answer, leader.part.loop.time()
         number = leader.decisions.course.number - 1  # the snapshot is of the boundary that was carried out last
         message = island.Encode(index, number, answer.bits)

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,17 +31,38 @@ from diloco.errors import IslandError
 from diloco.log.log import Log
 from diloco.member.carrier import LEADER, Carrier
 from diloco.member.group import Group
+from diloco.member.lending import LentParts
 from diloco.member.member import Boundary
 from diloco.member.shipping import Shipping
+from diloco.member.state import Saved
 from diloco.process.observe import Counted, Logger
 from diloco.process.retry import until_available
 from diloco.process.tasks import Tasks
 from diloco.transport import Transport
 from diloco.wire import island
 from diloco.wire.framing import Message
-from diloco.wire.island import Decided, Write
+from diloco.wire.island import Decided, PartSaved, Save, Write
 
 Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A state that is to be saved, as of the boundary that was carried out last: this process's part of the accounts."""
+
+    number: int  # of the decision
+    save: Save
+    accounts: dict[str, Any]  # plain values: the leader's part has them
+    arrays: dict[str, NDArray[Any]]  # of the carried fragments, any dtype [...] by name; nobody writes to them
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A decision that came, and this process's part in it."""
+
+    decided: Decided
+    writes: list[tuple[int, Apply]]
+    saving: Saving | None
 
 
 class Part:
@@ -66,11 +88,13 @@ class Part:
         self.carrier = Carrier(
             transport, run, store, group.links, self.shipping, carriers, group.name, refused, self.tasks.spawn, log
         )
+        self.lent = LentParts(group.links, self.tasks.spawn)
         self.course = Course(run.identity, group.generation)
         self.lead: Callable[[int, Message], None] | None = None
         self.loop = asyncio.get_running_loop()
         self._news = threading.Condition()
-        self._decided: deque[tuple[Decided, list[tuple[int, Apply]]]] = deque()  # not carried out; the lock is held
+        self._decided: deque[_Due] = deque()  # not carried out; the lock is held
+        self.saving: Saving | None = None  # as of the boundary that was carried out last
         self._failure: BaseException | None = None
         self._readings: dict[tuple[int, int], Reader] = {}  # by fragment and decision
         self._asked: set[tuple[int, int]] = set()  # readings that are asked for and have not been made
@@ -93,8 +117,9 @@ class Part:
             self._news.notify_all()
 
     async def close(self) -> None:
-        """End all tasks."""
+        """End all tasks, and lend nothing any more."""
         await self.tasks.end()
+        self.lent.close()
 
     def _handle(self, source: int, message: Message, inline: bytes) -> None:
         try:
@@ -115,6 +140,8 @@ class Part:
                 self._hand_over(message)
             case island.Store():
                 self.carrier.store_offer(message)
+            case island.AskSlice() | island.Slice() | island.DropLoan():
+                self.lent.hear(source, message, inline)
             case island.Gather():
                 self.tasks.spawn(self._send_whole(message.fragment))
             case _ if self.lead is not None:
@@ -131,8 +158,11 @@ class Part:
         self._oldest = decided.number - 1
         for key in [key for key in self._readings if key[1] < self._oldest]:
             del self._readings[key]
+        saving = None
+        if decided.save is not None:
+            saving = Saving(decided.number, decided.save, {}, self.carrier.dump())
         with self._news:
-            self._decided.append((decided, writes))
+            self._decided.append(_Due(decided, writes, saving))
             self._news.notify_all()
 
     def _written(self, write: Write) -> Apply | None:
@@ -220,17 +250,27 @@ class Part:
         """
         with self._news:
             self._await_decision()
-            decided, writes = self._decided.popleft()
-        passed = self.course.take(decided)
+            due = self._decided.popleft()
+        self.saving = due.saving
+        passed = self.course.take(due.decided)
         if self.links.index != LEADER:
-            self.loop.call_soon_threadsafe(self.links.write, LEADER, passed)
-        return decided, writes
+            self.tell_leader(passed)
+        return due.decided, due.writes
+
+    def part_saved(self, saving: Saving, saved: Saved | None, content_hash: bytes) -> None:
+        """Tell the leader that this process's part of a state is on the disk, or (None) is not. Callable from any thread."""
+        content, size_bytes = (None, 0) if saved is None else (content_hash, saved.size_bytes)
+        self.tell_leader(PartSaved(saving.number, content, size_bytes))
+
+    def tell_leader(self, message: Message) -> None:
+        """Send a small message to the leader. Callable from any thread."""
+        self.loop.call_soon_threadsafe(self.links.write, LEADER, message)
 
     def next_decision(self) -> Decided:
         """Wait for the next decision, and return it; it stays the next one."""
         with self._news:
             self._await_decision()
-            return self._decided[0][0]
+            return self._decided[0].decided
 
     def submit(self, fragment: int, reader: Reader) -> None:
         """Keep a way to read a fragment as it is at this boundary."""
@@ -299,9 +339,18 @@ class Follower:
         """Return what the learning rate of the next step goes by."""
         return self._moment
 
+    @property
+    def saving(self) -> Saving | None:
+        """The state that is to be saved as of the boundary that was carried out last."""
+        return self.part.saving
+
+    def part_saved(self, saving: Saving, saved: Saved | None, content_hash: bytes) -> None:
+        """Tell the leader how this process has ended with its part of a state. Callable from any thread."""
+        self.part.part_saved(saving, saved, content_hash)
+
     def leave(self, within_s: float) -> None:
         """Ask the leader that the learner leaves; it does so within its own ``leave_s``."""
-        self.part.loop.call_soon_threadsafe(self.part.links.write, LEADER, island.Leaving(self.part.group.generation))
+        self.part.tell_leader(island.Leaving(self.part.group.generation))
 
     def next_batch(self) -> tuple[int, int]:
         """Wait for the decision after the last one, and return share and index of the batch that it names."""

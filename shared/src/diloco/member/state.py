@@ -66,22 +66,33 @@ class Saved:
     """A state as written."""
 
     size_bytes: int
-    digest: bytes  # the first bytes of its hash: what tapes call it
+    state_hash: bytes
+
+    @property
+    def digest(self) -> bytes:
+        """The first bytes of its hash: what tapes call it."""
+        return self.state_hash[:DIGEST_BYTES]
 
 
 class State:
     """A state as read: ``accounts`` and ``state_hash`` are those of the first file, chunks those of all."""
 
-    def __init__(self, accounts: dict[str, Any], state_hash: bytes, stored: Iterable[statefile.Stored]) -> None:
-        self.accounts, self.state_hash = accounts, state_hash
+    def __init__(
+        self, accounts: dict[str, Any], state_hash: bytes, stored: Iterable[statefile.Stored], set_name: str = ""
+    ) -> None:
+        self.accounts, self.state_hash, self.set_name = accounts, state_hash, set_name
+        self.files: list[Path] = []  # its parts that were found, in their order
+        self.missing = 0  # those that were not
         self._stored: dict[str, list[statefile.Stored]] = {}
         self._checked: set[statefile.Stored] = set()
         self.add(stored)
 
     def add(self, stored: Iterable[statefile.Stored]) -> None:
-        """Take in the chunks of another part."""
+        """Take in the chunks of another part, but for those that are here: several processes have them."""
         for each in stored:
-            self._stored.setdefault(each.chunk.name, []).append(each)
+            known = self._stored.setdefault(each.chunk.name, [])
+            if all(each.chunk != other.chunk for other in known):
+                known.append(each)
 
     def check_all(self) -> None:
         """Check every chunk.
@@ -104,7 +115,7 @@ class State:
         return {name: Chunk.whole(name, first.shape, first.dtype) for name, first in sorted(firsts.items())}
 
     def has(self, wanted: Chunk) -> bool:
-        """Whether the files have all values of a chunk: chunks of one state do not overlap."""
+        """Whether the files have all values of a chunk: different chunks of one state do not overlap."""
         parts = [stored.chunk.overlap(wanted) for stored in self._stored.get(wanted.name, ())]
         return sum(part.size_bytes for part in parts if part is not None) == wanted.size_bytes
 
@@ -154,12 +165,17 @@ def generations(state_dir: Path, learner: str, part: int = 0) -> tuple[Path, Pat
 
 def snapshot(state_dir: Path, number: int, learner: str, part: int = 0) -> Path:
     """Return the path of a part of a learner's state for a checkpoint of the whole run."""
-    return _generations(state_dir / FOLDER / str(number), learner, part)[0]
+    return part_file(state_dir / FOLDER / str(number), learner, part)
 
 
-def loans(state_dir: Path, learner: str) -> Path:
-    """Return the folder of what a learner lends."""
-    return state_dir / LOANS / learner
+def part_file(folder: Path, learner: str, part: int) -> Path:
+    """Return the path of a part of a learner's state in a folder of states."""
+    return _generations(folder, learner, part)[0]
+
+
+def loans(state_dir: Path, learner: str, part: int = 0) -> Path:
+    """Return the folder of what a learner's process lends."""
+    return state_dir / LOANS / _part_name(learner, part)
 
 
 def save(
@@ -207,7 +223,7 @@ def save(
 
     files.replace(path, write, previous)
     size_bytes = len(draft_header) + sum(chunk.size_bytes for chunk in content.chunks)
-    return Saved(size_bytes, digest[:DIGEST_BYTES])
+    return Saved(size_bytes, digest)
 
 
 def file_hash(path: Path) -> bytes:
@@ -227,21 +243,56 @@ def load(path: Path, run: bytes, learner: str) -> State:
         RunError: it cannot be read, is damaged, of another format version, or of another run or learner.
     """
     metadata, stored = statefile.open_file(path, run, learner)
-    state = State(json.loads(metadata["accounts"]), bytes.fromhex(metadata["hash"]), stored)
+    set_name = metadata.get("set", "")
+    state = State(json.loads(metadata["accounts"]), bytes.fromhex(metadata["hash"]), stored, set_name)
     state.check_all()
     index, _, count = metadata.get("part", "0/1").partition("/")
     for other in range(int(count)):
-        if other == int(index):
+        siblings = _generations(path.parent, learner, other) if other != int(index) else (path,)
+        found = next((sibling for sibling in siblings if _set_of(sibling, run, learner) == set_name), None)
+        if found is None:
+            state.missing += 1
             continue
-        for sibling in _generations(path.parent, learner, other):
-            if sibling.exists():
-                found, more = statefile.open_file(sibling, run, learner)
-                if found.get("set") == metadata["set"]:
-                    state.add(more)
-                    break
+        state.files.append(found)
+        if found != path:
+            state.add(statefile.open_file(found, run, learner)[1])
     return state
 
 
+def load_set(state_dir: Path, run: bytes, learner: str, set_name: str, part: int) -> State:
+    """Open a learner's own checkpoint by the name that all its parts have, as :func:`load` does, of any part that is here.
+
+    That is ``part`` if it is here: most of what this process wants is in it.
+
+    Raises:
+        RunError: no part is here, or one is damaged.
+    """
+    own = generations(state_dir, learner, part)
+    others = sorted((state_dir / FOLDER).glob(f"{learner}.*safetensors"))
+    for path in (*own, *(other for other in others if other not in own)):
+        if _set_of(path, run, learner) == set_name:
+            return load(path, run, learner)
+    raise RunError(f"{state_dir / FOLDER}: no part of checkpoint {set_name!r} of {learner} is here")
+
+
+def is_of(path: Path, run: bytes, learner: str, set_name: str) -> bool:
+    """Whether a file is a part of a learner's state of that name."""
+    return _set_of(path, run, learner) == set_name
+
+
+def _set_of(path: Path, run: bytes, learner: str) -> str | None:
+    """Return the name that all parts of a file's state have; None if there is no such file, or it is none of the learner's."""
+    try:
+        metadata, _ = statefile.open_file(path, run, learner)
+    except RunError:
+        return None
+    return metadata.get("set", "")
+
+
 def _generations(folder: Path, learner: str, part: int) -> tuple[Path, Path]:
-    name = learner if part == 0 else f"{learner}.part-{part}"
+    name = _part_name(learner, part)
     return folder / f"{name}.safetensors", folder / f"{name}.previous.safetensors"
+
+
+def _part_name(learner: str, part: int) -> str:
+    return learner if part == 0 else f"{learner}.part-{part}"

@@ -27,6 +27,8 @@ from diloco.wire.fields import (
 )
 from diloco.wire.framing import Message
 
+MAX_PARTS = 1023  # files of a learner's state, besides the first
+
 
 class Heartbeat(Message, frozen=True):
     """A learner's heartbeat, at every step and at least every ``liveness.heartbeat_s``. Not stored."""
@@ -136,6 +138,8 @@ class MarkerAnswer(Message, frozen=True):
     versions: Counts  # by fragment: applied when the state was saved
     size_bytes: Count  # of the file
     file_hash: Hash
+    parts: Annotated[list[tuple[Count, Hash]], Meta(max_length=MAX_PARTS)] | None = None
+    # bytes and hash of the files of a learner's further processes, in their order; None: it is one
 
 
 class StateRequest(Message, frozen=True):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from diloco.wire.entries import Cursor, Record, RolledBack
-from diloco.wire.fields import MAX_MEMBERS, MAX_SHARES, Bits, Count, FragmentIndex, Hash, Number, ShareId
+from diloco.wire.fields import MAX_MEMBERS, MAX_SHARES, AxisCounts, Bits, Count, FragmentIndex, Hash, Number, ShareId
 from diloco.wire.framing import Message
 from diloco.wire.offers import Answer
 
@@ -21,6 +21,8 @@ Facts = Annotated[list[tuple[Text, Text]], Meta(max_length=MAX_FACTS)]  # what a
 Address = tuple[Annotated[str, Meta(max_length=255)], Annotated[int, Meta(ge=1, le=65535)]]
 What = Literal["whole", "snapshot", "theta", "reference"]
 Identity = tuple[Count, Count]  # incarnation and number of an offer
+Purpose = Literal["own", "whole", "loan"]  # of a state that is saved: for the learner, a run's checkpoint, or a peer
+SetName = Annotated[str, Meta(max_length=100)]  # that all parts of one state have
 
 
 # ---- meeting
@@ -247,6 +249,15 @@ class Write(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     reset: bool
 
 
+class Save(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """The state as of a boundary is to be saved: each process writes the part that it has of it."""
+
+    purpose: Purpose
+    name: SetName
+    whole: SetName  # the newest own checkpoint of which all parts are on the disk: it is not to be overwritten
+    marker: Count  # number of the whole run's checkpoint; 0: it is for none
+
+
 class Decided(Message, frozen=True):
     """The leader to all: one boundary, the same everywhere."""
 
@@ -265,6 +276,7 @@ class Decided(Message, frozen=True):
     wait: bool
     finished: bool
     ended: bool  # the learner leaves the run now
+    save: Save | None  # with all of this boundary carried out
     previous: Hash  # chained hash of the decisions before
 
 
@@ -276,6 +288,56 @@ class Passed(Message, frozen=True):
     number: Count
     step: Count
     chain: Hash
+
+
+class PartSaved(Message, frozen=True):
+    """A process to the leader: its part of the state as of decision ``number`` is on the disk; None: it is not."""
+
+    kind = "part_saved"
+
+    number: Count
+    content: Hash | None  # hash of its part; for a whole run's checkpoint, of the file
+    size_bytes: Count
+
+
+class AskSlice(Message, frozen=True):
+    """The leader to a process: give these values of the state that is lent as of decision ``number``, from its part."""
+
+    kind = "ask_slice"
+
+    request: Number
+    number: Count
+    name: Text  # of the array
+    start: AxisCounts
+    stop: AxisCounts
+
+
+class Slice(Message, frozen=True):
+    """The answer, with the values as the frame's body; without any, if there are none."""
+
+    kind = "slice"
+
+    request: Number
+    digest: Hash  # of the values
+
+
+class DropLoan(Message, frozen=True):
+    """The leader to all: the state as of decision ``number`` is lent no more."""
+
+    kind = "drop_loan"
+
+    number: Count
+
+
+class Candidate(Message, frozen=True):
+    """The leader to all, before the first step: can you begin from this checkpoint? ``name`` is None: there is no other."""
+
+    kind = "candidate"
+
+    stage: Annotated[str, Meta(max_length=32)]
+    name: SetName | None
+    offers: Annotated[list[Annotated[list[Pending], Meta(max_length=MAX_MEMBERS)]], Meta(max_length=4096)]
+    # by fragment: those whose fate it does not know
 
 
 class Leaving(Message, frozen=True):
@@ -297,8 +359,8 @@ class Bye(Message, frozen=True):
 MESSAGES: dict[str, type[Message]] = {
     message.kind: message
     for message in (
-        Ping, Agree, Agreed, Told, Gather, Folded, Stage, Rows, Staged, Encode, Encoded, Store, Stored, Decided, Passed,
-        Leaving, Bye,
+        Ping, Agree, Agreed, Told, Candidate, Gather, Folded, Stage, Rows, Staged, Encode, Encoded, Store, Stored, Decided,
+        Passed, PartSaved, AskSlice, Slice, DropLoan, Leaving, Bye,
     )
 }  # fmt: skip  # once two processes have proved who they are
 
