@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 
 from diloco.core import boundary, claims
-from diloco.core.accounts import StepDone
+from diloco.core.accounts import StepDone, Traffic
 from diloco.core.fragment_state import Answer, Phase
 from diloco.core.fragment_state import Version as Folded
 from diloco.core.learner import Learner as Protocol
@@ -265,9 +265,7 @@ class _Member:
             self.events.at(self._heard_us(done_us), MESSAGE, self.syncer.hear_due, *due)
 
     def _heartbeat(self) -> Heartbeat:
-        return self.protocol.heartbeat(
-            trained=[], batch_tokens=1, bytes_up=self.up.bytes, bytes_down=self.down.bytes, refused=0
-        )
+        return self.protocol.heartbeat([], 1, Traffic(self.up.bytes, self.down.bytes, 0))
 
     # ---- rounds
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from diloco.core.pace import Average
 from diloco.core.schedule import Moment
@@ -27,6 +28,14 @@ class StepDone:
     blocked_s: float
     steps: int = 1
     data_s: float = 0.0
+
+
+class Traffic(NamedTuple):
+    """Bytes that a member has sent and received, and the messages that it has refused."""
+
+    bytes_up: int
+    bytes_down: int
+    refused: int
 
 
 @dataclass

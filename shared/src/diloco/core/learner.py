@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from diloco import __version__
 from diloco.core import bandwidth, budget, delta
-from diloco.core.accounts import Accounts, StepDone
+from diloco.core.accounts import Accounts, StepDone, Traffic
 from diloco.core.changes import Effective
 from diloco.core.delta import DeltaState, DeltaValues, Encoded, PendingDelta
 from diloco.core.fragment_state import Answer, Event, FragmentState, Phase, Reader, Snapshot, Version
@@ -227,7 +227,7 @@ class Learner:
         """Whether nothing of this learner is unmerged."""
         return not any(self.work.unmerged(state) or state.sending or state.pending for state in self.fragments)
 
-    def heartbeat(self, *, trained: list[Range], batch_tokens: int, bytes_up: int, bytes_down: int, refused: int) -> Heartbeat:
+    def heartbeat(self, trained: list[Range], batch_tokens: int, traffic: Traffic) -> Heartbeat:
         """Return the heartbeat: what others are told of this learner now."""
         self.settle()
         states, accounts = self.fragments, self.accounts
@@ -250,9 +250,7 @@ class Learner:
             batch_tokens=batch_tokens,
             busy_s=accounts.busy_s,
             blocked_s=accounts.blocked_s,
-            bytes_up=bytes_up,
-            bytes_down=bytes_down,
-            refused=refused,
+            **traffic._asdict(),
             software=__version__,
         )
 

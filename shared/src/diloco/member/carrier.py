@@ -275,7 +275,9 @@ class Carrier:
         }
 
     def loaded(self, offers: Sequence[Sequence[Unmerged]], arrays: Mapping[str, NDArray[Any]]) -> Restored:
-        """Return what :meth:`restore` takes over: ``arrays`` of a :meth:`dump`; by fragment, its offers of unknown fate.
+        """Return what :meth:`restore` takes over: by fragment, its offers of unknown fate.
+
+        ``arrays`` are those of a :meth:`dump`, any dtype [...].
 
         Raises:
             LookupError, ValueError: an array is missing, or of another size.

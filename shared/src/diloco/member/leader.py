@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from diloco.control.creation import Run
 from diloco.core import decisions, delta
 from diloco.core import tape as events
-from diloco.core.accounts import StepDone
+from diloco.core.accounts import StepDone, Traffic
 from diloco.core.decisions import Decisions
 from diloco.core.fragment_state import Answer, Reader, Version
 from diloco.core.fragments import FragmentMap
@@ -186,12 +186,11 @@ class Leader(Member):
         await super().close()
         await self.part.close()
 
-    def _traffic(self) -> tuple[int, int, int]:
-        """Return these of all processes together."""
-        own, beats = super()._traffic(), self.part.group.beats.values()
-        others = ((beat.bytes_up, beat.bytes_down, beat.refused) for beat in beats)
-        up, down, refused = (sum(counts) for counts in zip(own, *others, strict=True))
-        return up, down, refused
+    def _traffic(self) -> Traffic:
+        """Return that of all processes together."""
+        beats = self.part.group.beats.values()
+        others = (Traffic(beat.bytes_up, beat.bytes_down, beat.refused) for beat in beats)
+        return Traffic(*map(sum, zip(super()._traffic(), *others, strict=True)))
 
     def note_optimizer(self, loan: Loan | None) -> None:
         """Note with which optimizer state all processes begin: one that each has borrowed its part of, or a fresh one."""

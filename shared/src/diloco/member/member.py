@@ -24,7 +24,7 @@ from diloco.control.creation import Run
 from diloco.control.genesis import await_genesis
 from diloco.control.hearing import hear, name_in
 from diloco.core import tape as events
-from diloco.core.accounts import StepDone
+from diloco.core.accounts import StepDone, Traffic
 from diloco.core.boundary import apply, decide
 from diloco.core.chunks import Chunk
 from diloco.core.delta import Apply
@@ -274,19 +274,12 @@ class Member:
 
     def heartbeat(self) -> Heartbeat:
         """Return the heartbeat: what others are told of this member now."""
-        bytes_up, bytes_down, refused = self._traffic()
+        traffic = self._traffic()
         with self._shared.lock:
-            return self.learner.heartbeat(
-                trained=self.shares.trained(),
-                batch_tokens=self.shares.batch_tokens,
-                bytes_up=bytes_up,
-                bytes_down=bytes_down,
-                refused=refused,
-            )
+            return self.learner.heartbeat(self.shares.trained(), self.shares.batch_tokens, traffic)
 
-    def _traffic(self) -> tuple[int, int, int]:
-        """Return bytes sent and received, and messages refused."""
-        return self.transport.bytes_out, self.transport.bytes_in, self.refused.total
+    def _traffic(self) -> Traffic:
+        return Traffic(self.transport.bytes_out, self.transport.bytes_in, self.refused.total)
 
     # ---- trainer thread
 
