@@ -95,7 +95,7 @@ class InnerSettings(_Section):
     optimizer: Literal["muon", "adamw"] = Field(
         "muon", description="muon: for matrices; embeddings, the head and vectors stay with AdamW. Measured better"
     )
-    learning_rate: float = Field(0.032, gt=0, le=10, description="half of it is adamw's best")
+    learning_rate: float = Field(0.0125, gt=0, le=10, description="smaller models and shorter runs take more")
     final_fraction: float = Field(0.1, ge=0, le=1, description="learning rate at the end of the budget, relative to the peak")
     warmup_fraction: float = Field(0.05, ge=0, lt=1, description="share of the token budget with a rising learning rate")
     beta1: float = Field(0.9, ge=0, lt=1)
