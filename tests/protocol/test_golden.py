@@ -64,7 +64,8 @@ def plain(value: Any) -> Any:
     """A message as nested lists, in the order of the wire."""
     if isinstance(value, msgspec.Struct):
         fields = [plain(getattr(value, name)) for name in value.__struct_fields__]
-        while value.__struct_fields__[len(fields) - 1] in ("rolled_back", "repaired") and fields[-1] is None:
+        required = len(fields) - len(value.__struct_defaults__)
+        while len(fields) > required and fields[-1] is None:  # last fields that may be absent
             fields.pop()
         return fields
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
