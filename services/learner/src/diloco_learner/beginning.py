@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -22,8 +22,10 @@ from diloco.process.tasks import end
 from diloco.service.metrics import Exporter
 from diloco.settings.service import LearnerSettings
 from diloco_learner import programs
+from diloco_learner.feed import Batch
 from diloco_learner.island import Island
 from diloco_learner.task import Task, first_batch, load_task
+from diloco_learner.trainer import LookAhead, Steered, Trainer
 
 T = TypeVar("T")
 Turn = Callable[[str], AbstractContextManager[None]]  # waits until this process is to compile the programs of a name
@@ -82,6 +84,31 @@ class Process:
     def at_end(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Have this run in the loop's thread at the end."""
         self.stack.callback(lambda: self.thread.run(close(), lambda: False))
+
+
+def make_trainer(
+    process: Process,
+    task: Task,
+    island: Island,
+    member: Steered,
+    batches: Iterator[Batch],
+    at_boundary: Callable[[], None],
+    look_ahead: LookAhead | None = None,
+) -> Trainer:
+    """Return the trainer of a process, as its settings and its run's have it."""
+    return Trainer(
+        island,
+        member,
+        batches,
+        process.run.created,
+        process.log,
+        tokens_per_batch=task.tokens_per_batch,
+        slow=process.settings.slow,
+        leave_s=process.settings.leave_s,
+        stopping=process.stopping,
+        at_boundary=at_boundary,
+        look_ahead=look_ahead,
+    )
 
 
 def set_up_jax(settings: LearnerSettings) -> None:

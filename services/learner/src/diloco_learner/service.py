@@ -26,14 +26,13 @@ from diloco.service import skeleton as service
 from diloco.service.metrics import Exporter
 from diloco.settings.service import LearnerSettings
 from diloco_learner import checkpoint, programs, replay, together
-from diloco_learner.beginning import Beginning, LoopThread, Process, set_up_jax
+from diloco_learner.beginning import Beginning, LoopThread, Process, make_trainer, set_up_jax
 from diloco_learner.evaluator import Evaluator
 from diloco_learner.feed import Feed
 from diloco_learner.island import Island
 from diloco_learner.mesh import make_mesh
 from diloco_learner.metrics import ObservedMember
 from diloco_learner.task import Task
-from diloco_learner.trainer import Trainer
 
 
 async def _find(settings: LearnerSettings, exporter: Exporter, log: Logger) -> tuple[NatsTransport, Run]:
@@ -55,18 +54,8 @@ def _train(process: Process, task: Task, island: Island, mesh: Mesh | None, memb
     if mesh is not None:
         member.tape.record(replay.mesh_event(mesh))
     keeper = checkpoint.Keeper(island, member, settings, log)
-    trainer = Trainer(
-        island,
-        member,
-        Feed(task, run.created, member.leased, log),
-        run.created,
-        log,
-        tokens_per_batch=task.tokens_per_batch,
-        slow=settings.slow,
-        leave_s=settings.leave_s,
-        stopping=process.stopping,
-        at_boundary=keeper.at_boundary,
-    )
+    feed = Feed(task, run.created, member.leased, log)
+    trainer = make_trainer(process, task, island, member, feed, keeper.at_boundary)
     try:
         finished = trainer.run()
     finally:

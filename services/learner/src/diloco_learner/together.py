@@ -38,14 +38,13 @@ from diloco.settings.service import LearnerSettings
 from diloco.wire.island import Facts, Ping, Told, facts
 from diloco.wire.subjects import Subjects
 from diloco_learner import parts, replay
-from diloco_learner.beginning import Beginning, Process
+from diloco_learner.beginning import Beginning, Process, make_trainer
 from diloco_learner.feed import Batch, Feed, Streams
 from diloco_learner.island import Island
 from diloco_learner.mesh import make_mesh
 from diloco_learner.metrics import ObservedMember, ObservedPart
 from diloco_learner.parts import LeadingKeeper, PartKeeper
 from diloco_learner.task import Task
-from diloco_learner.trainer import Trainer
 
 LOST = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "UNKNOWN", "FAILED_PRECONDITION", "INTERNAL: Gloo")
 # how JAX's errors begin where another process is gone
@@ -170,19 +169,7 @@ def _train(process: Process, task: Task, island: Island, mesh: Mesh, member: Lea
         keeper = LeadingKeeper(island, member, settings, log)
     else:
         keeper = PartKeeper(island, member, settings, log)
-    trainer = Trainer(
-        island,
-        member,
-        batches,
-        run,
-        log,
-        tokens_per_batch=task.tokens_per_batch,
-        slow=settings.slow,
-        leave_s=settings.leave_s,
-        stopping=process.stopping,
-        at_boundary=keeper.at_boundary,
-        look_ahead=look_ahead,
-    )
+    trainer = make_trainer(process, task, island, member, batches, keeper.at_boundary, look_ahead)
     part = member.part
     try:
         finished = trainer.run()
