@@ -196,7 +196,7 @@ def test_pods_are_as_closed_as_they_can_be_and_told_what_they_know(overlay: str)
         if name in SERVERS:
             assert secrets == {f"{name}-keys"}
             continue
-        assert secrets == (set() if overlay == "island" else {f"{name}-identities"})
+        assert secrets == {f"{name}-identities"}
         told = {variable["name"] for variable in container["env"]} | maps["datacenter"].keys()
         assert told - {"INDEX", "LEADER", "PROCESSES"} <= variables(name.removesuffix("-0"))
         paths = {container[probe]["httpGet"]["path"] for probe in ("readinessProbe", "livenessProbe")}

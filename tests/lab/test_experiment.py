@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -84,6 +87,11 @@ def test_every_experiment_that_comes_with_the_lab_can_be_read(name: str) -> None
         ("seeds = 3", "seeds = 0", "seeds"),
         ("[arms.equal]", "[arms.equal]\ntuned = { 'inner.rate' = [1, 2, 3] }", "no setting 'inner.rate'"),
         ("[arms.equal]", "[arms.equal]\ntuned = { 'inner.learning_rate' = [1, 3, 2] }", "to try must rise"),
+        (
+            "[arms.equal]",
+            "[arms.equal]\nchosen = 'before'\ntuned = { 'inner.learning_rate' = [1, 2, 3] }",
+            "not both: inner.learning_rate; leave out chosen or tuned",
+        ),
         ("[arms.equal]", f"[arms.equal]\nchanges = [{CHANGE}, {CHANGE}]", "must come one after another"),
         ("[arms.equal]", f"[arms.equal]\nmethod = 'alone'\nchanges = [{CHANGE}]", "method 'alone' is none"),
         (
@@ -261,6 +269,7 @@ def test_references_of_reports_are_made_from_the_raw_results_that_are_published(
 def test_only_tuned_data_parallel_arms_of_one_size_are_a_reference(tiny: Path) -> None:
     rates = "tuned = { 'inner.learning_rate' = [0.01, 0.02, 0.04] }"
     arms = f"[arms.bar]\nmethod = 'data-parallel'\n{rates}\n[arms.untuned]\nmethod = 'data-parallel'\n[arms.ours]\n{rates}\n"
+    arms += "[arms.before]\nmethod = 'data-parallel'\nchosen = 'the best of three'\n"
     tiny.write_text(TINY.replace("[arms.equal]", f"{arms}\n[arms.equal]"))
     experiment = spec.load(str(tiny))
     found = [
@@ -269,10 +278,14 @@ def test_only_tuned_data_parallel_arms_of_one_size_are_a_reference(tiny: Path) -
         for rate, loss in ((0.01, 3.0), (0.02, 1.0), (0.04, 2.0))
     ]
     losses: list[tuple[str, int, float | None]] = [("bar", 0, 1.5), ("bar", 1, None), ("bar", 2, 1.25), ("untuned", 0, 1.0)]
+    losses.append(("before", 0, 1.75))
     played = Results({(arm, seed): measured(loss) for arm, seed, loss in losses}, {})
     made = record.Record("tiny", experiment, found, played, {"measured": "today"}, "aa").reference()
     assert made is not None
-    assert made.arms == {"bar": reference.Losses([1.5, 1.25], "inner.learning_rate 0.02 is the best of 3 trials")}
+    assert made.arms == {
+        "bar": reference.Losses([1.5, 1.25], "inner.learning_rate 0.02 is the best of 3 trials"),
+        "before": reference.Losses([1.75], "the best of three"),
+    }
     assert (made.conditions["tokens"], made.conditions["learners"], made.conditions["text"]) == (2048, 2, "aa")
     assert record.Record("tiny", experiment, found, played, {}, text=None).reference() is None
     tiny.write_text(
@@ -331,6 +344,25 @@ print(names.count("tf_XLAEigen"))
         [sys.executable, "-c", code], env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=True
     )
     assert ended.stdout.strip() == "1"
+
+
+def test_no_process_of_trials_is_left_behind_by_a_command_that_is_killed(tmp_path: Path) -> None:
+    code = tmp_path / "killed.py"  # a file: processes that are spawned import it again
+    code.write_text("""
+import os, signal
+from diloco_lab.experiment.runner import pool
+
+if __name__ == "__main__":
+    with pool(1) as processes:
+        print(processes.submit(os.getpid).result(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+""")
+    killed = subprocess.run([sys.executable, str(code)], capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    until_s = time.monotonic() + 60
+    while psutil.pid_exists(int(killed.stdout)):
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
 
 
 @pytest.mark.slow

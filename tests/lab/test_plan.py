@@ -113,6 +113,29 @@ def test_regions_by_hand(planned: Any) -> None:
     assert next(one.value for one in fast.settings if one.name == "shards") == 6
 
 
+def test_learners_by_hand(planned: Any) -> None:
+    # 16 MB of state: four chips of a host have 9.6 MB of room each, so two hold a replica; one host, so no rows leave it
+    one, other = planned().islands
+    assert (one.site, other.site) == ("a", "b")
+    assert (one.chips, one.hosts, one.data, one.fsdp, one.state_bytes, one.state_share) == (4, 1, 2, 2, 8e6, 0.5)
+    assert (one.host_bytes, one.host_most_bytes, one.rows_bytes) == (14e6, 20e6, 0)
+    assert one.sent_bytes == 2e6  # 16 bits
+    # hosts of one chip: each has half of the rows. Of a version of a quarter of the model three others get half of its rows,
+    # and for others' offers a host sends the half that it has of theirs
+    apart = planned(("chips_per_slice = 1", "chips_per_slice = 1\nchips_per_host = 1")).islands[0]
+    assert (apart.hosts, apart.data, apart.fsdp) == (4, 2, 2)
+    assert (apart.host_bytes, apart.sent_bytes, apart.rows_bytes) == (3.5e6, 0.5e6, 4 * (250e3 * 0.5 * 3 + 250e3 * 0.5))
+
+
+def test_chips_without_room_for_activations_are_said(planned: Any) -> None:
+    full = planned(("16e6", "5e6"))  # all four chips together have 20 MB for 16
+    assert (full.islands[0].fsdp, full.islands[0].state_share) == (4, 0.8)
+    assert any(
+        note.startswith("parameters, gradients and optimizer state fill 80% of a chip's memory in a") for note in full.notes
+    )
+    assert not any("activations" in note for note in planned().notes)
+
+
 def test_data_parallel_by_hand(planned: Any) -> None:
     together, alone = planned().data_parallel
     assert together.sites == ["a", "b"]
@@ -318,6 +341,11 @@ def test_what_is_left_out_is_listed(tmp_path: Path) -> None:
         ),
         ("chips_per_slice = 1", "chips_per_slice = 5", ":11: sites.a.chips_per_slice = 5 is more than chips = 4"),
         ("chips_per_slice = 1", "", ":6: sites.a.chips_per_slice = 256 is more than chips = 4"),
+        (
+            "chips_per_slice = 1",
+            "chips_per_slice = 2\nchips_per_host = 3",
+            ":12: sites.a.chips_per_host = 3: hosts have whole slices, or slices whole hosts; a slice has 2 chips",
+        ),
         ("= 16e6", "= 3e6", ":9: sites.a.memory_per_chip_bytes = 3e+06: the model needs 1.6e+07 bytes, 6 slices of 1 chips"),
         ("between_s = inf", "learners = 5", ":12: sites.a.learners = 5 is more than the 4 that 4 slices of memory allow"),
         (

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, get_abstract_mesh, reshard
 from jax.sharding import PartitionSpec as P
-from jax.sharding import get_abstract_mesh, reshard
 from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
@@ -22,9 +23,12 @@ from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import SettingsError
 from diloco.member import state
 from diloco.settings.presets import run_settings
+from diloco.settings.run import TaskSettings
 from diloco.settings.service import MeshSettings
 from diloco_learner.island import Island
-from diloco_learner.mesh import make_mesh
+from diloco_learner.mesh import ROWS as ROW_SPEC
+from diloco_learner.mesh import make_mesh, rows_alone, rows_of, shifted
+from diloco_learner.task import GptTask
 
 ROWS, STEPS, FRAGMENTS = 8, 6, 3
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
@@ -298,6 +302,37 @@ def test_a_batch_that_the_devices_do_not_divide() -> None:
     batch = {"x": np.zeros((6, 64), np.float32), "y": np.zeros((6, 33), np.float32)}
     with pytest.raises(SettingsError, match=r"6 rows .* mesh\.data = 1 times mesh\.fsdp = 4 does not divide: .* multiple of 4"):
         made("fsdp").check(batch)
+
+
+AXES_OF_FOUR = [(data, fsdp, 4 // data // fsdp) for data in (1, 2, 4) for fsdp in (1, 2, 4) if 4 % (data * fsdp) == 0]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("axes", AXES_OF_FOUR, ids=lambda axes: "x".join(map(str, axes)))
+def test_the_rows_that_processes_make_are_the_whole_batch(axes: tuple[int, int, int], processes: int, tmp_path: Path) -> None:
+    """Each device gets, of the rows that its process makes alone, those that it gets of the whole batch."""
+    data, fsdp, tensor = axes
+    (tmp_path / "text").write_bytes(np.random.default_rng(0).integers(1, 255, 20_000, np.uint8).tobytes())
+    task = GptTask(TaskSettings(batch=8, context=32), str(tmp_path / "text"))
+    mesh = make_mesh(MeshSettings(data=data, fsdp=fsdp, tensor=tensor))
+    assert mesh is not None
+    devices = list(mesh.devices.flat)
+    groups = [devices[4 * p // processes : 4 * (p + 1) // processes] for p in range(processes)]
+    owns = [rows_of(mesh, 8, group) for group in groups]
+    assert owns[0].start == 0
+    assert all(len(own) == max(8 // processes, 8 // (data * fsdp)) for own in owns)
+    index = NamedSharding(mesh, ROW_SPEC).devices_indices_map((8, 33))
+    start = 30  # an epoch has 73 batches: into the next one
+    wholes = islice(task.batches(0, 1, 7, start), 60)
+    parts = [task.batches(0, 1, 7, start, rows=own) for own in owns]
+    for whole, *alone in zip(wholes, *parts, strict=False):
+        together = {own.start: part for own, part in zip(owns, alone, strict=True)}
+        np.testing.assert_array_equal(np.concatenate([together[at] for at in sorted(together)]), whole)
+        for group, own, part in zip(groups, owns, alone, strict=True):
+            np.testing.assert_array_equal(part, rows_alone(whole, own))
+            for device in group:
+                here = part[shifted(index[device], (8, 33), own.start)]
+                np.testing.assert_array_equal(here, whole[index[device]])
 
 
 def test_an_axis_that_no_partition_names() -> None:

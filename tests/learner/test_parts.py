@@ -78,7 +78,7 @@ class Member:
         self.hashes: list[bytes] = []
         self.lent: dict[int, Lendable] = {}
         keep = SimpleNamespace(keep=self.lent.__setitem__)
-        self.part = SimpleNamespace(group=SimpleNamespace(index=index, count=2), run=SimpleNamespace(identity=RUN), lent=keep)
+        self.part = SimpleNamespace(group=SimpleNamespace(place=index, size=2), run=SimpleNamespace(identity=RUN), lent=keep)
 
     def part_saved(self, saving: Saving, saved: Saved | None, content_hash: bytes) -> None:
         self.ended.append(saved)
@@ -182,7 +182,7 @@ class Again:
                     settings=settings, run=run, log=get_logger(), wait=lambda work: loop.run(work, lambda: False)
                 )
                 process = cast(Process, asking)
-                part = cast(Part, SimpleNamespace(group=group, carrier=self.carriers[index]))
+                part = cast(Part, SimpleNamespace(group=group, carrier=self.carriers[index], run=run))
                 leader = cast(Leader, self.accounts) if index == 0 else None
                 self.done[index] = restore(process, cast(Island, self.islands[index]), part, leader)
             except BaseException as error:

@@ -81,6 +81,11 @@ def test_users_task(user_module: Path) -> None:
             "class Model:\n    init = loss = tokens_per_batch = None\n    def __init__(self, *_): pass",
             "what Model returns lacks batches, validation, is_embedding",
         ),
+        (
+            "class Model:\n    init = loss = tokens_per_batch = validation = is_embedding = None\n"
+            "    def __init__(self, *_): pass\n    def batches(self, share, shares, seed, start, rows): pass",
+            r"batches\(\.\.\., rows\) needs the default None: whole batches",
+        ),
     ],
 )
 def test_users_mistakes(user_module: Path, source: str, message: str) -> None:

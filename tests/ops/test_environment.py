@@ -8,7 +8,7 @@ import pytest
 
 from diloco.errors import SettingsError
 from diloco_ops import environment
-from diloco_ops.environment import dealt, learner_environment, mesh_of, per_process, service_environment
+from diloco_ops.environment import check_least, dealt, learner_environment, mesh_of, per_process, service_environment
 
 OURS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
@@ -42,6 +42,19 @@ def test_devices_of_a_learner_are_divided_by_its_processes() -> None:
     assert per_process(None, 2) is None
     with pytest.raises(SettingsError, match="--devices-per-learner 3: 2 processes do not divide them"):
         per_process(3, 2)
+
+
+def test_a_learner_that_shrinks_has_a_replica_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mesh_of(4, replicas=2) == {"data": 2, "fsdp": 2}
+    assert mesh_of(None, replicas=3) == {"data": 3}
+    check_least(1, 2, 4)
+    check_least(2, 3, None)
+    with pytest.raises(SettingsError, match=r"--least-processes 3: expected 1 to 2, .* \(--processes-per-learner\)"):
+        check_least(3, 2, 2)
+    monkeypatch.setenv("DILOCO_MESH", '{"data": 2, "fsdp": 2}')
+    check_least(2, 4, 4)
+    with pytest.raises(SettingsError, match=r"--least-processes 1 of 4: mesh.data = 2 \(DILOCO_MESH\) cannot shrink so far"):
+        check_least(1, 4, 4)
 
 
 def test_a_cpu_is_divided_as_asked() -> None:

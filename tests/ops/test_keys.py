@@ -224,6 +224,11 @@ def test_a_run_without_regions(command: Command, tmp_path: Path) -> None:
         ("add k syncer x --region us --batch-tokens 9", "--batch-tokens is nothing that a syncer has"),
         ("add k learner x --region us --batch-tokens 0", "batch_tokens = 0"),
         ("add k learner x --region us --min-step-s 0", "min_step_s = 0.0"),
+        ("add k syncer x --region us --processes 2", "--processes is nothing that a syncer has"),
+        ("add k learner x --region us --processes 1025", "processes = 1025"),
+        ("renew k learner-us-0 --processes -1", "processes = -1"),
+        ("renew k syncer-eu --processes 2", "--processes is nothing that a syncer has"),
+        ("renew k nats-us --processes 2", "--processes is nothing that a server has"),
         ("grant k syncer-eu --batch-tokens 9", "is a syncer: only learners state work"),
         ("grant k learner-eu-0 --batch-tokens 4095", "was granted more before (4096 tokens a step, steps of 0.05 s or longer)"),
         ("grant k learner-eu-0 --min-step-s 0.1", "revoke it, and add another name"),
@@ -319,6 +324,26 @@ def test_consumers_are_named_by_a_key_that_nobody_guesses() -> None:
     assert Who("a-1", "learner").consumers[7] == "a-1-7"
     for consumer, of in {"a-1-ABCDEFGHIJKLMNOPQRST-0": "a-1", "a-1-7": "a-1", "a-1": "a", "KVwatch": "KVwatch"}.items():
         assert reader_of(consumer) == of
+
+
+def test_processes_of_a_learner_share_an_identity_and_each_has_consumers_of_its_own(command: Command, tmp_path: Path) -> None:
+    regional(command)
+    file, lists = (tmp_path / "k" / path for path in ("identities/learner-us-1.identity", "servers/nats-us/auth.conf"))
+    assert command("add", "k", "learner", "learner-us-1", "--region", "us", "--processes", "3").code == 0
+    of_three = identity.load(file)
+    assert of_three.processes == 3
+    letters = of_three.public_key[1:21]
+    made = re.findall(
+        rf'"\$JS\.API\.CONSUMER\.CREATE\.DILOCO_demo_LOG\.learner-us-1-{letters}-(\d+)\.>"$', lists.read_text(), re.M
+    )
+    assert sorted(map(int, made)) == list(range(24))
+    assert "learner-us-1" in command("list", "k").out.split("3 processes")[0].splitlines()[-1]
+    assert command("renew", "k", "learner-us-1").code == 0
+    assert identity.load(file).processes == 3
+    assert command("renew", "k", "learner-us-1", "--processes", "16").code == 0
+    assert (identity.load(file).processes, identity.load(file).seed == of_three.seed) == (16, False)
+    limits = re.findall(r"max_connections: (\d+)", lists.read_text())
+    assert sorted(map(int, limits))[-2:] == [32, 64], "four for each of 16"
 
 
 def test_an_account_imports_what_its_identity_may_publish_and_nothing_else() -> None:

@@ -41,11 +41,11 @@ def test_a_run_of_the_same_conditions_is_compared_whatever_its_own_method() -> N
 @pytest.mark.parametrize(
     ("changes", "data", "command"),
     [
-        ({"tokens": 800_000}, None, "diloco lab run default --set tokens=800000"),
-        ({"learners": 8}, None, "diloco lab run default --set learners=8"),
-        ({"task.batch": 8, "task.width": 48}, None, "diloco lab run default --set task.width=48 --set task.batch=8"),
-        ({"task.dtype": "bfloat16"}, None, "diloco lab run default --set task.dtype=bfloat16"),
-        ({"tokens": 10}, "my text", "diloco lab run default --set tokens=10 --data 'my text'"),
+        ({"tokens": 800_000}, None, "diloco lab run search --set tokens=800000"),
+        ({"learners": 8}, None, "diloco lab run search --set learners=8"),
+        ({"task.batch": 8, "task.width": 48}, None, "diloco lab run search --set task.width=48 --set task.batch=8"),
+        ({"task.dtype": "bfloat16"}, None, "diloco lab run search --set task.dtype=bfloat16"),
+        ({"tokens": 10}, "my text", "diloco lab run search --set tokens=10 --data 'my text'"),
     ],
 )
 def test_a_run_of_other_conditions_is_told_how_to_measure_them(changes: dict[str, Any], data: str | None, command: str) -> None:

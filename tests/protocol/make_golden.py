@@ -275,6 +275,9 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     golden.add("state_loan_later", "state_loan", ["learner-0", b"", 0, [], bytes(32), 0, bytes(32)])
     golden.add("state_part", "state_part", [attempt(9), 2, [0, 128], digest(b"state")], b"state")
     golden.add("marker_answer", "marker_answer", ["learner-0", 7, 300, [3, 4, 0], 70000, digest(b"a file")])
+    files: list[Any] = [[69000, digest(b"a second file")], [0, digest(b"")]]
+    files_answer = ["learner-1", 2**32, 0, [0, 0, 70000], 2**33, digest(b"a first file"), files]
+    golden.add("marker_answer_parts", "marker_answer", files_answer)
 
     momentum = np.zeros(SIZE, np.float32)
     thetas = [pattern(n, 37, 101, 1 / 64) for n in SIZES]

@@ -54,6 +54,7 @@ def put(folder: Folder, who: Who, left: timedelta = AN_HOUR) -> Path:
         role=who.role,
         region=who.region,
         founder=who.founder,
+        processes=who.processes,
         public_key="U" + "A" * 55,
         serial="0",
         expires=datetime.now(UTC) + left,

@@ -192,14 +192,13 @@ def pods(cluster: Cluster, folder: Path) -> list[subprocess.Popen[bytes]]:
     own = {"DILOCO_RUN": cluster.name, "DILOCO_NATS_URL": cluster.url, "DILOCO_STATE_DIR": str(cluster.directory)}
     here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OPENBLAS_NUM_THREADS": "1"}
     changed = {"LEADER": leader, "PROCESSES": "2", "DILOCO_MESH": "{}", "DILOCO_METRICS_ADDRESS": "", "DILOCO_LOG_TO": "file"}
-    return [
-        subprocess.Popen(
-            ["sh", ISLAND_SCRIPT],
-            env=os.environ | here | test_island.environment(index, BEGUN=str(folder / f"begun-{index}"), **own, **changed),
-            start_new_session=True,
-        )
-        for index in range(2)
-    ]
+
+    def environment(index: int) -> dict[str, str]:
+        told = test_island.environment(index, BEGUN=str(folder / f"begun-{index}"), **own, **changed)
+        del told["DILOCO_IDENTITY"]  # the server of most tests asks for none; test_shared_identity.py has one that does
+        return os.environ | here | told
+
+    return [subprocess.Popen(["sh", ISLAND_SCRIPT], env=environment(index), start_new_session=True) for index in range(2)]
 
 
 @pytest.mark.slow

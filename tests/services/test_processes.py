@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import tomli_w
 
+from diloco.member.meeting import free_port
+
 DILOCO = str(Path(sys.executable).parent / "diloco")
 TOKENS_PER_STEP = 4 * 16
 SETTINGS = {
@@ -187,6 +189,76 @@ def test_a_process_that_is_asked_to_end_takes_all_with_it_and_their_work_is_merg
         [asked] = named(running.directory, "learner-0", "process_asked_to_end")
         assert asked["process"] == 1
         assert not named(running.directory, "learner-0", "island_ended")
+
+
+@contextmanager
+def island(run: Up, count: int) -> Iterator[Callable[[int], subprocess.Popen[bytes]]]:
+    """Give a function that begins a process of a learner beside those of ``up``: any one process of it may be left."""
+    own = tomllib.loads((run.directory / "services" / "learner-0.toml").read_text())
+    shown = {name: own[name] for name in ("nats_url", "run", "state_dir")}
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def begin(index: int) -> subprocess.Popen[bytes]:
+        config = run.directory / f"island-{index}.toml"
+        processes = {"count": count, "index": index, "address": address, "least": 1, "regroup_s": 1.0}
+        more = {"name": "island", "mesh": {"data": count}, "processes": processes, "checkpoint_s": 1.0}
+        config.write_text(tomli_w.dumps(shown | more))
+        command = [sys.executable, "-m", "diloco_learner", "--config", str(config)]
+        begun.append(subprocess.Popen(command, stderr=subprocess.DEVNULL, env=ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": "1"}))
+        return begun[-1]
+
+    try:
+        yield begin
+    finally:
+        for process in begun:
+            process.terminate()
+        for process in begun:
+            process.wait(PATIENCE_S)
+
+
+def island_met(directory: Path) -> list[list[int]]:
+    return [event["members"] for event in named(directory, "island", "processes_met")]
+
+
+def island_steps(directory: Path) -> int:
+    """Steps of the island, as its last heartbeat in the run's status says."""
+    found = json.loads((directory / "status.json").read_text())["learners"].get("island")
+    return 0 if found is None else int(found["step"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_learner_goes_on_without_a_lost_process_and_takes_it_back(tmp_path: Path) -> None:
+    with up(tmp_path / "run", 10**6, processes=1) as running:
+        directory = running.directory
+        running.trains()
+        with island(running, 2) as begin:
+
+            def steps_on() -> None:
+                taken = island_steps(directory)
+                running.until(lambda: island_steps(directory) > taken + 20)
+
+            leader, other = begin(0), begin(1)
+            running.until(lambda: island_met(directory) == [[0, 1]])
+            steps_on()
+            other.kill()
+            other.wait(PATIENCE_S)
+            running.until(lambda: island_met(directory) == [[0, 1], [0]])
+            steps_on()
+            again = begin(1)
+            running.until(lambda: island_met(directory) == [[0, 1], [0], [0, 1]])
+            steps_on()
+            assert [leader.poll(), again.poll()] == [None, None]  # the leader is the same process still
+        [planned] = named(directory, "island", "island_regroups")
+        before, after = (event["step"] for event in restored(directory, "island"))
+        assert after == before + planned["steps"]  # nothing of it is lost
+        assert not named(directory, "island", "state_fresh")
+    assert json.loads(ran("verify", str(directory), "--json"))["holds"]
+    lives = json.loads(ran("replay", str(directory), "--learners", "--json").splitlines()[-1])["learners"]
+    of_island = [life for life in lives if life["learner"] == "island"]
+    assert [life["wrong"] + life["unchecked"] for life in of_island] == ["", "", ""]
+    assert of_island[-1]["parameters"] is True
 
 
 def restored(directory: Path, service: str = "learner-0") -> list[dict[str, Any]]:

@@ -685,3 +685,15 @@ async def test_a_whole_run_in_regions_needs_nothing_that_it_may_not(nursery: Nur
         await cluster.ended()
         assert [violations(server, cluster) for server in cluster.servers.values()] == [[]] * 3
         assert cluster.events("version_committed")
+
+
+async def test_a_connection_is_closed_while_its_server_is_gone(keys: Folder, tmp_path: Path) -> None:
+    """With something still to be sent: services that are asked to end then say nothing of it."""
+    with serving(keys, tmp_path) as server:
+        async with guest(server, keys, LEARNER) as learner:
+            server.kill()
+            async with asyncio.timeout(DEADLINE_S):
+                while learner.link.control.is_connected or learner.link.bulk.is_connected:
+                    await asyncio.sleep(0.01)
+            await learner.link.control.publish(NAMES.heartbeat(LEARNER), b"alive")
+            await asyncio.sleep(1.0)  # attempts to connect again

@@ -218,7 +218,7 @@ def test_resumed_run_goes_on_and_ends(story: Story, diloco: Diloco) -> None:
     assert "validation loss" in ended.out
     assert "the best model that only counts bytes" in ended.out
     sizes = " ".join(f"--set {name}={value}" for name, value in SETTINGS.items() if name.startswith("task"))
-    command = f"diloco lab run default --set tokens={BUDGET} --set learners=2 {sizes}"
+    command = f"diloco lab run search --set tokens={BUDGET} --set learners=2 {sizes}"
     assert f"not measured yet with these settings; this does it: {command} --data" in ended.out
     assert str(story.directory / "report.html") in ended.out
     events = [json.loads(line) for line in diloco("logs", str(story.directory), "--json").out.splitlines()]

@@ -34,8 +34,10 @@ def strategies(answer: Strategy, cursor: Strategy, record: Strategy, rolled_back
     addresses, offers = st.lists(ADDRESS, max_size=3), st.lists(PENDING, max_size=3)
     moment = [COUNT, COUNT, st.none() | COUNT]
     return {
+        island.Challenge: st.builds(island.Challenge, HASH),
         island.Arrival: st.builds(island.Arrival, PROCESS, st.integers(1, 1024), ADDRESS, FACTS),
-        island.Welcome: st.builds(island.Welcome, NUMBER, HASH, ADDRESS, addresses),
+        island.Welcome: st.builds(island.Welcome, NUMBER, HASH, ADDRESS, st.lists(PROCESS, max_size=3), addresses),
+        island.Wait: st.builds(island.Wait, NUMBER),
         island.Refused: st.builds(island.Refused, TEXT),
         island.Greeting: st.builds(island.Greeting, PROCESS, NUMBER, HASH),
         island.Proof: st.builds(island.Proof, HASH),
@@ -82,8 +84,10 @@ def examples(record: Message) -> dict[type[Message], Message]:
         4, 1, b"h" * 32, 9, b"s" * 32, 10, 11, False, [Cursor("ann", 1, 2, 3, 4, 5, 6)], [(2, 14)], RolledBack(1, 2, 3), 1
     )
     found: list[Message] = [
+        island.Challenge(b"n" * 32),
         island.Arrival(1, 2, ("10.0.0.2", 7600), [("jax", "0.10")]),
-        island.Welcome(7, b"s" * 32, ("10.0.0.1", 7601), [("10.0.0.1", 7602), ("10.0.0.2", 7603)]),
+        island.Welcome(7, b"s" * 32, ("10.0.0.1", 7601), [0, 2], [("10.0.0.1", 7602), ("10.0.0.2", 7603)]),
+        island.Wait(7),
         island.Refused("process 1 differs"),
         island.Greeting(1, 7, b"n" * 32),
         island.Proof(b"m" * 32),

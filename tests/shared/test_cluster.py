@@ -59,6 +59,9 @@ def test_processes_that_do_not_fit_are_refused() -> None:
         ({"count": 2}, "address: several processes need HOST:PORT"),
         ({"count": 2, "index": 2, "address": "a:1"}, "index = 2: expected 0 to 1"),
         ({"count": 2, "address": "nowhere"}, "processes.address"),
+        ({"count": 2, "address": "a:1", "least": 3}, "least = 3: expected 1 to 2, as count = 2"),
+        ({"count": 2, "address": "a:1", "least": 0}, "greater than or equal to 1"),
+        ({"count": 2, "address": "a:1", "least": 1, "start_s": 5}, "regroup_s = 10: expected at most start_s = 5"),
     ):
         with pytest.raises(ValueError, match=said):
             ProcessesSettings.model_validate(values)

@@ -264,6 +264,34 @@ def test_no_state_is_saved_while_another_is_or_an_offer_is_half_made() -> None:
     assert decisions.saves.saved(0, PartSaved(decisions.course.number - 1, bytes(32), 1)) is None
 
 
+def test_a_part_may_be_saved_before_the_leader_is_at_that_boundary() -> None:
+    island = Island(settings(), PROCESSES)
+    go_on(island, 2)
+    decisions, saves = island.decisions, island.decisions.saves
+    island.want()
+    island.look_ahead()
+    assert decisions.made is not None
+    assert decisions.made.save is not None
+    part = PartSaved(decisions.made.number, bytes(32), 1)
+    assert saves.saved(1, part) is None
+    name = decisions.made.save.name
+    decisions.carry_out()
+    assert saves.saved(2, part) is None
+    assert saves.saved(0, part) is not None
+    assert saves.whole == name
+
+
+def test_a_leader_that_waits_knows_whether_all_are_where_it_is() -> None:
+    island = Island(settings(), PROCESSES)
+    go_on(island, 2)
+    followed = [island.decisions.is_followed]
+    island.look_ahead()
+    island.end_step()
+    followed.append(island.decisions.is_followed)
+    island.settle()
+    assert [*followed, island.decisions.is_followed] == [True, False, True]
+
+
 def test_a_marker_is_answered_at_a_boundary_with_its_versions_before_any_other_state() -> None:
     island = Island(settings(), PROCESSES)
     go_on(island, 2)

@@ -15,16 +15,17 @@ from blake3 import blake3
 from diloco.core.fragments import Piece
 from diloco.core.rows import RowLayout, Rows
 from diloco.errors import FormatError, HashError, IslandError, SettingsError
-from diloco.member import links
+from diloco.member import links, proving
 from diloco.member.group import Group
 from diloco.member.links import Links
 from diloco.member.meeting import free_port
+from diloco.member.proving import MAX_STRANGERS, PROVING_S, secret_of
 from diloco.member.shipping import Shipping
 from diloco.process.observe import get_logger
-from diloco.settings.service import LearnerSettings, ProcessesSettings
+from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
 from diloco.wire import island
 from diloco.wire.framing import Message
-from diloco.wire.island import Greeting, Leaving, Staged, facts
+from diloco.wire.island import Challenge, Greeting, Leaving, Proof, Staged, facts
 
 RUN = bytes(8)
 FACTS = facts({"mesh": "fsdp 2", "software": "1"})
@@ -40,6 +41,7 @@ async def closed() -> AsyncIterator[None]:
     yield
     for group_ in GROUPS:
         group_.ending()  # or its watch would end this process, which misses the others
+        await group_.close()
     for each in OPEN:
         await each.close()
     GROUPS.clear()
@@ -47,9 +49,11 @@ async def closed() -> AsyncIterator[None]:
     await asyncio.sleep(0.01)  # for sockets to be closed
 
 
-def group(index: int, address: str, count: int = 2, start_s: float = PATIENCE_S) -> Group:
-    processes = ProcessesSettings(count=count, index=index, address=address, start_s=start_s)
-    made = Group(LearnerSettings(name="ann", processes=processes), RUN, get_logger())
+def group(
+    index: int, address: str, count: int = 2, start_s: float = PATIENCE_S, least: int | None = None, regroup_s: float = 0.3
+) -> Group:
+    processes = ProcessesSettings(count=count, index=index, address=address, start_s=start_s, least=least, regroup_s=regroup_s)
+    made = Group(LearnerSettings(name="ann", processes=processes, mesh=MeshSettings(data=count)), RUN, get_logger())
     GROUPS.append(made)
     OPEN.append(made.links)
     return made
@@ -149,6 +153,91 @@ async def test_a_leader_that_cannot_be_reached_is_named_in_time() -> None:
         await group(1, where, start_s=0.5).meet(FACTS, 5)
 
 
+async def test_a_generation_of_those_that_came_has_places_without_gaps() -> None:
+    where = address()
+    groups = [group(index, where, 3, least=2) for index in (0, 2)]
+    await asyncio.gather(*(each.meet(FACTS, 5) for each in groups))
+    assert [(each.index, each.place, each.size) for each in groups] == [(0, 0, 2), (2, 1, 2)]
+    assert groups[0].links.others == [1]
+    assert not groups[0].grows
+    for each in groups:
+        each.ending()  # or its watch would end this process
+    groups[1].links._streams[0].abort()
+    await until(lambda: groups[0]._failure is not None)
+    assert "process 2 is gone" in str(groups[0]._failure)
+
+
+async def test_a_process_that_comes_later_waits_and_is_in_the_next_generation() -> None:
+    where = address()
+    leading = group(0, where, least=1)
+    await leading.meet(FACTS, 5)
+    assert (leading.size, leading.links.others, leading.links.connected) == (1, [], False)
+    late = group(1, where, start_s=1.5, least=1)
+    coming = asyncio.create_task(late.meet(FACTS, 0))
+    await until(lambda: leading.grows)
+    await asyncio.sleep(2.0)  # longer than it would try to reach a leader that does not answer
+    assert not coming.done()
+    await leading.close()  # the generation ends
+    again = group(0, where, least=1)
+    await asyncio.gather(again.meet(FACTS, 6), coming)
+    assert [(each.place, each.size, each.generation) for each in (again, late)] == [(0, 2, 6), (1, 2, 6)]
+
+
+async def test_one_too_many_waits_until_more_have_come() -> None:
+    """Of four replicas, with at least two: three processes of four hold three, and five of eight none whole."""
+    where = address()
+    processes = ProcessesSettings(count=8, index=0, address=where, least=2, regroup_s=0.3)
+    leading = Group(LearnerSettings(name="ann", processes=processes, mesh=MeshSettings(data=4)), RUN, get_logger())
+    others = []
+    for index in (3, 5):
+        own = processes.model_copy(update={"index": index})
+        others.append(Group(LearnerSettings(name="ann", processes=own, mesh=MeshSettings(data=4)), RUN, get_logger()))
+    GROUPS.extend([leading, *others])
+    OPEN.extend(each.links for each in (leading, *others))
+    spare = asyncio.create_task(others[1].meet(FACTS, 0))
+    await asyncio.gather(leading.meet(FACTS, 5), others[0].meet(FACTS, 0))
+    assert leading.links.members == [0, 3]
+    assert not leading.grows
+    assert not spare.done()
+    spare.cancel()
+    await leading.close()
+
+
+async def test_a_process_that_differs_is_refused_and_the_generation_goes_on() -> None:
+    where = address()
+    leading = group(0, where, least=1)
+    await leading.meet(FACTS, 5)
+    with pytest.raises(SettingsError, match="process 1 differs from process 0 in software: 2 there, 1 at process 0"):
+        await group(1, where, least=1).meet(facts({"mesh": "fsdp 2", "software": "2"}), 0)
+    assert not leading.grows
+    assert leading._failure is None
+
+
+@pytest.mark.parametrize("members", [[0], [0, 1, 2], [1, 0], [0, 1, 1]])
+async def test_a_welcome_that_does_not_fit_is_refused(members: list[int]) -> None:
+    where = address()
+    host, _, port = where.partition(":")
+
+    async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stream = links.Stream(reader, writer, RUN)
+        await proving.Door(proving.OPEN).admit(stream)
+        await stream.receive_one(island.Arrival)
+        await stream.send(island.Welcome(5, b"s" * 32, (host, 1), members, [(host, 1), (host, 2)]))
+        await stream.until_closed()
+        stream.abort()
+
+    server = await asyncio.start_server(welcome, host, int(port))
+    with pytest.raises(IslandError, match=rf"is no process 0: process 1 is welcomed to {re.escape(str(members))}"):
+        await group(1, where).meet(FACTS, 0)
+    server.close()
+
+
+async def test_too_few_are_named_with_the_setting() -> None:
+    where = address()
+    with pytest.raises(IslandError, match=r"processes 1, 2 did not come .* within 0.5 s \(at least 2 have to: processes.least"):
+        await group(0, where, 3, 0.5, least=2).meet(FACTS, 5)
+
+
 @pytest.mark.parametrize(
     "bytes_",
     [
@@ -171,18 +260,21 @@ async def test_strangers_change_nothing(bytes_: bytes) -> None:
     writer.transport.abort()
 
 
-def made(index: int, handle: Any = None) -> tuple[Links, list[IslandError]]:
+def made(handle: Any = None) -> tuple[Links, list[IslandError]]:
     lost: list[IslandError] = []
-    OPEN.append(Links(index, RUN, get_logger(), handle or (lambda *said: None), lost.append))
+    OPEN.append(Links(RUN, get_logger(), handle or (lambda *said: None), lost.append))
     return OPEN[-1], lost
 
 
+async def connected(both: list[Links], secrets: tuple[bytes, bytes] = (b"s" * 32, b"s" * 32)) -> None:
+    addresses = [("127.0.0.1", await each.listen("127.0.0.1")) for each in both]
+    await asyncio.gather(*(each.connect(place, [0, 1], addresses, 5, secrets[place], 2.0) for place, each in enumerate(both)))
+
+
 async def linked(secrets: tuple[bytes, bytes] = (b"s" * 32, b"s" * 32)) -> tuple[list[Links], list[list[IslandError]]]:
-    pairs = [made(0), made(1)]
+    pairs = [made(), made()]
     both = [pair[0] for pair in pairs]
-    ports = [await each.listen("127.0.0.1") for each in both]
-    addresses = [("127.0.0.1", port) for port in ports]
-    await asyncio.gather(*(each.connect(addresses, 5, secret, 2.0) for each, secret in zip(both, secrets, strict=True)))
+    await connected(both, secrets)
     return both, [pair[1] for pair in pairs]
 
 
@@ -225,6 +317,15 @@ async def test_a_farewell_is_no_loss() -> None:
     assert lost == [[], []]
 
 
+async def test_who_took_leave_and_ended_is_not_lost_and_not_awaited() -> None:
+    both, lost = await linked()
+    assert not both[0].has_ended(1, 10.0)
+    await both[1].farewell(0.01)  # the other one stands still
+    await both[1].close()
+    await until(lambda: both[0].has_ended(1, 10.0))
+    assert lost == [[], []]
+
+
 async def test_who_takes_leave_hears_the_others_until_they_do() -> None:
     """A leader asks for a fragment's last values after another process has taken its last step."""
     groups = await met()
@@ -242,8 +343,8 @@ async def test_who_takes_leave_hears_the_others_until_they_do() -> None:
 async def test_a_silent_process_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     both, _ = await linked()
     assert both[0].silent(10.0) is None
-    now_s = time.monotonic()
-    monkeypatch.setattr("diloco.member.links.time.monotonic", lambda: now_s + 11.0)
+    now_s = asyncio.get_running_loop().time()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s + 11.0)
     assert both[0].silent(10.0) == 1
 
 
@@ -262,10 +363,9 @@ async def test_rows_arrive_where_they_belong() -> None:
             if came is not None:
                 took.append(came)
 
-    pairs = [made(0), made(1, handle)]
+    pairs = [made(), made(handle)]
     both = [pair[0] for pair in pairs]
-    addresses = [("127.0.0.1", await each.listen("127.0.0.1")) for each in both]
-    await asyncio.gather(*(each.connect(addresses, 5, b"s" * 32, 2.0) for each in both))
+    await connected(both)
     shippings += [Shipping(each, [RowLayout(HALVES, HALVES)]) for each in both]
     theta = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
     await shippings[0].send(1, 0, 3, "theta", HALVES[1].take(theta))
@@ -274,7 +374,7 @@ async def test_rows_arrive_where_they_belong() -> None:
 
 
 async def test_rows_that_do_not_fit_are_refused() -> None:
-    each, _ = made(0)
+    each, _ = made()
     shipping = Shipping(each, [RowLayout(HALVES, HALVES)])
     content = bytes(island.PIECE_BYTES)
     digest = blake3(content).digest()
@@ -288,3 +388,106 @@ async def test_rows_that_do_not_fit_are_refused() -> None:
         shipping.take(0, island.Rows(0, 1, "theta", 0, 2, digest), content[:5])
     with pytest.raises(HashError, match="does not have its hash"):
         shipping.take(0, island.Rows(0, 1, "theta", 0, 2, bytes(32)), content)
+
+
+# ---- with identities
+
+ANN, BOB = b"a" * 32, b"b" * 32  # keys of two learners' identities
+
+
+def keyed(index: int, address: str, key: bytes, start_s: float = PATIENCE_S) -> Group:
+    made = group(index, address, start_s=start_s)
+    made._key = key
+    return made
+
+
+async def test_a_process_with_another_identity_is_refused_at_once_and_the_right_one_begins() -> None:
+    where = address()
+    leading = asyncio.create_task(keyed(0, where, ANN).meet(FACTS, 5))
+    began_s = time.monotonic()
+    for key in (BOB, proving.OPEN):
+        with pytest.raises(SettingsError, match="does not have the key of this process's identity: give all processes"):
+            await keyed(1, where, key).meet(FACTS, 5)
+    assert time.monotonic() - began_s < PATIENCE_S / 2
+    await asyncio.gather(leading, keyed(1, where, ANN).meet(FACTS, 5))
+
+
+async def test_who_overhears_the_meeting_does_not_know_the_secret_of_the_links() -> None:
+    assert secret_of(ANN, b"s" * 32) != secret_of(BOB, b"s" * 32) != b"s" * 32
+    with pytest.raises(IslandError, match="no connection to process"):
+        await linked((secret_of(ANN, b"s" * 32), b"s" * 32))
+
+
+async def stranger(where: str) -> links.Stream:
+    host, _, port = where.partition(":")
+    for _ in range(100):  # until the leader listens
+        try:
+            return links.Stream(*await asyncio.open_connection(host, int(port)), RUN)
+        except OSError:
+            await asyncio.sleep(0.05)
+    raise TimeoutError
+
+
+async def test_what_a_process_proved_serves_nobody_else() -> None:
+    """Neither its own words, said back to the leader, nor the leader's, nor those of another connection."""
+    where = address()
+    leading = asyncio.create_task(keyed(0, where, ANN).meet(FACTS, 5))
+    first, second = await stranger(where), await stranger(where)
+    await first.send(Challenge(bytes(32)))
+    asked = await first.receive_one(Challenge)
+    await second.send(Challenge(asked.nonce))  # has the leader prove to itself
+    await second.receive_one(Challenge)
+    await second.send(Proof(bytes(32)))
+    of_leader = await second.receive_one(Proof)
+    await first.send(of_leader)
+    await first.receive_one(Proof)  # the leader's, which tells a process with a wrong key that it has one
+    await first.send(island.Arrival(1, 2, ("127.0.0.1", 9), FACTS))
+    for each in (first, second):
+        with pytest.raises((EOFError, OSError)):
+            await each.receive_any({island.Welcome.kind: island.Welcome, island.Refused.kind: island.Refused})
+        each.abort()
+    await asyncio.gather(leading, keyed(1, where, ANN).meet(FACTS, 5))
+
+
+async def test_strangers_without_a_word_keep_no_process_from_meeting() -> None:
+    where = address()
+    leading = asyncio.create_task(keyed(0, where, ANN).meet(FACTS, 5))
+    holding = [await stranger(where) for _ in range(MAX_STRANGERS + 20)]
+    began_s = time.monotonic()
+    await asyncio.gather(leading, keyed(1, where, ANN).meet(FACTS, 5))
+    assert time.monotonic() - began_s < PROVING_S
+    for each in holding:
+        each.abort()
+
+
+async def test_a_large_frame_of_a_stranger_is_refused_before_it_is_read() -> None:
+    where = address()
+    leading = asyncio.create_task(keyed(0, where, ANN).meet(FACTS, 5))
+    one = await stranger(where)
+    one._writer.write((links.HELLO_BYTES + 1).to_bytes(4, "big"))
+    with pytest.raises((EOFError, OSError)):
+        await one.receive_one(Challenge)
+    one.abort()
+    await asyncio.gather(leading, keyed(1, where, ANN).meet(FACTS, 5))
+
+
+async def test_a_leader_that_is_none_gets_nothing_of_a_process() -> None:
+    """It is told neither the learner's facts nor anything that serves it at the true leader."""
+    heard: list[Message] = []
+
+    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stream = links.Stream(reader, writer, RUN)
+        heard.append(await stream.receive_one(Challenge))
+        await stream.send(Challenge(bytes(32)))
+        heard.append(await stream.receive_one(Proof))
+        await stream.send(Proof(bytes(32)))
+        with pytest.raises((EOFError, OSError)):
+            await stream.receive_one(island.Arrival)
+        stream.abort()
+
+    server = await asyncio.start_server(pretend, "127.0.0.1", 0)
+    where = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    with pytest.raises(SettingsError, match=f"process 0 at processes.address = {re.escape(where)} does not have the key"):
+        await keyed(1, where, ANN).meet(FACTS, 5)
+    server.close()
+    assert [type(message) for message in heard] == [Challenge, Proof]

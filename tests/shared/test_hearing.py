@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.shared.test_round import heartbeat
+from tests.shared.rounds import heartbeat
 from tests.syncer.parts import shard_heartbeat
 
 from diloco.control.hearing import check_subject

@@ -59,6 +59,19 @@ def test_a_good_file_says_who_it_is_and_shows_no_secret(file: Path) -> None:
     assert SEED not in repr(ann)
 
 
+def test_processes_that_share_it_know_each_other_and_are_no_more_than_it_says(file: Path) -> None:
+    alone = identity.load(file)
+    assert alone.processes == 1
+    with pytest.raises(SettingsError, match=r"is for 1 processes of ann, .* = 2: .* renew DIR ann --processes 2"):
+        identity.of_service(str(file), "ann", "demo", "us", "learner", 2)
+    write(file, GOOD.replace("founder", "processes = 2\nfounder"))
+    both = [identity.of_service(str(file), "ann", "demo", "us", "learner", 2) for _ in range(2)]
+    assert both[0].meeting_key == both[1].meeting_key == alone.meeting_key
+    another = GOOD.replace(SEED, ANOTHER_SEED).replace(PUBLIC_KEY, NatsKey.from_seed(ANOTHER_SEED).public_key)
+    assert identity.load(write(file, another)).meeting_key != alone.meeting_key
+    assert len(alone.meeting_key) == 32
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o620])
 def test_a_file_that_others_may_touch_is_refused(file: Path, mode: int) -> None:
     file.chmod(mode)
@@ -77,6 +90,11 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("format = 1", "", "format = None, this version reads 1"),
         ('role = "learner"', 'role = "king"', "role = 'king', expected one of learner, evaluator, syncer"),
         ('name = "ann"', "", "name is missing or no text"),
+        ("founder = false", "processes = 0", "processes = 0, expected 1 to 1024"),
+        ("founder = false", "processes = 1025", "processes = 1025, expected 1 to 1024"),
+        ("founder = false", "processes = true", "processes = True, expected 1 to 1024"),
+        ("founder = false", 'processes = "2"', "processes = '2', expected 1 to 1024"),
+        ('role = "learner"', 'role = "syncer"\nprocesses = 2', "processes = 2, expected 1 to 1024 for a learner, 1 for others"),
         ('name = "ann"', "name = 3", "name is missing or no text"),
         ('region = "us"', "region = 3", "region must be a text"),
         ("founder = false", 'founder = "yes"', "founder true or false"),

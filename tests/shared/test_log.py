@@ -333,6 +333,38 @@ async def test_parts_that_others_store_between_those_of_an_entry_take_nothing_of
     assert await log.transport.first(stream, subjects.log_part(head, b"none....", 0), 1) is None
 
 
+@pytest.mark.parametrize("filters_many", [True, False])
+async def test_a_reader_of_some_fragments_reads_no_parts_of_others(
+    link: NatsTransport, monkeypatch: pytest.MonkeyPatch, filters_many: bool
+) -> None:
+    """Also under an identity that may name one subject alone: it hears all heads, and asks for the parts of its own."""
+    name, values = f"run-{uuid.uuid4().hex[:8]}", np.random.default_rng(3).normal(size=SIZE).astype(np.float32)
+    fragments = build_map([TensorSpec(tensor, (SIZE,)) for tensor in "uvw"], 3)
+    log = Log(link, name, framing.run_id(name, SETTINGS.digest()), fragments, SETTINGS)
+    await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
+    await log.writer.found("ann", SETTINGS.digest(), [np.zeros(SIZE, np.float32)] * 3)
+    genesis = await log.reader.genesis()
+    assert genesis is not None
+    offered = Offer(0, "ann", 1, 1, (1, 0), 1, 0, bytes(32), 32, 1, 1, 0, [], Body(0, bytes(32), 0, bytes(8)))
+    for fragment in range(3):
+        replica = (await log.reader.load(fragment, *genesis)).replica
+        merge = Merge(1, (Held(replace_struct(offered, fragment=fragment), values.view(np.uint8)),), False, 0.0, 0.0)
+        made = merging.make_version(
+            replica, np.zeros(SIZE, np.float32), values, merge, SETTINGS, bits=32, syncer="s", attempt=bytes(8), now_s=0.0
+        )
+        assert len(made[2]) == 3
+        last = await log.writer.append_record(*made, 0)
+
+    monkeypatch.setattr(NatsTransport, "filters_many", filters_many)
+    before = link.bytes_in
+    refused: list[Refusal] = []
+    entries = [entry async for entry in log.entries.follow([0, 2], 1, refused.append, last)]
+    assert refused == []
+    assert [entry.record.fragment for entry in entries] == [0, 2]
+    assert all(entry.body is not None and entry.body.tobytes() == values.tobytes() for entry in entries)
+    assert 2 * values.nbytes < link.bytes_in - before < 2.5 * values.nbytes
+
+
 @pytest.mark.parametrize(("bits", "known"), [(2, True), (4, False)])
 async def test_a_record_of_2_bits_is_an_entry_only_where_the_run_requires_them(
     link: NatsTransport, bits: int, known: bool

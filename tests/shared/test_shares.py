@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fnmatch
 from collections.abc import Callable
 from typing import Any, cast
@@ -112,6 +113,21 @@ async def test_two_that_join_at_once_get_different_shares(run: Run, bucket: Keys
     await bob.take({})
     assert await table(run) == [("ann", 0), ("bob", 0)]
     assert bob.leased() == {1: 0}
+
+
+async def test_two_readings_at_once_find_the_same(run: Run, bucket: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    get = bucket.get
+
+    async def slow(key: str) -> tuple[bytes, int] | None:
+        await asyncio.sleep(0)
+        return await get(key)
+
+    monkeypatch.setattr(bucket, "get", slow)
+    bucket.claim("bob", ClaimedShare(0, True, 0, 0, 0))
+    claims = Claims(run, "ann", MAP, Counted(cast(Logger, Quiet())))
+    first, second = await asyncio.gather(claims.read(), claims.read())
+    assert first == second
+    assert list(first) == ["bob"]
 
 
 async def test_a_learner_begins_at_the_furthest_of_claims_log_and_checkpoint(run: Run, bucket: Keys) -> None:

@@ -9,15 +9,14 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from tests.simulation.play import play_all
-from tests.simulation.world import World
+from tests.simulation.play import play_all, world
 
 BLOCK = 10_000  # schedules of one line of a report
 
 
 def replay(seed: int, kind: dict[str, bool]) -> int:
     """Play one schedule and print all that happened."""
-    outcome = World(seed, verbose=True, **kind).run()
+    outcome = world(seed, verbose=True, **kind).run()
     for at_s, who, what in outcome.trace:
         print(f"{at_s:9.4f} {who:<12} {what}")
     print(f"\nseed {seed}: {outcome.virtual_s:.1f} s of virtual time, {dict(sorted(outcome.stats.items()))}")
@@ -62,10 +61,13 @@ def main() -> int:
     parser.add_argument("--rollbacks", action="store_true", help="of clusters that are ordered back now and then")
     parser.add_argument("--faulty", action="store_true", help="of clusters in which a syncer's memory goes bad")
     parser.add_argument("--hostile", action="store_true", help="of clusters whose heads a stranger stores nonsense on")
+    parser.add_argument("--islands", action="store_true", help="of clusters whose learners are islands of several processes")
     parser.add_argument("--replay", type=int, metavar="SEED", help="play one schedule, and print what happened")
     arguments = parser.parse_args()
-    kind = {name: getattr(arguments, name) for name in ("regions", "merged", "rollbacks", "faulty", "hostile")}
+    kind = {name: getattr(arguments, name) for name in ("regions", "merged", "rollbacks", "faulty", "hostile", "islands")}
     kind["regions"] |= kind["merged"]
+    if kind["islands"] and sum(kind.values()) > 1:
+        parser.error("--islands goes with no other kind")
     if arguments.replay is not None:
         return replay(arguments.replay, kind)
     return play(arguments.seed, arguments.schedules, arguments.jobs, arguments.report, kind)

@@ -7,6 +7,7 @@ takes offers apart. It knows the run's steps (:mod:`tests.simulation.learner`), 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -537,6 +538,15 @@ class Reference:
         version = min((v for v in versions if v >= before), default=versions[-1]) if newest is None else newest
         demand(version >= before or self.rewound, f"{learner} applies version {version} of fragment {fragment} after {before}")
         return version
+
+    def check_rows(self, who: str, fragment: int, version: int, take: Callable[[Vector], Vector], rows: Vector) -> None:
+        """A process of an island takes over its rows of a version: they must be that version's. ``take`` picks them."""
+        log = self.logs[fragment]
+        if version < len(log.thetas) and np.array_equal(take(log.thetas[version]), rows):
+            return
+        known = (np.frombuffer(theta, np.float32) for theta, versions in log.history.items() if version in versions)
+        if not any(np.array_equal(take(theta), rows) for theta in known):
+            raise Violation(f"{who} writes rows of fragment {fragment} that are not version {version}'s")
 
     def check_end(self, learners: dict[str, tuple[list[Vector], dict[str, list[int]]]]) -> None:
         """The run is over: every learner holds the last versions, and tokens add up.

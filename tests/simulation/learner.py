@@ -96,6 +96,11 @@ class Learner:
             await member.close()
             await process.transport.close()
 
+    def bases(self) -> list[Vector]:
+        """Return by fragment the version applied last."""
+        assert self.member is not None
+        return [state.values.base for state in self.member.learner.fragments if state.values is not None]
+
     async def _train(self, member: Member) -> None:
         process = self.process
         while True:

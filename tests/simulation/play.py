@@ -10,17 +10,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from tests.simulation.islands import IslandWorld
 from tests.simulation.world import Outcome, World
 
 COLLECT_EVERY = 50  # schedules: each leaves cycles behind, and looking for them all the time takes a tenth of it
 
 
+def world(seed: int, *, islands: bool = False, verbose: bool = False, **kind: bool) -> World:
+    """The world of a schedule: with ``islands`` one whose learners are islands; the rest as :class:`World` has it."""
+    return IslandWorld(seed, verbose=verbose) if islands else World(seed, verbose=verbose, **kind)
+
+
 def play(seed: int, **kind: bool) -> Outcome:
-    """One schedule, without its trace; with ``regions``, of a cluster in three of them; the rest as :class:`World` has it."""
+    """One schedule, without its trace, of a :func:`world`."""
     if seed % COLLECT_EVERY == 0:
         gc.collect()
     began_s = time.process_time()
-    outcome = World(seed, **kind).run()
+    outcome = world(seed, **kind).run()
     return replace(outcome, trace=[], cpu_s=time.process_time() - began_s)
 
 

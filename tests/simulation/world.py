@@ -154,7 +154,9 @@ def _syncer(name: str, region: str) -> SyncerSettings:
 
 
 @contextlib.contextmanager
-def _constants(part_bytes: int, logger: Logger, make_version: Callable[..., Any]) -> Iterator[None]:
+def _constants(
+    part_bytes: int, logger: Logger, make_version: Callable[..., Any], more: Sequence[tuple[Any, str, Any]]
+) -> Iterator[None]:
     """Give services other constants than in earnest, for as long as a schedule is played."""
     unpack, known = framing.unpack, dict[tuple[bytes, type], Any]()
 
@@ -178,6 +180,7 @@ def _constants(part_bytes: int, logger: Logger, make_version: Callable[..., Any]
         (framing, "unpack", unpack_once),
         (observe, "log", logger),
         (merging, "make_version", make_version),
+        *more,
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]
     try:
@@ -381,8 +384,8 @@ class World(virtual.World):
         self.logger = cast(Logger, Listener(self.note if verbose else None, self.failed, faulty=faulty))
         drawn = self.rng.randrange(DRAWN)
         number = drawn if number is None else number
-        self.settings = variant(number, regions, merged)
-        self.chaos = Chaos.draw(self.rng, FAULTS_APART if regions else FAULTS)
+        self.settings = self._variant(number, regions, merged)
+        self.chaos = self._draw_chaos(FAULTS_APART if regions else FAULTS)
         # small parts, so that bodies come in several
         self.part_bytes = self.rng.choice((WHOLE_PART_BYTES, WHOLE_PART_BYTES, 700))
         self.steps: list[Step] = []
@@ -407,11 +410,12 @@ class World(virtual.World):
         def processes(kind: str, count: int, serve: Callable[[Process], Coroutine[Any, Any, None]]) -> list[Process]:
             return [Process(self, f"{kind}-{i}", homes[i % len(homes)], serve) for i in range(count)]
 
-        self.learners = processes("learner", self.settings.learners, self._learn)
+        self.parts: list[Process] = []  # further processes of learners
+        self.learners = self._make_learners(processes)
         standbys = self.rng.randrange(2)
         syncers = processes("syncer", (len(homes) if regions else self.settings.shards) + standbys, self._sync)
         coordinators = processes("coordinator", self.rng.randint(1, 2), self._coordinate)
-        self.processes = [*self.learners, *syncers, *coordinators]
+        self.processes = [*self.learners, *self.parts, *syncers, *coordinators]
         for at_s, kind, which, for_s in self.chaos.faults:
             self.later(at_s, self._fault, kind, self.processes[which % len(self.processes)], for_s)
         for _ in range(self.rng.randrange(3)):
@@ -434,6 +438,18 @@ class World(virtual.World):
             strange = random.Random(f"heads {seed}")  # likewise
             self.later(strange.uniform(0.5, 2.0), self._store_nonsense, strange, strange.choice((0.02, 0.1, 0.5)))
         self.later(self.chaos.until_s, self._calm)
+
+    def _draw_chaos(self, possible: Sequence[str]) -> Chaos:
+        return Chaos.draw(self.rng, possible)
+
+    def _variant(self, number: int, regions: bool, merged: bool) -> RunSettings:
+        return variant(number, regions, merged)
+
+    def _make_learners(self, make: Callable[..., list[Process]]) -> list[Process]:
+        return make("learner", self.settings.learners, self._learn)
+
+    def _more_constants(self) -> list[tuple[Any, str, Any]]:
+        return []
 
     def _server_s(self, began_s: float) -> float:
         return began_s + self.now_s
@@ -468,7 +484,8 @@ class World(virtual.World):
 
     def run(self) -> Outcome:
         """Play it to its end."""
-        with _constants(self.part_bytes, self.logger, partial(self._spoil, merging.make_version)):
+        make_version = partial(self._spoil, merging.make_version)
+        with _constants(self.part_bytes, self.logger, make_version, self._more_constants()):
             try:
                 self.scheduler.run(self.chaos.until_s + PATIENCE_S)
                 if self.error is None:
@@ -714,7 +731,7 @@ class World(virtual.World):
         self.reference.rewind(len(self.control.streams[self.subjects.log_stream].messages))
         for bucket in self.control.buckets.values():
             bucket.rewind(self.rng.choice((0, 1, 4)))
-        for process in self.learners:
+        for process in self.processes:
             if process.worker is not None:
                 must_apply, versions = process.worker.must_apply, self.reference.versions()
                 must_apply |= {index: min(version, versions[index]) for index, version in must_apply.items()}
@@ -787,7 +804,7 @@ class World(virtual.World):
                 "held": heartbeat.fragment_tokens,
                 "lost": heartbeat.lost_tokens,
             }
-            last[process.name] = ([state.values.base for state in process.worker.member.learner.fragments], accounts)
+            last[process.name] = (process.worker.bases(), accounts)
         self.reference.check_end(last)
         self.stats["version"] += self.reference.versions_made
         self.stats.update({f"version of {bits} bits": count for bits, count in self.reference.bits.items()})

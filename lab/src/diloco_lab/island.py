@@ -81,14 +81,14 @@ def island(parameters: int, hardware: Hardware, optimizer: Optimizer = "adamw") 
     devices, hosts = hardware.devices, hardware.hosts
     if devices % hosts:
         raise SettingsError(f"--hosts {hosts}: they do not divide {devices} devices: each host has as many as the others")
-    room = STATE_SHARE * hardware.memory_bytes
     needed = STATE_BYTES[optimizer] * parameters
-    fsdp = next((count for count in range(1, devices + 1) if devices % count == 0 and needed / count <= room), None)
+    fsdp = fewest_shards(needed, hardware)
     if fsdp is None:
+        enough = math.ceil(needed / (STATE_SHARE * hardware.memory_bytes))
         raise SettingsError(
             f"--parameters {parameters:.3g}: {needed / 1e9:.3g} GB of parameters, gradients and optimizer state do not fit "
-            f"{STATE_SHARE:.0%} of {devices} devices of {hardware.memory_bytes / 1e9:.3g} GB: take {math.ceil(needed / room)} "
-            "devices or more, or larger ones"
+            f"{STATE_SHARE:.0%} of {devices} devices of {hardware.memory_bytes / 1e9:.3g} GB: take {enough} devices "
+            "or more, or larger ones"
         )
     fragments = next((count for count in FRAGMENTS if VALUE_BYTES * parameters / count <= FRAGMENT_BYTES), FRAGMENTS[-1])
     fragment_bytes = VALUE_BYTES * parameters / fragments
@@ -108,7 +108,7 @@ def island(parameters: int, hardware: Hardware, optimizer: Optimizer = "adamw") 
         IN_TURN_BYTES * parameters / hosts,
         AT_ONCE_BYTES * parameters / hosts,
         body_bytes(parameters, PRESET.codec.offer_bits) / hosts,
-        _rows_bytes(parameters, hosts, min(1.0, devices / hosts / fsdp)),
+        rows_bytes(parameters, hosts, min(1.0, devices / hosts / fsdp)),
         checkpoint_bytes,
         checkpoint_bytes / hardware.disk_bytes_per_s,
         join_bytes,
@@ -116,8 +116,15 @@ def island(parameters: int, hardware: Hardware, optimizer: Optimizer = "adamw") 
     )
 
 
-def _rows_bytes(parameters: int, hosts: int, share: float) -> float:
-    """Return the bytes that a host sends to the others in a cycle; each has this share of the model's rows.
+def fewest_shards(needed_bytes: float, hardware: Hardware) -> int | None:
+    """Return ``mesh.fsdp``: of the devices' divisors the least with room for the state of a learner; None: there is none."""
+    room_bytes = STATE_SHARE * hardware.memory_bytes
+    divisors = (count for count in range(1, hardware.devices + 1) if hardware.devices % count == 0)
+    return next((count for count in divisors if needed_bytes / count <= room_bytes), None)
+
+
+def rows_bytes(parameters: int, hosts: int, share: float) -> float:
+    """Return the bytes that a host sends to the others in a cycle at most; each has this share of the model's rows.
 
     Of a version that it carries each other host gets the rows that it has; of an offer its carrier gets those that it lacks.
     """

@@ -19,6 +19,7 @@ from diloco.core.quantise import body_bytes
 from diloco.core.retention import keyframes_kept
 from diloco.settings.presets import run_settings
 from diloco_lab.candidates import DAY_S, Candidate, Candidates, DataParallel, Estimate, estimate, simulated
+from diloco_lab.island import AT_ONCE_BYTES, IN_TURN_BYTES, STATE_SHARE, Hardware, fewest_shards, rows_bytes
 from diloco_lab.links import PRECISIONS, PRESET, Choice, Way, needed_bits_per_s
 from diloco_lab.sites import Default, Sites
 
@@ -34,7 +35,6 @@ OWNED_BYTES, OWNED_LEARNERS = 16, 2  # a parameter, with so many learners' offer
 # docs/operations.md
 FOLLOWED_BYTES = 8
 SERVER_S_PER_BYTE = 4.5 / 1e9
-LEARNER_HOST_BYTES = 17
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,31 @@ class Region:
     syncer_memory_bytes: float
     server_cores: float
     storage_bytes: float
-    learner_host_bytes: float
+
+
+@dataclass(frozen=True)
+class Island:
+    """A learner of a site, alike to the others there: its chips and hosts, its mesh, and the needs of a chip and of a host.
+
+    Attributes:
+        state_bytes: of a chip: parameters, gradients, optimizer state; ``state_share`` of its memory.
+        host_bytes: of a host, with rounds in turn; ``host_most_bytes`` with all rounds at once.
+        sent_bytes: that a host sends to NATS in a cycle of H steps; as much comes back.
+        rows_bytes: that a host sends to the learner's other hosts in a cycle, at most.
+    """
+
+    site: str
+    learners: int
+    chips: int
+    hosts: int
+    data: int
+    fsdp: int
+    state_bytes: float
+    state_share: float
+    host_bytes: float
+    host_most_bytes: float
+    sent_bytes: float
+    rows_bytes: float
 
 
 @dataclass(frozen=True)
@@ -87,6 +111,7 @@ class Plan:
     settings: Sequence[Setting]
     links: Sequence[LinkLoad]
     regions: Sequence[Region]
+    islands: Sequence[Island]
     data_parallel: Sequence[DataParallel]
     bottleneck: Bottleneck
     candidates: Sequence[Candidate]
@@ -155,6 +180,7 @@ class _Planner:
             settings,
             loads,
             regions,
+            self.islands(),
             [*together, alone],
             self.bottleneck(ways),
             self.candidates,
@@ -190,10 +216,35 @@ class _Planner:
                 memory_bytes,
                 SERVER_S_PER_BYTE * codec_bytes * (learners + max(1, learners)) / cycle_s,
                 log_bytes + learners * codec_bytes,
-                model.parameters * LEARNER_HOST_BYTES,
             )
             for name, learners in chosen.learners.items()
         ]
+
+    def islands(self) -> list[Island]:
+        """Return the learners of each site. Where activations have less room than they should, one replica has all chips."""
+        return [self._island(name, learners) for name, learners in self.chosen.learners.items()]
+
+    def _island(self, name: str, learners: int) -> Island:
+        site, parameters = self.sites.sites[name], self.model.parameters
+        chips = site.slices // learners * site.chips_per_slice
+        hosts = math.ceil(chips / site.chips_per_host)
+        hardware = Hardware(chips, site.memory_per_chip_bytes, hosts)
+        needed_bytes = parameters * self.model.bytes_per_parameter
+        fsdp = fewest_shards(needed_bytes, hardware) or chips
+        return Island(
+            name,
+            learners,
+            chips,
+            hosts,
+            chips // fsdp,
+            fsdp,
+            needed_bytes / fsdp,
+            needed_bytes / fsdp / site.memory_per_chip_bytes,
+            IN_TURN_BYTES * parameters / hosts,
+            AT_ONCE_BYTES * parameters / hosts,
+            body_bytes(parameters, self.chosen.choice.bits) / hosts,
+            rows_bytes(parameters, hosts, min(1.0, chips / hosts / fsdp)),
+        )
 
     def settings(self, shards: int) -> list[Setting]:
         """Return the run's settings beside its preset, each with its reason.
@@ -305,7 +356,7 @@ class _Planner:
                 "two regions wait for each other when the link is cut; a third with a server and a syncer, without learners, "
                 "would not let them (docs/regions.md)"
             )
-        return [*found, *self._left_out(), self._reckoned(), *self._chip_notes()]
+        return [*found, *self._left_out(), self._reckoned(), *self._chip_notes(), *self._full_chips()]
 
     def _left_out(self) -> Iterator[str]:
         together = {name for one in self.candidates if len(one.learners) > 1 for name in one.learners}
@@ -329,3 +380,11 @@ class _Planner:
             idle = site.chips - site.slices // count * count * site.chips_per_slice
             if idle:
                 yield f"{idle} of {site.chips} chips of {name} are in no learner: they make no whole slice for each; paid"
+
+    def _full_chips(self) -> Iterator[str]:
+        for one in self.islands():
+            if one.state_share > STATE_SHARE:
+                yield (
+                    f"parameters, gradients and optimizer state fill {one.state_share:.0%} of a chip's memory in {one.site}, "
+                    "split over all chips of a learner: little is left for activations"
+                )

@@ -70,6 +70,9 @@ class Site(_Table):
     flops_per_chip: Positive | None = Field(None, description="a chip's peak, operations a second")
     flops_utilisation: float = Field(0.4, gt=0, le=1, description="share of flops_per_chip that a step reaches by itself")
     learners: Annotated[int, Field(ge=1, le=MAX_LEARNERS)] | None = Field(None, description="learners here")
+    chips_per_host: Annotated[int, Field(ge=1, le=MAX_SLICES)] = Field(
+        4, description="chips of a host, which is one process of its learner; TPU hosts have 4, GPU hosts 8"
+    )
     chips_per_slice: Annotated[int, Field(ge=1, le=MAX_SLICES)] = Field(
         published.CHIPS_PER_SLICE, description="chips that fail and come back together; not published, assumed"
     )
@@ -197,6 +200,11 @@ class _Reader:
             raise self._error(table, "flops_utilisation", "is of flops_per_chip, which is not given")
         if not site.slices:
             raise self._error(table, "chips_per_slice", f"= {site.chips_per_slice} is more than chips = {site.chips}")
+        if site.chips_per_host % site.chips_per_slice and site.chips_per_slice % site.chips_per_host:
+            said = (
+                f"= {site.chips_per_host}: hosts have whole slices, or slices whole hosts; a slice has {site.chips_per_slice}"
+            )
+            raise self._error(table, "chips_per_host", f"{said} chips")
         most, needed = site.most_learners(model), site.needed_slices(model)
         if not most:
             raise self._error(

@@ -20,8 +20,8 @@ from diloco_learner.text import Windows
 class SkewedTask(GptTask):
     """:class:`diloco_learner.task.GptTask` whose shares are neighbouring files."""
 
-    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[NDArray[np.int32]]:
-        """Return windows int32 [batch, context + 1] of the share-th of ``shares`` equal parts of the sorted text.
+    def batches(self, share: int, shares: int, seed: int, start: int, rows: range | None = None) -> Iterator[NDArray[np.int32]]:
+        """Return windows int32 [batch, context + 1], or ``rows``, of the share-th of ``shares`` equal parts of the sorted text.
 
         Raises:
             DataError: the part is too short for one batch.
@@ -29,7 +29,7 @@ class SkewedTask(GptTask):
         text = self.data.corpus.training_text()
         part = text[text.size * share // shares : text.size * (share + 1) // shares]
         what = f"{self.data.corpus.source}, part {share} of {shares}"
-        return Windows(part, self.data.context, self.data.batch, seed=seed, share=share, what=what).iterate(start)
+        return Windows(part, self.data.context, self.data.batch, seed=seed, share=share, what=what).iterate(start, rows)
 
 
 def task(settings: TaskSettings, data: str | None) -> SkewedTask:

@@ -65,15 +65,36 @@ def per_process(devices: int | None, processes: int) -> int | None:
     return None if devices is None else devices // processes
 
 
-def mesh_of(devices: int | None) -> dict[str, int] | None:
-    """Return the learners' setting ``mesh``: DILOCO_MESH, its product being ``devices`` if given; None if neither is.
+def check_least(least: int, processes: int, devices: int | None) -> None:
+    """Find out that so few of a learner's processes can be a generation of it.
+
+    Raises:
+        SettingsError: there are not as many, or the mesh cannot shrink so far.
+    """
+    if least > processes:
+        raise SettingsError(
+            f"--least-processes {least}: expected 1 to {processes}, as each learner has {processes} (--processes-per-learner)"
+        )
+    mesh = parse(MeshSettings, mesh_of(devices, processes if least < processes else 1) or {}, f"environment: {MESH}")
+    if mesh.of(least, processes) is None:
+        raise SettingsError(
+            f"--least-processes {least} of {processes}: mesh.data = {mesh.data} ({MESH}) cannot shrink so far: mesh.data * "
+            f"{least} / {processes} has to be a whole number"
+        )
+
+
+def mesh_of(devices: int | None, replicas: int = 1) -> dict[str, int] | None:
+    """Return the learners' setting ``mesh``: DILOCO_MESH, its product being ``devices`` if given.
+
+    Else so many ``replicas``, and fsdp over the devices of each; None if there is nothing to say.
 
     Raises:
         SettingsError: DILOCO_MESH is no mesh.
     """
     text = os.environ.get(MESH)
     if text is None:
-        return None if devices is None else {"fsdp": devices}
+        data = {} if replicas == 1 else {"data": replicas}
+        return (data or None) if devices is None else data | {"fsdp": devices // replicas}
     try:
         given = json.loads(text)
     except (ValueError, RecursionError):

@@ -156,13 +156,15 @@ class Launcher:
             environment = learner_environment(index, learners, devices)
             self._start_service(name, "diloco_learner", values | {"mesh": mesh_of(devices)}, environment, cores)
             return
+        mesh, least = mesh_of(devices, self.directory.replicas), self.directory.least_processes
+        group = "" if self.directory.shrinks else name  # where fewer go on, one that is lost is begun again alone
         address = f"127.0.0.1:{free_port()}"
         for process in range(count):
             environment = learner_environment(index * count + process, learners * count, per_process(devices, count))
-            own: dict[str, Any] = {"name": name, "mesh": mesh_of(devices)}
-            own["processes"] = {"count": count, "index": process, "address": address}
+            own: dict[str, Any] = {"name": name, "mesh": mesh}
+            own["processes"] = {"count": count, "index": process, "address": address, "least": least}
             service = name if process == 0 else f"{name}-p{process}"
-            self._start_service(service, "diloco_learner", values | own, environment, None, group=name)
+            self._start_service(service, "diloco_learner", values | own, environment, None, group=group)
 
     def _start_service(
         self,

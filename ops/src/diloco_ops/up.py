@@ -30,7 +30,7 @@ from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
 from diloco_ops import resume
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
-from diloco_ops.environment import learner_environment, mesh_of, per_process
+from diloco_ops.environment import check_least, learner_environment, mesh_of, per_process
 from diloco_ops.launch import Asked, Launcher
 from diloco_ops.manifest import Checkpoint
 from diloco_ops.supervise import ServiceFailed, last_words
@@ -73,6 +73,10 @@ def up(
         int | None,
         typer.Option(min=1, max=64, help="Processes that each learner is, which share its devices. Default: one."),
     ] = None,
+    least_processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many of them go on where others are lost. Default: all begin again together."),
+    ] = None,
     slow: Annotated[list[str] | None, typer.Option(help="LEARNER=FACTOR: its steps take so many times as long.")] = None,
     nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
@@ -88,15 +92,10 @@ def up(
     if resume_from is None and resume_at is not None:
         raise SettingsError(f"--resume-at {resume_at}: needs --resume PATH, the checkpoint or the run to go on from")
     _check_installed()
-    source: Checkpoint | None = None
-    if resume_from is None:
-        settings = run_settings(preset, overrides, "diloco up")
-        directory = _directory(path, settings, bool(overrides) or preset != DEFAULT_PRESET, data, nats_url)
-    else:
-        source, directory = _resumed(resume_from, path, preset, overrides, data, nats_url)
+    source, directory = _source(resume_from, path, preset, overrides, data, nats_url)
     _check_server(nats_url, directory.settings)
     slowed = _slow_factors(slow or [], directory.learner_names)
-    directory = _shaped(directory, devices_per_learner, processes_per_learner)
+    directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes)
     resumed = _begin(directory, source, resume_at, nats_url)
     with rundir.locked(directory.path):
         if not resumed:
@@ -104,6 +103,16 @@ def up(
         asked = Asked(standbys, coordinators, embedded=nats_url is None, quiet=json_, plain=plain)
         report = asyncio.run(Launcher(directory, slowed, asked).run(resumed))
     return _tell(report, directory, json_)
+
+
+def _source(
+    resume_from: Path | None, path: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
+) -> tuple[Checkpoint | None, RunDirectory]:
+    """Return the checkpoint to go on from, if one is, and the run's directory."""
+    if resume_from is not None:
+        return _resumed(resume_from, path, preset, overrides, data, nats_url)
+    settings = run_settings(preset, overrides, "diloco up")
+    return None, _directory(path, settings, bool(overrides) or preset != DEFAULT_PRESET, data, nats_url)
 
 
 def _begin(directory: RunDirectory, source: Checkpoint | None, at: int | None, nats_url: str | None) -> bool:
@@ -121,15 +130,18 @@ def _begin(directory: RunDirectory, source: Checkpoint | None, at: int | None, n
     return source is not None
 
 
-def _shaped(directory: RunDirectory, devices: int | None, processes: int | None) -> RunDirectory:
+def _shaped(directory: RunDirectory, devices: int | None, processes: int | None, least: int | None) -> RunDirectory:
     """Return a run's directory whose learners have so many devices and processes, where these are given.
 
     Raises:
-        SettingsError: the processes do not divide the devices.
+        SettingsError: the processes do not divide the devices; or ``least`` of them cannot go on alone.
     """
     devices, processes = devices or directory.devices_per_learner, processes or directory.processes_per_learner
+    least = least or directory.least_processes
     per_process(devices, processes or 1)
-    return replace(directory, devices_per_learner=devices, processes_per_learner=processes)
+    if least is not None:
+        check_least(least, processes or 1, devices)
+    return replace(directory, devices_per_learner=devices, processes_per_learner=processes, least_processes=least)
 
 
 def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool) -> int:
@@ -226,7 +238,8 @@ def _check_task(directory: RunDirectory) -> None:
     """
     devices = directory.devices_per_learner
     environment = learner_environment(0, len(directory.learner_names), devices)
-    request = {"settings": directory.settings.model_dump(), "data": directory.data, "mesh": mesh_of(devices)}
+    mesh = mesh_of(devices, 1 if devices is None else directory.replicas)
+    request = {"settings": directory.settings.model_dump(), "data": directory.data, "mesh": mesh}
     command = [sys.executable, "-m", "diloco_learner.check"]
     ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:

@@ -97,6 +97,10 @@ class Transport(Protocol):
         """Whether this process may propose a run's fragment map and publish version 0."""
 
     @property
+    def filters_many(self) -> bool:
+        """Whether this process may read several subjects of a stream by one consumer."""
+
+    @property
     def authority(self) -> str | None:
         """Public key of the authority that signs the run's grants; None: the run has no identities."""
 

@@ -73,6 +73,7 @@ def _show(given: Sites, found: Plan, which: str) -> None:
     if found.links:
         put("links", _links(found))
     put("regions", _regions(found))
+    put("learners, each", _islands(found))
     put("defaults taken, since the file does not say", _defaults(found.defaults))
     put("notes", *(f"* {note}" for note in found.notes))
     put("the coordinator's file", planning.toml(found.settings).rstrip())
@@ -144,7 +145,6 @@ def _regions(found: Plan) -> Table:
         "memory each",
         "server's cores",
         "its storage",
-        "host memory a learner",
     )
     table = _table(("region",), headings)
     for one in found.regions:
@@ -157,7 +157,31 @@ def _regions(found: Plan) -> Table:
             size(one.syncer_memory_bytes),
             f"{one.server_cores:.2g}",
             size(one.storage_bytes),
-            size(one.learner_host_bytes),
+        )
+    return table
+
+
+def _islands(found: Plan) -> Table:
+    headings = (
+        "chips",
+        "hosts",
+        "mesh.data, mesh.fsdp",
+        "state of a chip",
+        "a host: in turn, all rounds at once",
+        "a cycle: to NATS, back",
+        "to other hosts",
+    )
+    table = _table(("region",), headings)
+    for one in found.islands:
+        table.add_row(
+            one.site,
+            str(one.chips),
+            str(one.hosts),
+            f"{one.data}, {one.fsdp}",
+            f"{size(one.state_bytes)}, {share(one.state_share)}",
+            f"{size(one.host_bytes)}, {size(one.host_most_bytes)}",
+            size(one.sent_bytes),
+            size(one.rows_bytes) if one.rows_bytes else "-",
         )
     return table
 

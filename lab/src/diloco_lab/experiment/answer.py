@@ -108,7 +108,7 @@ def markdown(record: Record) -> str:
     lines = [experiment.question, "", *table(head(experiment), rows(experiment, results)), ""]
     lines += [f"* {verdict.sentence()}" for verdict in verdicts(experiment, results)]
     lines += [f"* {arm}, seed {seed}, failed: {reason}" for (arm, seed), reason in sorted(results.failed.items())]
-    lines += [f"* {choice.sentence()}." for choice in record.choices]
+    lines += [f"* {arm}: {how}." for arm, how in record.chosen.items()]
     if record.asked.curves is not None:
         lines += _curves(record)
     if record.tried:

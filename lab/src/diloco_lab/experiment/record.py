@@ -68,16 +68,22 @@ class Record(msgspec.Struct, frozen=True):
         """The experiment with the chosen values, and each arm at all places of its curve."""
         return spread(settled(self.asked, self.choices))
 
+    @property
+    def chosen(self) -> dict[str, str]:
+        """How the settings of arms were chosen, in words: by the search of this experiment, or before it."""
+        before = {name: arm.chosen for name, arm in self.asked.arms.items() if arm.chosen is not None}
+        return before | {choice.arm: choice.found() for choice in self.choices}
+
     def reference(self) -> Reference | None:
-        """Return the losses of the tuned data-parallel arms, for reports of runs.
+        """Return the losses of the data-parallel arms whose settings were chosen by a search, for reports of runs.
 
         None: there are none, the text is not known, or the arms differ in model, batch or tokens.
         """
-        played, choices = self.played, {choice.arm: choice for choice in self.choices}
+        played, chosen = self.played, self.chosen
         arms = {
-            name: Losses(list(known.values()), choices[name].found())
+            name: Losses(list(known.values()), chosen[name])
             for name, arm in played.arms.items()
-            if arm.method == "data-parallel" and name in choices and (known := self.results.losses(name))
+            if arm.method == "data-parallel" and name in chosen and (known := self.results.losses(name))
         }
         settings = [played.settings_of(name, 0) for name in arms]
         if self.text is None or not arms:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,21 @@ def _set_up() -> None:
 
     import jax
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     update: Callable[[str, Any], None] = jax.config.update
     folder = Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "diloco" / "lab"
     update("jax_compilation_cache_dir", str(folder))
     update("jax_persistent_cache_min_compile_time_secs", 0.0)
     update("jax_persistent_cache_min_entry_size_bytes", -1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+
+
+def _end_with_parent() -> None:
+    """End this process once the one that began it is gone: killed, it cannot say so, and trials would go on for nobody."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _play(arm: Arm, settings: RunSettings, data: str | None) -> Measured:

@@ -46,6 +46,12 @@ class Arm(_Table):
         max_length=3,
         description="settings whose best values are looked for first: those to try, in all combinations",
     )
+    chosen: str | None = Field(
+        None,
+        min_length=1,
+        max_length=200,
+        description="in place of tuned: how its settings were chosen before, for page and reports",
+    )
     pace: PaceSpec = PaceSpec()
     changes: list[Change] = Field([], max_length=32, description="made while a decoupled run goes on, one after another")
 
@@ -60,6 +66,14 @@ class Arm(_Table):
     def _changes_are_of_a_run(self) -> Arm:
         if self.changes and self.method != "decoupled":
             raise ValueError(f"changes are made in a run that goes on, and method {self.method!r} is none; leave them out")
+        return self
+
+    @model_validator(mode="after")
+    def _chosen_once(self) -> Arm:
+        if self.chosen is not None and self.tuned:
+            raise ValueError(
+                f"settings are chosen before or tuned, not both: {', '.join(self.tuned)}; leave out chosen or tuned"
+            )
         return self
 
     @field_validator("tuned")

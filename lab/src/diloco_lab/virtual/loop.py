@@ -15,7 +15,10 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from types import GeneratorType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco_lab.virtual.sockets import Factory, Host, Listener
 
 THREAD_S = 0.02  # longest that work in a thread takes, where it takes any time
 SLOW_THREADS = 0.15  # share of such work
@@ -94,6 +97,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._crowded = KEPT_TASKS
         self.tasks: list[asyncio.Task[Any]] = []
         self.held: list[Call] | None = None  # what waits for the end of a freeze; None: not frozen
+        self.host: Host | None = None  # its place in a network, if it has connections to other processes
 
     def freeze(self) -> None:
         if self.held is None:
@@ -162,6 +166,14 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             self.tasks = [task for task in self.tasks if not task.done()]
             self._crowded = 2 * len(self.tasks) + KEPT_TASKS
         return task
+
+    async def create_server(self, factory: Factory, host: str, port: int, **options: Any) -> Listener:  # type: ignore[override]
+        assert self.host is not None
+        return await self.host.listen(factory, port)
+
+    async def create_connection(self, factory: Factory, host: str, port: int, **options: Any) -> Any:  # type: ignore[override]
+        assert self.host is not None
+        return await self.host.connect(factory, (host, port))
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         future = self.create_future()

@@ -83,6 +83,10 @@ class VirtualTransport:
         return True
 
     @property
+    def filters_many(self) -> bool:
+        return True
+
+    @property
     def authority(self) -> str | None:
         return self.world.authority
 

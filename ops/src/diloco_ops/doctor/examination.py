@@ -114,7 +114,8 @@ class Examination:
             found = identity.load(identity.identity_file(settings.identity, settings.name))
             if not self._role_given and found.role in get_args(Role):
                 self.role = cast(Role, found.role)
-            found = identity.of_service(settings.identity, settings.name, settings.run, settings.region, self.role)
+            expected = settings.name, settings.run, settings.region, self.role, settings.processes.count
+            found = identity.of_service(settings.identity, *expected)
             assert found.tls is not None  # it is whole
         except SettingsError as error:
             yield Check("identity", "failed", str(error), "an identity of this service")

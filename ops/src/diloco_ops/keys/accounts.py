@@ -39,6 +39,7 @@ from diloco_ops.keys.permissions import ANSWERS, Allowed, Who, permissions
 STREAMS, SIGNALS = "RUN", "SIGNALS"  # names of processes are in lower case
 SPARE = 64  # identities that may be added between two reloads of a server
 CONNECTIONS = 32  # of one identity at a time: a service has two, and after a restart those that a server does not miss yet
+CONNECTIONS_OF_PROCESS = 4  # where many processes share one
 SENT, HEARD = "sent.", "heard."
 STORED = ("$JS.API.>", "$JS.SNAPSHOT.>")  # of RUN, beside the subjects that its streams store
 
@@ -144,7 +145,8 @@ def _text(account: Account) -> list[str]:
         ]
         for what, subjects in (("publish", account.allowed.publish), ("subscribe", account.allowed.subscribe)):
             lines += [f"      {what}: {{ allow: [", *(f'        "{subject}"' for subject in subjects), "      ] }"]
-        lines += ["    } } ]", f"    limits: {{ max_connections: {CONNECTIONS} }}"]
+        connections = max(CONNECTIONS, CONNECTIONS_OF_PROCESS * account.user.processes)
+        lines += ["    } } ]", f"    limits: {{ max_connections: {connections} }}"]
     answered = ", response_type: stream" if account.has_streams else ""
     exports = [f'{{ service: "{subject}"{answered} }}' for subject in account.services]
     exports += [f'{{ stream: "{subject}" }}' for subject in account.streams]

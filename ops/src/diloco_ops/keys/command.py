@@ -28,6 +28,7 @@ Where = Annotated[Path, typer.Argument(metavar="DIR", help="The operator's folde
 Named = Annotated[str, typer.Argument(metavar="NAME", help="The server's, or the process's: as in its settings.")]
 BatchTokens = Annotated[int | None, typer.Option(help="A learner: tokens of its steps, at most; else by the run's settings.")]
 MinStepS = Annotated[float | None, typer.Option("--min-step-s", help="A learner: seconds that its fastest step takes.")]
+Processes = Annotated[int | None, typer.Option(help="A learner: its processes, one a host, that share these keys.")]
 Days = Annotated[int, typer.Option(help="How long they are good for.")]
 
 
@@ -61,6 +62,7 @@ def add(
     serves: Annotated[list[str] | None, typer.Option(help="What a server holds: a region, or control; repeatable.")] = None,
     batch_tokens: BatchTokens = None,
     min_step_s: MinStepS = None,
+    processes: Processes = None,
     days: Days = DAYS,
 ) -> None:
     """Make the keys of a server or of a process."""
@@ -71,7 +73,7 @@ def add(
     if kind == "server":
         given = {"--region": region, "--founder": founder}
     if kind != "learner":
-        given |= {"--batch-tokens": batch_tokens, "--min-step-s": min_step_s}
+        given |= {"--batch-tokens": batch_tokens, "--min-step-s": min_step_s, "--processes": processes}
     if kind not in KINDS:
         raise SettingsError(f"{kind}: no such kind{nearest(kind, KINDS)}; there are {', '.join(KINDS)}")
     for option, value in given.items():
@@ -80,7 +82,8 @@ def add(
     if kind == "server":
         _add_server(opened, name, host or [], serves or [], expires)
     else:
-        _add_identity(opened, name, kind, region, founder, expires, {"batch_tokens": batch_tokens, "min_step_s": min_step_s})
+        granted = {"batch_tokens": batch_tokens, "min_step_s": min_step_s}
+        _add_identity(opened, name, kind, region, founder, expires, granted | {"processes": processes})
 
 
 def _add_server(opened: Folder, name: str, hosts: list[str], serves: list[str], expires: datetime) -> None:
@@ -111,19 +114,25 @@ def _add_identity(
 
 
 @keys.command()
-def renew(folder: Where, name: Named, days: Days = DAYS) -> None:
+def renew(folder: Where, name: Named, processes: Processes = None, days: Days = DAYS) -> None:
     """Make new keys for a server or a process: before they end, or when they may have been stolen."""
     opened = Folder.open(folder)
     expires = _expiry(days)
     server = opened.roster.server(name)
     if server is not None:
+        if processes is not None:
+            raise SettingsError("--processes is nothing that a server has")
         entry = opened.put_server(name, server.hosts, server.serves, expires)
         print(
             f"server {name}: good until {entry.expires:%Y-%m-%d}; it gets all of {opened.server_folder(name)}: restart it then"
         )
         _say_routes(opened, entry)
         return
-    renewed = opened.put_identity(_living(opened, name).model_copy(update={"expires": expires}))
+    before = _living(opened, name)
+    if processes is not None and before.role != "learner":
+        raise SettingsError(f"--processes is nothing that a {before.role} has")
+    changes = {"expires": expires, "processes": before.processes if processes is None else processes}
+    renewed = opened.put_identity(parse(IdentityEntry, before.model_dump() | changes, "diloco keys renew"))
     print(f"{renewed.role} {name}: good until {renewed.expires:%Y-%m-%d}; it gets {opened.identity_file(name)}")
     print("what it had before is of no use any more, once these have been reloaded:")
     _say_reload(opened, [renewed])
@@ -198,11 +207,17 @@ def list_(folder: Where) -> None:
     ]
     for entry in opened.roster.identities:
         until = "revoked" if entry.revoked else _until(entry.expires, now)
-        rows.append((entry.role, entry.name, entry.region or "-", until, "founder" if entry.founder else ""))
+        rows.append((entry.role, entry.name, entry.region or "-", until, _notes(entry)))
     print(f"run {opened.roster.run}, regions: {', '.join(opened.roster.regions) or 'none'}")
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(5)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _notes(entry: IdentityEntry) -> str:
+    """Return what is special about an identity, for people."""
+    notes = ["founder"] if entry.founder else []
+    return ", ".join(notes + ([f"{entry.processes} processes"] if (entry.processes or 1) > 1 else []))
 
 
 def _until(expires: datetime, now: datetime) -> str:

@@ -173,6 +173,7 @@ def _identity(run: str, entry: IdentityEntry, issued: Issued, key: NatsKey, auth
     """Return the values of an identity file but for what is granted."""
     values = {"format": FORMAT, "run": run, "role": entry.role, "name": entry.name, "region": entry.region}
     values |= {"public_key": key.public_key, "founder": entry.founder, "expires": entry.expires, "seed": key.seed}
+    values |= {"processes": entry.processes}
     return values | {"certificate": issued.certificate, "private_key": issued.private_key, "ca": authority.certificate}
 
 

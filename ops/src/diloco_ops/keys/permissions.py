@@ -28,11 +28,13 @@ class Who:
     region: str | None = None
     founder: bool = False  # a learner that may found the run, or a coordinator that may create it: until it has begun
     public_key: str | None = None  # of its nkey, when it has one
+    processes: int = 1  # that share it: those of one learner
 
     @property
     def consumers(self) -> list[str]:
         """Names of its consumers of a stream."""
-        return consumers(reader(self.name, self.public_key))
+        own = reader(self.name, self.public_key)
+        return [name for process in range(self.processes) for name in consumers(own, process)]
 
 
 @dataclass(frozen=True)

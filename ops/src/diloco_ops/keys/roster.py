@@ -15,6 +15,7 @@ from diloco.nats.identity import Role
 from diloco.settings.loading import read_toml
 from diloco.settings.run import Name, RegionName
 from diloco.settings.validation import nearest, parse
+from diloco.wire.island import MAX_PROCESSES
 from diloco_ops.keys.permissions import CONTROL, Who, is_known
 
 FORMAT = 1
@@ -52,6 +53,7 @@ class IdentityEntry(_Entry):
     role: Role
     region: RegionName | None = None
     founder: bool = False  # or, of a coordinator, whether it may create the run
+    processes: Annotated[int, Field(ge=1, le=MAX_PROCESSES)] | None = None  # of a learner that share it; None: one
     public_key: Annotated[str, Field(pattern=r"^U[A-Z2-7]{55}$")]
     revoked: bool = False
     batch_tokens: BatchTokens | None = None  # granted to a learner: of a step, at most; None: as the run's settings bound it
@@ -62,7 +64,7 @@ class IdentityEntry(_Entry):
 
     @property
     def who(self) -> Who:
-        return Who(self.name, self.role, self.region, self.founder, self.public_key)
+        return Who(self.name, self.role, self.region, self.founder, self.public_key, self.processes or 1)
 
 
 class Roster(BaseModel):

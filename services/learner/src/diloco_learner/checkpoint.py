@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from diloco.core import tape as events
 from diloco.core.chunks import Chunk
 from diloco.core.learner import ACCOUNTS, Dump
-from diloco.errors import DilocoError, RunError
+from diloco.errors import RunError
 from diloco.member import state
 from diloco.member.member import Member
 from diloco.member.peer import Layout
+from diloco.member.restoring import UNFIT
 from diloco.member.state import Content, State
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
@@ -29,14 +30,6 @@ from diloco.wire.island import Purpose
 from diloco_learner.island import Island
 from diloco_learner.pacing import Pacing
 from diloco_learner.saver import Saver
-
-UNFIT = (
-    DilocoError,
-    LookupError,
-    TypeError,
-    ValueError,
-    OverflowError,
-)  # errors of a checkpoint that is none of this learner's
 
 
 class Keeper:

@@ -23,10 +23,14 @@ class Batch:
 
 
 class Streams:
-    """The batches of shares, each share's in order from wherever it is asked for."""
+    """The batches of shares, each share's in order from wherever it is asked for.
 
-    def __init__(self, task: Task, settings: RunSettings) -> None:
+    ``rows``: of each batch these alone.
+    """
+
+    def __init__(self, task: Task, settings: RunSettings, rows: range | None = None) -> None:
         self.task, self.settings = task, settings
+        self._given = {} if rows is None else {"rows": rows}
         self._open: dict[int, tuple[int, Iterator[Any]]] = {}  # by share: index of the next batch, batches from there on
 
     def batch(self, share: int, index: int) -> Any:
@@ -39,7 +43,7 @@ class Streams:
         at, batches = self._open.get(share, (-1, iter(())))
         if at != index:
             part, seed = data_of(share, self.settings.learners, self.settings.seed)
-            batches = self.task.batches(part, self.settings.learners, seed, index)
+            batches = self.task.batches(part, self.settings.learners, seed, index, **self._given)
         data = next_batch(batches, self.settings.task, share, index)
         self._open[share] = (index + 1, batches)
         return data
@@ -52,12 +56,21 @@ class Streams:
 class Feed(Iterator[Batch]):
     """Batches without end. ``leased`` gives the shares held right now, and the batch that each is to begin at.
 
+    ``rows``: of each batch these alone.
+
     A share whose data cannot be had here, of several, is left out: it may have come from a learner that failed by it.
     """
 
-    def __init__(self, task: Task, settings: RunSettings, leased: Callable[[], Mapping[int, int]], log: Logger) -> None:
+    def __init__(
+        self,
+        task: Task,
+        settings: RunSettings,
+        leased: Callable[[], Mapping[int, int]],
+        log: Logger,
+        rows: range | None = None,
+    ) -> None:
         self.leased, self.log = leased, log
-        self._streams = Streams(task, settings)
+        self._streams = Streams(task, settings, rows)
         self._round_robin = RoundRobin()
         self._unfit: set[int] = set()
 

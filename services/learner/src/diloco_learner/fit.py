@@ -21,8 +21,8 @@ from diloco.process import observe
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import parse
-from diloco_learner import together
-from diloco_learner.mesh import axis_sizes, check_rows, partitions
+from diloco_learner import agreement
+from diloco_learner.mesh import axis_sizes
 from diloco_learner.task import first_batch, load_task
 
 
@@ -53,16 +53,14 @@ def fit(settings: LearnerSettings, run: RunSettings | None) -> Fit:
     wrong = ""
     try:
         if count > 1:
-            together.check(settings)
+            agreement.check(settings)
         mesh = axis_sizes(settings.mesh, count * len(devices), devices[0].platform)
         if run is not None:
             task = load_task(run.task, settings.data)
             first = first_batch(task, run)
-            facts |= together.first_facts(settings, Run(settings.run, run, cast(Registry, None)))  # which nobody asks
-            facts |= together.model_facts(None, task, run, first) | {"mesh": mesh}
-            shapes = jax.eval_shape(task.init, jax.random.key(run.seed))
-            partitions(task, jax.tree_util.tree_flatten_with_path(shapes)[0], mesh)
-            check_rows(first, mesh)
+            facts |= agreement.first_facts(settings, Run(settings.run, run, cast(Registry, None)))  # which nobody asks
+            facts |= agreement.model_facts(None, task, run, first) | {"mesh": mesh}
+            agreement.check_meshes(settings, task, run, first)
     except SettingsError as error:
         wrong = str(error)
     return Fit(len(devices), devices[0].platform, mesh, {name: str(value) for name, value in facts.items()}, wrong)

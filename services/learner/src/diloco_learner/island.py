@@ -144,6 +144,11 @@ class Island:
         if loss.dtype.itemsize < 4:
             raise SettingsError(f"{said}: cast logits to float32 before the loss, or it and its mean have two or three digits")
 
+    @property
+    def own_rows(self) -> range:
+        """The rows of a batch that the devices of this process take, on a mesh; one was checked before."""
+        return self._placement.own_rows
+
     def params(self) -> Any:
         """Return the parameters as the task has them, in its pytree; they are valid until the next step or write."""
         return self._tree(self._rounded(self._leaves))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, explicit_axes, use_abstract_mesh
 from jax.tree_util import SequenceKey
+from numpy.typing import NDArray
 
 from diloco.errors import SettingsError
 from diloco.settings.service import MeshSettings
@@ -138,6 +139,19 @@ def check_rows(batch: Any, sizes: Mapping[str, int]) -> None:
         )
 
 
+def rows_of(mesh: Mesh, rows: int, devices: Collection[jax.Device]) -> range:
+    """Return the rows of a batch, of so many, that some devices take: one range that has all of them."""
+    places = NamedSharding(mesh, ROWS).devices_indices_map((rows,))
+    bounds = [places[device][0].indices(rows) for device in devices]
+    return range(min(start for start, _, _ in bounds), max(stop for _, stop, _ in bounds))
+
+
+def rows_alone(batch: Any, rows: range) -> Any:
+    """Return a whole batch with these rows alone; arrays of another first axis stay whole."""
+    count = _rows(batch)
+    return jax.tree.map(lambda leaf: leaf[rows.start : rows.stop] if np.shape(leaf)[:1] == (count,) else leaf, batch)
+
+
 class Placement:
     """Where the arrays of an island lie: split over a mesh, or, without one, as JAX puts them on one device.
 
@@ -147,6 +161,7 @@ class Placement:
 
     def __init__(self, task: Task, mesh: Mesh | None, key: jax.Array) -> None:
         self.task, self.mesh, self._key = task, mesh, key
+        self._batch_shapes: Any = None  # of whole batches, once one has been checked
         if mesh is None:
             return
         keyed, self._structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(task.init, key))
@@ -191,23 +206,37 @@ class Placement:
         return values if self.mesh is None else jax.lax.with_sharding_constraint(values, self._shardings)
 
     def batch(self, batch: Any) -> Any:
-        """Return a batch with its rows on the devices that take them."""
+        """Return a batch with its rows on the devices that take them.
+
+        Of a learner of several processes it may have no more than :attr:`own_rows`.
+
+        Raises:
+            SettingsError: it has neither these nor all.
+        """
         if self.mesh is None:
             return batch
         mesh = self.mesh
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._batch_specs(batch))
         if not mesh.is_multi_process:
-            return jax.device_put(batch, shardings)
-        return jax.tree.map(_own_rows, batch, shardings)
+            return jax.device_put(batch, jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._batch_specs(batch)))
+        whole = self._batch_shapes
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._batch_specs(whole))
+        return jax.tree_util.tree_map_with_path(functools.partial(place, own=self.own_rows), batch, whole, shardings)
+
+    @property
+    def own_rows(self) -> range:
+        """The rows of a batch that the devices of this process take, on a mesh; one was checked before."""
+        assert self.mesh is not None
+        return rows_of(self.mesh, _rows(self._batch_shapes), self.mesh.local_devices)
 
     def check_batch(self, batch: Any) -> None:
-        """Find out that the devices divide the rows of a batch.
+        """Find out that the devices divide the rows of a whole batch; all others have its shapes.
 
         Raises:
             SettingsError: they do not.
         """
         if self.mesh is not None:
             check_rows(batch, self.mesh.shape)
+            self._batch_shapes = jax.eval_shape(lambda whole: whole, batch)
 
     def _batch_specs(self, batch: Any) -> Any:
         assert self.mesh is not None
@@ -274,10 +303,34 @@ def _copy_in_places(places: tuple[Sharding, ...]) -> Callable[[Leaves], Leaves]:
     return jax.jit(_copied, out_shardings=list(places))
 
 
-def _own_rows(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """Return an array of all processes of which this one puts what its devices take; nobody asks the others."""
-    values = np.asarray(leaf)
-    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+def place(path: Any, leaf: Any, whole: jax.ShapeDtypeStruct, sharding: NamedSharding, *, own: range) -> jax.Array:
+    """Return an array of all processes of which this one puts what its devices take; nobody asks the others.
+
+    ``leaf`` is the whole array, or where rows are split this process's ``own`` ones.
+    """
+    values, split = np.asarray(leaf), sharding.spec == ROWS
+    alone = split and values.shape == (len(own), *whole.shape[1:])
+    if not alone and values.shape != whole.shape:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
+        raise SettingsError(
+            f"task: batches() gave {name} as {list(values.shape)}, expected {list(whole.shape)}, or rows {own.start} to "
+            f"{own.stop - 1} of it: batches have the same shapes each time"
+        )
+    first = own.start if alone else 0
+
+    def here(index: tuple[slice, ...] | None) -> NDArray[Any]:
+        assert index is not None
+        return values[shifted(index, whole.shape, first)]
+
+    return jax.make_array_from_callback(whole.shape, sharding, here)
+
+
+def shifted(index: tuple[slice, ...], shape: Shape, first: int) -> tuple[slice, ...]:
+    """Return where a part of an array is in one that begins with the array's ``first`` row."""
+    if not first:
+        return index
+    start, stop, _ = index[0].indices(shape[0])
+    return slice(start - first, stop - first), *index[1:]
 
 
 def _row_shards(sizes: Mapping[str, int]) -> int:

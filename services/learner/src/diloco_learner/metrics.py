@@ -95,7 +95,7 @@ OF_PROCESSES: tuple[Metric[Part], ...] = (
         "Number of this generation of the learner's processes, which grows",
         lambda part: part.group.generation,
     ),
-    Metric("diloco_island_processes", "gauge", "Processes of the learner", lambda part: part.group.count),
+    Metric("diloco_island_processes", "gauge", "Processes of the learner that are there", lambda part: part.group.size),
     Metric("diloco_island_process", "gauge", "Which of them this one is; 0 leads", lambda part: part.group.index),
     Metric("diloco_island_steps_total", "counter", "Steps of this generation", lambda part: part.course.step),
     Metric(

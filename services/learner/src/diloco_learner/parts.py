@@ -7,30 +7,23 @@ of the fragments that it carries now. So parts that other hosts saved have to be
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
-from diloco.core.learner import ACCOUNTS
-from diloco.errors import RunError
-from diloco.member import carrier, state
+from diloco.member import restoring, state
 from diloco.member.leader import Leader
 from diloco.member.part import Follower, Part, Saving
-from diloco.member.state import Content, Saved, State
+from diloco.member.state import Content, Saved
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
-from diloco.wire.island import Candidate, Pending, Purpose, Told
+from diloco.wire.island import Purpose
 from diloco_learner import checkpoint
 from diloco_learner.beginning import Process
-from diloco_learner.checkpoint import UNFIT, lend_from, note_cost
+from diloco_learner.checkpoint import lend_from, note_cost
 from diloco_learner.island import Island
 from diloco_learner.pacing import Pacing
 from diloco_learner.saver import Saver
-
-TAKEN = "taken"
 
 
 class PartKeeper:
@@ -39,8 +32,8 @@ class PartKeeper:
     def __init__(self, island: Island, member: Leader | Follower, settings: LearnerSettings, log: Logger) -> None:
         group = member.part.group
         self.saves, self.settings, self.log = member, settings, log
-        self.saver = Saver(island, member.part.run.identity, settings.name, log, group.index, group.count)
-        self._lent, self._loans = member.part.lent, state.loans(settings.state_dir, settings.name, group.index)
+        self.saver = Saver(island, member.part.run.identity, settings.name, log, group.place, group.size)
+        self._lent, self._loans = member.part.lent, state.loans(settings.state_dir, settings.name, group.place)
         shutil.rmtree(self._loans, ignore_errors=True)  # what a process left behind that was killed
 
     def at_boundary(self) -> None:
@@ -72,10 +65,8 @@ class PartKeeper:
 
     def _save_own(self, saving: Saving, content: Content) -> Saved | None:
         """Keep the part before if it is of the newest checkpoint that all processes have."""
-        path, previous = state.generations(self.settings.state_dir, self.settings.name, self.saver.index)
-        keeps = state.is_of(path, self.saver.run, self.settings.name, saving.save.whole)
-        dump = saving.accounts, saving.arrays
-        return self.saver.save(path, saving.save.name, dump, content, previous if keeps else None)
+        path, previous = restoring.own_place(self.settings, self.saver.run, self.saver.index, saving.save)
+        return self.saver.save(path, saving.save.name, (saving.accounts, saving.arrays), content, previous)
 
     def _lend(self, saving: Saving, content: Content) -> Saved | None:
         lent = lend_from(self.saver, self._loans / f"{saving.number}.safetensors", saving.save.name, content)
@@ -118,94 +109,19 @@ class LeadingKeeper(PartKeeper):
         return "own" if self._pacing.due(now_s) else None
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """A checkpoint that this process can begin from."""
-
-    path: Path
-    saved: State
-    offers: list[list[Pending]]  # by fragment: those whose fate it does not know
-    carried: carrier.Restored
-
-
 def restore(process: Process, island: Island, part: Part, leader: Leader | None) -> bool:
     """Go on from the newest checkpoint that all processes can begin from; False if there is none: the log has the model.
 
-    The leader, given in its own process, names one after the other, and says why one is refused.
+    The leader is given in its own process.
     """
-    group, name, log = part.group, process.settings.name, process.log
     island.wanted()  # all make their optimizer's arrays here, and none of them alone
-    fits = iter(()) if leader is None else _fitting(process, island, part, leader)
-    for number in itertools.count():
-        stage, fit = f"checkpoint {number}", next(fits, None)
-        said = None if leader is None else Candidate(stage, fit.saved.set_name if fit else None, fit.offers if fit else [])
-        candidate = process.wait(group.hear_leader(Candidate, stage, said))
-        if candidate.name is None:
-            return False
-        problem = ""
-        if leader is None:
-            try:
-                saved = state.load_set(process.settings.state_dir, process.run.identity, name, candidate.name, group.index)
-                fit = _fit(Path(candidate.name), saved, candidate.offers, part, island)
-            except UNFIT as error:
-                problem = str(error)
-        differs = process.wait(group.difference(stage, {"checkpoint": problem}))
-        taken = None
-        if leader is not None and fit is not None:
-            taken = Told(f"{stage}, taken", TAKEN if _restored(leader, fit, differs, log) else "")
-        if process.wait(group.hear_leader(Told, f"{stage}, taken", taken)).text != TAKEN:
-            continue
-        assert fit is not None
-        part.carrier.restore(fit.carried)
-        if leader is None:
-            checkpoint.put(fit.saved, island)
-            log.info("checkpoint_restored", set=fit.saved.set_name)
-        else:
-            leader.note_restored(fit.saved.set_name)
-            checkpoint.take_over(fit.path, fit.saved, island, leader, log)
-        return True
-    raise AssertionError("a generation ends with the leader's last word")
-
-
-def _fitting(process: Process, island: Island, part: Part, leader: Leader) -> Iterator[_Fit]:
-    """Yield the checkpoints that the leader can begin from, the newest first; name those from which it cannot."""
-    for path in state.generations(process.settings.state_dir, process.settings.name):
-        if path.exists():
-            try:
-                saved = state.load(path, process.run.identity, process.settings.name)
-                fit = _fit(path, saved, leader.unmerged_of(saved.accounts), part, island)
-            except UNFIT as error:
-                process.log.warning("checkpoint_refused", file=str(path), reason=str(error))
-            else:
-                yield fit
-
-
-def _fit(path: Path, saved: State, offers: list[list[Pending]], part: Part, island: Island) -> _Fit:
-    """Check that this process finds all that it needs in a state: for its devices, and of the fragments that it carries.
-
-    Raises:
-        RunError, LookupError, ValueError: it does not.
-    """
-    checkpoint.check(saved, island)
-    carrying = part.carrier
-    arrays = {name: array for index in carrying.fragments for name, array in saved.arrays(f"{ACCOUNTS}{index}/").items()}
-    try:
-        return _Fit(path, saved, offers, carrying.loaded(offers, arrays))
-    except LookupError as error:
-        raise RunError(
-            f"checkpoint: accounts of a fragment that this process carries are not there ({error}): another process of this "
-            "learner saved them; give its processes one state_dir that all of them see"
-        ) from None
-
-
-def _restored(leader: Leader, fit: _Fit, differs: str, log: Logger) -> bool:
-    """Have the leader go on with a checkpoint's accounts; if it cannot, or others cannot begin from it, say so."""
-    reason = differs
-    if not reason:
-        try:
-            leader.restore(fit.saved.accounts, {})
-        except UNFIT as error:
-            reason = str(error)
-    if reason:
-        log.warning("checkpoint_refused", file=str(fit.path), reason=reason)
-    return not reason
+    check = partial(checkpoint.check, island=island)
+    fit = process.wait(restoring.begin_again(process.settings, part, leader, check, process.log))
+    if fit is None:
+        return False
+    if leader is None:
+        checkpoint.put(fit.saved, island)
+        process.log.info("checkpoint_restored", set=fit.saved.set_name)
+    else:
+        checkpoint.take_over(fit.path, fit.saved, island, leader, process.log)
+    return True

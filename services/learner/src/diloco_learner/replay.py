@@ -45,9 +45,9 @@ def machine() -> tape.Machine:
     return tape.Machine.of(text, threads, flags)
 
 
-def mesh_event(mesh: Mesh) -> tape.Mesh:
+def mesh_event(mesh: Mesh | None) -> tape.Mesh:
     """Return a mesh as tapes have it."""
-    return tape.Mesh(*(mesh.shape[axis] for axis in AXES))
+    return tape.Mesh(*(1 if mesh is None else mesh.shape[axis] for axis in AXES))
 
 
 def parameters_digest(island: Island, fragment_map: FragmentMap) -> bytes:

@@ -25,7 +25,7 @@ from diloco.process.tape import TapeFile
 from diloco.service import skeleton as service
 from diloco.service.metrics import Exporter
 from diloco.settings.service import LearnerSettings
-from diloco_learner import checkpoint, programs, replay, together
+from diloco_learner import agreement, checkpoint, programs, replay, together
 from diloco_learner.beginning import Beginning, LoopThread, Process, make_trainer, set_up_jax
 from diloco_learner.evaluator import Evaluator
 from diloco_learner.feed import Feed
@@ -37,7 +37,7 @@ from diloco_learner.task import Task
 
 async def _find(settings: LearnerSettings, exporter: Exporter, log: Logger) -> tuple[NatsTransport, Run]:
     await exporter.start()
-    transport = exporter.transport = await service.connect(settings, settings.role, log)
+    transport = exporter.transport = await service.connect(settings, settings.role, log, settings.processes)
     return transport, await service.find_run(transport, settings, log)
 
 
@@ -97,7 +97,7 @@ def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
     set_up_jax(settings)
     alone = settings.processes.count == 1
     if not alone:
-        together.check(settings)
+        agreement.check(settings)
     mesh = make_mesh(settings.mesh) if alone else None
     log, thread = observe.get_logger(), LoopThread()
     exporter = Exporter(settings, settings.role, log)

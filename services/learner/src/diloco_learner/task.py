@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,6 +38,8 @@ class Task(Protocol):
     ``inner.optimizer = muon`` treats them (where a task does not say: 0 for embedding-like tensors, 1 for others). For learners
     of several devices it may have ``partition(path, shape) -> PartitionSpec | None``, how a tensor is split over the mesh, and
     ``axes = "explicit"``, for a loss that is written for explicit axes (docs/islands.md). ``init`` is then traced, too.
+    ``batches`` may have a further parameter, ``rows: range | None = None``: of a learner of several processes each asks for its
+    rows of each batch alone. Arrays of another first axis than the batch's rows are whole all the same.
     """
 
     @property
@@ -104,9 +107,9 @@ class GptTask:
         """Return the mean cross-entropy in nats a byte of windows int32 [batch, context + 1]."""
         return gpt.loss(params, batch, self.shape)
 
-    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[NDArray[np.int32]]:
+    def batches(self, share: int, shares: int, seed: int, start: int, rows: range | None = None) -> Iterator[NDArray[np.int32]]:
         """Return windows int32 [batch, context + 1] of this share's text, as :meth:`diloco_learner.text.TextData.batches`."""
-        return self.data.batches(share, shares, seed, start)
+        return self.data.batches(share, shares, seed, start, rows)
 
     def validation(self) -> Sequence[NDArray[np.int32]]:
         """Return held-out windows int32 [batch, context + 1], as :meth:`~diloco_learner.text.TextData.validation`."""
@@ -155,7 +158,22 @@ def load_task(settings: TaskSettings, data: str | None) -> Task:
     missing = [name for name in REQUIRED if not hasattr(task, name)]
     if missing:
         raise SettingsError(f"task.name = {settings.name!r}: what {attribute} returns lacks {', '.join(missing)}")
+    rows = _rows_parameter(task)
+    if rows is not None and rows.default is not None:
+        raise SettingsError(f"task.name = {settings.name!r}: batches(..., rows) needs the default None: whole batches")
     return task
+
+
+def makes_rows(task: Task) -> bool:
+    """Return whether a task's ``batches`` makes some rows of each batch alone where it is given ``rows``."""
+    return _rows_parameter(task) is not None
+
+
+def _rows_parameter(task: Task) -> inspect.Parameter | None:
+    try:
+        return inspect.signature(task.batches).parameters.get("rows")
+    except (TypeError, ValueError):  # a callable that says nothing of its parameters
+        return None
 
 
 def first_batch(task: Task, settings: RunSettings) -> Any:

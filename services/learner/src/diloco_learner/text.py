@@ -154,13 +154,14 @@ class Windows:
         starts = self._starts(epoch)[at * self.batch : (at + 1) * self.batch]
         return self._cut(starts)
 
-    def iterate(self, start: int) -> Iterator[NDArray[np.int32]]:
-        """Yield batches ``start``, ``start + 1``, ... without end, each int32 [batch, context + 1]."""
+    def iterate(self, start: int, rows: range | None = None) -> Iterator[NDArray[np.int32]]:
+        """Yield batches ``start``, ``start + 1``, ... without end, each int32 [batch, context + 1]; or ``rows`` of each."""
+        own = slice(None) if rows is None else slice(rows.start, rows.stop)
         epoch, at = divmod(start, self.batches_per_epoch)
         while True:
             starts = self._starts(epoch)
             for i in range(at, self.batches_per_epoch):
-                yield self._cut(starts[i * self.batch : (i + 1) * self.batch])
+                yield self._cut(starts[i * self.batch : (i + 1) * self.batch][own])
             epoch, at = epoch + 1, 0
 
     def _starts(self, epoch: int) -> NDArray[np.int64]:
@@ -179,15 +180,15 @@ class TextData:
         self.batch, self.context = settings.batch, settings.context
         self.corpus = load_corpus(data)
 
-    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[NDArray[np.int32]]:
-        """Return the batches of a share from the ``start``-th on, without end, each int32 [batch, context + 1].
+    def batches(self, share: int, shares: int, seed: int, start: int, rows: range | None = None) -> Iterator[NDArray[np.int32]]:
+        """Return the batches of a share from the ``start``-th on, without end: int32 [batch, context + 1], or ``rows`` of each.
 
         Raises:
             DataError: the share is too short for one batch.
         """
         what = f"{self.corpus.source}, share {share} of {shares}"
         windows = Windows(self.corpus.share(share, shares), self.context, self.batch, seed=seed, share=share, what=what)
-        return windows.iterate(start)
+        return windows.iterate(start, rows)
 
     def validation(self) -> list[NDArray[np.int32]]:
         """Return batches of windows, int32 [batch, context + 1], that are evenly spread over the held-out text.

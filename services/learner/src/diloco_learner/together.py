@@ -6,38 +6,32 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import jax
-import numpy as np
-from blake3 import blake3
 from jax.sharding import Mesh
 
-from diloco import __version__
-from diloco.control.creation import Run
 from diloco.core import tape as events
 from diloco.core.fragments import FragmentMap
+from diloco.core.roll import LEADER
 from diloco.core.rows import carriers
-from diloco.errors import IslandError, SettingsError
+from diloco.errors import IslandError
 from diloco.log.log import Log
 from diloco.member.group import Group
 from diloco.member.leader import Leader
 from diloco.member.part import Follower, Part
 from diloco.member.peer import MAX_PEERS, Borrower
-from diloco.process.observe import Counted, Logger
+from diloco.process.observe import Counted
 from diloco.process.tape import TapeFile
 from diloco.service import skeleton
 from diloco.settings.run import RunSettings
-from diloco.settings.service import LearnerSettings
-from diloco.wire.island import Facts, Ping, Told, facts
+from diloco.wire.island import Ping, Told
 from diloco.wire.subjects import Subjects
-from diloco_learner import parts, replay
+from diloco_learner import agreement, parts, replay
 from diloco_learner.beginning import Beginning, Process, make_trainer
 from diloco_learner.feed import Batch, Feed, Streams
 from diloco_learner.island import Island
@@ -46,60 +40,19 @@ from diloco_learner.metrics import ObservedMember, ObservedPart
 from diloco_learner.parts import LeadingKeeper, PartKeeper
 from diloco_learner.task import Task
 
+REGROUP = "regroup"
 LOST = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "UNKNOWN", "FAILED_PRECONDITION", "INTERNAL: Gloo")
 # how JAX's errors begin where another process is gone
 
 
-def first_facts(settings: LearnerSettings, run: Run) -> Facts:
-    """Return what processes have to agree on before JAX begins."""
-    return facts(
-        {
-            "software": __version__,
-            "jax": jax.__version__,
-            "python": ".".join(platform.python_version_tuple()[:2]),
-            "run": f"{run.name} {run.identity.hex()}",
-            "mesh": settings.mesh.model_dump_json(),
-            "slow": settings.slow,
-        }
-    )
-
-
-def model_facts(mesh: Mesh | None, task: Task, settings: RunSettings, first: Any) -> dict[str, Any]:
-    """Return what they have to agree on before they compute together; ``first`` is the first batch of the first share."""
-    devices = jax.devices()
-    keyed, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(task.init, jax.random.key(settings.seed)))
-    tensors = " ".join(f"{jax.tree_util.keystr(path)}{leaf.dtype}{leaf.shape}" for path, leaf in keyed)
-    return {
-        "platform": devices[0].platform,
-        "device": devices[0].device_kind,
-        "devices": len(devices),
-        "mesh": None if mesh is None else dict(mesh.shape),
-        "model": blake3(tensors.encode()).hexdigest(8),
-        "first batch": batch_digest(first),
-    }
-
-
-def program_facts(step: jax.stages.Lowered) -> dict[str, Any]:
-    """Return what they have to agree on before they step."""
-    return {"step": blake3(step.as_text().encode()).hexdigest(8)}
-
-
-def batch_digest(batch: Any) -> str:
-    """Return a digest of a batch: equal ones have equal arrays in equal places."""
-    leaves, structure = jax.tree.flatten(batch)
-    digest = blake3(str(structure).encode())
-    for leaf in leaves:
-        values = np.ascontiguousarray(leaf)
-        digest.update(f"{values.dtype}{values.shape}".encode() + values.tobytes())
-    return digest.hexdigest(8)
-
-
 def begin_jax(group: Group) -> None:
-    """Have JAX connect this process with the others: from here on it has all their devices.
+    """Have JAX connect this process with the others, if there are any: from here on it has all their devices.
 
     Raises:
         IslandError: it cannot.
     """
+    if group.size == 1:
+        return
     update: Callable[[str, Any], None] = jax.config.update
     update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     host, port = group.coordinator
@@ -107,10 +60,10 @@ def begin_jax(group: Group) -> None:
     try:
         jax.distributed.initialize(
             address,
-            group.count,
-            group.index,
+            group.size,
+            group.place,
             cluster_detection_method="deactivate",
-            coordinator_bind_address=address if group.index == 0 else None,
+            coordinator_bind_address=address if group.place == LEADER else None,
             initialization_timeout=int(group.settings.start_s),
         )
     except RuntimeError as error:
@@ -121,21 +74,26 @@ def work(process: Process) -> None:
     """Train as one of a learner's processes until the run is over, or one of them is asked to end."""
     settings, run = process.settings, process.run
     process.exporter.starting = "the other processes of this learner"
-    group = process.wait(meet(settings, run, process.log))
+    group = process.wait(agreement.meet(settings, run, process.transport, process.log))
+    if group is None:
+        return
     process.stack.push(LettingGo(group, process.thread.run))
     begin_jax(group)
-    mesh = make_mesh(settings.mesh)
-    assert mesh is not None
+    smaller = settings.mesh.of(group.size, group.count)
+    assert smaller is not None, "the leader knows the sizes of a generation"
+    mesh = make_mesh(smaller)
     beginning = Beginning(process, lambda name: nullcontext())  # one that waited would keep the others from a collective
     task = beginning.task
-    process.wait(group.agree("model", model_facts(mesh, task, run.created, beginning.first)))
+    agreement.check_meshes(settings, task, run.created, beginning.first)
+    process.wait(group.agree("model", agreement.model_facts(mesh, task, run.created, beginning.first)))
     island, fragments = beginning.make_island(mesh, copies=True)
+    rows = None if mesh is None else agreement.rows_to_make(task, run.created, beginning.first, island.own_rows)
     member = process.wait(make_member(process, fragments, group, island))
     process.at_end(member.close)
     if isinstance(member, Leader):
         member.admission.check_batch(task.tokens_per_batch)
     step = island.trace(beginning.first)
-    process.wait(group.agree("program", program_facts(step)))
+    process.wait(group.agree("program", agreement.program_facts(step)))
     beginning.compile_step(step)
     process.wait(group.agree("compiled", {}))  # collectives connect at the first step, and wait for one another no minute long
     process.stack.enter_context(own_errors_first(group))
@@ -143,23 +101,25 @@ def work(process: Process) -> None:
     if process.wait(group.difference("room", {"steps wait for captures": island.holds})):
         island.hold()
     beginning.over()
-    _train(process, task, island, mesh, member)
+    _train(process, task, island, mesh, member, rows)
 
 
-def _train(process: Process, task: Task, island: Island, mesh: Mesh, member: Leader | Follower) -> None:
+def _train(
+    process: Process, task: Task, island: Island, mesh: Mesh | None, member: Leader | Follower, rows: range | None
+) -> None:
     settings, run, log = process.settings, process.run.created, process.log
     batches: Iterator[Batch]
     look_ahead, labels = None, process.exporter.labels()
     if isinstance(member, Leader):
         process.wait(member.join(list))  # it gathers the model from all processes, if it founds the run
         process.exporter.observed = ObservedPart(member.part, labels, ObservedMember(member, process.transport, labels))
-        for event in (replay.machine(), replay.mesh_event(mesh), events.Processes(settings.processes.count)):
+        for event in (replay.machine(), replay.mesh_event(mesh), events.Processes(member.part.group.size)):
             member.tape.record(event)
-        batches, look_ahead = Feed(task, run, member.leased, log), member.look_ahead
+        batches, look_ahead = Feed(task, run, member.leased, log, rows), member.look_ahead
     else:
         process.wait(member.join())
         process.exporter.observed = ObservedPart(member.part, labels)
-        batches = DecidedBatches(task, run, member)
+        batches = DecidedBatches(task, run, member, rows)
     if not parts.restore(process, island, member.part, member if isinstance(member, Leader) else None):
         if isinstance(member, Leader):
             member.count_steps(task.tokens_per_batch)
@@ -171,13 +131,21 @@ def _train(process: Process, task: Task, island: Island, mesh: Mesh, member: Lea
         keeper = PartKeeper(island, member, settings, log)
     trainer = make_trainer(process, task, island, member, batches, keeper.at_boundary, look_ahead)
     part = member.part
+    part.group.may_renew = lambda: settings.processes.elastic and part.course.step > 0 and not process.stopping()
     try:
         finished = trainer.run()
     finally:
         keeper.close()
+    if not finished and _regroups(process, member):
+        if process.stopping():
+            return  # it was asked to end meanwhile: the others go on from the same state
+        part.group.renew()
     if isinstance(member, Leader):
-        digest = replay.digest_of(member.map, lambda index: process.thread.run(part.gather(index), lambda: False))
-        member.tape.record(events.End(finished, digest))
+        try:
+            digest = replay.digest_of(member.map, lambda index: process.thread.run(part.gather(index), lambda: False))
+            member.tape.record(events.End(finished, digest))
+        except IslandError as error:  # all have ended as decided, and this process stood still meanwhile
+            log.warning("end_not_recorded", reason=str(error))
     transport = process.transport
     between_up, between_down = part.links.moved_bytes
     log.info(
@@ -190,6 +158,19 @@ def _train(process: Process, task: Task, island: Island, mesh: Mesh, member: Lea
         processes_bytes_down=between_down,
     )
     process.thread.run(part.group.farewell(), lambda: False)  # until then the leader may ask for what this process has
+
+
+def _regroups(process: Process, member: Leader | Follower) -> bool:
+    """Whether the generation alone has ended, and not the learner; then all processes have taken leave of one another."""
+    part, run = member.part, process.thread.run
+    said = Told("end", REGROUP if member.regroups else "") if isinstance(member, Leader) else None
+    if run(part.group.hear_leader(Told, "end", said), lambda: False).text != REGROUP:
+        return False
+    run(part.group.farewell(), lambda: False)
+    if isinstance(member, Leader):
+        member.tape.flush()
+    process.log.info("island_regroups", generation=part.group.generation, steps=part.course.step)
+    return True
 
 
 def _borrow(process: Process, member: Leader | Follower, island: Island) -> None:
@@ -215,18 +196,6 @@ def _borrow(process: Process, member: Leader | Follower, island: Island) -> None
         member.note_optimizer(loan)
 
 
-async def meet(settings: LearnerSettings, run: Run, log: Logger) -> Group:
-    """Meet the learner's other processes. Call it in the loop's thread.
-
-    Raises:
-        SettingsError: they differ.
-        IslandError: they do not come, or cannot be reached.
-    """
-    group = Group(settings, run.identity, log)
-    await group.meet(first_facts(settings, run), int(1000 * time.time()))
-    return group
-
-
 class LettingGo:
     """At the end of a ``with`` statement: let go of the other processes, unless it ends by an error, which they notice."""
 
@@ -247,13 +216,12 @@ def own_errors_first(group: Group) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        group.ending()
         if str(error).startswith(LOST):
-            reason = str(error).splitlines()[0]
-            raise IslandError(
-                f"learner {group.name}, process {group.index}: a collective failed, as where a process is gone: {reason}"
-            ) from None
+            group.end(IslandError(f"a collective failed, as where a process is gone: {str(error).splitlines()[0]}"))
+        group.ending()
         raise
+    except IslandError as error:
+        group.end(error)
     except BaseException:
         group.ending()
         raise
@@ -267,26 +235,11 @@ def exit_from_jax(code: int) -> None:
         os._exit(code)
 
 
-def check(settings: LearnerSettings) -> None:
-    """Refuse what several processes cannot do.
-
-    Raises:
-        SettingsError: the setting and what to do are named.
-    """
-    if settings.role != "learner":
-        raise SettingsError("processes.count: an evaluator is one process")
-    if settings.identity is not None:
-        raise SettingsError(
-            "processes.count: a learner of several processes cannot have an identity yet: its processes would take each "
-            "other's consumers; use a server without identities, in a network of your own"
-        )
-
-
 async def make_member(process: Process, fragments: FragmentMap, group: Group, island: Island) -> Leader | Follower:
     """Return this process's part: the leader, or one that follows. Call it in the loop's thread."""
     transport, run, log = process.transport, process.run, process.log
-    layouts = [island.row_layout(fragment, group.count) for fragment in fragments.fragments]
-    dealt = carriers([fragment.size for fragment in fragments.fragments], group.count)
+    layouts = [island.row_layout(fragment, group.size) for fragment in fragments.fragments]
+    dealt = carriers([fragment.size for fragment in fragments.fragments], group.size)
 
     def read(index: int) -> Any:
         return island.read(fragments.fragments[index]).to_host()
@@ -295,9 +248,9 @@ async def make_member(process: Process, fragments: FragmentMap, group: Group, is
         group.links.sign_of_life = lambda: Ping(transport.bytes_out, transport.bytes_in, refused.total)
         return Part(transport, run, group, store, layouts, dealt, read, refused, log)
 
-    own = [index for index, carrier in enumerate(dealt) if carrier == group.index]
+    own = [index for index, carrier in enumerate(dealt) if carrier == group.place]
     log.info("carries", fragments=own, parameters=sum(fragments.fragments[index].size for index in own))
-    if group.index == 0:
+    if group.place == LEADER:
         tape = TapeFile(process.settings.state_dir, process.settings.name, run.identity, log)
 
         def lead(leader: Leader) -> Part:
@@ -311,8 +264,8 @@ async def make_member(process: Process, fragments: FragmentMap, group: Group, is
 class DecidedBatches(Iterator[Batch]):
     """The batches that the leader decides on, for a process that does not lead; each is made once it is decided."""
 
-    def __init__(self, task: Task, settings: RunSettings, follower: Follower) -> None:
-        self.follower, self._streams = follower, Streams(task, settings)
+    def __init__(self, task: Task, settings: RunSettings, follower: Follower, rows: range | None) -> None:
+        self.follower, self._streams = follower, Streams(task, settings, rows)
 
     def __next__(self) -> Batch:
         """Return the batch of the step after the next decision, once there is one.

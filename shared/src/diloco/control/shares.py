@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 from diloco.control.admission import admitted
@@ -35,6 +36,7 @@ class Claims:
         self._strangers: dict[str, ShareClaim] = {}  # of learners that are not admitted, as far as is known
         self._own: tuple[str, bytes, int] | None = None  # key, value and revision
         self._newest: tuple[str, bytes, int] | None = None
+        self._reading = asyncio.Lock()  # a learner that ends frees its shares while it may still be looking at all of them
 
     async def read(self) -> Mapping[str, ShareClaim]:
         """Return the claims by learner.
@@ -42,6 +44,10 @@ class Claims:
         Raises:
             BrokerError: the server is away.
         """
+        async with self._reading:
+            return await self._read()
+
+    async def _read(self) -> Mapping[str, ShareClaim]:
         for known in dict.fromkeys((self._own, self._newest)):  # they may be one
             if known is not None and not await self._is_there(*known):
                 self._own = self._newest = None

@@ -120,6 +120,11 @@ class Decisions:
         for number in [number for number in self._chains if number <= min(self._passed)]:
             del self._chains[number]
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether all processes have carried out all that the leader has."""
+        return not self._chains
+
     # ---- boundaries
 
     def book(self, done: StepDone) -> None:
@@ -164,6 +169,8 @@ class Decisions:
             course.chain,
         )
         self._made = decision, decided
+        if decided.save is not None:
+            self.saves.begin(decided.number, decided.save)  # now: others may be at that boundary before the leader is
         return decided
 
     def _save(self, decision: Decision, wanted: Purpose | None, *, ended: bool) -> Save | None:
@@ -179,6 +186,12 @@ class Decisions:
             return None
         marker = (decision.save or 0) if wanted == "whole" else 0
         return self.saves.word(wanted, f"{self.course.generation}, boundary {self.course.number}", marker)
+
+    @property
+    def may_save(self) -> bool:
+        """Whether a state can be saved at the next boundary: fragments are the log's, nothing is half made or being saved."""
+        joining = any(state.phase is Phase.JOINING for state in self.learner.fragments)
+        return self.saves.under_way is None and not joining and self.learner.may_dump
 
     @property
     def may_answer(self) -> bool:
@@ -200,7 +213,6 @@ class Decisions:
         self._made = None
         self.course.take(decided)
         if decided.save is not None:
-            self.saves.begin(decided.number, decided.save)
             marker = self.learner.markers.marker
             if marker is not None and marker.number == decided.save.marker:
                 self.learner.markers.copied(marker)

@@ -36,7 +36,7 @@ class Saves:
         return Save(purpose, name, self.whole, marker)
 
     def begin(self, number: int, save: Save) -> None:
-        """Note that a decision was carried out that says so."""
+        """Note that a decision was made that says so."""
         self._number, self.under_way = number, save
         self._parts = {}
 

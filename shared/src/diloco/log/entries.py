@@ -179,8 +179,12 @@ class Entries:
     ) -> AsyncIterator[tuple[Stored, Packed | CommitNotice]]:
         """Yield entries with all their parts, and notices, each with the message that brought it."""
         wanted, names, regions = set(fragments), self.stream.subjects, self.stream.regions
-        everything = len(wanted) == len(self.stream.map.fragments)
-        filters = [names.record_tree("*")] if everything else [names.record_tree(index) for index in sorted(wanted)]
+        if len(wanted) == len(self.stream.map.fragments):
+            filters = [names.record_tree("*")]
+        elif len(wanted) == 1 or self.stream.transport.filters_many:
+            filters = [names.record_tree(index) for index in sorted(wanted)]
+        else:  # all heads, small beside parts, which are read for the wanted ones alone
+            filters = [names.heads_and_notices("*")]
         parts = ChunkAssembler(self.stream.most_parts_bytes)
         async for stored in self.stream.pull(filters, start_sequence, stop_sequence):
             fragment = subjects.fragment_of(stored.subject)

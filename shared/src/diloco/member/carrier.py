@@ -22,6 +22,7 @@ from diloco.core.chain import Chain
 from diloco.core.delta import Apply, DeltaValues, Encoded, Unmerged, dump_arrays, load_arrays
 from diloco.core.learner import ACCOUNTS
 from diloco.core.leases import LOOKS_A_LEASE
+from diloco.core.roll import LEADER
 from diloco.errors import BrokerError, NonFiniteError
 from diloco.log.follower import Copy
 from diloco.log.log import Log
@@ -41,7 +42,6 @@ from diloco.wire.subjects import Subjects
 
 Vector = NDArray[np.float32]
 Restored = dict[int, tuple[list[Unmerged], DeltaValues]]  # by fragment
-LEADER = 0
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Carrier:
         """``carriers``: by fragment, the process that carries it. ``spawn`` begins a task whose failure ends this process."""
         self.transport, self.run, self.store, self.links, self.shipping, self.log = transport, run, store, links, shipping, log
         self.subjects, self.spawn = Subjects(run.name), spawn
-        self.fragments = [index for index, process in enumerate(carriers) if process == links.index]
+        self.fragments = [index for index, process in enumerate(carriers) if process == links.place]
         self.carriers = carriers
         self._carried: dict[int, _Carried] = {}
         self._stages: dict[int, Stage] = {}  # by fragment: the newest, of any process
@@ -134,7 +134,7 @@ class Carrier:
     def stage(self, stage: Stage) -> None:
         """Bring a version's rows to all processes, or await this process's rows of it."""
         self._stages[stage.fragment] = stage
-        if self.carriers[stage.fragment] == self.links.index:
+        if self.carriers[stage.fragment] == self.links.place:
             carried = self._carried[stage.fragment]
             theta = carried.thetas.get(stage.version)
             if theta is None and stage.version == carried.version:
@@ -174,7 +174,7 @@ class Carrier:
         vectors = {}
         for what in wanted:
             vectors[what] = np.empty(self.store.map.fragments[index].size, np.float32)  # what has no row here is never touched
-            self.shipping.rows(index, self.links.index, "theta").put(came[what][1], vectors[what])
+            self.shipping.rows(index, self.links.place, "theta").put(came[what][1], vectors[what])
         del self._rows[index]
         self._staged[index] = _Staged(stage, vectors["theta"], vectors.get("reference"))
         self.links.write(LEADER, island.Staged(index, stage.number))
@@ -186,8 +186,8 @@ class Carrier:
             LookupError: its rows are not here.
         """
         index = write.fragment
-        carries = self.carriers[index] == self.links.index
-        if not carries and not self.shipping.rows(index, self.links.index, "theta").size:
+        carries = self.carriers[index] == self.links.place
+        if not carries and not self.shipping.rows(index, self.links.place, "theta").size:
             return None
         staged = self._staged.pop(index)
         if staged.stage.number != write.stage:
@@ -218,7 +218,7 @@ class Carrier:
             return
         came = carried.came.get(carried.snapshot, {})
         needed = [process for process in self.links.others if self.shipping.rows(index, process, "snapshot").size]
-        if all(process in came for process in [self.links.index, *needed]):
+        if all(process in came for process in [self.links.place, *needed]):
             carried.snapshot, carried.came = None, {}
             self.spawn(self._encode(index, carried, came))
 
@@ -226,7 +226,7 @@ class Carrier:
         level, bits = self.run.created.codec.zstd_level, carried.bits
 
         def encode() -> tuple[Encoded, bytes, bytes]:
-            vector = came.pop(self.links.index)
+            vector = came.pop(self.links.place)
             for process, rows in came.items():
                 self.shipping.rows(index, process, "snapshot").put(rows, vector)
             encoded = carried.values.encode(vector, bits)

@@ -6,12 +6,16 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from diloco.core.roll import LEADER
 from diloco.errors import IslandError, SettingsError
-from diloco.member.links import Handle, Links
+from diloco.member.links import BYE_LOOK_S, Handle, Links
 from diloco.member.meeting import Meeting, free_port
+from diloco.member.proving import OPEN, secret_of
+from diloco.process import renewal
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings, host_and_port
 from diloco.wire import island
@@ -19,7 +23,7 @@ from diloco.wire.framing import Message
 from diloco.wire.island import Address, Agree, Agreed, Candidate, Facts, Ping, Told, difference
 
 WATCH_S = 0.25  # small beside the least `processes.silent_s`
-LEADER = 0
+OTHERS_S = 2.0  # in which the others notice what this process has, and begin again too
 
 S = TypeVar("S", Told, Candidate)
 
@@ -28,17 +32,26 @@ class Group:
     """A process's place among those of its learner. Construct it in the loop's thread, then ``await meet()``.
 
     A process that is lost cannot be waited for: the others may be within a collective that never ends. So a thread of its own
-    watches, and ends this process with the exit code of :class:`~diloco.errors.IslandError`.
+    watches, and ends this process with the exit code of :class:`~diloco.errors.IslandError`, or where ``may_renew`` says so has
+    it begin again by itself (:meth:`renew`).
+
+    ``index`` is this process's number among ``count``, for ever. In a generation of ``size`` processes it has a ``place``, by
+    which the others call it, as JAX does; ``links.members`` has the indexes by place.
     """
 
-    def __init__(self, settings: LearnerSettings, run: bytes, log: Logger) -> None:
+    def __init__(self, settings: LearnerSettings, run: bytes, log: Logger, key: bytes = OPEN) -> None:
+        """``key``: of the learner's identity, if it has one."""
+        self._key = key
         self.settings, self.run, self.log = settings.processes, run, log
         self.name, self.index, self.count = settings.name, settings.processes.index, settings.processes.count
+        self.place, self.size = 0, 1  # once they have met
+        self._sizes = settings.processes.sizes(settings.mesh)
+        self._meeting: Meeting | None = None
         self.generation = 0
         self.coordinator: Address = ("", 0)  # of jax.distributed
-        self.links = Links(self.index, run, log, self._take, self._lost)
+        self.links = Links(run, log, self._take, self._lost)
         self.beats: dict[int, Ping] = {}  # by process: what it has moved, as it said last
-        self.before_end: Callable[[], None] = lambda: None  # called where a watcher ends this process
+        self.may_renew: Callable[[], bool] = lambda: False
         self._handle: Handle | None = None
         self._early: list[tuple[int, Message, bytes]] = []  # messages before there was anybody to handle them
         self._found: dict[str, dict[int, Facts]] = {}  # by stage and process, of a leader
@@ -48,6 +61,7 @@ class Group:
         self._ending = threading.Event()
         self._failure: IslandError | None = None
         self._failed = threading.Event()
+        self._end = threading.Lock()  # of whichever thread ends this process
 
     async def meet(self, facts: Facts, generation: int) -> None:
         """Meet the other processes, and connect to all of them. ``generation`` is the leader's number for it, which grows.
@@ -56,7 +70,7 @@ class Group:
             SettingsError: processes differ in ``facts`` or settings.
             IslandError: some do not come, or cannot be reached.
         """
-        meeting = Meeting(self.name, self.settings, self.run, facts, self.log)
+        meeting = self._meeting = Meeting(self.name, self.settings, self._sizes, self.run, self._key, facts, self.log)
         host, _ = host_and_port(self.settings.address, "processes.address")
         port = await self.links.listen(host if self.index == LEADER else None)
         if self.index == LEADER:
@@ -64,10 +78,17 @@ class Group:
             welcome = await meeting.lead((host, port), coordinator, generation, os.urandom(32))
         else:
             welcome = await meeting.come(port)
-        self.generation, self.coordinator = welcome.generation, welcome.coordinator
-        await self.links.connect(welcome.addresses, welcome.generation, welcome.secret, self.settings.start_s)
-        threading.Thread(target=self._watch, name="island-watch", daemon=True).start()
-        self.log.info("processes_met", processes=self.count, index=self.index, generation=self.generation)
+        self.generation, self.coordinator, members = welcome.generation, welcome.coordinator, welcome.members
+        self.place, self.size = members.index(self.index), len(members)
+        secret, within_s = secret_of(self._key, welcome.secret), self.settings.start_s
+        await self.links.connect(self.place, members, welcome.addresses, welcome.generation, secret, within_s)
+        self._begin_to_watch()
+        self.log.info("processes_met", processes=self.size, index=self.index, members=members, generation=self.generation)
+
+    @property
+    def grows(self) -> bool:
+        """Whether the leader may begin a larger generation: with processes that wait at its address."""
+        return self._meeting is not None and self._meeting.grows
 
     async def agree(self, stage: str, values: dict[str, Any]) -> None:
         """Make sure that all processes have found the same values.
@@ -82,12 +103,12 @@ class Group:
     async def difference(self, stage: str, values: dict[str, Any]) -> str:
         """Return how the values differ that the processes have found; empty if they do not. All return the same."""
         facts = island.facts(values)
-        if self.index == LEADER:
+        if self.place == LEADER:
             found = self._found.setdefault(stage, {})
-            while len(found) < self.count - 1:
+            while len(found) < self.size - 1:
                 await self._next()
-            differing = ((process, difference(facts, other)) for process, other in sorted(found.items()))
-            said = (f"process {process} differs from process 0 in {differs}" for process, differs in differing if differs)
+            differing = ((self.links.name(place), difference(facts, other)) for place, other in sorted(found.items()))
+            said = (f"{process} differs from process 0 in {differs}" for process, differs in differing if differs)
             self._agreed[stage] = next(said, "")
             for process in self.links.others:
                 self.links.write(process, Agreed(stage, self._agreed[stage]))
@@ -127,7 +148,7 @@ class Group:
                 self.beats[source] = message
             case island.Bye():
                 pass
-            case Agree() if self.index == LEADER:
+            case Agree() if self.place == LEADER:
                 self._found.setdefault(message.stage, {})[source] = message.facts
                 self._news.set()
             case Told() | Candidate() if source == LEADER:
@@ -154,32 +175,57 @@ class Group:
 
     async def close(self) -> None:
         """Close all connections."""
+        if self._meeting is not None:
+            await self._meeting.close()
         await self.links.close()
 
     def _lost(self, error: IslandError) -> None:
         self._failure = error
         self._failed.set()
 
+    def _begin_to_watch(self) -> None:
+        threading.Thread(target=self._watch, name="island-watch", daemon=True).start()
+
     def _watch(self) -> None:
-        while not self._ending.is_set():
-            if self._failed.wait(WATCH_S):
-                break
+        while self.look():
+            self._failed.wait(WATCH_S)
+
+    def look(self) -> bool:
+        """End this process if another one is gone; return whether there is reason to look again."""
+        if self._ending.is_set():
+            return False
+        if self._failure is None:
             silent = self.links.silent(self.settings.silent_s)
-            if silent is not None:
-                self._failure = IslandError(
-                    f"process {silent} is gone: it was not heard for {self.settings.silent_s:g} s (processes.silent_s)"
-                )
-                break
-        if self._ending.is_set() or self._failure is None:
-            return
+            if silent is None:
+                return True
+            self._failure = IslandError(
+                f"{self.links.name(silent)} is gone: it was not heard for {self.settings.silent_s:g} s (processes.silent_s)"
+            )
         self.end(self._failure)
+        return False
 
     def end(self, error: IslandError) -> None:
-        """End this process at once, wherever its threads are: they may be waiting for a process that is gone."""
-        message = f"learner {self.name}, process {self.index}: {error}; all its processes end, and begin again together"
+        """End this process at once, or have it begin again, wherever its threads are: they may wait for one that is gone."""
+        self._end.acquire()
+        renews = self.may_renew()
+        then = "the others meet again" if renews else "all its processes end, and begin again together"
+        message = f"learner {self.name}, process {self.index}: {error}; {then}"
         try:
             self.log.error("island_ended", reason=str(error), generation=self.generation)
-            self.before_end()
             print(f"diloco-learner: {message}", file=sys.stderr, flush=True)
+            if renews:
+                self._renew()
         finally:
             os._exit(IslandError.exit_code)
+
+    def renew(self) -> NoReturn:
+        """Begin again as a fresh process: after :meth:`farewell`, to meet those that wait."""
+        self._end.acquire()
+        self._renew()
+
+    def _renew(self) -> NoReturn:
+        """Begin again; the leader last, since JAX ends a process at once whose coordination service is gone."""
+        over_s = time.monotonic() + OTHERS_S
+        while self.place == LEADER and self.links.connected and time.monotonic() < over_s:
+            time.sleep(BYE_LOOK_S)
+        renewal.renew()

@@ -65,13 +65,14 @@ class Leader(Member):
         self.part.lead = self._hear_process
         group, carriers = self.part.group, self.part.carriers
         needed = [
-            frozenset({carriers[index], *(p for p in range(group.count) if layout.held[p].size)})
+            frozenset({carriers[index], *(p for p in range(group.size) if layout.held[p].size)})
             for index, layout in enumerate(layouts)
         ]
-        self.decisions = Decisions(self.learner, run.identity, group.generation, group.count, needed)
+        self.decisions = Decisions(self.learner, run.identity, group.generation, group.size, needed)
         self._answering = self._offers = _Offers(self)
         self._moment = Moment(0, 1)
         self._batch = 0, 0
+        self.regroups = False  # whether the generation ends by the decision that was made last, so that a larger one begins
         # what is to be saved, if that can be done now; the trainer's thread asks at each decision
         self.wanted: Callable[[], Purpose | None] = lambda: None
         self._accounts: dict[str, Any] = {}  # as of the last boundary at which a state was saved
@@ -125,7 +126,7 @@ class Leader(Member):
                     self._note_part(source, message)
                 case island.Leaving():
                     if self._leave_by_s is None:
-                        self.log.info("process_asked_to_end", process=source)
+                        self.log.info("process_asked_to_end", process=self.part.links.members[source])
                         self._leave_by_s = self._shared.loop.time() + self.settings.leave_s
                         self.learner.leaving = True
                 case _:
@@ -220,8 +221,18 @@ class Leader(Member):
 
     def _decide(self, now_s: float) -> None:
         self._stage()
-        decided = self.decisions.make(now_s, self._batch, ended=self._may_leave(now_s), wanted=self.wanted())
+        self.regroups = self._may_regroup()
+        ended = self.regroups or self._may_leave(now_s)
+        decided = self.decisions.make(now_s, self._batch, ended=ended, wanted=self.wanted())
         self._shared.loop.call_soon_threadsafe(self.part.links.write_all, decided)
+
+    def _may_regroup(self) -> bool:
+        """Return whether the generation ends now for one with the processes that wait: once its state can be saved."""
+        ready = self.learner.activity in ("stepping", "waiting") and self.decisions.may_save and self._leave_by_s is None
+        if not (ready and self.part.group.grows):
+            return False
+        self.learner.silent = True  # what it offered from here on would not be in that state
+        return True
 
     def _may_leave(self, now_s: float) -> bool:
         """Return whether the learner leaves now: with nothing unmerged, or late, once its state can be saved."""
@@ -257,6 +268,15 @@ class Leader(Member):
             self._stage()
         self._shared.loop.call_soon_threadsafe(self._heartbeat_soon)
         return Boundary(writes, list(decided.reads), decided.stop, decided.wait, decided.finished, decided.ended)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there is something new, at most ``timeout_s``, and until no process is behind.
+
+        Steps are taken together, but nothing else keeps a leader that waits from deciding on and on while another process
+        stands still: it is missed only once it has been silent for too long.
+        """
+        super().wait(timeout_s)
+        self._shared.wait_until(lambda: self.decisions.is_followed or self._shared.failure is not None, None)
 
     def submit(self, fragment: int, reader: Reader) -> None:
         """Hand over a way to read this process's rows of a fragment as they are at this boundary."""

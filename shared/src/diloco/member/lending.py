@@ -72,7 +72,7 @@ class LentParts:
         Raises:
             DilocoError: it is lent no more, or the process does not answer.
         """
-        if process == self.links.index:
+        if process == self.links.place:
             kept = self._kept.get(number)
             if kept is None:
                 raise RunError(f"the state of boundary {number} is not lent any more")

@@ -12,8 +12,7 @@ import contextlib
 import hmac
 import os
 import socket
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from blake3 import blake3
@@ -31,6 +30,7 @@ Handle = Callable[[int, Message, bytes], None]  # of a process: its message, and
 LENGTH_BYTES = 4
 FRAME_BYTES = framing.MAX_FRAME_BYTES
 PING_S = 0.5  # several within the least `processes.silent_s`
+HELLO_BYTES = 4096  # of a frame before the other end has proved anything
 GREETING_S = 5.0  # four small messages, on a busy machine
 MAX_STRANGERS = 64  # connections that have not proved anything
 BYE_LOOK_S = 0.02  # the end of a learner waits for it
@@ -42,7 +42,17 @@ class Stream:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, run: bytes) -> None:
         self._reader, self._writer, self.run = reader, writer, run
         self._draining = asyncio.Lock()
+        self._most_bytes = HELLO_BYTES
         self.bytes_up = self.bytes_down = 0
+
+    @property
+    def peer(self) -> str:
+        """Where the other end is."""
+        return str((self._writer.get_extra_info("peername") or "?")[0])
+
+    def trust(self) -> None:
+        """Take large frames: the other end has proved that it is a process of the learner."""
+        self._most_bytes = FRAME_BYTES
 
     def write(self, message: Message, inline: bytes | memoryview = b"") -> None:
         """Send a message without waiting."""
@@ -79,8 +89,8 @@ class Stream:
     async def receive(self, kinds: Mapping[str, type[Message]]) -> tuple[Message, bytes]:
         """Return the next message, and the bytes in it, and raise as :meth:`receive_any` does."""
         length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
-        if not 0 < length <= FRAME_BYTES:
-            raise FormatError(f"a frame of {length} bytes, expected 1 to {FRAME_BYTES}")
+        if not 0 < length <= self._most_bytes:
+            raise FormatError(f"a frame of {length} bytes, expected 1 to {self._most_bytes}")
         frame = await self._reader.readexactly(length)
         self.bytes_down += LENGTH_BYTES + length
         kind = framing.kind_of(frame)
@@ -102,17 +112,21 @@ class Stream:
 class Links:
     """One process's connections to all others. Construct it in the loop's thread, and call it there.
 
-    ``handle`` is told each message, in the loop; ``lost`` the first error.
+    ``handle`` is told each message, in the loop; ``lost`` the first error. Processes are called by their ``place`` in this
+    generation, 0 being the leader's. Errors name them by their ``index``, which people know.
     """
 
-    def __init__(self, index: int, run: bytes, log: Logger, handle: Handle, lost: Callable[[IslandError], None]) -> None:
-        self.index, self.run, self.log = index, run, log
+    def __init__(self, run: bytes, log: Logger, handle: Handle, lost: Callable[[IslandError], None]) -> None:
+        self.run, self.log = run, log
+        self.place, self.members = 0, [0]  # until it is connected
         self._handle, self._lost = handle, lost
+        self._loop = asyncio.get_running_loop()  # its clock may be read in any thread
         self._streams: dict[int, Stream] = {}
         self._heard_s: dict[int, float] = {}
         self._gone: set[int] = set()  # that said farewell
+        self._closed: set[int] = set()  # whose connections have ended
         self._server: asyncio.Server | None = None
-        self._tasks = Tasks(lambda error: self.fail(IslandError(f"process {index}: its links failed: {error!r}")))
+        self._tasks = Tasks(lambda error: self.fail(IslandError(f"{self.name(self.place)}: its links failed: {error!r}")))
         self._strangers = 0
         self._known, self._complete = asyncio.Event(), asyncio.Event()  # generation and secret are; all are connected
         self._expected = 0
@@ -132,40 +146,51 @@ class Links:
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
-    async def connect(self, addresses: list[Address], generation: int, secret: bytes, within_s: float) -> None:
-        """Connect to all processes of smaller indexes, and wait until all others have connected.
+    async def connect(
+        self, place: int, members: Sequence[int], addresses: Sequence[Address], generation: int, secret: bytes, within_s: float
+    ) -> None:
+        """Connect to all processes of smaller places, and wait until all others have connected.
+
+        This process has ``place``; ``members`` are all processes' indexes, by place, and ``addresses`` likewise.
 
         Raises:
             IslandError: some are not there in time.
         """
+        self.place, self.members = place, list(members)
         self._generation, self._secret, self._expected = generation, secret, len(addresses) - 1
         self._known.set()
+        if not self._expected:
+            self._complete.set()
         try:
             async with asyncio.timeout(within_s):
-                for index in range(self.index):
-                    await self._connect(index, addresses[index])
+                for other in range(place):
+                    await self._connect(other, addresses[other])
                 await self._complete.wait()
         except (TimeoutError, OSError, EOFError, MessageError) as error:
-            missing = [index for index in range(len(addresses)) if index not in self._streams and index != self.index]
+            missing = [self.name(other) for other in range(len(addresses)) if other not in self._streams and other != place]
             raise IslandError(
-                f"process {self.index}: no connection to process {missing[0] if missing else '?'} "
+                f"{self.name(place)}: no connection to {missing[0] if missing else 'process ?'} "
                 f"({type(error).__name__}: {error}): processes of a learner have to reach each other on all ports"
             ) from None
         self._tasks.spawn(self._ping())
 
-    async def _connect(self, index: int, address: Address) -> None:
+    def name(self, place: int) -> str:
+        """Return how people know the process of a place."""
+        return f"process {self.members[place]}" if place < len(self.members) else f"a process of place {place}"
+
+    async def _connect(self, place: int, address: Address) -> None:
         reader, writer = await asyncio.open_connection(*address)
         stream = Stream(reader, writer, self.run)
         try:
-            own = Greeting(self.index, self._generation, os.urandom(32))
+            own = Greeting(self.place, self._generation, os.urandom(32))
             await stream.send(own)
             theirs = await stream.receive_one(Greeting)
             await stream.send(Proof(self._mac(own, theirs)))
-            self._check(theirs, own, await stream.receive_one(Proof), index)
+            self._check(theirs, own, await stream.receive_one(Proof), place)
         except BaseException:
             stream.abort()
             raise
-        self._add(index, stream)
+        self._add(place, stream)
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._strangers >= MAX_STRANGERS:
@@ -180,11 +205,11 @@ class Links:
             async with asyncio.timeout(GREETING_S):
                 await self._known.wait()
                 theirs = await stream.receive_one(Greeting)
-                own = Greeting(self.index, self._generation, os.urandom(32))
-                if theirs.index in self._streams or not self.index < theirs.index <= self._expected:
-                    raise FormatError(f"process {theirs.index} is not expected here")
+                own = Greeting(self.place, self._generation, os.urandom(32))
+                if theirs.place in self._streams or not self.place < theirs.place <= self._expected:
+                    raise FormatError(f"{self.name(theirs.place)} is not expected here")
                 await stream.send(own)
-                self._check(theirs, own, await stream.receive_one(Proof), theirs.index)
+                self._check(theirs, own, await stream.receive_one(Proof), theirs.place)
                 await stream.send(Proof(self._mac(own, theirs)))
         except (OSError, EOFError, MessageError, TimeoutError) as error:
             self.log.warning("connection_refused", reason=f"{type(error).__name__}: {error}")
@@ -192,64 +217,77 @@ class Links:
             return
         finally:
             self._strangers -= 1
-        self._add(theirs.index, stream)
+        self._add(theirs.place, stream)
 
     def _mac(self, sender: Greeting, other: Greeting) -> bytes:
-        said = f"{sender.generation} {sender.index} {other.index} ".encode() + sender.nonce + other.nonce
+        said = f"{sender.generation} {sender.place} {other.place} ".encode() + sender.nonce + other.nonce
         return blake3(said, key=self._secret).digest()
 
-    def _check(self, theirs: Greeting, own: Greeting, proof: Proof, index: int) -> None:
-        if (theirs.index, theirs.generation) != (index, self._generation):
+    def _check(self, theirs: Greeting, own: Greeting, proof: Proof, place: int) -> None:
+        if (theirs.place, theirs.generation) != (place, self._generation):
             raise FormatError(
-                f"process {theirs.index} of generation {theirs.generation}, expected {index} of {self._generation}"
+                f"{self.name(theirs.place)} of generation {theirs.generation}, expected {self.name(place)} of "
+                f"{self._generation}"
             )
         if not self._secret or not hmac.compare_digest(proof.mac, self._mac(theirs, own)):
-            raise HashError(f"process {theirs.index} does not know the secret of this generation")
+            raise HashError(f"{self.name(theirs.place)} does not know the secret of this generation")
 
-    def _add(self, index: int, stream: Stream) -> None:
-        self._streams[index], self._heard_s[index] = stream, time.monotonic()
-        self._tasks.spawn(self._receive(index, stream))
+    def _add(self, place: int, stream: Stream) -> None:
+        stream.trust()
+        self._streams[place], self._heard_s[place] = stream, self._loop.time()
+        self._tasks.spawn(self._receive(place, stream))
         if len(self._streams) == self._expected:
             self._complete.set()
 
-    async def _receive(self, index: int, stream: Stream) -> None:
+    async def _receive(self, place: int, stream: Stream) -> None:
         try:
             while True:
                 message, inline = await stream.receive(MESSAGES)
-                self._heard_s[index] = time.monotonic()
+                self._heard_s[place] = self._loop.time()
                 if isinstance(message, Bye):
-                    self._gone.add(index)
-                self._handle(index, message, inline)
+                    self._gone.add(place)
+                self._handle(place, message, inline)
         except IslandError as error:
             self.fail(error)
         except MessageError as error:
-            self.fail(IslandError(f"process {index} sends damaged messages: {error}"))
+            self.fail(IslandError(f"{self.name(place)} sends damaged messages: {error}"))
         except (OSError, EOFError):
-            if index not in self._gone:
-                self._gone.add(index)
-                self.fail(IslandError(f"process {index} is gone: its connection has ended"))
+            if place not in self._gone:
+                self._gone.add(place)
+                self.fail(IslandError(f"{self.name(place)} is gone: its connection has ended"))
+        finally:
+            self._closed.add(place)
 
     async def _ping(self) -> None:
         while True:
-            for index in self._streams:
-                self.write(index, self.sign_of_life())
+            for place in self._streams:
+                self.write(place, self.sign_of_life())
             await asyncio.sleep(PING_S)
 
     sign_of_life: Callable[[], Ping] = staticmethod(lambda: Ping(0, 0, 0))  # replaced by one that counts
 
     def silent(self, most_s: float) -> int | None:
         """Return a process that was not heard for ``most_s``. Callable from any thread."""
-        now_s = time.monotonic()
-        for index, heard_s in list(self._heard_s.items()):
-            if index not in self._gone and now_s - heard_s > most_s:
-                return index
+        now_s = self._loop.time()
+        for place, heard_s in list(self._heard_s.items()):
+            if place not in self._gone and now_s - heard_s > most_s:
+                return place
         return None
+
+    def has_ended(self, place: int, most_s: float) -> bool:
+        """Whether nothing more comes of a process, be it that it took leave: it was not heard for ``most_s``, or has ended."""
+        return place in self._closed or self._loop.time() - self._heard_s[place] > most_s
 
     def fail(self, error: IslandError) -> None:
         """Tell of the first error."""
         if not self._failed and not self._ending:
             self._failed = True
             self._lost(error)
+
+    @property
+    def connected(self) -> bool:
+        """Whether another process is still there. Callable from any thread."""
+        return len(self._closed) < len(self._streams)
 
     # ---- sending
 
@@ -264,29 +302,29 @@ class Links:
         streams = self._streams.values()
         return sum(stream.bytes_up for stream in streams), sum(stream.bytes_down for stream in streams)
 
-    def write(self, index: int, message: Message) -> None:
+    def write(self, place: int, message: Message) -> None:
         """Send a small message; to this process itself it is handed at once."""
-        if index == self.index:
-            self._handle(index, message, b"")
-        elif index in self._streams:
-            self._streams[index].write(message)
+        if place == self.place:
+            self._handle(place, message, b"")
+        elif place in self._streams:
+            self._streams[place].write(message)
 
     def write_all(self, message: Message) -> None:
         """Send a small message to all, and to this process itself last."""
-        for index in self.others:
-            self.write(index, message)
-        self.write(self.index, message)
+        for place in self.others:
+            self.write(place, message)
+        self.write(self.place, message)
 
-    async def send(self, index: int, message: Message, inline: memoryview) -> None:
+    async def send(self, place: int, message: Message, inline: memoryview) -> None:
         """Send a large message, and wait while too much is on its way; one that is lost ends the generation by itself."""
         with contextlib.suppress(OSError):
-            await self._streams[index].send(message, inline)
+            await self._streams[place].send(message, inline)
 
     async def farewell(self, silent_s: float) -> None:
         """Say that nothing more is wanted of the others, and answer them until all have said so, or are silent for so long."""
         self._ending = True
-        for index in self.others:
-            self._streams[index].write(Bye(self._generation))
+        for place in self.others:
+            self._streams[place].write(Bye(self._generation))
         while len(self._gone) < len(self._streams) and self.silent(silent_s) is None:
             await asyncio.sleep(BYE_LOOK_S)
 

@@ -7,6 +7,7 @@ the loop's, which everything that comes goes through. The trainer of a process t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,11 +26,12 @@ from diloco.core.decisions import Course
 from diloco.core.delta import Apply
 from diloco.core.fragment_state import Reader
 from diloco.core.fragments import FragmentMap
+from diloco.core.roll import LEADER
 from diloco.core.rows import RowLayout
 from diloco.core.schedule import Moment
 from diloco.errors import IslandError
 from diloco.log.log import Log
-from diloco.member.carrier import LEADER, Carrier
+from diloco.member.carrier import Carrier
 from diloco.member.group import Group
 from diloco.member.lending import LentParts
 from diloco.member.member import Boundary
@@ -44,6 +46,8 @@ from diloco.wire.framing import Message
 from diloco.wire.island import Decided, PartSaved, Save, Write
 
 Vector = NDArray[np.float32]
+
+LOOK_S = 0.5  # whether a process that rows are awaited of has ended
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ class Part:
             case _ if self.lead is not None:
                 self.lead(source, message)
             case _:
-                raise IslandError(f"process {source} takes process {self.links.index} for the leader ({message.kind})")
+                raise IslandError(f"process {source} takes process {self.links.place} for the leader ({message.kind})")
 
     def _take(self, decided: Decided) -> None:
         writes: list[tuple[int, Apply]] = []
@@ -170,7 +174,7 @@ class Part:
             return self.carrier.write(write)
         except LookupError as error:
             raise IslandError(
-                f"process {self.links.index}: version {write.version} of fragment {write.fragment} was decided, and its rows "
+                f"process {self.links.place}: version {write.version} of fragment {write.fragment} was decided, and its rows "
                 f"are not here ({error})"
             ) from None
 
@@ -190,7 +194,7 @@ class Part:
 
     def _hand_over(self, encode: island.Encode) -> None:
         """Send this process's rows of a snapshot to the carrier, once it has been read."""
-        if self.carriers[encode.fragment] == self.links.index:
+        if self.carriers[encode.fragment] == self.links.place:
             self.carrier.begin_offer(encode)
         key = encode.fragment, encode.number
         reader = self._readings.pop(key, None)
@@ -201,11 +205,11 @@ class Part:
 
     async def _send_rows(self, key: tuple[int, int], reader: Reader) -> None:
         fragment, number = key
-        carrier, rows = self.carriers[fragment], self.shipping.rows(fragment, self.links.index, "snapshot")
-        if carrier != self.links.index and not rows.size:
+        carrier, rows = self.carriers[fragment], self.shipping.rows(fragment, self.links.place, "snapshot")
+        if carrier != self.links.place and not rows.size:
             return
         vector = await asyncio.to_thread(reader)
-        if carrier == self.links.index:
+        if carrier == self.links.place:
             self.carrier.receive_snapshot(carrier, fragment, number, vector)
         else:
             await self.shipping.send(carrier, fragment, number, "snapshot", rows.take(vector))
@@ -219,20 +223,28 @@ class Part:
 
     async def _send_whole(self, fragment: int) -> None:
         vector = await asyncio.to_thread(self.read, fragment)
-        if self.links.index == LEADER:
+        if self.links.place == LEADER:
             self._whole.setdefault(fragment, {})[LEADER] = vector
             self._gathered.set()
         else:
-            rows = self.shipping.rows(fragment, self.links.index, "whole")
+            rows = self.shipping.rows(fragment, self.links.place, "whole")
             await self.shipping.send(LEADER, fragment, 0, "whole", rows.take(vector))
 
     async def gather(self, fragment: int) -> Vector:
-        """Return a fragment as the processes have it that take no step now, float32 [size]. For a leader."""
+        """Return a fragment as the processes have it that take no step now, float32 [size]. For a leader.
+
+        Raises:
+            IslandError: a process that has rows of it has taken leave and ended, and is not missed.
+        """
         others = [p for p in self.links.others if self.shipping.rows(fragment, p, "whole").size]
         self.links.write_all(island.Gather(fragment))
         while not all(process in self._whole.get(fragment, {}) for process in [LEADER, *others]):
+            ended = next((p for p in others if self.links.has_ended(p, self.group.settings.silent_s)), None)
+            if ended is not None:
+                raise IslandError(f"process {ended} has ended: its rows of fragment {fragment} cannot be had")
             self._gathered.clear()
-            await self._gathered.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gathered.wait(), LOOK_S)
         came = self._whole.pop(fragment)
         vector = came[LEADER]
         for process in others:
@@ -253,7 +265,7 @@ class Part:
             due = self._decided.popleft()
         self.saving = due.saving
         passed = self.course.take(due.decided)
-        if self.links.index != LEADER:
+        if self.links.place != LEADER:
             self.tell_leader(passed)
         return due.decided, due.writes
 
@@ -277,13 +289,18 @@ class Part:
         key = fragment, self.course.number - 1
         self.loop.call_soon_threadsafe(self._note_reading, key, reader)
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether the next boundary need not wait: a decision is there, or an error."""
+        return bool(self._decided or self._failure)
+
     def wait_for_decision(self, timeout_s: float) -> None:
         """Sleep until there is a decision to be carried out, at most ``timeout_s``."""
         with self._news:
-            self._news.wait_for(lambda: self._decided or self._failure, timeout_s)
+            self._news.wait_for(lambda: self.is_decided, timeout_s)
 
     def _await_decision(self) -> None:
-        self._news.wait_for(lambda: self._decided or self._failure)
+        self._news.wait_for(lambda: self.is_decided)
         if self._failure is not None:
             raise self._failure
 

@@ -39,8 +39,8 @@ class SharedLearner:
         """Sleep until something happens that the last boundary has not seen, at most ``timeout_s``."""
         self.wait_until(lambda: self._unseen, timeout_s)
 
-    def wait_until(self, reached: Callable[[], bool], timeout_s: float) -> None:
-        """Sleep until ``reached``, which is asked at all news, at most ``timeout_s``."""
+    def wait_until(self, reached: Callable[[], bool], timeout_s: float | None) -> None:
+        """Sleep until ``reached``, which is asked at all news, at most ``timeout_s`` (None: however long it takes)."""
         with self.lock:
             self.lock.wait_for(reached, timeout_s)
 

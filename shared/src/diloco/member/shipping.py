@@ -56,7 +56,7 @@ class Shipping:
         """
         if head.fragment >= len(self.layouts):
             raise FormatError(f"rows of fragment {head.fragment}, the run has {len(self.layouts)}")
-        sender = source if head.what in ("snapshot", "whole") else self.links.index
+        sender = source if head.what in ("snapshot", "whole") else self.links.place
         size = self.rows(head.fragment, sender, head.what).size
         what = f"fragment {head.fragment}, {head.what} {head.number} from process {source}"
         if head.pieces != _pieces(size) or head.piece >= head.pieces:

@@ -203,6 +203,10 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # nats-py is not typed
         self._io_reader, self._io_writer = reader, asyncio.StreamWriter(secure, protocol, reader, loop)
         self._handshaking = False
 
+    def writelines(self, payload: list[bytes]) -> None:
+        if not self._io_writer.is_closing():  # else asyncio (of Python 3.11) fails, if TLS was closed twice
+            super().writelines(payload)
+
     async def wait_closed(self) -> None:
         if not self._handshaking:  # else asyncio tells nobody that it was closed: the handshake has taken the protocol's place
             await super().wait_closed()

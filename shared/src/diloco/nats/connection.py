@@ -44,8 +44,11 @@ def malloc_environment() -> dict[str, str]:
 class Link:
     """Two connections that are remade for ever. Made by :meth:`open`."""
 
-    def __init__(self, control: Client, bulk: Client, name: str, identity: Identity | None, *, far: bool = False) -> None:
+    def __init__(
+        self, control: Client, bulk: Client, name: str, identity: Identity | None, *, process: int = 0, far: bool = False
+    ) -> None:
         """Take two open connections; ``far``: over links that may be thin, where a message may take long."""
+        self.process = process
         self.control, self.bulk, self.identity, self.far = control, bulk, identity, far
         self.name = name if identity is None else identity.name  # in the subjects of answers to it
         self.fences_heads_only = False  # found out by :func:`diloco.nats.append.append`
@@ -61,11 +64,13 @@ class Link:
         log: Logger,
         give_up_after_s: float | None = None,
         identity: Identity | None = None,
+        process: int = 0,
     ) -> Self:
         """Connect, waiting for a server that is not there yet: for ever, or ``give_up_after_s``.
 
         A URL may be several of one cluster, with commas between them: when a server is gone, the next one is used. With an
-        ``identity`` both sides must show a certificate of its authority, and no byte goes out in plain text.
+        ``identity`` both sides must show a certificate of its authority, and no byte goes out in plain text. ``process``: which
+        one this is of those that share the identity.
 
         Raises:
             SettingsError: a URL is none of NATS, or the identity is damaged.
@@ -80,7 +85,7 @@ class Link:
             for client, urls in ((control, control_urls), (bulk, bulk_urls)):
                 await _check_server(client, urls, log, give_up_after_s)
             opened.pop_all()
-        return cls(control, bulk, name, identity)
+        return cls(control, bulk, name, identity, process=process)
 
     @classmethod
     async def open_bulk(cls, url: str, name: str, log: Logger, identity: Identity | None = None) -> Self:
@@ -120,7 +125,8 @@ class Link:
         """Return the names for this process's consumers of a stream."""
         if stream not in self._consumer_names:
             reader = subjects.reader(self.name, self.identity.public_key if self.identity else None)
-            self._consumer_names[stream] = ConsumerNames(self.bulk, reader, stream)
+            names = subjects.consumers(reader, self.process)
+            self._consumer_names[stream] = ConsumerNames(self.bulk, names, stream)
         return self._consumer_names[stream]
 
     async def close(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable
 
 import nats.errors
 
 from diloco.nats.client import Client
-from diloco.wire import subjects
 
 REMOVED_S = 5.0  # for the answer that a consumer is removed; without one, the server drops it when it is idle
 
@@ -16,11 +16,11 @@ REMOVED_S = 5.0  # for the answer that a consumer is removed; without one, the s
 class ConsumerNames:
     """The names that no reader of this process has. The one that was given back first is taken first."""
 
-    def __init__(self, client: Client, reader: str, stream: str) -> None:
+    def __init__(self, client: Client, names: Iterable[str], stream: str) -> None:
         self._client, self._stream = client, stream
         self._free: asyncio.Queue[str] = asyncio.Queue()
         self._removing: set[asyncio.Task[None]] = set()
-        for name in subjects.consumers(reader):
+        for name in names:
             self._free.put_nowait(name)
 
     async def take(self) -> str:

@@ -16,19 +16,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from blake3 import blake3
+
 from diloco.errors import FormatError, SettingsError
 from diloco.nats import grants
 from diloco.nats.nkey import NatsKey, verify_key
 from diloco.settings.validation import shown
 from diloco.wire.grants import SignedGrant
+from diloco.wire.island import MAX_PROCESSES
 
 FORMAT = 1
 MAX_BYTES = 1 << 16
+MEETING = "diloco 2026 processes of one learner"  # the purpose of a key, as BLAKE3 wants it
 Role = Literal["learner", "evaluator", "syncer", "coordinator", "operator", "observer"]
 ROLES: tuple[Role, ...] = get_args(Role)
 OTHERS_MODES = stat.S_IRWXG | stat.S_IRWXO
 _TEXTS = ("run", "role", "name", "public_key", "seed", "certificate", "private_key", "ca")
-_KNOWN = {"format", "expires", "region", "founder", "authority", "grant", *_TEXTS}
+_KNOWN = {"format", "expires", "region", "founder", "processes", "authority", "grant", *_TEXTS}
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Identity:
     name: str
     region: str | None
     founder: bool  # a learner that may propose the fragment map and publish version 0
+    processes: int  # of a learner: so many share this identity, at most
     public_key: str
     expires: datetime
     authority: str | None  # public key of the run's authority, which signs grants; None: of an older version
@@ -52,6 +57,11 @@ class Identity:
     def inbox(self) -> str:
         """The prefix of inboxes that nobody else may listen to."""
         return f"_INBOX_{self.name}"
+
+    @property
+    def meeting_key(self) -> bytes:
+        """Key, 32 bytes, by which processes that share this identity know each other without a server."""
+        return blake3(self.seed.encode(), derive_key_context=MEETING).digest()
 
     @cached_property
     def tls(self) -> ssl.SSLContext:
@@ -119,13 +129,17 @@ def _of(path: Path, values: dict[str, Any]) -> Identity:
         raise ValueError(f"role = {shown(role)}, expected one of {', '.join(ROLES)}")
     if not isinstance(region, str | None) or not isinstance(founder, bool):
         raise ValueError("region must be a text and founder true or false")
+    processes = values.get("processes", 1)
+    if type(processes) is not int or not 1 <= processes <= MAX_PROCESSES or (processes > 1 and role != "learner"):
+        raise ValueError(f"processes = {shown(processes)}, expected 1 to {MAX_PROCESSES} for a learner, 1 for others")
     if not isinstance(expires, datetime) or expires.tzinfo is None:
         raise ValueError("expires must be a time with a zone")
     if NatsKey.from_seed(values["seed"]).public_key != values["public_key"]:
         raise ValueError("seed and public_key do not belong together")
     own = {key: values[key] for key in ("run", "name", "public_key", "seed", "ca")}
     authority, grant = _granted(values)
-    return Identity(path, role=role, region=region, founder=founder, expires=expires, authority=authority, grant=grant, **own)
+    about = {"role": role, "region": region, "founder": founder, "processes": processes, "expires": expires}
+    return Identity(path, authority=authority, grant=grant, **about, **own)
 
 
 def _granted(values: dict[str, Any]) -> tuple[str | None, SignedGrant | None]:
@@ -159,11 +173,11 @@ def identity_file(path: str, name: str) -> Path:
     return Path(path.replace("{name}", name))
 
 
-def of_service(path: str, name: str, run: str, region: str | None, role: Role) -> Identity:
-    """Load the identity of a service, which must fit its settings.
+def of_service(path: str, name: str, run: str, region: str | None, role: Role, processes: int = 1) -> Identity:
+    """Load the identity of a service, which must fit its settings; ``processes``: so many share it.
 
     Raises:
-        SettingsError: as :func:`load`; or it is of another run, name, role or region.
+        SettingsError: as :func:`load`; or it is of another run, name, role or region, or of fewer processes.
     """
     identity = load(identity_file(path, name))
     expected = {"run": (identity.run, run), "name": (identity.name, name), "role": (identity.role, role)}
@@ -173,6 +187,11 @@ def of_service(path: str, name: str, run: str, region: str | None, role: Role) -
     if wrong:
         raise SettingsError(
             f"identity {identity.path}: is for {'; for '.join(wrong)}: set DILOCO_IDENTITY to this process's own"
+        )
+    if processes > identity.processes:
+        raise SettingsError(
+            f"identity {identity.path}: is for {identity.processes} processes of {name}, and processes.count = {processes}: "
+            f"make it again with 'diloco keys renew DIR {name} --processes {processes}'"
         )
     return identity
 

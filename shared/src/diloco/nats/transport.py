@@ -34,6 +34,10 @@ class NatsTransport(Link):
         return self.identity is None or self.identity.founder
 
     @property
+    def filters_many(self) -> bool:
+        return self.identity is None or self.identity.role == "syncer"
+
+    @property
     def authority(self) -> str | None:
         return None if self.identity is None else self.identity.authority
 

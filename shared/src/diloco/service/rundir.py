@@ -30,6 +30,7 @@ class RunDirectory:
     learners: int | None = None  # that are started here; None: as many as the data has shares
     devices_per_learner: int | None = None  # None: as many as JAX finds
     processes_per_learner: int | None = None  # None: one
+    least_processes: int | None = None  # of each learner, that go on where others are lost; None: all begin again together
     nats_bulk_url: str | None = None  # of the region from which the log is read, in a run with regions
     region_urls: dict[str, str] | None = None  # of each region's own server, where all are known
     identity: str | None = None  # file of the identity of commands
@@ -38,6 +39,16 @@ class RunDirectory:
     @property
     def learner_names(self) -> list[str]:
         return [f"learner-{i}" for i in range(self.learners or self.settings.learners)]
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether learners go on with fewer processes than they have."""
+        return self.least_processes is not None and self.least_processes < (self.processes_per_learner or 1)
+
+    @property
+    def replicas(self) -> int:
+        """Replicas in a learner's mesh, if nothing else is said: one in each process where fewer may go on."""
+        return self.processes_per_learner or 1 if self.shrinks else 1
 
     @property
     def report(self) -> Path:
@@ -71,7 +82,8 @@ def load(path: Path) -> RunDirectory:
         settings = parse(RunSettings, values["settings"], str(file))
         kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "learners": int | None}
         kinds |= {"nats_bulk_url": str | None, "wan_control": str | None, "identity": str | None}
-        kinds |= {"devices_per_learner": int | None, "processes_per_learner": int | None, "region_urls": dict | None}
+        kinds |= {"devices_per_learner": int | None, "processes_per_learner": int | None, "least_processes": int | None}
+        kinds |= {"region_urls": dict | None}
         for key, kind in kinds.items():
             if not isinstance(values.get(key), kind):
                 raise TypeError(f"{key} = {values.get(key)!r}")

@@ -21,10 +21,11 @@ from diloco.process import observe
 from diloco.process.observe import Logger
 from diloco.service import volume
 from diloco.settings.loading import load_service
-from diloco.settings.service import LearnerSettings, ServiceSettings, check_region
+from diloco.settings.service import LearnerSettings, ProcessesSettings, ServiceSettings, check_region
 
 S = TypeVar("S", bound=ServiceSettings)
 MAX_NUMBERS = 4096
+ALONE = ProcessesSettings()
 
 
 def parse_settings(cls: type[S], program: str) -> S:
@@ -96,16 +97,17 @@ def _with_identity(names: Sequence[str], path: str, pattern: str) -> list[str]:
     return found
 
 
-async def connect(settings: ServiceSettings, role: Role, log: Logger) -> NatsTransport:
-    """Connect to NATS, and wait for it without limit.
+async def connect(settings: ServiceSettings, role: Role, log: Logger, processes: ProcessesSettings = ALONE) -> NatsTransport:
+    """Connect to NATS, and wait for it without limit; as one of a learner's ``processes``.
 
     Raises:
         SettingsError: the identity is not one for ``role`` and these settings.
     """
     identity = None
     if settings.identity is not None:
-        identity = of_service(settings.identity, settings.name, settings.run, settings.region, role)
-    transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, process_name(settings), log, None, identity)
+        identity = of_service(settings.identity, settings.name, settings.run, settings.region, role, processes.count)
+    name, index = process_name(settings), processes.index
+    transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, name, log, None, identity, index)
     transport.clock_file, transport.alive_file = settings.clock_file, settings.alive_file
     return transport
 

@@ -95,6 +95,11 @@ class MeshSettings(BaseModel):
     )
     tensor: int = Field(1, ge=1, description="devices that share the tensors whose partition names this axis")
 
+    def of(self, present: int, count: int) -> MeshSettings | None:
+        """Return the mesh of so many of ``count`` processes: of as many replicas less; None if a part of one would be left."""
+        data, part = divmod(self.data * present, count)
+        return None if part else self.model_copy(update={"data": data})
+
 
 class ProcessesSettings(BaseModel):
     """The processes of one learner, one a host, whose devices make one mesh."""
@@ -109,6 +114,10 @@ class ProcessesSettings(BaseModel):
     )
     start_s: float = Field(60.0, gt=0, le=3600, description="within so long all processes have to meet")
     silent_s: float = Field(10.0, ge=1, le=600, description="a process not heard for so long is gone, and all others end")
+    least: int | None = Field(
+        None, ge=1, description="so many go on where others are lost, and take back those that return; by default none does"
+    )
+    regroup_s: float = Field(10.0, ge=0, description="with `least`: they go on without the others if none has come for so long")
 
     @model_validator(mode="after")
     def _fits(self) -> ProcessesSettings:
@@ -118,7 +127,23 @@ class ProcessesSettings(BaseModel):
             raise ValueError("address: several processes need HOST:PORT, where process 0 is to be reached by the others")
         if self.address:
             host_and_port(self.address, "processes.address")
+        if self.least is not None and self.least > self.count and not self.cluster:
+            raise ValueError(f"least = {self.least}: expected 1 to {self.count}, as count = {self.count}")
+        if self.elastic and self.regroup_s > self.start_s:
+            raise ValueError(
+                f"regroup_s = {self.regroup_s:g}: expected at most start_s = {self.start_s:g}, within which a generation meets"
+            )
         return self
+
+    @property
+    def elastic(self) -> bool:
+        """Whether fewer processes than all may be a generation of the learner."""
+        return self.least is not None and self.least < self.count
+
+    def sizes(self, mesh: MeshSettings) -> list[int]:
+        """Return how many processes a generation of the learner may have, the largest number first."""
+        least = self.count if self.least is None else self.least
+        return [self.count, *(size for size in range(self.count - 1, least - 1, -1) if mesh.of(size, self.count))]
 
 
 class LearnerSettings(ServiceSettings):

@@ -28,6 +28,14 @@ SetName = Annotated[str, Meta(max_length=100)]  # that all parts of one state ha
 # ---- meeting
 
 
+class Challenge(Message, frozen=True):
+    """First message of each end, on a connection to the leader's address."""
+
+    kind = "challenge"
+
+    nonce: Hash
+
+
 class Arrival(Message, frozen=True):
     """A process to the leader: here it is, reached at this address by other processes."""
 
@@ -47,7 +55,16 @@ class Welcome(Message, frozen=True):
     generation: Number
     secret: Hash
     coordinator: Address  # of jax.distributed
-    addresses: Annotated[list[Address], Meta(max_length=MAX_PROCESSES)]  # by index
+    members: Annotated[list[Process], Meta(max_length=MAX_PROCESSES)]  # the indexes of its processes, by place: they grow
+    addresses: Annotated[list[Address], Meta(max_length=MAX_PROCESSES)]  # by place
+
+
+class Wait(Message, frozen=True):
+    """The leader's answer, again and again, to a process that has come while a generation goes on which does not have it."""
+
+    kind = "wait"
+
+    generation: Number
 
 
 class Refused(Message, frozen=True):
@@ -63,13 +80,13 @@ class Greeting(Message, frozen=True):
 
     kind = "greeting"
 
-    index: Process
+    place: Process
     generation: Number
     nonce: Hash
 
 
 class Proof(Message, frozen=True):
-    """Second message of each: the sender knows the secret."""
+    """Second message of each: the sender knows the secret, or has the key."""
 
     kind = "proof"
 

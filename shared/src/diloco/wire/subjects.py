@@ -167,9 +167,12 @@ def reader(process: str, public_key: str | None) -> str:
     return process if public_key is None else f"{process}-{public_key[1 : 1 + KEY_LETTERS]}"
 
 
-def consumers(reader: str) -> list[str]:
-    """Return the names of a reader's consumers. The slot stands behind the last dash, so no two readers share a name."""
-    return [f"{reader}-{slot}" for slot in range(CONSUMERS)]
+def consumers(reader: str, process: int = 0) -> list[str]:
+    """Return the names of a reader's consumers. The slot stands behind the last dash, so no two readers share a name.
+
+    The ``process``-th of several that share an identity has slots of its own.
+    """
+    return [f"{reader}-{slot}" for slot in range(CONSUMERS * process, CONSUMERS * (process + 1))]
 
 
 def reader_of(consumer: str) -> str:

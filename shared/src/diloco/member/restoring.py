@@ -1,0 +1,135 @@
+"""The checkpoint that all processes of a learner begin from: the leader names one after the other until all can.
+
+And where a process writes the next one, so that one that all have is never overwritten before all have a newer one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.core.learner import ACCOUNTS
+from diloco.errors import DilocoError, RunError
+from diloco.member import carrier, state
+from diloco.member.leader import Leader
+from diloco.member.part import Part
+from diloco.member.state import State
+from diloco.process.observe import Logger
+from diloco.settings.service import LearnerSettings
+from diloco.wire.island import Candidate, Pending, Save, Told
+
+TAKEN = "taken"
+# errors of a checkpoint that is none of this learner's
+UNFIT = (DilocoError, LookupError, TypeError, ValueError, OverflowError)
+
+Check = Callable[[State], None]  # raises one of them where this process does not find the values that its devices need
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A checkpoint that this process can begin from."""
+
+    path: Path
+    saved: State
+    offers: list[list[Pending]]  # by fragment: those whose fate it does not know
+    carried: carrier.Restored
+
+
+def own_place(settings: LearnerSettings, run: bytes, index: int, save: Save) -> tuple[Path, Path | None]:
+    """Return where a process writes its part of an own checkpoint, and where the part that is there now is kept, if it is.
+
+    It is kept if it is of the newest checkpoint that all processes have.
+    """
+    path, previous = state.generations(settings.state_dir, settings.name, index)
+    return path, previous if state.is_of(path, run, settings.name, save.whole) else None
+
+
+async def begin_again(settings: LearnerSettings, part: Part, leader: Leader | None, check: Check, log: Logger) -> Fit | None:
+    """Take over the accounts of the newest checkpoint that all processes can begin from; None: there is none.
+
+    Files are read in threads. The caller takes over the model's values: all processes do so, of the same checkpoint.
+    """
+    group = part.group
+    fits = iter(()) if leader is None else _fitting(settings, part, leader, check, log)
+    for number in itertools.count():
+        stage, fit = f"checkpoint {number}", await asyncio.to_thread(next, fits, None)
+        said = None if leader is None else Candidate(stage, fit.saved.set_name if fit else None, fit.offers if fit else [])
+        candidate = await group.hear_leader(Candidate, stage, said)
+        if candidate.name is None:
+            return None
+        problem = ""
+        if leader is None:
+            try:
+                fit = await asyncio.to_thread(_named, settings, candidate, part, check)
+            except UNFIT as error:
+                problem = str(error)
+        differs = await group.difference(stage, {"checkpoint": problem})
+        taken = None
+        if leader is not None and fit is not None:
+            taken = Told(f"{stage}, taken", TAKEN if _restored(leader, fit, differs, log) else "")
+        if (await group.hear_leader(Told, f"{stage}, taken", taken)).text != TAKEN:
+            continue
+        assert fit is not None
+        part.carrier.restore(fit.carried)
+        if leader is not None:
+            leader.note_restored(fit.saved.set_name)
+        return fit
+    raise AssertionError("a generation ends with the leader's last word")
+
+
+def _fitting(settings: LearnerSettings, part: Part, leader: Leader, check: Check, log: Logger) -> Iterator[Fit]:
+    """Yield the checkpoints that the leader can begin from, the newest first; name those from which it cannot."""
+    for path in state.generations(settings.state_dir, settings.name):
+        if path.exists():
+            try:
+                saved = state.load(path, part.run.identity, settings.name)
+                fit = _fit(path, saved, leader.unmerged_of(saved.accounts), part, check)
+            except UNFIT as error:
+                log.warning("checkpoint_refused", file=str(path), reason=str(error))
+            else:
+                yield fit
+
+
+def _named(settings: LearnerSettings, candidate: Candidate, part: Part, check: Check) -> Fit:
+    """Return the checkpoint that the leader has named, as far as it is here.
+
+    Raises:
+        RunError, LookupError, ValueError: it is not, or this process cannot begin from it.
+    """
+    assert candidate.name is not None
+    saved = state.load_set(settings.state_dir, part.run.identity, settings.name, candidate.name, part.group.place)
+    return _fit(Path(candidate.name), saved, candidate.offers, part, check)
+
+
+def _fit(path: Path, saved: State, offers: list[list[Pending]], part: Part, check: Check) -> Fit:
+    """Check that this process finds all that it needs in a state: for its devices, and of the fragments that it carries.
+
+    Raises:
+        RunError, LookupError, ValueError: it does not.
+    """
+    check(saved)
+    carrying = part.carrier
+    arrays = {name: array for index in carrying.fragments for name, array in saved.arrays(f"{ACCOUNTS}{index}/").items()}
+    try:
+        return Fit(path, saved, offers, carrying.loaded(offers, arrays))
+    except LookupError as error:
+        raise RunError(
+            f"checkpoint: accounts of a fragment that this process carries are not there ({error}): another process of this "
+            "learner saved them; give its processes one state_dir that all of them see"
+        ) from None
+
+
+def _restored(leader: Leader, fit: Fit, differs: str, log: Logger) -> bool:
+    """Have the leader go on with a checkpoint's accounts; if it cannot, or others cannot begin from it, say so."""
+    reason = differs
+    if not reason:
+        try:
+            leader.restore(fit.saved.accounts, {})
+        except UNFIT as error:
+            reason = str(error)
+    if reason:
+        log.warning("checkpoint_refused", file=str(fit.path), reason=reason)
+    return not reason

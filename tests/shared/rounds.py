@@ -1,0 +1,197 @@
+"""Rounds for tests: learners' heartbeats and offers, and versions made by the log's own rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tests.heartbeats import learner_heartbeat
+
+from diloco.core.chain import Chain
+from diloco.core.roster import Roster
+from diloco.core.round import Held, Merge, Round
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco.wire.body import Body
+from diloco.wire.control import Heartbeat
+from diloco.wire.entries import Cursor, Record
+from diloco.wire.offers import Answer, Member, Offer, RegionalOffer
+
+BODY = Body(size_bytes=0, content_hash=b"c" * 32, parts=0, attempt=b"attempt.")
+RAW = np.zeros(0, np.uint8)
+STEPS = 4  # H of these tests
+
+
+def hash_of(version: int) -> bytes:
+    return version.to_bytes(32, "big")
+
+
+def settings_of(**changes: Any) -> RunSettings:
+    """Three learners, one fragment, H = 4; liveness ends after 5 s."""
+    defaults = {
+        "learners": 3,
+        "shards": 1,
+        "fragments.count": 1,
+        "round.steps": STEPS,
+        "tokens": 1000,
+        "task.name": "tests:round",
+    }
+    return run_settings("decoupled", defaults | changes)
+
+
+def heartbeat(learner: str, step: int = 0, version: int = 0, **changes: Any) -> Heartbeat:
+    values: dict[str, Any] = {"step": step, "versions": [version], "steps": [step]}
+    return learner_heartbeat(learner, 1, **(values | changes))
+
+
+def offer(learner: str, number: int = 1, version: int = 1, **changes: Any) -> Offer:
+    """An offer of version - 1 as its base, in answer to the round of ``version``."""
+    base = changes.get("base_version", version - 1)
+    values: dict[str, Any] = {
+        "fragment": 0,
+        "learner": learner,
+        "incarnation": 1,
+        "number": number,
+        "after": (0, 0),
+        "round": version,
+        "base_version": base,
+        "base_hash": hash_of(base),
+        "bits": 4,
+        "steps": 4,
+        "tokens": 40,
+        "lost_tokens": 0,
+        "data": [(0, 4 * (version - 1), changes.get("steps", 4))],
+        "body": BODY,
+    }
+    return Offer(**(values | changes))
+
+
+def round_of(*learners: str, **changes: Any) -> Round:
+    """A round of version 1 over learners that were heard at ``now_s`` (0) when they had taken ``step`` (H) steps."""
+    now_s, step = changes.pop("now_s", 0.0), changes.pop("step", STEPS)
+    if "round.quorum" not in changes or changes["round.quorum"] == "all":
+        changes = {"learners": max(1, len(learners))} | changes  # as many as the run has
+    roster = Roster(settings_of(**changes))
+    for learner in learners:
+        roster.hear(heartbeat(learner, step), now_s)
+    return Round(roster, Chain(0, 0, 0, bytes(32), 0, hash_of(0)), 1)
+
+
+def hold(round_: Round, sent: Offer) -> str | None:
+    return round_.hold(Held(sent, RAW))
+
+
+def names(merge: Merge | None) -> list[tuple[str, int]] | None:
+    return None if merge is None else [(member.learner, member.number) for member in members_of(merge)]
+
+
+def members_of(merge: Merge) -> list[Offer | Answer]:
+    return sorted((member for held in merge.held for member in held.offer.members), key=lambda member: member.learner)
+
+
+def commit(round_: Round, merge: Merge, now_s: float) -> None:
+    """Let the merge become a version, through the log's own rules."""
+    chain = round_.chain
+    offers = members_of(merge)
+    members = [
+        Member(o.learner, o.incarnation, o.number, o.round, o.base_version, o.steps, o.tokens, o.lost_tokens, 1.0, o.data)
+        for o in offers
+    ]
+    lost = {name: cursor.lost_tokens for name, cursor in chain.cursors.items()}
+    lost |= {o.learner: o.lost_tokens for o in offers}
+    record = Record(
+        fragment=0,
+        entry="version" if members else "close",
+        version=merge.version if members else chain.version,
+        epoch=0,
+        syncer="syncer-0",
+        previous=chain.head,
+        members=members,
+        regional_offers=[],
+        bits=4,
+        learning_rate=0.5,
+        momentum=0.0,
+        tokens_merged=chain.tokens_merged + sum(o.tokens for o in offers),
+        tokens_lost=sum(lost.values()),
+        state_hash=hash_of(merge.version) if members else chain.state_hash,
+        closing=merge.closing,
+        committed_at_s=now_s,
+        quorum_s=0.0,
+        round_s=0.0,
+        body=BODY if members else None,
+    )
+    chain.check(record)
+    chain.advance(record, hash_of(10_000 + merge.version), merge.version)
+    round_.committed(now_s)
+
+
+def open_at(round_: Round, now_s: float) -> None:
+    assert round_.due(now_s, STEPS)
+    round_.open(now_s)
+
+
+def log_of(tokens: int, *, lost: int = 0, **merged: tuple[int, int]) -> Chain:
+    """Return a log that holds so many tokens; by learner: versions and tokens of its merged offers."""
+    chain = Chain(0, 3, 0, bytes(32), 9, hash_of(3), tokens, lost)
+    chain.cursors = {name: Cursor(name, 1, 1, versions, own, 0, own) for name, (versions, own) in merged.items()}
+    return chain
+
+
+def is_used_up(roster: Roster, chain: Chain, now_s: float) -> bool:
+    return roster.used_up(chain, now_s, near=roster.in_reach(chain))
+
+
+def combine(*offers: Offer, number: int = 1) -> RegionalOffer:
+    return RegionalOffer(0, "syncer-1", 1, number, 4, [Answer.of(offer) for offer in offers], BODY)
+
+
+def hold_combined(round_: Round, *offers: Offer) -> str | None:
+    return round_.hold(Held(combine(*offers), RAW))
+
+
+@dataclass
+class Learner:
+    """A learner as the protocol wants it, reduced to numbers: it may restart, and its messages may be late or doubled."""
+
+    name: str
+    incarnation: int = 1
+    number: int = 1
+    after: tuple[int, int] = (0, 0)
+    version: int = 0
+    step: int = 0
+    steps: int = 0  # not merged yet
+    tokens: int = 0
+    done: int = 0  # tokens, in all
+    merged: int = 0
+    mailbox: list[Offer] = field(default_factory=list)
+
+    def heartbeat(self) -> Heartbeat:
+        values = {"incarnation": self.incarnation, "steps": [self.steps]}
+        return heartbeat(self.name, self.step, self.version, **values)
+
+    def take_step(self) -> None:
+        self.step += 1
+        self.steps += 1
+        self.tokens += 10
+        self.done += 10
+
+    def offer(self, version: int) -> None:
+        changes = {"base_version": self.version, "base_hash": hash_of(self.version), "incarnation": self.incarnation}
+        counters = {"steps": self.steps, "tokens": self.tokens, "after": self.after}
+        self.mailbox.append(offer(self.name, self.number, version, **changes, **counters))
+        self.number += 1
+
+    def apply(self, merge: Merge) -> None:
+        self.version = merge.version
+        for merged in members_of(merge):
+            if merged.learner == self.name:
+                self.after = (merged.incarnation, merged.number)
+                if merged.incarnation == self.incarnation:
+                    self.steps -= merged.steps
+                    self.tokens -= merged.tokens
+
+    def restart(self, round_: Round) -> None:
+        self.incarnation += 1
+        self.number, self.steps, self.tokens = 1, 0, 0
+        self.version, self.after = round_.chain.version, round_.chain.cursor(self.name)

@@ -1,0 +1,375 @@
+"""One process of an island in the simulation: the real member, links and checkpoints, and a trainer that is a coroutine.
+
+Its devices are vectors of which it has some rows; all others are NaN, so that whatever is taken from there is noticed. As in
+:class:`tests.simulation.learner.Learner` a step adds 1 to one value of each fragment: here at the process that has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tests.simulation.invariants import Violation, demand
+from tests.simulation.learner import FRAGMENTS, IDLE_S, LEAVE_S, SAVE_S
+
+from diloco.control import creation
+from diloco.control.creation import Run
+from diloco.core.accounts import StepDone
+from diloco.core.chunks import Chunk
+from diloco.core.delta import Apply
+from diloco.core.leases import RoundRobin
+from diloco.core.rows import carriers
+from diloco.errors import IslandError
+from diloco.log.log import Log
+from diloco.member import restoring, state
+from diloco.member.group import WATCH_S, Group
+from diloco.member.leader import Leader
+from diloco.member.member import Boundary
+from diloco.member.part import Follower, Part, Saving
+from diloco.member.state import Content, Saved, State
+from diloco.process.observe import Counted
+from diloco.process.tape import Unrecorded
+from diloco.wire.island import Decided, Ping, Purpose, facts
+
+if TYPE_CHECKING:
+    from tests.simulation.islands import Generation, IslandProcess
+
+Vector = NDArray[np.float32]
+
+SAVED_BOUNDARIES = 0.2
+NEWS_S = 0.01  # something new comes to a leader that waits
+AHEAD = 0.3  # share of boundaries that begin before the step has ended
+
+
+class News(threading.Condition):
+    """The trainer's condition: a coroutine awaits what a thread would wait for, and must never come too early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def notify_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        raise Violation("a trainer waits for what is not there")
+
+    async def come(self) -> None:
+        """Await the next notice."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
+
+
+class WatchedGroup(Group):
+    """A group whose watch is played, too: it goes on while the loop is stuck, and stands still with its process."""
+
+    process: IslandProcess
+
+    def _begin_to_watch(self) -> None:
+        self.loop = self.process.loop
+        self._tick()
+
+    def _tick(self) -> None:
+        if self.loop.dead or (self.loop.held is None and not self.look()):
+            return
+        self.process.world.later(WATCH_S, self._tick)
+
+    def end(self, error: IslandError) -> None:
+        self.process.give_up(error)
+
+
+class WatchedPart(Part):
+    """A part that remembers the decision carried out last."""
+
+    decided: Decided
+
+    def boundary(self) -> Any:
+        self.decided, writes = super().boundary()
+        return self.decided, writes
+
+
+class Worker:
+    """All that a process does from its begin to its end."""
+
+    member: Leader | Follower
+    part: WatchedPart
+    group: WatchedGroup
+    generation: Generation
+
+    def __init__(self, process: IslandProcess) -> None:
+        self.process, self.world, self.island, self.index = process, process.world, process.island, process.index
+        self.values = [np.zeros(fragment.size, np.float32) for fragment in FRAGMENTS.fragments]
+        self.applied: dict[int, int] = {}  # by fragment: version last written into the model
+        self.must_apply: dict[int, int] = {}  # by fragment: what was the newest version when it began
+        self.must_pass: dict[int, int] = {}
+        self.trains = False
+        self.round_robin = RoundRobin()
+        self.leaving = False
+        self._job: asyncio.Task[None] | None = None
+
+    async def serve(self) -> bool:
+        """Be one of a generation's processes to its end; return whether the run is over."""
+        process, world, island = self.process, self.world, self.island
+        run = await creation.find(process.transport, world.run_name, process.log)
+        self.group = WatchedGroup(process.settings, run.identity, process.log)
+        self.group.process = process
+        process.watch_start()
+        number = int(1000 * process.wall_s())
+        if self.index == 0:
+            island.begin(number, process)
+        await self.group.meet(facts({"run": run.identity.hex()}), number)
+        self.generation = island.generations[self.group.generation]
+        self.generation.join(process)
+        await self.group.agree("model", {"model": FRAGMENTS.digest.hex()})
+        self.must_apply, self.must_pass = world.known(process), world.reference.ends()
+        if self.index == 0:
+            self.generation.must_pass = self.must_pass
+        self._make_member(run)
+        await self._join()
+        finished = await self._train()
+        if finished:
+            self.process.finished = self
+        await self._end()
+        return finished
+
+    def _make_member(self, run: Run) -> None:
+        process, layouts = self.process, self.island.layouts
+        dealt = carriers([fragment.size for fragment in FRAGMENTS.fragments], self.group.size)
+
+        def make(store: Log, refused: Counted) -> WatchedPart:
+            transport = process.transport
+            self.group.links.sign_of_life = lambda: Ping(transport.bytes_out, transport.bytes_in, refused.total)
+            self.part = WatchedPart(
+                transport, run, self.group, store, layouts, dealt, lambda i: self.values[i].copy(), refused, process.log
+            )
+            process.can_begin_from = partial(restoring._named, process.settings, part=self.part, check=self.check)
+            return self.part
+
+        if self.index == 0:
+            self.member = Leader(
+                process.transport,
+                run,
+                FRAGMENTS,
+                process.settings,
+                process.log,
+                Unrecorded(),
+                lambda leader: make(leader.store, leader.refused),
+                layouts,
+            )
+        else:
+            store = Log(process.transport, run.name, run.identity, FRAGMENTS, run.created)
+            self.member = Follower(make(store, Counted(process.log)), FRAGMENTS, store)
+
+    async def _join(self) -> None:
+        member = self.member
+        if isinstance(member, Leader):
+            member.wanted = self._wanted
+            await member.join(list)
+        else:
+            await member.join()
+        # of the model that it came with nothing may come into the run, unless it has founded it
+        self.values = [self._only_here(index, self.process.noise(values.size)) for index, values in enumerate(self.values)]
+        leader = member if isinstance(member, Leader) else None
+        fit = await restoring.begin_again(self.process.settings, self.part, leader, self.check, self.process.log)
+        if fit is not None:
+            for index, chunk in enumerate(self._chunks):
+                values = np.empty_like(self.values[index])
+                values[:] = fit.saved.read(chunk)
+                self.values[index] = self._only_here(index, values)
+            self.applied = {int(index): version for index, version in fit.saved.accounts["applied"].items()}
+            self.world.stats["part restored"] += 1
+        elif leader is not None:
+            leader.count_steps(self.island.tokens)
+            leader.note_optimizer(None)
+        if leader is not None:
+            self.island.note_restored(fit, leader)
+
+    # ---- devices
+
+    def _held(self, index: int) -> Any:
+        return self.island.layouts[index].held[self.index]
+
+    def _only_here(self, index: int, values: Vector) -> Vector:
+        kept = np.full_like(values, np.nan)
+        self._held(index).put(self._held(index).take(values), kept)
+        return kept
+
+    def _write(self, index: int, version: int, applied: Apply) -> None:
+        rows = self._held(index)
+        theta = rows.take(applied.theta)
+        self.world.reference.check_rows(self.process.name, index, version, rows.take, theta)
+        if applied.reference is not None:
+            theta = theta + (rows.take(self.values[index]) - rows.take(applied.reference))
+        values = np.full_like(self.values[index], np.nan)
+        rows.put(theta, values)
+        self.values[index] = values
+
+    # ---- the trainer
+
+    async def _train(self) -> bool:
+        member, process = self.member, self.process
+        leader = member if isinstance(member, Leader) else None
+        outcome: StepDone | None = None
+        flight: asyncio.Future[None] | None = None
+        batch = await self._next_batch()
+        self.trains = True
+        if leader is not None:
+            leader.look_ahead(None, batch)
+        while True:
+            if flight is not None and process.rng.random() > AHEAD:
+                await flight
+            if process.stopping and not self.leaving:
+                self.leaving = True
+                member.leave(LEAVE_S)
+            if leader is not None and leader.decisions.made is None:
+                leader.look_ahead(None, batch)
+            await self._await_decision()
+            boundary = member.boundary(outcome)
+            outcome = None
+            self._carry_out(boundary)
+            await self._keep()
+            if boundary.finished or boundary.ended:
+                return boundary.finished
+            if boundary.stop or boundary.wait:
+                if flight is not None:
+                    await flight
+                    flight = None
+                if leader is not None:
+                    await asyncio.sleep(IDLE_S * process.rng.random())
+                    while not leader.decisions.is_followed and not self.part.is_decided:  # as its `wait` does
+                        await asyncio.sleep(NEWS_S)
+                continue
+            landing, flight = flight, self._step(batch)
+            trained, batch = batch, await self._next_batch()
+            if landing is not None:
+                await landing
+            if leader is not None:
+                await asyncio.sleep(process.step_s * process.rng.random())
+                leader.look_ahead(StepDone(self.island.tokens, *trained, None, 0.0, 0.0), batch)
+                outcome = StepDone(self.island.tokens, *trained, 1.0, process.step_s, 0.0)
+
+    async def _next_batch(self) -> tuple[int, int]:
+        if isinstance(self.member, Leader):
+            return self.round_robin.next(self.member.leased())
+        await self._await_decision()
+        return self.member.next_batch()
+
+    async def _await_decision(self) -> None:
+        news: Any = self.part._news
+        while not self.part.is_decided:
+            await news.come()
+
+    def _carry_out(self, boundary: Boundary) -> None:
+        part, process = self.part, self.process
+        decided, island = part.decided, self.island
+        self.generation.check(process.name, decided, part.course.chain)
+        here = [
+            write for write in decided.writes if part.carriers[write.fragment] == self.index or self._held(write.fragment).size
+        ]
+        came = [index for index, _ in boundary.applies]
+        what = f"{process.name}, boundary {decided.number}"
+        demand(came == [write.fragment for write in here], f"{what}: writes {came}, decided was {here}")
+        for write, (index, applied) in zip(here, boundary.applies, strict=True):
+            self._write(index, write.version, applied)
+        self.applied |= {write.fragment: write.version for write in decided.writes}
+        for index in boundary.reads:
+            snapshot = self.values[index].copy()
+            self.member.submit(index, lambda snapshot=snapshot: snapshot.copy())  # type: ignore[misc]
+        if isinstance(self.member, Leader):
+            island.note_counted(self.member.decisions.saves.whole, self.member)
+
+    def _step(self, batch: tuple[int, int]) -> asyncio.Future[None]:
+        program = batch, self.member.moment(), tuple(sorted(self.applied.items()))
+        index, ended = self.generation.step(self.part.decided.step, self, program)
+        for values in self.values:
+            values[index] += 1  # NaN elsewhere
+        return ended
+
+    async def _end(self) -> None:
+        if self._job is not None:
+            await self._job
+        if isinstance(self.member, Leader):
+            with contextlib.suppress(IslandError):  # another process has waited long enough for this one, and ended
+                for index in range(len(self.values)):
+                    whole = await self.part.gather(index)
+                    demand(bool(np.isfinite(whole).all()), f"{self.process.name}: fragment {index} was gathered with holes")
+        await self.group.farewell()
+        await self.member.close()
+        self.group.ending()
+        await self.group.close()
+        await self.process.transport.close()
+
+    # ---- its disk
+
+    @property
+    def _chunks(self) -> list[Chunk]:
+        """By fragment: this process's part of the model."""
+        return [
+            Chunk.whole(f"model/{index}/{self.index}", (fragment.size,), "float32")
+            for index, fragment in enumerate(FRAGMENTS.fragments)
+        ]
+
+    def check(self, saved: State) -> None:
+        for chunk in self._chunks:
+            saved.check(chunk)
+
+    def _wanted(self) -> Purpose | None:
+        assert isinstance(self.member, Leader)
+        if self.member.lender.wanted:
+            self.member.lender.give_none()
+        return "own" if self.process.rng.random() < SAVED_BOUNDARIES else None
+
+    async def _keep(self) -> None:
+        saving = self.member.saving
+        if saving is None:
+            return
+        if self._job is not None:
+            await self._job
+        if saving.save.purpose == "whole" and isinstance(self.member, Leader):
+            marker = self.member.learner.markers.marker
+            if marker is not None and marker.number == saving.save.marker:
+                # carriers' versions of two fragments come in another order than the log's
+                self.world.check_marked(self.island.name, self.member, marker.versions, exact=False)
+        if isinstance(self.member, Leader):
+            self.island.saved_steps[saving.save.name] = self.member.step
+        copied = [values.copy() for values in self.values]
+        self._job = self.process.loop.create_task(self._save(saving, copied, dict(self.applied)))
+
+    async def _save(self, saving: Saving, copied: list[Vector], applied: dict[int, int]) -> None:
+        process, save = self.process, saving.save
+        await asyncio.sleep(SAVE_S * process.rng.random())
+        fate = self.world.fate(process, f"save {save.purpose} {save.name!r}")
+        if fate == "crash_before":
+            process.crash("before saving")
+            await asyncio.sleep(0)
+        settings, run = process.settings, self.part.run.identity
+        if save.purpose == "own":
+            path, previous = restoring.own_place(settings, run, self.index, save)
+        else:
+            path, previous = state.snapshot(settings.state_dir, save.marker, settings.name, self.index), None
+        saved: Saved | None = None
+        full = fate == "lost" or (not self.world.calm and process.rng.random() < self.world.disks_full)
+        if not full:
+            content = Content(self._chunks, copied) + Content.of(saving.arrays)
+            accounts = saving.accounts | {"applied": applied}
+            part = state.Part(self.index, self.group.size, save.name)
+            saved = state.save(path, run, settings.name, accounts, content, previous, part)
+            self.world.stats["part saved"] += 1
+        if fate == "crash_after":
+            process.crash("after saving")
+            await asyncio.sleep(0)
+        self.member.part_saved(saving, saved, saved.state_hash if saved else b"")
+
+    def bases(self) -> list[Vector]:
+        """Return by fragment the version applied last, as its carrier has it."""
+        workers = [process.worker for process in self.island.processes]
+        return [workers[carrier].part.carrier._carried[index].values.base for index, carrier in enumerate(self.part.carriers)]

@@ -1,0 +1,234 @@
+"""Some thousand schedules of learners of several processes, what they have found, and defects that they have to find."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from tests.simulation.blocks import in_blocks
+from tests.simulation.islands import INSIDE
+from tests.simulation.play import happens, play, play_all, survived, world
+
+from diloco.control.shares import Claims
+from diloco.core.decisions import Decisions
+from diloco.core.delta import Carried, DeltaState
+from diloco.core.saving import Ended, Saves
+from diloco.member import restoring, state
+from diloco.member.links import Links
+from diloco.member.part import Follower, Part
+from diloco.wire.island import Decided, PartSaved
+
+Patch = pytest.MonkeyPatch
+SCHEDULES = 100  # in which a defect is to be found
+
+
+@in_blocks(10_000, 100, now=0)
+def test_nothing_is_lost_or_done_twice_whatever_happens_inside_islands(seeds: range) -> None:
+    total = played(seeds)
+    happens(total, (*(f"fault {kind}" for kind in INSIDE), "generation from a checkpoint", "setting changed"), seeds)
+
+
+def test_some_schedules_of_islands() -> None:
+    played(range(10))
+
+
+def played(seeds: range) -> Counter[str]:
+    total = survived(play_all(seeds, islands=True).outcomes, "--islands ")
+    assert total["step of an island"] > 20 * len(seeds)
+    assert total["checkpoint counts"] > len(seeds)
+    assert total["process ended with its island"]
+    return total
+
+
+def test_a_seed_replays_exactly() -> None:
+    first, second = world(5, islands=True).run(), world(5, islands=True, verbose=False).run()
+    assert first.trace == second.trace
+    assert first.stats == second.stats
+
+
+# ---- defects, put in on purpose
+
+
+def written_a_boundary_late(patch: Patch) -> None:
+    """A process writes a version into its model a boundary later than the others."""
+    boundary, late = Part.boundary, dict[Part, list[Any]]()
+
+    def slow(self: Part) -> Any:
+        decided, writes = boundary(self)
+        if self.links.place != 1:
+            return decided, writes
+        before, late[self] = late.get(self, []), writes
+        return decided, before
+
+    patch.setattr(Part, "boundary", slow)
+
+
+def another_batch(patch: Patch) -> None:
+    """A process trains the batch after the one that was decided."""
+    next_batch = Follower.next_batch
+
+    def further(self: Follower) -> tuple[int, int]:
+        share, batch = next_batch(self)
+        return share, batch + 1
+
+    patch.setattr(Follower, "next_batch", further)
+
+
+def decided_before_it_is_there(patch: Patch) -> None:
+    """A version is decided though no process has said that its rows are there."""
+    begin = Decisions.__init__
+
+    def careless(self: Decisions, *others: Any) -> None:
+        begin(self, *others)
+        self.needed = [frozenset() for _ in self.needed]
+
+    patch.setattr(Decisions, "__init__", careless)
+
+
+def counted_with_a_part_missing(patch: Patch) -> None:
+    """A checkpoint counts though a process could not write its part."""
+    saved = Saves.saved
+
+    def lenient(self: Saves, process: int, part: PartSaved) -> Ended | None:
+        return saved(self, process, msgspec.structs.replace(part, content=part.content or bytes(32)))
+
+    patch.setattr(Saves, "saved", lenient)
+
+
+def counted_is_overwritten(patch: Patch) -> None:
+    """A part of the newest checkpoint that counts is overwritten by the next one's."""
+
+    def careless(settings: Any, run: bytes, index: int, save: Any) -> Any:
+        return state.generations(settings.state_dir, settings.name, index)[0], None
+
+    patch.setattr(restoring, "own_place", careless)
+
+
+def saved_with_half_an_offer(patch: Patch) -> None:
+    """Offers begin though a state is about to be saved."""
+    patch.setattr(Decisions, "may_answer", True)
+
+
+def lost_tokens_forgotten(patch: Patch) -> None:
+    """Tokens that a learner drops are not counted."""
+    drop = DeltaState._drop
+
+    def forgetful(self: DeltaState, **how: Any) -> Carried:
+        lost = self.lost_tokens
+        carried = drop(self, **how)
+        self.lost_tokens = lost
+        return carried
+
+    patch.setattr(DeltaState, "_drop", forgetful)
+
+
+def rows_of_an_earlier_boundary(patch: Patch) -> None:
+    """A process hands over the rows that it read a boundary before the one that an offer is of."""
+    note = Part._note_reading
+    before: dict[tuple[Part, int], Any] = {}
+
+    def stale(self: Part, key: tuple[int, int], reader: Any) -> None:
+        old = before.get((self, key[0]), reader)
+        before[self, key[0]] = reader
+        note(self, key, old if self.links.place == 1 else reader)
+
+    patch.setattr(Part, "_note_reading", stale)
+
+
+def losses_unnoticed(patch: Patch) -> None:
+    """Nobody notices that a process is gone."""
+    patch.setattr(Links, "silent", lambda self, most_s: None)
+    patch.setattr(Links, "fail", lambda self, error: None)
+
+
+def decided_otherwise(patch: Patch) -> None:
+    """The leader tells a process of another decision than the others."""
+    write = Links.write
+
+    def false(self: Links, index: int, message: Any) -> None:
+        if isinstance(message, Decided) and index == 1 and message.number == 12:
+            message = msgspec.structs.replace(message, tokens=message.tokens + 1)
+        write(self, index, message)
+
+    patch.setattr(Links, "write", false)
+
+
+# what schedules have found in this code, put back
+
+
+def parts_from_the_leaders_boundary_on(patch: Patch) -> None:
+    """A part that is saved before the leader is at that boundary is one that nobody has asked for."""
+    begin, carry_out = Saves.begin, Decisions.carry_out
+    patch.setattr(Saves, "begin", lambda self, number, save: None)
+
+    def late(self: Decisions) -> Any:
+        made = self.made
+        decision = carry_out(self)
+        if made is not None and made.save is not None:
+            begin(self.saves, made.number, made.save)
+        return decision
+
+    patch.setattr(Decisions, "carry_out", late)
+
+
+def decided_on_and_on(patch: Patch) -> None:
+    """A leader that takes no step decides on and on while a process stands still, until that one is too far behind."""
+    patch.setattr(Decisions, "is_followed", True)
+
+
+def rows_awaited_for_ever(patch: Patch) -> None:
+    """A leader that stood still while all left awaits rows of a process that has ended."""
+    patch.setattr(Links, "has_ended", lambda self, index, most_s: False)
+
+
+def claims_read_twice_at_once(patch: Patch) -> None:
+    """A learner that leaves reads the claims to shares while it is reading them."""
+    patch.setattr(Claims, "read", Claims._read)
+
+
+MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
+    (written_a_boundary_late, "writes .* decided was"),
+    (another_batch, "takes .* takes"),
+    (decided_before_it_is_there, "its rows are not here"),
+    (counted_with_a_part_missing, "counts, and .* have no part of it|begins from"),
+    (counted_is_overwritten, "begins from|have no part of it"),
+    (saved_with_half_an_offer, "cannot begin from checkpoint"),
+    (lost_tokens_forgotten, "tokens processed|for the marker|tokens lost"),
+    (rows_of_an_earlier_boundary, "holds"),
+    (losses_unnoticed, "which is gone|is not over"),
+    (decided_otherwise, "but .* has|have the hash"),
+    (parts_from_the_leaders_boundary_on, "nobody asked for it"),
+    (decided_on_and_on, "boundaries behind"),
+    (rows_awaited_for_ever, "is not over|goes on without"),
+    (claims_read_twice_at_once, "KeyError"),
+]
+
+
+# those that no early schedule finds, with one that does, which is played first
+FOUND_BY: dict[Callable[[Patch], None], int] = {
+    decided_on_and_on: 20,
+    rows_awaited_for_ever: 59,
+    claims_read_twice_at_once: 1007,
+}
+QUICK = (written_a_boundary_late, counted_with_a_part_missing, losses_unnoticed, parts_from_the_leaders_boundary_on)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "found"),
+    [
+        pytest.param(mutate, found, id=mutate.__name__, marks=[] if mutate in QUICK else [pytest.mark.slow])
+        for mutate, found in MUTATIONS
+    ],
+)
+def test_the_defect_is_found(mutate: Callable[[Patch], None], found: str, monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    for seed in (FOUND_BY.get(mutate, 0), *range(SCHEDULES)):
+        error = play(seed, islands=True).error
+        if error is not None:
+            assert re.search(found, repr(error)), error
+            return
+    pytest.fail(f"{mutate.__doc__} was not noticed in {SCHEDULES} schedules")
