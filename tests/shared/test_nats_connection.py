@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
+import ssl
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,13 +17,16 @@ from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 from tests import raw
 from tests.conftest import MakeServer
+from tests.services.secured import make_keys
 
 from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, SettingsError
 from diloco.nats import connection, opening
 from diloco.nats.connection import Link, subscribe, wait_connected
+from diloco.nats.identity import load
 from diloco.process.observe import get_logger
 from diloco_ops.broker.server import Server, find_binary, free_port
+from diloco_ops.keys.permissions import Who
 
 Events = list[Any]
 
@@ -135,6 +140,37 @@ async def test_a_listener_that_says_nothing_is_given_up_and_its_socket_closed() 
         with peer:
             peer.settimeout(5)
             assert await asyncio.to_thread(peer.recv, 1) == b""
+
+
+async def test_a_refused_identity_leaves_no_socket_behind(tmp_path: Path) -> None:
+    """Also where the server never says that it has closed its side of TLS."""
+    keys = make_keys(tmp_path / "keys", "demo", [Who("a", "learner")])
+    folder = keys.server_folder("nats")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(folder / "server.pem", folder / "server.key")
+    gone: list[bytes] = []
+
+    def refuse(listener: socket.socket) -> None:
+        plain, _ = listener.accept()
+        plain.sendall(b'INFO {"tls_required": true, "version": "2.12.0", "nonce": "abc", "auth_required": true}\r\n')
+        with context.wrap_socket(plain, server_side=True, suppress_ragged_eofs=True) as secure:
+            secure.settimeout(10)
+            while secure.recv(1) not in (b"\n", b""):  # of its CONNECT
+                pass
+            secure.sendall(b"-ERR 'Authorization Violation'\r\n")
+            with socket.socket(fileno=secure.detach()) as bare:  # so that nothing answers its end of TLS
+                bare.settimeout(10)
+                while more := bare.recv(1 << 16):
+                    gone.append(more)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        refusing = asyncio.create_task(asyncio.to_thread(refuse, listener))
+        url = f"nats://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(BrokerError, match="does not know the identity"):
+            await Link.open(url, url, "a", get_logger(), 10, load(keys.identity_file("a")))
+        gc.collect()  # a warning of asyncio's for what is left open ends the test
+        await refusing
+    assert gone, "it said the end of TLS before that of the connection"
 
 
 async def test_the_first_connection_is_closed_when_the_second_fails(make_server: MakeServer) -> None:

@@ -156,6 +156,8 @@ class Client(library.Client):  # type: ignore[misc]  # nats-py is not typed
             remaking.cancel()
             await asyncio.wait({remaking}, timeout=CLOSE_S)
         self._status = library.Client.CLOSED  # that task may have written over it
+        if self._transport is not None:
+            self._transport.end()
 
     async def _process_headers(self, block: bytes) -> dict[str, str] | None:
         return headers(block) if block else None
@@ -202,6 +204,11 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # nats-py is not typed
             secure: Any = await loop.start_tls(plain, protocol, ssl_context, server_hostname=uri)
         self._io_reader, self._io_writer = reader, asyncio.StreamWriter(secure, protocol, reader, loop)
         self._handshaking = False
+
+    def end(self) -> None:
+        """Close the socket: an attempt that was cancelled while it closed left it open, under TLS that is half shut."""
+        if self._bare_io_writer is not None:
+            self._bare_io_writer.close()
 
     def writelines(self, payload: list[bytes]) -> None:
         if not self._io_writer.is_closing():  # else asyncio (of Python 3.11) fails, if TLS was closed twice
