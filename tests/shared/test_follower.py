@@ -102,12 +102,14 @@ async def test_a_log_that_has_lost_its_newest_entry_is_noticed_and_read_again(fo
     assert not await follower.holds()
 
     follower.rewind()
+    assert await follower.holds(), "a load that is under way is not begun again"
     async with contextlib.aclosing(follower.follow([0])) as events:
         event = await coming(events)
 
     assert isinstance(event, Reloaded)
     assert event.rewound
     assert event.copy.replica.chain.version == 2
+    assert await follower.holds()
 
 
 async def test_copies_that_are_kept_are_not_loaded_again(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:

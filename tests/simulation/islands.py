@@ -303,9 +303,9 @@ class IslandProcess(Process):
         if self.worker is None or not self.worker.trains:
             self.crash("asked to end, as it begins")
 
-    def thawed(self) -> None:
+    def thaw(self) -> None:
         self.thawed_s = self.world.now_s
-        self.loop.thaw()
+        super().thaw()
 
     def as_writer(self) -> Writer:
         return Writer(self.name, self.generation, dict(self.worker.applied), self.worker.must_apply)
@@ -402,19 +402,14 @@ class IslandWorld(World):
         self.publish(Message(self.subjects.changed, b"", lambda answer: None), "")
 
     def _fault(self, kind: str, process: Process, for_s: float) -> None:
-        if kind not in INSIDE or kind == "stop" or not isinstance(process, IslandProcess):
+        if kind not in ("host", "links") or not isinstance(process, IslandProcess):
             super()._fault(kind, process, for_s)
             return
         if self.calm or process.ended:
             return
         self.stats[f"fault {kind}"] += 1
         self.note("world", f"{kind} {process.name} for {for_s:.2f} s")
-        if kind == "kill":
-            process.crash("from outside")
-        elif kind == "freeze":
-            process.loop.freeze()
-            self.later(for_s, process.thawed)
-        elif kind == "host":
+        if kind == "host":
             process.vanishes = True
             process.crash("with its host")
         else:

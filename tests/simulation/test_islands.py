@@ -12,12 +12,12 @@ import pytest
 from tests.simulation.blocks import in_blocks
 from tests.simulation.islands import INSIDE
 from tests.simulation.play import happens, play, play_all, survived, world
+from tests.simulation.test_mutations import lost_tokens_forgotten
 
 from diloco.control.shares import Claims
 from diloco.core.decisions import Decisions
-from diloco.core.delta import Carried, DeltaState
 from diloco.core.saving import Ended, Saves
-from diloco.member import restoring, state
+from diloco.member import carrier, restoring, state
 from diloco.member.links import Links
 from diloco.member.part import Follower, Part
 from diloco.wire.island import Decided, PartSaved
@@ -113,19 +113,6 @@ def saved_with_half_an_offer(patch: Patch) -> None:
     patch.setattr(Decisions, "may_answer", True)
 
 
-def lost_tokens_forgotten(patch: Patch) -> None:
-    """Tokens that a learner drops are not counted."""
-    drop = DeltaState._drop
-
-    def forgetful(self: DeltaState, **how: Any) -> Carried:
-        lost = self.lost_tokens
-        carried = drop(self, **how)
-        self.lost_tokens = lost
-        return carried
-
-    patch.setattr(DeltaState, "_drop", forgetful)
-
-
 def rows_of_an_earlier_boundary(patch: Patch) -> None:
     """A process hands over the rows that it read a boundary before the one that an offer is of."""
     note = Part._note_reading
@@ -190,6 +177,16 @@ def claims_read_twice_at_once(patch: Patch) -> None:
     patch.setattr(Claims, "read", Claims._read)
 
 
+def versions_forgotten_by_number(patch: Patch) -> None:
+    """A carrier that applied a version forgets all with lower numbers, also those of a log that went back."""
+
+    def careless(self: Any, applied: Any) -> None:
+        number = next((version for version, theta in self.thetas.items() if theta is applied), self.version)
+        self.thetas = {version: theta for version, theta in self.thetas.items() if version > number}
+
+    patch.setattr(carrier._Carried, "forget", careless)
+
+
 MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (written_a_boundary_late, "writes .* decided was"),
     (another_batch, "takes .* takes"),
@@ -205,6 +202,7 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (decided_on_and_on, "boundaries behind"),
     (rows_awaited_for_ever, "is not over|goes on without"),
     (claims_read_twice_at_once, "KeyError"),
+    (versions_forgotten_by_number, "is not over"),
 ]
 
 
@@ -213,6 +211,7 @@ FOUND_BY: dict[Callable[[Patch], None], int] = {
     decided_on_and_on: 20,
     rows_awaited_for_ever: 59,
     claims_read_twice_at_once: 1007,
+    versions_forgotten_by_number: 101781,
 }
 QUICK = (written_a_boundary_late, counted_with_a_part_missing, losses_unnoticed, parts_from_the_leaders_boundary_on)
 

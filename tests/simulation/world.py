@@ -308,6 +308,9 @@ class Process(virtual.Process):
     def restart_later(self) -> None:
         self.world.later(self.world.rng.uniform(*RESTART_S), self.start)
 
+    def thaw(self) -> None:
+        self.loop.thaw()
+
     def stop(self) -> None:
         """Ask it to end."""
         self.stopping = True
@@ -646,7 +649,7 @@ class World(virtual.World):
             process.crash("from outside")
         elif kind == "freeze":
             process.loop.freeze()
-            self.later(for_s, process.loop.thaw)
+            self.later(for_s, process.thaw)
         elif kind == "stop":
             if process.alive and process.loop.held is None and not process.stopping:
                 process.loop.call_soon(process.stop)

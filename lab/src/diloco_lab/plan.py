@@ -172,7 +172,7 @@ class _Planner:
         ]
         alone = min((found.data_parallel([name]) for name in self.sites.sites), key=measure)
         together = [found.data_parallel(list(self.sites.sites))] if len(self.sites.sites) > 1 else []
-        regions = self.regions(cycle_s)
+        regions, islands = self.regions(cycle_s), self.islands()
         settings = self.settings(sum(region.syncers for region in regions))
         return Plan(
             chosen,
@@ -180,12 +180,12 @@ class _Planner:
             settings,
             loads,
             regions,
-            self.islands(),
+            islands,
             [*together, alone],
             self.bottleneck(ways),
             self.candidates,
             self.sites.defaults,
-            self.notes(),
+            self.notes(islands),
         )
 
     def regions(self, cycle_s: float) -> list[Region]:
@@ -332,7 +332,7 @@ class _Planner:
             why += f"; plan.most_learners = {self.sites.wanted.most_learners} allows no smaller ones"
         return Bottleneck("failures", name, why)
 
-    def notes(self) -> list[str]:
+    def notes(self, islands: Sequence[Island]) -> list[str]:
         """Return the limits and assumptions that no figure shows."""
         chosen, found = self.chosen, []
         if chosen.total > 1:
@@ -356,7 +356,7 @@ class _Planner:
                 "two regions wait for each other when the link is cut; a third with a server and a syncer, without learners, "
                 "would not let them (docs/regions.md)"
             )
-        return [*found, *self._left_out(), self._reckoned(), *self._chip_notes(), *self._full_chips()]
+        return [*found, *self._left_out(), self._reckoned(), *self._chip_notes(), *self._full_chips(islands)]
 
     def _left_out(self) -> Iterator[str]:
         together = {name for one in self.candidates if len(one.learners) > 1 for name in one.learners}
@@ -381,8 +381,8 @@ class _Planner:
             if idle:
                 yield f"{idle} of {site.chips} chips of {name} are in no learner: they make no whole slice for each; paid"
 
-    def _full_chips(self) -> Iterator[str]:
-        for one in self.islands():
+    def _full_chips(self, islands: Sequence[Island]) -> Iterator[str]:
+        for one in islands:
             if one.state_share > STATE_SHARE:
                 yield (
                     f"parameters, gradients and optimizer state fill {one.state_share:.0%} of a chip's memory in {one.site}, "

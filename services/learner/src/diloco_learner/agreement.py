@@ -25,7 +25,7 @@ from diloco.process.tasks import end
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.wire.island import Facts, facts
-from diloco_learner.mesh import axis_sizes, check_rows, partitions, rows_alone
+from diloco_learner.mesh import axis_sizes, check_rows, keyed_shapes, partitions, rows_alone
 from diloco_learner.task import Task, makes_rows, next_batch
 
 OVER_S = 2.0  # between two looks whether the run is over, while the others do not come
@@ -65,7 +65,7 @@ def first_facts(settings: LearnerSettings, run: Run) -> Facts:
 def model_facts(mesh: Mesh | None, task: Task, settings: RunSettings, first: Any) -> dict[str, Any]:
     """Return what they have to agree on before they compute together; ``first`` is the first batch of the first share."""
     devices = jax.devices()
-    keyed, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(task.init, jax.random.key(settings.seed)))
+    keyed, _ = keyed_shapes(task, jax.random.key(settings.seed))
     tensors = " ".join(f"{jax.tree_util.keystr(path)}{leaf.dtype}{leaf.shape}" for path, leaf in keyed)
     return {
         "platform": devices[0].platform,
@@ -106,7 +106,7 @@ def check_meshes(settings: LearnerSettings, task: Task, run: RunSettings, first:
         SettingsError: they do not fit one.
     """
     own, count = settings.processes, settings.processes.count
-    keyed, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(task.init, jax.random.key(run.seed)))
+    keyed, _ = keyed_shapes(task, jax.random.key(run.seed))
     for size in own.sizes(settings.mesh):
         mesh = settings.mesh.of(size, count)
         assert mesh is not None

@@ -108,6 +108,12 @@ def default_partition(shape: Shape, sizes: Mapping[str, int]) -> PartitionSpec:
     return PartitionSpec(*(None,) * split, "fsdp")
 
 
+def keyed_shapes(task: Task, key: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return paths and leaves of a task's parameters, without values, and their structure, as JAX flattens them."""
+    keyed, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(task.init, key))
+    return keyed, structure
+
+
 def partitions(task: object, keyed: Sequence[tuple[Any, Any]], sizes: Mapping[str, int]) -> list[PartitionSpec]:
     """Return how all tensors are split: of a task whose parameters have these paths and leaves, as JAX flattens them.
 
@@ -164,7 +170,7 @@ class Placement:
         self._batch_shapes: Any = None  # of whole batches, once one has been checked
         if mesh is None:
             return
-        keyed, self._structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(task.init, key))
+        keyed, self._structure = keyed_shapes(task, key)
         self._shapes = [tuple(leaf.shape) for _, leaf in keyed]
         self._specs = partitions(task, keyed, mesh.shape)
 

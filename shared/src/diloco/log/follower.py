@@ -200,10 +200,13 @@ class LogFollower:
         """Whether the log still has the newest entry that was read; after all was loaded, that of each fragment.
 
         Fragments are loaded one after another, and a server may go back meanwhile; all further entries come to one reader.
+        While all are to be loaded again, the answer is yes: to begin that load once more would never end a long one.
 
         Raises:
             AppendUncertainError: the server is silent.
         """
+        if self._lost:
+            return True
         loads, heads = self._loads, sorted(self._heads.values(), key=lambda chain: -chain.sequence)
         for chain in heads if loads != self._held_loads else heads[:1]:
             if not await self.store.reader.holds(chain):

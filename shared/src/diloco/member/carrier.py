@@ -59,6 +59,16 @@ class _Carried:
     encoded: Encoded | None = None
     packed: tuple[bytes, bytes] | None = None  # of it: the zstd frame, and its content's hash
 
+    def forget(self, applied: Vector) -> None:
+        """Forget the version with this theta, float32 [size], and those folded before it.
+
+        Its number does not tell which those are: a log that went back counts on from a lower one, and what was decided before
+        is applied yet.
+        """
+        folded = list(self.thetas.items())
+        at = next((at for at, (_, theta) in enumerate(folded) if theta is applied), -1)
+        self.thetas = dict(folded[at + 1 :])
+
 
 @dataclass(frozen=True)
 class _Staged:
@@ -196,7 +206,7 @@ class Carrier:
             carried = self._carried[index]
             carried.values.commit(decisions.carried(staged.stage), staged.stage.pending, staged.theta)
             carried.version, carried.pending = write.version, list(staged.stage.pending)
-            carried.thetas = {version: theta for version, theta in carried.thetas.items() if version > write.version}
+            carried.forget(staged.theta)
         return Apply(staged.theta, staged.reference if write.keeps else None, write.reset)
 
     # ---- offers
