@@ -27,6 +27,7 @@ class RunDirectory:
     nats_url: str
     data: str | None
     settings: RunSettings
+    init: str | None = None  # file of the weights that it begins with; None: as the task makes them
     learners: int | None = None  # that are started here; None: as many as the data has shares
     devices_per_learner: int | None = None  # None: as many as JAX finds
     processes_per_learner: int | None = None  # None: one
@@ -80,7 +81,7 @@ def load(path: Path) -> RunDirectory:
                 f"(format {FORMAT}): go on with the version that made it, or begin another run"
             )
         settings = parse(RunSettings, values["settings"], str(file))
-        kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "learners": int | None}
+        kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "init": str | None, "learners": int | None}
         kinds |= {"nats_bulk_url": str | None, "wan_control": str | None, "identity": str | None}
         kinds |= {"devices_per_learner": int | None, "processes_per_learner": int | None, "least_processes": int | None}
         kinds |= {"region_urls": dict | None}
