@@ -29,7 +29,7 @@ class Model:
         return {"a": {"matrix": jnp.zeros((4, 3))}, "list": [jnp.zeros(5), jnp.float32(0)]}
 
     def loss(self, params: Any, batch: Any) -> jax.Array:
-        return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(params)), jnp.float32(0)) * batch
+        return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(params)), jnp.float32(0))
 
     def batches(self, share: int, shares: int, seed: int, start: int) -> Any:
         raise NotImplementedError
@@ -55,7 +55,7 @@ def values(dtype: Any = np.float32) -> Tensors:
 
 @pytest.fixture
 def island() -> Island:
-    return Island(Model(), run_settings(overrides={"fragments.count": 3, "inner.optimizer": "adamw"}))  # type: ignore[arg-type]
+    return Island(Model(), run_settings(overrides={"fragments.count": 3, "inner.optimizer": "adamw"}))
 
 
 def put(path: Path, island: Island) -> Mapping[str, Any]:

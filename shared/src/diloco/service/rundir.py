@@ -27,7 +27,6 @@ class RunDirectory:
     nats_url: str
     data: str | None
     settings: RunSettings
-    init: str | None = None  # file of the weights that it begins with; None: as the task makes them
     learners: int | None = None  # that are started here; None: as many as the data has shares
     devices_per_learner: int | None = None  # None: as many as JAX finds
     processes_per_learner: int | None = None  # None: one
@@ -36,6 +35,7 @@ class RunDirectory:
     region_urls: dict[str, str] | None = None  # of each region's own server, where all are known
     identity: str | None = None  # file of the identity of commands
     wan_control: str | None = None  # control address of emulated links between regions
+    init: str | None = None  # file of the weights that it begins with; None: as the task makes them
 
     @property
     def learner_names(self) -> list[str]:
