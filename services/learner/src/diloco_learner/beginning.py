@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -94,6 +94,7 @@ def make_trainer(
     batches: Iterator[Batch],
     at_boundary: Callable[[], None],
     look_ahead: LookAhead | None = None,
+    changing: AbstractContextManager[object] | None = None,
 ) -> Trainer:
     """Return the trainer of a process, as its settings and its run's have it."""
     return Trainer(
@@ -108,6 +109,7 @@ def make_trainer(
         stopping=process.stopping,
         at_boundary=at_boundary,
         look_ahead=look_ahead,
+        changing=changing,
     )
 
 
@@ -129,13 +131,16 @@ class Beginning:
         self.task: Task = load_task(process.run.created.task, process.settings.data)
         self.first = first_batch(self.task, process.run.created)
 
-    def make_island(self, mesh: Mesh | None, *, copies: bool) -> tuple[Island, FragmentMap]:
-        """Return an island that need not compile anything but its step, and its fragments; ``copies``: it will be copied."""
+    def make_island(self, mesh: Mesh | None, *, copies: bool, apart: bool = False) -> tuple[Island, FragmentMap]:
+        """Return an island that need not compile anything but its step, and its fragments.
+
+        ``copies``: it will be copied. ``apart``: its step is two programs.
+        """
         settings, run = self.process.settings, self.process.run.created
         about = run.task.model_dump_json(), run.fragments.model_dump_json(), run.inner.optimizer, run.outer.optimizer
         name = programs.name_of(settings.role, settings.mesh.model_dump_json(), *about)
         with self.turn(name):  # mostly those of ``task.init``
-            island = Island(self.task, run, mesh)
+            island = Island(self.task, run, mesh, apart=apart)
             island.check(self.first)
             tensors = [TensorSpec(*tensor) for tensor in island.tensors()]
             fragments = build_map(tensors, run.fragments.count, run.fragments.strategy)
@@ -144,10 +149,11 @@ class Beginning:
         self.process.log.info("island_ready", devices=jax.device_count(), platform=jax.default_backend(), **axes)
         return island, fragments
 
-    def compile_step(self, step: jax.stages.Lowered) -> None:
-        """Compile the step that the island has traced."""
-        with self.turn(programs.name_of(step.as_text())):
-            step.compile()
+    def compile_step(self, step: Sequence[jax.stages.Lowered]) -> None:
+        """Compile the programs of the step that the island has traced."""
+        for program in step:
+            with self.turn(programs.name_of(program.as_text())):
+                program.compile()
 
     def over(self) -> None:
         """Note that all is compiled."""
