@@ -308,14 +308,19 @@ class Learner:
             raise ValueError(f"it has {len(plain['fragments'])} fragments, the run {len(self.fragments)}")
         found = []
         for state, values in zip(self.fragments, plain["fragments"], strict=True):
-            counts, first = delta.load(state.delta, values), state.pending[0]
-            stands = (first.chain.version, first.chain.state_hash, first.chain.cursor(self.name))
-            stays = first.record is None and stands == (counts.base_version, counts.base_hash, counts.after)
+            counts = delta.load(state.delta, values)
+            stays = bool(state.pending) and self._stands(state.pending[0], counts)
             if state.index in bare and (not stays or any(not offer.dropped for offer in counts.pending)):
                 counts.lose()
                 stays = False
             found.append((counts, stays))
         return found
+
+    def _stands(self, loaded: Version, counts: DeltaState) -> bool:
+        """Whether the log, as it was loaded, is where a fragment's counts are."""
+        chain = loaded.chain
+        found = chain.version, chain.state_hash, chain.cursor(self.name)
+        return loaded.record is None and found == (counts.base_version, counts.base_hash, counts.after)
 
     def restore(self, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], bare: Collection[int] = ()) -> None:
         """Take over a :meth:`dump`, its ``arrays`` any dtype [...] by name, before the first boundary.
