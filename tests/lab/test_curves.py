@@ -119,6 +119,12 @@ def test_each_arm_is_played_at_each_place_and_the_page_has_the_curves(file: Path
     above = 100 * (ARM.loss(35e6, 700e6) / BAR.loss(35e6, 700e6) - 1)
     assert f"four above data-parallel at 3.5e+07 parameters and 7e+08 tokens, by the curves: {above:+.1f} %" in page
     assert "| data-parallel | 0.9 | 30 | 0.45 | 80 | 0.35 |" in page
+    picture = answer.picture(asked, played, results)
+    panels = [picture.index(f">{size} parameters<") for size in ("43.2k", "80.1k", "200k")]
+    assert panels == sorted(panels)
+    shown = ARM.loss(80_112, 2_000_000)
+    assert f"<title>four, 80.1k parameters, 2.00M tokens: {shown:.4f}</title>" in picture
+    assert picture.count("<path") == 2 * 3
 
     del results.measured["four: task.width 48, tokens 2000000", 0]
     missing = Results({key: one for key, one in results.measured.items() if key[0].startswith("four")}, {})

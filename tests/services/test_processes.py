@@ -182,7 +182,7 @@ def test_when_one_process_is_lost_all_end_and_come_back_as_a_new_generation(
 @pytest.mark.timeout(1800)
 def test_where_a_process_is_killed_at_most_two_steps_are_lost_and_tokens_add_up(tmp_path: Path) -> None:
     """Again and again, without any checkpoint, with fragments of which the killed process had all but the values."""
-    with up(tmp_path / "run", 4000, "--least-processes", "1", checkpoint_s=10**6) as running:
+    with up(tmp_path / "run", 2500, "--least-processes", "1", checkpoint_s=10**6) as running:
         directory = running.directory
         for times in (1, 2):
             running.until(lambda: len(named(directory, "learner-0", "processes_met")) == len(restored(directory)) + 1)

@@ -19,6 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tests.services.cluster import DEADLINE_S, Cluster
 from tests.services.conftest import Diloco, Ended
 from tests.services.forking import Nursery
@@ -285,6 +286,27 @@ async def test_validation_loss_is_that_of_the_model_folded_from_the_log(nursery:
         place[name] = jnp.asarray(value)
     losses = [float(gpt.loss(params, jnp.asarray(batch), task.shape)) for batch in task.validation()]
     assert np.mean(losses) == pytest.approx(report["val_loss"], rel=1e-4)
+
+
+def test_a_new_run_begins_with_the_weights_of_one_that_is_over(story: Story, diloco: Diloco, tmp_path: Path) -> None:
+    first, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
+    assert diloco("export", str(story.directory), str(first)).code == 0
+    options = ["--learners", "2", "--tokens", str(BUDGET // 4), "--plain", "--data", str(story.directory.parent / "text.txt")]
+    options += [text for name, value in SETTINGS.items() for text in ("--set", f"{name}={value}")]
+
+    wrong = Running("up", *options, "--run-dir", str(tmp_path / "wrong"), "--init", str(first), "--set", "task.width=32").end()
+    assert wrong.code == 2
+    assert "the model's has" in wrong.err
+    assert not (tmp_path / "wrong").exists()
+    ended = Running("up", *options, "--run-dir", str(tmp_path / "on"), "--init", str(first), *slow(15)).end()
+
+    assert ended.code == 0, ended.err
+    report = json.loads((tmp_path / "on" / "report.json").read_text())
+    assert report["val_loss_initial"] == pytest.approx(read_report(story)["val_loss"], rel=1e-6)
+    assert diloco("export", str(tmp_path / "on"), str(again), "--version", "0").code == 0
+    before, after = load_file(first), load_file(again)
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
 def test_status_and_logs_of_an_ended_run(story: Story, diloco: Diloco) -> None:

@@ -20,7 +20,6 @@ from diloco.control import creation
 from diloco.control.changes import append_changes
 from diloco.core.accounts import StepDone
 from diloco.core.changes import Action, Effective, Set
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import RunError
 from diloco.member.member import Member
 from diloco.member.peer import InMemory
@@ -110,8 +109,7 @@ class _Training(World):
         self.trial, self.settings = trial, trial.settings
         self.logger: Logger = get_logger()
         self.first = Island(trial.task, trial.settings)  # never trained: all processes begin as its twins
-        specs = [TensorSpec(*tensor) for tensor in self.first.tensors()]
-        self.map: FragmentMap = build_map(specs, self.settings.fragments.count, self.settings.fragments.strategy)
+        self.map = self.first.fragments()
         paces = trial.paces.learners
         self.members: list[Member | None] = [None] * len(paces)
         self.trained = 0  # tokens

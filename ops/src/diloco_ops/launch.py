@@ -142,12 +142,13 @@ class Launcher:
             self._start_service(name, "diloco_coordinator", place(index) | {"settings": settings.model_dump()})
         for index in range(max(settings.shards, len(settings.regions.names)) + self.asked.standbys):
             self._start_service(f"syncer-{index}", "diloco_syncer", place(index, syncer=True))
-        data = {"data": self.directory.data} if self.directory.data else {}
+        given = {"data": self.directory.data, "init": self.directory.init}
+        given = {name: value for name, value in given.items() if value is not None}
         names = self.directory.learner_names
         for share_, name in enumerate(names):
-            values = place(share_) | {"share": share_, "slow": self.slow.get(name, 1.0)} | data
+            values = place(share_) | {"share": share_, "slow": self.slow.get(name, 1.0)} | given
             self._start_learner(name, values, share_, _core(share_, len(names)))
-        self._start_learner("evaluator", place(0) | {"role": "evaluator"} | data, len(names), None)
+        self._start_learner("evaluator", place(0) | {"role": "evaluator"} | given, len(names), None)
 
     def _start_learner(self, name: str, values: dict[str, Any], index: int, cores: set[int] | None) -> None:
         devices, learners = self.directory.devices_per_learner, len(self.directory.learner_names)

@@ -53,6 +53,7 @@ def up(
     data: Annotated[
         str | None, typer.Option(help="File or folder of text, or as your task reads it; default: Python's standard library.")
     ] = None,
+    init: Annotated[Path | None, typer.Option(help="File of the weights to begin with, as diloco export writes it.")] = None,
     preset: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")] = DEFAULT_PRESET,
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")] = None,
     resume_from: Annotated[
@@ -89,10 +90,9 @@ def up(
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     if nats_url is not None:
         checked(nats_url)
-    if resume_from is None and resume_at is not None:
-        raise SettingsError(f"--resume-at {resume_at}: needs --resume PATH, the checkpoint or the run to go on from")
     _check_installed()
-    source, directory = _source(resume_from, path, preset, overrides, data, nats_url)
+    source, directory = _source(resume_from, resume_at, path, preset, overrides, data, nats_url)
+    directory = _beginning_with(directory, init, source)
     _check_server(nats_url, directory.settings)
     slowed = _slow_factors(slow or [], directory.learner_names)
     directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes)
@@ -106,9 +106,17 @@ def up(
 
 
 def _source(
-    resume_from: Path | None, path: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
+    resume_from: Path | None,
+    resume_at: int | None,
+    path: Path,
+    preset: str,
+    overrides: dict[str, Any],
+    data: str | None,
+    nats_url: str | None,
 ) -> tuple[Checkpoint | None, RunDirectory]:
     """Return the checkpoint to go on from, if one is, and the run's directory."""
+    if resume_from is None and resume_at is not None:
+        raise SettingsError(f"--resume-at {resume_at}: needs --resume PATH, the checkpoint or the run to go on from")
     if resume_from is not None:
         return _resumed(resume_from, path, preset, overrides, data, nats_url)
     settings = run_settings(preset, overrides, "diloco up")
@@ -128,6 +136,24 @@ def _begin(directory: RunDirectory, source: Checkpoint | None, at: int | None, n
     elif nats_url is not None:
         asyncio.run(_check_name(directory.name, nats_url))
     return source is not None
+
+
+def _beginning_with(directory: RunDirectory, init: Path | None, source: Checkpoint | None) -> RunDirectory:
+    """Return a run's directory that begins with the weights in a file, if one is given.
+
+    Raises:
+        SettingsError: it goes on from a checkpoint, which has them.
+        RunError: it has begun with others.
+    """
+    if init is None:
+        return directory
+    if source is not None:
+        raise SettingsError(f"--init {init}: a run that goes on from --resume has its weights; leave one of them out")
+    file = str(init.resolve())
+    if (directory.path / "run.json").exists() and directory.init != file:
+        began = f"the weights in {directory.init}" if directory.init else "those that its task makes"
+        raise RunError(f"{directory.path}: this run was begun with {began}; go on with it without --init")
+    return replace(directory, init=file)
 
 
 def _shaped(directory: RunDirectory, devices: int | None, processes: int | None, least: int | None) -> RunDirectory:
@@ -239,7 +265,9 @@ def _check_task(directory: RunDirectory) -> None:
     devices = directory.devices_per_learner
     environment = learner_environment(0, len(directory.learner_names), devices)
     mesh = mesh_of(devices, 1 if devices is None else directory.replicas)
-    request = {"settings": directory.settings.model_dump(), "data": directory.data, "mesh": mesh}
+    request = {
+        "settings": directory.settings.model_dump(), "data": directory.data, "mesh": mesh, "init": directory.init,
+    }  # fmt: skip
     command = [sys.executable, "-m", "diloco_learner.check"]
     ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:

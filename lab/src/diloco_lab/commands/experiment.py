@@ -184,7 +184,7 @@ def _run(name: str, experiment: spec.Experiment, playing: _Playing) -> list[dict
     if reference is not None:
         write(playing.store.folder / f"{name}-{reference.key}{reference_files.SUFFIX}", reference.encode())
     write(playing.store.folder / f"{name}.md", f"## {name}\n\n{answer.markdown(record)}")
-    write(playing.store.folder / f"{name}.svg", answer.picture(experiment, results))
+    write(playing.store.folder / f"{name}.svg", answer.picture(asked, experiment, results))
     table = Table(box=None)
     for column in answer.head(experiment):
         table.add_column(column)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -9,7 +10,7 @@ from html import escape
 import numpy as np
 
 from diloco.errors import SettingsError
-from diloco_lab.experiment import curves
+from diloco_lab.experiment import curve_picture, curves
 from diloco_lab.experiment.record import Record
 from diloco_lab.experiment.runner import Results
 from diloco_lab.experiment.spec import Claim, Experiment
@@ -141,8 +142,18 @@ def _above(found: Paired | None) -> str:
     return f"{100 * found.mean:+.1f}{half} %"
 
 
-def picture(experiment: Experiment, results: Results) -> str:
-    """Return an SVG: of each arm the losses by seed, their mean and its 95 % interval."""
+def picture(asked: Experiment, played: Experiment, results: Results) -> str:
+    """Return an SVG: of each arm that was ``played`` the losses by seed, their mean and its 95 % interval; or the curves.
+
+    ``asked`` has the curves that are fitted, if any are.
+    """
+    if asked.curves is not None:
+        with contextlib.suppress(SettingsError):  # too few points yet
+            return curve_picture.picture(curves.Fit(curves.points(asked, results)))
+    return _by_seed(played, results)
+
+
+def _by_seed(experiment: Experiment, results: Results) -> str:
     shown = {arm: list(results.losses(arm).values()) for arm in experiment.arms}
     values = [loss for known in shown.values() for loss in known]
     if not values:

@@ -31,8 +31,9 @@ def fill(page: str, folder: Path) -> tuple[str, dict[Path, str]]:
         if not path.is_file():
             raise FormatError(f"the page names experiment {name!r}, and {path} is not there; play it: diloco lab run {name}")
         known = record.read(path)
-        pictures[folder / f"{name}.svg"] = answer.picture(known.played, known.results)
-        shown = f"![losses of {name} by seed, with 95 % intervals]({folder.name}/{name}.svg)\n"
+        pictures[folder / f"{name}.svg"] = answer.picture(known.asked, known.played, known.results)
+        what = "by seed, with 95 % intervals" if known.asked.curves is None else "by size and tokens, with fitted curves"
+        shown = f"![losses of {name} {what}]({folder.name}/{name}.svg)\n"
         return f"{block[1]}{answer.markdown(known)}\n{shown}{block[3]}"
 
     page = _FINDINGS.sub(lambda block: f"{block[1]}{findings.table(folder)}{block[2]}", page)

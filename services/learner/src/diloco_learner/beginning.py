@@ -15,13 +15,15 @@ import jax
 from jax.sharding import Mesh
 
 from diloco.control.creation import Run
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.core.fragments import FragmentMap
+from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Logger
+from diloco.process.retry import until_available
 from diloco.process.tasks import end
 from diloco.service.metrics import Exporter
 from diloco.settings.service import LearnerSettings
-from diloco_learner import programs
+from diloco_learner import programs, weights
 from diloco_learner.feed import Batch
 from diloco_learner.island import Island
 from diloco_learner.task import Task, first_batch, load_task
@@ -142,12 +144,20 @@ class Beginning:
         with self.turn(name):  # mostly those of ``task.init``
             island = Island(self.task, run, mesh, apart=apart)
             island.check(self.first)
-            tensors = [TensorSpec(*tensor) for tensor in island.tensors()]
-            fragments = build_map(tensors, run.fragments.count, run.fragments.strategy)
+            fragments = island.fragments()
             island.prepare(fragments, trains=copies)
+        if settings.init is not None and (settings.role == "evaluator" or not self.process.wait(self._has_begun(fragments))):
+            weights.put(settings.init, island, fragments)
+            self.process.log.info("weights_read", file=str(settings.init))
         axes = {} if mesh is None else dict(mesh.shape)
         self.process.log.info("island_ready", devices=jax.device_count(), platform=jax.default_backend(), **axes)
         return island, fragments
+
+    async def _has_begun(self, fragments: FragmentMap) -> bool:
+        """Return whether the run has its first version: it is not made of a file any more."""
+        run = self.process.run
+        store = Log(self.process.transport, run.name, run.identity, fragments, run.created)
+        return await until_available(store.reader.genesis, self.process.log) is not None
 
     def compile_step(self, step: Sequence[jax.stages.Lowered]) -> None:
         """Compile the programs of the step that the island has traced."""

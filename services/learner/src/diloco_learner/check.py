@@ -1,7 +1,8 @@
 """``python -m diloco_learner.check``: find out, before a run begins, that its task and data can be trained on.
 
-Reads ``{"settings": ..., "data": ..., "mesh": ...}`` from stdin. The built-in task is known to be right, so that only its data
-is looked at, without JAX, which takes a second to import, unless learners are to have a mesh (``mesh`` is not null).
+Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ...}`` from stdin. The built-in task is known to be right, so that
+only its data is looked at, without JAX, which takes a second to import, unless learners are to have a mesh (``mesh`` is not
+null), or the run begins with a file of weights (``init``).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from pathlib import Path
 
 from diloco.errors import DilocoError, SettingsError
 from diloco.process import observe
@@ -18,28 +20,32 @@ from diloco.settings.validation import parse
 from diloco_learner.text import TextData
 
 
-def check(settings: RunSettings, data: str | None, mesh: MeshSettings | None = None) -> None:
+def check(settings: RunSettings, data: str | None, mesh: MeshSettings | None = None, init: Path | None = None) -> None:
     """Make what a learner and the evaluator make before the first step.
 
     Raises:
         SettingsError: the task lacks something, one of its methods fails, or returns something else than a task's; or the mesh
-            does not fit the devices, the tensors or the batches.
+            does not fit the devices, the tensors or the batches; or the file of weights does not fit the model.
         DataError: its data is missing, unreadable or too short.
     """
     if settings.task.name == "gpt":
         text = TextData(settings.task, data)
         next(text.batches(0, settings.learners, settings.seed, 0))
         text.validation()
-        if mesh is None:
+        if mesh is None and init is None:
             return
 
+    from diloco_learner import weights
     from diloco_learner.island import Island
     from diloco_learner.mesh import make_mesh
     from diloco_learner.task import first_batch, load_task, validation_batches
 
     try:
         task = load_task(settings.task, data)
-        Island(task, settings, None if mesh is None else make_mesh(mesh)).check(first_batch(task, settings))
+        island = Island(task, settings, None if mesh is None else make_mesh(mesh))
+        island.check(first_batch(task, settings))
+        if init is not None:
+            weights.put(init, island, island.fragments())
         validation_batches(task, settings.task)
     except DilocoError:
         raise
@@ -52,7 +58,8 @@ def check(settings: RunSettings, data: str | None, mesh: MeshSettings | None = N
 def _main() -> None:
     request = json.load(sys.stdin)
     mesh = None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh")
-    check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh)
+    init = None if request["init"] is None else Path(request["init"])
+    check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init)
 
 
 if __name__ == "__main__":

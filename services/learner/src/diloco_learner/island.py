@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
-from diloco.core.fragments import Fragment, FragmentMap, Piece
+from diloco.core.fragments import Fragment, FragmentMap, Piece, TensorSpec, build_map
 from diloco.core.rows import RowLayout, Rows
 from diloco.errors import RunError, SettingsError
 from diloco.member.peer import Layout
@@ -95,7 +95,7 @@ class Island:
     """
 
     def __init__(self, task: Task, settings: RunSettings, mesh: Mesh | None = None, *, apart: bool = False) -> None:
-        self.task, self._settings, self._alpha = task, settings.task, settings.apply.alpha
+        self.task, self._settings, self._cut, self._alpha = task, settings.task, settings.fragments, settings.apply.alpha
         self._placement = Placement(task, mesh, jax.random.key(settings.seed))
         keyed, self._structure = jax.tree_util.tree_flatten_with_path(self._placement.init())
         self._paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in keyed]
@@ -132,6 +132,10 @@ class Island:
         """Return path, shape and whether it is embedding-like, of every tensor."""
         pairs = zip(self._paths, self._leaves, strict=True)
         return [(path, tuple(leaf.shape), self.task.is_embedding(path)) for path, leaf in pairs]
+
+    def fragments(self) -> FragmentMap:
+        """Return the fragments that the run cuts the model into."""
+        return build_map([TensorSpec(*tensor) for tensor in self.tensors()], self._cut.count, self._cut.strategy)
 
     def rounded_tensors(self) -> list[str]:
         """Return the paths of the tensors that the task has in bfloat16."""

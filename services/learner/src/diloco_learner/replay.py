@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from diloco.core import tape
 from diloco.core.delta import Apply
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.core.fragments import FragmentMap
 from diloco.core.leases import data_of
 from diloco.core.schedule import Moment
 from diloco.errors import RunError
@@ -74,9 +74,7 @@ class Redo:
         self.settings = settings
         self.task = load_task(settings.task, data)
         self.island = Island(self.task, settings, _mesh(mesh), apart=apart)
-        self.map = build_map(
-            [TensorSpec(*tensor) for tensor in self.island.tensors()], settings.fragments.count, settings.fragments.strategy
-        )
+        self.map = self.island.fragments()
         self._streams: dict[int, tuple[int, Iterator[Any]]] = {}  # by share: index of the next batch, and the batches
 
     @property

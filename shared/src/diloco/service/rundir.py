@@ -35,6 +35,7 @@ class RunDirectory:
     region_urls: dict[str, str] | None = None  # of each region's own server, where all are known
     identity: str | None = None  # file of the identity of commands
     wan_control: str | None = None  # control address of emulated links between regions
+    init: str | None = None  # file of the weights that it begins with; None: as the task makes them
 
     @property
     def learner_names(self) -> list[str]:
@@ -80,7 +81,7 @@ def load(path: Path) -> RunDirectory:
                 f"(format {FORMAT}): go on with the version that made it, or begin another run"
             )
         settings = parse(RunSettings, values["settings"], str(file))
-        kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "learners": int | None}
+        kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "init": str | None, "learners": int | None}
         kinds |= {"nats_bulk_url": str | None, "wan_control": str | None, "identity": str | None}
         kinds |= {"devices_per_learner": int | None, "processes_per_learner": int | None, "least_processes": int | None}
         kinds |= {"region_urls": dict | None}

@@ -1,0 +1,113 @@
+"""Weights from a file: put into a model whatever their precision, and refused by name where they are another model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.flax import save_file as save_jax
+from safetensors.numpy import save_file
+
+from diloco.errors import SettingsError
+from diloco.settings.presets import run_settings
+from diloco_learner import weights
+from diloco_learner.island import Island
+
+
+class Model:
+    """A matrix that fragments cut by rows, a vector and a number."""
+
+    tokens_per_batch = 1
+
+    def init(self, key: jax.Array) -> Any:
+        return {"a": {"matrix": jnp.zeros((4, 3))}, "list": [jnp.zeros(5), jnp.float32(0)]}
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(params)), jnp.float32(0))
+
+    def batches(self, share: int, shares: int, seed: int, start: int) -> Any:
+        raise NotImplementedError
+
+    def validation(self) -> Any:
+        raise NotImplementedError
+
+    def is_embedding(self, path: str) -> bool:
+        return False
+
+
+Tensors = dict[str, NDArray[Any]]
+
+
+def values(dtype: Any = np.float32) -> Tensors:
+    """Numbers that every precision has exactly."""
+    return {
+        "a/matrix": np.arange(12, dtype=dtype).reshape(4, 3) / 4,
+        "list/0": np.array([-1, 2, -4, 8, 0.5], dtype),
+        "list/1": np.asarray(-7, dtype),
+    }
+
+
+@pytest.fixture
+def island() -> Island:
+    return Island(Model(), run_settings(overrides={"fragments.count": 3, "inner.optimizer": "adamw"}))
+
+
+def put(path: Path, island: Island) -> Mapping[str, Any]:
+    weights.put(path, island, island.fragments())
+    found: Mapping[str, Any] = island.params()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64, jnp.bfloat16])
+def test_every_precision_is_read(dtype: Any, island: Island, tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    if dtype is jnp.bfloat16:
+        save_jax({name: jnp.asarray(value, jnp.bfloat16) for name, value in values().items()}, path)
+    else:
+        save_file(values(dtype), path)
+    params = put(path, island)
+    assert np.array_equal(params["a"]["matrix"], values()["a/matrix"])
+    assert np.array_equal(params["list"][0], values()["list/0"])
+    assert float(params["list"][1]) == -7.0
+
+
+def changed(**changes: Any) -> Tensors:
+    return {name: value for name, value in (values() | changes).items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        (changed(**{"list/0": None}), r"it lacks tensor 'list/0' of shape \(5,\) \(did you mean 'list/1'\?\)"),
+        (
+            changed(**{"a/matrices": np.zeros(2, np.float32)}),
+            r"the model has no tensor 'a/matrices' \(did you mean 'a/matrix'\?\)",
+        ),
+        (changed(**{"a/matrix": np.zeros((3, 4), np.float32)}), r"'a/matrix' has the shape \(3, 4\), the model's has \(4, 3\)"),
+        (changed(**{"list/0": np.zeros(5, np.int32)}), "'list/0' is I32, expected one of F64, F32, F16, BF16"),
+        (changed(**{"a/matrix": np.full((4, 3), np.nan, np.float32)}), "tensor 'a/matrix' holds NaN or infinity"),
+        (changed(**{"list/1": np.asarray(1e300)}), "tensor 'list/1' holds NaN or infinity, or more than float32 can be"),
+    ],
+)
+def test_another_models_weights_are_refused_by_name(tensors: Tensors, said: str, island: Island, tmp_path: Path) -> None:
+    save_file(tensors, tmp_path / "w")
+    with pytest.raises(SettingsError, match=f"init = .*w: .*{said}"):
+        put(tmp_path / "w", island)
+
+
+def test_no_file_or_another_one_is_refused(island: Island, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot be read as a safetensors file: No such file"):
+        put(tmp_path / "none", island)
+    (tmp_path / "text").write_text("weights")
+    with pytest.raises(SettingsError, match="cannot be read as a safetensors file"):
+        put(tmp_path / "text", island)
+    save_file(values(), tmp_path / "cut")
+    (tmp_path / "cut").write_bytes((tmp_path / "cut").read_bytes()[:-8])
+    with pytest.raises(SettingsError, match="cannot be read as a safetensors file"):
+        put(tmp_path / "cut", island)
