@@ -94,7 +94,7 @@ def tell_memory(dtype: str, layers: int, width: int) -> None:
     task = load_task(settings.task, None)
     island = Island(task, settings)
     count = sum(leaf.size for leaf in jax.tree.leaves(island.params()))
-    memory = island.trace(first_batch(task, settings)).compile().memory_analysis()
+    memory = island.trace(first_batch(task, settings))[0].compile().memory_analysis()
     assert memory is not None
     kept, needed = memory.argument_size_in_bytes / count, memory.temp_size_in_bytes / count
     print(f"{dtype:8} {count / 1e6:.1f}M parameters: {kept:.1f} bytes a parameter kept, {needed:.1f} more in a step")

@@ -22,7 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-EVENTS = ("process_arrived", "island_ended", "island_regroups", "processes_met", "island_ready", "compiled", "joined")
+EVENTS = (
+    "process_arrived", "island_ended", "state_kept", "island_regroups", "processes_met", "island_ready", "compiled", "joined",
+)  # fmt: skip
 LAST = "checkpoint_restored"
 TOKENS = 16 * 12  # of a step
 LOOK_S = 0.05

@@ -149,7 +149,7 @@ def test_a_mesh_trains_as_one_device_does_and_compiles_once(
     fragments, first = fragments_of(island), island.task.validation()[0]
     island.check(first)
     island.prepare(fragments, trains=True)
-    island.trace(first).compile()
+    island.trace(first)[0].compile()
     island.rehearse(first)
     places = {name: leaf.sharding for name, leaf in island.arrays().items()}
     assert any(not place.is_fully_replicated for place in places.values()) == (mesh != "data")
@@ -166,6 +166,18 @@ def test_a_mesh_trains_as_one_device_does_and_compiles_once(
     assert {name: leaf.sharding for name, leaf in island.arrays().items()} == places
     assert island._step._cache_size() == 1
     assert island.evaluate() == pytest.approx(alone[2], rel=1e-4)
+
+
+def test_the_second_program_of_a_step_needs_no_device_of_another_replica() -> None:
+    settings = run_settings("decoupled", {"inner.optimizer": "muon"})
+    for mesh, replicas in (("data", ()), ("both", ("{{0,1},{2,3}}", "[2,2]<=[4]"))):
+        task, shape = MESHES[mesh]
+        island = Island(task, settings, make_mesh(shape), apart=True)
+        island.check(task.validation()[0])
+        first, second = (str(program.compile().as_text()) for program in island.trace(task.validation()[0]))
+        assert "all-reduce" in first
+        groups = re.findall(r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\[[^\]]*\]<=\[[^\]]*\])", second)
+        assert set(groups) <= set(replicas), mesh
 
 
 @pytest.mark.parametrize("mesh", ["fsdp", "both", "tensor"])
@@ -200,7 +212,7 @@ def test_gradients_for_an_outer_adamw_are_split_too_and_axes_may_be_explicit() -
     island, single = Island(Explicit(), GRADIENTS, make_mesh(MeshSettings())), Island(Curve(), GRADIENTS)
     fragments = fragments_of(island)
     island.prepare(fragments, trains=True)
-    step = island.trace(island.task.validation()[0]).compile()
+    step = island.trace(island.task.validation()[0])[0].compile()
     for each in (island, single):
         train(each, 2)
     first = fragments.fragments[0]
@@ -281,7 +293,7 @@ def test_masters_of_bfloat16_are_split_like_any_tensor() -> None:
     settings = run_settings(overrides={"inner.warmup_fraction": 0.0, "inner.optimizer": "adamw"})
     island, single = Island(Rounded(), settings, make_mesh(MeshSettings())), Island(Rounded(), settings)
     fragments, first = fragments_of(island), island.task.validation()[0]
-    step = island.trace(first).compile()
+    step = island.trace(first)[0].compile()
     np.testing.assert_allclose(train(island, 3), train(single, 3), rtol=5e-3)
     for fragment in fragments.fragments:  # the founder's values, and those that a step made of them
         ours, theirs = island.read(fragment).to_host(), single.read(fragment).to_host()

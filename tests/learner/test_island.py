@@ -87,6 +87,24 @@ def test_first_step_moves_by_the_learning_rate(island: Island, fragments: Fragme
         np.testing.assert_allclose(new, old + 0.5, rtol=1e-4)
 
 
+def test_a_step_of_two_programs_changes_nothing_before_the_second_and_then_what_one_program_does(island: Island) -> None:
+    apart = Island(Quadratic(), SETTINGS, apart=True)
+    assert len(apart.trace(np.float32(20))) == 2
+    for target in (20.0, 7.0, math.nan, 3.0):
+        before, whole = apart.state(), island.step(np.float32(target), 0.5)
+        output = apart.begin_step(np.float32(target), 0.5)
+        np.testing.assert_equal(output.wait(), whole.wait())
+        kept = apart.settled()
+        for chunk, values in zip(kept.chunks, kept.values, strict=True):
+            np.testing.assert_array_equal(values, before[chunk.name][chunk.where])
+        assert {chunk.name for chunk in kept.chunks} == before.keys()
+        apart.finish_step()
+        for name, values in island.state().items():
+            np.testing.assert_allclose(apart.state()[name], values, rtol=1e-6, err_msg=name)
+    apart.finish_step()  # there is none
+    np.testing.assert_array_equal(apart.state()["params/list/0"], island.state()["params/list/0"])
+
+
 def test_a_reading_outlives_the_steps_after_it(island: Island, fragments: FragmentMap) -> None:
     expected = [vector.copy() for vector in values(island, fragments)]
     readings = [island.read(fragment) for fragment in fragments.fragments]
@@ -134,7 +152,7 @@ def test_write_keeps_progress_and_mixes(island: Island, fragments: FragmentMap) 
 def test_prepare_compiles_and_changes_nothing(island: Island, fragments: FragmentMap) -> None:
     before = values(island, fragments)
     island.prepare(fragments, trains=True)
-    island.trace(np.float32(1)).compile()
+    island.trace(np.float32(1))[0].compile()
     made: list[str] = []  # programs that were traced, lowered or compiled
 
     def note(event: str, duration_secs: float, **about: str | int) -> None:

@@ -32,6 +32,7 @@ from diloco_learner.parts import PartKeeper, restore
 
 RUN = b"\x05" * 8
 PENDING = [[], [Pending((3, 4), 8, False)]]
+LOGS = 100.0  # base of a fragment as the log has it
 
 
 class Carrier:
@@ -41,9 +42,9 @@ class Carrier:
         self.fragments = [index]
         self.base = -1.0
 
-    def loaded(self, offers: Any, arrays: Any) -> Any:
+    def loaded(self, offers: Any, arrays: Any, bare: Any) -> Any:
         assert offers == PENDING
-        return arrays[f"accounts/{self.fragments[0]}/base"][0]
+        return LOGS if self.fragments[0] in bare else arrays[f"accounts/{self.fragments[0]}/base"][0]
 
     def restore(self, base: Any) -> None:
         self.base = float(base)
@@ -57,10 +58,10 @@ class Accounts:
         self.recorded: list[Event] = []
         self.tape = SimpleNamespace(record=self.recorded.append)
 
-    def unmerged_of(self, plain: dict[str, Any]) -> list[list[Pending]]:
+    def unmerged_of(self, plain: dict[str, Any], bare: Any) -> list[list[Pending]]:
         return PENDING
 
-    def restore(self, plain: dict[str, Any], arrays: Any) -> None:
+    def restore(self, plain: dict[str, Any], arrays: Any, bare: Any) -> None:
         if self.fails:
             raise ValueError("its accounts are not of this model")
         self.step = plain["step"]
@@ -204,10 +205,10 @@ class Again:
     def refused(self) -> list[str]:
         return [entry["reason"] for entry in self.logs if entry["event"] == "checkpoint_refused"]
 
-    def began_from(self, step: int) -> None:
+    def began_from(self, step: int, bases: tuple[float, float] | None = None) -> None:
         assert self.done == [True, True]
         assert self.accounts.step == step
-        assert [carrier.base for carrier in self.carriers] == [step, step]
+        assert tuple(carrier.base for carrier in self.carriers) == (bases or (step, step))
         assert [type(event) for event in self.accounts.recorded] == [Restored]
         for island in self.islands:
             for values in island.values.values():
@@ -223,6 +224,32 @@ def test_all_begin_from_the_newest_checkpoint_of_which_all_parts_are_there(tmp_p
     assert again.accounts.whole == first
     [reason] = again.refused
     assert "is not there" in reason
+
+
+def keep(folder: Path, step: int) -> str:
+    """What the leader of three keeps of a step, of which all have died that carried fragment 1; return its name."""
+    content = Content([Chunk.whole("params/w", (4, 3), "float32")], [np.full((4, 3), step, np.float32)])
+    small = {"params/b": np.full(2, step, np.float32), "accounts/0/base": np.full(3, step, np.float32)}
+    name, accounts = f"7, kept at boundary {step}", {"step": step, "fragments": [{}, {}]}
+    part = state.Part(0, 3, name)
+    state.save(state.kept(folder, "ann"), RUN, "ann", accounts, content + Content.of(small), part=part)
+    return name
+
+
+def test_all_begin_from_what_was_kept_though_parts_are_missing_until_there_is_a_newer_checkpoint(
+    tmp_path: Path, loop: LoopThread
+) -> None:
+    saving = Saved2([tmp_path, tmp_path])
+    saving.save()
+    name = keep(tmp_path, 9)
+    again = Again(loop, [tmp_path, tmp_path])
+    again.began_from(9, bases=(9, LOGS))
+    assert again.accounts.whole == name
+    newer = saving.save(whole=name)
+    assert state.kept(tmp_path, "ann").exists(), "it is the newest that all have, until they have the one that is saved now"
+    Again(loop, [tmp_path, tmp_path]).began_from(2)
+    saving.save(whole=newer)
+    assert not state.kept(tmp_path, "ann").exists()
 
 
 def test_a_process_that_cannot_save_leaves_the_others_with_the_one_that_all_have(tmp_path: Path, loop: LoopThread) -> None:

@@ -139,6 +139,25 @@ def test_a_version_is_between_the_steps_around_its_boundary(island: Island) -> N
     np.testing.assert_allclose(np.asarray(island.params()["x"]), 10 - 2 * rate, rtol=1e-5)
 
 
+def test_steps_of_two_programs_do_as_those_of_one_and_nothing_of_a_boundary_is_begun_before_the_first_has_ended() -> None:
+    theta, measured = np.full(4, 10, np.float32), list[bool]()
+    write = Boundary([(0, Apply(theta, None))], [0], stop=False, wait=False, finished=False)
+
+    class Watched(Island):
+        def finish_step(self) -> None:
+            if self._begun is not None:
+                gradients: list[Any] = self._begun[0]
+                measured.append(all(gradient.is_ready() for gradient in gradients))
+            super().finish_step()
+
+    island = Watched(Slope(), SETTINGS, apart=True)
+    script, _ = train(island, [NOTHING, NOTHING, write, NOTHING, FINISHED])
+    np.testing.assert_array_equal(script.readers[0](), theta)
+    rate = SETTINGS.inner.learning_rate
+    np.testing.assert_allclose(np.asarray(island.params()["x"]), 10 - 2 * rate, rtol=1e-5)
+    assert measured == [True] * 4
+
+
 @pytest.mark.parametrize(("reset", "value"), [(False, 5.0), (True, 10.0)])
 def test_a_version_is_mixed_into_the_value_but_a_loaded_one_replaces_it(island: Island, reset: bool, value: float) -> None:
     mixing = run_settings(overrides={"apply.alpha": 0.5})
@@ -225,7 +244,7 @@ def test_a_step_is_busy_from_its_call_whether_dispatch_or_device_is_late(
             return 1.0
 
     class Device(Island):
-        def step(self, batch: Any, learning_rate: float) -> Any:
+        def begin_step(self, batch: Any, learning_rate: float) -> Any:
             clock.now_s += dispatch_s
             return Output()
 

@@ -179,6 +179,32 @@ def test_when_one_process_is_lost_all_end_and_come_back_as_a_new_generation(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_where_a_process_is_killed_at_most_two_steps_are_lost_and_tokens_add_up(tmp_path: Path) -> None:
+    """Again and again, without any checkpoint, with fragments of which the killed process had all but the values."""
+    with up(tmp_path / "run", 2500, "--least-processes", "1", checkpoint_s=10**6) as running:
+        directory = running.directory
+        for times in (1, 2):
+            running.until(lambda: len(named(directory, "learner-0", "processes_met")) == len(restored(directory)) + 1)
+            running.until(lambda: named(directory, "learner-0", "processes_met")[-1]["processes"] == 2)
+            running.trains()
+            last = restored(directory)[-1:]
+            os.kill(running.pid("learner-0-p1"), signal.SIGKILL)
+            running.until(lambda times=times: len(named(directory, "learner-0", "state_kept")) == times)  # type: ignore[misc]
+            running.until(lambda last=last: restored(directory)[-1:] != last)  # type: ignore[misc]
+        running.until(lambda: running.process.poll() is not None or (directory / "report.json").exists())
+    accounts_hold(directory)
+    begun = 0  # with so many steps did the generation begin
+    for event in events(directory, "learner-0"):
+        if event["event"] == "state_kept":
+            taken = begun + event["steps"]
+        elif event["event"] == "checkpoint_restored":
+            if event["file"] == "learner-0.kept.safetensors":
+                assert taken - 2 <= event["step"] <= taken
+            begun = event["step"]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_process_that_is_asked_to_end_takes_all_with_it_and_their_work_is_merged(tmp_path: Path) -> None:
     with up(tmp_path / "run", 10**6) as running:
@@ -251,7 +277,9 @@ def test_a_learner_goes_on_without_a_lost_process_and_takes_it_back(tmp_path: Pa
             steps_on()
             assert [leader.poll(), again.poll()] == [None, None]  # the leader is the same process still
         [planned] = named(directory, "island", "island_regroups")
+        [kept] = named(directory, "island", "state_kept")
         before, after = (event["step"] for event in restored(directory, "island"))
+        assert kept["steps"] - before in (0, 1)  # all that it took, but for the one in flight
         assert after == before + planned["steps"]  # nothing of it is lost
         assert not named(directory, "island", "state_fresh")
     assert json.loads(ran("verify", str(directory), "--json"))["holds"]

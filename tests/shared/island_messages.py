@@ -69,8 +69,10 @@ def strategies(answer: Strategy, cursor: Strategy, record: Strategy, rolled_back
         ),
         island.Slice: st.builds(island.Slice, NUMBER, HASH),
         island.DropLoan: st.builds(island.DropLoan, COUNT),
-        island.Candidate: st.builds(island.Candidate, STAGE, st.none() | TEXT, st.lists(offers, max_size=3)),
+        island.Candidate: st.builds(island.Candidate, STAGE, st.none() | TEXT, st.lists(offers, max_size=3), reads),
         island.Leaving: st.builds(island.Leaving, NUMBER),
+        island.Again: st.builds(island.Again, NUMBER),
+        island.Kept: st.builds(island.Kept, st.text(max_size=100), COUNT),
         island.Bye: st.builds(island.Bye, NUMBER),
     }
 
@@ -112,8 +114,10 @@ def examples(record: Message) -> dict[type[Message], Message]:
         island.AskSlice(2, 6, "optimizer/0/mu", [0, 4], [8, 8]),
         island.Slice(2, b"d" * 32),
         island.DropLoan(6),
-        island.Candidate("checkpoint 0", "7, boundary 6", [[pending]]),
+        island.Candidate("checkpoint 0", "7, boundary 6", [[pending]], [3]),
         island.Leaving(7),
+        island.Again(7),
+        island.Kept("1760000000000, kept at 12", 12),
         island.Bye(7),
     ]
     return {type(message): message for message in found}

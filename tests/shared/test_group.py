@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from diloco.member.links import Links
 from diloco.member.meeting import free_port
 from diloco.member.proving import MAX_STRANGERS, PROVING_S, secret_of
 from diloco.member.shipping import Shipping
+from diloco.process import renewal
 from diloco.process.observe import get_logger
 from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
 from diloco.wire import island
@@ -167,11 +170,42 @@ async def test_a_generation_of_those_that_came_has_places_without_gaps() -> None
     assert "process 2 is gone" in str(groups[0]._failure)
 
 
+async def test_those_that_are_left_tell_the_leader_which_then_waits_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: dict[int, tuple[int, ...]] = {}
+    where, processes = address(), (0, 1, 3)
+    groups = [group(index, where, 4, least=1, regroup_s=20.0) for index in (0, 1, 2, 3)]
+    await asyncio.gather(*(each.meet(FACTS, 5) for each in groups))
+
+    def renew(expected: Iterable[int] = ()) -> NoReturn:
+        index = int(threading.current_thread().name)
+        begun[index] = tuple(sorted(expected))
+        for stream in groups[index].links._streams.values():
+            groups[index].links._loop.call_soon_threadsafe(stream.abort)
+        raise SystemExit
+
+    def end(index: int) -> None:
+        with suppress(SystemExit):
+            groups[index].end(IslandError("gone"))
+
+    monkeypatch.setattr(renewal, "renew", renew)
+    monkeypatch.setattr("diloco.member.group.os._exit", lambda code: None)
+    for index in processes:
+        groups[index].may_renew = lambda: True
+        groups[index]._ending.set()  # its watch; what it would do is done here
+    groups[2]._ending.set()
+    for stream in groups[2].links._streams.values():
+        stream.abort()
+    for index in processes:
+        threading.Thread(target=end, args=(index,), name=str(index), daemon=True).start()
+    await until(lambda: len(begun) == 3)
+    assert begun == {0: (0, 1, 3), 1: (), 3: ()}
+
+
 async def test_a_process_that_comes_later_waits_and_is_in_the_next_generation() -> None:
     where = address()
     leading = group(0, where, least=1)
     await leading.meet(FACTS, 5)
-    assert (leading.size, leading.links.others, leading.links.connected) == (1, [], False)
+    assert (leading.size, leading.links.others) == (1, [])
     late = group(1, where, start_s=1.5, least=1)
     coming = asyncio.create_task(late.meet(FACTS, 0))
     await until(lambda: leading.grows)

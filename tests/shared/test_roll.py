@@ -38,6 +38,21 @@ def test_all_begin_at_once_and_fewer_when_nobody_has_come_for_a_while() -> None:
     assert roll.begins_s(118.0) == 0.0
 
 
+def test_nobody_is_waited_for_once_all_that_are_known_to_come_are_there() -> None:
+    roll = Roll([4, 3, 2, 1], regroup_s=10.0, last_s=100.0, expected=frozenset({0, 1, 3}))
+    assert roll.begins_s(100.0) == 10.0
+    roll.come(1, 101.0)
+    assert roll.begins_s(101.0) == 10.0
+    roll.come(3, 102.0)
+    assert roll.begins_s(102.0) == 0.0
+    assert roll.members == [0, 1, 3]
+    roll.go(3)
+    roll.come(2, 103.0)  # one more than is known is no reason to go without one that is
+    assert roll.begins_s(103.0) == 10.0
+    alone = Roll([4, 3], regroup_s=10.0, last_s=100.0, expected=frozenset({0}))
+    assert alone.begins_s(200.0) is None, "too few, whoever is expected"
+
+
 def test_without_least_all_are_waited_for() -> None:
     roll = Roll([2], regroup_s=0.0, last_s=0.0)
     assert roll.begins_s(50.0) is None

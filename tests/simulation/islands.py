@@ -145,7 +145,7 @@ class Island:
         demand(not missing, f"{self.name}: checkpoint {name!r} counts, and {missing} have no part of it")
         first = self.processes[0].settings
         accounts = state.load_set(first.state_dir, self.world.reference.run, self.name, name, 0).accounts
-        named = Candidate("", name, leader.unmerged_of(accounts))
+        named = Candidate("", name, leader.unmerged_of(accounts), [])
         for process in self.processes:
             try:
                 process.can_begin_from(named)

@@ -174,7 +174,7 @@ class ReplayedLearner:
             if life.restored not in kept:
                 raise RunError(f"it began from a checkpoint ({life.restored.hex()}) that no tape here says how to make again")
             (plain, arrays), state = kept[life.restored]
-            self.learner.restore(plain, arrays)
+            self.learner.restore(plain, arrays, life.bare)
             self.model.load_state(state)
         if life.borrowed is not None:
             peer, digest = life.borrowed
@@ -408,8 +408,8 @@ def installed(settings: RunSettings, data: str | None, life: Life) -> Model:
     found = [point for point in entry_points(group=MODELS) if point.name == "learner"]
     if not found:
         raise RunError("the distribution diloco-learner is not installed, which trains the models of runs")
-    factory: Callable[[RunSettings, str | None, events.Mesh | None], Model] = found[0].load()
-    model = factory(settings, data, life.mesh)
+    factory: Callable[[RunSettings, str | None, events.Mesh | None, bool], Model] = found[0].load()
+    model = factory(settings, data, life.mesh, life.apart)
     if life.machine is not None and model.machine != life.machine:
         observe.get_logger().warning("other_machine", here=model.machine.text, tape=life.machine.text)
     return model

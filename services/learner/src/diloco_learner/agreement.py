@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from diloco.log.log import Log
 from diloco.member.group import Group
 from diloco.member.proving import OPEN
 from diloco.nats.transport import NatsTransport
+from diloco.process import renewal
 from diloco.process.observe import Logger
 from diloco.process.retry import until_available
 from diloco.process.tasks import end
@@ -94,9 +96,9 @@ def rows_to_make(task: Task, settings: RunSettings, first: Any, own: range) -> r
     return own
 
 
-def program_facts(step: jax.stages.Lowered) -> dict[str, Any]:
-    """Return what they have to agree on before they step."""
-    return {"step": blake3(step.as_text().encode()).hexdigest(8)}
+def program_facts(step: Sequence[jax.stages.Lowered]) -> dict[str, Any]:
+    """Return what they have to agree on before they step: its programs."""
+    return {"step": blake3("".join(program.as_text() for program in step).encode()).hexdigest(8)}
 
 
 def check_meshes(settings: LearnerSettings, task: Task, run: RunSettings, first: Any) -> None:
@@ -142,7 +144,8 @@ async def meet(settings: LearnerSettings, run: Run, transport: NatsTransport, lo
         IslandError: they do not come, or cannot be reached.
     """
     identity = transport.identity
-    group = Group(settings, run.identity, log, OPEN if identity is None else identity.meeting_key)
+    key = OPEN if identity is None else identity.meeting_key
+    group = Group(settings, run.identity, log, key, renewal.expected())
     meeting = asyncio.create_task(group.meet(first_facts(settings, run), int(1000 * time.time())))
     if not settings.processes.elastic:
         await meeting

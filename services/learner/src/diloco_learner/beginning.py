@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -96,6 +96,7 @@ def make_trainer(
     batches: Iterator[Batch],
     at_boundary: Callable[[], None],
     look_ahead: LookAhead | None = None,
+    changing: AbstractContextManager[object] | None = None,
 ) -> Trainer:
     """Return the trainer of a process, as its settings and its run's have it."""
     return Trainer(
@@ -110,6 +111,7 @@ def make_trainer(
         stopping=process.stopping,
         at_boundary=at_boundary,
         look_ahead=look_ahead,
+        changing=changing,
     )
 
 
@@ -131,13 +133,16 @@ class Beginning:
         self.task: Task = load_task(process.run.created.task, process.settings.data)
         self.first = first_batch(self.task, process.run.created)
 
-    def make_island(self, mesh: Mesh | None, *, copies: bool) -> tuple[Island, FragmentMap]:
-        """Return an island that need not compile anything but its step, and its fragments; ``copies``: it will be copied."""
+    def make_island(self, mesh: Mesh | None, *, copies: bool, apart: bool = False) -> tuple[Island, FragmentMap]:
+        """Return an island that need not compile anything but its step, and its fragments.
+
+        ``copies``: it will be copied. ``apart``: its step is two programs.
+        """
         settings, run = self.process.settings, self.process.run.created
         about = run.task.model_dump_json(), run.fragments.model_dump_json(), run.inner.optimizer, run.outer.optimizer
         name = programs.name_of(settings.role, settings.mesh.model_dump_json(), *about)
         with self.turn(name):  # mostly those of ``task.init``
-            island = Island(self.task, run, mesh)
+            island = Island(self.task, run, mesh, apart=apart)
             island.check(self.first)
             fragments = island.fragments()
             island.prepare(fragments, trains=copies)
@@ -154,10 +159,11 @@ class Beginning:
         store = Log(self.process.transport, run.name, run.identity, fragments, run.created)
         return await until_available(store.reader.genesis, self.process.log) is not None
 
-    def compile_step(self, step: jax.stages.Lowered) -> None:
-        """Compile the step that the island has traced."""
-        with self.turn(programs.name_of(step.as_text())):
-            step.compile()
+    def compile_step(self, step: Sequence[jax.stages.Lowered]) -> None:
+        """Compile the programs of the step that the island has traced."""
+        for program in step:
+            with self.turn(programs.name_of(program.as_text())):
+                program.compile()
 
     def over(self) -> None:
         """Note that all is compiled."""

@@ -38,6 +38,21 @@ def content(arrays: Mapping[str, jax.Array], *, firsts: bool = False) -> Content
     return Content([chunk for chunk, _, _ in parts], _values(parts))
 
 
+def settled(arrays: Mapping[str, jax.Array]) -> Content:
+    """Return the same as :func:`content`, read without a program: each shard is copied to the host whole, and cut there."""
+    found: dict[Chunk, jax.Array] = {}
+    for name in sorted(arrays):
+        for whole, shard, _ in _shards(name, arrays[name]):
+            found.setdefault(whole, shard)
+
+    def values() -> Iterator[Values]:
+        for whole, shard in found.items():
+            copied = np.asarray(_alias(shard))
+            yield from (np.ascontiguousarray(copied[chunk.within(whole)]) for chunk in whole.cut())
+
+    return Content([chunk for whole in found for chunk in whole.cut()], values())
+
+
 def owners(arrays: Mapping[str, jax.Array]) -> dict[str, list[tuple[int, Chunk]]]:
     """Return by array which process has which chunk first."""
     return {name: list(_owners(name, array)) for name, array in arrays.items()}

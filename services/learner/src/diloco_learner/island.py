@@ -86,11 +86,15 @@ class Island:
     rounded, and their gradients move the masters. Reads, writes, states and optimizers concern masters alone, so no rounding is
     in a displacement, and a version is in the master to the last bit.
 
+    A step is one program. With ``apart`` it is two: :meth:`begin_step` makes the gradients, with all devices of all processes,
+    and changes nothing; :meth:`finish_step` uses them, with those of one replica alone. So where a process is lost in between,
+    the others have the values of before.
+
     Raises:
         SettingsError: a parameter is neither float32 nor bfloat16, or there are none; a partition does not fit the mesh.
     """
 
-    def __init__(self, task: Task, settings: RunSettings, mesh: Mesh | None = None) -> None:
+    def __init__(self, task: Task, settings: RunSettings, mesh: Mesh | None = None, *, apart: bool = False) -> None:
         self.task, self._settings, self._cut, self._alpha = task, settings.task, settings.fragments, settings.apply.alpha
         self._placement = Placement(task, mesh, jax.random.key(settings.seed))
         keyed, self._structure = jax.tree_util.tree_flatten_with_path(self._placement.init())
@@ -107,7 +111,11 @@ class Island:
         self._gradients = [jnp.zeros_like(leaf) for leaf in self._leaves] if settings.outer.optimizer == "adamw" else None
         self._held: bool | None = None  # whether a step has to wait for a capture; None: none was taken yet
         self._fresh_state = self._placement.optimizer_init(self._optimizer.init, self._leaves)
-        self._step = self._placement.step(self._take_step, self._optimizer.init, self._leaves, self._gradients is not None)
+        self.apart = apart
+        self._begun: tuple[list[jax.Array], jax.Array, np.float32] | None = None  # gradients, whether they are finite, and rate
+        about = self._optimizer.init, self._leaves, self._gradients is not None
+        self._step = self._placement.step(self._take_step, *about)
+        self._measure, self._move = self._placement.step_apart(self._measured, self._moved, *about)
         self._loss = jax.jit(self._loss_of)
 
     def twin(self) -> Island:
@@ -168,11 +176,13 @@ class Island:
                 for _ in self.capture(optimizer_only=only).content.values:
                     pass
 
-    def trace(self, batch: Any) -> jax.stages.Lowered:
-        """Trace :meth:`step` with such batches. Once the result has been compiled, no step is traced or compiled."""
-        values = self._leaves, self._gradients, self._current_optimizer_state()
-        lowered: jax.stages.Lowered = self._step.lower(*values, self._placement.batch(batch), np.float32(0))
-        return lowered
+    def trace(self, batch: Any) -> list[jax.stages.Lowered]:
+        """Trace the programs of :meth:`step` with such batches. Once these are compiled, no step is traced or compiled."""
+        values, batch, rate = (self._leaves, self._gradients, self._current_optimizer_state()), self._placement.batch(batch), 0
+        if not self.apart:
+            return [self._step.lower(*values, batch, np.float32(rate))]
+        measured = self._placement.measured(self._leaves)
+        return [self._measure.lower(self._leaves, batch), self._move.lower(*values, *measured, np.float32(rate))]
 
     def rehearse(self, batch: Any) -> None:
         """Take a step that changes no parameter, so that the first one takes no longer than others: memory is touched.
@@ -195,14 +205,28 @@ class Island:
 
     def step(self, batch: Any, learning_rate: float) -> StepOutput:
         """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says."""
-        self._leaves, self._gradients, self._optimizer_state, output = self._step(
-            self._leaves,
-            self._gradients,
-            self._current_optimizer_state(),
-            self._placement.batch(batch),
-            np.float32(learning_rate),
-        )
+        output = self.begin_step(batch, learning_rate)
+        self.finish_step()
+        return output
+
+    def begin_step(self, batch: Any, learning_rate: float) -> StepOutput:
+        """Dispatch the first program of a step; one that is not :attr:`apart` has no other."""
+        placed, rate = self._placement.batch(batch), np.float32(learning_rate)
+        if self.apart:
+            gradients, output = self._measure(self._leaves, placed)
+            self._begun = gradients, output[2], rate
+            return StepOutput(*output)
+        values = self._leaves, self._gradients, self._current_optimizer_state()
+        self._leaves, self._gradients, self._optimizer_state, output = self._step(*values, placed, rate)
         return StepOutput(*output)
+
+    def finish_step(self) -> None:
+        """Dispatch the second program of the step that was begun, if there is one."""
+        if self._begun is None:
+            return
+        begun, self._begun = self._begun, None
+        values = self._leaves, self._gradients, self._current_optimizer_state()
+        self._leaves, self._gradients, self._optimizer_state = self._move(*values, *begun)
 
     def read(self, fragment: Fragment) -> Reading:
         """Queue a copy of a fragment's values on the device, as of the steps and writes so far."""
@@ -282,6 +306,10 @@ class Island:
             arrays = dict(zip(arrays, copies(list(arrays.values())), strict=True))
         return Capture(holding.content(arrays, firsts=optimizer_only), held)
 
+    def settled(self) -> Content:
+        """Return what :meth:`arrays` has in this process's shards, read without any program: devices may hang."""
+        return holding.settled(self.arrays())
+
     def wanted(self, *, optimizer_only: bool = False) -> list[Chunk]:
         """Return the chunks that the shards of this process are made of: what :meth:`put` takes, in any order."""
         return holding.wanted(self.arrays(optimizer_only=optimizer_only))
@@ -345,12 +373,26 @@ class Island:
     def _take_step(
         self, leaves: list[jax.Array], held: list[jax.Array] | None, state: Any, batch: Any, learning_rate: jax.Array
     ) -> Any:
+        gradients, output = self._measured(leaves, batch)
+        return *self._moved(leaves, held, state, gradients, output[2], learning_rate), output
+
+    def _measured(self, leaves: list[jax.Array], batch: Any) -> Any:
         rounded = self._rounded(leaves)
         loss, gradients = jax.value_and_grad(lambda values: self._placement.loss(self._tree(values), batch))(rounded)
         gradients = [gradient.astype(jnp.float32) for gradient in self._placement.split(gradients)]
         # tensordot, and not vdot, whose flattening would gather a gradient that is split along another axis than its first
         norm = jnp.sqrt(sum(jnp.tensordot(gradient, gradient, gradient.ndim) for gradient in gradients))
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        return gradients, (loss, norm, jnp.isfinite(loss) & jnp.isfinite(norm))
+
+    def _moved(
+        self,
+        leaves: list[jax.Array],
+        held: list[jax.Array] | None,
+        state: Any,
+        gradients: list[jax.Array],
+        finite: jax.Array,
+        learning_rate: jax.Array,
+    ) -> Any:
         updates, new_state = self._optimizer.update(gradients, state, leaves)
         if held is None:
             new_leaves, new_held = [leaf - learning_rate * update for leaf, update in zip(leaves, updates, strict=True)], None
@@ -361,7 +403,7 @@ class Island:
             return jnp.where(finite, new, old)
 
         new, old = (new_leaves, new_held, new_state), (leaves, held, state)
-        return *jax.tree.map(chosen, new, old), (loss, norm, finite)
+        return jax.tree.map(chosen, new, old)
 
     def _current_optimizer_state(self) -> Any:
         if self._optimizer_state is None:

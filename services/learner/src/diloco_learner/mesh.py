@@ -192,9 +192,38 @@ class Placement:
         """
         if self.mesh is None:
             return jax.jit(step, donate_argnums=(0, 1, 2))
-        split = self._shardings
-        returned = (split, split if holds_gradients else None, self._of_state(init, leaves), self._whole)
+        returned = *self._moved(init, leaves, holds_gradients), self._whole
         return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=returned)
+
+    def step_apart(
+        self,
+        measure: Callable[..., Any],
+        move: Callable[..., Any],
+        init: Callable[[Leaves], Any],
+        leaves: Leaves,
+        holds_gradients: bool,
+    ) -> tuple[Any, Any]:
+        """Return the two programs of a step, jitted.
+
+        ``measure(leaves, batch)`` returns gradients, split like the leaves, and scalars; it takes nothing for its own, so the
+        leaves stay where it fails. ``move(leaves, gradients held, optimizer state, gradients, finite, rate)`` is the rest of
+        :meth:`step`.
+        """
+        if self.mesh is None:
+            return jax.jit(measure), jax.jit(move, donate_argnums=(0, 1, 2))
+        moved = self._moved(init, leaves, holds_gradients)
+        measured = jax.jit(measure, out_shardings=(self._shardings, self._whole))
+        return measured, jax.jit(move, donate_argnums=(0, 1, 2), out_shardings=moved)
+
+    def measured(self, leaves: Leaves) -> tuple[list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
+        """Return what the second program of a step takes from the first: gradients, and whether they are finite."""
+        split = [None] * len(leaves) if self.mesh is None else self._shardings
+        gradients = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at) for leaf, at in zip(leaves, split, strict=True)]
+        return gradients, jax.ShapeDtypeStruct((), jnp.bool_, sharding=None if self.mesh is None else self._whole)
+
+    def _moved(self, init: Callable[[Leaves], Any], leaves: Leaves, holds_gradients: bool) -> tuple[Any, Any, Any]:
+        """Return how a step's results are split."""
+        return self._shardings, self._shardings if holds_gradients else None, self._of_state(init, leaves)
 
     def loss(self, params: Params, batch: Any) -> jax.Array:
         """Return the task's loss, traced with the mesh in force, and with explicit axes where the task asks for them."""

@@ -62,18 +62,18 @@ def digest_of(fragment_map: FragmentMap, read: Callable[[int], NDArray[np.float3
 
 
 class Redo:
-    """An island, driven by a tape instead of a trainer (:class:`diloco_ops.replay.Model`).
+    """An island, driven by a tape instead of a trainer (:class:`diloco_ops.replay.Model`); ``apart``: a step is two programs.
 
     Raises:
         RunError: there are too few devices for the ``mesh`` on the tape.
     """
 
-    def __init__(self, settings: RunSettings, data: str | None, mesh: tape.Mesh | None) -> None:
+    def __init__(self, settings: RunSettings, data: str | None, mesh: tape.Mesh | None, apart: bool) -> None:
         update: Callable[[str, Any], None] = jax.config.update
         update("jax_compilation_cache_dir", str(LearnerSettings.model_fields["cache_dir"].default))
         self.settings = settings
         self.task = load_task(settings.task, data)
-        self.island = Island(self.task, settings, _mesh(mesh))
+        self.island = Island(self.task, settings, _mesh(mesh), apart=apart)
         self.map = self.island.fragments()
         self._streams: dict[int, tuple[int, Iterator[Any]]] = {}  # by share: index of the next batch, and the batches
 

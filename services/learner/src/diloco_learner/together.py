@@ -31,10 +31,11 @@ from diloco.service import skeleton
 from diloco.settings.run import RunSettings
 from diloco.wire.island import Ping, Told
 from diloco.wire.subjects import Subjects
-from diloco_learner import agreement, parts, replay
+from diloco_learner import agreement, keeping, parts, replay
 from diloco_learner.beginning import Beginning, Process, make_trainer
 from diloco_learner.feed import Batch, Feed, Streams
 from diloco_learner.island import Island
+from diloco_learner.keeping import Keeper
 from diloco_learner.mesh import make_mesh
 from diloco_learner.metrics import ObservedMember, ObservedPart
 from diloco_learner.parts import LeadingKeeper, PartKeeper
@@ -86,7 +87,8 @@ def work(process: Process) -> None:
     task = beginning.task
     agreement.check_meshes(settings, task, run.created, beginning.first)
     process.wait(group.agree("model", agreement.model_facts(mesh, task, run.created, beginning.first)))
-    island, fragments = beginning.make_island(mesh, copies=True)
+    apart = keeping.keeps(settings, smaller, group.size)
+    island, fragments = beginning.make_island(mesh, copies=True, apart=apart)
     rows = None if mesh is None else agreement.rows_to_make(task, run.created, beginning.first, island.own_rows)
     member = process.wait(make_member(process, fragments, group, island))
     process.at_end(member.close)
@@ -115,6 +117,8 @@ def _train(
         process.exporter.observed = ObservedPart(member.part, labels, ObservedMember(member, process.transport, labels))
         for event in (replay.machine(), replay.mesh_event(mesh), events.Processes(member.part.group.size)):
             member.tape.record(event)
+        if island.apart:
+            member.tape.record(events.Apart())
         batches, look_ahead = Feed(task, run, member.leased, log, rows), member.look_ahead
     else:
         process.wait(member.join())
@@ -129,8 +133,10 @@ def _train(
         keeper = LeadingKeeper(island, member, settings, log)
     else:
         keeper = PartKeeper(island, member, settings, log)
-    trainer = make_trainer(process, task, island, member, batches, keeper.at_boundary, look_ahead)
-    part = member.part
+    part, kept = member.part, Keeper(island, member, settings, log)
+    if island.apart:
+        part.group.keeper = kept
+    trainer = make_trainer(process, task, island, member, batches, keeper.at_boundary, look_ahead, kept.changing)
     part.group.may_renew = lambda: settings.processes.elastic and part.course.step > 0 and not process.stopping()
     try:
         finished = trainer.run()

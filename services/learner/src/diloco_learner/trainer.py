@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -98,6 +99,8 @@ class Trainer:
     ``stopping`` says whether this process was asked to end; it then waits at most ``leave_s`` for its last work to be merged.
     ``at_boundary`` is called when all that a boundary asks for has been queued. ``look_ahead``, if given, is called in the
     middle of each step, with what is known of the step in flight (None: there is none) and the batch of the next one.
+    ``changing`` is entered while model and accounts go from one boundary to the next: of an island whose steps are two programs
+    nothing is begun there that another process could hold up.
     """
 
     def __init__(
@@ -114,7 +117,9 @@ class Trainer:
         stopping: Callable[[], bool],
         at_boundary: Callable[[], None],
         look_ahead: LookAhead | None = None,
+        changing: AbstractContextManager[object] | None = None,
     ) -> None:
+        self._changing = changing or nullcontext()
         self.island, self.member, self.batches, self.settings, self.log = island, member, batches, settings, log
         self.look_ahead = look_ahead
         self.tokens_per_batch, self.slow, self.stopping = tokens_per_batch, slow, stopping
@@ -141,8 +146,10 @@ class Trainer:
             if not self._leaving and self.stopping():
                 self._leaving = True
                 self.member.leave(self.leave_s)
-            boundary = self.member.boundary(None if flight is None else self._step_done(flight.batch))
-            carry_out(boundary, self.island, self.member, self.settings)
+            with self._changing:
+                self.island.finish_step()
+                boundary = self.member.boundary(None if flight is None else self._step_done(flight.batch))
+                carry_out(boundary, self.island, self.member, self.settings)
             queued_s = time.perf_counter()
             self.at_boundary()
             opened_s += time.perf_counter() - queued_s  # a state that steps have to wait for is no usual boundary
@@ -158,7 +165,7 @@ class Trainer:
                 continue
             rate = learning_rate(self.settings, self.member.moment())
             called_s = time.perf_counter()
-            output = self.island.step(batch.data, rate)
+            output = self.island.begin_step(batch.data, rate)
             self._boundary.add(time.perf_counter() - opened_s)
             landing, flight = flight, _Flight(batch, made, called_s, watcher.submit(self._watch, output))
             batch, made = self._make_batch()  # while the step runs
@@ -196,6 +203,9 @@ class Trainer:
     def _await_boundary(self, flight: _Flight) -> None:
         """Wait until the step in flight is about to end, or has ended."""
         usual_s = self._busy.value
+        if self.island.apart:
+            flight.end.result()  # what is queued behind it would take the values that it leaves if it fails
+            return
         if usual_s is None or self.slow > 1:  # what is queued while a slow learner sleeps would not be slow
             wait([flight.end])
             return

@@ -125,6 +125,15 @@ class DeltaState:
                 return
         self.data = ranges.normal([*self.data, (share, batch, steps)])
 
+    def less(self, tokens: int, share: int, batch: int) -> DeltaState:
+        """Return the counts without the step that was counted last."""
+        data = ranges.subtract(self.data, [(share, batch, 1)])
+        return replace(self, steps=self.steps - 1, tokens=self.tokens - tokens, data=data)
+
+    def lose(self) -> None:
+        """Give up all that is not merged, as where its arrays are gone; offers may be merged yet, and count then."""
+        self._missed()
+
     def copy(self) -> DeltaState:
         """Return a state that goes on by itself."""
         return replace(self, pending=[replace(offer) for offer in self.pending])

@@ -10,7 +10,7 @@ The caller serialises the calls. An event costs time by the one fragment that it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -264,53 +264,85 @@ class Learner:
         """Whether the state can be saved as it is: an offer that it does not hold could be merged all the same."""
         return not self.encoding and not any(state.phase is Phase.INVALID for state in self.fragments)
 
-    def dump(self, positions: list[tuple[int, int]]) -> Dump:
+    def dump(self, positions: list[tuple[int, int]], without: StepDone | None = None) -> Dump:
         """Return the state as of the last boundary, for a checkpoint, with the learner's ``positions`` in the data.
 
-        Nobody writes to its arrays any more. Where there are none here, there are none in it.
+        ``without``: the one step since then, which was booked and has not ended. Nobody writes to the arrays any more. Where
+        there are none here, there are none in it.
         """
         self.settle()
+        undone = 0 if without is None else 1
         arrays: dict[str, NDArray[Any]] = {}
         fragments = []
         for state in self.fragments:
-            fragments.append(delta.dump(state.delta))
+            counts = state.delta
+            if without is not None:
+                counts = counts.less(without.tokens, without.share, without.batch)
+            fragments.append(delta.dump(counts))
             if state.values is not None:
                 named = delta.dump_arrays(state.values, state.delta.pending)
                 arrays |= {f"{ACCOUNTS}{state.index}/{name}": array for name, array in named.items()}
         accounts = self.accounts
+        if without is not None:
+            positions = [(share, min(at, without.batch) if share == without.share else at) for share, at in positions]
         plain_state = {
-            "step": accounts.step,
-            "tokens": accounts.tokens,
+            "step": accounts.step - undone,
+            "tokens": accounts.tokens - (0 if without is None else without.tokens),
             "busy_s": accounts.busy_s,
             "blocked_s": accounts.blocked_s,
             "schedule": accounts.schedule,
             "positions": positions,
-            "warming": accounts.warming,
+            "warming": None if accounts.warming is None else accounts.warming - undone,
             "version_steps": [state.version_step for state in self.fragments],
             "fragments": fragments,
         }
         return plain_state, arrays
 
-    def restore(self, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+    def unmerged(self, plain: Mapping[str, Any], bare: Collection[int] = ()) -> list[list[PendingDelta]]:
+        """Return by fragment the offers whose fate is unknown as :meth:`restore` would take them over."""
+        return [counts.pending for counts, _ in self._counts(plain, bare)]
+
+    def _counts(self, plain: Mapping[str, Any], bare: Collection[int]) -> list[tuple[DeltaState, bool]]:
+        """Return by fragment the counts of a :meth:`dump`, and whether the log stands as they do."""
+        if len(plain["fragments"]) != len(self.fragments):
+            raise ValueError(f"it has {len(plain['fragments'])} fragments, the run {len(self.fragments)}")
+        found = []
+        for state, values in zip(self.fragments, plain["fragments"], strict=True):
+            counts = delta.load(state.delta, values)
+            stays = bool(state.pending) and self._stands(state.pending[0], counts)
+            if state.index in bare and (not stays or any(not offer.dropped for offer in counts.pending)):
+                counts.lose()
+                stays = False
+            found.append((counts, stays))
+        return found
+
+    def _stands(self, loaded: Version, counts: DeltaState) -> bool:
+        """Whether the log, as it was loaded, is where a fragment's counts are."""
+        chain = loaded.chain
+        found = chain.version, chain.state_hash, chain.cursor(self.name)
+        return loaded.record is None and found == (counts.base_version, counts.base_hash, counts.after)
+
+    def restore(self, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], bare: Collection[int] = ()) -> None:
         """Take over a :meth:`dump`, its ``arrays`` any dtype [...] by name, before the first boundary.
 
         Displacement is kept where the log stands as the restored state does: the learner's value is right as it is then, to the
         last bit. It is lost otherwise, but for what :meth:`DeltaState.reload` keeps.
 
+        ``bare`` fragments have no arrays any more, but those that the log has: what quantisation left over is gone, and where
+        an offer is under way, or the log has gone on, so is the displacement.
+
         Raises:
             LookupError, TypeError, ValueError, OverflowError: the checkpoint is not of this model; nothing has changed.
         """
-        if len(plain["fragments"]) != len(self.fragments):
-            raise ValueError(f"it has {len(plain['fragments'])} fragments, the run {len(self.fragments)}")
-        loaded: list[tuple[DeltaState, DeltaValues | None]] = []
+        loaded: list[tuple[DeltaState, DeltaValues | None, bool]] = []
         version_steps = [int(step) for step in plain["version_steps"]]
-        for state, values, _ in zip(self.fragments, plain["fragments"], version_steps, strict=True):
-            counts, held = delta.load(state.delta, values), state.values
-            if held is not None:
+        for state, (counts, stays), _ in zip(self.fragments, self._counts(plain, bare), version_steps, strict=True):
+            held = state.values
+            if held is not None and state.index not in bare:
                 prefix = f"{ACCOUNTS}{state.index}/"
                 named = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
                 held = delta.load_arrays(held, counts.pending, named)
-            loaded.append((counts, held))
+            loaded.append((counts, held, stays))
         stated, own = plain["schedule"]
         accounts = replace(
             self.accounts,
@@ -323,9 +355,7 @@ class Learner:
             schedule=(int(stated), int(own)),
         )
         self.accounts = accounts
-        for state, (counts, held), version_step in zip(self.fragments, loaded, version_steps, strict=True):
+        for state, (counts, held, stays), version_step in zip(self.fragments, loaded, version_steps, strict=True):
             state.delta, state.values = counts, held
-            first = state.pending[0]
-            stands = (first.chain.version, first.chain.state_hash, first.chain.cursor(self.name))
-            if first.record is None and stands == (counts.base_version, counts.base_hash, counts.after):
+            if stays:
                 state.restored(version_step)

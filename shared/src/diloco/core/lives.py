@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from diloco.core.tape import (
+    Apart,
     Apply,
+    Bare,
     Borrowed,
     Checkpoint,
     Copied,
@@ -38,7 +40,9 @@ class Life:
     machine: Machine | None = None
     mesh: Mesh | None = None  # None: one device
     processes: int = 1
+    apart: bool = False  # a step is two programs
     restored: bytes | None = None  # digest of the checkpoint at its start
+    bare: set[int] = field(default_factory=set)  # fragments of whose accounts it has no arrays
     borrowed: tuple[str, bytes] | None = None  # peer and digest of the optimizer state at its start
     fresh: bool = False  # the optimizer state was reset in a run under way
     steps: int = 0
@@ -93,6 +97,10 @@ class Life:
                 self.mesh = event
             case Processes():
                 self.processes = event.count
+            case Apart():
+                self.apart = True
+            case Bare(fragment):
+                self.bare.add(fragment)
             case Restored(digest):
                 self.restored = digest
             case Borrowed(peer, digest):

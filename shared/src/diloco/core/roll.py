@@ -25,11 +25,13 @@ class Roll:
         sizes: numbers of processes that a generation may have, the largest first: all of them.
         regroup_s: a smaller one begins when nobody has come for so long.
         last_s: when somebody came last, or the wait began.
+        expected: those that are known to come, as far as one has been: nobody else is waited for once they are there.
     """
 
     sizes: Sequence[int]
     regroup_s: float
     last_s: float
+    expected: frozenset[int] = frozenset()
     present: set[int] = field(default_factory=lambda: {LEADER})
 
     def come(self, index: int, now_s: float) -> None:
@@ -51,4 +53,7 @@ class Roll:
         size = len(self.members)
         if size == self.sizes[0]:
             return 0.0
-        return max(0.0, self.last_s + self.regroup_s - now_s) if size else None
+        if not size:
+            return None
+        complete = bool(self.expected) and self.expected <= self.present
+        return 0.0 if complete else max(0.0, self.last_s + self.regroup_s - now_s)

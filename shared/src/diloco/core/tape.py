@@ -87,6 +87,18 @@ class Processes(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Apart(Event):
+    """A step is two programs, one that makes the gradients and one that uses them: its bits may be others than those of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bare(Event):
+    """The checkpoint at the start has no arrays of a fragment's accounts: they were a process's that is gone."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
 class Restored(Event):
     """Parameters, optimizer state and delta state are those of the own checkpoint with this digest."""
 
@@ -230,30 +242,11 @@ class Back(Event):
 
 
 KINDS: dict[int, type[Event]] = {
-    1: Start,
-    2: Machine,
-    3: Restored,
-    4: Borrowed,
-    5: Data,
-    6: Step,
-    7: Apply,
-    8: Reload,
-    9: Offer,
-    10: Checkpoint,
-    11: Lent,
-    12: End,
-    13: Gap,
-    14: Fresh,
-    15: Copied,
-    16: Changed,
-    17: Elapsed,
-    18: Sent,
-    19: Mesh,
-    20: Processes,
-    32: Owners,
-    33: Gone,
-    34: Back,
-}
+    1: Start, 2: Machine, 3: Restored, 4: Borrowed, 5: Data, 6: Step, 7: Apply, 8: Reload,
+    9: Offer, 10: Checkpoint, 11: Lent, 12: End, 13: Gap, 14: Fresh, 15: Copied, 16: Changed,
+    17: Elapsed, 18: Sent, 19: Mesh, 20: Processes, 21: Apart, 22: Bare,
+    32: Owners, 33: Gone, 34: Back,
+}  # fmt: skip
 _CODES = {cls: code for code, cls in KINDS.items()}
 
 

@@ -9,8 +9,8 @@ worker threads read them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,7 @@ class Carrier:
         self._stages: dict[int, Stage] = {}  # by fragment: the newest, of any process
         self._rows: dict[int, dict[str, tuple[int, Vector]]] = {}  # by fragment and kind: number of the stage, and rows
         self._staged: dict[int, _Staged] = {}  # by fragment
+        self._before: dict[int, tuple[DeltaValues, list[Unmerged]]] = {}  # of fragments that the newest decision writes
         others, tell = run.created.learners - 1, self._tell
         self._following = Following(store, run, name, self.fragments, refused, log, others=others, spawn=spawn, tell=tell)
 
@@ -189,6 +190,10 @@ class Carrier:
         self._staged[index] = _Staged(stage, vectors["theta"], vectors.get("reference"))
         self.links.write(LEADER, island.Staged(index, stage.number))
 
+    def begin_decision(self) -> None:
+        """Note that a decision has come, of which :meth:`write` is told all."""
+        self._before = {}
+
     def write(self, write: Write) -> Apply | None:
         """Take over a version that was decided; return how it is written into the model, None where no row of it is here.
 
@@ -204,6 +209,8 @@ class Carrier:
             raise LookupError(f"fragment {index}: stage {staged.stage.number} is here, {write.stage} was decided")
         if carries:
             carried = self._carried[index]
+            values = carried.values
+            self._before[index] = replace(values, held=dict(values.held)), list(carried.pending)
             carried.values.commit(decisions.carried(staged.stage), staged.stage.pending, staged.theta)
             carried.version, carried.pending = write.version, list(staged.stage.pending)
             carried.forget(staged.theta)
@@ -273,21 +280,24 @@ class Carrier:
 
     # ---- checkpoints
 
-    def dump(self) -> dict[str, NDArray[Any]]:
+    def dump(self, *, before: bool = False) -> dict[str, NDArray[Any]]:
         """Return the arrays of all carried fragments by name, any dtype [...], as the decisions so far leave them.
 
-        Nobody writes to them any more.
+        ``before``: as those leave them that came before the newest. Nobody writes to them any more.
         """
-        return {
-            f"{ACCOUNTS}{index}/{name}": array
-            for index, carried in self._carried.items()
-            for name, array in dump_arrays(carried.values, carried.pending).items()
-        }
+        arrays: dict[str, NDArray[Any]] = {}
+        for index, carried in self._carried.items():
+            now = carried.values, carried.pending
+            values, pending = self._before.get(index, now) if before else now
+            arrays |= {f"{ACCOUNTS}{index}/{name}": array for name, array in dump_arrays(values, pending).items()}
+        return arrays
 
-    def loaded(self, offers: Sequence[Sequence[Unmerged]], arrays: Mapping[str, NDArray[Any]]) -> Restored:
+    def loaded(
+        self, offers: Sequence[Sequence[Unmerged]], arrays: Mapping[str, NDArray[Any]], bare: Collection[int] = ()
+    ) -> Restored:
         """Return what :meth:`restore` takes over: by fragment, its offers of unknown fate.
 
-        ``arrays`` are those of a :meth:`dump`, any dtype [...].
+        ``arrays`` are those of a :meth:`dump`, any dtype [...]. ``bare`` fragments have none: they begin with the log's.
 
         Raises:
             LookupError, ValueError: an array is missing, or of another size.
@@ -296,7 +306,8 @@ class Carrier:
         for index, carried in self._carried.items():
             prefix = f"{ACCOUNTS}{index}/"
             named = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-            found[index] = list(offers[index]), load_arrays(carried.values, offers[index], named)
+            values = carried.values if index in bare else load_arrays(carried.values, offers[index], named)
+            found[index] = list(offers[index]), values
         return found
 
     def restore(self, restored: Restored) -> None:

@@ -7,8 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from diloco.core.roll import LEADER
 from diloco.errors import IslandError, SettingsError
@@ -20,12 +20,25 @@ from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings, host_and_port
 from diloco.wire import island
 from diloco.wire.framing import Message
-from diloco.wire.island import Address, Agree, Agreed, Candidate, Facts, Ping, Told, difference
+from diloco.wire.island import Address, Again, Agree, Agreed, Candidate, Facts, Kept, Ping, Told, difference
 
 WATCH_S = 0.25  # small beside the least `processes.silent_s`
 OTHERS_S = 2.0  # in which the others notice what this process has, and begin again too
+KEEP_S = 60.0  # in which they write what they keep
+NOTHING = Kept("", 0)
 
+R = TypeVar("R")
 S = TypeVar("S", Told, Candidate)
+
+
+class Keeper(Protocol):
+    """Keeps a process's state where another process is lost. Its methods are called in the thread that ends this one."""
+
+    def settle(self) -> Kept:
+        """Let nothing change any more; return which state is kept. The leader's is asked."""
+
+    def save(self, kept: Kept) -> None:
+        """Write what this process has of the state."""
 
 
 class Group:
@@ -39,9 +52,11 @@ class Group:
     which the others call it, as JAX does; ``links.members`` has the indexes by place.
     """
 
-    def __init__(self, settings: LearnerSettings, run: bytes, log: Logger, key: bytes = OPEN) -> None:
-        """``key``: of the learner's identity, if it has one."""
-        self._key = key
+    def __init__(
+        self, settings: LearnerSettings, run: bytes, log: Logger, key: bytes = OPEN, expected: frozenset[int] = frozenset()
+    ) -> None:
+        """``key``: of the learner's identity, if it has one. ``expected``: processes that are known to come."""
+        self._key, self._expected, self._loop = key, expected, asyncio.get_running_loop()
         self.settings, self.run, self.log = settings.processes, run, log
         self.name, self.index, self.count = settings.name, settings.processes.index, settings.processes.count
         self.place, self.size = 0, 1  # once they have met
@@ -52,6 +67,10 @@ class Group:
         self.links = Links(run, log, self._take, self._lost)
         self.beats: dict[int, Ping] = {}  # by process: what it has moved, as it said last
         self.may_renew: Callable[[], bool] = lambda: False
+        self.keeper: Keeper | None = None
+        self._again: set[int] = set()  # places of those that begin again because one is lost
+        self._kept: Kept | None = None  # the leader's answer to them
+        self._answered = threading.Event()
         self._handle: Handle | None = None
         self._early: list[tuple[int, Message, bytes]] = []  # messages before there was anybody to handle them
         self._found: dict[str, dict[int, Facts]] = {}  # by stage and process, of a leader
@@ -70,7 +89,8 @@ class Group:
             SettingsError: processes differ in ``facts`` or settings.
             IslandError: some do not come, or cannot be reached.
         """
-        meeting = self._meeting = Meeting(self.name, self.settings, self._sizes, self.run, self._key, facts, self.log)
+        own = self.name, self.settings, self._sizes, self.run, self._key, facts, self.log, self._expected
+        meeting = self._meeting = Meeting(*own)
         host, _ = host_and_port(self.settings.address, "processes.address")
         port = await self.links.listen(host if self.index == LEADER else None)
         if self.index == LEADER:
@@ -148,6 +168,14 @@ class Group:
                 self.beats[source] = message
             case island.Bye():
                 pass
+            case Again():
+                self._again.add(source)
+                if self._kept is not None:
+                    self.links.write(source, self._kept)
+                self.links.fail(IslandError(f"{self.links.name(source)} begins again, since one is gone"))
+            case Kept() if source == LEADER:
+                self._kept = message
+                self._answered.set()
             case Agree() if self.place == LEADER:
                 self._found.setdefault(message.stage, {})[source] = message.facts
                 self._news.set()
@@ -214,18 +242,56 @@ class Group:
             self.log.error("island_ended", reason=str(error), generation=self.generation)
             print(f"diloco-learner: {message}", file=sys.stderr, flush=True)
             if renews:
-                self._renew()
+                self._part_ways()
+                self._renew(frozenset(self._again))
         finally:
             os._exit(IslandError.exit_code)
 
     def renew(self) -> NoReturn:
         """Begin again as a fresh process: after :meth:`farewell`, to meet those that wait."""
         self._end.acquire()
-        self._renew()
+        self._renew(self.links.others)
 
-    def _renew(self) -> NoReturn:
-        """Begin again; the leader last, since JAX ends a process at once whose coordination service is gone."""
-        over_s = time.monotonic() + OTHERS_S
-        while self.place == LEADER and self.links.connected and time.monotonic() < over_s:
+    def _part_ways(self) -> None:
+        """Tell the others that a process is gone; one that does not lead waits until its leader knows who begins again."""
+        self._loop.call_soon_threadsafe(self.links.write_others, Again(self.generation))
+        if self.place == LEADER:
+            kept = NOTHING if self.keeper is None else self._tried(self.keeper.settle, NOTHING)
+            self._loop.call_soon_threadsafe(self._answer, kept)
+        else:
+            self._answered.wait(OTHERS_S)
+            kept = self._kept or NOTHING
+        if self.keeper is not None and kept.name:
+            keeper = self.keeper
+            self._tried(lambda: keeper.save(kept), None)
+        if self.place == LEADER:
+            self._await(lambda: all(place in self._again or self._is_gone(place) for place in self.links.others), OTHERS_S)
+
+    def _tried(self, work: Callable[[], R], otherwise: R) -> R:
+        """Return what ``work`` gives; a state that cannot be kept is no reason not to begin again."""
+        try:
+            return work()
+        except Exception as error:
+            self.log.warning("state_not_kept", reason=f"{type(error).__name__}: {error}")
+            return otherwise
+
+    def _answer(self, kept: Kept) -> None:
+        self._kept = kept
+        for place in self._again:
+            self.links.write(place, kept)
+
+    def _is_gone(self, place: int) -> bool:
+        return self.links.has_ended(place, self.settings.silent_s)
+
+    def _renew(self, others: Collection[int]) -> NoReturn:
+        """Begin again with others; the leader last, since JAX ends a process at once whose coordination service is gone."""
+        if self.place != LEADER:
+            renewal.renew()
+        self._await(lambda: all(self._is_gone(place) for place in others), OTHERS_S if self.keeper is None else KEEP_S)
+        waiting = set() if self._meeting is None else self._meeting.waiting
+        renewal.renew({LEADER, *waiting, *(self.links.members[place] for place in others)})
+
+    def _await(self, reached: Callable[[], bool], most_s: float) -> None:
+        over_s = time.monotonic() + most_s
+        while not reached() and time.monotonic() < over_s:
             time.sleep(BYE_LOOK_S)
-        renewal.renew()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.control.creation import Run
-from diloco.core import decisions, delta
+from diloco.core import decisions
 from diloco.core import tape as events
 from diloco.core.accounts import StepDone, Traffic
 from diloco.core.decisions import Decisions
-from diloco.core.fragment_state import Answer, Reader, Version
+from diloco.core.fragment_state import Answer, Phase, Reader, Version
 from diloco.core.fragments import FragmentMap
 from diloco.core.rows import RowLayout
 from diloco.core.saving import Ended
@@ -40,7 +40,7 @@ from diloco.wire import island
 from diloco.wire.control import MarkerAnswer
 from diloco.wire.entries import Genesis
 from diloco.wire.framing import Message
-from diloco.wire.island import Pending, Purpose
+from diloco.wire.island import Kept, Pending, Purpose
 
 Vector = NDArray[np.float32]
 
@@ -76,10 +76,17 @@ class Leader(Member):
         # what is to be saved, if that can be done now; the trainer's thread asks at each decision
         self.wanted: Callable[[], Purpose | None] = lambda: None
         self._accounts: dict[str, Any] = {}  # as of the last boundary at which a state was saved
+        self._booked: tuple[StepDone, float] | None = None  # the step since the last boundary, and when it was booked
+        self._over = False  # what comes now is of no account any more
         self._saved_at: tuple[int, list[int]] = 0, []  # steps then, and by fragment the version applied
         self._optimizer: tuple[Layout, Owners]
         self._loaded: dict[int, Version] = {}
         self._all_loaded = asyncio.Event()
+
+    @property
+    def untaped(self) -> int:
+        """Steps that are booked and not on the tape: the one in flight gets there at the boundary after it."""
+        return int(self._booked is not None)
 
     @property
     def lock(self) -> threading.Condition:
@@ -109,6 +116,8 @@ class Leader(Member):
     def _hear_process(self, source: int, message: Message) -> None:
         """Take in what a process says to its leader."""
         with self._shared.lock:
+            if self._over:
+                return
             match message:
                 case island.Folded():
                     self._fold(source, message)
@@ -216,7 +225,7 @@ class Leader(Member):
             if done is not None:
                 self.decisions.book(done)
                 self.shares.book(done.share, done.batch, done.tokens)
-                self._taped.step(done, now_s)
+                self._booked = done, now_s
             self._decide(now_s)
 
     def _decide(self, now_s: float) -> None:
@@ -257,6 +266,9 @@ class Leader(Member):
         decided, writes = self.part.boundary()
         with self._shared.lock:
             decision = self.decisions.carry_out()
+            if self._booked is not None:
+                self._taped.step(*self._booked)
+                self._booked = None
             self._taped.decision(decision)
             if decided.save is not None:
                 self.tape.record(events.Copied())
@@ -305,6 +317,24 @@ class Leader(Member):
             self.note_saved(saved.digest)
         self.part.part_saved(saving, saved, content_hash)
 
+    def keep(self) -> tuple[Kept, dict[str, Any]]:
+        """Let nothing change any more, and return the word for the state as of the last boundary, and its accounts.
+
+        The step since then has not ended. Call it in the loop's thread: what was said before is in the state.
+
+        Raises:
+            IslandError: there is no state to go on from.
+        """
+        with self._shared.lock:
+            self._over = self.learner.silent = True
+            if any(state.phase in (Phase.JOINING, Phase.INVALID) for state in self.learner.fragments):
+                raise IslandError("a fragment is not the log's yet, or its value is not finite")
+            self.tape.record(events.Copied())
+            step = None if self._booked is None else self._booked[0]
+            accounts, _ = self.learner.dump(self.shares.positions(), step)
+            number, generation = self.decisions.course.number - 1, self.decisions.course.generation
+        return Kept(f"{generation}, kept at boundary {number}", number), accounts
+
     # ---- before the first step
 
     def describe_optimizer(self, layout: Layout, owners: Owners) -> None:
@@ -316,16 +346,20 @@ class Leader(Member):
         with self._shared.lock:
             self.decisions.saves.whole = name
 
-    def unmerged_of(self, plain: Mapping[str, Any]) -> list[list[Pending]]:
-        """Return by fragment the offers of unknown fate in a checkpoint's accounts.
+    def unmerged_of(self, plain: Mapping[str, Any], bare: Collection[int] = ()) -> list[list[Pending]]:
+        """Return by fragment the offers of unknown fate in a checkpoint's accounts; ``bare`` fragments have no arrays in it.
 
         Raises:
             LookupError, TypeError, ValueError, OverflowError: the accounts are not of this model.
         """
-        if len(plain["fragments"]) != len(self.learner.fragments):
-            raise ValueError(f"it has {len(plain['fragments'])} fragments, the run {len(self.learner.fragments)}")
-        counts = (delta.load(state.delta, of) for state, of in zip(self.learner.fragments, plain["fragments"], strict=True))
-        return [[Pending(offer.identity, offer.bits, offer.dropped) for offer in each.pending] for each in counts]
+        unmerged = self.learner.unmerged(plain, bare)
+        return [[Pending(offer.identity, offer.bits, offer.dropped) for offer in offers] for offers in unmerged]
+
+    def restore(self, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], bare: Collection[int] = ()) -> None:
+        """Take over a checkpoint as any member does, its ``arrays`` any dtype [...]; ``bare`` fragments have none, anywhere."""
+        super().restore(plain, arrays, bare)
+        for fragment in bare:
+            self.tape.record(events.Bare(fragment))
 
 
 class _Offers:
@@ -363,7 +397,8 @@ class _Offers:
             self.learner.not_finite(index)
             return
         pending = self.learner.encoded(answer)
-        ago, digest = self.learner.accounts.step - answer.snapshot.step, message.content[: events.DIGEST_BYTES]
+        taped = self.learner.accounts.step - leader.untaped
+        ago, digest = taped - answer.snapshot.step, message.content[: events.DIGEST_BYTES]
         leader.tape.record(events.Offer(ago, index, pending.stated.number, answer.version, answer.bits, digest))
         leader.tape.flush()  # before it is sent: all that is merged of this learner is on its tape
         store = island.Store(index, answer.bits, pending.stated)

@@ -284,11 +284,6 @@ class Links:
             self._failed = True
             self._lost(error)
 
-    @property
-    def connected(self) -> bool:
-        """Whether another process is still there. Callable from any thread."""
-        return len(self._closed) < len(self._streams)
-
     # ---- sending
 
     @property
@@ -311,9 +306,13 @@ class Links:
 
     def write_all(self, message: Message) -> None:
         """Send a small message to all, and to this process itself last."""
+        self.write_others(message)
+        self.write(self.place, message)
+
+    def write_others(self, message: Message) -> None:
+        """Send a small message to all others."""
         for place in self.others:
             self.write(place, message)
-        self.write(self.place, message)
 
     async def send(self, place: int, message: Message, inline: memoryview) -> None:
         """Send a large message, and wait while too much is on its way; one that is lost ends the generation by itself."""

@@ -54,8 +54,11 @@ class Meeting:
         key: bytes,
         facts: Facts,
         log: Logger,
+        expected: frozenset[int] = frozenset(),
     ) -> None:
+        """Begin; ``expected``: processes that are known to come, at a leader."""
         self.learner, self.processes, self.sizes, self.run, self.facts, self.log = learner, processes, sizes, run, facts, log
+        self._expected = expected
         self._key, self._door, self._refused = key, Door(key), Counted(log, "connection_refused")
         self.grows = False  # a leader: whether with those that wait a generation would be larger than the one that goes on
         self._arrived: dict[int, _Arrived] = {}
@@ -101,10 +104,15 @@ class Meeting:
         self._look()
         return welcome
 
+    @property
+    def waiting(self) -> set[int]:
+        """The processes that have come, of a leader whose generation goes on without them."""
+        return set(self._arrived)
+
     async def _gather(self) -> list[int]:
         """Return the processes that have come to make a generation."""
         clock = asyncio.get_running_loop().time
-        self._roll = Roll(self.sizes, self.processes.regroup_s, clock())
+        self._roll = Roll(self.sizes, self.processes.regroup_s, clock(), self._expected)
         over_s = clock() + self.processes.start_s
         while True:
             self._changed.clear()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -384,14 +384,16 @@ class Member:
         with self._shared.lock:
             return _copied(self)
 
-    def restore(self, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+    def restore(self, plain: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], bare: Collection[int] = ()) -> None:
         """Take over a :meth:`checkpoint`, its ``arrays`` any dtype [...], after :meth:`join` and before the first boundary.
+
+        ``bare`` fragments have none (:meth:`Learner.restore`).
 
         Raises:
             LookupError, TypeError, ValueError, OverflowError: the checkpoint is not of this model; nothing has changed.
         """
         with self._shared.lock:
-            self.learner.restore(plain, arrays)
+            self.learner.restore(plain, arrays, bare)
             self.shares.restore(plain["positions"])
 
     def lend(self, step: int, versions: list[int], state: Lendable) -> None:

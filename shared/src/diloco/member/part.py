@@ -105,6 +105,7 @@ class Part:
         self._whole: dict[int, dict[int, Vector]] = {}  # by fragment: rows that came to a leader that gathers
         self._gathered = asyncio.Event()
         self._oldest = 0  # readings of earlier decisions are wanted no more
+        self._newest = -1  # number of the decision that came last
         group.handle(self._handle)
 
     @property
@@ -155,6 +156,8 @@ class Part:
 
     def _take(self, decided: Decided) -> None:
         writes: list[tuple[int, Apply]] = []
+        self._newest = decided.number
+        self.carrier.begin_decision()
         for write in decided.writes:
             applied = self._written(write)
             if applied is not None:
@@ -189,6 +192,18 @@ class Part:
             self._gathered.set()
         else:
             self.carrier.receive(head, rows)
+
+    def arrays(self, number: int) -> dict[str, NDArray[Any]]:
+        """Return the carried fragments' arrays, any dtype [...] by name, as decision ``number`` leaves them.
+
+        It is the newest that has come, or the one before.
+
+        Raises:
+            IslandError: it is neither.
+        """
+        if not self._newest - 1 <= number <= self._newest:
+            raise IslandError(f"process {self.links.place}: decision {self._newest} has come, and {number} is asked for")
+        return self.carrier.dump(before=number < self._newest)
 
     # ---- readings
 

@@ -35,15 +35,20 @@ class Fit:
     path: Path
     saved: State
     offers: list[list[Pending]]  # by fragment: those whose fate it does not know
+    bare: list[int]  # fragments of whose accounts it has no arrays
     carried: carrier.Restored
 
 
 def own_place(settings: LearnerSettings, run: bytes, index: int, save: Save) -> tuple[Path, Path | None]:
     """Return where a process writes its part of an own checkpoint, and where the part that is there now is kept, if it is.
 
-    It is kept if it is of the newest checkpoint that all processes have.
+    It is kept if it is of the newest checkpoint that all processes have. A part that was kept when a process was lost is
+    removed once there is a newer checkpoint.
     """
     path, previous = state.generations(settings.state_dir, settings.name, index)
+    kept = state.kept(settings.state_dir, settings.name, index)
+    if kept.exists() and not state.is_of(kept, run, settings.name, save.whole):
+        kept.unlink()
     return path, previous if state.is_of(path, run, settings.name, save.whole) else None
 
 
@@ -56,7 +61,9 @@ async def begin_again(settings: LearnerSettings, part: Part, leader: Leader | No
     fits = iter(()) if leader is None else _fitting(settings, part, leader, check, log)
     for number in itertools.count():
         stage, fit = f"checkpoint {number}", await asyncio.to_thread(next, fits, None)
-        said = None if leader is None else Candidate(stage, fit.saved.set_name if fit else None, fit.offers if fit else [])
+        said = None
+        if leader is not None:
+            said = Candidate(stage, None, [], []) if fit is None else Candidate(stage, fit.saved.set_name, fit.offers, fit.bare)
         candidate = await group.hear_leader(Candidate, stage, said)
         if candidate.name is None:
             return None
@@ -82,15 +89,21 @@ async def begin_again(settings: LearnerSettings, part: Part, leader: Leader | No
 
 def _fitting(settings: LearnerSettings, part: Part, leader: Leader, check: Check, log: Logger) -> Iterator[Fit]:
     """Yield the checkpoints that the leader can begin from, the newest first; name those from which it cannot."""
-    for path in state.generations(settings.state_dir, settings.name):
-        if path.exists():
-            try:
-                saved = state.load(path, part.run.identity, settings.name)
-                fit = _fit(path, saved, leader.unmerged_of(saved.accounts), part, check)
-            except UNFIT as error:
-                log.warning("checkpoint_refused", file=str(path), reason=str(error))
-            else:
-                yield fit
+    paths = state.kept(settings.state_dir, settings.name), *state.generations(settings.state_dir, settings.name)
+    for path in sorted((path for path in paths if path.exists()), key=lambda path: -path.stat().st_mtime_ns):
+        try:
+            saved = state.load(path, part.run.identity, settings.name)
+            bare = _bare(saved, len(saved.accounts["fragments"])) if path == paths[0] else []
+            fit = _fit(path, saved, leader.unmerged_of(saved.accounts, bare), bare, part, check)
+        except UNFIT as error:
+            log.warning("checkpoint_refused", file=str(path), reason=str(error))
+        else:
+            yield fit
+
+
+def _bare(saved: State, fragments: int) -> list[int]:
+    """Return the fragments of whose accounts there are no arrays: the process that carried them is gone."""
+    return [index for index in range(fragments) if not saved.layout(f"{ACCOUNTS}{index}/")]
 
 
 def _named(settings: LearnerSettings, candidate: Candidate, part: Part, check: Check) -> Fit:
@@ -101,10 +114,10 @@ def _named(settings: LearnerSettings, candidate: Candidate, part: Part, check: C
     """
     assert candidate.name is not None
     saved = state.load_set(settings.state_dir, part.run.identity, settings.name, candidate.name, part.group.place)
-    return _fit(Path(candidate.name), saved, candidate.offers, part, check)
+    return _fit(Path(candidate.name), saved, candidate.offers, candidate.bare, part, check)
 
 
-def _fit(path: Path, saved: State, offers: list[list[Pending]], part: Part, check: Check) -> Fit:
+def _fit(path: Path, saved: State, offers: list[list[Pending]], bare: list[int], part: Part, check: Check) -> Fit:
     """Check that this process finds all that it needs in a state: for its devices, and of the fragments that it carries.
 
     Raises:
@@ -114,7 +127,7 @@ def _fit(path: Path, saved: State, offers: list[list[Pending]], part: Part, chec
     carrying = part.carrier
     arrays = {name: array for index in carrying.fragments for name, array in saved.arrays(f"{ACCOUNTS}{index}/").items()}
     try:
-        return Fit(path, saved, offers, carrying.loaded(offers, arrays))
+        return Fit(path, saved, offers, bare, carrying.loaded(offers, arrays, bare))
     except LookupError as error:
         raise RunError(
             f"checkpoint: accounts of a fragment that this process carries are not there ({error}): another process of this "
@@ -127,7 +140,7 @@ def _restored(leader: Leader, fit: Fit, differs: str, log: Logger) -> bool:
     reason = differs
     if not reason:
         try:
-            leader.restore(fit.saved.accounts, {})
+            leader.restore(fit.saved.accounts, {}, fit.bare)
         except UNFIT as error:
             reason = str(error)
     if reason:

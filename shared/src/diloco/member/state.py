@@ -163,6 +163,11 @@ def generations(state_dir: Path, learner: str, part: int = 0) -> tuple[Path, Pat
     return _generations(state_dir / FOLDER, learner, part)
 
 
+def kept(state_dir: Path, learner: str, part: int = 0) -> Path:
+    """Return the path of a part of the state that a learner's processes kept when one of them was lost."""
+    return _kept(state_dir / FOLDER, learner, part)
+
+
 def snapshot(state_dir: Path, number: int, learner: str, part: int = 0) -> Path:
     """Return the path of a part of a learner's state for a checkpoint of the whole run."""
     return part_file(state_dir / FOLDER / str(number), learner, part)
@@ -248,7 +253,8 @@ def load(path: Path, run: bytes, learner: str) -> State:
     state.check_all()
     index, _, count = metadata.get("part", "0/1").partition("/")
     for other in range(int(count)):
-        siblings = _generations(path.parent, learner, other) if other != int(index) else (path,)
+        places = _kept(path.parent, learner, other), *_generations(path.parent, learner, other)
+        siblings = places if other != int(index) else (path,)
         found = next((sibling for sibling in siblings if _set_of(sibling, run, learner) == set_name), None)
         if found is None:
             state.missing += 1
@@ -267,7 +273,7 @@ def load_set(state_dir: Path, run: bytes, learner: str, set_name: str, part: int
     Raises:
         RunError: no part is here, or one is damaged.
     """
-    own = generations(state_dir, learner, part)
+    own = kept(state_dir, learner, part), *generations(state_dir, learner, part)
     others = sorted((state_dir / FOLDER).glob(f"{learner}.*safetensors"))
     for path in (*own, *(other for other in others if other not in own)):
         if _set_of(path, run, learner) == set_name:
@@ -292,6 +298,10 @@ def _set_of(path: Path, run: bytes, learner: str) -> str | None:
 def _generations(folder: Path, learner: str, part: int) -> tuple[Path, Path]:
     name = _part_name(learner, part)
     return folder / f"{name}.safetensors", folder / f"{name}.previous.safetensors"
+
+
+def _kept(folder: Path, learner: str, part: int) -> Path:
+    return folder / f"{_part_name(learner, part)}.kept.safetensors"
 
 
 def _part_name(learner: str, part: int) -> str:

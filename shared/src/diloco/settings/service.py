@@ -117,7 +117,12 @@ class ProcessesSettings(BaseModel):
     least: int | None = Field(
         None, ge=1, description="so many go on where others are lost, and take back those that return; by default none does"
     )
-    regroup_s: float = Field(10.0, ge=0, description="with `least`: they go on without the others if none has come for so long")
+    regroup_s: float = Field(
+        10.0,
+        ge=0,
+        description="with `least`: they go on without the others if none has come for so long; those that a loss leaves do not "
+        "wait so long",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> ProcessesSettings:

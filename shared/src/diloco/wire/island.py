@@ -355,6 +355,7 @@ class Candidate(Message, frozen=True):
     name: SetName | None
     offers: Annotated[list[Annotated[list[Pending], Meta(max_length=MAX_MEMBERS)]], Meta(max_length=4096)]
     # by fragment: those whose fate it does not know
+    bare: Annotated[list[FragmentIndex], Meta(max_length=4096)]  # of which it has no arrays: a process is gone that had them
 
 
 class Leaving(Message, frozen=True):
@@ -363,6 +364,26 @@ class Leaving(Message, frozen=True):
     kind = "leaving"
 
     generation: Number
+
+
+class Again(Message, frozen=True):
+    """A process to all others: one is gone, and the sender begins again. It waits for the leader's answer."""
+
+    kind = "again"
+
+    generation: Number
+
+
+class Kept(Message, frozen=True):
+    """The leader's answer to :class:`Again`: the state as of decision ``number`` is kept, of which each writes what it has.
+
+    ``name`` is that of its parts; empty: none is kept.
+    """
+
+    kind = "kept"
+
+    name: SetName
+    number: Count
 
 
 class Bye(Message, frozen=True):
@@ -377,7 +398,7 @@ MESSAGES: dict[str, type[Message]] = {
     message.kind: message
     for message in (
         Ping, Agree, Agreed, Told, Candidate, Gather, Folded, Stage, Rows, Staged, Encode, Encoded, Store, Stored, Decided,
-        Passed, PartSaved, AskSlice, Slice, DropLoan, Leaving, Bye,
+        Passed, PartSaved, AskSlice, Slice, DropLoan, Leaving, Again, Kept, Bye,
     )
 }  # fmt: skip  # once two processes have proved who they are
 

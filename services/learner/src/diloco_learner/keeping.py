@@ -1,0 +1,104 @@
+"""The state that is kept where a process of a learner is lost: as of its leader's last boundary, and no step before is lost.
+
+A step of a learner that goes on with fewer processes is two programs (:class:`~diloco_learner.island.Island`). Until the first
+has ended at the leader, its devices have the whole model as of its last boundary, since each process has whole replicas. So the
+leader writes the model and the accounts as of then, and all who are left write the arrays of the fragments that they carry.
+Those that the lost process carried are gone (:meth:`~diloco.core.learner.Learner.restore`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, TypeVar
+
+from diloco.errors import IslandError
+from diloco.member import state
+from diloco.member.group import OTHERS_S
+from diloco.member.leader import Leader
+from diloco.member.part import Follower
+from diloco.member.state import Content, Part
+from diloco.process.observe import Logger
+from diloco.settings.service import LearnerSettings, MeshSettings
+from diloco.wire.island import Kept
+from diloco_learner.island import Island
+
+T = TypeVar("T")
+
+
+def keeps(settings: LearnerSettings, mesh: MeshSettings, size: int) -> bool:
+    """Whether a generation of ``size`` processes keeps its state: fewer may go on, and each has whole replicas."""
+    return settings.processes.elastic and size > 1 and mesh.data % size == 0
+
+
+class Changing:
+    """A ``with`` statement in which model and accounts go from one boundary to the next: in between they fit no other."""
+
+    def __init__(self) -> None:
+        self._lock, self._between = threading.Lock(), False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._between = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._between = kind is not None
+        self._lock.release()
+
+    def end(self, within_s: float) -> bool:
+        """Have nothing change any more; return whether model and accounts are as of one boundary."""
+        return self._lock.acquire(timeout=within_s) and not self._between
+
+
+class Keeper:
+    """A process's part in that (:class:`diloco.member.group.Keeper`)."""
+
+    def __init__(self, island: Island, member: Leader | Follower, settings: LearnerSettings, log: Logger) -> None:
+        self.island, self.member, self.settings, self.log = island, member, settings, log
+        self.changing = Changing()
+        self._accounts: dict[str, Any] = {}
+
+    def settle(self) -> Kept:
+        """Let nothing change any more; return which state is kept.
+
+        Raises:
+            IslandError: there is none.
+        """
+        assert isinstance(self.member, Leader)
+        leader = self.member
+        if not self.changing.end(OTHERS_S):
+            raise IslandError("the model is between two boundaries")
+
+        async def keep() -> tuple[Kept, dict[str, Any]]:
+            return leader.keep()
+
+        kept, self._accounts = self._run(keep())
+        return kept
+
+    def save(self, kept: Kept) -> None:
+        """Write what this process has.
+
+        Raises:
+            DilocoError: it does not have it.
+            OSError: the disk does not take it.
+        """
+        part, settings = self.member.part, self.settings
+
+        async def arrays() -> dict[str, Any]:
+            return part.arrays(kept.number)
+
+        content, leads = Content.of(self._run(arrays())), isinstance(self.member, Leader)
+        if leads:
+            content = self.island.settled() + content
+        group = part.group
+        path = state.kept(settings.state_dir, settings.name, group.place)
+        which = Part(group.place, group.size, kept.name)
+        saved = state.save(path, part.run.identity, settings.name, self._accounts, content, part=which)
+        if isinstance(self.member, Leader):
+            self.member.note_saved(saved.digest)
+        self.log.info("state_kept", set=kept.name, steps=part.course.step, bytes=saved.size_bytes)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.member.part.loop).result(OTHERS_S)
