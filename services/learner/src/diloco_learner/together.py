@@ -31,14 +31,14 @@ from diloco.service import skeleton
 from diloco.settings.run import RunSettings
 from diloco.wire.island import Ping, Told
 from diloco.wire.subjects import Subjects
-from diloco_learner import agreement, keeping, parts, replay
+from diloco_learner import agreement, parts, replay, rescue
 from diloco_learner.beginning import Beginning, Process, make_trainer
 from diloco_learner.feed import Batch, Feed, Streams
 from diloco_learner.island import Island
-from diloco_learner.keeping import Keeper
 from diloco_learner.mesh import make_mesh
 from diloco_learner.metrics import ObservedMember, ObservedPart
 from diloco_learner.parts import LeadingKeeper, PartKeeper
+from diloco_learner.rescue import Rescue
 from diloco_learner.task import Task
 
 REGROUP = "regroup"
@@ -87,7 +87,7 @@ def work(process: Process) -> None:
     task = beginning.task
     agreement.check_meshes(settings, task, run.created, beginning.first)
     process.wait(group.agree("model", agreement.model_facts(mesh, task, run.created, beginning.first)))
-    apart = keeping.keeps(settings, smaller, group.size)
+    apart = rescue.keeps(settings, smaller, group.size)
     island, fragments = beginning.make_island(mesh, copies=True, apart=apart)
     rows = None if mesh is None else agreement.rows_to_make(task, run.created, beginning.first, island.own_rows)
     member = process.wait(make_member(process, fragments, group, island))
@@ -133,9 +133,9 @@ def _train(
         keeper = LeadingKeeper(island, member, settings, log)
     else:
         keeper = PartKeeper(island, member, settings, log)
-    part, kept = member.part, Keeper(island, member, settings, log)
+    part, kept = member.part, Rescue(island, member, settings, log)
     if island.apart:
-        part.group.keeper = kept
+        part.group.rescue = kept
     trainer = make_trainer(process, task, island, member, batches, keeper.at_boundary, look_ahead, kept.changing)
     part.group.may_renew = lambda: settings.processes.elastic and part.course.step > 0 and not process.stopping()
     try:

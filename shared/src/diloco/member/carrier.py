@@ -102,7 +102,8 @@ class Carrier:
         self._stages: dict[int, Stage] = {}  # by fragment: the newest, of any process
         self._rows: dict[int, dict[str, tuple[int, Vector]]] = {}  # by fragment and kind: number of the stage, and rows
         self._staged: dict[int, _Staged] = {}  # by fragment
-        self._before: dict[int, tuple[DeltaValues, list[Unmerged]]] = {}  # of fragments that the newest decision writes
+        # of fragments that the newest decision writes; None: nobody will ask
+        self._before: dict[int, tuple[DeltaValues, list[Unmerged]]] | None = None
         others, tell = run.created.learners - 1, self._tell
         self._following = Following(store, run, name, self.fragments, refused, log, others=others, spawn=spawn, tell=tell)
 
@@ -190,9 +191,9 @@ class Carrier:
         self._staged[index] = _Staged(stage, vectors["theta"], vectors.get("reference"))
         self.links.write(LEADER, island.Staged(index, stage.number))
 
-    def begin_decision(self) -> None:
-        """Note that a decision has come, of which :meth:`write` is told all."""
-        self._before = {}
+    def begin_decision(self, *, remember: bool) -> None:
+        """Note that a decision has come, of which :meth:`write` is told all; ``remember`` what was before it."""
+        self._before = {} if remember else None
 
     def write(self, write: Write) -> Apply | None:
         """Take over a version that was decided; return how it is written into the model, None where no row of it is here.
@@ -209,8 +210,9 @@ class Carrier:
             raise LookupError(f"fragment {index}: stage {staged.stage.number} is here, {write.stage} was decided")
         if carries:
             carried = self._carried[index]
-            values = carried.values
-            self._before[index] = replace(values, held=dict(values.held)), list(carried.pending)
+            if self._before is not None:
+                values = carried.values
+                self._before[index] = replace(values, held=dict(values.held)), list(carried.pending)
             carried.values.commit(decisions.carried(staged.stage), staged.stage.pending, staged.theta)
             carried.version, carried.pending = write.version, list(staged.stage.pending)
             carried.forget(staged.theta)
@@ -288,7 +290,7 @@ class Carrier:
         arrays: dict[str, NDArray[Any]] = {}
         for index, carried in self._carried.items():
             now = carried.values, carried.pending
-            values, pending = self._before.get(index, now) if before else now
+            values, pending = (self._before or {}).get(index, now) if before else now
             arrays |= {f"{ACCOUNTS}{index}/{name}": array for name, array in dump_arrays(values, pending).items()}
         return arrays
 

@@ -31,7 +31,7 @@ R = TypeVar("R")
 S = TypeVar("S", Told, Candidate)
 
 
-class Keeper(Protocol):
+class Rescue(Protocol):
     """Keeps a process's state where another process is lost. Its methods are called in the thread that ends this one."""
 
     def settle(self) -> Kept:
@@ -67,7 +67,7 @@ class Group:
         self.links = Links(run, log, self._take, self._lost)
         self.beats: dict[int, Ping] = {}  # by process: what it has moved, as it said last
         self.may_renew: Callable[[], bool] = lambda: False
-        self.keeper: Keeper | None = None
+        self.rescue: Rescue | None = None
         self._again: set[int] = set()  # places of those that begin again because one is lost
         self._kept: Kept | None = None  # the leader's answer to them
         self._answered = threading.Event()
@@ -256,14 +256,14 @@ class Group:
         """Tell the others that a process is gone; one that does not lead waits until its leader knows who begins again."""
         self._loop.call_soon_threadsafe(self.links.write_others, Again(self.generation))
         if self.place == LEADER:
-            kept = NOTHING if self.keeper is None else self._tried(self.keeper.settle, NOTHING)
+            kept = NOTHING if self.rescue is None else self._tried(self.rescue.settle, NOTHING)
             self._loop.call_soon_threadsafe(self._answer, kept)
         else:
             self._answered.wait(OTHERS_S)
             kept = self._kept or NOTHING
-        if self.keeper is not None and kept.name:
-            keeper = self.keeper
-            self._tried(lambda: keeper.save(kept), None)
+        if self.rescue is not None and kept.name:
+            rescue = self.rescue
+            self._tried(lambda: rescue.save(kept), None)
         if self.place == LEADER:
             self._await(lambda: all(place in self._again or self._is_gone(place) for place in self.links.others), OTHERS_S)
 
@@ -287,7 +287,7 @@ class Group:
         """Begin again with others; the leader last, since JAX ends a process at once whose coordination service is gone."""
         if self.place != LEADER:
             renewal.renew()
-        self._await(lambda: all(self._is_gone(place) for place in others), OTHERS_S if self.keeper is None else KEEP_S)
+        self._await(lambda: all(self._is_gone(place) for place in others), OTHERS_S if self.rescue is None else KEEP_S)
         waiting = set() if self._meeting is None else self._meeting.waiting
         renewal.renew({LEADER, *waiting, *(self.links.members[place] for place in others)})
 

@@ -157,7 +157,7 @@ class Part:
     def _take(self, decided: Decided) -> None:
         writes: list[tuple[int, Apply]] = []
         self._newest = decided.number
-        self.carrier.begin_decision()
+        self.carrier.begin_decision(remember=self.group.rescue is not None)
         for write in decided.writes:
             applied = self._written(write)
             if applied is not None:

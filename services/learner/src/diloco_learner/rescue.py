@@ -52,8 +52,8 @@ class Changing:
         return self._lock.acquire(timeout=within_s) and not self._between
 
 
-class Keeper:
-    """A process's part in that (:class:`diloco.member.group.Keeper`)."""
+class Rescue:
+    """A process's part in that (:class:`diloco.member.group.Rescue`)."""
 
     def __init__(self, island: Island, member: Leader | Follower, settings: LearnerSettings, log: Logger) -> None:
         self.island, self.member, self.settings, self.log = island, member, settings, log
