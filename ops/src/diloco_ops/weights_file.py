@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from diloco.core.fragments import Fragment, Piece, TensorSpec
 from diloco.errors import RunError, SettingsError
+from diloco.member.statefile import header_of
 from diloco.settings.validation import nearest
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -44,17 +45,14 @@ class WeightsFile:
         """
         self.precision = precision
         kind, value_bytes = _TYPES[precision]
-        described: dict[str, object] = {"__metadata__": dict(metadata)}
+        entries: dict[str, tuple[str, Sequence[int], int]] = {}
         self._begins: dict[str, int] = {}
         at = 0
         for tensor in tensors:
-            end = at + value_bytes * tensor.size
-            described[names.get(tensor.path, tensor.path)] = {"dtype": kind, "shape": tensor.shape, "data_offsets": (at, end)}
+            entries[names.get(tensor.path, tensor.path)] = kind, tensor.shape, value_bytes * tensor.size
             self._begins[tensor.path] = at
-            at = end
-        text = json.dumps(described).encode()
-        text += b" " * (-len(text) % 8)
-        header = len(text).to_bytes(8, "little") + text
+            at += value_bytes * tensor.size
+        header = header_of(entries, metadata)
         self._data_at, self._value_bytes = len(header), value_bytes
         self._file = path.open("wb")
         try:

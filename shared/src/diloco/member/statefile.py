@@ -8,7 +8,7 @@ BLAKE3 of every chunk) and ``hash``, the BLAKE3 hash over the others, so that da
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -161,16 +161,22 @@ def entry_name(chunk: Chunk) -> str:
 
 
 def header(entries: Mapping[str, Chunk], metadata: Mapping[str, str]) -> bytes:
-    """Return the first bytes of a safetensors file, padded so that the arrays begin at a multiple of eight bytes."""
+    """Return the first bytes of a file of chunks, by their names in it."""
+    return header_of(
+        {name: (_TYPES[chunk.dtype], chunk.lengths, chunk.size_bytes) for name, chunk in entries.items()}, metadata
+    )
+
+
+def header_of(entries: Mapping[str, tuple[str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
+    """Return the first bytes of a safetensors file, padded so that the arrays begin at a multiple of eight bytes.
+
+    ``entries``: by name the type, as the format calls it, the shape, and the bytes, one array after another.
+    """
     described: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
-    for name, chunk in entries.items():
-        described[name] = {
-            "dtype": _TYPES[chunk.dtype],
-            "shape": chunk.lengths,
-            "data_offsets": (at, at + chunk.size_bytes),
-        }
-        at += chunk.size_bytes
+    for name, (kind, shape, size_bytes) in entries.items():
+        described[name] = {"dtype": kind, "shape": shape, "data_offsets": (at, at + size_bytes)}
+        at += size_bytes
     text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
