@@ -181,8 +181,7 @@ class Decisions:
             wanted = None
         elif decision.save is not None:
             wanted = "whole"
-        joining = any(state.phase is Phase.JOINING for state in self.learner.fragments)
-        if wanted is None or joining or not self.learner.may_dump:
+        if wanted is None or not self._is_whole:
             return None
         marker = (decision.save or 0) if wanted == "whole" else 0
         return self.saves.word(wanted, f"{self.course.generation}, boundary {self.course.number}", marker)
@@ -190,8 +189,13 @@ class Decisions:
     @property
     def may_save(self) -> bool:
         """Whether a state can be saved at the next boundary: fragments are the log's, nothing is half made or being saved."""
+        return self.saves.under_way is None and self._is_whole
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether fragments are the log's, and nothing is half made."""
         joining = any(state.phase is Phase.JOINING for state in self.learner.fragments)
-        return self.saves.under_way is None and not joining and self.learner.may_dump
+        return not joining and self.learner.may_dump
 
     @property
     def may_answer(self) -> bool:
