@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator report ops lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup up test tests test-all test-compose fuzz bench lint ruff types format requirements clean chaos chaos-long
+.PHONY: setup up test tests test-all test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -83,6 +83,13 @@ requirements:
 	$(COMPILE_IMAGE) services/coordinator/pyproject.toml ops/pyproject.toml -o requirements/coordinator.txt
 	$(COMPILE_IMAGE) services/learner/pyproject.toml -o requirements/learner.txt
 	$(COMPILE_IMAGE) --group build -o requirements/build.txt
+
+# every distribution: pip install --find-links dist 'diloco[all]'
+DIST ?= dist
+wheels: setup
+	@PATH="$$PATH:$(BIN)" && for each in $(DISTRIBUTIONS); do \
+	  uv build -q --wheel --no-build-isolation --python $(BIN)/python -o $(DIST) $$each || exit; done
+	@ls $(DIST)/*.whl
 
 clean:
 	rm -rf .venv
