@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +37,8 @@ from diloco_ops.report import build, reference
 from diloco_ops.report.reference import Reference
 from diloco_ops.run_reader import read_chains
 from diloco_ops.supervise import Supervisor
+from diloco_ops.track import trackers
+from diloco_ops.track.tracking import FOLDER, Tracking
 from diloco_ops.wan import control as wan
 from diloco_report import page
 
@@ -56,6 +58,7 @@ class Asked:
     embedded: bool  # start servers; else the run directory names one
     quiet: bool  # print nothing
     plain: bool  # print lines, also on a terminal
+    track: Sequence[str] = ()  # kinds of trackers
 
 
 class Launcher:
@@ -102,10 +105,14 @@ class Launcher:
                 await region_logs.give_back(directory, self.url, region_urls, self.log)
             begun = replace(directory, nats_url=self.url, nats_bulk_url=self.bulk_url, wan_control=self.wan_control)
             replace(begun, region_urls=region_urls or None).save()
-            self._start_services(self.embedded)
-            if not await self._tend(link):
-                return None
-            report = await self._report(link)
+            kinds, folder = self.asked.track, directory.path / FOLDER
+            tracked = trackers.begin(kinds, folder, directory.name, directory.settings.model_dump())
+            async with Tracking(tracked, self.log) as tracking:
+                self._start_services(self.embedded)
+                if not await self._tend(link, tracking):
+                    return None
+                report = await self._report(link)
+                tracking.conclude(report)
         finally:
             # learners first: at their end they still ask the others
             self.services.end(["diloco_learner"], ["diloco_syncer", "diloco_coordinator"], ["diloco_ops.wan"])
@@ -195,14 +202,14 @@ class Launcher:
         environment = environment or service_environment()
         self.services.start(name, module, config, environment, cores, endless=endless, group=group)
 
-    async def _tend(self, link: NatsTransport) -> bool:
+    async def _tend(self, link: NatsTransport, tracking: Tracking) -> bool:
         """Keep the run going until it is finished (True) or interrupted (False).
 
         Raises:
             ServiceFailed: a service ended with an error.
             BrokerError: the server died and does not come up again.
         """
-        showing = asyncio.create_task(self._show(link))
+        showing = asyncio.create_task(self._show(link, tracking))
         try:
             while not self.stopping:
                 if self.services.tend():
@@ -224,8 +231,8 @@ class Launcher:
 
     # ---- what people see
 
-    async def _show(self, link: NatsTransport) -> None:
-        """Show the run, and keep its last status.
+    async def _show(self, link: NatsTransport, tracking: Tracking) -> None:
+        """Show the run, have it tracked, and keep its last status.
 
         Plain lines are written every few seconds, and the run is asked no more often than that, since links may be thin. At
         its beginning and near its end it is asked more often: the last answer is kept.
@@ -239,6 +246,7 @@ class Launcher:
                     status = {} if answer is None else inspect.answered(answer, self.directory)
                     if "learners" in status:
                         self._keep_status(status)
+                        tracking.note(status)
                         quiet = view is None and (status["eta_s"] or 0.0) > NEAR_END_S
                         next_s = PLAIN_EVERY_S if quiet else POLL_S
                         if view is not None:

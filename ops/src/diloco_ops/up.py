@@ -34,6 +34,8 @@ from diloco_ops.environment import check_least, learner_environment, mesh_of, pe
 from diloco_ops.launch import Asked, Launcher
 from diloco_ops.manifest import Checkpoint
 from diloco_ops.supervise import ServiceFailed, last_words
+from diloco_ops.track import trackers
+from diloco_ops.track.trackers import TRACKERS
 from diloco_report import compared
 from diloco_report.units import count, decimal, duration, share, size
 
@@ -81,6 +83,7 @@ def up(
     slow: Annotated[list[str] | None, typer.Option(help="LEARNER=FACTOR: its steps take so many times as long.")] = None,
     nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
+    track: Annotated[list[str] | None, typer.Option(help=f"Have it shown by {' or '.join(TRACKERS)}; repeatable.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end, and nothing else.")] = False,
 ) -> int:
     """Train one model with several learners, syncers and a coordinator on this machine."""
@@ -90,6 +93,7 @@ def up(
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     if nats_url is not None:
         checked(nats_url)
+    trackers.check(track or [], "--track")
     _check_installed()
     source, directory = _source(resume_from, resume_at, path, preset, overrides, data, nats_url)
     directory = _beginning_with(directory, init, source)
@@ -100,7 +104,7 @@ def up(
     with rundir.locked(directory.path):
         if not resumed:
             directory.save()
-        asked = Asked(standbys, coordinators, embedded=nats_url is None, quiet=json_, plain=plain)
+        asked = Asked(standbys, coordinators, embedded=nats_url is None, quiet=json_, plain=plain, track=track or [])
         report = asyncio.run(Launcher(directory, slowed, asked).run(resumed))
     return _tell(report, directory, json_)
 

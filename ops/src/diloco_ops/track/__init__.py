@@ -1,0 +1,1 @@
+"""A run's values for those who watch them elsewhere: TensorBoard, Weights & Biases."""
