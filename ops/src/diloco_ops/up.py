@@ -91,8 +91,6 @@ def up(
     given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed, "log.archive": archive or None}
     overrides |= {key: value for key, value in given.items() if value is not None}
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if nats_url is not None:
-        checked(nats_url)
     trackers.check(track or [], "--track")
     _check_installed()
     source, directory = _source(resume_from, resume_at, path, preset, overrides, data, nats_url)
@@ -200,12 +198,12 @@ def _check_server(nats_url: str | None, settings: RunSettings) -> None:
     """Find out that a server that was given is enough for the run.
 
     Raises:
-        SettingsError: the run has regions, each of which needs a server.
+        SettingsError: it is no address; or the run has regions, each of which needs a server.
     """
-    names = settings.regions.names
-    if nats_url is not None and names:
+    names, address = settings.regions.names, None if nats_url is None else checked(nats_url)
+    if address is not None and names:
         raise SettingsError(
-            f"--nats {shown(checked(nats_url))}: is one server, and the run has the regions {', '.join(names)}; without --nats "
+            f"--nats {shown(address)}: is one server, and the run has the regions {', '.join(names)}; without --nats "
             "a server is started for each, or go on without regions: --set 'regions.names=[]'"
         )
 

@@ -24,8 +24,6 @@ from diloco_ops.track.trackers import TRACKERS, Tracker
 from diloco_ops.track.tracking import FOLDER, Tracking
 from diloco_ops.track.values import of_report
 
-ANSWER_TIMEOUT_S = 3.0
-
 
 def track(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory.")],
@@ -70,13 +68,13 @@ async def _follow(run: RunDirectory, to: list[str], folder: Path, every_s: float
     """Track a run until it is finished. A coordinator that does not answer is asked again."""
     log, subject = observe.get_logger(), Subjects(run.name).status
     complaint = Complaint(log)
-    link = await run_reader.connect(replace(run, nats_bulk_url=None), "track", ANSWER_TIMEOUT_S)
+    link = await run_reader.connect(replace(run, nats_bulk_url=None), "track", run_reader.ANSWER_TIMEOUT_S)
     try:
         async with Tracking(_begin(run, to, folder), log) as tracking:
             state = ""
             while state != "finished" and not run.finished:
                 with suppress(BrokerError):
-                    answer = await connection.ask(link.control, link.name, subject, b"", ANSWER_TIMEOUT_S)
+                    answer = await connection.ask(link.control, link.name, subject, b"", run_reader.ANSWER_TIMEOUT_S)
                     if answer is None:
                         complaint.warn("no_answer", nats_url=run.nats_url)
                     else:
