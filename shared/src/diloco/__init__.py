@@ -5,3 +5,14 @@
 """
 
 __version__ = "0.2.0"
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Return a function of other distributions that belongs to ``import diloco``: they name it as an entry point."""
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group="diloco.api", name=name):
+        return point.load()
+    raise AttributeError(f"module 'diloco' has no attribute {name!r}; all of it is installed by: pip install 'diloco[all]'")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from diloco.core.leases import RoundRobin, data_of
 from diloco.errors import DataError
 from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
-from diloco_learner.task import Task, next_batch
+from diloco_learner.task import next_batch
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,20 @@ class Batch:
     data: Any
 
 
+class Batches(Protocol):
+    """Something that has the data of shares, as a task does."""
+
+    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[Any]:
+        """Yield batches as :meth:`diloco_learner.task.Task.batches` does."""
+
+
 class Streams:
     """The batches of shares, each share's in order from wherever it is asked for.
 
     ``rows``: of each batch these alone.
     """
 
-    def __init__(self, task: Task, settings: RunSettings, rows: range | None = None) -> None:
+    def __init__(self, task: Batches, settings: RunSettings, rows: range | None = None) -> None:
         self.task, self.settings = task, settings
         self._given = {} if rows is None else {"rows": rows}
         self._open: dict[int, tuple[int, Iterator[Any]]] = {}  # by share: index of the next batch, batches from there on
@@ -63,7 +70,7 @@ class Feed(Iterator[Batch]):
 
     def __init__(
         self,
-        task: Task,
+        task: Batches,
         settings: RunSettings,
         leased: Callable[[], Mapping[int, int]],
         log: Logger,

@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 
 from diloco.core.accounts import StepDone
 from diloco.core.fragment_state import Reader
-from diloco.core.fragments import FragmentMap
+from diloco.core.fragments import Fragment, FragmentMap
 from diloco.core.pace import Average
 from diloco.core.schedule import Moment
 from diloco.member.member import Boundary
@@ -24,7 +24,7 @@ from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
 from diloco_learner.feed import Batch
 from diloco_learner.inner import learning_rate
-from diloco_learner.island import Island, StepOutput
+from diloco_learner.island import Island, Reading, StepOutput, Vector
 from diloco_learner.meter import Meter, Span
 
 IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
@@ -84,13 +84,23 @@ class Steered(Protocol):
         """Take no further step, and end within this time."""
 
 
-def carry_out(boundary: Boundary, island: Island, member: Steered, settings: RunSettings) -> None:
-    """Write the versions of a boundary into the island, and hand readers to the member."""
+class Carried(Protocol):
+    """Parameters that versions are written into, and that offers are read from: an island's, or a loop's of one's own."""
+
+    def write(self, fragment: Fragment, theta: Vector, reference: Vector | None = None, alpha: float = 0.0) -> None:
+        """Write a fragment; vectors are float32 [size of the fragment]."""
+
+    def snapshot(self, fragment: Fragment) -> Reading:
+        """Queue a copy of what an offer of a fragment is made of."""
+
+
+def carry_out(boundary: Boundary, parameters: Carried, member: Steered, settings: RunSettings) -> None:
+    """Write the versions of a boundary into the parameters, and hand readers to the member."""
     for fragment, applied in boundary.applies:
         alpha = 0.0 if applied.reset else settings.apply.alpha
-        island.write(member.map.fragments[fragment], applied.theta, applied.reference, alpha)
+        parameters.write(member.map.fragments[fragment], applied.theta, applied.reference, alpha)
     for fragment in boundary.reads:
-        member.submit(fragment, island.snapshot(member.map.fragments[fragment]).to_host)
+        member.submit(fragment, parameters.snapshot(member.map.fragments[fragment]).to_host)
 
 
 class Trainer:

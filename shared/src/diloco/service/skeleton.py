@@ -97,17 +97,24 @@ def _with_identity(names: Sequence[str], path: str, pattern: str) -> list[str]:
     return found
 
 
-async def connect(settings: ServiceSettings, role: Role, log: Logger, processes: ProcessesSettings = ALONE) -> NatsTransport:
-    """Connect to NATS, and wait for it without limit; as one of a learner's ``processes``.
+async def connect(
+    settings: ServiceSettings,
+    role: Role,
+    log: Logger,
+    processes: ProcessesSettings = ALONE,
+    give_up_after_s: float | None = None,
+) -> NatsTransport:
+    """Connect to NATS, and wait for it, by default without limit; as one of a learner's ``processes``.
 
     Raises:
         SettingsError: the identity is not one for ``role`` and these settings.
+        BrokerError: there is a limit, and no server within it.
     """
     identity = None
     if settings.identity is not None:
         identity = of_service(settings.identity, settings.name, settings.run, settings.region, role, processes.count)
     name, index = process_name(settings), processes.index
-    transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, name, log, None, identity, index)
+    transport = await NatsTransport.open(settings.nats_url, settings.bulk_url, name, log, give_up_after_s, identity, index)
     transport.clock_file, transport.alive_file = settings.clock_file, settings.alive_file
     return transport
 

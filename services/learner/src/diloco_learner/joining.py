@@ -1,0 +1,360 @@
+"""Join a run from a training loop of one's own, which keeps its model, optimizer, data and steps.
+
+    with diloco.join("nats://10.0.0.1:4222", run="mine", name="lab", params=params, tokens=4096) as run:
+        params = run.params
+        for batch in run.batches(make):
+            params, optimizer_state, loss = step(params, optimizer_state, batch)
+            params = run.step(params, loss=loss)
+
+The loop's thread calls everything here. What talks to NATS runs in another one: :meth:`JoinedRun.step` waits for nothing, not
+for the device either where the parameters are JAX arrays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core.accounts import StepDone
+from diloco.core.fragments import Fragment, Piece, TensorSpec, build_map
+from diloco.errors import RunError, SettingsError
+from diloco.member.member import Boundary, Member
+from diloco.process import observe
+from diloco.service import skeleton
+from diloco.settings.service import LearnerSettings
+from diloco.settings.validation import parse
+from diloco_learner import leaves
+from diloco_learner.beginning import LoopThread
+from diloco_learner.feed import Batch, Feed
+from diloco_learner.island import Reading
+from diloco_learner.leaves import Leaf
+from diloco_learner.trainer import IDLE_S, carry_out
+
+Vector = NDArray[np.float32]
+Make = Callable[[int, int, int, int], Iterator[Any]]  # share, shares, seed, start
+T = TypeVar("T")
+
+
+class Parameters:
+    """A pytree of float32 arrays, JAX's or NumPy's, whose fragments are read and written.
+
+    Raises:
+        SettingsError: there is no array, or one of another type or kind.
+    """
+
+    def __init__(self, params: Any) -> None:
+        keyed, self._structure = jax.tree_util.tree_flatten_with_path(params)
+        self._paths = [_name(path) for path, _ in keyed]
+        self._index = {path: at for at, path in enumerate(self._paths)}
+        self._leaves = [_checked(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
+        self._shapes = [leaf.shape for leaf in self._leaves]
+        if not self._leaves:
+            raise SettingsError("join: params have no arrays: hand over the model's parameters, a pytree of float32 arrays")
+
+    @property
+    def tree(self) -> Any:
+        """The parameters, as they were handed over."""
+        return jax.tree_util.tree_unflatten(self._structure, self._leaves)
+
+    def tensors(self, is_embedding: Callable[[str], bool]) -> list[TensorSpec]:
+        """Return path and shape of each array."""
+        pairs = zip(self._paths, self._shapes, strict=True)
+        return [TensorSpec(path, shape, is_embedding(path)) for path, shape in pairs]
+
+    def take(self, params: Any) -> None:
+        """Take over the values of the same model.
+
+        Raises:
+            SettingsError: an array is missing, new, or of another shape or type.
+        """
+        keyed, structure = jax.tree_util.tree_flatten_with_path(params)
+        if str(structure) != str(self._structure):
+            came = {_name(path) for path, _ in keyed}
+            differ = sorted(came ^ set(self._paths)) or ["another kind of container"]
+            raise SettingsError(f"step: params are not those that joined: {', '.join(differ[:3])}: hand over the same pytree")
+        for at, (_, leaf) in enumerate(keyed):
+            checked = _checked(self._paths[at], leaf)
+            if checked.shape != self._shapes[at]:
+                raise SettingsError(
+                    f"step: parameter {self._paths[at]!r} has shape {checked.shape}, expected {self._shapes[at]}, as it joined"
+                )
+            self._leaves[at] = checked
+
+    def snapshot(self, fragment: Fragment) -> Reading:
+        """Queue a copy of a fragment's values."""
+        return Reading(fragment, tuple(leaves.read(self._leaves[self._index[piece.path]], piece) for piece in fragment.pieces))
+
+    def write(self, fragment: Fragment, theta: Vector, reference: Vector | None = None, alpha: float = 0.0) -> None:
+        """Write a fragment, as :func:`diloco_learner.leaves.write` does; vectors are float32 [size of the fragment]."""
+        for piece in fragment.pieces:
+            at, known = self._index[piece.path], None if reference is None else _part(reference, piece)
+            self._leaves[at] = leaves.write(self._leaves[at], piece, _part(theta, piece), known, alpha)
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """The batches of a loop, as a task has them; without ``make`` they are its own affair."""
+
+    make: Make | None
+
+    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[Any]:
+        return repeat(None) if self.make is None else self.make(share, shares, seed, start)
+
+
+class JoinedRun:
+    """A run that this loop is a learner of, while it is entered (:func:`join`)."""
+
+    def __init__(
+        self, settings: LearnerSettings, params: Any, tokens: int, is_embedding: Callable[[str], bool], within_s: float
+    ) -> None:
+        self.settings, self.tokens, self.log = settings, tokens, observe.get_logger()
+        self.over = False  # whether the run's budget is used up: take no further step
+        self._parameters, self._is_embedding, self._within_s = Parameters(params), is_embedding, within_s
+        self._stack = ExitStack()
+        self._thread: LoopThread
+        self._member: Member
+        self._feed: Feed
+        self._joined = False  # whether it is entered
+        self._given = False  # whether the run deals the data
+        self._batch: Batch | None = None
+        self._loss: Any = None
+        self._returned_s, self._blocked_s = 0.0, 0.0
+
+    @property
+    def params(self) -> Any:
+        """The parameters as of the last boundary; at first those of the run."""
+        return self._parameters.tree
+
+    @property
+    def steps(self) -> int:
+        """Steps that this learner has taken in the run."""
+        return self._member.step
+
+    def __enter__(self) -> Self:
+        """Join the run, and take over its model.
+
+        Raises:
+            BrokerError: the server does not answer in time.
+            RunError: there is no such run.
+            SettingsError: its learners offer gradients, or the identity does not fit.
+            AdmissionError: its model is another one, or its steps are to be smaller.
+        """
+        if self._joined:
+            raise RunError(f"run {self.settings.run!r}: is joined already")
+        try:
+            self._join()
+        except BaseException:
+            self._stack.close()
+            raise
+        self._joined = True
+        return self
+
+    def _join(self) -> None:
+        self._thread = LoopThread()
+        self._stack.callback(self._thread.close)
+        self._member = self._wait(self._make_member())
+        self._stack.callback(lambda: self._wait(self._member.close()))
+        self._member.admission.check_batch(self.tokens)
+        read = self._parameters.snapshot
+        self._wait(self._member.join(lambda: [read(fragment).to_host() for fragment in self._member.map.fragments]))
+        self._member.count_steps(self.tokens)
+        self._deal(None)
+        self._pass(None)
+        self._returned_s = time.perf_counter()
+
+    async def _make_member(self) -> Member:
+        transport = await skeleton.connect(self.settings, "learner", self.log, give_up_after_s=self._within_s)
+        self._stack.callback(lambda: self._wait(transport.close()))
+        try:
+            async with asyncio.timeout(self._within_s):
+                run = await skeleton.find_run(transport, self.settings, self.log)
+        except TimeoutError:
+            raise RunError(
+                f"run {self.settings.run!r}: {self.settings.nats_url} has had no such run for {self._within_s:g} s: a "
+                "coordinator creates it (diloco up, or diloco-coordinator); name it as it is called there"
+            ) from None
+        if run.created.outer.optimizer == "adamw":
+            raise SettingsError(
+                f"run {run.name!r}: its learners offer gradients of single steps (outer.optimizer = adamw), which a loop that "
+                "takes its own steps does not have: join a run of another preset"
+            )
+        cut = run.created.fragments
+        fragments = build_map(self._parameters.tensors(self._is_embedding), cut.count, cut.strategy)
+        return Member(transport, run, fragments, self.settings, self.log)
+
+    def batches(self, make: Make) -> Iterator[Any]:
+        """Yield batches of this learner's shares of the data until the run is over; each is to be followed by a :meth:`step`.
+
+        ``make(share, shares, seed, start)`` yields a share's batches without end from the ``start``-th on; the k-th depends on
+        nothing but share, shares, seed and k. Shares come and go: those of learners that are gone are dealt to the others.
+
+        Raises:
+            DataError: none of the shares has data here.
+            SettingsError: a share's batches ended, or the last batch was not followed by a step.
+            RunError: the run is not joined.
+        """
+        self._check_joined()
+        self._deal(make)
+        while not self.over:
+            if self._batch is not None:
+                raise SettingsError("batches: no step was booked for the last batch: call run.step once for each batch")
+            self._batch = next(self._feed)
+            yield self._batch.data
+
+    def step(self, params: Any, *, loss: Any = None) -> Any:
+        """Book an inner step that has led to ``params``; return them with the versions that have arrived, for the next one.
+
+        The parameters that are handed over are given away: JAX arrays are donated, NumPy arrays are written in place. ``loss``
+        is a number, or a scalar of any framework, which is read one step later, so that it may be on its way from a device.
+
+        Raises:
+            SettingsError: they are of another model.
+            RunError: the run is not joined.
+            EjectedError: an operator has ejected this learner.
+            DilocoError: the run cannot go on here; the message says why.
+        """
+        called_s = time.perf_counter()
+        self._check_joined()
+        if self._given and self._batch is None:
+            raise SettingsError("step: the last batch is booked already: call run.step once for each batch of run.batches")
+        self._parameters.take(params)
+        batch, self._batch = self._batch or next(self._feed), None
+        done = StepDone(
+            self.tokens, batch.share, batch.index, _number(self._loss), called_s - self._returned_s, self._blocked_s
+        )
+        self._loss = loss
+        self._pass(done)
+        self._returned_s = time.perf_counter()
+        self._blocked_s = self._returned_s - called_s
+        return self.params
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Wait until the last work is merged, at most ``leave_s``, and leave the run. After an error, leave it at once."""
+        try:
+            if error is None:
+                self._leave()
+        finally:
+            self._joined = False
+            self._stack.close()
+
+    def _check_joined(self) -> None:
+        if not self._joined:
+            raise RunError(f"run {self.settings.run!r}: is not joined: take steps within the with statement, before its end")
+
+    def _deal(self, make: Make | None) -> None:
+        self._given = make is not None
+        self._feed = Feed(_Loop(make), self._member.run.created, self._member.leased, self.log)
+
+    def _pass(self, done: StepDone | None) -> None:
+        """Go through boundaries until a step may be taken, or none any more."""
+        boundary = self._boundary(done)
+        while boundary.wait and not self.over:
+            self._member.wait(IDLE_S)
+            boundary = self._boundary(None)
+
+    def _boundary(self, done: StepDone | None) -> Boundary:
+        boundary = self._member.boundary(done)
+        carry_out(boundary, self._parameters, self._member, self._member.run.created)
+        marker = self._member.marker_due()
+        if marker is not None:  # of a whole run's checkpoint, which has no state of this learner: versions go on
+            self._member.note_copied(marker)
+        self.over = boundary.stop or boundary.finished or boundary.ended
+        return boundary
+
+    def _leave(self) -> None:
+        self._member.leave(self.settings.leave_s)
+        boundary = self._boundary(None)
+        while not boundary.finished and not boundary.ended:
+            self._member.wait(IDLE_S)
+            boundary = self._boundary(None)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._thread.run(work, lambda: False)
+
+
+def join(
+    url: str,
+    *,
+    run: str,
+    params: Any,
+    tokens: int,
+    name: str | None = None,
+    is_embedding: Callable[[str], bool] = lambda path: False,
+    share: int | None = None,
+    region: str | None = None,
+    bulk_url: str | None = None,
+    identity: Path | str | None = None,
+    leave_s: float = 30.0,
+    within_s: float = 60.0,
+) -> JoinedRun:
+    """Return a run to be entered, in which this loop is a learner.
+
+    Args:
+        url: of the run's NATS server; in a run with regions, of its control store, and ``bulk_url`` of the region's own.
+        run: the run's name.
+        params: a pytree of float32 arrays, JAX's or NumPy's; where the run has no model yet, it begins with these.
+        tokens: of each step, for the run's budget and as the weight of its work.
+        name: of this learner; by default that of the host and process.
+        is_embedding: says of a tensor's path whether it is an embedding, which is merged by the plain average.
+        share: of the data, that this learner takes if it is free.
+        region: in which this learner is, in a run with regions.
+        identity: file that ``diloco keys`` made.
+        leave_s: so long it waits at the end until its last work is merged.
+        within_s: so long it waits at the beginning for the server, and for the run.
+
+    Raises:
+        SettingsError: something is wrong with these, or the parameters.
+    """
+    if tokens < 1:
+        raise SettingsError(f"join: tokens = {tokens}: expected the number of tokens of each step, at least 1")
+    given = {
+        "name": name or f"loop-{os.uname().nodename}-{os.getpid()}".lower(), "run": run, "nats_url": url, "share": share,
+        "region": region, "nats_bulk_url": bulk_url, "identity": None if identity is None else str(identity),
+        "leave_s": leave_s,
+    }  # fmt: skip
+    settings = parse(LearnerSettings, {key: value for key, value in given.items() if value is not None}, "join")
+    return JoinedRun(settings, params, tokens, is_embedding, within_s)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _number(loss: Any) -> float | None:
+    return None if loss is None else float(loss)
+
+
+def _checked(path: str, leaf: Any) -> Leaf:
+    """Return a leaf that can be read and written: a NumPy array that cannot be written to as a copy.
+
+    Raises:
+        SettingsError: it is of another type or kind.
+    """
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        raise SettingsError(
+            f"parameter {path!r} is a {type(leaf).__name__}, expected an array of JAX or NumPy: of a torch tensor on the host, "
+            "tensor.detach().numpy() is one, and shares its memory"
+        )
+    if leaf.dtype != np.float32:
+        raise SettingsError(
+            f"parameter {path!r} is {leaf.dtype}, expected float32: keep float32 masters, and cast them in the loss"
+        )
+    if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
+        return leaf.copy()
+    return leaf
+
+
+def _part(vector: Vector, piece: Piece) -> Vector:
+    return vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)

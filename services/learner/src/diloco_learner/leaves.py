@@ -1,0 +1,51 @@
+"""Read and write the rows of one parameter, wherever it is kept: on JAX devices, or in a NumPy array of the host.
+
+A JAX array is read and written by programs of its devices, which are queued behind the step in flight (:mod:`.shards`), and
+writing gives another array. A NumPy array is read and written at once, and stays the same one: it may be a view of a tensor of
+another framework.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core.fragments import Piece
+from diloco_learner import shards
+from diloco_learner.shards import Where
+
+Leaf: TypeAlias = jax.Array | NDArray[np.float32]
+Values: TypeAlias = NDArray[np.float32]
+
+
+def read(leaf: Leaf, piece: Piece) -> list[tuple[Where, Any]]:
+    """Return a copy of a piece, which may be on devices still, in parts: float32 arrays, each with its place in the piece's."""
+    if isinstance(leaf, jax.Array):
+        return list(shards.read(leaf, piece))
+    return [((slice(None),) * leaf.ndim, _rows(leaf, piece).copy())]
+
+
+def write(leaf: Leaf, piece: Piece, theta: Values, reference: Values | None, alpha: float) -> Leaf:
+    """Write ``alpha * value + (1 - alpha) * kept`` of a piece; return the leaf, and drop the one that was given.
+
+    ``kept`` is ``theta + (value - reference)``, or ``theta`` without a reference; both are float32 [the piece's shape]. With
+    neither ``reference`` nor ``alpha`` the value becomes ``theta`` whatever it was, NaN too.
+    """
+    plain = reference is None and alpha == 0
+    if isinstance(leaf, jax.Array):
+        return shards.overwrite(leaf, piece, theta) if plain else shards.mix(leaf, piece, theta, reference, alpha)
+    rows = _rows(leaf, piece)
+    if plain:
+        rows[...] = theta
+    else:
+        kept = theta if reference is None else theta + (rows - reference)
+        rows[...] = np.float32(alpha) * rows + np.float32(1 - alpha) * kept
+    return leaf
+
+
+def _rows(leaf: Values, piece: Piece) -> Values:
+    """Return the rows of a piece as a view of the leaf."""
+    return leaf[piece.row_start : piece.row_stop] if leaf.ndim else leaf

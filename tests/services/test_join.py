@@ -1,0 +1,252 @@
+"""``diloco.join``: training loops of one's own as learners of a run, over a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.services.cluster import Cluster, small
+from tests.services.conftest import Launch
+from tests.services.toy import LEARNING_RATE, SAMPLES, STEP_S, Regression
+
+import diloco
+from diloco.errors import AdmissionError, BrokerError, RunError, SettingsError
+from diloco_learner.joining import JoinedRun, Parameters
+
+Samples = tuple[int, int]
+
+
+def _samples(share: int, shares: int, seed: int, start: int) -> Iterator[Samples]:
+    return ((share, index) for index in itertools.count(start))
+
+
+def _join(cluster: Cluster, params: Any, **given: Any) -> JoinedRun:
+    own: dict[str, Any] = {
+        "run": cluster.name,
+        "tokens": SAMPLES,
+        "is_embedding": lambda path: path == "table",
+        "within_s": 20.0,
+    }
+    run: JoinedRun = diloco.join(cluster.url, params=params, **own | given)
+    return run
+
+
+class _Loop:
+    """Somebody's training loop: the toy regression with arrays of NumPy, or of JAX with a donated step."""
+
+    def __init__(self, cluster: Cluster, name: str, share: int, kind: str, data: str = "dealt") -> None:
+        self.cluster, self.name, self.share, self.kind, self.data = cluster, name, share, kind, data
+        self.task = Regression(cluster.settings)
+        self.params: Any = dict(self.task.tensors)
+        self.losses, self.seen = list[float](), list[Samples]()
+        self.before_step: Callable[[_Loop], None] = lambda loop: None
+        self.run: JoinedRun
+
+    def train(self) -> None:
+        if self.kind == "jax":
+            self.params = {path: jnp.asarray(tensor) for path, tensor in self.params.items()}
+        with _join(self.cluster, self.params, name=self.name, share=self.share) as run:
+            self.run, self.params = run, run.params
+            for batch in run.batches(_samples) if self.data == "dealt" else self._own_data(run):
+                self.before_step(self)
+                self.seen.append(batch)
+                loss = self._step(batch)
+                time.sleep(STEP_S)
+                self.losses.append(float(loss))
+                self.params = run.step(self.params, loss=loss)
+        self.params = run.params
+
+    @staticmethod
+    def _own_data(run: JoinedRun) -> Iterator[Samples]:
+        for index in itertools.count():
+            if run.over:
+                return
+            yield 77, index
+
+    def _step(self, batch: Samples) -> Any:
+        if self.kind == "numpy":
+            self.task.tensors = self.params
+            loss = self.task.step(*batch)
+            self.params = self.task.tensors
+            return loss
+        self.task.tensors = {path: np.asarray(tensor) for path, tensor in self.params.items()}
+        loss, gradients = self.task.gradients(*batch)
+        self.params = _descend(self.params, {path: np.float32(gradient) for path, gradient in gradients.items()})
+        return jnp.float32(loss)
+
+
+@jax.jit
+def _descend(params: dict[str, jax.Array], gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: tensor - LEARNING_RATE * gradients[path] for path, tensor in params.items()}
+
+
+async def _begin(cluster: Cluster) -> None:
+    cluster.coordinator()
+    cluster.syncers()
+    await cluster.link()
+
+
+async def test_loops_of_numpy_and_jax_train_one_model(launch: Launch) -> None:
+    cluster = launch(small(learners=2))
+    await _begin(cluster)
+    loops = [_Loop(cluster, "of-numpy", 0, "numpy"), _Loop(cluster, "of-jax", 1, "jax")]
+    await asyncio.gather(*(asyncio.to_thread(loop.train) for loop in loops))
+    await cluster.ended()
+
+    folded = await cluster.folded()
+    for loop in loops:
+        assert loop.run.over
+        assert loop.losses[-1] < 0.5 * loop.losses[0]
+        assert all(log.versions for log in folded)
+        for path, tensor in (await cluster.tensors(folded)).items():  # all is merged: each has the run's last version
+            np.testing.assert_allclose(np.asarray(loop.params[path]), tensor, atol=1e-6)
+    merged = {member.learner for log in folded for record in log.versions for member in record.members}
+    assert merged == {"of-numpy", "of-jax"}
+    heard = await cluster.finished_heartbeats()
+    assert {name: heard[name].step for name in heard} == {loop.name: len(loop.seen) for loop in loops}
+    assert sum(heartbeat.tokens for heartbeat in heard.values()) >= cluster.settings.tokens
+    assert not set(loops[0].seen) & set(loops[1].seen)  # no batch twice
+
+
+async def test_a_loop_with_data_of_its_own_beside_other_learners(launch: Launch) -> None:
+    cluster = launch(small())
+    loop = _Loop(cluster, "own", 2, "numpy", data="own")
+    cluster.toy(0)
+    cluster.toy(1)
+    await _begin(cluster)
+    cluster.gate.open()
+    await asyncio.to_thread(loop.train)
+    await cluster.ended()
+    heard = await cluster.finished_heartbeats()
+    assert heard["own"].step == len(loop.seen) > 0
+    assert heard["own"].trained  # each step is a batch of a share that nobody else has: tokens are counted once
+
+
+async def test_an_error_in_a_loop_leaves_the_run_in_order(launch: Launch) -> None:
+    class Mine(Exception):
+        pass
+
+    def fail(loop: _Loop) -> None:
+        if len(loop.seen) == 8:
+            raise Mine
+
+    cluster = launch(small(learners=2))
+    other = cluster.toy(1)
+    await _begin(cluster)
+    cluster.gate.open()
+    loop = _Loop(cluster, "failing", 0, "numpy")
+    loop.before_step = fail
+    with pytest.raises(Mine):
+        await asyncio.to_thread(loop.train)
+    await cluster.until(lambda: cluster.heartbeats["failing"][-1].state == "left", "it has left")
+    await cluster.ended()  # the other takes its share over, and uses up the budget
+    assert other.finished
+    with pytest.raises(RunError, match="is not joined: take steps within"):
+        loop.run.step(loop.params)
+
+
+async def test_a_loop_that_ends_early_has_its_work_merged(launch: Launch) -> None:
+    cluster = launch(small(learners=2, tokens=10**9))
+    cluster.toy(1)
+    await _begin(cluster)
+    cluster.gate.open()
+    task = Regression(cluster.settings)
+
+    def train() -> None:
+        with _join(cluster, dict(task.tensors), name="brief", share=0) as run:
+            task.tensors = run.params
+            for batch in itertools.islice(run.batches(_samples), 9):
+                task.step(*batch)
+                time.sleep(STEP_S)
+                task.tensors = run.step(task.tensors)
+
+    await asyncio.to_thread(train)
+    await cluster.until(lambda: cluster.heartbeats["brief"][-1].state == "left", "it has left")
+    last = cluster.heartbeats["brief"][-1]
+    assert last.step == 9
+    for log, lost in zip(await cluster.folded(), last.lost_tokens, strict=True):
+        members = [member for record in log.versions for member in record.members if member.learner == "brief"]
+        assert sum(member.tokens for member in members) + lost == 9 * SAMPLES  # merged, or too late for its round
+
+
+async def test_each_batch_is_booked_once(launch: Launch) -> None:
+    cluster = launch(small(learners=1, tokens=10**9))
+    await _begin(cluster)
+    tensors = Regression(cluster.settings).tensors
+
+    def twice() -> None:
+        with _join(cluster, dict(tensors)) as run:
+            for _ in run.batches(_samples):
+                run.step(run.params)
+                run.step(run.params)
+
+    def never() -> None:
+        with _join(cluster, dict(tensors)) as run:
+            for _ in run.batches(_samples):
+                pass
+
+    for loop in (twice, never):
+        with pytest.raises(SettingsError, match=r"call run\.step once for each batch"):
+            await asyncio.to_thread(loop)
+
+
+async def test_what_cannot_join_is_refused(launch: Launch) -> None:
+    cluster = launch(small(learners=1))
+    await cluster.create()
+    tensors = dict(Regression(cluster.settings).tensors)
+    with pytest.raises(RunError, match=r"run 'other': nats://.* has had no such run for 0\.5 s"):
+        await asyncio.to_thread(_join(cluster, tensors, run="other", within_s=0.5).__enter__)
+    with pytest.raises(BrokerError):
+        await asyncio.to_thread(diloco.join("nats://127.0.0.1:9", run="x", params=tensors, tokens=1, within_s=0.5).__enter__)
+    with pytest.raises(AdmissionError, match="a step has 1000000000000 tokens"):
+        await asyncio.to_thread(_join(cluster, tensors, tokens=10**12).__enter__)
+    gradients = launch(small("data-parallel", learners=1))
+    await gradients.create()
+    with pytest.raises(SettingsError, match=r"outer\.optimizer = adamw"):
+        await asyncio.to_thread(_join(gradients, tensors).__enter__)
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({}, "params have no arrays"),
+        ({"a": {"b": jnp.zeros(3, jnp.bfloat16)}}, "parameter 'a/b' is bfloat16, expected float32"),
+        ({"a": np.zeros(3)}, "parameter 'a' is float64, expected float32"),
+        ({"a": [1.0, 2.0]}, "parameter 'a/0' is a float, expected an array"),
+    ],
+)
+def test_parameters_that_are_none(params: Any, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        Parameters(params)
+
+
+def test_parameters_that_change() -> None:
+    parameters = Parameters({"a": np.zeros(3, np.float32), "b": np.zeros((), np.float32)})
+    parameters.take({"a": np.ones(3, np.float32), "b": np.ones((), np.float32)})
+    with pytest.raises(SettingsError, match="not those that joined: c: hand over the same"):
+        parameters.take(parameters.tree | {"c": np.zeros(1, np.float32)})
+    with pytest.raises(SettingsError, match=r"parameter 'a' has shape \(4,\), expected \(3,\)"):
+        parameters.take(parameters.tree | {"a": np.zeros(4, np.float32)})
+    with pytest.raises(SettingsError, match="parameter 'a' is float64"):
+        parameters.take(parameters.tree | {"a": np.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"tokens": 0}, "tokens = 0: expected"), ({"name": "no name"}, "name = 'no name'"), ({"leave_s": -1}, "leave_s = -1")],
+)
+def test_wrong_arguments_are_refused_before_anything_is_reached(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        diloco.join("nats://127.0.0.1:9", **{"run": "x", "params": {"a": np.zeros(3, np.float32)}, "tokens": 8} | given)
+
+
+def test_a_name_that_diloco_does_not_have() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'joyn'"):
+        _ = diloco.joyn
