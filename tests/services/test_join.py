@@ -153,7 +153,7 @@ async def test_an_error_in_a_loop_leaves_the_run_in_order(launch: Launch) -> Non
 
 
 async def test_a_loop_that_ends_early_has_its_work_merged(launch: Launch) -> None:
-    cluster = launch(small(learners=2, tokens=10**9))
+    cluster = launch(small(learners=2, tokens=400 * SAMPLES))
     cluster.toy(1)
     await _begin(cluster)
     cluster.gate.open()
@@ -171,9 +171,13 @@ async def test_a_loop_that_ends_early_has_its_work_merged(launch: Launch) -> Non
     await cluster.until(lambda: cluster.heartbeats["brief"][-1].state == "left", "it has left")
     last = cluster.heartbeats["brief"][-1]
     assert last.step == 9
+    cluster.hurry()
+    await cluster.ended()
     for log, lost in zip(await cluster.folded(), last.lost_tokens, strict=True):
-        members = [member for record in log.versions for member in record.members if member.learner == "brief"]
-        assert sum(member.tokens for member in members) + lost == 9 * SAMPLES  # merged, or too late for its round
+        merged = sum(member.tokens for record in log.versions for member in record.members if member.learner == "brief")
+        assert (
+            merged <= 9 * SAMPLES <= merged + lost
+        )  # all is merged, or given up as late: an offer so given up may be merged yet
 
 
 async def test_each_batch_is_booked_once(launch: Launch) -> None:

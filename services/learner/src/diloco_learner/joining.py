@@ -274,9 +274,13 @@ class JoinedRun:
         return boundary
 
     def _leave(self) -> None:
-        self._member.leave(self.settings.leave_s)
-        boundary = self._boundary(None)
+        """Go through boundaries until nothing is unmerged; of a run that is over, until its last versions are there."""
+        by_s = time.monotonic() + self.settings.leave_s
+        boundary, leaving = self._boundary(None), False
         while not boundary.finished and not boundary.ended:
+            if not leaving and (not boundary.stop or time.monotonic() > by_s):
+                self._member.leave(self.settings.leave_s)
+                leaving = True
             self._member.wait(IDLE_S)
             boundary = self._boundary(None)
 
@@ -311,7 +315,7 @@ def join(
         share: of the data, that this learner takes if it is free.
         region: in which this learner is, in a run with regions.
         identity: file that ``diloco keys`` made.
-        leave_s: so long it waits at the end until its last work is merged.
+        leave_s: so long it waits at the end until its last work is merged, and of a run that is over for the last versions.
         within_s: so long it waits at the beginning for the server, and for the run.
 
     Raises:
