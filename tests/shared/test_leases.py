@@ -162,7 +162,7 @@ def test_a_claim_there_and_back() -> None:
     assert len(most.pack()) <= leases.MAX_CLAIM_BYTES
 
 
-END = claims.furthest_batch(RUN)
+END = claims.furthest_batch(RUN, 0)
 FORGED = [
     (b"", FormatError),
     (b"\xc1", FormatError),

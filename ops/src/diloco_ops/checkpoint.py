@@ -57,8 +57,8 @@ async def take(path: Path, out: Path | None = None) -> tuple[Checkpoint, list[st
     async with run_reader.opened(path) as run:
         if run.directory.finished:
             raise RunError(
-                f"{path}: this run is finished, and takes no checkpoint any more; an earlier one can be gone on from: "
-                "diloco up --resume; its log can be read: diloco verify"
+                f"{path}: this run is finished, and takes no checkpoint any more; for more tokens: diloco up --continue "
+                f"{path} --tokens N; an earlier checkpoint can be gone on from: diloco up --resume"
             )
         wholes = run.directory.path / manifest.FOLDER
         number = max([0, *manifest.numbered(wholes), *manifest.numbered(run.directory.path / state.FOLDER)]) + 1
@@ -75,7 +75,7 @@ async def take(path: Path, out: Path | None = None) -> tuple[Checkpoint, list[st
                 marking.forget()
                 cuts = marking.cuts
             else:
-                learners = await saver.copy(_left_states(run, saver.problems))
+                learners = await saver.copy(left_states(run, saver.problems))
                 cuts = await heads(run)
             await saver.save(learners, cuts)
         return manifest.load(folder), saver.problems
@@ -92,8 +92,8 @@ def _made(folder: Path) -> Iterator[None]:
         raise
 
 
-def _left_states(run: RunReader, problems: list[str]) -> States:
-    """Return the states that learners of a stopped run saved when they left: of each the newest whole one."""
+def left_states(run: RunReader, problems: list[str]) -> States:
+    """Return the states that learners of a run saved when they ended: of each the newest whole one."""
     directory = run.directory.path
     folder = directory / state.FOLDER
     names = {path.name.split(".")[0] for path in folder.glob("*.safetensors")} if folder.is_dir() else set()
