@@ -415,5 +415,5 @@ def test_an_optimizer_state_of_the_run_before_is_not_taken_up(rig: Rig) -> None:
         assert not checkpoint.take_up(new, member, folder, get_logger())
         assert taken == []
     begun, taken = beginner(rig)
-    begun.run.created = SETTINGS  # type: ignore[misc]  # it continues none
+    begun.run.created = SETTINGS  # it continues none
     assert not checkpoint.take_up(new, begun, folder, get_logger())

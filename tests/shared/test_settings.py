@@ -328,5 +328,5 @@ def test_the_run_before_is_part_of_the_identity_and_of_no_other_runs_settings() 
     assert continued.digest() != plain.digest()
     assert (continued.tokens_before, continued.first_batch(0), continued.first_batch(1)) == (5, 3, 0)
     assert run_settings("decoupled", continued.model_dump(exclude={"preset"})) == continued
-    with pytest.raises(SettingsError, match="continues.identity = 'x'"):
+    with pytest.raises(SettingsError, match=r"continues\.identity = 'x'"):
         run_settings("decoupled", {"continues": before | {"identity": "x"}})

@@ -42,7 +42,7 @@ def export(
     ] = None,
 ) -> None:
     """Write the weights of a run, going on or over, as a safetensors file."""
-    wanted = _wanted(version)
+    wanted = parsed_version(version)
     if file.is_dir():
         raise SettingsError(f"{file}: is a folder; name the file to write")
     try:
@@ -52,7 +52,12 @@ def export(
     print(f"{file}: {size(file.stat().st_size)}")
 
 
-def _wanted(version: str) -> int | None:
+def parsed_version(version: str) -> int | None:
+    """Return the version that ``--version`` asks for; None: of each fragment the newest.
+
+    Raises:
+        SettingsError: it is neither a number nor ``latest``.
+    """
     if version == LATEST:
         return None
     if not (version.isascii() and version.isdigit() and len(version) < 16):

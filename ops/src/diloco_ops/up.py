@@ -247,7 +247,7 @@ def _slow_factors(items: list[str], names: list[str]) -> dict[str, float]:
     return factors
 
 
-def _data(data: str | None, settings: RunSettings) -> str | None:
+def data_told(data: str | None, settings: RunSettings) -> str | None:
     """Return ``--data`` as services are told it: an absolute path, or a string that only the run's own task understands.
 
     Raises:
@@ -265,7 +265,7 @@ def _data(data: str | None, settings: RunSettings) -> str | None:
 def _directory(path: Path, settings: RunSettings, given: bool, data: str | None, nats_url: str | None) -> RunDirectory:
     """Return the run's directory; a new one is not written yet."""
     if not (path / "run.json").exists():
-        data = _data(data, settings)
+        data = data_told(data, settings)
         if path.exists() and any(path.iterdir()):
             raise RunError(f"{path}: exists, is not empty, and is no run's directory; choose another one")
         return RunDirectory(path.resolve(), _name_of(path), nats_url or "", data, settings)
@@ -278,7 +278,7 @@ def _directory(path: Path, settings: RunSettings, given: bool, data: str | None,
     if given and directory.settings != settings:
         difference = creation.first_difference(directory.settings.model_dump(), settings.model_dump())
         raise RunError(f"{path}: this run was begun with other settings ({difference}); resume it without settings")
-    if data is not None and _data(data, directory.settings) != directory.data:
+    if data is not None and data_told(data, directory.settings) != directory.data:
         raise RunError(f"{path}: this run was begun with data {directory.data}; resume it without --data")
     return directory
 
@@ -340,7 +340,7 @@ def _resumed(
     _check_preset(source, manifest.run, settings, preset)
     learners = _learners(overrides)
     settings = resume.changed(found.checkpoint, overrides)
-    data = manifest.data if data is None else _data(data, settings)
+    data = manifest.data if data is None else data_told(data, settings)
     return found.checkpoint, RunDirectory(path.resolve(), manifest.run, nats_url or "", data, settings, learners)
 
 
@@ -356,7 +356,7 @@ def _continued(
     old = source.directory
     _check_preset(path, old.name, old.settings, preset)
     settings = source.changed(old.settings)
-    given = old.data if data is None else _data(data, settings)
+    given = old.data if data is None else data_told(data, settings)
     directory = RunDirectory(
         new.resolve(),
         _name_of(new),

@@ -274,10 +274,14 @@ class Island:
         batches = [self._placement.batch(batch) for batch in validation_batches(self.task, self._settings)]
         return float(np.mean([float(self._loss(self._leaves, batch)) for batch in batches]))
 
-    def sample(self, seed: int, count: int) -> str | None:
-        """Return text of ``count`` characters from the model, or None if the task cannot draw any."""
+    def sample(self, seed: int, count: int, prompt: str | None = None) -> str | None:
+        """Return text of ``count`` characters from the model, or None if the task cannot draw any.
+
+        ``prompt``: text to go on from; None: the task's own. Its ``sample`` needs a parameter of this name for one.
+        """
         draw = getattr(self.task, "sample", None)
-        return None if draw is None else str(draw(self.params(), jax.random.key(seed), count))
+        given = {} if prompt is None else {"prompt": prompt}
+        return None if draw is None else str(draw(self.params(), jax.random.key(seed), count, **given))
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return parameters (``params/...``), gradients held and optimizer state by name, any dtype [...] on the host."""
