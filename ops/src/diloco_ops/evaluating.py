@@ -51,12 +51,12 @@ def evaluate(
     json_: Json = False,
 ) -> None:
     """Evaluate a run's model, or one in a file, on the task's held-out data."""
-    result = _result(_Asked(weights, version, average, data, set_ or []), None)
+    found = result(Asked(weights, version, average, data, set_ or []), None)
     if json_:
-        print(json.dumps(result))
+        print(json.dumps(found))
         return
-    units = f" {result['units']}" if result["units"] else ""
-    print(f"loss {decimal(result['loss'], 4)}{units}")
+    units = f" {found['units']}" if found["units"] else ""
+    print(f"loss {decimal(found['loss'], 4)}{units}")
 
 
 def sample(
@@ -74,12 +74,12 @@ def sample(
 ) -> None:
     """Draw text from a run's model, or from one in a file."""
     wanted = {"seed": seed, "count": count, "prompt": prompt}
-    result = _result(_Asked(weights, version, average, data, set_ or []), wanted)
-    print(json.dumps(result) if json_ else printable(result["sample"]))
+    found = result(Asked(weights, version, average, data, set_ or []), wanted)
+    print(json.dumps(found) if json_ else printable(found["sample"]))
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """Which weights are asked for, and with which task and data."""
 
     path: Path
@@ -89,7 +89,7 @@ class _Asked:
     assignments: list[str]
 
 
-def _result(asked: _Asked, drawn: dict[str, Any] | None) -> dict[str, Any]:
+def result(asked: Asked, drawn: dict[str, Any] | None) -> dict[str, Any]:
     """Return what ``python -m diloco_learner.evaluate`` says.
 
     Raises:
@@ -105,7 +105,7 @@ def _result(asked: _Asked, drawn: dict[str, Any] | None) -> dict[str, Any]:
             raise SettingsError(
                 f"{asked.path}: is a file, of one state of a model: --version and --average are for a run's directory"
             )
-        settings = _task_of(asked.path, asked.assignments)
+        settings = task_of(asked.path, asked.assignments)
         return _evaluated(settings, asked.data, asked.path, drawn)
     if asked.assignments:
         raise SettingsError(f"{asked.path}: a run has its own settings: --set is for a file")
@@ -115,7 +115,7 @@ def _result(asked: _Asked, drawn: dict[str, Any] | None) -> dict[str, Any]:
         return _evaluated(settings, own_data if asked.data is None else asked.data, file, drawn)
 
 
-async def _write(asked: _Asked, version: int | None, file: Path) -> tuple[RunSettings, str | None]:
+async def _write(asked: Asked, version: int | None, file: Path) -> tuple[RunSettings, str | None]:
     """Write a run's weights to a file; return its settings and data."""
     async with run_reader.opened(asked.path) as seen:
         try:
@@ -125,7 +125,7 @@ async def _write(asked: _Asked, version: int | None, file: Path) -> tuple[RunSet
         return seen.run.created, seen.directory.data
 
 
-def _task_of(file: Path, assignments: list[str]) -> RunSettings:
+def task_of(file: Path, assignments: list[str]) -> RunSettings:
     """Return settings with the task of which a file of weights is.
 
     Raises:
@@ -161,5 +161,5 @@ def _evaluated(settings: RunSettings, data: str | None, file: Path, drawn: dict[
     ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:
         raise ServiceFailed(last_words(ended.stderr, ended.returncode), ended.returncode)
-    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return result
+    said: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return said
