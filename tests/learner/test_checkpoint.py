@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from tests.learner.test_trainer import SETTINGS, Slope
 
 from diloco.core.learner import Dump
-from diloco.core.tape import Copied, Event, Restored
+from diloco.core.tape import Borrowed, Copied, Event, Restored
 from diloco.errors import RunError
 from diloco.member import state
 from diloco.member.member import Member
@@ -361,15 +361,15 @@ def test_where_no_copy_fits_the_next_step_waits_until_the_state_has_been_read(
 BEFORE = b"\x07" * 8  # identity of the run that this one continues
 
 
-def beginner(rig: Rig, merged: list[str] | None = None, run: bytes = BEFORE) -> tuple[Member, list[tuple[str, bytes]]]:
-    """A member of a run that continues another one, of which others' work is ``merged``; and the states that it takes up."""
-    taken: list[tuple[str, bytes]] = []
+def beginner(rig: Rig, merged: list[str] | None = None, run: bytes = BEFORE) -> tuple[Member, list[Event]]:
+    """A member of a run that continues another one, of which others' work is ``merged``; and what its tape has of states."""
+    taken: list[Event] = []
     continues = ContinuedRun(run="old", identity=run.hex(), tokens=9, batches=[4])
     member = SimpleNamespace(
         run=SimpleNamespace(created=SETTINGS.model_copy(update={"continues": continues})),
         learner=SimpleNamespace(peers=lambda: merged),
         settings=rig.settings,
-        take_up=lambda name, state_hash: taken.append((name, state_hash)),
+        tape=SimpleNamespace(record=taken.append),
     )
     return cast(Member, member), taken
 
@@ -397,14 +397,15 @@ def test_a_run_that_continues_another_begins_with_the_optimizers_of_its_learners
     assert checkpoint.take_up(new, member, rig.settings.state_dir, get_logger())
 
     saved = state.load(state.states_before(rig.settings.state_dir) / "ann.safetensors", BEFORE, "ann")
-    assert taken == [("ann", saved.state_hash)]
+    assert taken == [Borrowed("ann", saved.digest)]
     assert of_optimizer(new.state()) == of_optimizer(own)
     np.testing.assert_array_equal(new.state()["params/x"], fresh["params/x"])  # parameters are the log's
     damage(saved.files[0])
     with capture_logs() as logs:
         assert checkpoint.take_up(new, member, rig.settings.state_dir, get_logger())
-    assert [(entry["event"], Path(entry["file"]).name) for entry in logs] == [("checkpoint_refused", "ann.safetensors")]
-    assert taken[1][0] == "aaa"  # another one's is better than none
+    assert [entry["event"] for entry in logs] == ["checkpoint_refused", "state_taken_up"]
+    assert Path(logs[0]["file"]).name == "ann.safetensors"
+    assert logs[1]["learner"] == "aaa"  # another one's is better than none
     assert of_optimizer(new.state()) == of_optimizer(others)
 
 

@@ -24,8 +24,9 @@ from diloco.log.log import Log
 from diloco.member import state
 from diloco.process import observe
 from diloco.service.rundir import RunDirectory
-from diloco_ops import continuing, verify
+from diloco_ops import continuing, resume, verify
 from diloco_ops.manifest import MANIFEST
+from diloco_ops.run_reader import read_chains
 
 TOKENS = 3 * 30 * SAMPLES
 NAMES = ["toy-0", "toy-1", "toy-2"]
@@ -61,6 +62,26 @@ async def to_its_end(run: Cluster, learners: int = 3) -> list[Folded]:
     await run.begin()
     await run.ended()
     return await run.folded()
+
+
+async def test_a_run_that_is_over_begins_again_at_an_earlier_version(
+    make_server: MakeServer, launch: Launch, tmp_path: Path
+) -> None:
+    run = launch(small(tokens=TOKENS // 3, learners=1))
+    [closed, *_] = await to_its_end(run, learners=1)
+    directory = as_directory(run)
+    (directory / "report.json").write_text("{}")
+    with pytest.raises(RunError, match=f"for more tokens: diloco up --continue {directory} --tokens N; to begin again at an"):
+        await asyncio.to_thread(resume.find, directory)
+    assert closed.entries[-1].version > 1
+
+    found = await asyncio.to_thread(resume.find, directory, 1)
+
+    again = RunDirectory(tmp_path / "again", run.name, make_server().url, None, run.settings)
+    await resume.prepare(found.checkpoint, again, at=1)
+    begun = launch(run.settings, again.nats_url, run.name, again.path)
+    chains = await read_chains((await begun.store())[0])
+    assert [(chain.version, chain.closed) for chain in chains] == [(1, False)] * run.settings.fragments.count
 
 
 def batches_of(run: Cluster) -> list[tuple[int, int]]:

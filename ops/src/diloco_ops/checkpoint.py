@@ -46,8 +46,10 @@ from diloco_ops.run_reader import RunReader
 from diloco_report.units import duration, size
 
 
-async def take(path: Path, out: Path | None = None) -> tuple[Checkpoint, list[str]]:
+async def take(path: Path, out: Path | None = None, *, of_finished: bool = False) -> tuple[Checkpoint, list[str]]:
     """Take a checkpoint of the run in ``path``: live, or stopped. Also return notes on its defects.
+
+    ``of_finished``: of one that is over, too, to begin again at an earlier version of its log.
 
     Raises:
         RunError: there is no run, it has ended, or ``out`` is taken.
@@ -55,7 +57,7 @@ async def take(path: Path, out: Path | None = None) -> tuple[Checkpoint, list[st
         OSError: the disk is full; nothing is left behind.
     """
     async with run_reader.opened(path) as run:
-        if run.directory.finished:
+        if run.directory.finished and not of_finished:
             raise RunError(
                 f"{path}: this run is finished, and takes no checkpoint any more; for more tokens: diloco up --continue "
                 f"{path} --tokens N; an earlier checkpoint can be gone on from: diloco up --resume"
@@ -69,7 +71,7 @@ async def take(path: Path, out: Path | None = None) -> tuple[Checkpoint, list[st
             run.run.adopt((await read_changes(run.run)).records)
         with _made(folder):
             saver = _Saver(run, folder)
-            if run.live:
+            if run.live and not run.directory.finished:
                 marking = Marking(run, number, saver.problems)
                 learners = await saver.copy(await marking.states())
                 marking.forget()

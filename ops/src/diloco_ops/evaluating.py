@@ -27,7 +27,7 @@ from diloco_ops import export, run_reader
 from diloco_ops.environment import learner_environment
 from diloco_ops.export import LATEST, TASK
 from diloco_ops.supervise import ServiceFailed, last_words
-from diloco_ops.up import data_told, printable
+from diloco_ops.up import data_source, printable
 from diloco_report.units import decimal
 
 MODULE = "diloco_learner"
@@ -154,8 +154,8 @@ def task_of(file: Path, assignments: list[str]) -> RunSettings:
 
 
 def _evaluated(settings: RunSettings, data: str | None, file: Path, drawn: dict[str, Any] | None) -> dict[str, Any]:
-    told = data_told(data, settings)
-    request = {"settings": settings.model_dump(), "data": told, "weights": str(file), "sample": drawn}
+    place = data_source(data, settings)
+    request = {"settings": settings.model_dump(), "data": place, "weights": str(file), "sample": drawn}
     command = [sys.executable, "-m", f"{MODULE}.evaluate"]
     environment = learner_environment(0, 1, None)
     ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)

@@ -41,10 +41,11 @@ class Source:
     notes: list[str]
 
 
-def find(path: Path) -> Source:
+def find(path: Path, at: int | None = None) -> Source:
     """Find the checkpoint to go on from: ``path`` itself, or the newest whole one of the run whose directory it is.
 
-    If there is none yet, take a checkpoint of the stopped run. A damaged one is passed over for an older whole one.
+    If there is none yet, take a checkpoint of the stopped run; of one that is over, too, where it is to begin again ``at`` an
+    earlier version. A damaged one is passed over for an older whole one.
 
     Raises:
         RunError: there is none; the fault of every candidate is named.
@@ -52,7 +53,7 @@ def find(path: Path) -> Source:
     if (path / "run.json").exists():
         candidates = [folder for _, folder in sorted(manifest.numbered(path / manifest.FOLDER).items(), reverse=True)]
         if not candidates:
-            return _of_stopped(path)
+            return _of_stopped(path, at)
     else:
         number = int(path.name) if path.name.isdecimal() and path.exists() else 0
         siblings = sorted(manifest.numbered(path.resolve().parent).items(), reverse=True)
@@ -71,20 +72,20 @@ def find(path: Path) -> Source:
     raise RunError("; ".join(note.removesuffix("; passed over") for note in notes))
 
 
-def _of_stopped(path: Path) -> Source:
+def _of_stopped(path: Path, at: int | None) -> Source:
     directory = rundir.load(path)
-    if directory.finished:
+    if directory.finished and at is None:
         raise RunError(
-            f"{path}: this run is finished (its report is {directory.report}) and has no checkpoint to go on from; "
-            f"for more tokens: diloco up --continue {path} --tokens N"
+            f"{path}: this run is finished (its report is {directory.report}) and has no checkpoint to go on from; for more "
+            f"tokens: diloco up --continue {path} --tokens N; to begin again at an earlier version: --resume-at VERSION"
         )
 
     async def take() -> Source:
         async with run_reader.opened(path) as run:
             live = run.live
-        if live:
+        if live and not directory.finished:
             raise RunError(f"{path}: this run is going on and has no checkpoint; take one: diloco checkpoint {path}")
-        taken, notes = await checkpoint.take(path)
+        taken, notes = await checkpoint.take(path, of_finished=True)
         return Source(taken, [f"took a checkpoint of the stopped run: {taken.path}", *notes])
 
     return asyncio.run(take())

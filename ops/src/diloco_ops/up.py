@@ -65,8 +65,7 @@ def up(
         int | None, typer.Option(min=0, help="With --resume: begin again where every fragment's log stood at this version.")
     ] = None,
     continue_from: Annotated[
-        Path | None,
-        typer.Option("--continue", help="Go on with --tokens more from a run that is over, in a new directory (--run-dir)."),
+        Path | None, typer.Option("--continue", help="Run that is over, to go on from in a new one.")
     ] = None,
     archive: Annotated[bool, typer.Option("--archive", help="Keep every merged offer, so that merges can be audited.")] = False,
     standbys: Annotated[int, typer.Option(min=0, help="Syncers beyond the shards, which stand by.")] = 0,
@@ -89,15 +88,11 @@ def up(
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end, and nothing else.")] = False,
 ) -> int:
     """Train one model with several learners, syncers and a coordinator on this machine."""
-    overrides = parse_assignments(set_ or [])
     given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed, "log.archive": archive or None}
-    overrides |= {key: value for key, value in given.items() if value is not None}
+    overrides = parse_assignments(set_ or []) | {key: value for key, value in given.items() if value is not None}
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if nats_url is not None:
-        checked(nats_url)
     _check_installed()
-    came_from = _CameFrom(resume_from, resume_at, continue_from)
-    source, directory = _source(came_from, path, preset, overrides, data, nats_url)
+    source, directory = _source(_CameFrom(resume_from, resume_at, continue_from), path, preset, overrides, data, nats_url)
     directory = _beginning_with(directory, init, source)
     _check_server(nats_url, directory.settings)
     slowed = _slow_factors(slow or [], directory.learner_names)
@@ -129,6 +124,8 @@ def _source(
     nats_url: str | None,
 ) -> tuple[Checkpoint | continuing.Source | None, RunDirectory]:
     """Return the checkpoint or the run to go on from, if there is one, and the run's directory."""
+    if nats_url is not None:
+        checked(nats_url)
     if came_from.resume is None and came_from.resume_at is not None:
         raise SettingsError(f"--resume-at {came_from.resume_at}: needs --resume PATH, the checkpoint or the run to go on from")
     if came_from.resume is not None and came_from.continued is not None:
@@ -136,7 +133,7 @@ def _source(
     if any(key.partition(".")[0] == "continues" for key in overrides):
         raise SettingsError("--set continues: says what a run continues, and is set by --continue RUN alone")
     if came_from.resume is not None:
-        return _resumed(came_from.resume, path, preset, overrides, data, nats_url)
+        return _resumed(came_from.resume, came_from.resume_at, path, preset, overrides, data, nats_url)
     if came_from.continued is not None:
         return _continued(came_from.continued, path, preset, overrides, data, nats_url)
     settings = run_settings(preset, overrides, "diloco up")
@@ -247,7 +244,7 @@ def _slow_factors(items: list[str], names: list[str]) -> dict[str, float]:
     return factors
 
 
-def data_told(data: str | None, settings: RunSettings) -> str | None:
+def data_source(data: str | None, settings: RunSettings) -> str | None:
     """Return ``--data`` as services are told it: an absolute path, or a string that only the run's own task understands.
 
     Raises:
@@ -265,7 +262,7 @@ def data_told(data: str | None, settings: RunSettings) -> str | None:
 def _directory(path: Path, settings: RunSettings, given: bool, data: str | None, nats_url: str | None) -> RunDirectory:
     """Return the run's directory; a new one is not written yet."""
     if not (path / "run.json").exists():
-        data = data_told(data, settings)
+        data = data_source(data, settings)
         if path.exists() and any(path.iterdir()):
             raise RunError(f"{path}: exists, is not empty, and is no run's directory; choose another one")
         return RunDirectory(path.resolve(), _name_of(path), nats_url or "", data, settings)
@@ -278,7 +275,7 @@ def _directory(path: Path, settings: RunSettings, given: bool, data: str | None,
     if given and directory.settings != settings:
         difference = creation.first_difference(directory.settings.model_dump(), settings.model_dump())
         raise RunError(f"{path}: this run was begun with other settings ({difference}); resume it without settings")
-    if data is not None and data_told(data, directory.settings) != directory.data:
+    if data is not None and data_source(data, directory.settings) != directory.data:
         raise RunError(f"{path}: this run was begun with data {directory.data}; resume it without --data")
     return directory
 
@@ -328,11 +325,11 @@ async def _check_name(name: str, url: str) -> None:
 
 
 def _resumed(
-    source: Path, path: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
+    source: Path, at: int | None, path: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
 ) -> tuple[Checkpoint, RunDirectory]:
     """Return the checkpoint to go on from, and the new run's directory, which is not written yet."""
     _check_new(path, "a checkpoint")
-    found = resume.find(source)
+    found = resume.find(source, at)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     manifest = found.checkpoint.manifest
@@ -340,7 +337,7 @@ def _resumed(
     _check_preset(source, manifest.run, settings, preset)
     learners = _learners(overrides)
     settings = resume.changed(found.checkpoint, overrides)
-    data = manifest.data if data is None else data_told(data, settings)
+    data = manifest.data if data is None else data_source(data, settings)
     return found.checkpoint, RunDirectory(path.resolve(), manifest.run, nats_url or "", data, settings, learners)
 
 
@@ -356,7 +353,7 @@ def _continued(
     old = source.directory
     _check_preset(path, old.name, old.settings, preset)
     settings = source.changed(old.settings)
-    given = old.data if data is None else data_told(data, settings)
+    given = old.data if data is None else data_source(data, settings)
     directory = RunDirectory(
         new.resolve(),
         _name_of(new),

@@ -186,7 +186,7 @@ def take_up(island: Island, member: Member, state_dir: Path, log: Logger) -> boo
     if found is None:
         return False
     put(found.saved, island, optimizer_only=True)
-    member.take_up(found.learner, found.saved.state_hash)
+    found.note(member, log)
     return True
 
 
@@ -196,6 +196,11 @@ class Before:
 
     learner: str
     saved: State
+
+    def note(self, member: Member, log: Logger) -> None:
+        """Note that the optimizer begins with it."""
+        member.tape.record(events.Borrowed(self.learner, self.saved.digest))
+        log.info("state_taken_up", learner=self.learner)
 
 
 def state_before(island: Island, state_dir: Path, learner: str, run: bytes, log: Logger) -> Before | None:

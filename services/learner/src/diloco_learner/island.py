@@ -275,12 +275,8 @@ class Island:
         return float(np.mean([float(self._loss(self._leaves, batch)) for batch in batches]))
 
     def sample(self, seed: int, count: int, prompt: str | None = None) -> str | None:
-        """Return text of ``count`` characters from the model, or None if the task cannot draw any.
-
-        ``prompt``: text to go on from; None: the task's own. Its ``sample`` needs a parameter of this name for one.
-        """
-        draw = getattr(self.task, "sample", None)
-        given = {} if prompt is None else {"prompt": prompt}
+        """Return text of ``count`` characters from the model, behind a ``prompt`` if given; None if the task draws none."""
+        draw, given = getattr(self.task, "sample", None), {} if prompt is None else {"prompt": prompt}
         return None if draw is None else str(draw(self.params(), jax.random.key(seed), count, **given))
 
     def state(self) -> dict[str, NDArray[Any]]:

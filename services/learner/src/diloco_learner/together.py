@@ -199,7 +199,7 @@ def _take_up(process: Process, member: Leader | Follower, island: Island) -> boo
         return False
     checkpoint.put(before.saved, island, optimizer_only=True)
     if isinstance(member, Leader):
-        member.take_up(before.learner, before.saved.state_hash)
+        before.note(member, process.log)
     return True
 
 

@@ -209,11 +209,6 @@ class Member:
             )
         return loan
 
-    def take_up(self, learner: str, state_hash: bytes) -> None:
-        """Note that the optimizer's state is that with which a learner of the run before has ended."""
-        self.tape.record(events.Borrowed(learner, state_hash[: events.DIGEST_BYTES]))
-        self.log.info("state_taken_up", learner=learner)
-
     def _may_lend(self) -> bool:
         """Return whether this learner's optimizer state is worth something."""
         with self._shared.lock:
