@@ -14,8 +14,9 @@ from safetensors.numpy import save_file
 
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
+from diloco.settings.run import TaskSettings
 from diloco_learner.evaluate import evaluate
-from diloco_learner.task import GptTask, TaskSettings
+from diloco_learner.task import GptTask
 
 TASK = """
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("DILOCO_CACHE_DIR", str(tmp_path / "cache"))
     save_file({"weight": np.array([[1, 2, 3], [4, 5, 6]], np.float32)}, tmp_path / "file")
-    cache = jax.config.jax_compilation_cache_dir
+    cache = jax.config.values["jax_compilation_cache_dir"]
     yield tmp_path / "file"
     jax.config.update("jax_compilation_cache_dir", cache)
 
