@@ -221,11 +221,19 @@ async def test_nothing_is_left_of_a_continuation_that_fails(make_server: MakeSer
 )
 def test_wrong_options_are_refused_before_anything_is_made(diloco: Diloco, options: Sequence[str], said: str) -> None:
     RunDirectory(Path("old"), "old", "", None, small(tokens=1000)).save()
+    (Path("old") / "services").mkdir()
     new = () if "--run-dir" in options else ("--run-dir", "new")
     ended = diloco("up", "--continue", "old", *new, *options)
     assert ended.code in (2, 5)
     assert said in ended.err
     assert not Path("new").exists()
+
+
+def test_the_data_of_a_run_that_was_begun_elsewhere_are_asked_for(diloco: Diloco) -> None:
+    RunDirectory(Path("seen"), "seen", "nats://127.0.0.1:1", None, small(tokens=1000)).save()  # as diloco attach makes it
+    ended = diloco("up", "--continue", "seen", "--tokens", "9", "--run-dir", "new")
+    assert ended.code == 5
+    assert "does not say which data the run's learners had; give them with --data" in ended.err
 
 
 def test_a_checkpoint_and_a_folder_are_no_runs(diloco: Diloco) -> None:

@@ -353,6 +353,10 @@ def _continued(
     old = source.directory
     _check_preset(path, old.name, old.settings, preset)
     settings = source.changed(old.settings)
+    if data is None and not (path / "services").is_dir():
+        raise RunError(
+            f"{path}: was not made by diloco up, and does not say which data the run's learners had; give them with --data"
+        )
     given = old.data if data is None else data_source(data, settings)
     directory = RunDirectory(
         new.resolve(),
