@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from tests.learner.test_trainer import SETTINGS, Slope
 
 from diloco.core.learner import Dump
-from diloco.core.tape import Copied, Event, Restored
+from diloco.core.tape import Borrowed, Copied, Event, Restored
 from diloco.errors import RunError
 from diloco.member import state
 from diloco.member.member import Member
@@ -26,6 +26,7 @@ from diloco.member.peer import Lendable
 from diloco.member.state import Content
 from diloco.process import files
 from diloco.process.observe import get_logger
+from diloco.settings.run import ContinuedRun
 from diloco.settings.service import LearnerSettings
 from diloco.wire.control import MarkerAnswer, SnapshotMarker
 from diloco_learner import checkpoint, holding
@@ -355,3 +356,65 @@ def test_where_no_copy_fits_the_next_step_waits_until_the_state_has_been_read(
     rig.settle()
     assert rig.restored()[0]
     rig.check(at_boundary, 1)
+
+
+BEFORE = b"\x07" * 8  # identity of the run that this one continues
+
+
+def beginner(rig: Rig, merged: list[str] | None = None, run: bytes = BEFORE) -> tuple[Member, list[Event]]:
+    """A member of a run that continues another one, of which others' work is ``merged``; and what its tape has of states."""
+    taken: list[Event] = []
+    continues = ContinuedRun(run="old", identity=run.hex(), tokens=9, batches=[4])
+    member = SimpleNamespace(
+        run=SimpleNamespace(created=SETTINGS.model_copy(update={"continues": continues})),
+        learner=SimpleNamespace(peers=lambda: merged),
+        settings=rig.settings,
+        tape=SimpleNamespace(record=taken.append),
+    )
+    return cast(Member, member), taken
+
+
+def last_state(rig: Rig, name: str) -> dict[str, NDArray[Any]]:
+    """Have the run before end with a state of a learner of this name, which is as the rig's is after one more step."""
+    rig.island.step(np.float32(1), 0.1).wait()
+    now = rig.island.state()
+    path = state.part_file(state.states_before(rig.settings.state_dir), name, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state.save(path, BEFORE, name, {"step": 9}, Content.of(now))
+    return now
+
+
+def of_optimizer(arrays: dict[str, NDArray[Any]]) -> dict[str, bytes]:
+    return {name: values.tobytes() for name, values in arrays.items() if name.startswith("optimizer/")}
+
+
+def test_a_run_that_continues_another_begins_with_the_optimizers_of_its_learners(rig: Rig) -> None:
+    others, own = last_state(rig, "aaa"), last_state(rig, "ann")
+    new, (member, taken) = Island(Slope(), SETTINGS), beginner(rig)
+    fresh = new.state()
+    assert of_optimizer(own) != of_optimizer(others) != of_optimizer(fresh)
+
+    assert checkpoint.take_up(new, member, rig.settings.state_dir, get_logger())
+
+    saved = state.load(state.states_before(rig.settings.state_dir) / "ann.safetensors", BEFORE, "ann")
+    assert taken == [Borrowed("ann", saved.digest)]
+    assert of_optimizer(new.state()) == of_optimizer(own)
+    np.testing.assert_array_equal(new.state()["params/x"], fresh["params/x"])  # parameters are the log's
+    damage(saved.files[0])
+    with capture_logs() as logs:
+        assert checkpoint.take_up(new, member, rig.settings.state_dir, get_logger())
+    assert [entry["event"] for entry in logs] == ["checkpoint_refused", "state_taken_up"]
+    assert Path(logs[0]["file"]).name == "ann.safetensors"
+    assert logs[1]["learner"] == "aaa"  # another one's is better than none
+    assert of_optimizer(new.state()) == of_optimizer(others)
+
+
+def test_an_optimizer_state_of_the_run_before_is_not_taken_up(rig: Rig) -> None:
+    last_state(rig, "ann")
+    new, folder = Island(Slope(), SETTINGS), rig.settings.state_dir
+    for member, taken in (beginner(rig, merged=["bob"]), beginner(rig, merged=[]), beginner(rig, run=b"\x08" * 8)):
+        assert not checkpoint.take_up(new, member, folder, get_logger())
+        assert taken == []
+    begun, taken = beginner(rig)
+    begun.run.created = SETTINGS  # it continues none
+    assert not checkpoint.take_up(new, begun, folder, get_logger())

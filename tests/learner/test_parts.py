@@ -106,7 +106,7 @@ class Halves:
         copied = [self.values[chunk].copy() for chunk in self.chunks]
         return SimpleNamespace(content=Content(self.chunks, copied), held=False)
 
-    def wanted(self) -> list[Chunk]:
+    def wanted(self, *, optimizer_only: bool = False) -> list[Chunk]:
         return self.chunks
 
     def put(self, chunk: Chunk, values: Any) -> None:

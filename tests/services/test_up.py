@@ -28,6 +28,7 @@ from diloco.service import rundir
 from diloco_learner import gpt
 from diloco_learner.task import GptTask
 from diloco_ops.broker.server import Server, free_port
+from diloco_report.units import count
 
 DILOCO = str(Path(sys.executable).parent / "diloco")
 LEARNERS = ["learner-0", "learner-1"]
@@ -307,6 +308,36 @@ def test_a_new_run_begins_with_the_weights_of_one_that_is_over(story: Story, dil
     before, after = load_file(first), load_file(again)
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_over_goes_on_with_more_tokens(story: Story, diloco: Diloco, tmp_path: Path) -> None:
+    new, tokens = tmp_path / "on", BUDGET // 4
+    options = ["--tokens", str(tokens), "--run-dir", str(new), "--plain", *slow(15)]
+    ended = Running("up", "--continue", str(story.directory), *options).end()
+
+    assert ended.code == 0, ended.err
+    assert ended.err == ""
+    before, report = read_report(story), json.loads((new / "report.json").read_text())
+    assert report["val_loss_initial"] == before["val_loss"]
+    assert report["tokens_before"] == before["tokens_merged"]
+    assert report["settings"]["continues"]["run"] == "mine"
+    assert tokens <= report["tokens_processed"] <= tokens + 2 * len(LEARNERS) * TOKENS_PER_STEP
+    had = count(before["tokens_merged"])
+    assert f"{new}, continues run mine after {had} tokens\n" in ended.out
+    assert (
+        f"it continues run mine, whose model had {had}: {count(before['tokens_merged'] + report['tokens_merged'])}" in ended.out
+    )
+    events = [json.loads(line) for line in diloco("logs", str(new), "--json").out.splitlines()]
+    taken_up = {event["service"]: event["learner"] for event in events if event["event"] == "state_taken_up"}
+    assert taken_up == {name: name for name in LEARNERS}
+    ended = diloco("replay", str(new), "--learners", "--json")
+    lives = json.loads(ended.out)["learners"]
+    assert ended.code == 0
+    assert [(life["learner"], life["parameters"], life["unchecked"]) for life in lives] == [(n, True, "") for n in LEARNERS]
+    finished = diloco("up", "--run-dir", str(new))
+    assert finished.code == 5
+    assert f"for more tokens go on from it in another one: diloco up --continue {new} --tokens N" in finished.err
 
 
 def test_status_and_logs_of_an_ended_run(story: Story, diloco: Diloco) -> None:

@@ -59,6 +59,17 @@ def test_an_island_of_eight_batches_is_honest_and_one_token_more_is_not() -> Non
     assert "steps, each of a token at least: 25, at most 24" in impossible(settings, steps=25, tokens=24, data=[])
 
 
+def test_batches_are_counted_from_where_their_share_begins() -> None:
+    before = {"run": "old", "identity": "00" * 8, "tokens": 9, "batches": [10**6, 0]}
+    settings, none = settings_of(continues=before), settings_of()
+    # 2,016,384 tokens of batches of 256 at least: 7,876 of them behind the first one
+    assert impossible(settings, data=[(0, 10**6 + 7852, 24)]) == ""
+    assert "the end of its batches: 1007877, at most 1007876" in impossible(settings, data=[(0, 10**6 + 7853, 24)])
+    assert "the end of its batches: 7877, at most 7876" in impossible(none, data=[(0, 7853, 24)])
+    assert "the end of its batches: 7877, at most 7876" in impossible(settings, data=[(0, 10**6, 12), (1, 7865, 12)])
+    assert impossible(settings, data=[(0, 10**6, 24)], elapsed_s=0.0) == ""
+
+
 def test_of_a_task_of_ones_own_the_settings_say_nothing() -> None:
     settings = settings_of(**{"task.name": "mine:task", "tokens": 10**9})
     assert impossible(settings, steps=1, tokens=2**27, data=[]) == ""

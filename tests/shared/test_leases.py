@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from diloco.core import claims, leases
 from diloco.core.leases import BLOCK_BATCHES, ClaimedShare, RoundRobin, ShareClaim, Shares, Watch
 from diloco.errors import ClaimError, FormatError, MessageError
-from diloco.settings.run import RunSettings
+from diloco.settings.run import ContinuedRun, RunSettings
 
 LEASE_S = 30.0
 RUN = RunSettings(learners=2)
@@ -162,7 +162,31 @@ def test_a_claim_there_and_back() -> None:
     assert len(most.pack()) <= leases.MAX_CLAIM_BYTES
 
 
-END = claims.furthest_batch(RUN)
+def test_shares_begin_where_those_of_the_run_before_ended() -> None:
+    before = ContinuedRun(run="old", identity="00" * 8, tokens=9, batches=[43, 33, 5])  # share 2 is a further lap
+    settings = RunSettings(learners=2, continues=before)
+
+    def table(*claimed: ShareClaim) -> Shares:
+        read = {claim.learner: leases.unpack(claim.pack(), claim.learner, 9, settings) for claim in claimed}
+        return leases.fold(read, 2, settings.first_batch)
+
+    assert {share: lease.next for share, lease in table().leases.items()} == {0: 43, 1: 33}
+    ann = leases.revised(table(), ShareClaim("ann", 1, []), take=[0, 2, 3], positions={})
+    assert ann is not None
+    assert {entry.share: entry.next for entry in ann.entries} == {0: 43, 2: 5, 3: 0}
+    further = leases.revised(table(), ShareClaim("bob", 1, []), take=[1], positions={1: 50})  # merged by now
+    assert further is not None
+    assert further.entries[0].next == 50
+    # a claim that goes back does not take a share back
+    assert table(ShareClaim("eve", 1, [ClaimedShare(1, False, 2, 5, 5)])).leases[1].next == 33
+    most = claims.furthest_batch(settings, 1)
+    assert most == 33 + claims.furthest_batch(RunSettings(learners=2), 1)
+    leases.unpack(ShareClaim("eve", 1, [ClaimedShare(1, True, most, 0, 0)]).pack(), "eve", 9, settings)
+    with pytest.raises(ClaimError, match=f"share 1: {most + 1}, at most {most}"):
+        leases.unpack(ShareClaim("eve", 1, [ClaimedShare(1, True, most + 1, 0, 0)]).pack(), "eve", 9, settings)
+
+
+END = claims.furthest_batch(RUN, 0)
 FORGED = [
     (b"", FormatError),
     (b"\xc1", FormatError),

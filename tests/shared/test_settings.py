@@ -316,3 +316,17 @@ def test_a_wrong_value_in_the_environment(variable: str, value: str, expected: s
     monkeypatch.setenv(variable, value)
     with pytest.raises(SettingsError, match=f"^environment: .*{expected}"):
         load_service(CoordinatorSettings, None)
+
+
+def test_the_run_before_is_part_of_the_identity_and_of_no_other_runs_settings() -> None:
+    plain = run_settings("decoupled", {})
+    before = {"run": "old", "identity": "0123456789abcdef", "tokens": 5, "batches": [3]}
+    continued = run_settings("decoupled", {"continues": before})
+    assert b"continues" not in plain.canonical()  # as members know them that do not have this setting
+    assert plain.requires == []
+    assert continued.requires == ["continues"]
+    assert continued.digest() != plain.digest()
+    assert (continued.tokens_before, continued.first_batch(0), continued.first_batch(1)) == (5, 3, 0)
+    assert run_settings("decoupled", continued.model_dump(exclude={"preset"})) == continued
+    with pytest.raises(SettingsError, match=r"continues\.identity = 'x'"):
+        run_settings("decoupled", {"continues": before | {"identity": "x"}})

@@ -46,8 +46,10 @@ from diloco_ops.run_reader import RunReader
 from diloco_report.units import duration, size
 
 
-async def take(path: Path, out: Path | None = None) -> tuple[Checkpoint, list[str]]:
+async def take(path: Path, out: Path | None = None, *, of_finished: bool = False) -> tuple[Checkpoint, list[str]]:
     """Take a checkpoint of the run in ``path``: live, or stopped. Also return notes on its defects.
+
+    ``of_finished``: of one that is over, too, to begin again at an earlier version of its log.
 
     Raises:
         RunError: there is no run, it has ended, or ``out`` is taken.
@@ -55,10 +57,10 @@ async def take(path: Path, out: Path | None = None) -> tuple[Checkpoint, list[st
         OSError: the disk is full; nothing is left behind.
     """
     async with run_reader.opened(path) as run:
-        if run.directory.finished:
+        if run.directory.finished and not of_finished:
             raise RunError(
-                f"{path}: this run is finished, and takes no checkpoint any more; an earlier one can be gone on from: "
-                "diloco up --resume; its log can be read: diloco verify"
+                f"{path}: this run is finished, and takes no checkpoint any more; for more tokens: diloco up --continue "
+                f"{path} --tokens N; an earlier checkpoint can be gone on from: diloco up --resume"
             )
         wholes = run.directory.path / manifest.FOLDER
         number = max([0, *manifest.numbered(wholes), *manifest.numbered(run.directory.path / state.FOLDER)]) + 1
@@ -69,13 +71,13 @@ async def take(path: Path, out: Path | None = None) -> tuple[Checkpoint, list[st
             run.run.adopt((await read_changes(run.run)).records)
         with _made(folder):
             saver = _Saver(run, folder)
-            if run.live:
+            if run.live and not run.directory.finished:
                 marking = Marking(run, number, saver.problems)
                 learners = await saver.copy(await marking.states())
                 marking.forget()
                 cuts = marking.cuts
             else:
-                learners = await saver.copy(_left_states(run, saver.problems))
+                learners = await saver.copy(left_states(run, saver.problems))
                 cuts = await heads(run)
             await saver.save(learners, cuts)
         return manifest.load(folder), saver.problems
@@ -92,8 +94,8 @@ def _made(folder: Path) -> Iterator[None]:
         raise
 
 
-def _left_states(run: RunReader, problems: list[str]) -> States:
-    """Return the states that learners of a stopped run saved when they left: of each the newest whole one."""
+def left_states(run: RunReader, problems: list[str]) -> States:
+    """Return the states that learners of a run saved when they ended: of each the newest whole one."""
     directory = run.directory.path
     folder = directory / state.FOLDER
     names = {path.name.split(".")[0] for path in folder.glob("*.safetensors")} if folder.is_dir() else set()

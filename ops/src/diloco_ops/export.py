@@ -15,6 +15,7 @@ import typer
 from numpy.typing import NDArray
 
 from diloco.core.chain import WrongEntries
+from diloco.core.fold import Replica
 from diloco.errors import FormatError, HashError, RunError, SettingsError
 from diloco.log.follower import LogFollower
 from diloco.log.stream import pass_over
@@ -25,6 +26,7 @@ from diloco_ops.weights_file import Precision, WeightsFile, names_in
 from diloco_report.units import count, size
 
 LATEST = "latest"
+TASK = "diloco_task"  # in a file's metadata: the settings of the task, as JSON
 
 Vector = NDArray[np.float32]
 
@@ -40,7 +42,7 @@ def export(
     ] = None,
 ) -> None:
     """Write the weights of a run, going on or over, as a safetensors file."""
-    wanted = _wanted(version)
+    wanted = parsed_version(version)
     if file.is_dir():
         raise SettingsError(f"{file}: is a folder; name the file to write")
     try:
@@ -50,7 +52,12 @@ def export(
     print(f"{file}: {size(file.stat().st_size)}")
 
 
-def _wanted(version: str) -> int | None:
+def parsed_version(version: str) -> int | None:
+    """Return the version that ``--version`` asks for; None: of each fragment the newest.
+
+    Raises:
+        SettingsError: it is neither a number nor ``latest``.
+    """
     if version == LATEST:
         return None
     if not (version.isascii() and version.isdigit() and len(version) < 16):
@@ -85,14 +92,7 @@ async def write(
         OSError: the file cannot be written.
     """
     fragment_map, versions = seen.map, list[int]()
-    # the format is what transformers asks for: how arrays lie in the file
-    metadata = {"format": "pt", "diloco_run": seen.run.name, "diloco_identity": seen.run.identity.hex()}
-    metadata |= {
-        "diloco_version": LATEST if version is None else str(version),
-        "diloco_average": str(average),
-        "diloco_map": fragment_map.digest.hex(),
-    }
-    with WeightsFile(path, fragment_map.tensors, names, precision, metadata) as weights:
+    with WeightsFile(path, fragment_map.tensors, names, precision, metadata_of(seen, version, average)) as weights:
         for fragment in fragment_map.fragments:
             theta, at = await _values(seen, fragment.index, version, average)
             await asyncio.to_thread(weights.put, fragment, theta)
@@ -100,15 +100,33 @@ async def write(
     return versions
 
 
+def metadata_of(seen: RunReader, version: int | None, average: int = 1) -> dict[str, str]:
+    """Return what a file of a run's weights says of them: ``diloco eval`` and ``diloco sample`` make the task by it."""
+    return {
+        "format": "pt",  # what transformers asks for: how arrays lie in the file
+        "diloco_run": seen.run.name,
+        "diloco_identity": seen.run.identity.hex(),
+        "diloco_version": LATEST if version is None else str(version),
+        "diloco_average": str(average),
+        "diloco_map": seen.map.digest.hex(),
+        TASK: seen.run.created.task.model_dump_json(),
+    }
+
+
+async def newest(seen: RunReader, fragment: int) -> Replica:
+    """Return the newest state that the log has of a fragment, as every learner folds it."""
+    reading = LogFollower(seen.log, (seen.genesis, seen.genesis_check), pass_over, observe.get_logger(), in_place=True)
+    return (await reading.load_once(fragment)).replica
+
+
 async def _values(seen: RunReader, fragment: int, version: int | None, average: int) -> tuple[Vector, int]:
     """Return a fragment's values, float32 [its size], and the version that they are of."""
     genesis = seen.genesis, seen.genesis_check
     if version is None:
-        reading = LogFollower(seen.log, genesis, pass_over, observe.get_logger(), in_place=True)
-        newest = (await reading.load_once(fragment)).replica
+        replica = await newest(seen, fragment)
         if average == 1:
-            return newest.theta, newest.chain.version
-        version = newest.chain.version
+            return replica.theta, replica.chain.version
+        version = replica.chain.version
     if average == 1:
         return (await seen.log.reader.state_at(fragment, version, *genesis)).theta, version
     return await _mean(seen, fragment, version, average), version

@@ -20,6 +20,7 @@ from diloco.control.changes import read_changes
 from diloco.control.creation import Run
 from diloco.errors import BrokerError, FormatError, RunError, WanError
 from diloco.log.log import Log
+from diloco.member import state
 from diloco.nats.connection import ask
 from diloco.nats.transport import NatsTransport
 from diloco.process import files, observe
@@ -41,6 +42,7 @@ from diloco_ops.track import trackers
 from diloco_ops.track.tracking import FOLDER, Tracking
 from diloco_ops.wan import control as wan
 from diloco_report import page
+from diloco_report.units import count
 
 TEND_S = 0.1  # a killed service is begun again after so long at most
 POLL_S = 0.5  # the live view moves twice a second
@@ -90,7 +92,7 @@ class Launcher:
         directory = self.directory
         (directory.path / "logs").mkdir(exist_ok=True)
         observe.configure("up", directory.name, file=directory.path / "logs" / "up.jsonl")
-        self._say(f"run {directory.name} in {directory.path}" + (", resumed" if resumed else ""))
+        self._say(f"run {directory.name} in {directory.path}" + self._began(resumed))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
@@ -122,6 +124,12 @@ class Launcher:
                 self.embedded.stop()
         return report
 
+    def _began(self, resumed: bool) -> str:
+        continued = self.directory.settings.continues
+        if continued is not None and not (self.directory.path / "status.json").exists():
+            return f", continues run {continued.run} after {count(continued.tokens)} tokens"
+        return ", resumed" if resumed else ""
+
     def _stop(self) -> None:
         self.stopping = True
 
@@ -149,7 +157,8 @@ class Launcher:
             self._start_service(name, "diloco_coordinator", place(index) | {"settings": settings.model_dump()})
         for index in range(max(settings.shards, len(settings.regions.names)) + self.asked.standbys):
             self._start_service(f"syncer-{index}", "diloco_syncer", place(index, syncer=True))
-        given = {"data": self.directory.data, "init": self.directory.init}
+        before = state.weights_before(self.directory.path)  # it may have been moved since it was begun
+        given = {"data": self.directory.data, "init": str(before) if before.exists() else self.directory.init}
         given = {name: value for name, value in given.items() if value is not None}
         names = self.directory.learner_names
         for share_, name in enumerate(names):

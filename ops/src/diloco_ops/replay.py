@@ -40,6 +40,7 @@ from diloco.core.lives import Life
 from diloco.core.schedule import Moment
 from diloco.errors import ChainError, RunError, SettingsError
 from diloco.log.stream import Entry
+from diloco.member import state
 from diloco.process import observe, tape
 from diloco.settings.run import Bits, RunSettings
 from diloco_ops.refold import FragmentLog, refold
@@ -338,6 +339,7 @@ def redo(directory: Path, folded: Folded, make: MakeModel) -> list[ReplayResult]
         tasks += [_Task(read.name, life, read.problem if life is lives[-1] else "") for life in lives]
     kept = _Kept()
     wanted = {task.needs for task in tasks if task.needs is not None}
+    _load_before(directory, folded.run, wanted, kept)
     results: dict[int, ReplayResult] = {}
     while len(results) < len(tasks):
         # one that began with another's state comes after it; where that cannot be made again, it cannot either
@@ -345,6 +347,21 @@ def redo(directory: Path, folded: Folded, make: MakeModel) -> list[ReplayResult]
         i = next((i for i in waiting if tasks[i].needs is None or tasks[i].needs in kept), waiting[0])
         results[i] = _redo(folded, tasks[i], make, kept, wanted)
     return [results[i] for i in range(len(tasks))]
+
+
+def _load_before(directory: Path, run: Run, wanted: Set[bytes], kept: _Kept) -> None:
+    """Load the optimizer states of a run before that lives began with."""
+    if run.created.continues is None:
+        return
+    identity = bytes.fromhex(run.created.continues.identity)
+    for name, path in state.ended_before(directory, identity):
+        try:
+            saved = state.load(path, identity, name)
+        except RunError as error:
+            observe.get_logger().warning("checkpoint_refused", file=str(path), reason=str(error))
+            continue
+        if saved.digest in wanted:
+            kept[saved.digest] = ({}, {}), saved.arrays("optimizer/")
 
 
 def _redo(folded: Folded, task: _Task, make: MakeModel, kept: _Kept, wanted: Set[bytes]) -> ReplayResult:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,11 @@ class Source:
     notes: list[str]
 
 
-def find(path: Path) -> Source:
+def find(path: Path, at: int | None = None) -> Source:
     """Find the checkpoint to go on from: ``path`` itself, or the newest whole one of the run whose directory it is.
 
-    If there is none yet, take a checkpoint of the stopped run. A damaged one is passed over for an older whole one.
+    If there is none yet, take a checkpoint of the stopped run; of one that is over, too, where it is to begin again ``at`` an
+    earlier version. A damaged one is passed over for an older whole one.
 
     Raises:
         RunError: there is none; the fault of every candidate is named.
@@ -52,7 +53,7 @@ def find(path: Path) -> Source:
     if (path / "run.json").exists():
         candidates = [folder for _, folder in sorted(manifest.numbered(path / manifest.FOLDER).items(), reverse=True)]
         if not candidates:
-            return _of_stopped(path)
+            return _of_stopped(path, at)
     else:
         number = int(path.name) if path.name.isdecimal() and path.exists() else 0
         siblings = sorted(manifest.numbered(path.resolve().parent).items(), reverse=True)
@@ -71,20 +72,20 @@ def find(path: Path) -> Source:
     raise RunError("; ".join(note.removesuffix("; passed over") for note in notes))
 
 
-def _of_stopped(path: Path) -> Source:
+def _of_stopped(path: Path, at: int | None) -> Source:
     directory = rundir.load(path)
-    if directory.finished:
+    if directory.finished and at is None:
         raise RunError(
-            f"{path}: this run is finished (its report is {directory.report}) and has no checkpoint to go on from; "
-            f"its log can be read: diloco verify {path}; for more tokens begin a new run"
+            f"{path}: this run is finished (its report is {directory.report}) and has no checkpoint to go on from; for more "
+            f"tokens: diloco up --continue {path} --tokens N; to begin again at an earlier version: --resume-at VERSION"
         )
 
     async def take() -> Source:
         async with run_reader.opened(path) as run:
             live = run.live
-        if live:
+        if live and not directory.finished:
             raise RunError(f"{path}: this run is going on and has no checkpoint; take one: diloco checkpoint {path}")
-        taken, notes = await checkpoint.take(path)
+        taken, notes = await checkpoint.take(path, of_finished=True)
         return Source(taken, [f"took a checkpoint of the stopped run: {taken.path}", *notes])
 
     return asyncio.run(take())
@@ -117,24 +118,46 @@ async def prepare(source: Checkpoint, directory: RunDirectory, *, at: int | None
         BrokerError: the server refuses or is silent.
         OSError: the disk is full.
     """
+    async with servers(directory, "resume") as (control, homes):
+        await restore.restore(source, directory, control, homes, at)
+    if at is None:
+        for name, learner in source.manifest.learners.items():
+            copy_state([source.path / saved.file for saved in learner.files], directory.path / state.FOLDER, name)
+    directory.save()
+
+
+@asynccontextmanager
+async def servers(directory: RunDirectory, name: str) -> AsyncIterator[tuple[NatsTransport, list[NatsTransport]]]:
+    """Connect, as ``name``, to the control store and to each region's server of a new run, or to its only server twice.
+
+    Without a server of its own, the run's directory is made, and those that are embedded in it are started meanwhile.
+
+    Raises:
+        BrokerError: a server refuses or is silent.
+    """
     directory.path.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
         url, urls = directory.nats_url, [directory.nats_url]
         if not url:
             embedded = Embedded(directory.path, directory.settings.regions.names)
             stack.callback(embedded.stop)
-            for name in embedded.servers:
-                embedded.start(name)
+            for server in embedded.servers:
+                embedded.start(server)
             url, urls = embedded.url, list(embedded.region_urls.values()) or [embedded.url]
         links = []
-        for each in (url, *urls):  # the control store, and each region's server; or the only server
-            links.append(await NatsTransport.open(url, each, "resume", observe.get_logger(), CONNECT_TIMEOUT_S))
+        for each in (url, *urls):
+            links.append(await NatsTransport.open(url, each, name, observe.get_logger(), CONNECT_TIMEOUT_S))
             stack.push_async_callback(links[-1].close)
-        await restore.restore(source, directory, links[0], links[1:], at)
-    if at is None:
-        for name, learner in source.manifest.learners.items():
-            for part, saved in enumerate(learner.files):
-                target = state.part_file(directory.path / state.FOLDER, name, part)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(source.path / saved.file, target)
-    directory.save()
+        yield links[0], links[1:]
+
+
+def copy_state(parts: Sequence[Path], folder: Path, learner: str) -> None:
+    """Copy the files of a learner's state into a folder of states.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    for index, part in enumerate(parts):
+        target = state.part_file(folder, learner, index)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(part, target)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco.control import creation
+from diloco.core.fragments import FragmentMap
 from diloco.errors import DataError, DilocoError, RunError, SettingsError
 from diloco.nats import streams
 from diloco.nats.opening import checked, shown
@@ -28,7 +29,7 @@ from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
-from diloco_ops import resume
+from diloco_ops import continuing, resume
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.environment import check_least, learner_environment, mesh_of, per_process
 from diloco_ops.launch import Asked, Launcher
@@ -49,7 +50,7 @@ SERVICES = {
 def up(
     learners: Annotated[int | None, typer.Option(help="Learners (M).")] = None,
     shards: Annotated[int | None, typer.Option(help="Syncers.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Token budget of the run.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Token budget of the run; with --continue: so many more.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; an unfinished one is resumed.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the initial model and of the data's order.")] = None,
     data: Annotated[
@@ -64,6 +65,9 @@ def up(
     ] = None,
     resume_at: Annotated[
         int | None, typer.Option(min=0, help="With --resume: begin again where every fragment's log stood at this version.")
+    ] = None,
+    continue_from: Annotated[
+        Path | None, typer.Option("--continue", help="Run that is over, to go on from in a new one.")
     ] = None,
     archive: Annotated[bool, typer.Option("--archive", help="Keep every merged offer, so that merges can be audited.")] = False,
     standbys: Annotated[int, typer.Option(min=0, help="Syncers beyond the shards, which stand by.")] = 0,
@@ -87,18 +91,16 @@ def up(
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end, and nothing else.")] = False,
 ) -> int:
     """Train one model with several learners, syncers and a coordinator on this machine."""
-    overrides = parse_assignments(set_ or [])
     given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed, "log.archive": archive or None}
-    overrides |= {key: value for key, value in given.items() if value is not None}
+    overrides = parse_assignments(set_ or []) | {key: value for key, value in given.items() if value is not None}
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    trackers.check(track or [], "--track")
-    _check_installed()
-    source, directory = _source(resume_from, resume_at, path, preset, overrides, data, nats_url)
+    _check_installed(track or [])
+    source, directory = _source(_CameFrom(resume_from, resume_at, continue_from), path, preset, overrides, data, nats_url)
     directory = _beginning_with(directory, init, source)
     _check_server(nats_url, directory.settings)
     slowed = _slow_factors(slow or [], directory.learner_names)
     directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes)
-    resumed = _begin(directory, source, resume_at, nats_url)
+    resumed, directory = _begin(directory, source, resume_at, nats_url)
     with rundir.locked(directory.path):
         if not resumed:
             directory.save()
@@ -107,40 +109,60 @@ def up(
     return _tell(report, directory, json_)
 
 
+@dataclass(frozen=True)
+class _CameFrom:
+    """The options that say what a run goes on from."""
+
+    resume: Path | None
+    resume_at: int | None
+    continued: Path | None
+
+
 def _source(
-    resume_from: Path | None,
-    resume_at: int | None,
+    came_from: _CameFrom,
     path: Path,
     preset: str,
     overrides: dict[str, Any],
     data: str | None,
     nats_url: str | None,
-) -> tuple[Checkpoint | None, RunDirectory]:
-    """Return the checkpoint to go on from, if one is, and the run's directory."""
-    if resume_from is None and resume_at is not None:
-        raise SettingsError(f"--resume-at {resume_at}: needs --resume PATH, the checkpoint or the run to go on from")
-    if resume_from is not None:
-        return _resumed(resume_from, path, preset, overrides, data, nats_url)
+) -> tuple[Checkpoint | continuing.Source | None, RunDirectory]:
+    """Return the checkpoint or the run to go on from, if there is one, and the run's directory."""
+    if nats_url is not None:
+        checked(nats_url)
+    if came_from.resume is None and came_from.resume_at is not None:
+        raise SettingsError(f"--resume-at {came_from.resume_at}: needs --resume PATH, the checkpoint or the run to go on from")
+    if came_from.resume is not None and came_from.continued is not None:
+        raise SettingsError(f"--continue {came_from.continued}, --resume {came_from.resume}: leave one of them out")
+    if any(key.partition(".")[0] == "continues" for key in overrides):
+        raise SettingsError("--set continues: says what a run continues, and is set by --continue RUN alone")
+    if came_from.resume is not None:
+        return _resumed(came_from.resume, came_from.resume_at, path, preset, overrides, data, nats_url)
+    if came_from.continued is not None:
+        return _continued(came_from.continued, path, preset, overrides, data, nats_url)
     settings = run_settings(preset, overrides, "diloco up")
     return None, _directory(path, settings, bool(overrides) or preset != DEFAULT_PRESET, data, nats_url)
 
 
-def _begin(directory: RunDirectory, source: Checkpoint | None, at: int | None, nats_url: str | None) -> bool:
-    """Check a run that begins in this directory, and write its checkpoint there. Return whether there is a run to go on with.
+def _begin(
+    directory: RunDirectory, source: Checkpoint | continuing.Source | None, at: int | None, nats_url: str | None
+) -> tuple[bool, RunDirectory]:
+    """Check a run that begins in this directory, and write what it goes on from there.
 
-    Nothing is written before all that was asked for is known to be right.
+    Return whether there is a run to go on with, and its directory. Nothing is written before all that was asked for is known
+    to be right.
     """
     if (directory.path / "run.json").exists():
-        return True
-    _check_task(directory)
+        return True, directory
+    if not isinstance(source, continuing.Source):
+        _check_task(directory)
     if source is not None:
-        _prepare(source, directory, at)
-    elif nats_url is not None:
+        return True, _prepare(source, directory, at)
+    if nats_url is not None:
         asyncio.run(_check_name(directory.name, nats_url))
-    return source is not None
+    return False, directory
 
 
-def _beginning_with(directory: RunDirectory, init: Path | None, source: Checkpoint | None) -> RunDirectory:
+def _beginning_with(directory: RunDirectory, init: Path | None, source: Checkpoint | continuing.Source | None) -> RunDirectory:
     """Return a run's directory that begins with the weights in a file, if one is given.
 
     Raises:
@@ -150,7 +172,8 @@ def _beginning_with(directory: RunDirectory, init: Path | None, source: Checkpoi
     if init is None:
         return directory
     if source is not None:
-        raise SettingsError(f"--init {init}: a run that goes on from --resume has its weights; leave one of them out")
+        option = "--resume" if isinstance(source, Checkpoint) else "--continue"
+        raise SettingsError(f"--init {init}: a run that goes on from {option} has its weights; leave one of them out")
     file = str(init.resolve())
     if (directory.path / "run.json").exists() and directory.init != file:
         began = f"the weights in {directory.init}" if directory.init else "those that its task makes"
@@ -183,12 +206,13 @@ def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool) -
     return observe.EXIT_INTERRUPTED if report is None else 0
 
 
-def _check_installed() -> None:
-    """Find out that the services are installed.
+def _check_installed(track: list[str]) -> None:
+    """Find out that the services are installed, and what is to track the run.
 
     Raises:
         DilocoError: some are not; they are named.
     """
+    trackers.check(track, "--track")
     missing = [name for module, name in SERVICES.items() if find_spec(module) is None]
     if missing:
         raise DilocoError(f"diloco up: not installed: {', '.join(missing)}; install all of it with: pip install 'diloco[all]'")
@@ -224,7 +248,7 @@ def _slow_factors(items: list[str], names: list[str]) -> dict[str, float]:
     return factors
 
 
-def _data(data: str | None, settings: RunSettings) -> str | None:
+def data_source(data: str | None, settings: RunSettings) -> str | None:
     """Return ``--data`` as services are told it: an absolute path, or a string that only the run's own task understands.
 
     Raises:
@@ -242,24 +266,33 @@ def _data(data: str | None, settings: RunSettings) -> str | None:
 def _directory(path: Path, settings: RunSettings, given: bool, data: str | None, nats_url: str | None) -> RunDirectory:
     """Return the run's directory; a new one is not written yet."""
     if not (path / "run.json").exists():
-        data = _data(data, settings)
+        data = data_source(data, settings)
         if path.exists() and any(path.iterdir()):
             raise RunError(f"{path}: exists, is not empty, and is no run's directory; choose another one")
-        name = "".join(c if c.isalnum() or c in "-_" else "-" for c in path.name.lower()).strip("-_")[:40] or "run"
-        return RunDirectory(path.resolve(), name, nats_url or "", data, settings)
+        return RunDirectory(path.resolve(), _name_of(path), nats_url or "", data, settings)
     directory = rundir.load(path.resolve())
     if directory.finished:
-        raise RunError(f"{path}: this run is finished (its report is {directory.report}); choose another --run-dir")
+        raise RunError(
+            f"{path}: this run is finished (its report is {directory.report}); choose another --run-dir, or for more tokens go "
+            f"on from it in another one: diloco up --continue {path} --tokens N"
+        )
     if given and directory.settings != settings:
         difference = creation.first_difference(directory.settings.model_dump(), settings.model_dump())
         raise RunError(f"{path}: this run was begun with other settings ({difference}); resume it without settings")
-    if data is not None and _data(data, directory.settings) != directory.data:
+    if data is not None and data_source(data, directory.settings) != directory.data:
         raise RunError(f"{path}: this run was begun with data {directory.data}; resume it without --data")
     return directory
 
 
-def _check_task(directory: RunDirectory) -> None:
+def _name_of(path: Path) -> str:
+    """Return the name of the run whose directory this is to be."""
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in path.name.lower()).strip("-_")[:40] or "run"
+
+
+def _check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> None:
     """Find out that a run's task and data are fit to train, as its learners would find out too late.
+
+    ``fragment_map``: of the run that this one continues, whose model it must be.
 
     Raises:
         ServiceFailed: they are not; the message and the exit code are a learner's.
@@ -269,6 +302,7 @@ def _check_task(directory: RunDirectory) -> None:
     mesh = mesh_of(devices, 1 if devices is None else directory.replicas)
     request = {
         "settings": directory.settings.model_dump(), "data": directory.data, "mesh": mesh, "init": directory.init,
+        "map": None if fragment_map is None else fragment_map.pack().hex(),
     }  # fmt: skip
     command = [sys.executable, "-m", "diloco_learner.check"]
     ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
@@ -295,30 +329,81 @@ async def _check_name(name: str, url: str) -> None:
 
 
 def _resumed(
-    source: Path, path: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
+    source: Path, at: int | None, path: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
 ) -> tuple[Checkpoint, RunDirectory]:
     """Return the checkpoint to go on from, and the new run's directory, which is not written yet."""
-    if path.exists() and any(path.iterdir()):
-        raise RunError(f"{path}: exists and is not empty; a checkpoint goes on in a new directory: choose another --run-dir")
-    found = resume.find(source)
+    _check_new(path, "a checkpoint")
+    found = resume.find(source, at)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     manifest = found.checkpoint.manifest
     settings = found.checkpoint.settings
-    if preset not in ("decoupled", settings.preset):
-        raise RunError(f"{source}: run {manifest.run!r} has preset {settings.preset}; it cannot go on with --preset {preset}")
-    learners = overrides.pop("learners", None)  # who trains is not a setting of the run: shares of the data are leased
-    if learners is not None and (not isinstance(learners, int) or not 1 <= learners <= MAX_LEARNERS):
-        raise SettingsError(f"--learners {learners}: expected a number from 1 to {MAX_LEARNERS}")
+    _check_preset(source, manifest.run, settings, preset)
+    learners = _learners(overrides)
     settings = resume.changed(found.checkpoint, overrides)
-    data = manifest.data if data is None else _data(data, settings)
+    data = manifest.data if data is None else data_source(data, settings)
     return found.checkpoint, RunDirectory(path.resolve(), manifest.run, nats_url or "", data, settings, learners)
 
 
-def _prepare(source: Checkpoint, directory: RunDirectory, at: int | None) -> None:
+def _continued(
+    path: Path, new: Path, preset: str, overrides: dict[str, Any], data: str | None, nats_url: str | None
+) -> tuple[continuing.Source, RunDirectory]:
+    """Return the run to go on from, and the new run's directory, which is not written yet."""
+    if "tokens" not in overrides:
+        raise SettingsError(f"--continue {path}: needs --tokens N, the tokens that the run is to go on with")
+    _check_new(new, "a run that is over")
+    learners = _learners(overrides)
+    source = continuing.find(path, overrides)
+    old = source.directory
+    _check_preset(path, old.name, old.settings, preset)
+    settings = source.changed(old.settings)
+    if data is None and not (path / "services").is_dir():
+        raise RunError(
+            f"{path}: was not made by diloco up, and does not say which data the run's learners had; give them with --data"
+        )
+    given = old.data if data is None else data_source(data, settings)
+    directory = RunDirectory(
+        new.resolve(),
+        _name_of(new),
+        nats_url or "",
+        given,
+        settings,
+        old.learners if learners is None else learners,
+        old.devices_per_learner,
+        old.processes_per_learner,
+        old.least_processes,
+    )
+    return source, directory
+
+
+def _check_new(path: Path, what: str) -> None:
+    if path.exists() and any(path.iterdir()):
+        raise RunError(f"{path}: exists and is not empty; {what} goes on in a new directory: choose another --run-dir")
+
+
+def _check_preset(source: Path, run: str, settings: RunSettings, preset: str) -> None:
+    if preset not in (DEFAULT_PRESET, settings.preset):
+        raise RunError(f"{source}: run {run!r} has preset {settings.preset}; it cannot go on with --preset {preset}")
+
+
+def _learners(overrides: dict[str, Any]) -> int | None:
+    """Take the number of learners out of overrides: who trains is not a setting of the run, shares of the data are leased."""
+    learners = overrides.pop("learners", None)
+    if learners is not None and (not isinstance(learners, int) or not 1 <= learners <= MAX_LEARNERS):
+        raise SettingsError(f"--learners {learners}: expected a number from 1 to {MAX_LEARNERS}")
+    return learners
+
+
+def _prepare(source: Checkpoint | continuing.Source, directory: RunDirectory, at: int | None) -> RunDirectory:
     existed = directory.path.exists()
     try:
-        asyncio.run(resume.prepare(source, directory, at=at))
+        if isinstance(source, Checkpoint):
+            asyncio.run(resume.prepare(source, directory, at=at))
+        else:
+            directory = asyncio.run(continuing.prepare(source, directory, _check_task))
+            for note in source.notes:
+                print(f"note: {note}", file=sys.stderr)
+        return directory
     except BaseException as error:
         if not existed:
             shutil.rmtree(directory.path, ignore_errors=True)
@@ -340,6 +425,9 @@ def summarise(report: dict[str, Any], path: Path) -> None:
         f"{share(report['tokens_merged'] / max(1, report['tokens_processed']), 1)} of them merged, "
         f"{report['versions']} versions of {len(report['fragments'])} fragments"
     )
+    if continued := report["settings"].get("continues"):
+        in_all = count(report["tokens_before"] + report["tokens_merged"])
+        print(f"it continues run {continued['run']}, whose model had {count(report['tokens_before'])}: {in_all} merged in all")
     ratio = f", {traffic['ratio']:.0f} times less than data-parallel" if traffic["ratio"] else ""
     print(f"learners sent {size(traffic['bytes_up'])} and received {size(traffic['bytes_down'])}{ratio}")
     for name, learner in report["learners"].items():

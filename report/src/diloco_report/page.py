@@ -63,6 +63,7 @@ def _headline(report: Report) -> str:
     traffic = report.get("traffic") or {}
     processed, merged, wall_s = (report.get(key) for key in ("tokens_processed", "tokens_merged", "wall_s"))
     blocked = [learner.get("blocked_fraction") for learner in learners.values()]
+    before = f", after {count(report['tokens_before'])}" if report.get("tokens_before") else ""
     worst = max((value for value in blocked if value is not None), default=None)
     ratio = traffic.get("ratio")
     compared = ", ".join(filter(None, (escape(_units(report)), _against_others(report))))
@@ -71,7 +72,7 @@ def _headline(report: Report) -> str:
     figures = (
         ("Validation loss", decimal(report.get("val_loss")), "", compared),
         ("Wall time", duration(wall_s), "", f"{count(_ratio(processed, wall_s))} tokens/s, {len(learners)} learners"),
-        ("Tokens merged", share(_ratio(merged, processed), 1), "", f"{count(merged)} of {count(processed)} processed"),
+        ("Tokens merged", share(_ratio(merged, processed), 1), "", f"{count(merged)} of {count(processed)} processed{before}"),
         ("Traffic", f"{ratio:.1f}×" if ratio else MISSING, "less" if ratio else "", bytes_),
         ("Steps blocked", share(worst, 2), "at most", rounds),
     )

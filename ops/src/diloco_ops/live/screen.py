@@ -6,8 +6,9 @@ what does not fit is left out by its importance, columns first, then rows, with 
 
 The status (all keys but the first may be missing) is what the coordinator answers:
 
-    run, preset, state ("waiting", "training", "closing", "finished"), wall_s, eta_s (None: unknown), tokens_budget,
-    tokens_processed, tokens_merged, versions, rounds, nats_url, parameters (of the model)
+    run, preset, state ("waiting", "training", "closing", "finished"), wall_s, eta_s (None: unknown), tokens_before
+    (of runs that this one continues), tokens_budget, tokens_processed, tokens_merged, versions, rounds, nats_url, parameters
+    (of the model)
     learners    {name: state, region, step, tokens, tokens_per_s, loss, step_s, busy_fraction, blocked_fraction, bytes_up,
                  bytes_down, rounds_merged, rounds_missed, seen_s_ago}
     shards      {name: region, fragments, rounds, versions, refused, bytes_in, bytes_out, seen_s_ago,
@@ -71,7 +72,8 @@ def plain_line(status: Status) -> str:
     parts = [
         duration(status.get("wall_s")),
         str(status.get("state", "waiting")),
-        f"{count(status.get('tokens_processed', 0))} of {count(status.get('tokens_budget'))} tokens ({_progress_text(status)})",
+        f"{count(status.get('tokens_processed', 0))} of {count(status.get('tokens_budget'))} tokens ({_progress_text(status)})"
+        + _after(status),
         f"{count(speed(learners))} tokens/s",
     ]
     if (loss := mean(learner.get("loss") for learner in learners.values())) is not None:
@@ -126,7 +128,7 @@ def _header(status: Status, width: int, *, roomy: bool) -> list[RenderableType]:
         right.append(f"  {duration(status['eta_s'])} left", "dim")
     right.append(" ")
 
-    tokens = f"{count(status.get('tokens_processed', 0))} / {count(status.get('tokens_budget'))} tokens"
+    tokens = f"{count(status.get('tokens_processed', 0))} / {count(status.get('tokens_budget'))} tokens{_after(status)}"
     figures = Text(f" {_progress_text(status):>5}", "bold")
     if width >= 56:
         figures.append(f"  {tokens} ", "not bold")
@@ -198,6 +200,11 @@ def _data_parallel_bytes(status: Status) -> float:
 def _progress(status: Status) -> float:
     budget = status.get("tokens_budget") or 0
     return min(1.0, max(0.0, status.get("tokens_processed", 0) / budget)) if budget else 0.0
+
+
+def _after(status: Status) -> str:
+    before = status.get("tokens_before") or 0
+    return f" after {count(before)}" if before else ""
 
 
 def _progress_text(status: Status) -> str:

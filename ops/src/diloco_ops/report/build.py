@@ -133,8 +133,9 @@ def _budget(found: Findings) -> int:
 def _tokens(found: Findings, counted: Mapping[str, int], processed: int) -> dict[str, int]:
     """Return the run's token accounts; ``counted`` is by learner, ``processed`` of all."""
     budget = _budget(found)
-    merged = _mean([chain.tokens_merged for chain in found.chains], found.sizes)
+    merged = mean([chain.tokens_merged for chain in found.chains], found.sizes)
     return {
+        "tokens_before": found.directory.settings.tokens_before,
         "tokens_budget": budget,
         "tokens_processed": processed,
         "tokens_overshoot": sum(counted.values()) - budget,
@@ -219,7 +220,7 @@ def _learner(name: str, found: Findings, processed: int) -> dict[str, Any]:
     heard, chains = found.series["learners"][name], found.chains
     cursors = [chain.cursors.get(name) for chain in chains]
     merged = sum(cursor.versions for cursor in cursors if cursor)
-    tokens_merged = _mean([cursor.tokens if cursor else 0 for cursor in cursors], found.sizes)
+    tokens_merged = mean([cursor.tokens if cursor else 0 for cursor in cursors], found.sizes)
     return {
         "region": heard["region"],
         "steps": heard["step"],
@@ -236,6 +237,6 @@ def _learner(name: str, found: Findings, processed: int) -> dict[str, Any]:
     }
 
 
-def _mean(values: Sequence[int], sizes: Sequence[int]) -> int:
-    """Mean over fragments, weighted by parameters."""
+def mean(values: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the mean over fragments, weighted by parameters."""
     return round(sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)) if values else 0

@@ -87,6 +87,8 @@ def compare(
 
     ``tokens``: the run's budget at its end. ``text``: the hash of its text; None: it is not known. ``data``: its text's path.
     """
+    if settings.continues is not None:
+        return _missing("the run continues another one, and data-parallel training begins from the task's own weights", None)
     if text is None:
         return _missing("data-parallel training is compared for the built-in task alone", None)
     own = conditions(settings, tokens, text)

@@ -248,6 +248,7 @@ class Monitor:
             "preset": self.settings.preset,
             "state": self.state,
             "wall_s": now_s,
+            "tokens_before": self.settings.tokens_before,
             "tokens_budget": self.settings.tokens,
             "tokens_processed": processed,
             "tokens_merged": self.tokens_merged(),

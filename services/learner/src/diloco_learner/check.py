@@ -1,8 +1,8 @@
 """``python -m diloco_learner.check``: find out, before a run begins, that its task and data can be trained on.
 
-Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ...}`` from stdin. The built-in task is known to be right, so that
-only its data is looked at, without JAX, which takes a second to import, unless learners are to have a mesh (``mesh`` is not
-null), or the run begins with a file of weights (``init``).
+Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ..., "map": ...}`` from stdin. The built-in task is known to be
+right, so that only its data is looked at, without JAX, which takes a second to import, unless learners are to have a mesh
+(``mesh`` is not null), or the run begins with a file of weights (``init``).
 """
 
 from __future__ import annotations
@@ -10,20 +10,32 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
 from diloco.errors import DilocoError, SettingsError
 from diloco.process import observe
-from diloco.settings.run import RunSettings
+from diloco.settings.run import RunSettings, TaskSettings
 from diloco.settings.service import MeshSettings
 from diloco.settings.validation import parse
 from diloco_learner.text import TextData
 
 
-def check(settings: RunSettings, data: str | None, mesh: MeshSettings | None = None, init: Path | None = None) -> None:
+def check(
+    settings: RunSettings,
+    data: str | None,
+    mesh: MeshSettings | None = None,
+    init: Path | None = None,
+    fragment_map: FragmentMap | None = None,
+) -> None:
     """Make what a learner and the evaluator make before the first step.
 
+    ``fragment_map``: of the run that this one continues. The built-in task's follows from the settings.
+
     Raises:
+        AdmissionError: the model is not that of the run that this one continues; the first differing tensor is named.
         SettingsError: the task lacks something, one of its methods fails, or returns something else than a task's; or the mesh
             does not fit the devices, the tensors or the batches; or the file of weights does not fit the model.
         DataError: its data is missing, unreadable or too short.
@@ -40,26 +52,40 @@ def check(settings: RunSettings, data: str | None, mesh: MeshSettings | None = N
     from diloco_learner.mesh import make_mesh
     from diloco_learner.task import first_batch, load_task, validation_batches
 
-    try:
+    with users_errors(settings.task):
         task = load_task(settings.task, data)
         island = Island(task, settings, None if mesh is None else make_mesh(mesh))
         island.check(first_batch(task, settings))
+        if fragment_map is not None and settings.continues is not None:
+            check_same_map(island.fragments(), fragment_map, settings.continues.run)
         if init is not None:
             weights.put(init, island, island.fragments())
         validation_batches(task, settings.task)
+
+
+@contextmanager
+def users_errors(settings: TaskSettings) -> Iterator[None]:
+    """Have an error of a user's task say so, and where it was raised.
+
+    Raises:
+        SettingsError: instead of any error that is none of ours.
+    """
+    try:
+        yield
     except DilocoError:
         raise
     except Exception as error:  # raised by the user's code
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
         where = f"{frames[-1].filename}, line {frames[-1].lineno}"
-        raise SettingsError(f"task.name = {settings.task.name!r}: {type(error).__name__}: {error} ({where})") from None
+        raise SettingsError(f"task.name = {settings.name!r}: {type(error).__name__}: {error} ({where})") from None
 
 
 def _main() -> None:
     request = json.load(sys.stdin)
     mesh = None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh")
     init = None if request["init"] is None else Path(request["init"])
-    check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init)
+    fragment_map = None if request["map"] is None else unpack_map(bytes.fromhex(request["map"]))
+    check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init, fragment_map)
 
 
 if __name__ == "__main__":

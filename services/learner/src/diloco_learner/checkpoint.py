@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +177,53 @@ def take_over(path: Path, saved: State, island: Island, member: Member, log: Log
     log.info("checkpoint_restored", file=path.name, step=member.step)
 
 
-def put(saved: State, island: Island) -> None:
-    """Write a state that has been checked into this process's shards."""
-    for chunk in island.wanted():
+def take_up(island: Island, member: Member, state_dir: Path, log: Logger) -> bool:
+    """Begin with the optimizer state that a learner of the run before has ended with, unless this run has merged something."""
+    continued = member.run.created.continues
+    if continued is None or member.learner.peers() is not None:
+        return False
+    found = state_before(island, state_dir, member.settings.name, bytes.fromhex(continued.identity), log)
+    if found is None:
+        return False
+    put(found.saved, island, optimizer_only=True)
+    found.note(member, log)
+    return True
+
+
+@dataclass(frozen=True)
+class Before:
+    """The state with which a learner of the run that this one continues has ended."""
+
+    learner: str
+    saved: State
+
+    def note(self, member: Member, log: Logger) -> None:
+        """Note that the optimizer begins with it."""
+        member.tape.record(events.Borrowed(self.learner, self.saved.digest))
+        log.info("state_taken_up", learner=self.learner)
+
+
+def state_before(island: Island, state_dir: Path, learner: str, run: bytes, log: Logger) -> Before | None:
+    """Return the last state of the learner of this name in a run before, or else of the first one that fits; None: none does.
+
+    ``run``: that run's identity. An optimizer without a state needs none.
+    """
+    if not island.optimizer_layout().arrays:
+        return None
+    for name, path in sorted(state.ended_before(state_dir, run), key=lambda found: found[0] != learner):
+        try:
+            saved = state.load(path, run, name)
+            check(saved, island)
+        except UNFIT as error:
+            log.warning("checkpoint_refused", file=str(path), reason=str(error))
+        else:
+            return Before(name, saved)
+    return None
+
+
+def put(saved: State, island: Island, *, optimizer_only: bool = False) -> None:
+    """Write a state that has been checked, or the optimizer's alone, into this process's shards."""
+    for chunk in island.wanted(optimizer_only=optimizer_only):
         island.put(chunk, saved.read(chunk))
 
 

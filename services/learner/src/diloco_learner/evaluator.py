@@ -13,12 +13,17 @@ from diloco.service import rundir
 from diloco.settings.run import RunSettings
 from diloco_learner.island import Island
 from diloco_learner.ngram import ngram_losses
-from diloco_learner.task import GptTask
+from diloco_learner.task import GptTask, Task
 
 EVERY_S = 8.0  # often enough for a curve, seldom enough to leave the processor to learners
 IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
 NGRAMS = {1: "unigram", 2: "bigram", 3: "3-gram", 4: "4-gram"}
 SAMPLE_TOKENS = 400
+
+
+def units_of(task: Task) -> str | None:
+    """Return the units of a task's loss, if it says them."""
+    return getattr(getattr(task, "units", None), "loss", None)
 
 
 class Evaluator:
@@ -87,7 +92,7 @@ class Evaluator:
         result = {
             "val_loss_initial": initial,
             "val_loss": final,
-            "units": getattr(getattr(self.island.task, "units", None), "loss", None),
+            "units": units_of(self.island.task),
             "sample": self.island.sample(self.settings.seed, SAMPLE_TOKENS),
         } | self._text()
         rundir.write_json(self.file, result)

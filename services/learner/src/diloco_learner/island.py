@@ -274,10 +274,10 @@ class Island:
         batches = [self._placement.batch(batch) for batch in validation_batches(self.task, self._settings)]
         return float(np.mean([float(self._loss(self._leaves, batch)) for batch in batches]))
 
-    def sample(self, seed: int, count: int) -> str | None:
-        """Return text of ``count`` characters from the model, or None if the task cannot draw any."""
-        draw = getattr(self.task, "sample", None)
-        return None if draw is None else str(draw(self.params(), jax.random.key(seed), count))
+    def sample(self, seed: int, count: int, prompt: str | None = None) -> str | None:
+        """Return text of ``count`` characters from the model, behind a ``prompt`` if given; None if the task draws none."""
+        draw, given = getattr(self.task, "sample", None), {} if prompt is None else {"prompt": prompt}
+        return None if draw is None else str(draw(self.params(), jax.random.key(seed), count, **given))
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return parameters (``params/...``), gradients held and optimizer state by name, any dtype [...] on the host."""

@@ -48,7 +48,7 @@ async def _member(process: Process, fragments: FragmentMap) -> Member:
 
 
 def _train(process: Process, task: Task, island: Island, mesh: Mesh | None, member: Member) -> None:
-    """Train until the run is over or this process is asked to end; its state is saved then."""
+    """Train until the run is over or this process is asked to end, and save its state."""
     settings, log, run = process.settings, process.log, process.run
     member.tape.record(replay.machine())
     if mesh is not None:
@@ -61,8 +61,7 @@ def _train(process: Process, task: Task, island: Island, mesh: Mesh | None, memb
     finally:
         keeper.close()
     member.tape.record(events.End(finished, replay.parameters_digest(island, member.map)))
-    if not finished:
-        keeper.save_last()
+    keeper.save_last()  # of a run that is over, too: another one may continue it
 
 
 def _work_alone(process: Process, mesh: Mesh | None) -> None:
@@ -87,7 +86,9 @@ def _work_alone(process: Process, mesh: Mesh | None) -> None:
     if not checkpoint.restore(settings, island, member, process.log):
         member.count_steps(task.tokens_per_batch)
         wanted = island.wanted(optimizer_only=True)
-        if process.wait(member.borrow(island.optimizer_layout(), wanted, island.put)) is None:
+        if not checkpoint.take_up(island, member, settings.state_dir, process.log) and (
+            process.wait(member.borrow(island.optimizer_layout(), wanted, island.put)) is None
+        ):
             island.forget_optimizer()
     _train(process, task, island, mesh, member)
 

@@ -18,7 +18,7 @@ from diloco.settings.run import RunSettings, TaskSettings
 from diloco_learner import gpt, text
 
 TEMPERATURE = 0.8
-PROMPT = b"\n"
+PROMPT = "\n"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Task(Protocol):
 
     Parameters are any pytree of arrays, each float32 or bfloat16; the learner keeps all of them in float32, and hands the loss
     what is bfloat16 rounded. Batches are any pytree of arrays, of the same shapes each time. A task may also
-    have ``units: Units``, ``sample(params, key, count) -> str``, text of ``count`` characters drawn from the model, and
+    have ``units: Units``, ``sample(params, key, count) -> str``, text of ``count`` characters drawn from the model (with a
+    parameter ``prompt`` more, which has a default, it goes on from a text: ``diloco sample --prompt``), and
     ``matrices(path) -> int``, how many matrices a tensor of two axes has, one below the other: 0 for tables and heads, as
     ``inner.optimizer = muon`` treats them (where a task does not say: 0 for embedding-like tensors, 1 for others). For learners
     of several devices it may have ``partition(path, shape) -> PartitionSpec | None``, how a tensor is split over the mesh, and
@@ -126,10 +127,13 @@ class GptTask:
         name = path.rpartition("/")[2]
         return 0 if name in ("embedding", "head") else {"qkv": 3, "gate_up": 2}.get(name, 1)
 
-    def sample(self, params: gpt.Params, key: jax.Array, count: int) -> str:
-        """Return ``count`` bytes as text."""
-        prompt = jnp.asarray(np.frombuffer(PROMPT, np.uint8), jnp.int32)
-        drawn = gpt.generate(params, key, prompt, shape=self.shape, count=count, temperature=TEMPERATURE)
+    def sample(self, params: gpt.Params, key: jax.Array, count: int, prompt: str = PROMPT) -> str:
+        """Return ``count`` bytes as text, which go on from the end of a prompt."""
+        seen = np.frombuffer(prompt.encode()[-self.shape.context :], np.uint8)
+        if not seen.size:
+            raise SettingsError("prompt = '': the model goes on from a text of at least one byte")
+        start = jnp.asarray(seen, jnp.int32)
+        drawn = gpt.generate(params, key, start, shape=self.shape, count=count, temperature=TEMPERATURE)
         return np.asarray(drawn).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 

@@ -31,7 +31,7 @@ from diloco.service import skeleton
 from diloco.settings.run import RunSettings
 from diloco.wire.island import Ping, Told
 from diloco.wire.subjects import Subjects
-from diloco_learner import agreement, parts, replay, rescue
+from diloco_learner import agreement, checkpoint, parts, replay, rescue
 from diloco_learner.beginning import Beginning, Process, make_trainer
 from diloco_learner.feed import Batch, Feed, Streams
 from diloco_learner.island import Island
@@ -42,6 +42,7 @@ from diloco_learner.rescue import Rescue
 from diloco_learner.task import Task
 
 REGROUP = "regroup"
+BEGINS = "begins"
 LOST = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "UNKNOWN", "FAILED_PRECONDITION", "INTERNAL: Gloo")
 # how JAX's errors begin where another process is gone
 
@@ -127,7 +128,8 @@ def _train(
     if not parts.restore(process, island, member.part, member if isinstance(member, Leader) else None):
         if isinstance(member, Leader):
             member.count_steps(task.tokens_per_batch)
-        _borrow(process, member, island)
+        if not _take_up(process, member, island):
+            _borrow(process, member, island)
     keeper: PartKeeper
     if isinstance(member, Leader):
         keeper = LeadingKeeper(island, member, settings, log)
@@ -176,6 +178,28 @@ def _regroups(process: Process, member: Leader | Follower) -> bool:
     if isinstance(member, Leader):
         member.tape.flush()
     process.log.info("island_regroups", generation=part.group.generation, steps=part.course.step)
+    return True
+
+
+def _take_up(process: Process, member: Leader | Follower, island: Island) -> bool:
+    """Begin with the optimizer state that a learner of the run before has ended with, if all processes find the same one.
+
+    A run that has merged something by now has newer ones to lend.
+    """
+    part, continued = member.part, process.run.created.continues
+    if continued is None:
+        return False
+    said = Told("begins", "" if member.learner.peers() else BEGINS) if isinstance(member, Leader) else None
+    if process.wait(part.group.hear_leader(Told, "begins", said)).text != BEGINS:
+        return False
+    settings, run = process.settings, bytes.fromhex(continued.identity)
+    before = checkpoint.state_before(island, settings.state_dir, settings.name, run, process.log)
+    found = None if before is None else f"{before.learner}, {before.saved.state_hash.hex()}"
+    if process.wait(part.group.difference("before", {"state before": found})) or before is None:
+        return False
+    checkpoint.put(before.saved, island, optimizer_only=True)
+    if isinstance(member, Leader):
+        before.note(member, process.log)
     return True
 
 

@@ -22,47 +22,47 @@ from diloco_learner.island import Island
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def put(path: Path, island: Island, fragments: FragmentMap) -> None:
-    """Write a file's values into an island's model; its optimizer is not touched.
+def put(path: Path, island: Island, fragments: FragmentMap, setting: str = "init = ") -> None:
+    """Write a file's values into an island's model; its optimizer is not touched. Errors begin with the ``setting``.
 
     Raises:
         SettingsError: the file cannot be read, its tensors are not the model's, or hold NaN or infinity.
     """
-    with _opened(path) as file:
-        _check(path, file, fragments)
+    with _opened(path, setting) as file:
+        _check(path, file, fragments, setting)
         for fragment in fragments.fragments:
-            island.write(fragment, _values(path, file, fragment), None, 0.0)
+            island.write(fragment, _values(path, file, fragment, setting), None, 0.0)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path, setting: str) -> Iterator[Any]:
     try:
         with safe_open(path, "numpy") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise SettingsError(f"init = {path}: cannot be read as a safetensors file: {error}") from None
+        raise SettingsError(f"{setting}{path}: cannot be read as a safetensors file: {error}") from None
 
 
-def _check(path: Path, file: Any, fragments: FragmentMap) -> None:
+def _check(path: Path, file: Any, fragments: FragmentMap, setting: str) -> None:
     shapes = {tensor.path: tensor.shape for tensor in fragments.tensors}
     names = set(file.keys())
     for missing in sorted(shapes.keys() - names):
         raise SettingsError(
-            f"init = {path}: it lacks tensor {missing!r} of shape {shapes[missing]}{nearest(missing, sorted(names))}"
+            f"{setting}{path}: it lacks tensor {missing!r} of shape {shapes[missing]}{nearest(missing, sorted(names))}"
         )
     for unknown in sorted(names - shapes.keys()):
-        raise SettingsError(f"init = {path}: the model has no tensor {unknown!r}{nearest(unknown, sorted(shapes))}")
+        raise SettingsError(f"{setting}{path}: the model has no tensor {unknown!r}{nearest(unknown, sorted(shapes))}")
     for name, shape in shapes.items():
         found = file.get_slice(name)
         if tuple(found.get_shape()) != shape:
             raise SettingsError(
-                f"init = {path}: tensor {name!r} has the shape {tuple(found.get_shape())}, the model's has {shape}"
+                f"{setting}{path}: tensor {name!r} has the shape {tuple(found.get_shape())}, the model's has {shape}"
             )
         if found.get_dtype() not in FLOATS:
-            raise SettingsError(f"init = {path}: tensor {name!r} is {found.get_dtype()}, expected one of {', '.join(FLOATS)}")
+            raise SettingsError(f"{setting}{path}: tensor {name!r} is {found.get_dtype()}, expected one of {', '.join(FLOATS)}")
 
 
-def _values(path: Path, file: Any, fragment: Fragment) -> NDArray[np.float32]:
+def _values(path: Path, file: Any, fragment: Fragment, setting: str) -> NDArray[np.float32]:
     """Return a fragment's values, float32 [its size]."""
     vector = np.empty(fragment.size, np.float32)
     for piece in fragment.pieces:
@@ -71,6 +71,6 @@ def _values(path: Path, file: Any, fragment: Fragment) -> NDArray[np.float32]:
         with np.errstate(over="ignore"):
             values = np.asarray(rows, np.float32).reshape(-1)
         if not np.isfinite(values).all():
-            raise SettingsError(f"init = {path}: tensor {piece.path!r} holds NaN or infinity, or more than float32 can be")
+            raise SettingsError(f"{setting}{path}: tensor {piece.path!r} holds NaN or infinity, or more than float32 can be")
         vector[piece.offset : piece.offset + piece.size] = values
     return vector

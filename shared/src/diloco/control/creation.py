@@ -25,7 +25,7 @@ from diloco.errors import BrokerError, FenceError, FormatError, RunError, Settin
 from diloco.process import observe
 from diloco.process.observe import Logger
 from diloco.process.retry import until_available
-from diloco.settings.run import TWO_BITS, RunSettings
+from diloco.settings.run import CONTINUES, TWO_BITS, RunSettings
 from diloco.settings.validation import parse
 from diloco.transport import Bucket, Transport
 from diloco.wire.fields import Software
@@ -46,7 +46,7 @@ class Protocol(msgspec.Struct, frozen=True):
     requires: Annotated[list[Feature], msgspec.Meta(max_length=MAX_FEATURES)] = []  # that each member must know beside it
 
 
-FEATURES = frozenset({TWO_BITS})  # those that a run may require of this version (docs/protocol.md, section 16)
+FEATURES = frozenset({TWO_BITS, CONTINUES})  # those that a run may require of this version (docs/protocol.md, section 16)
 _PROTOCOL_DECODER = msgspec.json.Decoder(Protocol)
 
 

@@ -30,6 +30,7 @@ async def await_genesis(
 ) -> tuple[Genesis, bytes]:
     """Return the genesis record and its hash; a learner (None: another service) founds the run if no other does.
 
+    A run that continues another one is founded before it has members, and by no learner: nobody else has its version 0.
     The founder is elected by compare-and-set. One that does not finish within ``liveness.dead_s`` of this member's clock is
     replaced; should both finish, the log's fence lets one genesis record through.
 
@@ -49,7 +50,7 @@ async def await_genesis(
             continue
         if found is not None:
             return found
-        if learner is not None:
+        if learner is not None and run.created.continues is None:
             _, revision = await founder.read()
             if watched is None or watched[0] != revision:
                 watched = (revision, clock())
@@ -61,9 +62,14 @@ async def await_genesis(
                 logger.info("founding")
                 assert initial is not None
                 values = await initial()
-                await log.writer.found(learner, run.created.digest(), values, partial(_decide, run) if run.regions else None)
+                await log.writer.found(learner, run.created.digest(), values, decision(run))
                 continue
         await asyncio.sleep(POLL_S)
+
+
+def decision(run: Run) -> Callable[[bytes], Awaitable[bool]] | None:
+    """Return how to find out whether a genesis record is the run's; None: as the log's fence says, since there is one log."""
+    return partial(_decide, run) if run.regions else None
 
 
 async def _decide(run: Run, genesis_frame: bytes) -> bool:

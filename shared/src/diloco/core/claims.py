@@ -41,11 +41,11 @@ def processed_tokens(settings: RunSettings, grant: Grant | None = None) -> int:
     return 2 * settings.tokens + step_tokens(settings, grant)
 
 
-def furthest_batch(settings: RunSettings) -> int:
-    """Return the end that no share's batches pass: the position after all that a learner can process, in small batches."""
+def furthest_batch(settings: RunSettings, share: int) -> int:
+    """Return the end that a share's batches do not pass: where it is after all that a learner can process, in small batches."""
     task = settings.task
     least = max(1, task.batch * task.context // ISLAND) if task.name == BUILT_IN else 1
-    return processed_tokens(settings) // least
+    return settings.first_batch(share) + processed_tokens(settings) // least
 
 
 def judge(
@@ -68,7 +68,13 @@ def judge(
     cursor = chain.cursors.get(claim.learner) if chain is not None else None
     steps, merged, lost = (cursor.steps, cursor.tokens, cursor.lost_tokens) if cursor else (0, 0, 0)
     held = ranges.batches(claim.data)
-    end = max((first + count for _, first, count in claim.data), default=0)
+    # of the share whose end is furthest from where it begins in this run
+    last, end = max(
+        ((share, first + count) for share, first, count in claim.data),
+        key=lambda held: held[1] - settings.first_batch(held[0]),
+        default=(0, 0),
+    )
+    begins = settings.first_batch(last)
     share = max((share for share, _, _ in claim.data), default=0)
     bounds: list[tuple[str, int, float]] = [
         ("steps, each of a token at least", claim.steps, claim.tokens),
@@ -76,7 +82,7 @@ def judge(
         ("steps since genesis, merged ones included", steps + claim.steps, most_steps(elapsed_s, grant)),
         ("tokens merged, lost and held", merged + claim.tokens + claim.lost_tokens, processed_tokens(settings, grant)),
         ("batches in its steps", held, claim.steps),
-        ("the end of its batches", end, min(furthest_batch(settings), most_steps(elapsed_s))),
+        ("the end of its batches", end, min(furthest_batch(settings, last), begins + most_steps(elapsed_s))),
         ("a share of the data", share, settings.learners + MAX_MEMBERS - 1),
     ]
     if chain is not None:

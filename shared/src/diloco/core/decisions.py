@@ -174,9 +174,9 @@ class Decisions:
         return decided
 
     def _save(self, decision: Decision, wanted: Purpose | None, *, ended: bool) -> Save | None:
-        """Return what is saved at a boundary: the last state of a learner that leaves, or else what is wanted."""
-        if ended:
-            wanted = None if decision.finished else "own"
+        """Return what is saved at a boundary: the last state of a learner that ends, or else what is wanted."""
+        if ended or decision.finished:
+            wanted = "own"
         elif self.saves.under_way is not None:
             wanted = None
         elif decision.save is not None:

@@ -17,7 +17,7 @@ Everything here is pure: claims and tables in, claims and tables out. None inste
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -36,6 +36,8 @@ MAX_ENTRIES = 64  # of a claim: shares held, and shares let go that nobody has t
 MAX_CLAIM_BYTES = 4096  # more than any claim of so many entries needs
 LOOKS_A_LEASE = 10  # looks of each learner within `liveness.lease_s`
 _LAP = 0x9E3779B1  # odd, so that 2**32 laps have as many seeds
+
+FirstBatch = Callable[[int], int]  # by share: the batch with which it begins in this run
 
 
 class ClaimedShare(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -97,7 +99,7 @@ def unpack(data: bytes, learner: str, revision: int, settings: RunSettings) -> S
     bounds = [("shares held", sum(entry.held for entry in entries), MAX_HELD)]
     for entry in entries:
         bounds.append(("a share", entry.share, settings.learners + MAX_MEMBERS - 1))
-        bounds.append((f"the next batch of share {entry.share}", entry.next, furthest_batch(settings)))
+        bounds.append((f"the next batch of share {entry.share}", entry.next, furthest_batch(settings, entry.share)))
     for stated, value, most in bounds:
         if value > most:
             raise ClaimError(f"{what} states what cannot be: {stated}: {value}, at most {most}")
@@ -124,6 +126,11 @@ class Shares:
 
     leases: Mapping[int, Lease]
     learners: int
+    first_batch: FirstBatch
+
+    def lease(self, share: int) -> Lease:
+        """Return the lease of a share; one that nobody claimed is free."""
+        return self.leases.get(share, Lease(share, next=self.first_batch(share)))
 
     def held(self) -> dict[str, list[int]]:
         """Return the shares by holder."""
@@ -146,24 +153,25 @@ class Shares:
         return [lease.share for lease in self.free() if lease.share < self.learners]
 
 
-def fold(claims: Mapping[str, ShareClaim], learners: int) -> Shares:
-    """Return the table that claims, by learner, make of a run's shares."""
+def fold(claims: Mapping[str, ShareClaim], learners: int, first_batch: FirstBatch = lambda share: 0) -> Shares:
+    """Return the table that claims, by learner, make of a run's shares; ``first_batch`` gives where a share begins."""
     stated: dict[int, list[tuple[str, ClaimedShare]]] = {share: [] for share in range(learners)}
     for learner in sorted(claims):
         for entry in claims[learner].entries:
             stated.setdefault(entry.share, []).append((learner, entry))
-    return Shares({share: _lease(share, stated[share]) for share in sorted(stated)}, learners)
+    leases = {share: _lease(share, stated[share], first_batch(share)) for share in sorted(stated)}
+    return Shares(leases, learners, first_batch)
 
 
-def _lease(share: int, stated: list[tuple[str, ClaimedShare]]) -> Lease:
+def _lease(share: int, stated: list[tuple[str, ClaimedShare]], first: int) -> Lease:
     over = max((entry.over for _, entry in stated), default=0)
     newest = max([over, *(entry.since for _, entry in stated if entry.held)])
-    position = max((entry.next for _, entry in stated), default=0)
+    position = max([first, *(entry.next for _, entry in stated)])
     standing = [(learner, entry) for learner, entry in stated if entry.held and entry.since > over]
     if not standing:
         return Lease(share, None, None, position, newest)
-    holder, first = min(standing, key=lambda claimed: claimed[1].since)
-    return Lease(share, holder, first, position, newest)
+    holder, claim = min(standing, key=lambda claimed: claimed[1].since)
+    return Lease(share, holder, claim, position, newest)
 
 
 def data_of(share: int, learners: int, seed: int) -> tuple[int, int]:
@@ -221,7 +229,7 @@ def revised(
         elif lease.holder == claim.learner or (not entry.held and not _taken_over(entry, lease)):
             entries[entry.share] = entry
     for share in take:
-        lease = table.leases.get(share, Lease(share))
+        lease = table.lease(share)
         entries[share] = ClaimedShare(share, True, max(lease.next, positions.get(share, 0)), 0, lease.newest)
     held = [entry for entry in entries.values() if entry.held][:MAX_HELD]
     freed = sorted((entry for entry in entries.values() if not entry.held), key=lambda entry: entry.next)

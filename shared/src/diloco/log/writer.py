@@ -42,21 +42,45 @@ class Writer:
         Version 0 is fenced by genesis: a founder that comes late would store it behind the keyframes of a run under way, and
         hide them. Where there are several logs, ``decide`` says whether a genesis record is the run's.
         """
-        hashes: list[bytes] = []
-        fence = Fence(self.stream.subjects.genesis, 0)
         try:
-            for fragment, theta in zip(self.stream.map.fragments, thetas, strict=True):
-                optimizer = self.stream.optimizers[fragment.index]
-                momentum = np.zeros(optimizer.moments * theta.size, np.float32)
-                chain = Chain(fragment.index, 0, 0, NO_ENTRY, 0, outer.state_hash(theta, momentum))
-                await self.append_keyframe(Replica(chain, theta, momentum, optimizer), None, fence)
-                hashes.append(chain.state_hash)
-            genesis = Genesis(founder, settings_digest, self.stream.map.digest, hashes, self.stream.transport.wall_s())
-            frame = framing.pack(genesis, self.stream.run)
-            if decide is None or await decide(frame):
-                await self.append_genesis(frame)
+            hashes = [await self.append_first(fragment, theta) for fragment, theta in enumerate(thetas)]
+            await self.conclude(founder, settings_digest, hashes, decide)
         except FenceError:
             return
+
+    async def append_first(
+        self, fragment: int, theta: NDArray[np.float32], momentum: NDArray[np.float32] | None = None
+    ) -> bytes:
+        """Store version 0 of a fragment before genesis, float32 [size]; return its state hash.
+
+        ``momentum``: float32 [moments * size]; None for zeros.
+
+        Raises:
+            FenceError: there is a genesis record.
+        """
+        optimizer = self.stream.optimizers[fragment]
+        if momentum is None:
+            momentum = np.zeros(optimizer.moments * theta.size, np.float32)
+        chain = Chain(fragment, 0, 0, NO_ENTRY, 0, outer.state_hash(theta, momentum))
+        await self.append_keyframe(Replica(chain, theta, momentum, optimizer), None, Fence(self.stream.subjects.genesis, 0))
+        return chain.state_hash
+
+    async def conclude(
+        self,
+        founder: str,
+        settings_digest: bytes,
+        hashes: Sequence[bytes],
+        decide: Callable[[bytes], Awaitable[bool]] | None = None,
+    ) -> None:
+        """Store the genesis record of versions 0 that are all stored, by their state ``hashes``, unless ``decide`` says no.
+
+        Raises:
+            FenceError: another one is stored.
+        """
+        genesis = Genesis(founder, settings_digest, self.stream.map.digest, list(hashes), self.stream.transport.wall_s())
+        frame = framing.pack(genesis, self.stream.run)
+        if decide is None or await decide(frame):
+            await self.append_genesis(frame)
 
     async def append_genesis(self, frame: bytes) -> None:
         """Store the genesis record; all keyframes of version 0 must be there.

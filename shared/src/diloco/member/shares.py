@@ -129,7 +129,8 @@ class LeaseClient:
     async def _read(self) -> tuple[Shares, ShareClaim]:
         """Return the table of leases and the own claim."""
         claims = await self._claims.read()
-        return leases.fold(claims, self.learners), claims.get(self.name) or ShareClaim(self.name, self.incarnation, [])
+        table = leases.fold(claims, self.learners, self.run.created.first_batch)
+        return table, claims.get(self.name) or ShareClaim(self.name, self.incarnation, [])
 
     def _let_go(self, table: Shares) -> Collection[int]:
         share = leases.surplus(table, self.name, self._watch.gone)

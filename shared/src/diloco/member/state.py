@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from diloco.process import files
 
 FOLDER = "checkpoints"
 LOANS = "loans"
+BEFORE = "before"  # what a run that continues another has of that one: its weights, and its learners' last states
 
 Values = NDArray[Any]
 
@@ -176,6 +177,27 @@ def snapshot(state_dir: Path, number: int, learner: str, part: int = 0) -> Path:
 def part_file(folder: Path, learner: str, part: int) -> Path:
     """Return the path of a part of a learner's state in a folder of states."""
     return _generations(folder, learner, part)[0]
+
+
+def weights_before(directory: Path) -> Path:
+    """Return the path of the weights with which the run that this one continues has ended."""
+    return directory / BEFORE / "weights.safetensors"
+
+
+def states_before(directory: Path) -> Path:
+    """Return the folder of the states with which learners of the run that this one continues have ended."""
+    return directory / BEFORE / "learners"
+
+
+def ended_before(state_dir: Path, run: bytes) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the state's first file of each learner whose state is there, in order of name.
+
+    ``run``: the identity of the run that this one continues; states of other runs are left out.
+    """
+    for path in sorted(states_before(state_dir).glob("*.safetensors")):
+        name, _, part = path.name.removesuffix(".safetensors").partition(".")
+        if not part and _set_of(path, run, name) is not None:
+            yield name, path
 
 
 def loans(state_dir: Path, learner: str, part: int = 0) -> Path:

@@ -16,7 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 Bits = Literal[2, 4, 8, 16, 32]
 # a slow link never leads to 2 bits: members of a run that does not begin with them need not know them
 AdaptiveBits = Literal[4, 8, 16, 32]
-TWO_BITS = "two_bits"  # the feature that a run with an encoding of 2 bits requires
+# features that a run requires of its members
+TWO_BITS = "two_bits"  # an encoding of 2 bits
+CONTINUES = "continues"  # a version 0 that another run ended with, and shares that begin where that one's ended
 
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}$", description="lower-case letters, digits, - and _")]
@@ -229,6 +231,17 @@ class TaskSettings(_Section):
         return self
 
 
+class ContinuedRun(_Section):
+    """The run that this one continues, which is over: version 0 is the parameters and outer momentum that it ended with."""
+
+    run: Name
+    identity: str = Field(pattern=r"^[0-9a-f]{16}$", description="of that run, in hex")
+    tokens: int = Field(ge=0, le=10**18, description="merged by it, and by those that it continues itself")
+    batches: list[Annotated[int, Field(ge=0, le=2**61)]] = Field(
+        max_length=1 << 14, description="by share of the data: the batch that it begins with here; further shares begin with 0"
+    )
+
+
 # settings of machines, links, the log and liveness, on which no member's bits depend
 DEPLOYMENT = ("shards", "log", "liveness", "regions", "quarantine")
 
@@ -254,6 +267,9 @@ class RunSettings(_Section):
     regions: RegionSettings = RegionSettings()
     quarantine: QuarantineSettings = QuarantineSettings()
     task: TaskSettings = TaskSettings()
+    continues: ContinuedRun | None = Field(None, description="the run that this one continues; set by diloco up --continue")
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"continues"})
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSettings:
@@ -298,11 +314,22 @@ class RunSettings(_Section):
     @property
     def requires(self) -> list[str]:
         """Names of the features that each member of such a run must know (docs/protocol.md, section 16)."""
-        return [TWO_BITS] if 2 in (self.codec.offer_bits, self.codec.record_bits) else []
+        needed = {TWO_BITS: 2 in (self.codec.offer_bits, self.codec.record_bits), CONTINUES: self.continues is not None}
+        return [feature for feature, is_needed in needed.items() if is_needed]
 
     def quorum(self, live_learners: int) -> int:
         """Return the number of learners that must answer before a round may close, of so many that are alive."""
         return max(1, live_learners) if self.round.quorum == "all" else self.round.quorum
+
+    @property
+    def tokens_before(self) -> int:
+        """Tokens that version 0 holds: of the runs that this one continues; 0 if it continues none."""
+        return 0 if self.continues is None else self.continues.tokens
+
+    def first_batch(self, share: int) -> int:
+        """Return the batch with which a share of the data begins in this run."""
+        batches = [] if self.continues is None else self.continues.batches
+        return batches[share] if share < len(batches) else 0
 
     def canonical(self) -> bytes:
         """Return the settings as canonical JSON: equal settings, equal bytes, on any machine."""

@@ -1,0 +1,71 @@
+"""``python -m diloco_learner.evaluate``: evaluate weights in a file as the evaluator does, or draw a sample from them.
+
+Reads ``{"settings": ..., "data": ..., "weights": ..., "sample": ...}`` from stdin. Prints ``{"loss": ..., "units": ...}``,
+or ``{"sample": ...}`` where ``sample`` is not null but ``{"seed": ..., "count": ..., "prompt": ...}`` (null: the task's own).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import SettingsError
+from diloco.process import observe
+from diloco.settings.run import RunSettings
+from diloco.settings.service import LearnerSettings
+from diloco.settings.validation import parse
+from diloco_learner import weights
+from diloco_learner.beginning import set_up_jax
+from diloco_learner.check import users_errors
+from diloco_learner.evaluator import units_of
+from diloco_learner.island import Island
+from diloco_learner.mesh import make_mesh
+from diloco_learner.task import Task, load_task
+
+
+def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the loss of the weights in a file on the task's validation batches, with its units; or a sample.
+
+    Raises:
+        SettingsError: the file does not fit the task's model; the task lacks something, or one of its methods fails.
+        DataError: its data is missing, unreadable or too short.
+    """
+    own = LearnerSettings(name="evaluator")  # with what DILOCO_* says of its mesh and the cache, as an evaluator has them
+    set_up_jax(own)
+    with users_errors(settings.task):
+        island = Island(load_task(settings.task, data), settings, make_mesh(own.mesh))
+        weights.put(path, island, island.fragments(), setting="")
+        if sample is None:
+            loss = island.evaluate()
+            return {"loss": loss if math.isfinite(loss) else None, "units": units_of(island.task)}
+        if sample["prompt"] is not None and not takes_prompt(island.task):
+            raise SettingsError(
+                f"task.name = {settings.task.name!r}: its sample() has no parameter 'prompt': leave out --prompt"
+            )
+        drawn = island.sample(sample["seed"], sample["count"], sample["prompt"])
+        if drawn is None:
+            raise SettingsError(f"task.name = {settings.task.name!r}: it has no sample(), which draws from the model")
+        return {"sample": drawn}
+
+
+def takes_prompt(task: Task) -> bool:
+    """Return whether a task's ``sample``, if it has one, goes on from a text."""
+    draw = getattr(task, "sample", None)
+    try:
+        return draw is None or "prompt" in inspect.signature(draw).parameters
+    except (TypeError, ValueError):  # a callable that says nothing of its parameters
+        return False
+
+
+def _main() -> None:
+    request = json.load(sys.stdin)
+    settings = parse(RunSettings, request["settings"], "the run")
+    print(json.dumps(evaluate(settings, request["data"], Path(request["weights"]), request["sample"])))
+
+
+if __name__ == "__main__":
+    sys.exit(observe.run_main(_main, "diloco-learner"))
