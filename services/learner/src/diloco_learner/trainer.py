@@ -85,8 +85,12 @@ class Steered(Protocol):
 
 
 def carry_out(boundary: Boundary, island: Island, member: Steered, settings: RunSettings) -> None:
-    """Write the versions of a boundary into the island, and hand readers to the member."""
-    for fragment, applied in boundary.applies:
+    """Write the versions of a boundary into the island, and hand readers to the member.
+
+    Versions are taken out of the boundary: it would keep the parameters before them during the whole next step.
+    """
+    while boundary.applies:
+        fragment, applied = boundary.applies.pop(0)
         alpha = 0.0 if applied.reset else settings.apply.alpha
         island.write(member.map.fragments[fragment], applied.theta, applied.reference, alpha)
     for fragment in boundary.reads:
