@@ -123,9 +123,9 @@ class Learner:
         return sum(sum(self.tokens_of[first : first + count]) for _, first, count in data)
 
 
-def learner(overlap: bool = True, *, feedback: bool = True) -> Learner:
+def learner(overlap: bool = True, *, feedback: bool = True, error_bits: Bits = ERROR_BITS) -> Learner:
     base = vector(100, 200)
-    return Learner(Delta("ann", 7, overlap, feedback, base, 0, hash_of(0)), base.copy())
+    return Learner(Delta("ann", 7, overlap, feedback, base, 0, hash_of(0), error_bits=error_bits), base.copy())
 
 
 def chain_at(version: int, cursor: tuple[int, int]) -> Chain:
@@ -391,13 +391,21 @@ def test_nothing_is_lost_of_a_learner_that_is_in_time(schedule: list[Any], feedb
     np.testing.assert_array_equal(ann.moved, -ann.sent + (ann.value - ann.delta.values.base))
 
 
-@given(IN_TIME, st.lists(st.sampled_from([2, 4, 8, 16, 32]), min_size=1, max_size=4))
-def test_with_error_feedback_quantisation_loses_nothing_either(schedule: list[Any], bits: list[Bits]) -> None:
-    ann = learner()
+@pytest.mark.parametrize(
+    ("error_bits", "lost"),
+    # a round without steps since its offer loses 1/254 of an error, which is at most 25 here
+    [(PLAIN_BITS, 0.0), (ERROR_BITS, 0.1)],
+)
+@given(schedule=IN_TIME, bits=st.lists(st.sampled_from([2, 4, 8, 16, 32]), min_size=1, max_size=4))
+def test_with_error_feedback_quantisation_loses_nothing_either(
+    error_bits: Bits, lost: float, schedule: list[Any], bits: list[Bits]
+) -> None:
+    ann = learner(error_bits=error_bits)
     play(ann, rounds_in_time(schedule), *bits)
+    rounds = sum(event[0] == "round" and not event[2] for event in schedule)
     known = ann.delta.error()
     error = vector(0, 0) if known is None else known
-    np.testing.assert_allclose(ann.moved, -(ann.sent + error) + (ann.value - ann.delta.values.base), atol=0.02)
+    np.testing.assert_allclose(ann.moved, -(ann.sent + error) + (ann.value - ann.delta.values.base), atol=0.02 + lost * rounds)
 
 
 @given(SCHEDULES, SCHEDULES, st.booleans())

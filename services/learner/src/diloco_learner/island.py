@@ -241,8 +241,8 @@ class Island:
         """Queue ``alpha * value + (1 - alpha) * kept``, where ``kept`` is ``theta + (value - reference)``, else ``theta``.
 
         ``alpha`` is the mixing of Decoupled DiLoCo (arXiv 2604.21428) on receipt. Without ``reference`` and ``alpha`` the value
-        becomes ``theta`` whatever it was, NaN too; without ``reference`` gradients that are held are dropped. Both are float32
-        [size of the fragment]; ``theta``, and what the reference is made of, must not change until the next step has ended.
+        becomes ``theta`` whatever it was, NaN too; without ``reference`` gradients that are held are dropped.
+        Both are float32 [size of the fragment], and made of what must not change until the next step has ended.
         """
         for piece in fragment.pieces:
             at, values = self._index[piece.path], _part(theta, piece)

@@ -296,7 +296,7 @@ class DeltaValues:
     dropped, are its body and its quantisation error: that becomes the error as it is, and the displacement follows from both.
     A dropped offer that is merged after all leaves no error.
 
-    Quantisation errors are quantised themselves, to ``error_bits``. Where the version that merges an offer keeps the progress
+    Quantisation errors are quantised themselves, to ``error_bits``. Where a version merges an offer and keeps the progress
     since, nothing is lost thereby: the reference is made of the same error, so the difference stays in the learner's value,
     and goes with the next offer. Else it is lost: with 8 bits at most 1/254 of the largest error of its block.
     """
