@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from diloco.control import creation
 from diloco.core.accounts import StepDone
-from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, build_map
+from diloco.core.fragments import Fragment, FragmentMap, Piece, TensorSpec, build_map
 from diloco.core.leases import RoundRobin
 from diloco.member.member import Boundary, Member
 from diloco.nats.connection import malloc_environment
@@ -95,25 +95,29 @@ class Island:
         return partial(fragment.gather, self.tensors)
 
     def write(self, boundary: Boundary) -> None:
-        """Write a boundary's versions."""
-        for index, applied in boundary.applies:
-            vector = applied.theta
+        """Write a boundary's versions, and let go of them, as a trainer does."""
+        while boundary.applies:
+            index, applied = boundary.applies.pop(0)
             fragment = self.map.fragments[index]
-            if applied.reference is not None:
-                vector = fragment.gather(self.tensors)
-                vector -= applied.reference
-                vector += applied.theta
-            scatter(fragment, vector, self.tensors)
+            if applied.reference is None:
+                scatter(fragment, applied.theta, self.tensors)
+                continue
+            for piece in fragment.pieces:
+                start, stop = piece.offset, piece.offset + piece.size
+                values = _rows(piece, self.tensors)
+                values -= applied.reference[start:stop].reshape(piece.shape)
+                values += applied.theta[start:stop].reshape(piece.shape)
 
 
 def scatter(fragment: Fragment, vector: NDArray[np.float32], tensors: Mapping[str, NDArray[np.float32]]) -> None:
     """Copy a fragment's values, float32 [size], into ``tensors``, in place: the inverse of :meth:`Fragment.gather`."""
     for piece in fragment.pieces:
-        values = vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
-        if piece.shape:
-            tensors[piece.path][piece.row_start : piece.row_stop] = values
-        else:
-            tensors[piece.path][...] = values
+        _rows(piece, tensors)[...] = vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
+
+
+def _rows(piece: Piece, tensors: Mapping[str, NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Return a piece's values where they lie."""
+    return tensors[piece.path][piece.row_start : piece.row_stop] if piece.shape else tensors[piece.path][...]
 
 
 @dataclass(frozen=True)
@@ -305,8 +309,8 @@ def follow(island: Island, member: Member, fragment_map: FragmentMap, done: Step
     while left:
         boundary = member.boundary(done)
         done = None
-        island.write(boundary)
         left -= {index for index, _ in boundary.applies}
+        island.write(boundary)
         for index in boundary.reads:
             member.submit(index, island.reader(fragment_map.fragments[index]))
         if left:
@@ -359,12 +363,13 @@ def learner_main(pipe: Connection, url: str, settings: Mapping[str, Any], parame
             elif word == "step":
                 island.step(rng)
                 boundary = member.boundary(StepDone(STEP_TOKENS, *round_robin.next(member.leased()), 1.0, 0.1, 0.0))
+                applied = len(boundary.applies)
                 island.write(boundary)
                 for index in boundary.reads:
                     # the next step changes the parameters, so what may be asked for is copied now
                     snapshot = fragment_map.fragments[index].gather(island.tensors)
                     member.submit(index, snapshot.view)
-                pipe.send(len(boundary.applies))
+                pipe.send(applied)
             else:
                 pipe.send((tracer.events, link.bytes_out, link.bytes_in))
 

@@ -8,13 +8,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core import delta
+from diloco.core import delta, quantise
 from diloco.core.chain import Chain
-from diloco.core.delta import Apply, Carried, DeltaState, DeltaValues, PendingDelta
+from diloco.core.delta import ERROR_BITS, Apply, Carried, DeltaState, DeltaValues, PendingDelta
 from diloco.wire.entries import Record
 from diloco.wire.fields import Bits, Range
 
 Vector = NDArray[np.float32]
+
+
+def written(applied: Apply, value: Vector) -> Vector:
+    """A learner's value, float32 [size], after a version was written into it."""
+    if applied.reference is None:
+        return applied.theta.copy()
+    return applied.theta + (value - applied.reference[:])
 
 
 class Delta:
@@ -30,10 +37,11 @@ class Delta:
         base_version: int,
         base_hash: bytes,
         gradients: bool = False,
+        error_bits: Bits = ERROR_BITS,
         **counts: Any,
     ) -> None:
         self.state = DeltaState(learner, incarnation, overlap, base_version, base_hash, **counts)
-        self.values = DeltaValues(base, error_feedback, gradients)
+        self.values = DeltaValues(base, error_feedback, gradients, error_bits)
         self.carried: Carried | None = None
 
     def offer(
@@ -44,6 +52,11 @@ class Delta:
         offer = self.state.offer(steps, tokens, data, round_version, bits)
         self.values.hold(offer.identity, encoded)
         return offer
+
+    def error(self) -> Vector | None:
+        """The quantisation error that goes into the next offer."""
+        values = self.values
+        return None if values.error is None else quantise.dequantise(values.error, values.base.size, values.error_bits)
 
     def body(self, offer: PendingDelta) -> NDArray[np.uint8]:
         """An pending offer's quantised outer gradient."""

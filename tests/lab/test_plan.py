@@ -118,13 +118,13 @@ def test_learners_by_hand(planned: Any) -> None:
     one, other = planned().islands
     assert (one.site, other.site) == ("a", "b")
     assert (one.chips, one.hosts, one.data, one.fsdp, one.state_bytes, one.state_share) == (4, 1, 2, 2, 8e6, 0.5)
-    assert (one.host_bytes, one.host_most_bytes, one.rows_bytes) == (14e6, 20e6, 0)
+    assert (one.host_bytes, one.host_most_bytes, one.rows_bytes) == (12e6, 16e6, 0)
     assert one.sent_bytes == 2e6  # 16 bits
     # hosts of one chip: each has half of the rows. Of a version of a quarter of the model three others get half of its rows,
     # and for others' offers a host sends the half that it has of theirs
     apart = planned(("chips_per_slice = 1", "chips_per_slice = 1\nchips_per_host = 1")).islands[0]
     assert (apart.hosts, apart.data, apart.fsdp) == (4, 2, 2)
-    assert (apart.host_bytes, apart.sent_bytes, apart.rows_bytes) == (3.5e6, 0.5e6, 4 * (250e3 * 0.5 * 3 + 250e3 * 0.5))
+    assert (apart.host_bytes, apart.sent_bytes, apart.rows_bytes) == (3e6, 0.5e6, 4 * (250e3 * 0.5 * 3 + 250e3 * 0.5))
 
 
 def test_chips_without_room_for_activations_are_said(planned: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.deltas import Delta
+from tests.deltas import Delta, written
 from tests.protocol import make_delta
 
 from diloco.core.accounts import Accounts
@@ -78,6 +78,7 @@ class Player:
             vector(begin["theta"]),
             begin["version"],
             hash_of(begin["version"]),
+            error_bits=32,  # the files have `e` as float32 has it
             after=(begin["cursor"][0], begin["cursor"][1]),
             lost_tokens=begin["lost_tokens"],
         )
@@ -143,7 +144,7 @@ class Player:
         counts.lost_tokens = self.accounts.tokens - event["cursor_tokens"] - counts.tokens
 
     def seen(self) -> dict[str, Any]:
-        counts, error = self.delta.state, self.delta.values.error
+        counts, error = self.delta.state, self.delta.error()
         return {
             "x": self.x.tolist(),
             "base_version": counts.base_version,
@@ -158,9 +159,7 @@ class Player:
     def _write(self, applied: Apply) -> None:
         """Write a version into the value, as a learner does."""
         old = self.x
-        self.x = applied.theta.copy()
-        if applied.reference is not None:
-            self.x = self.x + (old - applied.reference)
+        self.x = written(applied, old)
         alpha = np.float32(self.settings["apply.alpha"])
         if alpha and not applied.reset:
             self.x = alpha * old + (1 - alpha) * self.x

@@ -337,7 +337,7 @@ class ToyModel:
     def write(self, fragment: int, applied: Apply) -> None:
         old, new = self.snapshot(fragment), applied.theta
         if applied.reference is not None:
-            new = new + (old - applied.reference)
+            new = new + (old - applied.reference[:])
         scatter(self.map.fragments[fragment], new, self.task.tensors)
 
     def snapshot(self, fragment: int) -> NDArray[np.float32]:
@@ -394,6 +394,27 @@ async def test_life_that_began_with_a_state_that_is_gone_is_said_to_be_unchecked
 
     assert b"unknown!".hex() in first.unchecked
     assert (first.wrong, first.steps) == ("", 0)
+    assert not any(life.unchecked or life.wrong for life in others)
+
+
+@pytest.mark.parametrize(
+    ("bits", "wrong", "unchecked"),
+    # a tape without the event is of an earlier version, whose errors were float32; these offers were made with 8 bits
+    [(None, "offer", ""), (32, "offer", ""), (8, "", ""), (5, "", "its tape has quantisation errors of 5 bits")],
+)
+async def test_offers_are_made_again_with_errors_of_the_bits_on_the_tape(
+    copy: Finished, bits: int | None, wrong: str, unchecked: str
+) -> None:
+    run = rundir.load(copy.path)
+    known = tape.load(copy.tape("toy-0"), framing.run_id(run.name, run.settings.digest())).events()
+    start, *rest = [event for event in known if not isinstance(event, events.ErrorBits)]
+    write_tape(copy, "toy-0", [start, *([] if bits is None else [events.ErrorBits(bits)]), *rest])
+
+    first, *others = await redo(copy.path)
+
+    assert wrong in first.wrong
+    assert bool(first.wrong) == bool(wrong)
+    assert first.unchecked == unchecked
     assert not any(life.unchecked or life.wrong for life in others)
 
 

@@ -298,7 +298,7 @@ class Toy:
             old = fragment.gather(task.tensors)
             new = applied.theta
             if applied.reference is not None:
-                new = new + (old - applied.reference)
+                new = new + (old - applied.reference[:])
             if alpha and not applied.reset:
                 new = np.float32(alpha) * old + np.float32(1 - alpha) * new
             scatter(fragment, new, task.tensors)

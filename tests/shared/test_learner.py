@@ -118,7 +118,7 @@ class World:
         for each in applied:
             if each.write is not None:
                 old, write = self.values[each.application.fragment], each.write
-                kept = 0.0 if write.reference is None else old - write.reference
+                kept = 0.0 if write.reference is None else old - write.reference[:]
                 self.values[each.application.fragment] = write.theta + kept
 
     def boundary(self) -> Decision:

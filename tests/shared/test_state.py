@@ -138,8 +138,8 @@ def test_foreign_ones_are_refused(tmp_path: Path) -> None:
 def test_another_format_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save(path)
-    path.write_bytes(path.read_bytes().replace(b"diloco-learner-4", b"diloco-learner-9"))
-    with pytest.raises(RunError, match="its format is 'diloco-learner-9', expected 'diloco-learner-4'"):
+    path.write_bytes(path.read_bytes().replace(b"diloco-learner-5", b"diloco-learner-9"))
+    with pytest.raises(RunError, match="its format is 'diloco-learner-9', expected 'diloco-learner-5'"):
         state.load(path, RUN, "learner-0")
 
 

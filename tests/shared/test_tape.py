@@ -178,7 +178,7 @@ def test_lives_of_a_learner() -> None:
 def test_a_life_has_the_lengths_of_its_steps_and_of_the_ways_of_its_offers(tmp_path: Path) -> None:
     writer = TapeFile(tmp_path, "learner-0", RUN, log()[1])
     taped = LearnerTape(writer)
-    taped.start(Start(5, 100, (3, 4)), 50.0)
+    taped.start(Start(5, 100, (3, 4)), 8, 50.0)
     for number, now_s in enumerate([50.1004, 50.3008, 50.4004]):
         taped.step(StepDone(64, 0, number, None, 0.1, 0.0), now_s)
     writer.record(Sent(1, 30))

@@ -137,7 +137,7 @@ class Learner:
             self.marker = self.marker[0], False  # what was between was never seen
         new = applied.theta.copy()
         if applied.reference is not None:
-            new += self.values[index] - applied.reference
+            new += self.values[index] - applied.reference[:]
         self.values[index] = new
         if self.gradients and applied.reference is None:
             self.gradients[index] = np.zeros_like(new)

@@ -153,10 +153,13 @@ class ReplayedLearner:
         """Begin with the versions that the tape begins with.
 
         Raises:
-            RunError: the log does not have one of them.
+            RunError: the log does not have one of them, or quantisation errors were kept in bits that there are not.
         """
         self.model = model
-        self.learner = Learner(name, "learner", "", life.start.incarnation, run.created)
+        bits = known_bits(life.error_bits)
+        if bits is None:
+            raise RunError(f"its tape has quantisation errors of {life.error_bits} bits")
+        self.learner = Learner(name, "learner", "", life.start.incarnation, run.created, bits)
         self._cursors = [history.cursor() for history in histories]
         if len(life.start.versions) != len(self._cursors):
             raise RunError(f"its tape begins with {len(life.start.versions)} fragments, the run has {len(self._cursors)}")
@@ -228,7 +231,7 @@ class ReplayedLearner:
             RunError: the tape has an offer of a precision that there is not, or before its fragment was applied.
         """
         index, state = event.fragment, self.learner.fragments[event.fragment]
-        bits = next((known for known in get_args(Bits) if known == event.bits), None)
+        bits = known_bits(event.bits)
         if bits is None or state.phase is Phase.JOINING:
             raise RunError(f"fragment {index}: its tape has offer {event.number} of {event.bits} bits")
         self.learner.submit(index, lambda: self.model.snapshot(index))
@@ -242,6 +245,11 @@ class ReplayedLearner:
     def copy(self) -> tuple[Dump, State]:
         """Return the learner's and the model's state."""
         return self.learner.dump([]), self.model.state()
+
+
+def known_bits(bits: int) -> Bits | None:
+    """Return a number of bits of quantised values as one that there is, or None."""
+    return next((known for known in get_args(Bits) if known == bits), None)
 
 
 def replay(

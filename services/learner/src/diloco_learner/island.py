@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
+from diloco.core.delta import Reference
 from diloco.core.fragments import Fragment, FragmentMap, Piece, TensorSpec, build_map
 from diloco.core.rows import RowLayout, Rows
 from diloco.errors import RunError, SettingsError
@@ -236,12 +237,12 @@ class Island:
         """Queue a copy of what an offer is made of: the values; for an outer AdamW the gradients since they were written."""
         return self._reading(fragment, self._leaves if self._gradients is None else self._gradients)
 
-    def write(self, fragment: Fragment, theta: Vector, reference: Vector | None = None, alpha: float = 0.0) -> None:
+    def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
         """Queue ``alpha * value + (1 - alpha) * kept``, where ``kept`` is ``theta + (value - reference)``, else ``theta``.
 
         ``alpha`` is the mixing of Decoupled DiLoCo (arXiv 2604.21428) on receipt. Without ``reference`` and ``alpha`` the value
-        becomes ``theta`` whatever it was, NaN too; without ``reference`` gradients that are held are dropped. The vectors,
-        float32 [size of the fragment], must not change until the next step has ended.
+        becomes ``theta`` whatever it was, NaN too; without ``reference`` gradients that are held are dropped.
+        Both are float32 [size of the fragment], and made of what must not change until the next step has ended.
         """
         for piece in fragment.pieces:
             at, values = self._index[piece.path], _part(theta, piece)
@@ -448,5 +449,5 @@ def _optimizer_name(path: Any) -> str:
     return "optimizer/" + jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _part(vector: Vector, piece: Piece) -> Vector:
+def _part(vector: Reference | Vector, piece: Piece) -> Vector:
     return vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core.accounts import StepDone
+from diloco.core.delta import Reference
 from diloco.core.fragments import Fragment, Piece, TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
 from diloco.member.member import Boundary, Member
@@ -96,7 +97,7 @@ class Parameters:
         """Queue a copy of a fragment's values."""
         return Reading(fragment, tuple(leaves.read(self._leaves[self._index[piece.path]], piece) for piece in fragment.pieces))
 
-    def write(self, fragment: Fragment, theta: Vector, reference: Vector | None = None, alpha: float = 0.0) -> None:
+    def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
         """Write a fragment, as :func:`diloco_learner.leaves.write` does; vectors are float32 [size of the fragment]."""
         for piece in fragment.pieces:
             at, known = self._index[piece.path], None if reference is None else _part(reference, piece)
@@ -360,5 +361,5 @@ def _checked(path: str, leaf: Any) -> Leaf:
     return leaf
 
 
-def _part(vector: Vector, piece: Piece) -> Vector:
+def _part(vector: Reference | Vector, piece: Piece) -> Vector:
     return vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)

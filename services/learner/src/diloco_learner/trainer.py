@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from diloco.core.accounts import StepDone
+from diloco.core.delta import Reference
 from diloco.core.fragment_state import Reader
 from diloco.core.fragments import Fragment, FragmentMap
 from diloco.core.pace import Average
@@ -87,16 +88,20 @@ class Steered(Protocol):
 class Carried(Protocol):
     """Parameters that versions are written into, and that offers are read from: an island's, or a loop's of one's own."""
 
-    def write(self, fragment: Fragment, theta: Vector, reference: Vector | None = None, alpha: float = 0.0) -> None:
-        """Write a fragment; vectors are float32 [size of the fragment]."""
+    def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
+        """Write a fragment; ``theta`` is float32 [size of the fragment]."""
 
     def snapshot(self, fragment: Fragment) -> Reading:
         """Queue a copy of what an offer of a fragment is made of."""
 
 
 def carry_out(boundary: Boundary, parameters: Carried, member: Steered, settings: RunSettings) -> None:
-    """Write the versions of a boundary into the parameters, and hand readers to the member."""
-    for fragment, applied in boundary.applies:
+    """Write the versions of a boundary into the parameters, and hand readers to the member.
+
+    Versions are taken out of the boundary: it would keep the parameters before them during the whole next step.
+    """
+    while boundary.applies:
+        fragment, applied = boundary.applies.pop(0)
         alpha = 0.0 if applied.reset else settings.apply.alpha
         parameters.write(member.map.fragments[fragment], applied.theta, applied.reference, alpha)
     for fragment in boundary.reads:

@@ -36,19 +36,82 @@ from diloco.wire.fields import Bits, Range
 from diloco.wire.offers import Answer, Offer
 
 Vector = NDArray[np.float32]
+Raw = NDArray[np.uint8]
+ERROR_BITS: Bits = 8  # of the quantisation errors that a learner keeps
+PLAIN_BITS: Bits = 32  # of those of earlier versions, in their states and on their tapes
+CHUNK = 1 << 16  # values made at a time, so that they are still in the cache for the next pass
 _PLAIN = ("base_version", "after", "steps", "tokens", "lost_tokens", "data")
 _PLAIN_OFFER = ("bits", "dropped")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The arrays of an offer: ``body``, and ``rest``, the body of its quantisation error; both uint8 [bytes]."""
+
+    body: Raw
+    rest: Raw
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The displacement that a pending offer states, as far as what is kept of it tells: ``error`` less body and rest.
+
+    ``bits`` are the body's, ``error_bits`` those of ``encoded.rest`` and ``error``, the error before the offer, uint8 [bytes].
+    """
+
+    encoded: Encoded
+    bits: Bits
+    error: Raw | None
+    error_bits: Bits
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The value that a learner's progress is counted from: ``base``, float32 [size of the fragment], plus what was offered.
+
+    A slice of it is made where it is asked for, so that the whole takes no memory. Its arrays are never written to.
+    """
+
+    base: Vector
+    offered: Offered | None = None
+
+    def __getitem__(self, where: slice) -> Vector:
+        """Return a slice of consecutive values, float32 [its length], which must not be written to."""
+        if self.offered is None:
+            return self.base[where]
+        start, stop, step = where.indices(self.base.size)
+        assert step == 1
+        out = np.empty(stop - start, np.float32)
+        begin = start - start % quantise.BLOCK
+        scratch = np.empty((2, min(CHUNK, stop - begin)), np.float32)
+        for first in range(begin, stop, CHUNK):
+            last = min(first + CHUNK, stop)
+            moved, more = scratch[:, : last - first]
+            self._displacement(self.offered, first, moved, more)
+            known = max(first, start)
+            np.add(self.base[known:last], moved[known - first :], out=out[known - start : last - start])
+        return out
+
+    def _displacement(self, offered: Offered, start: int, out: Vector, scratch: Vector) -> None:
+        """Compute the displacement from ``start``, a multiple of the block, into ``out``; ``scratch`` is of its size."""
+        size, encoded, bits = self.base.size, offered.encoded, offered.error_bits
+        quantise.dequantise(encoded.body, size, offered.bits, out, start=start)
+        out += quantise.dequantise(encoded.rest, size, bits, scratch, start=start)
+        if offered.error is None:
+            np.negative(out, out=out)
+        else:
+            np.subtract(quantise.dequantise(offered.error, size, bits, scratch, start=start), out, out=out)
 
 
 @dataclass(frozen=True)
 class Apply:
     """How to write a version into the model: ``theta + (value - reference)``, or plainly ``theta`` without a reference.
 
-    ``theta`` and ``reference`` are float32 [size of the fragment].
+    ``theta`` is float32 [size of the fragment], and so is the reference.
     """
 
     theta: Vector
-    reference: Vector | None
+    reference: Reference | Vector | None
     reset: bool = False  # the log was loaded or rolled back: nothing of the value is to be mixed in (apply.alpha)
 
 
@@ -222,30 +285,27 @@ class DeltaState:
         return Carried(False, merged, forgotten, cleared)
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """The arrays of an offer: ``body``, uint8 [bytes], and ``rest``, float32 [size], which quantisation left over."""
-
-    body: NDArray[np.uint8]
-    rest: Vector
-
-
 @dataclass
 class DeltaValues:
-    """The arrays of one fragment's pending delta; ``base`` and ``error`` are float32 [size of the fragment].
+    """The arrays of one fragment's pending delta: ``base``, float32 [size of the fragment], and ``error``, uint8 [bytes].
 
     Snapshots are the learner's values; with ``gradients`` they are the gradients of its steps since the base, which its value
     need not hold: ``theta - (theta - g)`` would round a small ``g`` to the precision of ``theta``.
 
     ``base`` is never written to; it may be shared with the replica that folds the log. Kept of a pending offer, until it is
-    dropped, are its body and what quantisation left over of it: that becomes the error as it is, and the displacement follows
-    from both. A dropped offer that is merged after all leaves no error.
+    dropped, are its body and its quantisation error: that becomes the error as it is, and the displacement follows from both.
+    A dropped offer that is merged after all leaves no error.
+
+    Quantisation errors are quantised themselves, to ``error_bits``. Where a version merges an offer and keeps the progress
+    since, nothing is lost thereby: the reference is made of the same error, so the difference stays in the learner's value,
+    and goes with the next offer. Else it is lost: with 8 bits at most 1/254 of the largest error of its block.
     """
 
     base: Vector
     error_feedback: bool
     gradients: bool
-    error: Vector | None = None
+    error_bits: Bits = ERROR_BITS
+    error: Raw | None = None
     held: dict[tuple[int, int], Encoded] = field(default_factory=dict)  # by incarnation and number of an offer
 
     def encode(self, snapshot: Vector, bits: Bits) -> Encoded:
@@ -256,8 +316,9 @@ class DeltaValues:
         """
         gradient = snapshot if self.gradients else np.subtract(self.base, snapshot, out=snapshot)
         if self.error is not None:
-            gradient += self.error
-        return Encoded(quantise.quantise(gradient, bits, error=gradient), gradient)
+            _add(self.error, self.error_bits, gradient)
+        body = quantise.quantise(gradient, bits, error=gradient)
+        return Encoded(body, quantise.quantise(gradient, self.error_bits))
 
     def hold(self, identity: tuple[int, int], encoded: Encoded) -> None:
         """Keep the arrays of an offer, named by incarnation and number, until its fate is known, or it is dropped."""
@@ -274,10 +335,12 @@ class DeltaValues:
 
     def prepare(self, carried: Carried, theta: Vector) -> Apply:
         """Return how a version, ``theta`` float32 [size], is written into the model; nothing changes here."""
-        reference: Vector | None = None
-        if carried.keeps:
-            reference = self.base if carried.merged is None else np.add(self.base, self._displacement(carried.merged))
-        return Apply(theta, reference, carried.reset)
+        merged, offered = carried.merged, None
+        if not carried.keeps:
+            return Apply(theta, None, carried.reset)
+        if merged is not None:
+            offered = Offered(self.held[merged.identity], merged.bits, self.error, self.error_bits)
+        return Apply(theta, Reference(self.base, offered), carried.reset)
 
     def commit(self, carried: Carried, pending: Iterable[Unmerged], theta: Vector) -> None:
         """Take over a version that was written, ``theta`` float32 [size], as the base."""
@@ -288,17 +351,6 @@ class DeltaValues:
             self.error = None if merged.dropped else self.held[merged.identity].rest
         self.held = {offer.identity: self.held[offer.identity] for offer in pending if not offer.dropped}
         self.base = theta
-
-    def _displacement(self, offer: Unmerged) -> Vector:
-        """Return an offer's displacement, float32 [size]."""
-        encoded = self.held[offer.identity]
-        moved = quantise.dequantise(encoded.body, encoded.rest.size, offer.bits)
-        moved += encoded.rest
-        if self.error is None:
-            np.negative(moved, out=moved)
-        else:
-            np.subtract(self.error, moved, out=moved)
-        return moved
 
 
 def dump(state: DeltaState) -> dict[str, Any]:
@@ -313,17 +365,22 @@ def dump(state: DeltaState) -> dict[str, Any]:
 
 
 def dump_arrays(values: DeltaValues, pending: Sequence[Unmerged]) -> dict[str, NDArray[Any]]:
-    """Return the arrays by name, float32 [size] and (bodies) uint8 [bytes], for a checkpoint.
+    """Return the arrays by name for a checkpoint: ``base``, float32 [size]; bodies and quantisation errors, uint8 [bytes].
 
-    ``pending`` are the offers whose fate is unknown, by whose order they are named.
+    Quantisation errors of 32 bits are float32 [size], as in states of earlier versions. ``pending`` are the offers whose fate
+    is unknown, by whose order they are named.
     """
+
+    def shown(error: Raw) -> NDArray[Any]:
+        return error.view(np.float32) if values.error_bits == PLAIN_BITS else error
+
     arrays: dict[str, NDArray[Any]] = {"base": values.base}
     if values.error is not None:
-        arrays["error"] = values.error
+        arrays["error"] = shown(values.error)
     for i, offer in enumerate(pending):
         if not offer.dropped:
             encoded = values.held[offer.identity]
-            arrays[f"offer/{i}/body"], arrays[f"offer/{i}/rest"] = encoded.body, encoded.rest
+            arrays[f"offer/{i}/body"], arrays[f"offer/{i}/rest"] = encoded.body, shown(encoded.rest)
     return arrays
 
 
@@ -344,20 +401,37 @@ def load(state: DeltaState, plain: Mapping[str, Any]) -> DeltaState:
 def load_arrays(values: DeltaValues, pending: Sequence[Unmerged], arrays: Mapping[str, NDArray[Any]]) -> DeltaValues:
     """Return ``arrays`` as :func:`dump_arrays` gave them, for a process that begins with ``values``.
 
-    They are float32 [size] and (bodies) uint8 [bytes]; ``pending`` is as it was then.
+    Those of an earlier version, whose quantisation errors are float32 [size], serve too. ``pending`` is as it was then.
 
     Raises:
         LookupError, ValueError: an array is missing, or of another size.
+        NonFiniteError: a quantisation error of an earlier version is NaN or infinite.
     """
-    size = values.base.size
-    wrong = [name for name, array in arrays.items() if not name.endswith("/body") and array.shape != values.base.shape]
-    if wrong:
-        raise ValueError(f"a fragment of {arrays[wrong[0]].size} parameters, expected {size}")
-    restored = replace(values, base=arrays["base"], error=arrays.get("error"), held={})
+    size, bits = values.base.size, values.error_bits
+    if arrays["base"].shape != values.base.shape:
+        raise ValueError(f"a fragment of {arrays['base'].size} parameters, expected {size}")
+
+    def taken(name: str) -> Raw:
+        array = arrays[name]
+        if array.dtype == np.float32 and array.shape == values.base.shape:
+            return quantise.quantise(array, bits)
+        if array.dtype != np.uint8 or array.shape != (quantise.body_bytes(size, bits),):
+            raise ValueError(f"array {name!r} is {array.dtype} {array.shape}, expected {size} values in {bits} bits")
+        return array
+
+    restored = replace(values, base=arrays["base"], error=taken("error") if "error" in arrays else None, held={})
     for i, offer in enumerate(pending):
         if not offer.dropped:
-            restored.hold(offer.identity, Encoded(arrays[f"offer/{i}/body"], arrays[f"offer/{i}/rest"]))
+            restored.hold(offer.identity, Encoded(arrays[f"offer/{i}/body"], taken(f"offer/{i}/rest")))
     return restored
+
+
+def _add(error: Raw, bits: Bits, out: Vector) -> None:
+    """Add a quantisation error, uint8 [bytes], to ``out``, float32 [size]."""
+    scratch = np.empty(min(CHUNK, out.size), np.float32)
+    for start in range(0, out.size, CHUNK):
+        part = out[start : start + CHUNK]
+        part += quantise.dequantise(error, out.size, bits, scratch[: part.size], start=start)
 
 
 def _typed(plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from diloco import __version__
 from diloco.core import bandwidth, budget, delta
 from diloco.core.accounts import Accounts, StepDone, Traffic
 from diloco.core.changes import Effective
-from diloco.core.delta import DeltaState, DeltaValues, Encoded, PendingDelta
+from diloco.core.delta import ERROR_BITS, DeltaState, DeltaValues, Encoded, PendingDelta
 from diloco.core.fragment_state import Answer, Event, FragmentState, Phase, Reader, Snapshot, Version
 from diloco.core.markers import Markers
 from diloco.core.work import Work
@@ -39,9 +39,15 @@ ACCOUNTS = "accounts/"  # begins the names of a dump's arrays
 class Learner:
     """The state of one learner (or evaluator) in one run."""
 
-    def __init__(self, name: str, role: Role, region: str, incarnation: int, settings: RunSettings) -> None:
-        """Begin without fragments; ``settings`` are those that the run was created with."""
+    def __init__(
+        self, name: str, role: Role, region: str, incarnation: int, settings: RunSettings, error_bits: Bits = ERROR_BITS
+    ) -> None:
+        """Begin without fragments; ``settings`` are those that the run was created with.
+
+        ``error_bits``: in which quantisation errors are kept (:class:`DeltaValues`).
+        """
         self.name, self.role, self.region, self.incarnation = name, role, region, incarnation
+        self.error_bits = error_bits
         self.settings, self.in_force = settings, Effective(settings)
         self.in_lockstep = settings.round.lockstep and role == "learner"
         self.fragments: list[FragmentState] = []
@@ -65,7 +71,9 @@ class Learner:
         after = chain.cursor(self.name)
         counts = DeltaState(self.name, self.incarnation, settings.carry.overlap, chain.version, chain.state_hash, after)
         gradients = settings.outer.optimizer == "adamw"
-        values = None if version.theta is None else DeltaValues(version.theta, settings.codec.error_feedback, gradients)
+        values = None
+        if version.theta is not None:
+            values = DeltaValues(version.theta, settings.codec.error_feedback, gradients, self.error_bits)
         state = FragmentState(len(self.fragments), counts, version, values)
         state.pending.append(version)
         self.fragments.append(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from diloco.core.delta import PLAIN_BITS
 from diloco.core.tape import (
     Apart,
     Apply,
@@ -15,6 +16,7 @@ from diloco.core.tape import (
     Data,
     Elapsed,
     End,
+    ErrorBits,
     Event,
     Fresh,
     Gap,
@@ -41,6 +43,7 @@ class Life:
     mesh: Mesh | None = None  # None: one device
     processes: int = 1
     apart: bool = False  # a step is two programs
+    error_bits: int = PLAIN_BITS  # of quantisation errors that are kept
     restored: bytes | None = None  # digest of the checkpoint at its start
     bare: set[int] = field(default_factory=set)  # fragments of whose accounts it has no arrays
     borrowed: tuple[str, bytes] | None = None  # peer and digest of the optimizer state at its start
@@ -99,6 +102,8 @@ class Life:
                 self.processes = event.count
             case Apart():
                 self.apart = True
+            case ErrorBits(bits):
+                self.error_bits = bits
             case Bare(fragment):
                 self.bare.add(fragment)
             case Restored(digest):

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.core.delta import Reference
 from diloco.core.fragments import Piece
 
 Vector = NDArray[np.float32]
@@ -26,10 +27,14 @@ class Rows:
         """Number of values."""
         return sum(_shape_size(piece, where) for piece, where in self.parts)
 
-    def take(self, vector: Vector) -> Vector:
+    def take(self, vector: Reference | Vector) -> Vector:
         """Return these values of a fragment's vector, float32 [size of the fragment], as float32 [size]."""
-        taken = [_part(vector, piece)[where].reshape(-1) for piece, where in self.parts]
-        return np.concatenate(taken) if taken else np.empty(0, np.float32)
+        values, at = np.empty(self.size, np.float32), 0
+        for piece, where in self.parts:
+            taken = _part(vector, piece)[where]
+            values[at : at + taken.size].reshape(taken.shape)[...] = taken
+            at += taken.size
+        return values
 
     def put(self, values: Vector, vector: Vector) -> None:
         """Write values, float32 [size], to their places in a fragment's vector, float32 [size of the fragment].
@@ -55,7 +60,7 @@ class RowLayout:
     held: Sequence[Rows]
 
 
-def _part(vector: Vector, piece: Piece) -> Vector:
+def _part(vector: Reference | Vector, piece: Piece) -> Vector:
     return vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
 
 

@@ -99,6 +99,13 @@ class Bare(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ErrorBits(Event):
+    """Quantisation errors are kept in so many bits from one offer to the next; without this event in 32."""
+
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
 class Restored(Event):
     """Parameters, optimizer state and delta state are those of the own checkpoint with this digest."""
 
@@ -244,7 +251,7 @@ class Back(Event):
 KINDS: dict[int, type[Event]] = {
     1: Start, 2: Machine, 3: Restored, 4: Borrowed, 5: Data, 6: Step, 7: Apply, 8: Reload,
     9: Offer, 10: Checkpoint, 11: Lent, 12: End, 13: Gap, 14: Fresh, 15: Copied, 16: Changed,
-    17: Elapsed, 18: Sent, 19: Mesh, 20: Processes, 21: Apart, 22: Bare,
+    17: Elapsed, 18: Sent, 19: Mesh, 20: Processes, 21: Apart, 22: Bare, 23: ErrorBits,
     32: Owners, 33: Gone, 34: Back,
 }  # fmt: skip
 _CODES = {cls: code for code, cls in KINDS.items()}

@@ -57,14 +57,9 @@ class Answering:
             self.begin(index)
 
     async def _answer(self, answer: Answer) -> None:
-        index, level, began_s = answer.fragment, self.run.created.codec.zstd_level, self.shared.loop.time()
-
-        def encode() -> tuple[Encoded, bytes, bytes]:
-            encoded = self.learner.encode(answer)
-            return encoded, codec.pack(encoded.body, level), codec.content_hash(encoded.body)
-
+        index, began_s = answer.fragment, self.shared.loop.time()
         try:
-            encoded, packed, content_hash = await asyncio.to_thread(encode)
+            encoded, packed, content_hash = await asyncio.to_thread(self._encode, answer)
         except NonFiniteError as error:
             self.log.warning("displacement_not_finite", fragment=index, version=answer.version, reason=str(error))
             with self.shared.lock:
@@ -78,12 +73,18 @@ class Answering:
             self.shared.tell()
         self.tape.flush()  # before it is sent: all that is merged of this learner is on its tape
         body, inline, parts = describe_body(packed, content_hash, self.transport.random_bytes(ATTEMPT_BYTES))
+        del answer, encoded, packed  # the snapshot, and copies of what is kept elsewhere: to send may take long
         offer = pending.message(index, body)
         sequence = await store_answer(self.transport, self.subjects, self.run.identity, offer, inline, parts, self.log)
         with self.shared.lock:
             self.learner.sent(index, sequence)
             self.tape.record(events.Sent(index, int(1000 * (self.shared.loop.time() - began_s))))
             self.shared.tell()
+
+    def _encode(self, answer: Answer) -> tuple[Encoded, bytes, bytes]:
+        """Return an offer's arrays, the zstd frame of its body, and its content's hash; called in a thread of its own."""
+        encoded = self.learner.encode(answer)
+        return encoded, codec.pack(encoded.body, self.run.created.codec.zstd_level), codec.content_hash(encoded.body)
 
 
 async def store_answer(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from diloco.control.creation import Run
 from diloco.core import codec, decisions
 from diloco.core.chain import Chain
-from diloco.core.delta import Apply, DeltaValues, Encoded, Unmerged, dump_arrays, load_arrays
+from diloco.core.delta import Apply, DeltaValues, Encoded, Reference, Unmerged, dump_arrays, load_arrays
 from diloco.core.learner import ACCOUNTS
 from diloco.core.leases import LOOKS_A_LEASE
 from diloco.core.roll import LEADER
@@ -74,7 +74,7 @@ class _Carried:
 class _Staged:
     stage: Stage
     theta: Vector
-    reference: Vector | None
+    reference: Reference | Vector | None
 
 
 class Carrier:
@@ -162,7 +162,7 @@ class Carrier:
         async with carried.shipping:
             if self._stages[index] is not stage:
                 return  # it is applied in another way, or another one is
-            prepared = await asyncio.to_thread(carried.values.prepare, decisions.carried(stage), theta)
+            prepared = carried.values.prepare(decisions.carried(stage), theta)
             self._staged[index] = _Staged(stage, theta, prepared.reference)
             self.links.write(LEADER, island.Staged(index, stage.number))
             for process in self.links.others:
@@ -170,7 +170,8 @@ class Carrier:
                 if rows.size:
                     await self.shipping.send(process, index, stage.number, "theta", rows.take(theta))
                     if prepared.reference is not None:
-                        await self.shipping.send(process, index, stage.number, "reference", rows.take(prepared.reference))
+                        values = await asyncio.to_thread(rows.take, prepared.reference)
+                        await self.shipping.send(process, index, stage.number, "reference", values)
 
     def receive(self, head: island.Rows, rows: Vector) -> None:
         """Take in all of this process's rows of a stage, float32 [their number]."""

@@ -134,8 +134,8 @@ class Member:
         if learns:
             await self._serve()
         versions = self.versions()
-        at_ms = int(self.transport.wall_s() * 1000)
-        self._taped.start(events.Start(at_ms, self.learner.incarnation, tuple(versions)), self._shared.loop.time())
+        start = events.Start(int(self.transport.wall_s() * 1000), self.learner.incarnation, tuple(versions))
+        self._taped.start(start, self.learner.error_bits, self._shared.loop.time())
         self._begin_to_follow()
         self._shared.tasks.spawn(self._send_heartbeats_regularly())
         self._change()

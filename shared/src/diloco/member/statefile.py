@@ -21,11 +21,14 @@ from safetensors import SafetensorError, safe_open
 from diloco.core.chunks import Chunk
 from diloco.errors import RunError
 
-FORMAT = "diloco-learner-4"
-WHOLE_ARRAYS = "diloco-learner-3"  # the format before: one part, each array one chunk whatever its size; still read
+FORMAT = "diloco-learner-5"
+PLAIN_ERRORS = "diloco-learner-4"  # the format before: quantisation errors are float32; still read
+WHOLE_ARRAYS = "diloco-learner-3"  # and before that: one part, each array one chunk whatever its size; still read
 BLOCK_BYTES = 1 << 20  # read at a time to hash
+_PARTS = ("format", "run", "learner", "part", "set", "accounts", "chunks", "hashes")
 _HASHED = {
-    FORMAT: ("format", "run", "learner", "part", "set", "accounts", "chunks", "hashes"),
+    FORMAT: _PARTS,
+    PLAIN_ERRORS: _PARTS,
     WHOLE_ARRAYS: ("format", "run", "learner", "accounts", "hashes"),
 }
 _TYPES = {

@@ -6,6 +6,7 @@ from diloco.core import tape as events
 from diloco.core.accounts import StepDone
 from diloco.core.boundary import Decision
 from diloco.process.tape import Recorder
+from diloco.wire.fields import Bits
 
 
 class LearnerTape:
@@ -18,10 +19,14 @@ class LearnerTape:
         self._began_s = 0.0
         self._noted_ms = 0  # since then, by the events so far
 
-    def start(self, start: events.Start, now_s: float) -> None:
-        """Record the start of a process that has joined; ``now_s`` is by the clock of :meth:`step`."""
+    def start(self, start: events.Start, error_bits: Bits, now_s: float) -> None:
+        """Record the start of a process that has joined; ``now_s`` is by the clock of :meth:`step`.
+
+        ``error_bits``: in which it keeps quantisation errors.
+        """
         self._began_s, self._noted_ms = now_s, 0
         self.tape.record(start)
+        self.tape.record(events.ErrorBits(error_bits))
 
     def step(self, done: StepDone, now_s: float) -> None:
         """Record an inner step that has ended by now."""
