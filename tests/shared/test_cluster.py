@@ -6,7 +6,7 @@ import pytest
 
 from diloco.errors import SettingsError
 from diloco.settings.cluster import first_host, resolved
-from diloco.settings.service import ProcessesSettings
+from diloco.settings.service import ProcessesSettings, may_lead
 
 SLURM = {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "node[03-05,9]", "SLURM_JOB_ID": "4100"}
 
@@ -60,8 +60,27 @@ def test_processes_that_do_not_fit_are_refused() -> None:
         ({"count": 2, "index": 2, "address": "a:1"}, "index = 2: expected 0 to 1"),
         ({"count": 2, "address": "nowhere"}, "processes.address"),
         ({"count": 2, "address": "a:1", "least": 3}, "least = 3: expected 1 to 2, as count = 2"),
+        ({"count": 3, "address": "a:1,b:1", "least": 1}, "2 addresses, .* need a least of more than half of count = 3"),
+        ({"count": 4, "address": "a:1,b:1", "least": 2}, "more than half of count = 4 and less than all, got 2"),
+        ({"count": 3, "address": "a:1,b:1"}, "more than half of count = 3 and less than all, got None"),
+        ({"count": 3, "address": "a:1,b:1,c:1,d:1", "least": 2}, "4 addresses of 3 processes"),
+        ({"count": 3, "address": "a:1,b:1,a:1", "least": 2}, "a:1 is there twice"),
+        ({"count": 3, "address": "a:1,b", "least": 2}, "processes.address .* = 'b': expected HOST:PORT"),
+        ({"count": 3, "address": "a:1,,b:1", "least": 2}, "processes.address .* = '': expected HOST:PORT"),
+        ({"count": 64, "address": ",".join(f"a:{i}" for i in range(1, 18)), "least": 60}, "17 addresses, expected at most 16"),
         ({"count": 2, "address": "a:1", "least": 0}, "greater than or equal to 1"),
         ({"count": 2, "address": "a:1", "least": 1, "start_s": 5}, "regroup_s = 10: expected at most start_s = 5"),
     ):
         with pytest.raises(ValueError, match=said):
             ProcessesSettings.model_validate(values)
+
+
+def test_which_processes_may_lead() -> None:
+    several = ProcessesSettings(count=3, index=1, address="a:1, b:2", least=2)
+    assert several.addresses == ["a:1", "b:2"]
+    assert several.own_address == "b:2"
+    assert several.model_copy(update={"index": 2}).own_address is None
+    assert ProcessesSettings().addresses == []
+    assert [may_lead(3, least) for least in (None, 1, 2, 3)] == [1, 1, 3, 1]
+    assert [may_lead(4, least) for least in (2, 3)] == [1, 4]
+    assert may_lead(1024, 1000) == 16

@@ -50,6 +50,11 @@ class Stream:
         """Where the other end is."""
         return str((self._writer.get_extra_info("peername") or "?")[0])
 
+    @property
+    def here(self) -> str:
+        """The address of this end."""
+        return str(self._writer.get_extra_info("sockname")[0])
+
     def trust(self) -> None:
         """Take large frames: the other end has proved that it is a process of the learner."""
         self._most_bytes = FRAME_BYTES
