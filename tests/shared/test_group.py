@@ -245,6 +245,48 @@ async def test_an_address_of_another_host_is_refused_by_the_process_that_has_it(
         await several(1, where).meet(FACTS, 5)
 
 
+@pytest.mark.parametrize("missed", [False, True])
+async def test_a_leader_that_the_others_have_missed_keeps_no_state(missed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have gone on without it meanwhile, and it would write over a state of theirs."""
+    where = addresses(3)
+    groups = [several(index, where) for index in range(3)]
+    await asyncio.gather(*(each.meet(FACTS, 5) for each in groups))
+    for each in groups:
+        each._ending.set()
+    saved = []
+
+    class Rescue:
+        def settle(self) -> island.Kept:
+            return island.Kept("5, kept at boundary 3", 3)
+
+        def save(self, kept: island.Kept) -> None:
+            saved.append(kept.number)
+
+    leader = groups[0]
+    leader.rescue, leader.may_renew = Rescue(), lambda: True
+    if missed:
+        leader.links._said_s = asyncio.get_running_loop().time() - 10.1  # silent_s is 10
+        await asyncio.sleep(links.PING_S)  # it says something again
+    begun: list[bool] = []
+
+    def renew(expected: Iterable[int] = ()) -> NoReturn:
+        begun.append(True)
+        raise SystemExit
+
+    def end() -> None:
+        with suppress(SystemExit):
+            leader.end(IslandError("gone"))
+
+    monkeypatch.setattr(renewal, "renew", renew)
+    monkeypatch.setattr("diloco.member.group.os._exit", lambda code: None)
+    for each in groups[1:]:
+        for stream in each.links._streams.values():
+            stream.abort()
+    threading.Thread(target=end, daemon=True).start()
+    await until(lambda: bool(begun))
+    assert saved == ([] if missed else [3])
+
+
 async def test_where_the_leader_is_lost_those_that_are_left_know_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     where = addresses(4)
     groups = [several(index, where, 4) for index in range(4)]

@@ -253,14 +253,15 @@ class Group:
     def _part_ways(self) -> None:
         """Tell the others that a process is gone; wait until the leader knows who begins again, or, where it is lost, each."""
         self._loop.call_soon_threadsafe(self.links.write_others, Again(self.generation))
+        missed = self.links.longest_pause_s > self.settings.silent_s  # so the others have gone on, maybe with a newer state
+        rescue = None if missed else self.rescue
         if self.place == LEADER:
-            kept = NOTHING if self.rescue is None else self._tried(self.rescue.settle, NOTHING)
+            kept = NOTHING if rescue is None else self._tried(rescue.settle, NOTHING)
             self._loop.call_soon_threadsafe(self._answer, kept)
         else:
             self._await(lambda: self._answered.is_set() or self._is_gone(LEADER), OTHERS_S)
             kept = self._kept or NOTHING
-        if self.rescue is not None and kept.name:
-            rescue = self.rescue
+        if rescue is not None and kept.name:
             self._tried(lambda: rescue.save(kept), None)
         if self.place == LEADER or self._is_gone(LEADER):
             self._await(lambda: all(place in self._again or self._is_gone(place) for place in self.links.others), OTHERS_S)
