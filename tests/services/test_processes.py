@@ -226,7 +226,7 @@ def met(directory: Path, service: str) -> list[list[int]]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_another_process_leads_where_process_0_is_lost_and_it_is_taken_back(tmp_path: Path, number: signal.Signals) -> None:
     """Killed, it is held away by stopping the one that is begun in its place; stopped, it goes on itself where it was."""
-    with up(tmp_path / "run", 8000, "--least-processes", "2", processes=3, checkpoint_s=1.0) as running:
+    with up(tmp_path / "run", 3000, "--least-processes", "2", processes=3, checkpoint_s=1.0) as running:
         directory = running.directory
         running.trains()
         running.until(lambda: len(list((directory / "checkpoints").glob("*.safetensors"))) == 6)

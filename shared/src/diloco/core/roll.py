@@ -15,7 +15,7 @@ LEADER = 0  # place of the leader in its generation; its index among all process
 
 @dataclass(frozen=True)
 class Standing:
-    """What a process that listens for others says of itself."""
+    """The standing of a process that listens for others, as it says."""
 
     leader: int  # the process that it has gone to, or it itself
     generation: int | None = None  # that it leads; None: it has not begun one
