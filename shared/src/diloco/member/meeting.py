@@ -167,6 +167,7 @@ class Meeting:
             heard = self._heard[to]
             heard.stream.write(Arrival(self.index, self.processes.count, self._reached_at(heard.stream, port), self.facts))
             if heard.standing.generation is not None:
+                self._expected = frozenset()  # who was known to come is in that generation, or was lost since
                 self.log.info("waiting_for_generation", generation=heard.standing.generation, leader=to)
 
     def _new_roll(self) -> Roll:

@@ -41,7 +41,9 @@ def _slurm(environment: Mapping[str, str], given: Mapping[str, Any]) -> dict[str
         try:
             names = list(islice(hosts(listed), count + 1))
         except ValueError:
-            raise SettingsError(f"processes.cluster = slurm: SLURM_STEP_NODELIST = {listed!r}: expected a list of hosts") from None
+            raise SettingsError(
+                f"processes.cluster = slurm: SLURM_STEP_NODELIST = {listed!r}: expected a list of hosts"
+            ) from None
         leading = may_lead(count, given.get("least")) if len(names) == count else 1  # process i is on host i if each has one
         found["address"] = ",".join(f"{name}:{port}" for name in names[:leading])
     return found
