@@ -332,6 +332,7 @@ def test_limits_of_the_process() -> None:
 FIT = Fit(2, "cpu", {"data": 2, "fsdp": 2, "tensor": 1}, {"python": "3.11", "mesh": "2 x 2"})
 LEADER = ProcessesSettings(count=2, index=0, address="10.0.0.1:7600")
 OTHER = ProcessesSettings(count=2, index=1, address="10.0.0.1:7600")
+NEXT = ProcessesSettings(count=3, index=1, address="10.0.0.1:7600,10.0.0.2:7600", least=2)  # leads where process 0 is lost
 
 
 def test_which_learners_have_a_mesh_or_processes_to_look_at() -> None:
@@ -360,6 +361,9 @@ def test_a_mesh() -> None:
         (ProcessesSettings(count=2, address="localhost:7600"), "", "", "warning"),
         (OTHER, "", "", "ok"),
         (OTHER, "", REFUSED, "ok"),  # process 0 is not there yet
+        (NEXT, "", "", "ok"),
+        (NEXT, "Cannot assign requested address", "", "failed"),
+        (NEXT, "", "no answer within 5 s: a firewall, or no route", "failed"),
         (OTHER, "", "no answer within 5 s: a firewall, or no route", "failed"),
     ],
 )

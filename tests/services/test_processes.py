@@ -21,13 +21,12 @@ import tomli_w
 from diloco.member.meeting import free_port
 
 DILOCO = str(Path(sys.executable).parent / "diloco")
-TOKENS_PER_STEP = 4 * 16
+CONTEXT = 16
 SETTINGS = {
     "task.layers": 1,
     "task.width": 64,  # so that tensors are large enough to be split
     "task.heads": 2,
-    "task.context": 16,
-    "task.batch": 4,
+    "task.context": CONTEXT,
     "fragments.count": 4,
     "round.steps": 8,
     "inner.optimizer": "adamw",  # which compiles three times as fast as Muon
@@ -39,9 +38,22 @@ ENVIRONMENT = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  
 
 
 def arguments(directory: Path, steps: int, *more: str, processes: int = 2) -> list[str]:
-    sets = [argument for name, value in SETTINGS.items() for argument in ("--set", f"{name}={value}")]
-    shape = ["--learners", "1", "--shards", "1", "--processes-per-learner", str(processes), "--devices-per-learner", "2", *more]
-    return [DILOCO, "up", *shape, "--tokens", str(steps * TOKENS_PER_STEP), "--run-dir", str(directory), "--json", *sets]
+    batch = 4 if processes < 3 else 6  # rows, which the processes divide, and one process less
+    settings = SETTINGS | {"task.batch": batch}
+    sets = [argument for name, value in settings.items() for argument in ("--set", f"{name}={value}")]
+    devices = str(max(2, processes))
+    shape = [
+        "--learners",
+        "1",
+        "--shards",
+        "1",
+        "--processes-per-learner",
+        str(processes),
+        "--devices-per-learner",
+        devices,
+        *more,
+    ]
+    return [DILOCO, "up", *shape, "--tokens", str(steps * batch * CONTEXT), "--run-dir", str(directory), "--json", *sets]
 
 
 def events(directory: Path, service: str) -> list[dict[str, Any]]:
@@ -202,6 +214,43 @@ def test_where_a_process_is_killed_at_most_two_steps_are_lost_and_tokens_add_up(
             if event["file"] == "learner-0.kept.safetensors":
                 assert taken - 2 <= event["step"] <= taken
             begun = event["step"]
+
+
+def met(directory: Path, service: str) -> list[list[int]]:
+    """Return the processes of the generations that a process of the learner was in."""
+    return [event["members"] for event in named(directory, service, "processes_met")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_another_process_leads_where_process_0_is_lost_and_it_is_taken_back(tmp_path: Path, number: signal.Signals) -> None:
+    """Killed, it is held away by stopping the one that is begun in its place; stopped, it goes on itself where it was."""
+    with up(tmp_path / "run", 3000, "--least-processes", "2", processes=3, checkpoint_s=1.0) as running:
+        directory = running.directory
+        running.trains()
+        running.until(lambda: len(list((directory / "checkpoints").glob("*.safetensors"))) == 6)
+        lost = running.pid("learner-0")
+        os.kill(lost, number)
+        if number == signal.SIGKILL:
+            running.until(lambda: running.pid("learner-0") != lost)
+            os.kill(running.pid("learner-0"), signal.SIGSTOP)
+        running.until(lambda: met(directory, "learner-0-p1") == [[0, 1, 2], [1, 2]])
+        running.trains()
+        os.kill(running.pid("learner-0"), signal.SIGCONT)
+        running.until(lambda: len(met(directory, "learner-0")) > 1 and met(directory, "learner-0")[-1] == [0, 1, 2])
+        running.trains()
+        running.until(lambda: running.process.poll() is not None or (directory / "report.json").exists())
+    accounts_hold(directory)
+    alone = named(directory, "learner-0-p1", "island_regroups")[0]
+    began, after = (
+        next(event["step"] for event in restored(directory, service) if "step" in event)
+        for service in ("learner-0-p1", "learner-0")
+    )
+    assert began > 0, "of the newest checkpoint of all three"
+    assert after == began + alone["steps"], "process 0 goes on from all that the others have trained"
+    assert not named(directory, "learner-0", "state_kept")
+    assert not named(directory, "learner-0", "state_fresh")
 
 
 @pytest.mark.slow

@@ -141,6 +141,159 @@ async def test_another_count_is_refused() -> None:
     assert all("process 1 has processes.count = 2, process 0 has 3" in str(error) for error in found)
 
 
+# ---- several that may lead
+
+
+def addresses(count: int) -> str:
+    return ",".join(address() for _ in range(count))
+
+
+def several(index: int, where: str, count: int = 3, start_s: float = PATIENCE_S, regroup_s: float = 0.3) -> Group:
+    return group(index, where, count, start_s, least=count // 2 + 1, regroup_s=regroup_s)
+
+
+async def test_another_process_leads_where_process_0_does_not_come_and_0_is_taken_back_when_it_does() -> None:
+    where = addresses(3)
+    one, two = several(1, where), several(2, where)
+    await asyncio.gather(one.meet(FACTS, 7), two.meet(FACTS, 8))
+    assert [(each.place, each.generation) for each in (one, two)] == [(0, 7), (1, 7)]
+    assert one.links.members == two.links.members == [1, 2]
+    found = await asyncio.gather(one.difference("model", {"devices": 4}), two.difference("model", {"devices": 8}))
+    assert list(found) == 2 * ["process 2 differs from process 1 in devices: 8 there, 4 at process 1"]
+    zero = several(0, where, start_s=1.5)
+    coming = asyncio.create_task(zero.meet(FACTS, 5))
+    await until(lambda: one.grows)
+    await asyncio.sleep(2.0)  # longer than it would look for others
+    assert not coming.done()
+    for each in (one, two):
+        each.ending()
+        await each.close()  # the generation ends
+    again = [several(1, where), several(2, where)]
+    await asyncio.gather(coming, *(each.meet(FACTS, 9) for each in again))
+    assert [(each.place, each.generation) for each in (zero, *again)] == [(0, 5), (1, 5), (2, 5)]
+    assert zero.links.members == [0, 1, 2]
+
+
+async def test_who_has_others_come_gives_way_to_a_smaller_index() -> None:
+    """Process 1 has been there first, and process 2 has come to it."""
+    where = addresses(3)
+    one, two = several(1, where, regroup_s=20.0), several(2, where, regroup_s=20.0)
+    meeting = [asyncio.create_task(each.meet(FACTS, 7)) for each in (one, two)]
+    await until(lambda: one._meeting is not None and one._meeting.waiting == {2})
+    zero = several(0, where, regroup_s=20.0)
+    await asyncio.gather(zero.meet(FACTS, 5), *meeting)
+    assert [each.links.members for each in (zero, one, two)] == 3 * [[0, 1, 2]]
+    assert {each.generation for each in (zero, one, two)} == {5}
+
+
+async def test_of_the_parts_of_a_cut_network_the_larger_one_goes_on_alone() -> None:
+    """Processes 0 and 1 reach each other, and 2 to 4 do; of these 4 has no address."""
+    reached = [address() for _ in range(4)]
+    left, right = ",".join([*reached[:2], address(), address()]), ",".join([address(), address(), *reached[2:]])
+    smaller = [several(index, left, 5, start_s=1.5) for index in (0, 1)]
+    larger = [several(index, right, 5) for index in (2, 3, 4)]
+    found = await asyncio.gather(*(each.meet(FACTS, 5 + each.index) for each in (*smaller, *larger)), return_exceptions=True)
+    assert found[2:] == 3 * [None]
+    assert [each.links.members for each in larger] == 3 * [[2, 3, 4]]
+    assert "processes 2, 3, 4 did not come" in str(found[0])
+    assert "(at least 3 have to: processes.least)" in str(found[0])
+    assert isinstance(found[1], IslandError)
+
+
+async def test_a_process_that_hangs_is_passed_over() -> None:
+    """Its system takes connections, and it says nothing itself."""
+    where = addresses(3)
+    host, _, port = where.split(",")[0].partition(":")
+    held: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda reader, writer: held.append(writer), host, int(port))
+    others = [several(1, where), several(2, where)]
+    await asyncio.gather(*(each.meet(FACTS, 7) for each in others))
+    assert [each.links.members for each in others] == [[1, 2], [1, 2]]
+    assert held
+    silent.close()
+    for writer in held:
+        writer.transport.abort()
+
+
+async def test_a_stranger_at_an_address_of_several_keeps_nobody_from_meeting() -> None:
+    where = addresses(3)
+    stranger = keyed(0, where.split(",")[0], BOB)
+    alone = asyncio.create_task(stranger.meet(FACTS, 5))
+    others = [several(1, where), several(2, where)]
+    for each in others:
+        each._key = ANN
+    await asyncio.gather(*(each.meet(FACTS, 7) for each in others))
+    assert [each.links.members for each in others] == [[1, 2], [1, 2]]
+    alone.cancel()
+    with suppress(asyncio.CancelledError):
+        await alone
+
+
+async def test_where_no_address_is_reached_all_are_named() -> None:
+    where = addresses(2)
+    with pytest.raises(
+        IslandError, match=rf"process 2: processes 0, 1 at processes.address = {re.escape(where)} cannot be reach"
+    ):
+        await several(2, where, start_s=0.5).meet(FACTS, 5)
+
+
+async def test_an_address_of_another_host_is_refused_by_the_process_that_has_it() -> None:
+    where = f"{address()},192.0.2.1:7600"
+    with pytest.raises(
+        SettingsError, match=r"192\.0\.2\.1:7600: process 1 of ann cannot listen there: .* that process 1 runs on"
+    ):
+        await several(1, where).meet(FACTS, 5)
+
+
+@pytest.mark.parametrize("missed", [False, True])
+async def test_a_leader_that_the_others_have_missed_keeps_no_state(missed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have gone on without it meanwhile, and it would write over a state of theirs."""
+    where = addresses(3)
+    groups = [several(index, where) for index in range(3)]
+    await asyncio.gather(*(each.meet(FACTS, 5) for each in groups))
+    for each in groups:
+        each._ending.set()
+    saved = []
+
+    class Rescue:
+        def settle(self) -> island.Kept:
+            return island.Kept("5, kept at boundary 3", 3)
+
+        def save(self, kept: island.Kept) -> None:
+            saved.append(kept.number)
+
+    leader = groups[0]
+    leader.rescue, leader.may_renew = Rescue(), lambda: True
+    if missed:
+        leader.links._said_s = asyncio.get_running_loop().time() - 10.1  # silent_s is 10
+        await asyncio.sleep(links.PING_S)  # it says something again
+    begun: list[bool] = []
+
+    def renew(expected: Iterable[int] = ()) -> NoReturn:
+        begun.append(True)
+        raise SystemExit
+
+    def end() -> None:
+        with suppress(SystemExit):
+            leader.end(IslandError("gone"))
+
+    monkeypatch.setattr(renewal, "renew", renew)
+    monkeypatch.setattr("diloco.member.group.os._exit", lambda code: None)
+    for each in groups[1:]:
+        for stream in each.links._streams.values():
+            stream.abort()
+    threading.Thread(target=end, daemon=True).start()
+    await until(lambda: bool(begun))
+    assert saved == ([] if missed else [3])
+
+
+async def test_where_the_leader_is_lost_those_that_are_left_know_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = addresses(4)
+    groups = [several(index, where, 4) for index in range(4)]
+    await asyncio.gather(*(each.meet(FACTS, 5) for each in groups))
+    assert await begun_again(groups, 0, monkeypatch) == {1: (1, 2, 3), 2: (1, 2, 3), 3: (1, 2, 3)}
+
+
 async def test_who_does_not_come_is_named_in_time() -> None:
     where = address()
     leading, _ = await asyncio.gather(
@@ -171,10 +324,16 @@ async def test_a_generation_of_those_that_came_has_places_without_gaps() -> None
 
 
 async def test_those_that_are_left_tell_the_leader_which_then_waits_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: dict[int, tuple[int, ...]] = {}
-    where, processes = address(), (0, 1, 3)
+    where = address()
     groups = [group(index, where, 4, least=1, regroup_s=20.0) for index in (0, 1, 2, 3)]
     await asyncio.gather(*(each.meet(FACTS, 5) for each in groups))
+    assert await begun_again(groups, 2, monkeypatch) == {0: (0, 1, 3), 1: (), 3: ()}
+
+
+async def begun_again(groups: list[Group], lost: int, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, ...]]:
+    """Lose one of four processes; return by process whom it expects when it begins again."""
+    begun: dict[int, tuple[int, ...]] = {}
+    processes = [index for index in range(4) if index != lost]
 
     def renew(expected: Iterable[int] = ()) -> NoReturn:
         index = int(threading.current_thread().name)
@@ -192,13 +351,13 @@ async def test_those_that_are_left_tell_the_leader_which_then_waits_for_nobody_e
     for index in processes:
         groups[index].may_renew = lambda: True
         groups[index]._ending.set()  # its watch; what it would do is done here
-    groups[2]._ending.set()
-    for stream in groups[2].links._streams.values():
+    groups[lost]._ending.set()
+    for stream in groups[lost].links._streams.values():
         stream.abort()
     for index in processes:
         threading.Thread(target=end, args=(index,), name=str(index), daemon=True).start()
     await until(lambda: len(begun) == 3)
-    assert begun == {0: (0, 1, 3), 1: (), 3: ()}
+    return begun
 
 
 async def test_a_process_that_comes_later_waits_and_is_in_the_next_generation() -> None:
@@ -255,6 +414,7 @@ async def test_a_welcome_that_does_not_fit_is_refused(members: list[int]) -> Non
     async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         stream = links.Stream(reader, writer, RUN)
         await proving.Door(proving.OPEN).admit(stream)
+        await stream.send(island.Standing(0, None))
         await stream.receive_one(island.Arrival)
         await stream.send(island.Welcome(5, b"s" * 32, (host, 1), members, [(host, 1), (host, 2)]))
         await stream.until_closed()

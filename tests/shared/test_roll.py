@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import dataclass, field
 
-from diloco.core.roll import Roll, members
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.core.roll import Roll, Standing, goes_to, members
 from diloco.settings.service import MeshSettings, ProcessesSettings
 
 
@@ -76,3 +80,113 @@ def test_the_mesh_shrinks_by_replicas_alone() -> None:
     assert whole.of(2, 3) == MeshSettings(data=4, fsdp=2, tensor=2)
     assert whole.of(3, 3) == whole
     assert MeshSettings(data=3).of(1, 2) is None
+
+
+# ---- where they meet
+
+
+@pytest.mark.parametrize(
+    ("own", "at", "heard", "to"),
+    [
+        (0, 0, {}, 0),
+        (0, 0, {1: Standing(1), 2: Standing(2)}, 0),  # they come to it
+        (1, 1, {0: Standing(0), 2: Standing(2)}, 0),  # gives way
+        (2, 2, {1: Standing(1)}, 1),
+        (2, 1, {0: Standing(0), 1: Standing(1)}, 1),  # stays until 1 gives way
+        (2, 1, {0: Standing(0), 1: Standing(0)}, 0),
+        (2, 1, {1: Standing(0)}, 2),  # 0 is reached by 1 alone
+        (0, 0, {1: Standing(1, 7)}, 1),  # a generation goes on without process 0
+        (0, 1, {1: Standing(1, 7), 2: Standing(2)}, 1),
+        (0, 1, {2: Standing(2)}, 0),  # it is over
+        (3, 2, {1: Standing(1, 7), 2: Standing(2)}, 1),  # or it would wait in vain
+        (3, 2, {1: Standing(1, 7), 2: Standing(2, 8)}, 2),
+    ],
+)
+def test_where_a_process_goes(own: int, at: int, heard: dict[int, Standing], to: int) -> None:
+    assert goes_to(own, may_lead=True, at=at, heard=heard) == to
+
+
+def test_a_process_without_an_address_goes_to_others_alone() -> None:
+    assert goes_to(3, may_lead=False, at=None, heard={}) is None
+    assert goes_to(3, may_lead=False, at=None, heard={1: Standing(1), 2: Standing(2)}) == 1
+    assert goes_to(3, may_lead=False, at=None, heard={1: Standing(0)}) is None
+
+
+@dataclass
+class Meetings:
+    """Processes that meet, of which each reaches some others, and the first ``leading`` may lead."""
+
+    count: int
+    leading: int
+    reached: set[tuple[int, int]]  # pairs, the smaller one first
+    at: dict[int, int | None] = field(default_factory=dict)
+    begun: dict[int, list[int]] = field(default_factory=dict)  # generations by leader
+
+    def __post_init__(self) -> None:
+        self.at = {index: index if index < self.leading else None for index in range(self.count)}
+
+    def turn(self, own: int) -> None:
+        """Have a process that is in no generation look around, and if it can, begin one."""
+        if own in self.busy:
+            return
+        others = [index for index in range(self.leading) if (min(own, index), max(own, index)) in self.reached]
+        heard = {}
+        for index in others:
+            at = self.at[index]
+            if index in self.begun:
+                heard[index] = Standing(index, 1)
+            elif at is not None and index not in self.busy:
+                heard[index] = Standing(at)
+        to = goes_to(own, may_lead=own < self.leading, at=self.at[own], heard=heard)
+        if to != self.at[own]:
+            for index, at in self.at.items():
+                if at == own and index != own and index not in self.busy:
+                    self.at[index] = index if index < self.leading else None  # their connections end
+            self.at[own] = to
+        if to == own:
+            present = {index for index, at in self.at.items() if at == own and index not in self.busy}
+            if chosen := members(present, range(self.count, self.count // 2, -1)):
+                self.begun[own] = chosen
+
+    @property
+    def busy(self) -> set[int]:
+        return {index for generation in self.begun.values() for index in generation}
+
+
+COUNTS = st.integers(3, 7)
+
+
+@given(st.data())
+def test_whoever_reaches_whom_at_most_one_generation_begins_and_its_smallest_index_leads(data: st.DataObject) -> None:
+    count = data.draw(COUNTS)
+    pairs = [(one, other) for one in range(count) for other in range(one + 1, count)]
+    meetings = Meetings(count, data.draw(st.integers(2, count)), set())
+    for _ in range(4):  # the network changes again and again
+        meetings.reached = data.draw(st.sets(st.sampled_from(pairs)))
+        for own in data.draw(st.lists(st.integers(0, count - 1), max_size=3 * count)):
+            meetings.turn(own)
+            assert len(meetings.begun) <= 1
+    for leader, generation in meetings.begun.items():
+        assert leader == generation[0] == min(generation)
+        assert 2 * len(generation) > count
+
+
+@given(st.data())
+def test_of_the_parts_of_a_cut_network_the_one_with_more_than_half_begins(data: st.DataObject) -> None:
+    count = data.draw(COUNTS)
+    side = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    part = {index for index in range(count) if side[index]}
+    parts = [part, set(range(count)) - part]
+    leading = data.draw(st.integers(2, count))
+    reached = {(one, other) for part in parts for one in part for other in part if one < other}
+    meetings = Meetings(count, leading, reached)
+    order = data.draw(st.permutations(range(count)))
+    for _ in range(3):
+        for own in order:
+            meetings.turn(own)
+    larger = next((part for part in parts if 2 * len(part) > count and min(part) < leading), None)
+    if larger is None:
+        assert not meetings.begun
+    else:
+        [generation] = meetings.begun.values()
+        assert set(generation) <= larger

@@ -24,7 +24,7 @@ from tests.simulation.learner import FRAGMENTS, Step
 from tests.simulation.part import News, Worker
 from tests.simulation.world import RUN, SMALL, VARIANTS, Chaos, Listener, Process, World
 
-import diloco.member.group
+import diloco.member.meeting
 import diloco.member.part
 from diloco.core import changes
 from diloco.core.changes import Changes, Set
@@ -377,7 +377,7 @@ class IslandWorld(World):
     def _more_constants(self) -> list[tuple[Any, str, Any]]:
         return [
             (diloco.member.part, "threading", SimpleNamespace(Condition=News)),
-            (diloco.member.group, "free_port", lambda host: ADDRESS_PORT + 1),
+            (diloco.member.meeting, "free_port", lambda host: ADDRESS_PORT + 1),
             (socket, "has_dualstack_ipv6", lambda: False),
         ]
 

@@ -28,9 +28,10 @@ from diloco.process.retry import Complaint
 from diloco.process.tasks import end
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
+from diloco.settings.service import may_lead
 from diloco.wire.subjects import Subjects
 from diloco_ops import inspect, region_logs
-from diloco_ops.broker.server import CONNECT_TIMEOUT_S, free_port
+from diloco_ops.broker.server import CONNECT_TIMEOUT_S, free_ports
 from diloco_ops.embedded import Embedded
 from diloco_ops.environment import learner_environment, mesh_of, per_process, service_environment
 from diloco_ops.live import screen
@@ -175,7 +176,7 @@ class Launcher:
             return
         mesh, least = mesh_of(devices, self.directory.replicas), self.directory.least_processes
         group = "" if self.directory.shrinks else name  # where fewer go on, one that is lost is begun again alone
-        address = f"127.0.0.1:{free_port()}"
+        address = ",".join(f"127.0.0.1:{port}" for port in free_ports(may_lead(count, least)))
         for process in range(count):
             environment = learner_environment(index * count + process, learners * count, per_process(devices, count))
             own: dict[str, Any] = {"name": name, "mesh": mesh}

@@ -373,7 +373,7 @@ class Examination:
         if processes.count == 1:
             return
         yield island.meets(processes, *await island.meeting(processes))
-        host, _ = host_and_port(processes.address, "processes.address")
+        host, _ = host_and_port(processes.addresses[0], "processes.address")
         yield island.host_name(socket.gethostname(), await asyncio.to_thread(island.own_address), host)
         if fit is not None:
             yield island.facts(fit)

@@ -72,10 +72,10 @@ async def measure(settings: LearnerSettings, run: RunSettings | None) -> Fit:
 
 
 async def meeting(settings: ProcessesSettings) -> tuple[str, Reached]:
-    """Return why process 0 cannot listen at its address, or how another process reaches it."""
-    if settings.index == 0:
-        return await asyncio.to_thread(refusal_to_listen, settings.address), Reached(settings.address)
-    return "", await reach(f"tcp://{settings.address}")
+    """Return why this process cannot listen at its own address, if it has one, and how another one reaches process 0."""
+    own, first = settings.own_address, settings.addresses[0]
+    refusal = "" if own is None else await asyncio.to_thread(refusal_to_listen, own)
+    return refusal, Reached(first) if settings.index == 0 else await reach(f"tcp://{first}")
 
 
 def own_address() -> str:
@@ -101,13 +101,14 @@ def mesh(fit: Fit, processes: int, *, run_known: bool) -> Check:
 
 
 def meets(settings: ProcessesSettings, refusal: str, reached: Reached) -> Check:
-    """Judge the address at which the processes meet: ``refusal`` to listen there, of process 0, or how another reached it."""
-    address, host = settings.address, host_and_port(settings.address, "processes.address")[0]
-    if settings.index == 0:
-        if refusal:
-            remedy = "name an address of the host that process 0 runs on, and a port that is free"
-            return Check("meeting", "failed", f"processes.address = {address}: {refusal}", "process 0 listens there", remedy)
-        if _is_loopback(host):
+    """Judge the addresses at which the processes meet, as :func:`meeting` finds them."""
+    address, index = settings.addresses[0], settings.index
+    if refusal:
+        remedy = f"name an address of the host that process {index} runs on, and a port that is free"
+        found = f"processes.address = {settings.own_address}: {refusal}"
+        return Check("meeting", "failed", found, f"process {index} listens there", remedy)
+    if index == 0:
+        if _is_loopback(host_and_port(address, "processes.address")[0]):
             remedy = "right where all processes are on this host; else name its address in their network"
             return Check("meeting", "warning", f"processes.address = {address} is this host's alone", "", remedy)
         return Check("meeting", "ok", f"process 0 can listen at {address}")

@@ -60,6 +60,7 @@ def first_facts(settings: LearnerSettings, run: Run) -> Facts:
             "mesh": settings.mesh.model_dump_json(),
             "slow": settings.slow,
             "least": settings.processes.least,
+            "addresses": settings.processes.addresses if len(settings.processes.addresses) > 1 else None,
         }
     )
 

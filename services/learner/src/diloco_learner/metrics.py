@@ -92,11 +92,11 @@ OF_PROCESSES: tuple[Metric[Part], ...] = (
     Metric(
         "diloco_island_generation",
         "gauge",
-        "Number of this generation of the learner's processes, which grows",
+        "Number of this generation of the learner's processes",
         lambda part: part.group.generation,
     ),
     Metric("diloco_island_processes", "gauge", "Processes of the learner that are there", lambda part: part.group.size),
-    Metric("diloco_island_process", "gauge", "Which of them this one is; 0 leads", lambda part: part.group.index),
+    Metric("diloco_island_process", "gauge", "Which of them this one is", lambda part: part.group.index),
     Metric("diloco_island_steps_total", "counter", "Steps of this generation", lambda part: part.course.step),
     Metric(
         "diloco_island_carried_parameters",

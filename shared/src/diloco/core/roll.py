@@ -1,11 +1,46 @@
-"""The processes of a learner that have come to meet, and which of them make its next generation, and when."""
+"""The processes of a learner that have come to meet: which one leads, which of them make its next generation, and when.
+
+Any process may lead that others can find: it has one of ``processes.address``. A process goes to one other process at a time,
+and where several may lead a generation needs more than half of all (``processes.least``). So of two parts of a cut network at
+most one goes on: two generations have a process in common, which has left the earlier one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-LEADER = 0
+LEADER = 0  # place of the leader in its generation; its index among all processes is the smallest of the generation
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The standing of a process that listens for others, as it says."""
+
+    leader: int  # the process that it has gone to, or it itself
+    generation: int | None = None  # that it leads; None: it has not begun one
+
+
+def goes_to(own: int, *, may_lead: bool, at: int | None, heard: Mapping[int, Standing]) -> int | None:
+    """Return the process to which process ``own`` goes to meet the others; itself: it has them come; None: there is none.
+
+    A generation that goes on comes first, since no other one can begin beside it; then the smallest index. Who has come to a
+    process (``at``) stays there for as long as that one has others come, or two would count on it; one that has others come
+    itself gives way.
+
+    Args:
+        own: index of this process.
+        may_lead: it can be found by the others.
+        at: where it is now.
+        heard: by index, the other processes that are reached and listen.
+    """
+    themselves = {index: standing for index, standing in heard.items() if standing.leader == index}
+    leading = [index for index, standing in themselves.items() if standing.generation is not None]
+    if leading:
+        return at if at in leading else min(leading)
+    if at in themselves:
+        return at
+    return min([*themselves, own] if may_lead else themselves, default=None)
 
 
 def members(present: Collection[int], sizes: Sequence[int]) -> list[int]:
@@ -19,20 +54,25 @@ def members(present: Collection[int], sizes: Sequence[int]) -> list[int]:
 
 @dataclass
 class Roll:
-    """The processes that are there, at the leader: it and all that have come and not gone. Times are of any clock.
+    """The processes that are there, at one that has them come: it and all that have come and not gone. Times are of any clock.
 
     Args:
         sizes: numbers of processes that a generation may have, the largest first: all of them.
         regroup_s: a smaller one begins when nobody has come for so long.
         last_s: when somebody came last, or the wait began.
+        own: index of the process that has the others come.
         expected: those that are known to come, as far as one has been: nobody else is waited for once they are there.
     """
 
     sizes: Sequence[int]
     regroup_s: float
     last_s: float
+    own: int = 0
     expected: frozenset[int] = frozenset()
-    present: set[int] = field(default_factory=lambda: {LEADER})
+    present: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.present = {self.own}
 
     def come(self, index: int, now_s: float) -> None:
         """Note that a process has come."""

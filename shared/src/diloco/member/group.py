@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from diloco.core.roll import LEADER
 from diloco.errors import IslandError, SettingsError
 from diloco.member.links import BYE_LOOK_S, Handle, Links
-from diloco.member.meeting import Meeting, free_port
+from diloco.member.meeting import Meeting
 from diloco.member.proving import OPEN, secret_of
 from diloco.process import renewal
 from diloco.process.observe import Logger
@@ -83,7 +83,7 @@ class Group:
         self._end = threading.Lock()  # of whichever thread ends this process
 
     async def meet(self, facts: Facts, generation: int) -> None:
-        """Meet the other processes, and connect to all of them. ``generation`` is the leader's number for it, which grows.
+        """Meet the other processes, and connect to all of them. ``generation`` is the number of one that this process leads.
 
         Raises:
             SettingsError: processes differ in ``facts`` or settings.
@@ -91,13 +91,10 @@ class Group:
         """
         own = self.name, self.settings, self._sizes, self.run, self._key, facts, self.log, self._expected
         meeting = self._meeting = Meeting(*own)
-        host, _ = host_and_port(self.settings.address, "processes.address")
-        port = await self.links.listen(host if self.index == LEADER else None)
-        if self.index == LEADER:
-            coordinator = host, free_port(host)
-            welcome = await meeting.lead((host, port), coordinator, generation, os.urandom(32))
-        else:
-            welcome = await meeting.come(port)
+        address = self.settings.own_address
+        await meeting.listen()
+        port = await self.links.listen(None if address is None else host_and_port(address)[0])
+        welcome = await meeting.meet(port, generation, os.urandom(32))
         self.generation, self.coordinator, members = welcome.generation, welcome.coordinator, welcome.members
         self.place, self.size = members.index(self.index), len(members)
         secret, within_s = secret_of(self._key, welcome.secret), self.settings.start_s
@@ -127,8 +124,9 @@ class Group:
             found = self._found.setdefault(stage, {})
             while len(found) < self.size - 1:
                 await self._next()
-            differing = ((self.links.name(place), difference(facts, other)) for place, other in sorted(found.items()))
-            said = (f"{process} differs from process 0 in {differs}" for process, differs in differing if differs)
+            own = self.links.name(LEADER)
+            differing = ((self.links.name(place), difference(facts, other, own)) for place, other in sorted(found.items()))
+            said = (f"{process} differs from {own} in {differs}" for process, differs in differing if differs)
             self._agreed[stage] = next(said, "")
             for process in self.links.others:
                 self.links.write(process, Agreed(stage, self._agreed[stage]))
@@ -148,7 +146,7 @@ class Group:
             await self._next()
         heard = self._told[stage]
         if not isinstance(heard, kind):
-            raise IslandError(f"process {LEADER} says {heard.kind!r} at {stage!r}, expected {kind.kind!r}")
+            raise IslandError(f"{self.links.name(LEADER)} says {heard.kind!r} at {stage!r}, expected {kind.kind!r}")
         return heard
 
     async def _next(self) -> None:
@@ -253,18 +251,19 @@ class Group:
         self._renew(self.links.others)
 
     def _part_ways(self) -> None:
-        """Tell the others that a process is gone; one that does not lead waits until its leader knows who begins again."""
+        """Tell the others that a process is gone; wait until the leader knows who begins again, or, where it is lost, each."""
         self._loop.call_soon_threadsafe(self.links.write_others, Again(self.generation))
+        missed = self.links.longest_pause_s > self.settings.silent_s  # so the others have gone on, maybe with a newer state
+        rescue = None if missed else self.rescue
         if self.place == LEADER:
-            kept = NOTHING if self.rescue is None else self._tried(self.rescue.settle, NOTHING)
+            kept = NOTHING if rescue is None else self._tried(rescue.settle, NOTHING)
             self._loop.call_soon_threadsafe(self._answer, kept)
         else:
-            self._answered.wait(OTHERS_S)
+            self._await(lambda: self._answered.is_set() or self._is_gone(LEADER), OTHERS_S)
             kept = self._kept or NOTHING
-        if self.rescue is not None and kept.name:
-            rescue = self.rescue
+        if rescue is not None and kept.name:
             self._tried(lambda: rescue.save(kept), None)
-        if self.place == LEADER:
+        if self.place == LEADER or self._is_gone(LEADER):
             self._await(lambda: all(place in self._again or self._is_gone(place) for place in self.links.others), OTHERS_S)
 
     def _tried(self, work: Callable[[], R], otherwise: R) -> R:
@@ -285,11 +284,12 @@ class Group:
 
     def _renew(self, others: Collection[int]) -> NoReturn:
         """Begin again with others; the leader last, since JAX ends a process at once whose coordination service is gone."""
-        if self.place != LEADER:
-            renewal.renew()
-        self._await(lambda: all(self._is_gone(place) for place in others), OTHERS_S if self.rescue is None else KEEP_S)
+        if self.place == LEADER:
+            self._await(lambda: all(self._is_gone(place) for place in others), OTHERS_S if self.rescue is None else KEEP_S)
+        elif not self._is_gone(LEADER):
+            renewal.renew()  # the leader knows who comes
         waiting = set() if self._meeting is None else self._meeting.waiting
-        renewal.renew({LEADER, *waiting, *(self.links.members[place] for place in others)})
+        renewal.renew({self.index, *waiting, *(self.links.members[place] for place in others)})
 
     def _await(self, reached: Callable[[], bool], most_s: float) -> None:
         over_s = time.monotonic() + most_s

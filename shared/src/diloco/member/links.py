@@ -50,6 +50,11 @@ class Stream:
         """Where the other end is."""
         return str((self._writer.get_extra_info("peername") or "?")[0])
 
+    @property
+    def here(self) -> str:
+        """The address of this end."""
+        return str(self._writer.get_extra_info("sockname")[0])
+
     def trust(self) -> None:
         """Take large frames: the other end has proved that it is a process of the learner."""
         self._most_bytes = FRAME_BYTES
@@ -123,6 +128,8 @@ class Links:
         self._loop = asyncio.get_running_loop()  # its clock may be read in any thread
         self._streams: dict[int, Stream] = {}
         self._heard_s: dict[int, float] = {}
+        self._said_s: float | None = None  # when the others were given the last sign of life
+        self._pause_s = 0.0  # the longest time between two
         self._gone: set[int] = set()  # that said farewell
         self._closed: set[int] = set()  # whose connections have ended
         self._server: asyncio.Server | None = None
@@ -260,6 +267,7 @@ class Links:
 
     async def _ping(self) -> None:
         while True:
+            self._pause_s, self._said_s = self.longest_pause_s, self._loop.time()
             for place in self._streams:
                 self.write(place, self.sign_of_life())
             await asyncio.sleep(PING_S)
@@ -277,6 +285,11 @@ class Links:
     def has_ended(self, place: int, most_s: float) -> bool:
         """Whether nothing more comes of a process, be it that it took leave: it was not heard for ``most_s``, or has ended."""
         return place in self._closed or self._loop.time() - self._heard_s[place] > most_s
+
+    @property
+    def longest_pause_s(self) -> float:
+        """For how long the others had no sign of life of this process, at most. Callable from any thread."""
+        return self._pause_s if self._said_s is None else max(self._pause_s, self._loop.time() - self._said_s)
 
     def fail(self, error: IslandError) -> None:
         """Tell of the first error."""

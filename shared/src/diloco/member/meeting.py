@@ -1,9 +1,11 @@
-"""The processes of one learner meet: the leader makes sure that they are there, and alike, before any of them computes.
+"""The processes of one learner meet: one of them makes sure that they are there, and alike, before any of them computes.
 
-The leader listens at ``processes.address`` until all have come. With ``processes.least`` it waits until so many have, and
-nobody else comes any more (:mod:`diloco.core.roll`); and it listens on, and tells those that come later to wait.
+Each that has one of ``processes.address`` listens there, and tries all others. :func:`diloco.core.roll.goes_to` says which of
+them has the others come, and leads; with a single address that is process 0. It waits until all have come, with
+``processes.least`` until so many have, and nobody else comes any more (:class:`~diloco.core.roll.Roll`). Then it listens on,
+and those that come later wait.
 
-Each of the others says who it is, where it can be reached, and what has to be the same everywhere. The answer is a secret, by
+Each that comes says who it is, where it can be reached, and what has to be the same everywhere. The answer is a secret, by
 which processes know each other from then on, and all addresses. Before, both ends prove that they have the key of the learner's
 identity (:mod:`diloco.member.proving`). In a run without identities all who reach this address are taken for processes of the
 learner. The collectives between processes have neither passwords nor encryption in either case: they belong into a network of
@@ -15,22 +17,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from diloco.core.roll import Roll, members
+from diloco.core import roll
+from diloco.core.roll import Roll, goes_to
 from diloco.errors import FormatError, HashError, IslandError, MessageError, SettingsError
 from diloco.member.links import Stream
 from diloco.member.proving import Door, prove
 from diloco.process.observe import Counted, Logger
+from diloco.process.tasks import end
 from diloco.settings.service import ProcessesSettings, host_and_port
 from diloco.wire.framing import Message
-from diloco.wire.island import Address, Arrival, Facts, Refused, Wait, Welcome, difference
+from diloco.wire.island import Address, Arrival, Facts, Refused, Standing, Welcome, difference
 
-RETRY_S = 0.2  # until the leader listens
-ARRIVAL_S = 5.0  # from a connection to its first message
+RETRY_S = 0.2  # until somebody listens at an address
+REACH_S = 5.0  # to connect: a host that is gone says nothing
 MAX_CONNECTIONS = 2048  # twice the processes that there may be
-WAIT_S = 1.0  # between two answers to a process that waits; small beside any time to meet
+STANDING_S = 0.5  # between two words on what a process does; several within the least `processes.silent_s`
+WORDS: Mapping[str, type[Message]] = {kind.kind: kind for kind in (Standing, Welcome, Refused)}  # of one that listens
+
+
+@dataclass
+class _Heard:
+    """A process that listens, as it is heard."""
+
+    stream: Stream
+    standing: roll.Standing
 
 
 @dataclass
@@ -56,51 +69,153 @@ class Meeting:
         log: Logger,
         expected: frozenset[int] = frozenset(),
     ) -> None:
-        """Begin; ``expected``: processes that are known to come, at a leader."""
+        """Begin; ``expected``: processes that are known to come."""
         self.learner, self.processes, self.sizes, self.run, self.facts, self.log = learner, processes, sizes, run, facts, log
-        self._expected = expected
-        self._key, self._door, self._refused = key, Door(key), Counted(log, "connection_refused")
+        self.index, self._may_lead = processes.index, processes.own_address is not None
+        self._expected, self._key, self._door, self._refused = expected, key, Door(key), Counted(log, "connection_refused")
         self.grows = False  # a leader: whether with those that wait a generation would be larger than the one that goes on
+        self._at = self.index if self._may_lead else None  # the process where this one is, be it itself
+        self._heard: dict[int, _Heard] = {}  # the others, by index
+        self._problems: dict[int, str] = {}  # by index: why nothing that it says is heard
+        self._answer: tuple[int, Message] | None = None  # what a process where this one has come says to that
         self._arrived: dict[int, _Arrived] = {}
-        self._roll: Roll
+        self._roll = self._new_roll()
         self._welcome: Welcome | None = None  # a leader's, of the generation that goes on
         self._changed = asyncio.Event()
-        self._failure: SettingsError | None = None
+        self._failure: SettingsError | IslandError | None = None
         self._server: asyncio.Server | None = None
         self._connections = set[asyncio.Task[None]]()
 
-    # ---- a leader
-
-    async def lead(self, address: Address, coordinator: Address, generation: int, secret: bytes) -> Welcome:
-        """Wait until the others have come, and welcome them. ``address``, ``coordinator``: where this process is reached.
+    async def listen(self) -> None:
+        """Have the others come, if this process has an address.
 
         Raises:
-            SettingsError: one of them differs, or the address cannot be listened at.
-            IslandError: too few come in time.
+            SettingsError: it cannot be listened at.
         """
-        host, port = host_and_port(self.processes.address, "processes.address")
+        address = self.processes.own_address
+        if address is None:
+            return
         try:
-            self._server = await asyncio.start_server(self._connected, host, port, reuse_address=True)
+            self._server = await asyncio.start_server(self._connected, *host_and_port(address), reuse_address=True)
         except OSError as error:
             raise SettingsError(
-                f"processes.address = {self.processes.address}: process 0 of {self.learner} cannot listen there: "
-                f"{error.strerror}: name an address of the host that process 0 runs on, and a port that is free"
+                f"processes.address = {address}: process {self.index} of {self.learner} cannot listen there: {error.strerror}: "
+                f"name an address of the host that process {self.index} runs on, and a port that is free"
             ) from None
+
+    async def meet(self, port: int, generation: int, secret: bytes) -> Welcome:
+        """Return the welcome to a generation, once the processes for it have come to one of them.
+
+        ``port``: where the own links are reached. ``generation`` and ``secret`` are those of the generation if this process
+        leads it.
+
+        Raises:
+            SettingsError: one of them differs.
+            IslandError: too few come in time, or no process that leads can be reached.
+        """
+        others = [index for index in range(len(self.processes.addresses)) if index != self.index]
+        hearing = [asyncio.create_task(self._hear(index)) for index in others]
         try:
-            chosen = await self._gather()
-            addresses = [address, *(self._arrived[index].arrival.address for index in chosen[1:])]
-            welcome = Welcome(generation, secret, coordinator, chosen, addresses)
-            for index in chosen[1:]:
-                await self._arrived[index].stream.send(welcome)
-        except OSError as error:
-            await self.close()
-            raise IslandError(f"learner {self.learner}: a process went away while all met: {error}") from None
+            welcome = await self._until_welcome(port, generation, secret)
         except BaseException:
             await self.close()
             raise
-        self._welcome = welcome
-        if not self.processes.elastic:
+        finally:
+            await end(*hearing)
+        if self._welcome is None or not self.processes.elastic:
             await self.close()
+        return welcome
+
+    async def _until_welcome(self, port: int, generation: int, secret: bytes) -> Welcome:
+        clock = asyncio.get_running_loop().time
+        over_s = clock() + self.processes.start_s
+        while True:
+            self._changed.clear()
+            if self._failure is not None:
+                raise self._failure
+            if self._answer is not None:
+                return self._answered(*self._answer)
+            self._turn(port)
+            now_s, begins_s = clock(), None
+            if self._at == self.index:
+                begins_s = self._roll.begins_s(now_s)
+                if begins_s == 0.0 or (begins_s is not None and now_s >= over_s):
+                    return await self._lead(port, generation, secret)
+            elif self._at is not None and self._heard[self._at].standing.generation is not None:
+                over_s = now_s + self.processes.start_s  # as long as it goes on, and says so
+            if now_s >= over_s:
+                raise IslandError(self._missing())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(over_s - now_s if begins_s is None else min(begins_s, over_s - now_s)):
+                    await self._changed.wait()
+
+    def _turn(self, port: int) -> None:
+        """Go to the process where this one has to be now, if it is not there."""
+        standings = {index: heard.standing for index, heard in self._heard.items()}
+        to, at = goes_to(self.index, may_lead=self._may_lead, at=self._at, heard=standings), self._at
+        if to == at:
+            return
+        self._at = to
+        if at == self.index:
+            for arrived in self._arrived.values():
+                arrived.stream.abort()  # they find the other one, too
+        elif at in self._heard:
+            self._heard[at].stream.abort()  # or it would count on this one
+        if to == self.index:
+            self._roll = self._new_roll()
+        elif to is not None:
+            heard = self._heard[to]
+            heard.stream.write(Arrival(self.index, self.processes.count, self._reached_at(heard.stream, port), self.facts))
+            if heard.standing.generation is not None:
+                self._expected = frozenset()  # who was known to come is in that generation, or was lost since
+                self.log.info("waiting_for_generation", generation=heard.standing.generation, leader=to)
+
+    def _new_roll(self) -> Roll:
+        now_s = asyncio.get_running_loop().time()
+        return Roll(self.sizes, self.processes.regroup_s, now_s, self.index, self._expected)
+
+    def _reached_at(self, stream: Stream, port: int) -> Address:
+        """Return where the own links listen: at the own address, or else wherever this host has one towards another process."""
+        own = self.processes.own_address
+        return (stream.here if own is None else host_and_port(own)[0]), port
+
+    def _missing(self) -> str:
+        """Return who has not come in time."""
+        within, learner = f"{self.processes.start_s:g} s", f"learner {self.learner}"
+        if self._at == self.index:
+            missing = [index for index in range(self.processes.count) if index not in self._roll.present]
+            least = f" (at least {self.sizes[-1]} have to: processes.least)" if self.processes.elastic else ""
+            return (
+                f"{learner}: of its {self.processes.count} processes, {_listed(missing)} did not come to "
+                f"{self.processes.own_address} within {within}{least}: look at their logs, and whether they reach it"
+            )
+        if self._at is None:
+            what = f"{_listed(list(range(len(self.processes.addresses))))} at processes.address = {self.processes.address}"
+            what += (
+                f" cannot be reached, for more than {within}{''.join(f' ({problem})' for problem in self._problems.values())}"
+            )
+        else:
+            address = self.processes.addresses[self._at]
+            what = f"process {self._at} at processes.address = {address} waits for other processes, for more than {within}"
+        todo = f"start all {self.processes.count} processes, with an address that each reaches"
+        return f"{learner}, process {self.index}: {what}: {todo}"
+
+    # ---- a process that others come to
+
+    async def _lead(self, port: int, generation: int, secret: bytes) -> Welcome:
+        """Welcome the processes that have come to make a generation."""
+        own = self.processes.own_address
+        assert own is not None, "no process comes to one without an address"
+        host, _ = host_and_port(own)
+        chosen = self._roll.members
+        addresses = [(host, port), *(self._arrived[index].arrival.address for index in chosen[1:])]
+        welcome = Welcome(generation, secret, (host, free_port(host)), chosen, addresses)
+        self._welcome = welcome
+        try:
+            for index in chosen[1:]:
+                await self._arrived[index].stream.send(welcome)
+        except (OSError, LookupError) as error:
+            raise IslandError(f"learner {self.learner}: a process went away while all met: {error}") from None
         self._look()
         return welcome
 
@@ -108,34 +223,6 @@ class Meeting:
     def waiting(self) -> set[int]:
         """The processes that have come, of a leader whose generation goes on without them."""
         return set(self._arrived)
-
-    async def _gather(self) -> list[int]:
-        """Return the processes that have come to make a generation."""
-        clock = asyncio.get_running_loop().time
-        self._roll = Roll(self.sizes, self.processes.regroup_s, clock(), self._expected)
-        over_s = clock() + self.processes.start_s
-        while True:
-            self._changed.clear()
-            if self._failure is not None:
-                raise self._failure
-            now_s = clock()
-            begins_s = self._roll.begins_s(now_s)
-            if begins_s == 0.0 or (begins_s is not None and now_s >= over_s):
-                return self._roll.members
-            if now_s >= over_s:
-                raise IslandError(self._missing())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(over_s - now_s if begins_s is None else min(begins_s, over_s - now_s)):
-                    await self._changed.wait()
-
-    def _missing(self) -> str:
-        missing = [index for index in range(self.processes.count) if index not in self._roll.present]
-        least = f" (at least {self.sizes[-1]} have to: processes.least)" if self.processes.elastic else ""
-        return (
-            f"learner {self.learner}: of its {self.processes.count} processes, {_listed(missing)} did not come to "
-            f"{self.processes.address} within {self.processes.start_s:g} s{least}: look at their logs, and whether they reach "
-            "it"
-        )
 
     async def close(self) -> None:
         """Listen no more; all that wait here notice."""
@@ -149,26 +236,37 @@ class Meeting:
         if len(self._connections) >= MAX_CONNECTIONS:
             writer.transport.abort()
             return
-        task = asyncio.get_running_loop().create_task(self._arrive(Stream(reader, writer, self.run)))
+        task = asyncio.get_running_loop().create_task(self._admit(Stream(reader, writer, self.run)))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
-    async def _arrive(self, stream: Stream) -> None:
+    async def _admit(self, stream: Stream) -> None:
         try:
             try:
                 await self._door.admit(stream)
             except (OSError, EOFError, MessageError) as error:
                 self._refused.note(stream.peer, "meeting", reason=f"{type(error).__name__}: {error}")
                 return
-            with contextlib.suppress(OSError, EOFError, MessageError, TimeoutError):  # not a process of ours, or gone again
-                async with asyncio.timeout(ARRIVAL_S):
-                    arrival = await stream.receive_one(Arrival)
-                await self._take_in(arrival, stream)
+            telling = asyncio.create_task(self._tell(stream))
+            try:
+                with contextlib.suppress(OSError, EOFError, MessageError):  # not a process of ours, or gone again
+                    await self._take_in(await stream.receive_one(Arrival), stream)
+            finally:
+                telling.cancel()
         finally:
             stream.abort()
             self._changed.set()
 
+    async def _tell(self, stream: Stream) -> None:
+        """Say again and again what this process does."""
+        while True:
+            assert self._at is not None, "one that listens has others come, if it has not gone to another one"
+            stream.write(Standing(self._at, None if self._welcome is None else self._welcome.generation))
+            await asyncio.sleep(STANDING_S)
+
     async def _take_in(self, arrival: Arrival, stream: Stream) -> None:
+        if self._at != self.index:
+            return  # it has just gone to another one, where those who came here go, too
         index, reason = arrival.index, self._fault(arrival)
         if reason is not None:
             await stream.send(Refused(reason))
@@ -184,122 +282,105 @@ class Meeting:
         self._roll.come(index, asyncio.get_running_loop().time())
         self.log.info("process_arrived", process=index)
         self._look()
-        waiting = asyncio.create_task(self._have_it_wait(stream))
         try:
             await stream.until_closed()
         finally:  # it has been welcomed, or begins again
-            waiting.cancel()
             del self._arrived[index]
             if self._welcome is None:
                 self._roll.go(index)
             self._look()
-
-    async def _have_it_wait(self, stream: Stream) -> None:
-        while True:
-            if self._welcome is not None:
-                stream.write(Wait(self._welcome.generation))
-            await asyncio.sleep(WAIT_S)
 
     def _look(self) -> None:
         """Take in that a process has come or gone."""
         self._changed.set()
         if self._welcome is not None:
             present = self._welcome.members
-            self.grows = len(members({*present, *self._arrived}, self.sizes)) > len(present)
+            self.grows = len(roll.members({*present, *self._arrived}, self.sizes)) > len(present)
 
     def _fault(self, arrival: Arrival) -> str | None:
         """Return why a process cannot take part."""
-        count = self.processes.count
+        count, index, own = self.processes.count, arrival.index, f"process {self.index}"
         if arrival.count != count:
-            return f"process {arrival.index} has processes.count = {arrival.count}, process 0 has {count}: name one for all"
-        if not 0 < arrival.index < count:
-            return f"a process has processes.index = {arrival.index}, expected 1 to {count - 1}: each has an index of its own"
-        if arrival.index in self._arrived:
-            return f"processes.index = {arrival.index} is there already: each process of a learner has an index of its own"
-        differs = difference(self.facts, arrival.facts)
+            return f"process {index} has processes.count = {arrival.count}, {own} has {count}: name one for all"
+        if index >= count or index == self.index:
+            expected = f"0 to {count - 1} but for {self.index}"
+            return f"a process has processes.index = {index}, expected {expected}: each has an index of its own"
+        if index in self._arrived:
+            return f"processes.index = {index} is there already: each process of a learner has an index of its own"
+        differs = difference(self.facts, arrival.facts, own)
         if differs is not None:
-            return f"process {arrival.index} differs from process 0 in {differs}: they have to be the same"
+            return f"process {index} differs from {own} in {differs}: they have to be the same"
         return None
 
-    # ---- another process
+    # ---- the others that listen
 
-    async def come(self, listening_port: int) -> Welcome:
-        """Go to the leader, and wait for its welcome. ``listening_port``: where the own links are reached, on any address.
+    async def _hear(self, index: int) -> None:
+        """Hear another process that listens, whenever it is there."""
+        address, alone = self.processes.addresses[index], len(self.processes.addresses) == 1
+        while True:
+            try:
+                await self._reach(index, address)
+            except (OSError, EOFError):  # it is not there, or begins again; a time-out is the former
+                pass
+            except HashError:
+                problem = (
+                    f"process {index} at processes.address = {address} does not have the key of this process's identity: give "
+                    "all processes of a learner one identity file, as it was made last (diloco keys)"
+                )
+                self._note(index, problem, SettingsError if alone else None)
+            except MessageError as error:
+                self._note(index, f"what answers at {address} is no process {index}: {error}", IslandError if alone else None)
+            await asyncio.sleep(RETRY_S)
 
-        Raises:
-            SettingsError: the leader refuses this process.
-            IslandError: the leader cannot be reached in time, or goes away.
-        """
-        index, address = self.processes.index, self.processes.address
-        host, port = host_and_port(address, "processes.address")
-        reached = False
-        try:
-            async with asyncio.timeout(self.processes.start_s) as limit:
-                while True:
-                    try:
-                        reader, writer = await asyncio.open_connection(host, port)
-                    except OSError:
-                        await asyncio.sleep(RETRY_S)
-                        continue
-                    stream = Stream(reader, writer, self.run)
-                    try:
-                        await self._prove(stream)
-                        own: Address = writer.get_extra_info("sockname")[0], listening_port
-                        await stream.send(Arrival(index, self.processes.count, own, self.facts))
-                        reached = True
-                        answer = await self._answer(stream, limit)
-                    except (OSError, EOFError):  # it ended, or begins again
-                        await asyncio.sleep(RETRY_S)
-                        continue
-                    finally:
-                        stream.abort()
-                    if isinstance(answer, Welcome):
-                        self._check(answer)
-                        return answer
-                    assert isinstance(answer, Refused)
-                    raise SettingsError(f"learner {self.learner}: {answer.reason}")
-        except TimeoutError:
-            what = "waits for other processes" if reached else "cannot be reached"
-            raise IslandError(
-                f"learner {self.learner}, process {index}: process 0 at processes.address = {address} {what}, for more than "
-                f"{self.processes.start_s:g} s: start all {self.processes.count} processes, with an address that each reaches"
-            ) from None
-        except FormatError as error:
-            raise IslandError(
-                f"learner {self.learner}, process {index}: what answers at {address} is no process 0: {error}"
-            ) from None
+    def _note(self, index: int, problem: str, failure: type[SettingsError | IslandError] | None) -> None:
+        """Note why another process cannot be heard: where it is the only one that could lead, this one ends."""
+        if failure is not None:
+            self._failure = failure(f"learner {self.learner}, process {self.index}: {problem}")
+            self._changed.set()
+        elif self._problems.get(index) != problem:
+            self._problems[index] = problem
+            self.log.warning("process_not_heard", process=index, reason=problem)
 
-    async def _prove(self, stream: Stream) -> None:
+    async def _reach(self, index: int, address: str) -> None:
+        """Hear another process until it is not heard any more, and raise why."""
+        async with asyncio.timeout(REACH_S):
+            reader, writer = await asyncio.open_connection(*host_and_port(address))
+        stream = Stream(reader, writer, self.run)
         try:
             await prove(stream, self._key)
-        except HashError:
-            raise SettingsError(
-                f"learner {self.learner}, process {self.processes.index}: process 0 at processes.address = "
-                f"{self.processes.address} does not have the key of this process's identity: give all processes of a learner "
-                "one identity file, as it was made last (diloco keys)"
-            ) from None
+            while True:
+                async with asyncio.timeout(self.processes.silent_s):
+                    message = await stream.receive_any(WORDS)
+                if isinstance(message, Standing):
+                    self._problems.pop(index, None)
+                    self._heard[index] = _Heard(stream, roll.Standing(message.leader, message.generation))
+                elif index != self._at:
+                    raise FormatError(f"a message {message.kind!r}, and this process has not come to it")
+                else:
+                    self._answer = index, message
+                self._changed.set()
+        finally:
+            stream.abort()
+            self._heard.pop(index, None)
+            self._changed.set()
 
-    def _check(self, welcome: Welcome) -> None:
-        """Find out that a generation has this process, and an address of each.
+    def _answered(self, index: int, answer: Message) -> Welcome:
+        """Return the welcome of the process that this one has come to.
 
         Raises:
-            FormatError: it has not.
+            SettingsError: it refuses this process.
+            IslandError: it welcomes another one.
         """
-        members, index = welcome.members, self.processes.index
-        if index not in members or members != sorted(set(members)) or len(members) != len(welcome.addresses):
-            raise FormatError(f"process {index} is welcomed to {members} at {len(welcome.addresses)} addresses")
-
-    async def _answer(self, stream: Stream, limit: asyncio.Timeout) -> Message:
-        """Return the leader's word; while it has this process wait, there is no limit."""
-        waits = False
-        while True:
-            answer = await stream.receive_any({Welcome.kind: Welcome, Refused.kind: Refused, Wait.kind: Wait})
-            if not isinstance(answer, Wait):
-                return answer
-            limit.reschedule(asyncio.get_running_loop().time() + self.processes.start_s)
-            if not waits:
-                self.log.info("waiting_for_generation", generation=answer.generation)
-            waits = True
+        if isinstance(answer, Refused):
+            raise SettingsError(f"learner {self.learner}: {answer.reason}")
+        assert isinstance(answer, Welcome)
+        indexes, own, address = answer.members, self.index, self.processes.addresses[index]
+        if own not in indexes or indexes != sorted(set(indexes)) or len(indexes) != len(answer.addresses):
+            raise IslandError(
+                f"learner {self.learner}, process {own}: what answers at {address} is no process {index}: "
+                f"process {own} is welcomed to {indexes} at {len(answer.addresses)} addresses"
+            )
+        return answer
 
 
 def free_port(host: str) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from diloco.errors import SettingsError
-from diloco.settings.service import ProcessesSettings
+from diloco.settings.service import ProcessesSettings, may_lead
 from diloco.settings.validation import parse
 
 SLURM_PORTS = 61440, 4096  # the first of them, and their number: as JAX takes them, a job has one of its own
@@ -34,9 +35,17 @@ def _slurm(environment: Mapping[str, str], given: Mapping[str, Any]) -> dict[str
         "index": _number(environment, "SLURM_PROCID", "slurm"),
     }
     if "address" not in given:
-        host = first_host(_said(environment, "SLURM_STEP_NODELIST", "slurm"))
         first, ports = SLURM_PORTS
-        found["address"] = f"{host}:{first + _number(environment, 'SLURM_JOB_ID', 'slurm') % ports}"
+        port, count = first + _number(environment, "SLURM_JOB_ID", "slurm") % ports, given.get("count", found["count"])
+        listed = _said(environment, "SLURM_STEP_NODELIST", "slurm")
+        try:
+            names = list(islice(hosts(listed), count + 1))
+        except ValueError:
+            raise SettingsError(
+                f"processes.cluster = slurm: SLURM_STEP_NODELIST = {listed!r}: expected a list of hosts"
+            ) from None
+        leading = may_lead(count, given.get("least")) if len(names) == count else 1  # process i is on host i if each has one
+        found["address"] = ",".join(f"{name}:{port}" for name in names[:leading])
     return found
 
 
@@ -44,13 +53,23 @@ def _kubernetes(environment: Mapping[str, str]) -> dict[str, Any]:
     return {"index": _number(environment, "JOB_COMPLETION_INDEX", "kubernetes")}
 
 
-def first_host(hosts: str) -> str:
-    """Return the first host of a list as Slurm writes it: ``node[03-05,9],other`` gives ``node03``."""
-    bracketed = re.match(r"([^,\[]*)\[([^\]]*)\](.*)$", hosts)
-    if bracketed is None or "," in bracketed[1]:
-        return hosts.partition(",")[0]
-    first = re.split("[,-]", bracketed[2])[0]
-    return bracketed[1] + first + bracketed[3].partition(",")[0]
+def hosts(listed: str) -> Iterator[str]:
+    """Yield the hosts of a list as Slurm writes it: ``node[03-05,9],other`` gives node03, node04, node05, node9, other."""
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listed):
+        yield from _hosts_of(item)
+
+
+def _hosts_of(item: str) -> Iterator[str]:
+    bracketed = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
+    if bracketed is None:
+        yield item
+        return
+    head, numbers, tail = bracketed.groups()
+    for part in numbers.split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            for rest in _hosts_of(tail):
+                yield f"{head}{number:0{len(first)}d}{rest}"
 
 
 def _number(environment: Mapping[str, str], variable: str, cluster: str) -> int:

@@ -15,6 +15,16 @@ from diloco.settings.presets import run_settings
 from diloco.settings.run import Name, ProcessName, RegionName, RunSettings
 from diloco.settings.validation import nearest
 
+MAX_LEADING = 16  # addresses of one learner: a process that meets the others tries all of them
+
+
+def may_lead(count: int, least: int | None) -> int:
+    """Return how many of ``count`` processes may lead, of which ``least`` go on where others are lost.
+
+    It is one alone if none is left out, or if two parts of a cut network, without a process in common, could both go on.
+    """
+    return 1 if least is None or least >= count or 2 * least <= count else min(count, MAX_LEADING)
+
 
 def host_and_port(address: str, setting: str = "metrics_address") -> tuple[str, int]:
     """Return host and port of an address; port 0 is any free one.
@@ -107,8 +117,12 @@ class ProcessesSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     count: int = Field(1, ge=1, le=1024, description="processes of this learner")
-    index: int = Field(0, ge=0, description="which of them this one is; 0 leads")
-    address: str = Field("", description="HOST:PORT at which the leader meets the others; all of them name the same")
+    index: int = Field(0, ge=0, description="which of them this one is")
+    address: str = Field(
+        "",
+        description="HOST:PORT at which process 0 meets the others; behind commas those of 1, 2, ..., which lead where the "
+        "ones before are lost (at most 16, with a `least` of more than half); all name the same",
+    )
     cluster: Literal["", "slurm", "kubernetes"] = Field(
         "", description="take what is not set here from this cluster's environment: a Slurm step, or an indexed Job's index"
     )
@@ -130,8 +144,7 @@ class ProcessesSettings(BaseModel):
             raise ValueError(f"index = {self.index}: expected 0 to {self.count - 1}, as count = {self.count}")
         if self.count > 1 and not self.address and self.cluster != "slurm":
             raise ValueError("address: several processes need HOST:PORT, where process 0 is to be reached by the others")
-        if self.address:
-            host_and_port(self.address, "processes.address")
+        self._check_addresses()
         if self.least is not None and self.least > self.count and not self.cluster:
             raise ValueError(f"least = {self.least}: expected 1 to {self.count}, as count = {self.count}")
         if self.elastic and self.regroup_s > self.start_s:
@@ -139,6 +152,32 @@ class ProcessesSettings(BaseModel):
                 f"regroup_s = {self.regroup_s:g}: expected at most start_s = {self.start_s:g}, within which a generation meets"
             )
         return self
+
+    def _check_addresses(self) -> None:
+        places = [host_and_port(address, "processes.address") for address in self.addresses]
+        if twice := [address for address, place in zip(self.addresses, places, strict=True) if places.count(place) > 1]:
+            raise ValueError(f"address = {self.address}: {twice[0]} is there twice: each process has an address of its own")
+        if len(places) > MAX_LEADING:
+            raise ValueError(f"address: {len(places)} addresses, expected at most {MAX_LEADING}: so many processes may lead")
+        if len(places) > 1 and not self.cluster:
+            if len(places) > self.count:
+                raise ValueError(f"address = {self.address}: {len(places)} addresses of {self.count} processes (count)")
+            if may_lead(self.count, self.least) == 1:
+                raise ValueError(
+                    f"address: {len(places)} addresses, so any of these processes may lead, need a least of more than half of "
+                    f"count = {self.count} and less than all, got {self.least}: two halves of a cut network would both go on; "
+                    "set least, or name the address of process 0 alone"
+                )
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses of the processes that may lead, by index."""
+        return [address.strip() for address in self.address.split(",")] if self.address else []
+
+    @property
+    def own_address(self) -> str | None:
+        """Where this process meets the others if it leads; None: it never does."""
+        return self.addresses[self.index] if self.index < len(self.addresses) else None
 
     @property
     def elastic(self) -> bool:

@@ -29,7 +29,7 @@ SetName = Annotated[str, Meta(max_length=100)]  # that all parts of one state ha
 
 
 class Challenge(Message, frozen=True):
-    """First message of each end, on a connection to the leader's address."""
+    """First message of each end, on a connection to one of ``processes.address``."""
 
     kind = "challenge"
 
@@ -59,12 +59,13 @@ class Welcome(Message, frozen=True):
     addresses: Annotated[list[Address], Meta(max_length=MAX_PROCESSES)]  # by place
 
 
-class Wait(Message, frozen=True):
-    """The leader's answer, again and again, to a process that has come while a generation goes on which does not have it."""
+class Standing(Message, frozen=True):
+    """A process that others may come to, again and again, to each that is connected: what it does."""
 
-    kind = "wait"
+    kind = "standing"
 
-    generation: Number
+    leader: Process  # the one that it has gone to, or it itself, which has others come
+    generation: Number | None  # that it leads, if it does: who comes waits for the next one
 
 
 class Refused(Message, frozen=True):
@@ -408,10 +409,10 @@ def facts(values: dict[str, Any]) -> list[tuple[str, str]]:
     return sorted((name, str(value)[:2000]) for name, value in values.items())
 
 
-def difference(own: list[tuple[str, str]], other: list[tuple[str, str]]) -> str | None:
-    """Return the first fact that differs, with both values; None if there is none."""
+def difference(own: list[tuple[str, str]], other: list[tuple[str, str]], process: str) -> str | None:
+    """Return the first fact that differs, with both values; None if there is none. ``process`` is the name of the own one."""
     mine, theirs = dict(own), dict(other)
     for name in sorted(mine.keys() | theirs.keys()):
         if mine.get(name) != theirs.get(name):
-            return f"{name}: {theirs.get(name, 'nothing')} there, {mine.get(name, 'nothing')} at process 0"
+            return f"{name}: {theirs.get(name, 'nothing')} there, {mine.get(name, 'nothing')} at {process}"
     return None
