@@ -100,8 +100,9 @@ class ElasticIsland(Island):
         demand(taken - 1 <= step <= taken, f"{self.name}: of {taken} steps taken, {step} are kept")
         self.world.stats["state kept"] += 1
         self.world.stats["step lost with a process"] += taken - step
-        self.saved_steps[kept.name] = step
-        self._count(kept.name, worker.part.links.members)
+        if self.shared:  # of folders of their own nobody finds the model but the leader
+            self.saved_steps[kept.name] = step
+            self.counted, self._counted_by = kept.name, worker.part.links.members
 
     def note_not_kept(self, process: IslandProcess, reason: str) -> None:
         if NOT_KEPT.search(reason) is None:
@@ -142,9 +143,6 @@ class ElasticIsland(Island):
         if name and self.counted != name:
             self._counted_by = leader.part.links.members
         super().note_counted(name, leader)
-
-    def _count(self, name: str, members: list[int]) -> None:
-        self.counted, self._counted_by = name, members
 
     def known(self, leader: Leader) -> str | None:
         alone = not self.shared and leader.part.links.members != self._counted_by

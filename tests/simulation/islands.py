@@ -196,7 +196,7 @@ class IslandWorld(World):
         for island in self.islands:
             for process in island.processes:
                 process.thawed_s = self.now_s
-            if isinstance(island, ElasticIsland):
+            if isinstance(island, ElasticIsland) and not self.drills:
                 island.look_later()
 
 

@@ -25,18 +25,21 @@ from diloco.member.proving import Door, prove
 from diloco.process.observe import Counted, Logger
 from diloco.settings.service import ProcessesSettings, host_and_port
 from diloco.wire.framing import Message
-from diloco.wire.island import Address, Arrival, Facts, Refused, Wait, Welcome, difference
+from diloco.wire.island import Address, Arrival, Facts, Ping, Refused, Wait, Welcome, difference
 
 RETRY_S = 0.2  # until the leader listens
 ARRIVAL_S = 5.0  # from a connection to its first message
 MAX_CONNECTIONS = 2048  # twice the processes that there may be
-WAIT_S = 1.0  # between two answers to a process that waits; small beside any time to meet
+WAIT_S = 1.0  # between two answers to a process that waits, and two signs of life of it; small beside any time to meet
+LOOK_S = 0.1
+SIGNS = 2  # of a process, after which it is there: one may have been under way when it ended
 
 
 @dataclass
 class _Arrived:
     arrival: Arrival
     stream: Stream
+    signs: int = 0  # of life, since it has come
 
 
 class Meeting:
@@ -170,6 +173,8 @@ class Meeting:
 
     async def _take_in(self, arrival: Arrival, stream: Stream) -> None:
         index, reason = arrival.index, self._fault(arrival)
+        if reason is None and index in self._arrived and await self._is_there(self._arrived[index]):
+            reason = f"processes.index = {index} is there already: each process of a learner has an index of its own"
         if reason is not None:
             await stream.send(Refused(reason))
             if self.processes.elastic:
@@ -180,19 +185,38 @@ class Meeting:
         if self._welcome is not None and index in self._welcome.members:
             await stream.until_closed()  # the one of before is gone, and soon missed: then all meet
             return
-        self._arrived[index] = _Arrived(arrival, stream)
+        arrived = self._arrived[index] = _Arrived(arrival, stream)
         self._roll.come(index, asyncio.get_running_loop().time())
         self.log.info("process_arrived", process=index)
         self._look()
         waiting = asyncio.create_task(self._have_it_wait(stream))
         try:
-            await stream.until_closed()
+            while await stream.heard():
+                arrived.signs += 1
         finally:  # it has been welcomed, or begins again
             waiting.cancel()
-            del self._arrived[index]
-            if self._welcome is None:
-                self._roll.go(index)
-            self._look()
+            if self._arrived.get(index) is arrived:
+                self._go(index)
+
+    def _go(self, index: int) -> None:
+        """Take in that a process has gone."""
+        del self._arrived[index]
+        if self._welcome is None:
+            self._roll.go(index)
+        self._look()
+
+    async def _is_there(self, arrived: _Arrived) -> bool:
+        """Return whether a process that has come is there yet, and not lost with its host; one that is not is forgotten."""
+        index, enough = arrived.arrival.index, arrived.signs + SIGNS
+        over_s = asyncio.get_running_loop().time() + (SIGNS + 1) * WAIT_S
+        while self._arrived.get(index) is arrived and asyncio.get_running_loop().time() < over_s:
+            if arrived.signs >= enough:
+                return True
+            await asyncio.sleep(LOOK_S)
+        if self._arrived.get(index) is arrived:
+            self._go(index)
+            arrived.stream.abort()
+        return index in self._arrived
 
     async def _have_it_wait(self, stream: Stream) -> None:
         while True:
@@ -214,8 +238,6 @@ class Meeting:
             return f"process {arrival.index} has processes.count = {arrival.count}, process 0 has {count}: name one for all"
         if not 0 < arrival.index < count:
             return f"a process has processes.index = {arrival.index}, expected 1 to {count - 1}: each has an index of its own"
-        if arrival.index in self._arrived:
-            return f"processes.index = {arrival.index} is there already: each process of a learner has an index of its own"
         differs = difference(self.facts, arrival.facts)
         if differs is not None:
             return f"process {arrival.index} differs from process 0 in {differs}: they have to be the same"
@@ -247,7 +269,11 @@ class Meeting:
                         own: Address = writer.get_extra_info("sockname")[0], listening_port
                         await stream.send(Arrival(index, self.processes.count, own, self.facts))
                         reached = True
-                        answer = await self._answer(stream, limit)
+                        living = asyncio.create_task(_give_signs(stream))
+                        try:
+                            answer = await self._answer(stream, limit)
+                        finally:
+                            living.cancel()
                     except (OSError, EOFError):  # it ended, or begins again
                         await asyncio.sleep(RETRY_S)
                         continue
@@ -300,6 +326,13 @@ class Meeting:
             if not waits:
                 self.log.info("waiting_for_generation", generation=answer.generation)
             waits = True
+
+
+async def _give_signs(stream: Stream) -> None:
+    """Let the leader hear that this process is there."""
+    while True:
+        await asyncio.sleep(WAIT_S)
+        stream.write(Ping(0, 0, 0))
 
 
 def free_port(host: str) -> int:
