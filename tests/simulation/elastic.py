@@ -100,8 +100,8 @@ class ElasticIsland(Island):
         demand(taken - 1 <= step <= taken, f"{self.name}: of {taken} steps taken, {step} are kept")
         self.world.stats["state kept"] += 1
         self.world.stats["step lost with a process"] += taken - step
+        self.saved_steps[kept.name] = step
         if self.shared:  # of folders of their own nobody finds the model but the leader
-            self.saved_steps[kept.name] = step
             self.counted, self._counted_by = kept.name, worker.part.links.members
 
     def note_not_kept(self, process: IslandProcess, reason: str) -> None:
