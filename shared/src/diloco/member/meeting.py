@@ -31,7 +31,7 @@ RETRY_S = 0.2  # until the leader listens
 ARRIVAL_S = 5.0  # from a connection to its first message
 MAX_CONNECTIONS = 2048  # twice the processes that there may be
 WAIT_S = 1.0  # between two answers to a process that waits, and two signs of life of it; small beside any time to meet
-LOOK_S = 0.1
+LOOK_S = 0.1  # between two looks for signs of life; small beside WAIT_S
 SIGNS = 2  # of a process, after which it is there: one may have been under way when it ended
 
 
