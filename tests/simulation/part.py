@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,27 +24,32 @@ from diloco.core.accounts import StepDone
 from diloco.core.chunks import Chunk
 from diloco.core.delta import Apply
 from diloco.core.leases import RoundRobin
+from diloco.core.roll import LEADER
 from diloco.core.rows import carriers
 from diloco.errors import IslandError
 from diloco.log.log import Log
-from diloco.member import restoring, state
+from diloco.member import coming, rescue, restoring, state
 from diloco.member.group import WATCH_S, Group
 from diloco.member.leader import Leader
 from diloco.member.member import Boundary
 from diloco.member.part import Follower, Part, Saving
+from diloco.member.rescue import Rescue
 from diloco.member.state import Content, Saved, State
 from diloco.process.observe import Counted
 from diloco.process.tape import Unrecorded
-from diloco.wire.island import Decided, Ping, Purpose, facts
+from diloco.wire.island import Decided, Kept, Ping, Purpose, Told, facts
+from diloco_lab.virtual import threads
 
 if TYPE_CHECKING:
-    from tests.simulation.islands import Generation, IslandProcess
+    from tests.simulation.island import Generation, IslandProcess
 
 Vector = NDArray[np.float32]
 
 SAVED_BOUNDARIES = 0.2
 NEWS_S = 0.01  # something new comes to a leader that waits
 AHEAD = 0.3  # share of boundaries that begin before the step has ended
+CHANGING_S = 0.05  # longest that a process goes from one boundary to the next
+REGROUP = "regroup"
 
 
 class News(threading.Condition):
@@ -86,6 +92,10 @@ class WatchedGroup(Group):
     def end(self, error: IslandError) -> None:
         self.process.give_up(error)
 
+    def end_as_it_is(self, error: IslandError) -> None:
+        """End this process in earnest, in a thread."""
+        super().end(error)
+
 
 class WatchedPart(Part):
     """A part that remembers the decision carried out last."""
@@ -97,16 +107,27 @@ class WatchedPart(Part):
         return self.decided, writes
 
 
+class WatchedRescue(Rescue):
+    """A rescue whose outcome is looked at."""
+
+    worker: Worker
+
+    def save(self, kept: Kept) -> None:
+        super().save(kept)
+        self.worker.island.note_kept(self.worker, kept, self._accounts)
+
+
 class Worker:
     """All that a process does from its begin to its end."""
 
     member: Leader | Follower
     part: WatchedPart
     group: WatchedGroup
+    rescue: WatchedRescue
     generation: Generation
 
     def __init__(self, process: IslandProcess) -> None:
-        self.process, self.world, self.island, self.index = process, process.world, process.island, process.index
+        self.process, self.world, self.island = process, process.world, process.island
         self.values = [np.zeros(fragment.size, np.float32) for fragment in FRAGMENTS.fragments]
         self.applied: dict[int, int] = {}  # by fragment: version last written into the model
         self.must_apply: dict[int, int] = {}  # by fragment: what was the newest version when it began
@@ -114,35 +135,56 @@ class Worker:
         self.trains = False
         self.round_robin = RoundRobin()
         self.leaving = False
+        self._begun: int | None = None  # the step whose outcome is not in the values yet, of one that is two programs
         self._job: asyncio.Task[None] | None = None
 
     async def serve(self) -> bool:
         """Be one of a generation's processes to its end; return whether the run is over."""
         process, world, island = self.process, self.world, self.island
         run = await creation.find(process.transport, world.run_name, process.log)
-        self.group = WatchedGroup(process.settings, run.identity, process.log)
+        self.group = WatchedGroup(process.settings, run.identity, process.log, expected=process.expected)
         self.group.process = process
         process.watch_start()
         number = int(1000 * process.wall_s())
-        if self.index == 0:
+        if process.index == 0:
             island.begin(number, process)
-        await self.group.meet(facts({"run": run.identity.hex()}), number)
+        own = facts({"run": run.identity.hex()})
+        if not await coming.meet(self.group, own, number, run, process.transport, process.log):
+            process.over = True
+            return False
+        self.place, size = self.group.place, self.group.size
+        self.layouts = island.layouts(size)
+        mesh = island.mesh.of(size, island.count)
+        assert mesh is not None
+        self.apart = rescue.keeps(process.settings, mesh, size)
         self.generation = island.generations[self.group.generation]
-        self.generation.join(process)
+        self.generation.join(self)
+        try:
+            return await self._work(run)
+        except IslandError as error:  # it ends with the others, as its watch would end it
+            self.group.end(error)
+            await self.never()
+
+    async def never(self) -> NoReturn:
+        """Do nothing any more: another thread ends this process."""
+        await self.process.loop.create_future()
+        raise AssertionError
+
+    async def _work(self, run: Run) -> bool:
         await self.group.agree("model", {"model": FRAGMENTS.digest.hex()})
-        self.must_apply, self.must_pass = world.known(process), world.reference.ends()
-        if self.index == 0:
+        self.must_apply, self.must_pass = self.world.known(self.process), self.world.reference.ends()
+        if self.place == LEADER:
             self.generation.must_pass = self.must_pass
         self._make_member(run)
         await self._join()
         finished = await self._train()
         if finished:
             self.process.finished = self
-        await self._end()
+        await self._end(finished=finished)
         return finished
 
     def _make_member(self, run: Run) -> None:
-        process, layouts = self.process, self.island.layouts
+        process, layouts = self.process, self.layouts
         dealt = carriers([fragment.size for fragment in FRAGMENTS.fragments], self.group.size)
 
         def make(store: Log, refused: Counted) -> WatchedPart:
@@ -154,7 +196,7 @@ class Worker:
             process.can_begin_from = partial(restoring._named, process.settings, part=self.part, check=self.check)
             return self.part
 
-        if self.index == 0:
+        if self.place == LEADER:
             self.member = Leader(
                 process.transport,
                 run,
@@ -168,35 +210,57 @@ class Worker:
         else:
             store = Log(process.transport, run.name, run.identity, FRAGMENTS, run.created)
             self.member = Follower(make(store, Counted(process.log)), FRAGMENTS, store)
+        self.rescue = WatchedRescue(self._model, self.member, process.settings, process.log)
+        self.rescue.worker = self
+        if self.apart:
+            self.group.rescue = self.rescue
 
     async def _join(self) -> None:
-        member = self.member
+        member, process = self.member, self.process
         if isinstance(member, Leader):
             member.wanted = self._wanted
             await member.join(list)
         else:
             await member.join()
         # of the model that it came with nothing may come into the run, unless it has founded it
-        self.values = [self._only_here(index, self.process.noise(values.size)) for index, values in enumerate(self.values)]
+        self.values = [self._only_here(index, process.noise(values.size)) for index, values in enumerate(self.values)]
         leader = member if isinstance(member, Leader) else None
-        fit = await restoring.begin_again(self.process.settings, self.part, leader, self.check, self.process.log)
+        fit = await restoring.begin_again(process.settings, self.part, leader, self.check, process.log)
         if fit is not None:
             for index, chunk in enumerate(self._chunks):
                 values = np.empty_like(self.values[index])
                 values[:] = fit.saved.read(chunk)
                 self.values[index] = self._only_here(index, values)
-            self.applied = {int(index): version for index, version in fit.saved.accounts["applied"].items()}
+            if leader is not None:
+                counts = fit.saved.accounts["fragments"]
+                self.generation.applied = {index: its["base_version"] for index, its in enumerate(counts)}
+            self.applied = dict(self.generation.applied)
             self.world.stats["part restored"] += 1
         elif leader is not None:
             leader.count_steps(self.island.tokens)
             leader.note_optimizer(None)
         if leader is not None:
             self.island.note_restored(fit, leader)
+            self.generation.began = leader.step
+        elastic, part = process.settings.processes.elastic, self.part
+        self.group.may_renew = lambda: elastic and part.course.step > 0 and not process.stopping
 
     # ---- devices
 
     def _held(self, index: int) -> Any:
-        return self.island.layouts[index].held[self.index]
+        return self.layouts[index].held[self.place]
+
+    def _model(self) -> Content:
+        """Return the model as it lies on the devices, in the thread that ends this process; reading takes a while."""
+        copied = [values.copy() for values in self.values]
+
+        def read() -> Iterator[Vector]:
+            for values in copied:
+                threads.sleep(SAVE_S * self.process.rng.random() / len(copied))
+                self.island.take_disk(self.process)
+                yield values
+
+        return Content(self._chunks, read())
 
     def _only_here(self, index: int, values: Vector) -> Vector:
         kept = np.full_like(values, np.nan)
@@ -225,7 +289,7 @@ class Worker:
         if leader is not None:
             leader.look_ahead(None, batch)
         while True:
-            if flight is not None and process.rng.random() > AHEAD:
+            if flight is not None and (self.apart or process.rng.random() > AHEAD):
                 await flight
             if process.stopping and not self.leaving:
                 self.leaving = True
@@ -233,9 +297,7 @@ class Worker:
             if leader is not None and leader.decisions.made is None:
                 leader.look_ahead(None, batch)
             await self._await_decision()
-            boundary = member.boundary(outcome)
-            outcome = None
-            self._carry_out(boundary)
+            boundary, outcome = await self._change(outcome), None
             await self._keep()
             if boundary.finished or boundary.ended:
                 return boundary.finished
@@ -257,6 +319,20 @@ class Worker:
                 leader.look_ahead(StepDone(self.island.tokens, *trained, None, 0.0, 0.0), batch)
                 outcome = StepDone(self.island.tokens, *trained, 1.0, process.step_s, 0.0)
 
+    async def _change(self, outcome: StepDone | None) -> Boundary:
+        """Go from one boundary to the next; of steps that are two programs, while another thread waits for the end of that."""
+        changing, rng = self.rescue.changing, self.process.rng
+        if changing._lock.locked():  # by the thread that ends this process
+            await self.never()
+        with changing:
+            if self._begun is not None:
+                self._add(self._begun)
+                self._begun = None
+                await asyncio.sleep(CHANGING_S * rng.random())
+            boundary = self.member.boundary(outcome)
+            self._carry_out(boundary)
+            return boundary
+
     async def _next_batch(self) -> tuple[int, int]:
         if isinstance(self.member, Leader):
             return self.round_robin.next(self.member.leased())
@@ -273,7 +349,7 @@ class Worker:
         decided, island = part.decided, self.island
         self.generation.check(process.name, decided, part.course.chain)
         here = [
-            write for write in decided.writes if part.carriers[write.fragment] == self.index or self._held(write.fragment).size
+            write for write in decided.writes if part.carriers[write.fragment] == self.place or self._held(write.fragment).size
         ]
         came = [index for index, _ in boundary.applies]
         what = f"{process.name}, boundary {decided.number}"
@@ -288,15 +364,35 @@ class Worker:
             island.note_counted(self.member.decisions.saves.whole, self.member)
 
     def _step(self, batch: tuple[int, int]) -> asyncio.Future[None]:
-        program = batch, self.member.moment(), tuple(sorted(self.applied.items()))
+        program = batch, self.member.moment(), tuple(sorted(self.applied.items())), self.island.in_common(self.values)
         index, ended = self.generation.step(self.part.decided.step, self, program)
-        for values in self.values:
-            values[index] += 1  # NaN elsewhere
+        if self.apart:
+            self._begun = index
+        else:
+            self._add(index)
         return ended
 
-    async def _end(self) -> None:
+    def _add(self, index: int) -> None:
+        """Add a step to the values."""
+        for values in self.values:
+            values[index] += 1  # NaN elsewhere
+
+    async def _regroups(self) -> bool:
+        """Whether the generation alone has ended; then all processes have taken leave of one another."""
+        said = Told("end", REGROUP if self.member.regroups else "") if isinstance(self.member, Leader) else None
+        if (await self.group.hear_leader(Told, "end", said)).text != REGROUP:
+            return False
+        await self.group.farewell()
+        return True
+
+    async def _end(self, *, finished: bool) -> None:
         if self._job is not None:
             await self._job
+        if not finished and await self._regroups():
+            if self.process.stopping:
+                return
+            self.process.regroup()
+            await self.never()
         if isinstance(self.member, Leader):
             with contextlib.suppress(IslandError):  # another process has waited long enough for this one, and ended
                 for index in range(len(self.values)):
@@ -314,7 +410,7 @@ class Worker:
     def _chunks(self) -> list[Chunk]:
         """By fragment: this process's part of the model."""
         return [
-            Chunk.whole(f"model/{index}/{self.index}", (fragment.size,), "float32")
+            Chunk.whole(f"model/{index}/{self.island.shard(self.place, self.group.size)}", (fragment.size,), "float32")
             for index, fragment in enumerate(FRAGMENTS.fragments)
         ]
 
@@ -342,9 +438,9 @@ class Worker:
         if isinstance(self.member, Leader):
             self.island.saved_steps[saving.save.name] = self.member.step
         copied = [values.copy() for values in self.values]
-        self._job = self.process.loop.create_task(self._save(saving, copied, dict(self.applied)))
+        self._job = self.process.loop.create_task(self._save(saving, copied))
 
-    async def _save(self, saving: Saving, copied: list[Vector], applied: dict[int, int]) -> None:
+    async def _save(self, saving: Saving, copied: list[Vector]) -> None:
         process, save = self.process, saving.save
         await asyncio.sleep(SAVE_S * process.rng.random())
         fate = self.world.fate(process, f"save {save.purpose} {save.name!r}")
@@ -353,16 +449,15 @@ class Worker:
             await asyncio.sleep(0)
         settings, run = process.settings, self.part.run.identity
         if save.purpose == "own":
-            path, previous = restoring.own_place(settings, run, self.index, save)
+            path, previous = restoring.own_place(settings, run, self.place, save)
         else:
-            path, previous = state.snapshot(settings.state_dir, save.marker, settings.name, self.index), None
+            path, previous = state.snapshot(settings.state_dir, save.marker, settings.name, self.place), None
         saved: Saved | None = None
         full = fate == "lost" or (not self.world.calm and process.rng.random() < self.world.disks_full)
         if not full:
             content = Content(self._chunks, copied) + Content.of(saving.arrays)
-            accounts = saving.accounts | {"applied": applied}
-            part = state.Part(self.index, self.group.size, save.name)
-            saved = state.save(path, run, settings.name, accounts, content, previous, part)
+            part = state.Part(self.place, self.group.size, save.name)
+            saved = state.save(path, run, settings.name, saving.accounts, content, previous, part)
             self.world.stats["part saved"] += 1
         if fate == "crash_after":
             process.crash("after saving")
@@ -371,5 +466,5 @@ class Worker:
 
     def bases(self) -> list[Vector]:
         """Return by fragment the version applied last, as its carrier has it."""
-        workers = [process.worker for process in self.island.processes]
+        workers = self.generation.workers
         return [workers[carrier].part.carrier._carried[index].values.base for index, carrier in enumerate(self.part.carriers)]

@@ -16,9 +16,11 @@ from tests.simulation.test_mutations import lost_tokens_forgotten
 
 from diloco.control.shares import Claims
 from diloco.core.decisions import Decisions
+from diloco.core.learner import Learner
 from diloco.core.saving import Ended, Saves
-from diloco.member import carrier, restoring, state
+from diloco.member import carrier, rescue, restoring, state
 from diloco.member.links import Links
+from diloco.member.meeting import Meeting
 from diloco.member.part import Follower, Part
 from diloco.wire.island import Decided, PartSaved
 
@@ -187,6 +189,34 @@ def versions_forgotten_by_number(patch: Patch) -> None:
     patch.setattr(carrier._Carried, "forget", careless)
 
 
+# of islands that go on with fewer processes
+
+
+def no_state_kept(patch: Patch) -> None:
+    """No process keeps its state where another one is lost."""
+    patch.setattr(rescue, "keeps", lambda *about: False)
+
+
+def step_in_flight_counted(patch: Patch) -> None:
+    """A state that is kept counts the step in flight, whose outcome is not in the model."""
+    dump = Learner.dump
+    patch.setattr(Learner, "dump", lambda self, positions, without=None: dump(self, positions))
+
+
+def never_taken_back(patch: Patch) -> None:
+    """A leader does not notice that with those that wait a generation would be larger."""
+    patch.setattr(Meeting, "_look", lambda self: self._changed.set())
+
+
+def ghosts_are_there(patch: Patch) -> None:
+    """A process that was lost with its host while it waited is taken for one that is there."""
+
+    async def careless(self: Meeting, arrived: Any) -> bool:
+        return True
+
+    patch.setattr(Meeting, "_is_there", careless)
+
+
 MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (written_a_boundary_late, "writes .* decided was"),
     (another_batch, "takes .* takes"),
@@ -203,6 +233,10 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (rows_awaited_for_ever, "is not over|goes on without"),
     (claims_read_twice_at_once, "KeyError"),
     (versions_forgotten_by_number, "is not over"),
+    (no_state_kept, "keeps its state: False"),
+    (step_in_flight_counted, "steps taken, .* are kept"),
+    (never_taken_back, "do not step together"),
+    (ghosts_are_there, "is there already"),
 ]
 
 
@@ -212,6 +246,9 @@ FOUND_BY: dict[Callable[[Patch], None], int] = {
     rows_awaited_for_ever: 59,
     claims_read_twice_at_once: 1007,
     versions_forgotten_by_number: 101781,
+    step_in_flight_counted: 9,
+    never_taken_back: 9,
+    ghosts_are_there: 8,
 }
 QUICK = (written_a_boundary_late, counted_with_a_part_missing, losses_unnoticed, parts_from_the_leaders_boundary_on)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diloco_lab.virtual.sockets import Factory, Host, Listener
+    from diloco_lab.virtual.threads import Thread
 
 THREAD_S = 0.02  # longest that work in a thread takes, where it takes any time
 SLOW_THREADS = 0.15  # share of such work
@@ -98,6 +99,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.tasks: list[asyncio.Task[Any]] = []
         self.held: list[Call] | None = None  # what waits for the end of a freeze; None: not frozen
         self.host: Host | None = None  # its place in a network, if it has connections to other processes
+        self.threads: list[Thread] = []
 
     def freeze(self) -> None:
         if self.held is None:
@@ -110,6 +112,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def dispose(self) -> None:
         """Close what was left behind, so that its end comes at one known time; nothing that it still does has an effect."""
         self.dead = True
+        self.end_threads()
         asyncio._set_running_loop(self)
         try:
             for task in self.tasks:
@@ -117,6 +120,11 @@ class ProcessLoop(asyncio.AbstractEventLoop):
                     _close(task.get_coro())
         finally:
             asyncio._set_running_loop(None)
+
+    def end_threads(self) -> None:
+        """End the threads of a process that is dead."""
+        for thread in self.threads:
+            thread.end()
 
     # ---- what asyncio asks for
 

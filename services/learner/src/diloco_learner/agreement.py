@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import platform
 import time
 from collections.abc import Sequence
@@ -14,23 +13,19 @@ from blake3 import blake3
 from jax.sharding import Mesh
 
 from diloco import __version__
-from diloco.control.creation import Run, find_map
+from diloco.control.creation import Run
 from diloco.errors import SettingsError
-from diloco.log.log import Log
+from diloco.member import coming
 from diloco.member.group import Group
 from diloco.member.proving import OPEN
 from diloco.nats.transport import NatsTransport
 from diloco.process import renewal
 from diloco.process.observe import Logger
-from diloco.process.retry import until_available
-from diloco.process.tasks import end
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.wire.island import Facts, facts
 from diloco_learner.mesh import axis_sizes, check_rows, keyed_shapes, partitions, rows_alone
 from diloco_learner.task import Task, makes_rows, next_batch
-
-OVER_S = 2.0  # between two looks whether the run is over, while the others do not come
 
 
 def check(settings: LearnerSettings) -> None:
@@ -138,7 +133,7 @@ def batch_digest(batch: Any) -> str:
 async def meet(settings: LearnerSettings, run: Run, transport: NatsTransport, log: Logger) -> Group | None:
     """Meet the learner's other processes. Call it in the loop's thread.
 
-    Of a learner that goes on with fewer, processes begin one by one: None if the run is over, and nobody may come any more.
+    None if the run is over, and nobody may come any more (:mod:`diloco.member.coming`).
 
     Raises:
         SettingsError: they differ.
@@ -147,26 +142,5 @@ async def meet(settings: LearnerSettings, run: Run, transport: NatsTransport, lo
     identity = transport.identity
     key = OPEN if identity is None else identity.meeting_key
     group = Group(settings, run.identity, log, key, renewal.expected())
-    meeting = asyncio.create_task(group.meet(first_facts(settings, run), int(1000 * time.time())))
-    if not settings.processes.elastic:
-        await meeting
-        return group
-    over = asyncio.create_task(_until_over(run, transport, log))
-    try:
-        await asyncio.wait([meeting, over], return_when=asyncio.FIRST_COMPLETED)
-        if meeting.done():
-            meeting.result()
-            return group
-        over.result()
-        await group.close()
-        return None
-    finally:
-        await end(meeting, over)
-
-
-async def _until_over(run: Run, transport: NatsTransport, log: Logger) -> None:
-    """Wait until every fragment's log is closed."""
-    fragments = await until_available(lambda: find_map(run), log)
-    store = Log(transport, run.name, run.identity, fragments, run.created)
-    while not await store.reader.closed():
-        await asyncio.sleep(OVER_S)
+    met = await coming.meet(group, first_facts(settings, run), int(1000 * time.time()), run, transport, log)
+    return group if met else None

@@ -21,24 +21,25 @@ from diloco.core.roll import LEADER
 from diloco.core.rows import carriers
 from diloco.errors import IslandError
 from diloco.log.log import Log
+from diloco.member import rescue
 from diloco.member.group import Group
 from diloco.member.leader import Leader
 from diloco.member.part import Follower, Part
 from diloco.member.peer import MAX_PEERS, Borrower
+from diloco.member.rescue import Rescue
 from diloco.process.observe import Counted
 from diloco.process.tape import TapeFile
 from diloco.service import skeleton
 from diloco.settings.run import RunSettings
 from diloco.wire.island import Ping, Told
 from diloco.wire.subjects import Subjects
-from diloco_learner import agreement, checkpoint, parts, replay, rescue
+from diloco_learner import agreement, checkpoint, parts, replay
 from diloco_learner.beginning import Beginning, Process, make_trainer
 from diloco_learner.feed import Batch, Feed, Streams
 from diloco_learner.island import Island
 from diloco_learner.mesh import make_mesh
 from diloco_learner.metrics import ObservedMember, ObservedPart
 from diloco_learner.parts import LeadingKeeper, PartKeeper
-from diloco_learner.rescue import Rescue
 from diloco_learner.task import Task
 
 REGROUP = "regroup"
@@ -135,7 +136,7 @@ def _train(
         keeper = LeadingKeeper(island, member, settings, log)
     else:
         keeper = PartKeeper(island, member, settings, log)
-    part, kept = member.part, Rescue(island, member, settings, log)
+    part, kept = member.part, Rescue(island.settled, member, settings, log)
     if island.apart:
         part.group.rescue = kept
     trainer = make_trainer(process, task, island, member, batches, keeper.at_boundary, look_ahead, kept.changing)

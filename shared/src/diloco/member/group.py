@@ -168,7 +168,7 @@ class Group:
                 pass
             case Again():
                 self._again.add(source)
-                if self._kept is not None:
+                if self.place == LEADER and self._kept is not None:
                     self.links.write(source, self._kept)
                 self.links.fail(IslandError(f"{self.links.name(source)} begins again, since one is gone"))
             case Kept() if source == LEADER:

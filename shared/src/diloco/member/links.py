@@ -104,9 +104,13 @@ class Stream:
         message, _, inline = framing.unpack(frame, kinds[kind], self.run)
         return message, inline
 
+    async def heard(self) -> bool:
+        """Wait until the other end says anything, which is dropped; False: it has closed."""
+        return bool(await self._reader.read(1024))
+
     async def until_closed(self) -> None:
         """Wait until the other end closes; whatever it says is dropped."""
-        while await self._reader.read(1024):
+        while await self.heard():
             pass
 
     def abort(self) -> None:

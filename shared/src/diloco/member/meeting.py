@@ -29,12 +29,15 @@ from diloco.process.observe import Counted, Logger
 from diloco.process.tasks import end
 from diloco.settings.service import ProcessesSettings, host_and_port
 from diloco.wire.framing import Message
-from diloco.wire.island import Address, Arrival, Facts, Refused, Standing, Welcome, difference
+from diloco.wire.island import Address, Arrival, Facts, Ping, Refused, Standing, Welcome, difference
 
 RETRY_S = 0.2  # until somebody listens at an address
 REACH_S = 5.0  # to connect: a host that is gone says nothing
 MAX_CONNECTIONS = 2048  # twice the processes that there may be
 STANDING_S = 0.5  # between two words on what a process does; several within the least `processes.silent_s`
+SIGNS = 2  # of a process that has come, after which it is there: one may have been under way when it ended
+SIGNS_S = 3.0  # within so long they come, also from a busy host
+LOOK_S = 0.1  # between two looks for them
 WORDS: Mapping[str, type[Message]] = {kind.kind: kind for kind in (Standing, Welcome, Refused)}  # of one that listens
 
 
@@ -50,6 +53,7 @@ class _Heard:
 class _Arrived:
     arrival: Arrival
     stream: Stream
+    signs: int = 0  # of life, since it has come
 
 
 class Meeting:
@@ -268,6 +272,8 @@ class Meeting:
         if self._at != self.index:
             return  # it has just gone to another one, where those who came here go, too
         index, reason = arrival.index, self._fault(arrival)
+        if reason is None and index in self._arrived and await self._is_there(self._arrived[index]):
+            reason = f"processes.index = {index} is there already: each process of a learner has an index of its own"
         if reason is not None:
             await stream.send(Refused(reason))
             if self.processes.elastic:
@@ -278,17 +284,36 @@ class Meeting:
         if self._welcome is not None and index in self._welcome.members:
             await stream.until_closed()  # the one of before is gone, and soon missed: then all meet
             return
-        self._arrived[index] = _Arrived(arrival, stream)
+        arrived = self._arrived[index] = _Arrived(arrival, stream)
         self._roll.come(index, asyncio.get_running_loop().time())
         self.log.info("process_arrived", process=index)
         self._look()
         try:
-            await stream.until_closed()
+            while await stream.heard():
+                arrived.signs += 1
         finally:  # it has been welcomed, or begins again
-            del self._arrived[index]
-            if self._welcome is None:
-                self._roll.go(index)
-            self._look()
+            if self._arrived.get(index) is arrived:
+                self._go(index)
+
+    def _go(self, index: int) -> None:
+        """Take in that a process has gone."""
+        del self._arrived[index]
+        if self._welcome is None:
+            self._roll.go(index)
+        self._look()
+
+    async def _is_there(self, arrived: _Arrived) -> bool:
+        """Return whether a process that has come is there yet, and not lost with its host; one that is not is forgotten."""
+        index, enough, clock = arrived.arrival.index, arrived.signs + SIGNS, asyncio.get_running_loop().time
+        over_s = clock() + SIGNS_S
+        while self._arrived.get(index) is arrived and clock() < over_s:
+            if arrived.signs >= enough:
+                return True
+            await asyncio.sleep(LOOK_S)
+        if self._arrived.get(index) is arrived:
+            self._go(index)
+            arrived.stream.abort()
+        return index in self._arrived
 
     def _look(self) -> None:
         """Take in that a process has come or gone."""
@@ -305,8 +330,6 @@ class Meeting:
         if index >= count or index == self.index:
             expected = f"0 to {count - 1} but for {self.index}"
             return f"a process has processes.index = {index}, expected {expected}: each has an index of its own"
-        if index in self._arrived:
-            return f"processes.index = {index} is there already: each process of a learner has an index of its own"
         differs = difference(self.facts, arrival.facts, own)
         if differs is not None:
             return f"process {index} differs from {own} in {differs}: they have to be the same"
@@ -346,6 +369,7 @@ class Meeting:
         async with asyncio.timeout(REACH_S):
             reader, writer = await asyncio.open_connection(*host_and_port(address))
         stream = Stream(reader, writer, self.run)
+        living = asyncio.create_task(self._give_signs(index, stream))
         try:
             await prove(stream, self._key)
             while True:
@@ -360,9 +384,17 @@ class Meeting:
                     self._answer = index, message
                 self._changed.set()
         finally:
+            living.cancel()
             stream.abort()
             self._heard.pop(index, None)
             self._changed.set()
+
+    async def _give_signs(self, index: int, stream: Stream) -> None:
+        """Let the process where this one has come hear that it is there."""
+        while True:
+            await asyncio.sleep(STANDING_S)
+            if self._at == index:
+                stream.write(Ping(0, 0, 0))
 
     def _answered(self, index: int, answer: Message) -> Welcome:
         """Return the welcome of the process that this one has come to.

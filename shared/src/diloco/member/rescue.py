@@ -1,16 +1,16 @@
 """The state that is kept where a process of a learner is lost: as of its leader's last boundary, and no step before is lost.
 
-A step of a learner that goes on with fewer processes is two programs (:class:`~diloco_learner.island.Island`). Until the first
-has ended at the leader, its devices have the whole model as of its last boundary, since each process has whole replicas. So the
-leader writes the model and the accounts as of then, and all who are left write the arrays of the fragments that they carry.
-Those that the lost process carried are gone (:meth:`~diloco.core.learner.Learner.restore`).
+A step of a learner that goes on with fewer processes is two programs. Until the first has ended at the leader, its devices have
+the whole model as of its last boundary, since each process has whole replicas. So the leader writes the model and the accounts
+as of then, and all who are left write the arrays of the fragments that they carry. Those that the lost process carried are gone
+(:meth:`~diloco.core.learner.Learner.restore`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -23,7 +23,6 @@ from diloco.member.state import Content, Part
 from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings, MeshSettings
 from diloco.wire.island import Kept
-from diloco_learner.island import Island
 
 T = TypeVar("T")
 
@@ -55,8 +54,9 @@ class Changing:
 class Rescue:
     """A process's part in that (:class:`diloco.member.group.Rescue`)."""
 
-    def __init__(self, island: Island, member: Leader | Follower, settings: LearnerSettings, log: Logger) -> None:
-        self.island, self.member, self.settings, self.log = island, member, settings, log
+    def __init__(self, model: Callable[[], Content], member: Leader | Follower, settings: LearnerSettings, log: Logger) -> None:
+        """``model`` gives the model as of the last boundary; a leader's is asked, in the thread that ends this process."""
+        self.model, self.member, self.settings, self.log = model, member, settings, log
         self.changing = Changing()
         self._accounts: dict[str, Any] = {}
 
@@ -91,7 +91,7 @@ class Rescue:
 
         content, leads = Content.of(self._run(arrays())), isinstance(self.member, Leader)
         if leads:
-            content = self.island.settled() + content
+            content = self.model() + content
         group = part.group
         path = state.kept(settings.state_dir, settings.name, group.place)
         which = Part(group.place, group.size, kept.name)
