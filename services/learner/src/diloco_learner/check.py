@@ -2,7 +2,7 @@
 
 Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ...}`` from stdin. The built-in task is known to be right, so that
 only its data is looked at, without JAX, which takes a second to import, unless learners are to have a mesh (``mesh`` is not
-null), or the run begins with a file of weights (``init``).
+null), or the run begins with a file of weights (``init``). The last line on stdout is ``{"units": ...}``, those of the loss.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from diloco.process import observe
 from diloco.settings.run import RunSettings
 from diloco.settings.service import MeshSettings
 from diloco.settings.validation import parse
-from diloco_learner.text import TextData
+from diloco_learner import options
+from diloco_learner.text import UNITS, TextData
 
 
-def check(settings: RunSettings, data: str | None, mesh: MeshSettings | None = None, init: Path | None = None) -> None:
-    """Make what a learner and the evaluator make before the first step.
+def check(settings: RunSettings, data: str | None, mesh: MeshSettings | None = None, init: Path | None = None) -> str | None:
+    """Make what a learner and the evaluator make before the first step. Return the units of the loss, where the task says them.
 
     Raises:
         SettingsError: the task lacks something, one of its methods fails, or returns something else than a task's; or the mesh
@@ -29,24 +30,28 @@ def check(settings: RunSettings, data: str | None, mesh: MeshSettings | None = N
         DataError: its data is missing, unreadable or too short.
     """
     if settings.task.name == "gpt":
+        options.refuse(settings.task.options, options.BUILT_IN)
         text = TextData(settings.task, data)
         next(text.batches(0, settings.learners, settings.seed, 0))
         text.validation()
         if mesh is None and init is None:
-            return
+            return UNITS
 
     from diloco_learner import weights
     from diloco_learner.island import Island
     from diloco_learner.mesh import make_mesh
-    from diloco_learner.task import first_batch, load_task, validation_batches
+    from diloco_learner.task import check_shapes, first_batch, load_task, units_of
 
     try:
         task = load_task(settings.task, data)
         island = Island(task, settings, None if mesh is None else make_mesh(mesh))
         island.check(first_batch(task, settings))
+        check_shapes(task, settings)
+        fragments = island.fragments()
         if init is not None:
-            weights.put(init, island, island.fragments())
-        validation_batches(task, settings.task)
+            weights.put(init, island, fragments)
+        island.check_evaluation()
+        return units_of(task)["loss"]
     except DilocoError:
         raise
     except Exception as error:  # raised by the user's code
@@ -59,7 +64,8 @@ def _main() -> None:
     request = json.load(sys.stdin)
     mesh = None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh")
     init = None if request["init"] is None else Path(request["init"])
-    check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init)
+    units = check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init)
+    print(json.dumps({"units": units}))
 
 
 if __name__ == "__main__":
