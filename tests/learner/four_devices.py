@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, get_abstract_mesh, reshard
 from jax.sharding import PartitionSpec as P
@@ -25,10 +26,11 @@ from diloco.member import state
 from diloco.settings.presets import run_settings
 from diloco.settings.run import TaskSettings
 from diloco.settings.service import MeshSettings
+from diloco_learner.evaluation import UNNAMED, validation_sets
 from diloco_learner.island import Island
 from diloco_learner.mesh import ROWS as ROW_SPEC
 from diloco_learner.mesh import make_mesh, rows_alone, rows_of, shifted
-from diloco_learner.task import GptTask
+from diloco_learner.task import Aux, GptTask
 
 ROWS, STEPS, FRAGMENTS = 8, 6, 3
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
@@ -124,6 +126,11 @@ def fragments_of(island: Island) -> FragmentMap:
     return build_map([TensorSpec(*tensor) for tensor in island.tensors()], FRAGMENTS)
 
 
+def held_out(island: Island) -> Any:
+    """The first batch that is held out."""
+    return validation_sets(island.task, SETTINGS.task)[UNNAMED][0]
+
+
 def train(island: Island, steps: int = STEPS) -> list[float]:
     return [island.step(batch, 0.02).wait() for batch, _ in zip(island.task.batches(0, 1, 0, 0), range(steps), strict=False)]
 
@@ -146,7 +153,7 @@ def test_a_mesh_trains_as_one_device_does_and_compiles_once(
     mesh: str, alone: tuple[list[float], dict[str, NDArray[Any]], float]
 ) -> None:
     island = made(mesh).twin()
-    fragments, first = fragments_of(island), island.task.validation()[0]
+    fragments, first = fragments_of(island), held_out(island)
     island.check(first)
     island.prepare(fragments, trains=True)
     island.trace(first)[0].compile()
@@ -212,7 +219,7 @@ def test_gradients_for_an_outer_adamw_are_split_too_and_axes_may_be_explicit() -
     island, single = Island(Explicit(), GRADIENTS, make_mesh(MeshSettings())), Island(Curve(), GRADIENTS)
     fragments = fragments_of(island)
     island.prepare(fragments, trains=True)
-    step = island.trace(island.task.validation()[0])[0].compile()
+    step = island.trace(held_out(island))[0].compile()
     for each in (island, single):
         train(each, 2)
     first = fragments.fragments[0]
@@ -227,7 +234,7 @@ def test_gradients_for_an_outer_adamw_are_split_too_and_axes_may_be_explicit() -
     assert island._step._cache_size() == 1
 
     whole, _ = whole_and_fragment(island, fragments)
-    batch = island._placement.batch(island.task.validation()[0])
+    batch = island._placement.batch(held_out(island))
     memory = step.memory_analysis()
     assert memory is not None
     rows = sum(leaf.nbytes for leaf in jax.tree.leaves(batch)) / 4
@@ -239,6 +246,53 @@ def whole_and_fragment(island: Island, fragments: FragmentMap) -> tuple[int, int
     """Bytes of all that an island holds, and of its largest fragment."""
     whole = sum(array.nbytes for array in island.arrays().values())
     return whole, 4 * max(fragment.size for fragment in fragments.fragments)
+
+
+class Noisy(Curve):
+    """Rows are scaled by what is drawn for each, and a metric says the mean of it."""
+
+    def loss(self, params: Any, batch: Any, *, key: jax.Array) -> Any:  # type: ignore[override]
+        drawn = jax.random.uniform(key, (ROWS, 1))
+        return super().loss(params, {"x": batch["x"] * drawn, "y": batch["y"]}), Aux({"drawn": jnp.mean(drawn)})
+
+
+class ExplicitNoisy(Noisy):
+    """The same for explicit axes."""
+
+    axes = "explicit"
+
+    def loss(self, params: Any, batch: Any, *, key: jax.Array) -> Any:  # type: ignore[override]
+        if not get_abstract_mesh().empty:
+            params, batch = (jax.tree.map(lambda tensor: reshard(tensor, P()), tree) for tree in (params, batch))
+        return super().loss(params, batch, key=key)
+
+
+@pytest.mark.parametrize(("task", "apart"), [(Noisy(), False), (Noisy(), True), (ExplicitNoisy(), False)])
+def test_keys_and_metrics_are_those_of_one_device(task: Curve, apart: bool) -> None:
+    island, single = Island(task, SETTINGS, make_mesh(MeshSettings(data=2)), apart=apart), Island(Noisy(), SETTINGS)
+    for index, batch in zip(range(3), task.batches(0, 1, 0, 0), strict=False):
+        ours, theirs = (each.step(batch, 0.02, (1, index)) for each in (island, single))
+        assert ours.wait() == pytest.approx(theirs.wait(), rel=1e-4)
+        assert ours.metric_values() == pytest.approx(theirs.metric_values(), rel=1e-6)
+        drawn = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 1), index), (ROWS, 1))
+        assert ours.metric_values() == {"drawn": pytest.approx(float(jnp.mean(drawn)), rel=1e-6)}
+
+
+class Own(Curve):
+    """Its optimizer sees the tree of the task, under names."""
+
+    def optimizer(self, rate: Any) -> Any:
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+
+
+def test_the_state_of_an_optimizer_of_the_task_s_own_is_split_like_the_parameters() -> None:
+    island, single = Island(Own(), SETTINGS, make_mesh(MeshSettings())), Island(Own(), SETTINGS)
+    assert train(island, 3) == pytest.approx(train(single, 3), rel=1e-4)
+    arrays, state = island.arrays(), {name: leaf for name, leaf in island.arrays().items() if name.startswith("optimizer/")}
+    for tensor in ("first", "second", "stack", "bias"):
+        moments = [leaf for name, leaf in state.items() if name.endswith(f"/{tensor}")]
+        assert [leaf.sharding for leaf in moments] == [arrays[f"params/{tensor}"].sharding] * 2
+    assert island._step._cache_size() == 1
 
 
 def test_a_device_holds_its_share_and_a_part_of_one_fragment() -> None:
@@ -292,7 +346,7 @@ def test_the_same_mesh_makes_the_same_bits_and_a_state_goes_to_any_other_mesh(
 def test_masters_of_bfloat16_are_split_like_any_tensor() -> None:
     settings = run_settings(overrides={"inner.warmup_fraction": 0.0, "inner.optimizer": "adamw"})
     island, single = Island(Rounded(), settings, make_mesh(MeshSettings())), Island(Rounded(), settings)
-    fragments, first = fragments_of(island), island.task.validation()[0]
+    fragments, first = fragments_of(island), held_out(island)
     step = island.trace(first)[0].compile()
     np.testing.assert_allclose(train(island, 3), train(single, 3), rtol=5e-3)
     for fragment in fragments.fragments:  # the founder's values, and those that a step made of them
@@ -363,4 +417,4 @@ def test_reads_and_writes_have_no_collective() -> None:
     for local in ("_copy", "_put", "_mix"):
         assert len(collectives(local)) > FRAGMENTS
         assert not any(collectives(local)), local
-    assert any("all-gather" in found for found in collectives("_take_step"))
+    assert any("all-gather" in found for found in collectives("step"))

@@ -16,7 +16,9 @@ from diloco_learner.check import check
 
 TASK = """
 import itertools
+import jax
 import jax.numpy as jnp
+from diloco_learner.task import Aux
 
 class Mine:
     tokens_per_batch = 4
@@ -28,6 +30,37 @@ class Mine:
 
 class AuxiliaryLoss(Mine):
     def loss(self, params, batch): return super().loss(params, batch), {"accuracy": 1}
+
+class WithAux(Mine):
+    def loss(self, params, batch, *, key, train):
+        assert isinstance(train, bool)
+        return super().loss(params, batch) + jax.random.normal(key), Aux({"accuracy": jnp.mean(batch > 0)})
+
+class Unknown(Mine):
+    def loss(self, params, batch, *, keys): return super().loss(params, batch)
+
+class ThreeParts(Mine):
+    def loss(self, params, batch): return super().loss(params, batch), Aux(), 3
+
+class MetricOfEach(Mine):
+    def loss(self, params, batch): return super().loss(params, batch), Aux({"weight": params["weight"]})
+
+class MetricNamed(Mine):
+    def loss(self, params, batch): return super().loss(params, batch), Aux({"Top-1": 1.0})
+
+class ManyMetrics(Mine):
+    def loss(self, params, batch): return super().loss(params, batch), Aux({f"m{i}": 1.0 for i in range(33)})
+
+class OnlyInValidation(Mine):
+    def loss(self, params, batch, *, train): return super().loss(params, batch) if train else params["weight"]
+
+class Changing(Mine):
+    def batches(self, share, shares, seed, start):
+        return ({"x": jnp.ones((4, 2 + number))} for number in itertools.count())
+    def loss(self, params, batch): return jnp.sum(params["weight"]) * jnp.mean(batch["x"])
+
+class OneBatch(Mine):
+    def batches(self, share, shares, seed, start): return iter([jnp.float32(1)])
 
 class LossOfEach(Mine):
     def loss(self, params, batch): return params["weight"]
@@ -53,35 +86,56 @@ class Broken(Mine):
 
 
 @pytest.fixture
-def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str | None]:
     """``checked(name)``: check the task of that name, whose data no file holds."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     names = re.findall(r"^class (\w+)", TASK, re.MULTILINE)
     makers = "".join(f"def make{name}(settings, data): return {name}()\n" for name in names)
     (tmp_path / "mine.py").write_text(TASK + makers)
-    return lambda name: check(run_settings(overrides={"task.name": f"mine:make{name}"}), "hf://corpus")
+    small = {"shards": 1, "fragments.count": 2}
+    return lambda name: check(run_settings(overrides=small | {"task.name": f"mine:make{name}"}), "hf://corpus")
 
 
-@pytest.mark.parametrize("name", ["Mine", "Rounded"])
-def test_a_task_that_is_right(checked: Callable[[str], None], name: str) -> None:
+@pytest.mark.parametrize("name", ["Mine", "Rounded", "WithAux"])
+def test_a_task_that_is_right(checked: Callable[[str], str | None], name: str) -> None:
     checked(name)
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("AuxiliaryLoss", r"loss\(\) returned a tuple, expected a float32 scalar: return the mean loss"),
+        (
+            "AuxiliaryLoss",
+            r"returned a tuple of float32\[\], a dict, expected a float32 scalar: return the mean loss of",
+        ),
+        (
+            "ThreeParts",
+            r"loss\(\) returned a tuple of float32\[\], a Aux, a int, expected a float32 scalar.* \(.*mine\.py, line 27\)",
+        ),
+        ("Unknown", r"loss\(\) needs 'keys', which nobody gives it: it may name key, train beyond its first 2 .*line 24\)"),
+        (
+            "MetricOfEach",
+            r"loss\(\) returned metric 'weight' as float32\[2, 3\], expected a scalar, the mean of its rows \(.*line 30",
+        ),
+        ("MetricNamed", "returned a metric named 'Top-1', expected 1 to 48 lower-case letters, digits and _"),
+        ("ManyMetrics", "returned 33 metrics, expected at most 32"),
+        ("OnlyInValidation", r"loss\(\) returned float32\[2, 3\], expected a float32 scalar"),
+        (
+            "Changing",
+            r"batches\(\) gave x as float32\[4, 2\] and then as float32\[4, 3\]: batches have the same shapes each time \(",
+        ),
+        ("OneBatch", r"batches\(\) of share 0 ended before batch 1; they go on without end"),
         ("LossOfEach", r"loss\(\) returned float32\[2, 3\], expected a float32 scalar"),
         ("NoBatches", r"batches\(\) of share 0 ended before batch 0; they go on without end"),
         ("NothingHeldOut", r"validation\(\) returned no batch; give at least one"),
         ("RoundedLoss", r"loss\(\) returned bfloat16\[\], expected a float32 scalar: cast logits to float32 before the loss"),
         ("HalfPrecision", "parameter 'weight' is float16, expected float32 or bfloat16: gradients below 6e-8 .* use bfloat16"),
-        ("Broken", r"KeyError: 'wieght' \(.*mine\.py, line 35\)"),
+        ("Broken", r"KeyError: 'wieght' \(.*mine\.py, line 68\)"),
         ("Nobody", "'makeNobody' does not exist in mine"),
     ],
 )
-def test_a_task_that_is_not(checked: Callable[[str], None], name: str, says: str) -> None:
+def test_a_task_that_is_not(checked: Callable[[str], str | None], name: str, says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         checked(name)
 

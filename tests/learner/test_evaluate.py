@@ -64,9 +64,9 @@ def result(weights: Path, task: str, data: str | None = None, **sample: Any) -> 
 
 def test_the_loss_is_the_mean_over_the_batches_that_are_held_out(weights: Path) -> None:
     # the weights' sum is 21; batches of 1 and 3, or 1 and what the data say
-    assert result(weights, "silent") == {"loss": 42.0, "units": None}
-    assert result(weights, "silent", data="5") == {"loss": 63.0, "units": None}
-    assert result(weights, "silent", data="nan") == {"loss": None, "units": None}  # JSON has no NaN
+    assert result(weights, "silent") == {"loss": 42.0, "units": None, "values": {}}
+    assert result(weights, "silent", data="5") == {"loss": 63.0, "units": None, "values": {}}
+    assert result(weights, "silent", data="nan") == {"loss": None, "units": None, "values": {}}  # JSON has no NaN
 
 
 def test_a_sample_is_what_the_task_draws(weights: Path) -> None:

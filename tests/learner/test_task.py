@@ -12,7 +12,7 @@ import pytest
 
 from diloco.errors import DataError, SettingsError
 from diloco.settings.run import TaskSettings
-from diloco_learner.task import GptTask, load_task
+from diloco_learner.task import GptTask, is_embedding, load_task
 
 SMALL = TaskSettings(layers=1, width=16, heads=2, context=8, batch=4)
 
@@ -46,9 +46,9 @@ def test_built_in_task(data: str) -> None:
 
 def test_only_the_table_of_bytes_is_embedding_like(data: str) -> None:
     task = load_task(SMALL, data)
-    assert task.is_embedding("embedding")
-    assert not task.is_embedding("head")
-    assert not task.is_embedding("blocks/0/attention/qkv")
+    assert is_embedding(task, "embedding")
+    assert not is_embedding(task, "head")
+    assert not is_embedding(task, "blocks/0/attention/qkv")
 
 
 def test_share_too_short(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_users_task(user_module: Path) -> None:
         ("Model = 1", "'Model' is not callable in my_model"),
         (
             "class Model:\n    init = loss = tokens_per_batch = None\n    def __init__(self, *_): pass",
-            "what Model returns lacks batches, validation, is_embedding",
+            "what Model returns lacks batches$",
         ),
         (
             "class Model:\n    init = loss = tokens_per_batch = validation = is_embedding = None\n"

@@ -243,8 +243,11 @@ def test_a_step_is_busy_from_its_call_whether_dispatch_or_device_is_late(
             clock.now_s += device_s
             return 1.0
 
+        def metric_values(self) -> dict[str, float]:
+            return {}
+
     class Device(Island):
-        def begin_step(self, batch: Any, learning_rate: float) -> Any:
+        def begin_step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> Any:
             clock.now_s += dispatch_s
             return Output()
 

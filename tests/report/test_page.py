@@ -255,6 +255,14 @@ def test_odd_reports_still_make_a_page(report: dict[str, Any]) -> None:
     assert not re.search(r"\b(nan|inf|None)\b", shown)
 
 
+def test_values_of_the_task_are_shown_beside_those_of_the_beginning() -> None:
+    values = {"val_loss/code": 1.25, "val/code/accuracy": 0.5, "exact_match": None}
+    page = _Page(render_html(fake_report(values=values, values_initial={"val_loss/code": 2.5, "val/code/accuracy": 0.125})))
+    shown = " ".join(" ".join(page.text).split())
+    assert "val_loss/code 1.2500 2.5000 val/code/accuracy 0.5000 0.1250 exact_match – –" in shown
+    assert "val_loss/" not in " ".join(_Page(render_html(fake_report())).text)
+
+
 def test_losses_that_are_not_finite_are_left_out() -> None:
     report = fake_report()
     report["series"]["learners"]["learner-0"][5][3] = float("nan")

@@ -190,7 +190,8 @@ class _Training(World):
             if boundary.stop or boundary.wait:
                 await asyncio.sleep(IDLE_S)
                 continue
-            output = island.step(batch.data, learning_rate(self.settings, member.moment()))
+            rate = learning_rate(self.settings, member.moment())
+            output = island.step(batch.data, rate, (batch.share, batch.index))
             step_s = lengthened(self.steps[index].next_s(), self.now_s, self.trial.paces.learners[index].stalls)
             await asyncio.sleep(step_s)
             self.trained += tokens

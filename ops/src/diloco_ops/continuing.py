@@ -44,7 +44,7 @@ FOUNDER = "up"
 KEPT = ("seed", "learners", "fragments", "task", "outer.optimizer")
 
 
-Check = Callable[[RunDirectory, FragmentMap], None]
+Check = Callable[[RunDirectory, FragmentMap], str | None]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def find(path: Path, overrides: Mapping[str, Any]) -> Source:
 async def prepare(source: Source, directory: RunDirectory, check: Check) -> RunDirectory:
     """Make ``directory`` a run that continues the source; its ``run.json`` is written last. Return it as it is then.
 
-    ``check``: finds out that the new run can be trained, before anything is written.
+    ``check``: finds out that the new run can be trained, before anything is written, and returns the units of its loss.
 
     Raises:
         RunError: the source is not over; or a setting may not change; or the server has a run of this name already.
@@ -106,7 +106,7 @@ async def prepare(source: Source, directory: RunDirectory, check: Check) -> RunD
         chains = await _closed(ended, source)
         settings = await _settings(ended, source, chains, same_data=directory.data == source.directory.data)
         directory = replace(directory, settings=settings)
-        await asyncio.to_thread(check, directory, ended.map)
+        directory = replace(directory, units=await asyncio.to_thread(check, directory, ended.map))
         async with resume.servers(directory, "continue") as (control, (home, *_)):
             if await streams.exists(control, f"KV_{Subjects(directory.name).bucket}"):
                 raise RunError(

@@ -57,6 +57,8 @@ def evaluate(
         return
     units = f" {found['units']}" if found["units"] else ""
     print(f"loss {decimal(found['loss'], 4)}{units}")
+    for name, value in found["values"].items():
+        print(f"  {name} {decimal(value, 4)}")
 
 
 def sample(

@@ -21,7 +21,6 @@ from diloco_ops import run_reader
 from diloco_ops.live.screen import render
 
 ANSWER_TIMEOUT_S = 3.0  # a person waits for it
-UNITS = "nats per byte"
 
 
 def status(
@@ -71,7 +70,7 @@ def logs(
 
 
 def answered(data: bytes, run: rundir.RunDirectory) -> dict[str, Any]:
-    """Decode a coordinator's answer to a request for the status; with ``units``, those of the loss, of the built-in task.
+    """Decode a coordinator's answer to a request for the status; with ``units``, those of the loss.
 
     Raises:
         BrokerError: it is no JSON object.
@@ -81,7 +80,7 @@ def answered(data: bytes, run: rundir.RunDirectory) -> dict[str, Any]:
         raise BrokerError(
             f"run {run.name!r}: {data[:40]!r} came for its status; something else answers in its coordinator's place"
         )
-    return current | {"units": UNITS if run.settings.task.name == "gpt" else None}
+    return current | {"units": run.units}
 
 
 async def ask(run: rundir.RunDirectory) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def up(
     init: Annotated[Path | None, typer.Option(help="File of the weights to begin with, as diloco export writes it.")] = None,
     preset: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")] = DEFAULT_PRESET,
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, an option of your own task; repeatable.")] = None,
     resume_from: Annotated[
         Path | None,
         typer.Option("--resume", help="Go on from a checkpoint, or from a run's directory, in a new directory (--run-dir)."),
@@ -92,7 +93,8 @@ def up(
 ) -> int:
     """Train one model with several learners, syncers and a coordinator on this machine."""
     given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed, "log.archive": archive or None}
-    overrides = parse_assignments(set_ or []) | {key: value for key, value in given.items() if value is not None}
+    overrides = parse_assignments(set_ or []) | _options(task or [])
+    overrides |= {key: value for key, value in given.items() if value is not None}
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     _check_installed(track or [])
     source, directory = _source(_CameFrom(resume_from, resume_at, continue_from), path, preset, overrides, data, nats_url)
@@ -100,13 +102,18 @@ def up(
     _check_server(nats_url, directory.settings)
     slowed = _slow_factors(slow or [], directory.learner_names)
     directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes)
-    resumed, directory = _begin(directory, source, resume_at, nats_url)
+    directory, resumed = _begin(directory, source, resume_at, nats_url)
     with rundir.locked(directory.path):
         if not resumed:
             directory.save()
         asked = Asked(standbys, coordinators, embedded=nats_url is None, quiet=json_, plain=plain, track=track or [])
         report = asyncio.run(Launcher(directory, slowed, asked).run(resumed))
     return _tell(report, directory, json_)
+
+
+def _options(assignments: list[str]) -> dict[str, Any]:
+    """Return the options of a task as settings of the run."""
+    return {f"task.options.{key}": value for key, value in parse_assignments(assignments, "--task", "width=64").items()}
 
 
 @dataclass(frozen=True)
@@ -145,21 +152,21 @@ def _source(
 
 def _begin(
     directory: RunDirectory, source: Checkpoint | continuing.Source | None, at: int | None, nats_url: str | None
-) -> tuple[bool, RunDirectory]:
+) -> tuple[RunDirectory, bool]:
     """Check a run that begins in this directory, and write what it goes on from there.
 
-    Return whether there is a run to go on with, and its directory. Nothing is written before all that was asked for is known
-    to be right.
+    Return the directory, which has the units of its loss then, and whether there is a run to go on with. Nothing is written
+    before all that was asked for is known to be right.
     """
     if (directory.path / "run.json").exists():
-        return True, directory
+        return directory, True
     if not isinstance(source, continuing.Source):
-        _check_task(directory)
+        directory = replace(directory, units=_check_task(directory))
     if source is not None:
-        return True, _prepare(source, directory, at)
+        return _prepare(source, directory, at), True
     if nats_url is not None:
         asyncio.run(_check_name(directory.name, nats_url))
-    return False, directory
+    return directory, False
 
 
 def _beginning_with(directory: RunDirectory, init: Path | None, source: Checkpoint | continuing.Source | None) -> RunDirectory:
@@ -289,10 +296,11 @@ def _name_of(path: Path) -> str:
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in path.name.lower()).strip("-_")[:40] or "run"
 
 
-def _check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> None:
+def _check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> str | None:
     """Find out that a run's task and data are fit to train, as its learners would find out too late.
 
-    ``fragment_map``: of the run that this one continues, whose model it must be.
+    ``fragment_map``: of the run that this one continues, whose model it must be. Return the units of its loss, where the task
+    says them.
 
     Raises:
         ServiceFailed: they are not; the message and the exit code are a learner's.
@@ -308,6 +316,8 @@ def _check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None
     ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:
         raise ServiceFailed(last_words(ended.stderr, ended.returncode), ended.returncode)
+    units: str | None = json.loads(ended.stdout.splitlines()[-1])["units"]  # the task may have printed lines before
+    return units
 
 
 async def _check_name(name: str, url: str) -> None:
@@ -414,14 +424,14 @@ def _prepare(source: Checkpoint | continuing.Source, directory: RunDirectory, at
 
 def summarise(report: dict[str, Any], path: Path) -> None:
     """Print what came out of a run."""
-    traffic, baselines = report["traffic"], report["baselines"]
-    counted = "".join(f", {name} {value:.3f}" for name, value in baselines.items())
-    units = f" {report['units']}" if report["units"] else ""
-    print(f"\nvalidation loss {report['val_loss']:.4f}{units} (began at {decimal(report['val_loss_initial'])}{counted})")
+    traffic, initial = report["traffic"], report["values_initial"]
+    print(f"\n{_validation(report)}")
+    for name, value in report["values"].items():
+        print(f"  {name} {decimal(value)} (began at {decimal(initial.get(name))})")
     for sentence in compared.sentences(report):
         print(f"  {sentence}")
     print(
-        f"{count(report['tokens_processed'])} tokens in {duration(report['wall_s'])}, "
+        f"{count(report['tokens_processed'])} {report['item'] or 'token'}s in {duration(report['wall_s'])}, "
         f"{share(report['tokens_merged'] / max(1, report['tokens_processed']), 1)} of them merged, "
         f"{report['versions']} versions of {len(report['fragments'])} fragments"
     )
@@ -440,6 +450,15 @@ def summarise(report: dict[str, Any], path: Path) -> None:
     if report["sample"]:
         print(f"\na sample:\n{printable(report['sample'])}")
     print(f"\nreport: {path / 'report.html'}")
+
+
+def _validation(report: dict[str, Any]) -> str:
+    """Say how good the model is, or that nobody can tell."""
+    if report["val_loss"] is None:
+        return "no validation loss: the task has no validation set, or nothing was evaluated"
+    units = f" {report['units']}" if report["units"] else ""
+    counted = "".join(f", {name} {value:.3f}" for name, value in report["baselines"].items())
+    return f"validation loss {report['val_loss']:.4f}{units} (began at {decimal(report['val_loss_initial'])}{counted})"
 
 
 def printable(text: str) -> str:

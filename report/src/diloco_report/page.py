@@ -39,6 +39,7 @@ def render_html(report: Report) -> str:
         for part in (
             _headline(report),
             _losses(report),
+            _values(report),
             _others_and_traffic(report),
             _activity(report),
             _merges(report),
@@ -340,6 +341,20 @@ def _data(report: Report) -> str:
         f"What became of the batches, of {count(data.get('batch_tokens'))} tokens each, by share of the data: merged into "
         "every fragment, merged into none, and trained again because a learner died before they were merged.",
         html.wide(html.table(head, rows)) + "".join(html.note(str(error)) for error in data.get("errors") or []),
+    )
+
+
+def _values(report: Report) -> str:
+    values: Mapping[str, Any] = report.get("values") or {}
+    initial: Mapping[str, Any] = report.get("values_initial") or {}
+    if not values:
+        return ""
+    rows = [(escape(name), decimal(value, 4), decimal(initial.get(name), 4)) for name, value in values.items()]
+    text = (
+        "Of the global model at the end and as it was initialised: its losses on named validation sets, its metrics there, and "
+    )
+    return html.section(
+        "Values", f"{text}those of the task's own.", html.wide(html.table(("value", "at the end", "at first"), rows))
     )
 
 

@@ -87,7 +87,7 @@ def one_model(settings: RunSettings, task: Task, shares: Sequence[int]) -> Islan
         if len(batches) > 1 and not all(isinstance(batch, np.ndarray) for batch in batches):
             raise SettingsError(f"task.name = {settings.task.name!r}: batches that are no arrays cannot be put together")
         batch = batches[0] if len(batches) == 1 else np.concatenate(batches)
-        island.step(batch, learning_rate(settings, Moment(step * tokens, settings.tokens))).wait()
+        island.step(batch, learning_rate(settings, Moment(step * tokens, settings.tokens)), (shares[0], step)).wait()
     return island
 
 

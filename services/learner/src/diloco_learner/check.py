@@ -2,7 +2,8 @@
 
 Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ..., "map": ...}`` from stdin. The built-in task is known to be
 right, so that only its data is looked at, without JAX, which takes a second to import, unless learners are to have a mesh
-(``mesh`` is not null), or the run begins with a file of weights (``init``).
+(``mesh`` is not null), or the run begins with a file of weights (``init``). The last line on stdout is ``{"units": ...}``,
+those of the loss.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from diloco.process import observe
 from diloco.settings.run import RunSettings, TaskSettings
 from diloco.settings.service import MeshSettings
 from diloco.settings.validation import parse
-from diloco_learner.text import TextData
+from diloco_learner import options
+from diloco_learner.text import UNITS, TextData
 
 
 def check(
@@ -29,8 +31,8 @@ def check(
     mesh: MeshSettings | None = None,
     init: Path | None = None,
     fragment_map: FragmentMap | None = None,
-) -> None:
-    """Make what a learner and the evaluator make before the first step.
+) -> str | None:
+    """Make what a learner and the evaluator make before the first step. Return the units of the loss, where the task says them.
 
     ``fragment_map``: of the run that this one continues. The built-in task's follows from the settings.
 
@@ -41,26 +43,30 @@ def check(
         DataError: its data is missing, unreadable or too short.
     """
     if settings.task.name == "gpt":
+        options.refuse(settings.task.options, options.BUILT_IN)
         text = TextData(settings.task, data)
         next(text.batches(0, settings.learners, settings.seed, 0))
         text.validation()
         if mesh is None and init is None:
-            return
+            return UNITS
 
     from diloco_learner import weights
     from diloco_learner.island import Island
     from diloco_learner.mesh import make_mesh
-    from diloco_learner.task import first_batch, load_task, validation_batches
+    from diloco_learner.task import check_shapes, first_batch, load_task, units_of
 
     with users_errors(settings.task):
         task = load_task(settings.task, data)
         island = Island(task, settings, None if mesh is None else make_mesh(mesh))
         island.check(first_batch(task, settings))
+        check_shapes(task, settings)
+        fragments = island.fragments()
         if fragment_map is not None and settings.continues is not None:
-            check_same_map(island.fragments(), fragment_map, settings.continues.run)
+            check_same_map(fragments, fragment_map, settings.continues.run)
         if init is not None:
-            weights.put(init, island, island.fragments())
-        validation_batches(task, settings.task)
+            weights.put(init, island, fragments)
+        island.check_evaluation()
+        return units_of(task)["loss"]
 
 
 @contextmanager
@@ -85,7 +91,8 @@ def _main() -> None:
     mesh = None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh")
     init = None if request["init"] is None else Path(request["init"])
     fragment_map = None if request["map"] is None else unpack_map(bytes.fromhex(request["map"]))
-    check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init, fragment_map)
+    units = check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init, fragment_map)
+    print(json.dumps({"units": units}))
 
 
 if __name__ == "__main__":

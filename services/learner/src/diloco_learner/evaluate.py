@@ -1,7 +1,8 @@
 """``python -m diloco_learner.evaluate``: evaluate weights in a file as the evaluator does, or draw a sample from them.
 
-Reads ``{"settings": ..., "data": ..., "weights": ..., "sample": ...}`` from stdin. Prints ``{"loss": ..., "units": ...}``,
-or ``{"sample": ...}`` where ``sample`` is not null but ``{"seed": ..., "count": ..., "prompt": ...}`` (null: the task's own).
+Reads ``{"settings": ..., "data": ..., "weights": ..., "sample": ...}`` from stdin. Prints ``{"loss": ..., "units": ...,
+"values": ...}``, or ``{"sample": ...}`` where ``sample`` is not null but ``{"seed": ..., "count": ..., "prompt": ...}`` (null:
+the task's own).
 """
 
 from __future__ import annotations
@@ -21,14 +22,13 @@ from diloco.settings.validation import parse
 from diloco_learner import weights
 from diloco_learner.beginning import set_up_jax
 from diloco_learner.check import users_errors
-from diloco_learner.evaluator import units_of
 from diloco_learner.island import Island
 from diloco_learner.mesh import make_mesh
-from diloco_learner.task import Task, load_task
+from diloco_learner.task import Task, load_task, units_of
 
 
 def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the loss of the weights in a file on the task's validation batches, with its units; or a sample.
+    """Return the loss of the weights in a file on the task's validation batches, with its units and all values; or a sample.
 
     Raises:
         SettingsError: the file does not fit the task's model; the task lacks something, or one of its methods fails.
@@ -40,8 +40,11 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
         island = Island(load_task(settings.task, data), settings, make_mesh(own.mesh))
         weights.put(path, island, island.fragments(), setting="")
         if sample is None:
-            loss = island.evaluate()
-            return {"loss": loss if math.isfinite(loss) else None, "units": units_of(island.task)}
+            found = island.evaluation()
+            if found.loss is None and not found.values:
+                raise SettingsError(f"task.name = {settings.task.name!r}: it has neither validation() nor evaluate()")
+            loss = found.loss if found.loss is not None and math.isfinite(found.loss) else None
+            return {"loss": loss, "units": units_of(island.task)["loss"], "values": found.finite_values()}
         if sample["prompt"] is not None and not takes_prompt(island.task):
             raise SettingsError(
                 f"task.name = {settings.task.name!r}: its sample() has no parameter 'prompt': leave out --prompt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,19 +12,14 @@ from diloco.member.member import Boundary, Member
 from diloco.process.observe import Logger
 from diloco.service import rundir
 from diloco.settings.run import RunSettings
+from diloco_learner.evaluation import Evaluation
 from diloco_learner.island import Island
 from diloco_learner.ngram import ngram_losses
-from diloco_learner.task import GptTask, Task
+from diloco_learner.task import GptTask, evaluate_every_s, units_of
 
-EVERY_S = 8.0  # often enough for a curve, seldom enough to leave the processor to learners
 IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
 NGRAMS = {1: "unigram", 2: "bigram", 3: "3-gram", 4: "4-gram"}
 SAMPLE_TOKENS = 400
-
-
-def units_of(task: Task) -> str | None:
-    """Return the units of a task's loss, if it says them."""
-    return getattr(getattr(task, "units", None), "loss", None)
 
 
 class Evaluator:
@@ -46,19 +42,19 @@ class Evaluator:
         """Evaluate until the run is over or this process is asked to end."""
         self._tell_of_text()
         # before a version of the log is written into it: learners may be far ahead of this process
-        initial = self.island.evaluate()
-        evaluated_s, changed = -EVERY_S, True
+        initial, every_s = self.island.evaluation(), evaluate_every_s(self.island.task)
+        evaluated_s, changed = -math.inf, True
         while not self.stopping():
             boundary = self.member.boundary(None)
             changed |= self._apply(boundary)
             now_s = time.monotonic()
-            if boundary.finished or (changed and now_s - evaluated_s >= EVERY_S):
+            if boundary.finished or (changed and now_s - evaluated_s >= every_s):
                 evaluated_s, changed = now_s, False
-                loss = self.island.evaluate()
-                self.member.report_loss(loss)
-                self.log.debug("evaluated", val_loss=round(loss, 4), finished=boundary.finished)
+                found = self.island.evaluation()
+                self.member.report_loss(found.loss)
+                self.log.debug("evaluated", val_loss=_rounded(found.loss), values=_shown(found), finished=boundary.finished)
                 if boundary.finished:
-                    self._save(initial, loss)
+                    self._save(initial, found)
                     return
             self.member.wait(IDLE_S)
 
@@ -87,12 +83,23 @@ class Evaluator:
             self.island.write(self.member.map.fragments[fragment], applied.theta)
         return bool(boundary.applies)
 
-    def _save(self, initial: float, final: float) -> None:
+    def _save(self, initial: Evaluation, final: Evaluation) -> None:
         """Write for the report how good the global model is: as it was initialised, and as the log ends."""
         result = {
-            "val_loss_initial": initial,
-            "val_loss": final,
-            "units": units_of(self.island.task),
+            "val_loss_initial": initial.loss,
+            "val_loss": final.loss,
+            "values_initial": initial.finite_values(),
+            "values": final.finite_values(),
+            "units": units_of(self.island.task)["loss"],
+            "item": units_of(self.island.task)["item"],
             "sample": self.island.sample(self.settings.seed, SAMPLE_TOKENS),
         } | self._text()
         rundir.write_json(self.file, result)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def _shown(found: Evaluation) -> dict[str, float | None]:
+    return {name: _rounded(value) for name, value in found.finite_values().items()}

@@ -10,10 +10,12 @@ from the average of them, in the fold of the log.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import SequenceKey
 from optax import contrib
 
 from diloco.core.outer import EPSILON
@@ -43,6 +45,21 @@ def optimizer(settings: RunSettings, matrices: Sequence[int]) -> optax.GradientT
     if inner.optimizer == "muon":
         direction = _muon_or(direction, matrices)
     return optax.chain(clip, direction, _decay(inner))
+
+
+class BuiltIn:
+    """The optimizer that the run's settings describe, as a step uses it: of the list of parameters, so many of them."""
+
+    def __init__(self, transformation: optax.GradientTransformation, count: int) -> None:
+        self.init, self.update = transformation.init, transformation.update
+        self.paths = [(SequenceKey(index),) for index in range(count)]
+
+    def step(
+        self, gradients: list[jax.Array], state: Any, leaves: list[jax.Array], learning_rate: jax.Array
+    ) -> tuple[list[jax.Array], Any]:
+        """Return parameters and state after a step."""
+        updates, moved = self.update(gradients, state, leaves)
+        return [leaf - learning_rate * update for leaf, update in zip(leaves, updates, strict=True)], moved
 
 
 def _decay(inner: InnerSettings) -> optax.GradientTransformation:

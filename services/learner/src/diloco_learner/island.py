@@ -28,9 +28,14 @@ from diloco.member.peer import Layout
 from diloco.member.state import Content
 from diloco.settings.run import RunSettings
 from diloco_learner import holding, shards
-from diloco_learner.inner import optimizer
+from diloco_learner.arithmetic import Arithmetic
+from diloco_learner.evaluation import Evaluation, evaluated, own_values, validation_sets
+from diloco_learner.inner import BuiltIn, optimizer
+from diloco_learner.leaves import part, write_rows
+from diloco_learner.loss import Loss
 from diloco_learner.mesh import Placement, copies
-from diloco_learner.task import Task, matrices_of, validation_batches
+from diloco_learner.own_optimizer import OwnOptimizer
+from diloco_learner.task import Task, is_embedding, matrices_of, named
 
 Vector = NDArray[np.float32]
 
@@ -39,13 +44,18 @@ Vector = NDArray[np.float32]
 class StepOutput:
     """A step that was dispatched: scalars that the device may still be working on."""
 
-    loss: jax.Array  # float32, nats a token
+    loss: jax.Array  # float32, in the task's units
     grad_norm: jax.Array  # float32, before clipping
     finite: jax.Array  # bool: the step was taken
+    metrics: Mapping[str, jax.Array]  # float32, by name: those that the task's loss returned
 
     def wait(self) -> float:
         """Wait for the step to end; its loss, or NaN where loss or gradients were not finite and no step was taken."""
         return float(self.loss) if bool(self.finite) else math.nan
+
+    def metric_values(self) -> dict[str, float]:
+        """Wait for the step to end; the task's own metrics."""
+        return {name: float(value) for name, value in jax.device_get(dict(self.metrics)).items()}
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Reading:
         vector = np.empty(self.fragment.size, np.float32) if out is None else out
         for piece, parts in zip(self.fragment.pieces, self.pieces, strict=True):
             for where, values in parts:
-                _part(vector, piece)[where] = np.asarray(values)
+                part(vector, piece)[where] = np.asarray(values)
         return vector
 
 
@@ -98,7 +108,8 @@ class Island:
     def __init__(self, task: Task, settings: RunSettings, mesh: Mesh | None = None, *, apart: bool = False) -> None:
         self.task, self._settings, self._cut, self._alpha = task, settings.task, settings.fragments, settings.apply.alpha
         self._placement = Placement(task, mesh, jax.random.key(settings.seed))
-        keyed, self._structure = jax.tree_util.tree_flatten_with_path(self._placement.init())
+        self._seed = settings.seed
+        keyed, structure = jax.tree_util.tree_flatten_with_path(self._placement.init())
         self._paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in keyed]
         self._index = {path: i for i, path in enumerate(self._paths)}
         self._dtypes = [_dtype_of(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
@@ -106,18 +117,22 @@ class Island:
         self._leaves = [jnp.array(leaf, jnp.float32, copy=True) for _, leaf in keyed]
         if not self._leaves:
             raise SettingsError(f"task {settings.task.name!r}: the model has no parameters")
-        matrices = [matrices_of(task, path, shape) for path, shape, _ in self.tensors()]
-        self._optimizer = optimizer(settings, matrices)
+        if hasattr(task, "optimizer"):
+            inner: BuiltIn | OwnOptimizer = OwnOptimizer(task, settings, structure, [path for path, _ in keyed])
+        else:
+            matrices = [matrices_of(task, path, shape) for path, shape, _ in self.tensors()]
+            inner = BuiltIn(optimizer(settings, matrices), len(keyed))
+        self._does = Arithmetic(Loss(task, settings.seed), inner, self._placement, structure, self._dtypes)
         self._optimizer_state: Any = None
         self._gradients = [jnp.zeros_like(leaf) for leaf in self._leaves] if settings.outer.optimizer == "adamw" else None
         self._held: bool | None = None  # whether a step has to wait for a capture; None: none was taken yet
-        self._fresh_state = self._placement.optimizer_init(self._optimizer.init, self._leaves)
+        self._fresh_state = self._placement.optimizer_init(inner, self._leaves)
         self.apart = apart
         self._begun: tuple[list[jax.Array], jax.Array, np.float32] | None = None  # gradients, whether they are finite, and rate
-        about = self._optimizer.init, self._leaves, self._gradients is not None
-        self._step = self._placement.step(self._take_step, *about)
-        self._measure, self._move = self._placement.step_apart(self._measured, self._moved, *about)
-        self._loss = jax.jit(self._loss_of)
+        about = inner, self._leaves, self._gradients is not None
+        self._step = self._placement.step(self._does.step, *about)
+        self._measure, self._move = self._placement.step_apart(self._does.measure, self._does.move, *about)
+        self._loss = jax.jit(self._does.evaluate)
 
     def twin(self) -> Island:
         """Return an island of the same model that shares this one's compiled programs, with values of its own.
@@ -132,7 +147,7 @@ class Island:
     def tensors(self) -> list[tuple[str, tuple[int, ...], bool]]:
         """Return path, shape and whether it is embedding-like, of every tensor."""
         pairs = zip(self._paths, self._leaves, strict=True)
-        return [(path, tuple(leaf.shape), self.task.is_embedding(path)) for path, leaf in pairs]
+        return [(path, tuple(leaf.shape), is_embedding(self.task, path)) for path, leaf in pairs]
 
     def fragments(self) -> FragmentMap:
         """Return the fragments that the run cuts the model into."""
@@ -149,13 +164,12 @@ class Island:
             SettingsError: it is something else, or does not.
         """
         self._placement.check_batch(batch)
-        loss = jax.eval_shape(self._loss_of, self._leaves, batch)
-        came = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
-        said = f"task.name = {self._settings.name!r}: loss() returned {came}, expected a float32 scalar"
-        if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise SettingsError(f"{said}: return the mean loss of the batch alone")
-        if loss.dtype.itemsize < 4:
-            raise SettingsError(f"{said}: cast logits to float32 before the loss, or it and its mean have two or three digits")
+        given, rate = self._does.loss.given((0, 0)), np.float32(0)
+        jax.eval_shape(self._does.measure, self._leaves, batch, given)
+        jax.eval_shape(self._does.evaluate, self._leaves, batch)
+        if isinstance(self._does.optimizer, OwnOptimizer):
+            state = jax.eval_shape(self._does.optimizer.init, self._leaves)
+            jax.eval_shape(self._does.step, self._leaves, None, state, batch, given, rate)
 
     @property
     def own_rows(self) -> range:
@@ -164,7 +178,7 @@ class Island:
 
     def params(self) -> Any:
         """Return the parameters as the task has them, in its pytree; they are valid until the next step or write."""
-        return self._tree(self._rounded(self._leaves))
+        return self._does.tree(self._does.rounded(self._leaves))
 
     def prepare(self, fragment_map: FragmentMap, *, trains: bool) -> None:
         """Compile all that :meth:`read`, :meth:`write` and, of an island that trains, copies need; values stay as they are."""
@@ -179,11 +193,12 @@ class Island:
 
     def trace(self, batch: Any) -> list[jax.stages.Lowered]:
         """Trace the programs of :meth:`step` with such batches. Once these are compiled, no step is traced or compiled."""
-        values, batch, rate = (self._leaves, self._gradients, self._current_optimizer_state()), self._placement.batch(batch), 0
+        values, rate = (self._leaves, self._gradients, self._current_optimizer_state()), np.float32(0)
+        batch, given = self._placement.batch(batch), self._does.loss.given((0, 0))
         if not self.apart:
-            return [self._step.lower(*values, batch, np.float32(rate))]
+            return [self._step.lower(*values, batch, given, rate)]
         measured = self._placement.measured(self._leaves)
-        return [self._measure.lower(self._leaves, batch), self._move.lower(*values, *measured, np.float32(rate))]
+        return [self._measure.lower(self._leaves, batch, given), self._move.lower(*values, *measured, rate)]
 
     def rehearse(self, batch: Any) -> None:
         """Take a step that changes no parameter, so that the first one takes no longer than others: memory is touched.
@@ -204,21 +219,24 @@ class Island:
         """Have steps wait for captures whatever room there is here: another process of the learner has none."""
         self._held = True
 
-    def step(self, batch: Any, learning_rate: float) -> StepOutput:
-        """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says."""
-        output = self.begin_step(batch, learning_rate)
+    def step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> StepOutput:
+        """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says.
+
+        ``at`` is the share of the batch, and its index in it: the task's random key is made of them.
+        """
+        output = self.begin_step(batch, learning_rate, at)
         self.finish_step()
         return output
 
-    def begin_step(self, batch: Any, learning_rate: float) -> StepOutput:
+    def begin_step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> StepOutput:
         """Dispatch the first program of a step; one that is not :attr:`apart` has no other."""
-        placed, rate = self._placement.batch(batch), np.float32(learning_rate)
+        placed, given, rate = self._placement.batch(batch), self._does.loss.given(at), np.float32(learning_rate)
         if self.apart:
-            gradients, output = self._measure(self._leaves, placed)
+            gradients, output = self._measure(self._leaves, placed, given)
             self._begun = gradients, output[2], rate
             return StepOutput(*output)
         values = self._leaves, self._gradients, self._current_optimizer_state()
-        self._leaves, self._gradients, self._optimizer_state, output = self._step(*values, placed, rate)
+        self._leaves, self._gradients, self._optimizer_state, output = self._step(*values, placed, given, rate)
         return StepOutput(*output)
 
     def finish_step(self) -> None:
@@ -245,12 +263,8 @@ class Island:
         Both are float32 [size of the fragment], and made of what must not change until the next step has ended.
         """
         for piece in fragment.pieces:
-            at, values = self._index[piece.path], _part(theta, piece)
-            if reference is None and alpha == 0:
-                self._leaves[at] = shards.overwrite(self._leaves[at], piece, values)
-            else:
-                known = None if reference is None else _part(reference, piece)
-                self._leaves[at] = shards.mix(self._leaves[at], piece, values, known, alpha)
+            at, known = self._index[piece.path], None if reference is None else part(reference, piece)
+            self._leaves[at] = write_rows(self._leaves[at], piece, part(theta, piece), known, alpha)
             if self._gradients is not None and reference is None:
                 self._gradients[at] = shards.overwrite(self._gradients[at], piece, np.zeros(piece.shape, np.float32))
 
@@ -272,8 +286,36 @@ class Island:
         Raises:
             SettingsError: there are none.
         """
-        batches = [self._placement.batch(batch) for batch in validation_batches(self.task, self._settings)]
-        return float(np.mean([float(self._loss(self._leaves, batch)) for batch in batches]))
+        loss = self.evaluation().loss
+        if loss is None:
+            raise SettingsError(f"task.name = {self._settings.name!r}: it has no validation(), so there is no validation loss")
+        return loss
+
+    def evaluation(self) -> Evaluation:
+        """Return how good the model is, by all that the task has to say it."""
+        sets = validation_sets(self.task, self._settings)
+        found = {name: [self._loss_and_metrics(batch) for batch in batches] for name, batches in sets.items()}
+        return evaluated(found, self._own_values())
+
+    def check_evaluation(self) -> None:
+        """Find out that validation sets and values of the task's own are what they can be; no loss is computed.
+
+        Raises:
+            SettingsError: they are not.
+        """
+        for batches in validation_sets(self.task, self._settings).values():
+            jax.eval_shape(self._does.evaluate, self._leaves, batches[0])
+        self._own_values()
+
+    def _own_values(self) -> dict[str, float]:
+        if not hasattr(self.task, "evaluate"):
+            return {}
+        given = {"key": jax.random.key(self._seed)} if "key" in named(self.task, "evaluate") else {}
+        return own_values(self.task, given, self.params())
+
+    def _loss_and_metrics(self, batch: Any) -> tuple[float, dict[str, float]]:
+        loss, metrics = jax.device_get(self._loss(self._leaves, self._placement.batch(batch)))
+        return float(loss), {name: float(value) for name, value in metrics.items()}
 
     def sample(self, seed: int, count: int, prompt: str | None = None) -> str | None:
         """Return text of ``count`` characters from the model, behind a ``prompt`` if given; None if the task draws none."""
@@ -371,57 +413,10 @@ class Island:
         for chunk in self.wanted(optimizer_only=True):
             self.put(chunk, state[chunk.name][chunk.where])
 
-    def _take_step(
-        self, leaves: list[jax.Array], held: list[jax.Array] | None, state: Any, batch: Any, learning_rate: jax.Array
-    ) -> Any:
-        gradients, output = self._measured(leaves, batch)
-        return *self._moved(leaves, held, state, gradients, output[2], learning_rate), output
-
-    def _measured(self, leaves: list[jax.Array], batch: Any) -> Any:
-        rounded = self._rounded(leaves)
-        loss, gradients = jax.value_and_grad(lambda values: self._placement.loss(self._tree(values), batch))(rounded)
-        gradients = [gradient.astype(jnp.float32) for gradient in self._placement.split(gradients)]
-        # tensordot, and not vdot, whose flattening would gather a gradient that is split along another axis than its first
-        norm = jnp.sqrt(sum(jnp.tensordot(gradient, gradient, gradient.ndim) for gradient in gradients))
-        return gradients, (loss, norm, jnp.isfinite(loss) & jnp.isfinite(norm))
-
-    def _moved(
-        self,
-        leaves: list[jax.Array],
-        held: list[jax.Array] | None,
-        state: Any,
-        gradients: list[jax.Array],
-        finite: jax.Array,
-        learning_rate: jax.Array,
-    ) -> Any:
-        updates, new_state = self._optimizer.update(gradients, state, leaves)
-        if held is None:
-            new_leaves, new_held = [leaf - learning_rate * update for leaf, update in zip(leaves, updates, strict=True)], None
-        else:
-            new_leaves, new_held = leaves, [gradient + update for gradient, update in zip(held, updates, strict=True)]
-
-        def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(finite, new, old)
-
-        new, old = (new_leaves, new_held, new_state), (leaves, held, state)
-        return jax.tree.map(chosen, new, old)
-
     def _current_optimizer_state(self) -> Any:
         if self._optimizer_state is None:
             self._optimizer_state = self._fresh_state(self._leaves)
         return self._optimizer_state
-
-    def _loss_of(self, leaves: list[jax.Array], batch: Any) -> jax.Array:
-        return self._placement.loss(self._tree(self._rounded(leaves)), batch)
-
-    def _rounded(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """Return the parameters that masters stand for, rounded where they lie: a mesh gathers what is rounded."""
-        if not self.rounded_tensors():
-            return leaves
-        return self._placement.split([_as(dtype, leaf) for dtype, leaf in zip(self._dtypes, leaves, strict=True)])
-
-    def _tree(self, leaves: Sequence[jax.Array]) -> Any:
-        return jax.tree.unflatten(self._structure, leaves)
 
     def _reading(self, fragment: Fragment, leaves: list[jax.Array]) -> Reading:
         return Reading(fragment, tuple(shards.read(leaves[self._index[piece.path]], piece) for piece in fragment.pieces))
@@ -438,16 +433,5 @@ def _dtype_of(path: str, leaf: Any) -> jnp.dtype:
     raise SettingsError(f"task: parameter {path!r} is {dtype or type(leaf).__name__}, expected float32 or bfloat16: {advice}")
 
 
-def _as(dtype: jnp.dtype, master: jax.Array) -> jax.Array:
-    if dtype == jnp.float32:
-        return master
-    # by itself, a conversion is left out by XLA where a task converts back: it would see the master there
-    return jax.lax.reduce_precision(master, exponent_bits=8, mantissa_bits=7).astype(dtype)
-
-
 def _optimizer_name(path: Any) -> str:
     return "optimizer/" + jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _part(vector: Reference | Vector, piece: Piece) -> Vector:
-    return vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)

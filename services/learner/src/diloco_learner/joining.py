@@ -29,18 +29,17 @@ from numpy.typing import NDArray
 
 from diloco.core.accounts import StepDone
 from diloco.core.delta import Reference
-from diloco.core.fragments import Fragment, Piece, TensorSpec, build_map
+from diloco.core.fragments import Fragment, TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
 from diloco.member.member import Boundary, Member
 from diloco.process import observe
 from diloco.service import skeleton
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import parse
-from diloco_learner import leaves
 from diloco_learner.beginning import LoopThread
 from diloco_learner.feed import Batch, Feed
 from diloco_learner.island import Reading
-from diloco_learner.leaves import Leaf
+from diloco_learner.leaves import Leaf, part, read_rows, write_rows
 from diloco_learner.trainer import IDLE_S, carry_out
 
 Vector = NDArray[np.float32]
@@ -95,13 +94,13 @@ class Parameters:
 
     def snapshot(self, fragment: Fragment) -> Reading:
         """Queue a copy of a fragment's values."""
-        return Reading(fragment, tuple(leaves.read(self._leaves[self._index[piece.path]], piece) for piece in fragment.pieces))
+        return Reading(fragment, tuple(read_rows(self._leaves[self._index[piece.path]], piece) for piece in fragment.pieces))
 
     def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
-        """Write a fragment, as :func:`diloco_learner.leaves.write` does; vectors are float32 [size of the fragment]."""
+        """Write a fragment, as :func:`diloco_learner.leaves.write_rows` does; vectors are float32 [size of the fragment]."""
         for piece in fragment.pieces:
-            at, known = self._index[piece.path], None if reference is None else _part(reference, piece)
-            self._leaves[at] = leaves.write(self._leaves[at], piece, _part(theta, piece), known, alpha)
+            at, known = self._index[piece.path], None if reference is None else part(reference, piece)
+            self._leaves[at] = write_rows(self._leaves[at], piece, part(theta, piece), known, alpha)
 
 
 @dataclass(frozen=True)
@@ -359,7 +358,3 @@ def _checked(path: str, leaf: Any) -> Leaf:
     if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
         return leaf.copy()
     return leaf
-
-
-def _part(vector: Reference | Vector, piece: Piece) -> Vector:
-    return vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)

@@ -7,28 +7,30 @@ another framework.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.core.delta import Reference
 from diloco.core.fragments import Piece
 from diloco_learner import shards
 from diloco_learner.shards import Where
 
 Leaf: TypeAlias = jax.Array | NDArray[np.float32]
 Values: TypeAlias = NDArray[np.float32]
+L = TypeVar("L", jax.Array, NDArray[np.float32])
 
 
-def read(leaf: Leaf, piece: Piece) -> list[tuple[Where, Any]]:
+def read_rows(leaf: Leaf, piece: Piece) -> list[tuple[Where, Any]]:
     """Return a copy of a piece, which may be on devices still, in parts: float32 arrays, each with its place in the piece's."""
     if isinstance(leaf, jax.Array):
         return list(shards.read(leaf, piece))
     return [((slice(None),) * leaf.ndim, _rows(leaf, piece).copy())]
 
 
-def write(leaf: Leaf, piece: Piece, theta: Values, reference: Values | None, alpha: float) -> Leaf:
+def write_rows(leaf: L, piece: Piece, theta: Values, reference: Values | None, alpha: float) -> L:
     """Write ``alpha * value + (1 - alpha) * kept`` of a piece; return the leaf, and drop the one that was given.
 
     ``kept`` is ``theta + (value - reference)``, or ``theta`` without a reference; both are float32 [the piece's shape]. With
@@ -44,6 +46,11 @@ def write(leaf: Leaf, piece: Piece, theta: Values, reference: Values | None, alp
         kept = theta if reference is None else theta + (rows - reference)
         rows[...] = np.float32(alpha) * rows + np.float32(1 - alpha) * kept
     return leaf
+
+
+def part(vector: Reference | Values, piece: Piece) -> Values:
+    """Return a piece's values of those of its fragment, float32 [the piece's shape]."""
+    return vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
 
 
 def _rows(leaf: Values, piece: Piece) -> Values:

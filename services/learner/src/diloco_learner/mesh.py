@@ -13,13 +13,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, explicit_axes, use_abstract_mesh
-from jax.tree_util import SequenceKey
 from numpy.typing import NDArray
 
 from diloco.errors import SettingsError
@@ -158,6 +157,17 @@ def rows_alone(batch: Any, rows: range) -> Any:
     return jax.tree.map(lambda leaf: leaf[rows.start : rows.stop] if np.shape(leaf)[:1] == (count,) else leaf, batch)
 
 
+class Optimizer(Protocol):
+    """An optimizer, as far as its state's place is concerned."""
+
+    @property
+    def paths(self) -> Sequence[tuple[Any, ...]]:
+        """By tensor: the path of its values within those parts of the state that are like the parameters."""
+
+    def init(self, leaves: Leaves, /) -> Any:
+        """Return the state of an optimizer that begins."""
+
+
 class Placement:
     """Where the arrays of an island lie: split over a mesh, or, without one, as JAX puts them on one device.
 
@@ -180,38 +190,39 @@ class Placement:
             return self.task.init(self._key)
         return jax.jit(self.task.init, out_shardings=self._tree(self._shardings))(self._key)
 
-    def optimizer_init(self, init: Callable[[Leaves], Any], leaves: Leaves) -> Callable[[Leaves], Any]:
+    def optimizer_init(self, optimizer: Optimizer, leaves: Leaves) -> Callable[[Leaves], Any]:
         """Return a function that makes a fresh optimizer state, split like the parameters."""
-        return init if self.mesh is None else jax.jit(init, out_shardings=self._of_state(init, leaves))
+        if self.mesh is None:
+            return optimizer.init
+        return jax.jit(optimizer.init, out_shardings=self._of_state(optimizer, leaves))
 
-    def step(self, step: Callable[..., Any], init: Callable[[Leaves], Any], leaves: Leaves, holds_gradients: bool) -> Any:
-        """Return the jitted ``step(leaves, gradients held or None, optimizer state, batch, rate)``.
+    def step(self, step: Callable[..., Any], optimizer: Optimizer, leaves: Leaves, holds_gradients: bool) -> Any:
+        """Return the jitted ``step(leaves, gradients held or None, optimizer state, batch, given, rate)``.
 
-        It takes the first three for its own and returns them, split as they were, and scalars. ``init`` makes the optimizer
-        state of the leaves.
+        It takes the first three for its own and returns them, split as they were, and scalars.
         """
         if self.mesh is None:
             return jax.jit(step, donate_argnums=(0, 1, 2))
-        returned = *self._moved(init, leaves, holds_gradients), self._whole
+        returned = *self._moved(optimizer, leaves, holds_gradients), self._whole
         return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=returned)
 
     def step_apart(
         self,
         measure: Callable[..., Any],
         move: Callable[..., Any],
-        init: Callable[[Leaves], Any],
+        optimizer: Optimizer,
         leaves: Leaves,
         holds_gradients: bool,
     ) -> tuple[Any, Any]:
         """Return the two programs of a step, jitted.
 
-        ``measure(leaves, batch)`` returns gradients, split like the leaves, and scalars; it takes nothing for its own, so the
-        leaves stay where it fails. ``move(leaves, gradients held, optimizer state, gradients, finite, rate)`` is the rest of
-        :meth:`step`.
+        ``measure(leaves, batch, given)`` returns gradients, split like the leaves, and scalars; it takes nothing for its own,
+        so the leaves stay where it fails. ``move(leaves, gradients held, optimizer state, gradients, finite, rate)`` is the
+        rest of :meth:`step`.
         """
         if self.mesh is None:
             return jax.jit(measure), jax.jit(move, donate_argnums=(0, 1, 2))
-        moved = self._moved(init, leaves, holds_gradients)
+        moved = self._moved(optimizer, leaves, holds_gradients)
         measured = jax.jit(measure, out_shardings=(self._shardings, self._whole))
         return measured, jax.jit(move, donate_argnums=(0, 1, 2), out_shardings=moved)
 
@@ -221,20 +232,28 @@ class Placement:
         gradients = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at) for leaf, at in zip(leaves, split, strict=True)]
         return gradients, jax.ShapeDtypeStruct((), jnp.bool_, sharding=None if self.mesh is None else self._whole)
 
-    def _moved(self, init: Callable[[Leaves], Any], leaves: Leaves, holds_gradients: bool) -> tuple[Any, Any, Any]:
+    def _moved(self, optimizer: Optimizer, leaves: Leaves, holds_gradients: bool) -> tuple[Any, Any, Any]:
         """Return how a step's results are split."""
-        return self._shardings, self._shardings if holds_gradients else None, self._of_state(init, leaves)
+        return self._shardings, self._shardings if holds_gradients else None, self._of_state(optimizer, leaves)
 
-    def loss(self, params: Params, batch: Any) -> jax.Array:
-        """Return the task's loss, traced with the mesh in force, and with explicit axes where the task asks for them."""
+    def loss(self, params: Params, batch: Any, arrays: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+        """Return what the task's loss returns, traced with the mesh in force, with explicit axes where the task asks for them.
+
+        Its keywords are ``arrays``, which are whole on every device, and ``others``.
+        """
+        function = functools.partial(self.task.loss, **others)
         if self.mesh is None:
-            return self.task.loss(params, batch)
+            return function(params, batch, **arrays)
         with use_abstract_mesh(self.mesh.abstract_mesh):
             if getattr(self.task, "axes", "auto") == "explicit":
-                shardings = (self._tree(self._specs), self._batch_specs(batch))
-                loss: jax.Array = explicit_axes(self.task.loss, axes=AXES, in_sharding=shardings)(params, batch)
-                return loss
-            return self.task.loss(params, batch)
+                whole = jax.tree.map(lambda _: PartitionSpec(), arrays)
+                shardings = (self._tree(self._specs), self._batch_specs(batch), whole)
+
+                def with_keywords(params: Params, batch: Any, arrays: Mapping[str, Any]) -> Any:
+                    return function(params, batch, **arrays)
+
+                return explicit_axes(with_keywords, axes=AXES, in_sharding=shardings)(params, batch, arrays)
+            return function(params, batch, **arrays)
 
     def split(self, values: Leaves) -> Leaves:
         """Return values split like the parameters that they are of: so no device adds up more of a gradient than its own."""
@@ -292,18 +311,21 @@ class Placement:
     def _tree(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self._structure, leaves)
 
-    def _of_state(self, init: Callable[[Leaves], Any], leaves: Leaves) -> Any:
-        """Return the shardings of an optimizer state: an array of the i-th tensor is split like it, all else is whole."""
-        mesh = self.mesh
+    def _of_state(self, optimizer: Optimizer, leaves: Leaves) -> Any:
+        """Return the shardings of an optimizer state: an array of a tensor is split like it, all else is whole.
+
+        It is of a tensor if its path in the state ends with the tensor's own, and it has as many values.
+        """
+        mesh, index = self.mesh, {tuple(path): at for at, path in enumerate(optimizer.paths)}
         assert mesh is not None
 
         def sharding(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-            at = path[-1].idx if path and isinstance(path[-1], SequenceKey) else None
+            at = next((index[path[start:]] for start in range(len(path) + 1) if path[start:] in index), None)
             if at is None or math.prod(leaf.shape) != math.prod(self._shapes[at]):
                 return self._whole
             return NamedSharding(mesh, self._of_shape(at, leaf.shape, mesh))
 
-        return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(init, leaves))
+        return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(optimizer.init, leaves))
 
     def _of_shape(self, at: int, shape: Shape, mesh: Mesh) -> PartitionSpec:
         """Return how a tensor's values are split that an optimizer holds in another shape, as Muon does: its matrices apart."""

@@ -171,6 +171,13 @@ METRICS: tuple[Metric[Seen], ...] = (
         lambda seen: seen.training(seen.heartbeat.loss),
     ),
     Metric(
+        "diloco_learner_task_metric",
+        "gauge",
+        "The task's own metrics of the last step, by `name`",
+        lambda seen: {(name,): value for name, value in seen.member.learner.accounts.metrics.items()} or None,
+        ("name",),
+    ),
+    Metric(
         "diloco_learner_validation_loss_nats",
         "gauge",
         "Of the global model, from an evaluator",

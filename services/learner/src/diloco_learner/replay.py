@@ -87,7 +87,7 @@ class Redo:
 
     def step(self, share: int, batch: int, at: Moment) -> None:
         rate = learning_rate(self.settings, at)
-        self.island.step(self._batch(share, batch), rate).wait()
+        self.island.step(self._batch(share, batch), rate, (share, batch)).wait()
 
     def write(self, fragment: int, applied: Apply) -> None:
         alpha = 0.0 if applied.reset else self.settings.apply.alpha

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
-from diloco_learner import gpt, text
+from diloco_learner import gpt, members, options, text
 
 TEMPERATURE = 0.8
 PROMPT = "\n"
@@ -25,22 +27,25 @@ PROMPT = "\n"
 class Units:
     """The units of a task's numbers, for people."""
 
-    loss: str
+    item: str = "token"  # that tokens_per_batch counts
+    loss: str = "nats per token"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Aux:
+    """A loss's company, which nothing is differentiated through."""
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # scalars by name, means over the batch's rows
 
 
 class Task(Protocol):
-    """A JAX model with its data.
+    """A JAX model with its data. These members are needed; docs/task-api.md has all of them.
 
     Parameters are any pytree of arrays, each float32 or bfloat16; the learner keeps all of them in float32, and hands the loss
-    what is bfloat16 rounded. Batches are any pytree of arrays, of the same shapes each time. A task may also
-    have ``units: Units``, ``sample(params, key, count) -> str``, text of ``count`` characters drawn from the model (with a
-    parameter ``prompt`` more, which has a default, it goes on from a text: ``diloco sample --prompt``), and
-    ``matrices(path) -> int``, how many matrices a tensor of two axes has, one below the other: 0 for tables and heads, as
-    ``inner.optimizer = muon`` treats them (where a task does not say: 0 for embedding-like tensors, 1 for others). For learners
-    of several devices it may have ``partition(path, shape) -> PartitionSpec | None``, how a tensor is split over the mesh, and
-    ``axes = "explicit"``, for a loss that is written for explicit axes (docs/islands.md). ``init`` is then traced, too.
-    ``batches`` may have a further parameter, ``rows: range | None = None``: of a learner of several processes each asks for its
-    rows of each batch alone. Arrays of another first axis than the batch's rows are whole all the same.
+    what is bfloat16 rounded. Batches are any pytree of arrays, of the same shapes each time.
+
+    A member's function is given the keywords that it names (:data:`CALLED`), and no others.
     """
 
     @property
@@ -50,20 +55,44 @@ class Task(Protocol):
     def init(self, key: jax.Array) -> Any:
         """Return parameters to begin with: the same for the same key."""
 
-    def loss(self, params: Any, batch: Any) -> jax.Array:
-        """Return the mean loss of a batch in nats a token: a float32 scalar, differentiable by JAX, traced by ``jax.jit``."""
+    @property
+    def loss(self) -> Callable[..., Any]:
+        """``loss(params, batch, *, key, train)`` returns a batch's mean loss, or it and an :class:`Aux`.
 
-    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[Any]:
-        """Yield batches without end from the ``start``-th on, of one of ``shares`` shares of the data.
-
-        The k-th batch depends on nothing but share, shares, seed and k.
+        A float32 scalar in the task's units, differentiable by JAX, traced by ``jax.jit``.
         """
 
-    def validation(self) -> Sequence[Any]:
-        """Return batches that nobody trains on."""
+    @property
+    def batches(self) -> Callable[..., Iterator[Any]]:
+        """``batches(share, shares, seed, start, *, rows)`` yields batches without end from the ``start``-th on, of one share.
 
-    def is_embedding(self, path: str) -> bool:
-        """Return whether the tensor of this path (its keys joined by ``/``) is embedding-like: merged by direct average."""
+        The k-th batch depends on nothing but share, shares, seed and k. ``rows``: the rows of each to make, None for all;
+        arrays of another first axis than the batch's rows are whole all the same.
+        """
+
+
+METRIC_NAME = re.compile(r"[a-z0-9_]{1,48}")  # of all numbers that tasks name
+EVALUATE_EVERY_S = 8.0  # often enough for a curve, seldom enough to leave the processor to learners
+REQUIRED = ("tokens_per_batch", "init", "loss", "batches")
+# by member that is called: how many arguments it is given by place, and the keywords that it may name
+CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "init": (1, ()),
+    "loss": (2, ("key", "train")),
+    "batches": (4, ("rows",)),
+    "validation": (0, ()),
+    "is_embedding": (1, ()),
+    "matrices": (1, ()),
+    "partition": (2, ()),
+    "optimizer": (1, ()),
+    "evaluate": (1, ("key",)),
+    "sample": (3, ()),
+}
+
+
+def is_embedding(task: Task, path: str) -> bool:
+    """Return whether the tensor of this path (its keys joined by ``/``) is embedding-like: merged by direct average."""
+    said = getattr(task, "is_embedding", None)
+    return False if said is None else bool(said(path))
 
 
 def matrices_of(task: Task, path: str, shape: tuple[int, ...]) -> int:
@@ -75,19 +104,16 @@ def matrices_of(task: Task, path: str, shape: tuple[int, ...]) -> int:
     if len(shape) != 2:
         return 0
     said = getattr(task, "matrices", None)
-    count = int(not task.is_embedding(path)) if said is None else said(path)
+    count = int(not is_embedding(task, path)) if said is None else said(path)
     if not isinstance(count, int) or count < 0 or (count and shape[0] % count):
         raise SettingsError(f"task: matrices({path!r}) is {count!r}, expected a number that divides its {shape[0]} rows, or 0")
     return count
 
 
-REQUIRED = ("tokens_per_batch", "init", "loss", "batches", "validation", "is_embedding")
-
-
 class GptTask:
     """The built-in byte-level GPT on text."""
 
-    units = Units("nats per byte")
+    units = Units("byte", text.UNITS)
 
     def __init__(self, settings: TaskSettings, data: str | None) -> None:
         self.shape = gpt.Shape(settings.layers, settings.width, settings.heads, settings.context)
@@ -145,6 +171,7 @@ def load_task(settings: TaskSettings, data: str | None) -> Task:
         DataError: its data is missing, unreadable or too short.
     """
     if settings.name == "gpt":
+        options.refuse(settings.options, options.BUILT_IN)
         return GptTask(settings, data)
     module_name, colon, attribute = settings.name.partition(":")
     if not colon:
@@ -158,14 +185,47 @@ def load_task(settings: TaskSettings, data: str | None) -> Task:
     if not callable(make):
         what = "is not callable" if hasattr(module, attribute) else "does not exist"
         raise SettingsError(f"task.name = {settings.name!r}: {attribute!r} {what} in {module_name}")
-    task: Task = make(settings, data)
+    task: Task = make(settings, data, **options.of(make, settings.options))
+    check_members(task, f"task.name = {settings.name!r}: what {attribute} returns")
+    return task
+
+
+def check_members(task: Any, source: str) -> None:
+    """Find out that a task has its members, and that each is called as it can be.
+
+    Raises:
+        SettingsError: one is missing, or needs an argument that nobody gives it; ``source`` begins the sentence.
+    """
     missing = [name for name in REQUIRED if not hasattr(task, name)]
     if missing:
-        raise SettingsError(f"task.name = {settings.name!r}: what {attribute} returns lacks {', '.join(missing)}")
+        raise SettingsError(f"{source} lacks {', '.join(missing)}")
+    for member, (arguments, known) in CALLED.items():
+        if callable(getattr(task, member, None)):
+            members.keywords(task, member, arguments, known)
     rows = _rows_parameter(task)
     if rows is not None and rows.default is not None:
-        raise SettingsError(f"task.name = {settings.name!r}: batches(..., rows) needs the default None: whole batches")
-    return task
+        raise SettingsError(f"task: batches(..., rows) needs the default None: whole batches{members.place(task.batches)}")
+    every_s = evaluate_every_s(task)
+    if not isinstance(every_s, int | float) or not 0 < every_s < math.inf:
+        raise SettingsError(f"task: evaluate_every_s = {every_s!r}, expected seconds above 0")
+
+
+def named(task: object, member: str) -> frozenset[str]:
+    """Return the keywords that a task's member names, of those that it is given."""
+    arguments, known = CALLED[member]
+    return members.keywords(task, member, arguments, known)
+
+
+def evaluate_every_s(task: object) -> float:
+    """Return the least time between two evaluations of the global model."""
+    said: float = getattr(task, "evaluate_every_s", EVALUATE_EVERY_S)
+    return said
+
+
+def units_of(task: object) -> dict[str, str | None]:
+    """Return the units of a task's numbers, by ``item`` and ``loss``; None where it does not say."""
+    units = getattr(task, "units", None)
+    return {name: None if (said := getattr(units, name, None)) is None else str(said) for name in ("item", "loss")}
 
 
 def makes_rows(task: Task) -> bool:
@@ -173,11 +233,8 @@ def makes_rows(task: Task) -> bool:
     return _rows_parameter(task) is not None
 
 
-def _rows_parameter(task: Task) -> inspect.Parameter | None:
-    try:
-        return inspect.signature(task.batches).parameters.get("rows")
-    except (TypeError, ValueError):  # a callable that says nothing of its parameters
-        return None
+def _rows_parameter(task: Any) -> inspect.Parameter | None:
+    return next((parameter for parameter in members.parameters(task.batches) if parameter.name == "rows"), None)
 
 
 def first_batch(task: Task, settings: RunSettings) -> Any:
@@ -205,15 +262,24 @@ def next_batch(batches: Iterator[Any], settings: TaskSettings, share: int, index
         ) from None
 
 
-def validation_batches(task: Task, settings: TaskSettings) -> Sequence[Any]:
-    """Return the batches that the global model is evaluated on.
+def check_shapes(task: Task, settings: RunSettings) -> None:
+    """Find out that the first two batches of a run's first share have the same arrays.
 
     Raises:
-        SettingsError: there are none.
+        SettingsError: they have not, or there is only one.
     """
-    batches = task.validation()
-    if not len(batches):
+    batches = task.batches(0, settings.learners, settings.seed, 0)
+    first, second = (_shapes(next_batch(batches, settings.task, 0, index)) for index in range(2))
+    changed = next((path for path in sorted(first.keys() | second.keys()) if first.get(path) != second.get(path)), None)
+    if changed is not None:
         raise SettingsError(
-            f"task.name = {settings.name!r}: validation() returned no batch; give at least one, on which the model is evaluated"
+            f"task.name = {settings.task.name!r}: batches() gave {changed or 'the batch'} as {first.get(changed, 'nothing')} "
+            f"and then as {second.get(changed, 'nothing')}: batches have the same shapes each time{members.place(task.batches)}"
         )
-    return batches
+
+
+def _shapes(batch: Any) -> dict[str, str]:
+    """Return a batch's arrays by path: types and shapes."""
+    keyed, _ = jax.tree_util.tree_flatten_with_path(batch)
+    shaped = ((path, jax.eval_shape(lambda whole: whole, leaf)) for path, leaf in keyed)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in shaped}

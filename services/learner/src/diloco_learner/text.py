@@ -25,6 +25,7 @@ from diloco_learner.repeats import HeldOut, without_repeats
 
 Bytes = NDArray[np.uint8]
 
+UNITS = "nats per byte"  # of losses on text
 HELD_OUT_EVERY = 20
 VALIDATION_WINDOWS = 1024  # the same ones whatever the batch, or losses of different batches could not be compared
 PROBE_BYTES = 8192  # a file with a zero byte in its first few is not text

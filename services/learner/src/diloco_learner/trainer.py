@@ -45,6 +45,7 @@ class _End:
     """How a step ended."""
 
     loss: float
+    metrics: dict[str, float]
     ended_s: float
 
 
@@ -143,6 +144,7 @@ class Trainer:
         self._busy, self._error, self._boundary = Average(), Average(), Average()  # seconds
         self._meter = Meter()
         self._loss: float | None = None
+        self._metrics: dict[str, float] = {}  # of the same step
         self._logged_s = time.perf_counter()
 
     def run(self) -> bool:
@@ -180,7 +182,7 @@ class Trainer:
                 continue
             rate = learning_rate(self.settings, self.member.moment())
             called_s = time.perf_counter()
-            output = self.island.begin_step(batch.data, rate)
+            output = self.island.begin_step(batch.data, rate, (batch.share, batch.index))
             self._boundary.add(time.perf_counter() - opened_s)
             landing, flight = flight, _Flight(batch, made, called_s, watcher.submit(self._watch, output))
             batch, made = self._make_batch()  # while the step runs
@@ -189,7 +191,9 @@ class Trainer:
             self._look_ahead(flight, batch)
             if called_s - self._logged_s >= LOG_EVERY_S and self._loss is not None:
                 self._logged_s = called_s
-                self.log.debug("stepping", step=self.member.step, loss=round(self._loss, 4), learning_rate=round(rate, 6))
+                shown = {name: float(f"{value:.4g}") for name, value in self._metrics.items() if math.isfinite(value)}
+                about = {"loss": round(self._loss, 4), "learning_rate": round(rate, 6)} | ({"metrics": shown} if shown else {})
+                self.log.debug("stepping", step=self.member.step, **about)
 
     def _make_batch(self) -> tuple[Batch, Span]:
         began_s = time.perf_counter()
@@ -213,7 +217,8 @@ class Trainer:
         loss = output.wait()
         if self.slow > 1:
             time.sleep((time.perf_counter() - began_s) * (self.slow - 1))
-        return _End(loss, time.perf_counter())
+        ended_s = time.perf_counter()
+        return _End(loss, output.metric_values(), ended_s)
 
     def _await_boundary(self, flight: _Flight) -> None:
         """Wait until the step in flight is about to end, or has ended."""
@@ -236,12 +241,19 @@ class Trainer:
             self._error.add(abs(busy_s - self._busy.value))
         self._busy.add(busy_s)
         if math.isfinite(end.loss):
-            self._loss = end.loss
+            self._loss, self._metrics = end.loss, end.metrics
         else:
             self.log.warning("step_not_finite", step=self.member.step, loss=str(end.loss))
 
     def _step_done(self, batch: Batch) -> StepDone:
         times = self._meter.take()
         return StepDone(
-            self.tokens_per_batch, batch.share, batch.index, self._loss, times.busy_s, times.blocked_s, data_s=times.data_s
+            self.tokens_per_batch,
+            batch.share,
+            batch.index,
+            self._loss,
+            times.busy_s,
+            times.blocked_s,
+            data_s=times.data_s,
+            metrics=self._metrics,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,9 +16,9 @@ from diloco.wire.entries import Cursor
 class StepDone:
     """Inner steps that have ended (usually one), on consecutive batches of a share of the data.
 
-    ``tokens`` are those of each step. ``loss`` is the newest known (None: none yet). Since the last call, as far as is known by
-    now, a step was in flight for ``busy_s``, none for ``blocked_s`` because of this system, and none for ``data_s`` because
-    the next batch was not made yet.
+    ``tokens`` are those of each step. ``loss`` is the newest known (None: none yet), and ``metrics`` are the task's own of the
+    same step. Since the last call, as far as is known by now, a step was in flight for ``busy_s``, none for ``blocked_s``
+    because of this system, and none for ``data_s`` because the next batch was not made yet.
     """
 
     tokens: int
@@ -28,6 +29,7 @@ class StepDone:
     blocked_s: float
     steps: int = 1
     data_s: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Traffic(NamedTuple):
@@ -59,6 +61,7 @@ class Accounts:
     busy_s: float = 0.0
     blocked_s: float = 0.0
     loss: float | None = None  # the newest that is finite
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the task's own, of the same step
     warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
     schedule: tuple[int, int] = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
     announced: tuple[int, int] = (0, 0)  # tokens of all learners as last announced, own tokens then
@@ -84,7 +87,7 @@ class Accounts:
         self.done.blocked_s += done.blocked_s
         self.done.data_s += done.data_s
         if done.loss is not None and math.isfinite(done.loss):
-            self.loss = done.loss
+            self.loss, self.metrics = done.loss, done.metrics
         if done.busy_s:
             self.step_average.add((done.busy_s + done.blocked_s + done.data_s) / done.steps)
 

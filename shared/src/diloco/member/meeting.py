@@ -54,6 +54,15 @@ class _Arrived:
     arrival: Arrival
     stream: Stream
     signs: int = 0  # of life, since it has come
+    gone: bool = False
+
+    async def is_there(self) -> bool:
+        """Return whether the process is there yet, and not lost with its host."""
+        enough, clock = self.signs + SIGNS, asyncio.get_running_loop().time
+        over_s = clock() + SIGNS_S
+        while not self.gone and self.signs < enough and clock() < over_s:
+            await asyncio.sleep(LOOK_S)
+        return not self.gone and self.signs >= enough
 
 
 class Meeting:
@@ -272,8 +281,13 @@ class Meeting:
         if self._at != self.index:
             return  # it has just gone to another one, where those who came here go, too
         index, reason = arrival.index, self._fault(arrival)
-        if reason is None and index in self._arrived and await self._is_there(self._arrived[index]):
-            reason = f"processes.index = {index} is there already: each process of a learner has an index of its own"
+        before = self._arrived.get(index)
+        if reason is None and before is not None:
+            if await before.is_there():
+                reason = f"processes.index = {index} is there already: each process of a learner has an index of its own"
+            else:
+                before.stream.abort()
+                self._go(before)
         if reason is not None:
             await stream.send(Refused(reason))
             if self.processes.elastic:
@@ -292,28 +306,16 @@ class Meeting:
             while await stream.heard():
                 arrived.signs += 1
         finally:  # it has been welcomed, or begins again
-            if self._arrived.get(index) is arrived:
-                self._go(index)
+            self._go(arrived)
 
-    def _go(self, index: int) -> None:
+    def _go(self, arrived: _Arrived) -> None:
         """Take in that a process has gone."""
-        del self._arrived[index]
-        if self._welcome is None:
-            self._roll.go(index)
-        self._look()
-
-    async def _is_there(self, arrived: _Arrived) -> bool:
-        """Return whether a process that has come is there yet, and not lost with its host; one that is not is forgotten."""
-        index, enough, clock = arrived.arrival.index, arrived.signs + SIGNS, asyncio.get_running_loop().time
-        over_s = clock() + SIGNS_S
-        while self._arrived.get(index) is arrived and clock() < over_s:
-            if arrived.signs >= enough:
-                return True
-            await asyncio.sleep(LOOK_S)
+        index, arrived.gone = arrived.arrival.index, True
         if self._arrived.get(index) is arrived:
-            self._go(index)
-            arrived.stream.abort()
-        return index in self._arrived
+            del self._arrived[index]
+            if self._welcome is None:
+                self._roll.go(index)
+            self._look()
 
     def _look(self) -> None:
         """Take in that a process has come or gone."""

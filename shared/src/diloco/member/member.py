@@ -348,10 +348,10 @@ class Member:
         with self._shared.lock:
             return sum(state.delta.next_number - 1 for state in self.learner.fragments)
 
-    def report_loss(self, loss: float) -> None:
+    def report_loss(self, loss: float | None) -> None:
         """Set the loss that the next heartbeats carry (an evaluator's): none if it is not finite."""
         with self._shared.lock:
-            self.learner.accounts.loss = loss if math.isfinite(loss) else None
+            self.learner.accounts.loss = loss if loss is not None and math.isfinite(loss) else None
 
     def leave(self, within_s: float) -> None:
         """Take no further step, and ask for rounds that merge what is unmerged.

@@ -17,7 +17,7 @@ from diloco.settings.service import LearnerSettings, ServiceSettings
 from diloco.settings.validation import explain, nearest
 
 
-def parse_assignments(assignments: Sequence[str], source: str = "--set") -> dict[str, Any]:
+def parse_assignments(assignments: Sequence[str], source: str = "--set", example: str = "round.steps=12") -> dict[str, Any]:
     """Return ``["round.steps=12", "merge.method=rda"]`` as a mapping; values are TOML if they parse as such, else text.
 
     Raises:
@@ -27,7 +27,7 @@ def parse_assignments(assignments: Sequence[str], source: str = "--set") -> dict
     for item in assignments:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
-            raise SettingsError(f"{source} {item}: expected KEY=VALUE, for example round.steps=12")
+            raise SettingsError(f"{source} {item}: expected KEY=VALUE, for example {example}")
         try:
             values[key.strip()] = tomllib.loads(f"v = {text}")["v"]
         except (ValueError, RecursionError):

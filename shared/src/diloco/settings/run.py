@@ -7,11 +7,20 @@ paper is silent the field's description says "unpublished".
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 Bits = Literal[2, 4, 8, 16, 32]
 # a slow link never leads to 2 bits: members of a run that does not begin with them need not know them
@@ -209,6 +218,10 @@ class QuarantineSettings(_Section):
     )
 
 
+MAX_OPTIONS = 64
+MAX_OPTION_ITEMS = 1024
+
+
 class TaskSettings(_Section):
     """The training task: a built-in one or the user's own `package.module:attribute`."""
 
@@ -221,8 +234,22 @@ class TaskSettings(_Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the built-in model's matrices in the step; log, offers and optimizers are float32 always"
     )
+    options: dict[str, Any] = Field({}, max_length=MAX_OPTIONS, description="of your own task, by `--task NAME=VALUE`")
 
-    _LATER: ClassVar[frozenset[str]] = frozenset({"dtype"})
+    _LATER: ClassVar[frozenset[str]] = frozenset({"dtype", "options"})
+
+    @field_validator("options")
+    @classmethod
+    def _plain(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for name, value in options.items():
+            items = value if isinstance(value, list) else [value]
+            if not all(isinstance(item, bool | int | float | str) for item in items) or len(items) > MAX_OPTION_ITEMS:
+                raise ValueError(
+                    f"task.options.{name}: expected a bool, a number, text, or a list of at most {MAX_OPTION_ITEMS} of these"
+                )
+            if any(isinstance(item, float) and not math.isfinite(item) for item in items):
+                raise ValueError(f"task.options.{name}: expected finite numbers")
+        return options
 
     @model_validator(mode="after")
     def _heads_divide(self) -> TaskSettings:

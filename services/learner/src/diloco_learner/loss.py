@@ -1,0 +1,101 @@
+"""A task's loss as steps and evaluation call it: with the keywords that it names, and with its metrics apart.
+
+Arrays that it is given besides parameters and batch are arguments of the compiled programs (:meth:`Loss.given`). A task that
+names none has none, and its programs are those of a loss of two arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco.errors import SettingsError
+from diloco_learner import members
+from diloco_learner.task import METRIC_NAME, Aux, Task, named
+
+Given: TypeAlias = dict[str, Any]  # arrays by name
+Call: TypeAlias = Callable[..., Any]  # (params, batch, arrays by keyword, other keywords) -> what the task's loss returns
+
+MAX_METRICS = 32
+
+
+class Loss:
+    """The loss of a task. ``seed`` is the run's, of which keys are made."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        self.task, self._seed = task, seed
+        self._named = named(task, "loss")
+
+    def given(self, at: tuple[int, int]) -> Given:
+        """Return the arrays of a training step on the batch ``at`` a share and an index in it."""
+        return {"at": np.array(at, np.uint32)} if "key" in self._named else {}
+
+    def of(self, call: Call, params: Any, batch: Any, given: Given, *, train: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return loss and metrics, traced. ``call`` calls the task's loss where the arrays lie.
+
+        A step's key is ``fold_in(fold_in(key(seed), share), index)``: the same in every process, and when the step is done
+        again. In validation, where ``given`` has no batch's place, it is ``key(seed)``.
+
+        Raises:
+            SettingsError: the task returned something else.
+        """
+        arrays: Given = {}
+        if "key" in self._named:
+            arrays["key"] = jax.random.key(self._seed)
+            for number in given.get("at", ()):
+                arrays["key"] = jax.random.fold_in(arrays["key"], number)
+        others = {"train": train} if "train" in self._named else {}
+        return self._parts(call(params, batch, arrays, others))
+
+    def _parts(self, returned: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        if not isinstance(returned, tuple):
+            return self._scalar(returned), {}
+        if len(returned) != 2 or not isinstance(returned[1], Aux):
+            came = ", ".join(_shown(part) for part in returned)
+            raise self._wrong(f"a tuple of {came}", "return the mean loss of the batch alone, or (loss, Aux(metrics))")
+        return self._scalar(returned[0]), self._metrics(returned[1].metrics)
+
+    def _scalar(self, loss: Any) -> jax.Array:
+        if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise self._wrong(_shown(loss), "return the mean loss of the batch alone, or (loss, Aux(metrics))")
+        if loss.dtype.itemsize < 4:
+            raise self._wrong(
+                _shown(loss), "cast logits to float32 before the loss, or it and its mean have two or three digits"
+            )
+        scalar: jax.Array = loss
+        return scalar
+
+    def _metrics(self, metrics: Mapping[str, Any]) -> dict[str, jax.Array]:
+        where = members.place(self.task.loss)
+        if len(metrics) > MAX_METRICS:
+            raise SettingsError(f"task: loss() returned {len(metrics)} metrics, expected at most {MAX_METRICS}{where}")
+        for name, value in metrics.items():
+            if not isinstance(name, str) or METRIC_NAME.fullmatch(name) is None:
+                raise SettingsError(
+                    f"task: loss() returned a metric named {name!r}, expected 1 to 48 lower-case letters, digits and _{where}"
+                )
+            if np.shape(value) != () or not _is_real(value):
+                raise SettingsError(
+                    f"task: loss() returned metric {name!r} as {_shown(value)}, expected a scalar, the mean of its rows{where}"
+                )
+        return {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
+
+    def _wrong(self, came: str, advice: str) -> SettingsError:
+        return SettingsError(
+            f"task: loss() returned {came}, expected a float32 scalar: {advice}{members.place(self.task.loss)}"
+        )
+
+
+def _is_real(value: Any) -> bool:
+    dtype = jnp.result_type(value) if isinstance(value, bool | int | float) else getattr(value, "dtype", None)
+    return dtype is not None and (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_) and not jnp.iscomplexobj(value)
+
+
+def _shown(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,42 @@
+"""The tasks in ``examples/``: each is fit to train, and a few steps of it make its loss smaller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.settings.presets import run_settings
+from diloco_learner.check import check
+from diloco_learner.island import Island
+from diloco_learner.task import load_task
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "values"),
+    [
+        ("own_model", {"task.width": 16, "task.context": 8}, set()),
+        (
+            "classifier",
+            {"task.options.width": 32},
+            {"val_loss/usual", "val/usual/accuracy", "val_loss/noisy", "val/noisy/accuracy"},
+        ),
+    ],
+)
+def test_an_example_trains(monkeypatch: pytest.MonkeyPatch, name: str, overrides: dict[str, Any], values: set[str]) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    settings = run_settings(overrides=overrides | {"task.name": f"{name}:make", "inner.optimizer": "adamw"})
+    check(settings, None)
+    task = load_task(settings.task, None)
+    island, batches = Island(task, settings), task.batches(0, 4, 0, 0)
+    before = island.evaluation()
+    for index in range(20):
+        island.step(next(batches), 0.02, (0, index)).wait()
+    after = island.evaluation()
+    assert before.loss is not None
+    assert after.loss is not None
+    assert after.loss < before.loss
+    assert after.values.keys() == values
