@@ -7,7 +7,7 @@ another framework.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, overload
 
 import jax
 import numpy as np
@@ -20,7 +20,6 @@ from diloco_learner.shards import Where
 
 Leaf: TypeAlias = jax.Array | NDArray[np.float32]
 Values: TypeAlias = NDArray[np.float32]
-L = TypeVar("L", jax.Array, NDArray[np.float32])
 
 
 def read_rows(leaf: Leaf, piece: Piece) -> list[tuple[Where, Any]]:
@@ -30,7 +29,15 @@ def read_rows(leaf: Leaf, piece: Piece) -> list[tuple[Where, Any]]:
     return [((slice(None),) * leaf.ndim, _rows(leaf, piece).copy())]
 
 
-def write_rows(leaf: L, piece: Piece, theta: Values, reference: Values | None, alpha: float) -> L:
+@overload
+def write_rows(leaf: jax.Array, piece: Piece, theta: Values, reference: Values | None, alpha: float) -> jax.Array: ...
+
+
+@overload
+def write_rows(leaf: Leaf, piece: Piece, theta: Values, reference: Values | None, alpha: float) -> Leaf: ...
+
+
+def write_rows(leaf: Leaf, piece: Piece, theta: Values, reference: Values | None, alpha: float) -> Leaf:
     """Write ``alpha * value + (1 - alpha) * kept`` of a piece; return the leaf, and drop the one that was given.
 
     ``kept`` is ``theta + (value - reference)``, or ``theta`` without a reference; both are float32 [the piece's shape]. With
