@@ -74,12 +74,10 @@ def up(
     standbys: Annotated[int, typer.Option(min=0, help="Syncers beyond the shards, which stand by.")] = 0,
     coordinators: Annotated[int, typer.Option(min=1, help="Coordinators; all but one stand by.")] = 1,
     devices_per_learner: Annotated[
-        int | None,
-        typer.Option(min=1, help="Devices of each learner, which make one mesh. Default: all that JAX finds."),
+        int | None, typer.Option(min=1, help="Devices of each learner, which make one mesh. Default: all that JAX finds.")
     ] = None,
     processes_per_learner: Annotated[
-        int | None,
-        typer.Option(min=1, max=64, help="Processes that each learner is, which share its devices. Default: one."),
+        int | None, typer.Option(min=1, max=64, help="Processes that each learner is, which share its devices. Default: one.")
     ] = None,
     least_processes: Annotated[
         int | None,

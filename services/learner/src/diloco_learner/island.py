@@ -264,7 +264,9 @@ class Island:
         """
         for piece in fragment.pieces:
             at, known = self._index[piece.path], None if reference is None else part(reference, piece)
-            self._leaves[at] = write_rows(self._leaves[at], piece, part(theta, piece), known, alpha)
+            written = write_rows(self._leaves[at], piece, part(theta, piece), known, alpha)
+            assert isinstance(written, jax.Array)
+            self._leaves[at] = written
             if self._gradients is not None and reference is None:
                 self._gradients[at] = shards.overwrite(self._gradients[at], piece, np.zeros(piece.shape, np.float32))
 

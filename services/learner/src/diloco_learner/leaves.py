@@ -7,7 +7,7 @@ another framework.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -27,14 +27,6 @@ def read_rows(leaf: Leaf, piece: Piece) -> list[tuple[Where, Any]]:
     if isinstance(leaf, jax.Array):
         return list(shards.read(leaf, piece))
     return [((slice(None),) * leaf.ndim, _rows(leaf, piece).copy())]
-
-
-@overload
-def write_rows(leaf: jax.Array, piece: Piece, theta: Values, reference: Values | None, alpha: float) -> jax.Array: ...
-
-
-@overload
-def write_rows(leaf: Leaf, piece: Piece, theta: Values, reference: Values | None, alpha: float) -> Leaf: ...
 
 
 def write_rows(leaf: Leaf, piece: Piece, theta: Values, reference: Values | None, alpha: float) -> Leaf:
