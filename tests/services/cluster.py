@@ -120,6 +120,7 @@ class Folded:
     momentum: Vector
     passed_over: int
     tokens_merged: int = 0  # by all versions, also those before the keyframe it begins at
+    before: dict[str, int] = field(default_factory=dict)  # by learner: tokens merged before it
     thetas: dict[int, Vector] = field(default_factory=dict)  # by version
 
     @property
@@ -536,6 +537,7 @@ async def fold_log(
     head, version, epoch, merged, closed = chain.head, chain.version, chain.epoch, chain.tokens_merged, chain.closed
     cursors = {name: (cursor.incarnation, cursor.number) for name, cursor in chain.cursors.items()}
     states, floor = {version: (folded.theta, folded.momentum)}, 0
+    folded.before = {name: cursor.tokens for name, cursor in chain.cursors.items()}
     folded.thetas[version] = folded.theta
     async for entry in _entries(store, index, chain.sequence, folded):
         record = entry.record
@@ -590,10 +592,11 @@ async def _entries(store: Log, index: int, after: int, folded: Folded) -> AsyncI
 
 
 def check_accounts(heartbeats: Mapping[str, Heartbeat], folded: Iterable[Folded]) -> None:
-    """Of every learner and fragment: processed = merged by the log + lost + outstanding. The whole log must be there."""
+    """Of every learner and fragment: processed = merged by the log + lost + outstanding."""
     for log in folded:
         for name, heartbeat in heartbeats.items():
-            merged = sum(m.tokens for record in log.entries for m in record.members if m.learner == name)
+            merged = log.before.get(name, 0)
+            merged += sum(m.tokens for record in log.entries for m in record.members if m.learner == name)
             lost, outstanding = heartbeat.lost_tokens[log.index], heartbeat.fragment_tokens[log.index]
             accounts = f"{heartbeat.tokens} processed, {merged} merged, {lost} lost, {outstanding} outstanding"
             assert heartbeat.tokens == merged + lost + outstanding, f"{name}, fragment {log.index}: {accounts}"
