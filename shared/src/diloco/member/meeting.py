@@ -288,6 +288,8 @@ class Meeting:
             else:
                 before.stream.abort()
                 self._go(before)
+            if self._at != self.index:
+                return  # it has gone to another one meanwhile
         if reason is not None:
             await stream.send(Refused(reason))
             if self.processes.elastic:
