@@ -278,18 +278,15 @@ class Meeting:
             await asyncio.sleep(STANDING_S)
 
     async def _take_in(self, arrival: Arrival, stream: Stream) -> None:
+        index, before = arrival.index, self._arrived.get(arrival.index)
+        there = before is not None and await before.is_there()
         if self._at != self.index:
             return  # it has just gone to another one, where those who came here go, too
-        index, reason = arrival.index, self._fault(arrival)
-        before = self._arrived.get(index)
-        if reason is None and before is not None:
-            if await before.is_there():
-                reason = f"processes.index = {index} is there already: each process of a learner has an index of its own"
-            else:
-                before.stream.abort()
-                self._go(before)
-            if self._at != self.index:
-                return  # it has gone to another one meanwhile
+        reason = self._fault(arrival)
+        if there:
+            reason = reason or f"processes.index = {index} is there already: each process of a learner has an index of its own"
+        elif before is not None:
+            self._go(before)
         if reason is not None:
             await stream.send(Refused(reason))
             if self.processes.elastic:
@@ -313,6 +310,7 @@ class Meeting:
     def _go(self, arrived: _Arrived) -> None:
         """Take in that a process has gone."""
         index, arrived.gone = arrived.arrival.index, True
+        arrived.stream.abort()
         if self._arrived.get(index) is arrived:
             del self._arrived[index]
             if self._welcome is None:
