@@ -52,3 +52,10 @@ def test_what_a_generation_keeps_is_newer_than_all_of_its_checkpoints(tmp_path: 
     assert restoring.newest_first(settings_of(tmp_path), RUN) == [kept, path, previous]
     write(path, set_name(6, 2), 11)
     assert restoring.newest_first(settings_of(tmp_path), RUN) == [path, kept, previous]
+
+
+def test_a_process_that_stood_still_writes_nowhere_and_removes_nothing(tmp_path: Path) -> None:
+    kept = write(state.kept(tmp_path, "learner-0"), set_name(5, 7, kept=True), 10)
+    save = Save("own", set_name(6, 9), set_name(6, 4), 0)
+    assert restoring.own_place(settings_of(tmp_path), RUN, 0, save, missed=True) is None
+    assert kept.exists()

@@ -40,13 +40,20 @@ class Fit:
     carried: carrier.Restored
 
 
-def own_place(settings: LearnerSettings, run: bytes, index: int, save: Save) -> tuple[Path, Path | None]:
+def own_place(
+    settings: LearnerSettings, run: bytes, index: int, save: Save, *, missed: bool = False
+) -> tuple[Path, Path | None] | None:
     """Return where a process writes its part of an own checkpoint, and where the part that is there now is kept, if it is.
+
+    None: nowhere, since the others have gone on without it (``missed``). What is there may be of another process by now, which
+    has its place and sees the same folder.
 
     It is kept if it is of the newest checkpoint that all processes have. A part that was kept when a process was lost is
     removed once there is a newer checkpoint. One of this generation is newer than all of its checkpoints: the generation ends,
     and what it was about to save comes too late.
     """
+    if missed:
+        return None
     path, previous = state.generations(settings.state_dir, settings.name, index)
     kept = state.kept(settings.state_dir, settings.name, index)
     found = state.set_of(kept, run, settings.name)
