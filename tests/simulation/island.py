@@ -158,6 +158,9 @@ class Island:
         """The leader takes a checkpoint for one that counts: all must find their parts on their disks, with all in them."""
         if not name or self.counted == name:
             return
+        members = self.generations[leader.part.group.generation].members
+        if any(process.disk_lost > number for process, number in members):
+            return  # one has begun again since, without its disk
         self.counted = name
         self.world.stats["checkpoint counts"] += 1
         self.check_parts(name, leader)
@@ -284,6 +287,7 @@ class IslandProcess(Process):
         note = partial(self._note, world) if world.verbose else None
         self.log: Any = PartListener(self, note)
         self.can_begin_from: Callable[[Candidate], object]  # its newest part's; one that has just begun again has none yet
+        self.disk_lost = 0  # the newest process of this number that has come back without its disk
         self.vanishes = False
         self.finished: Worker | None = None  # that came to the run's end, whatever became of its process then
         self.over = False  # it came when the run was over
@@ -304,6 +308,7 @@ class IslandProcess(Process):
             self.world.stats["disk lost"] += 1
             self.world.note(self.name, "comes back without its disk")
             shutil.rmtree(self.settings.state_dir, ignore_errors=True)
+            self.disk_lost = self.generation
             self.island.forget()
 
     def forget(self) -> None:

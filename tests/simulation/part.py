@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -448,13 +449,15 @@ class Worker:
             process.crash("before saving")
             await asyncio.sleep(0)
         settings, run = process.settings, self.part.run.identity
+        place: tuple[Path, Path | None] | None
         if save.purpose == "own":
-            path, previous = restoring.own_place(settings, run, self.place, save)
+            place = restoring.own_place(settings, run, self.place, save, missed=self.group.missed)
         else:
-            path, previous = state.snapshot(settings.state_dir, save.marker, settings.name, self.place), None
+            place = state.snapshot(settings.state_dir, save.marker, settings.name, self.place), None
         saved: Saved | None = None
         full = fate == "lost" or (not self.world.calm and process.rng.random() < self.world.disks_full)
-        if not full:
+        if place is not None and not full:
+            path, previous = place
             content = Content(self._chunks, copied) + Content.of(saving.arrays)
             part = state.Part(self.place, self.group.size, save.name)
             saved = state.save(path, run, settings.name, saving.accounts, content, previous, part)

@@ -35,7 +35,7 @@ def test_nothing_is_lost_or_done_twice_whatever_happens_inside_islands(seeds: ra
 
 
 def test_some_schedules_of_islands() -> None:
-    played(range(10))
+    played(range(2, 6))
 
 
 def played(seeds: range) -> Counter[str]:
@@ -104,7 +104,7 @@ def counted_with_a_part_missing(patch: Patch) -> None:
 def counted_is_overwritten(patch: Patch) -> None:
     """A part of the newest checkpoint that counts is overwritten by the next one's."""
 
-    def careless(settings: Any, run: bytes, index: int, save: Any) -> Any:
+    def careless(settings: Any, run: bytes, index: int, save: Any, *, missed: bool) -> Any:
         return state.generations(settings.state_dir, settings.name, index)[0], None
 
     patch.setattr(restoring, "own_place", careless)
@@ -217,6 +217,17 @@ def ghosts_are_there(patch: Patch) -> None:
     patch.setattr(Meeting, "_is_there", careless)
 
 
+def kept_is_removed_by_its_own_generation(patch: Patch) -> None:
+    """A process that begins to save when it has kept its state removes that."""
+    patch.setattr(restoring, "same_generation", lambda name, other: False)
+
+
+def saved_though_the_others_have_gone_on(patch: Patch) -> None:
+    """A process that stood still writes its part, when another one has its place and sees the same folder."""
+    own_place = restoring.own_place
+    patch.setattr(restoring, "own_place", lambda *about, missed: own_place(*about))
+
+
 MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (written_a_boundary_late, "writes .* decided was"),
     (another_batch, "takes .* takes"),
@@ -237,6 +248,8 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (step_in_flight_counted, "steps taken, .* are kept"),
     (never_taken_back, "do not step together"),
     (ghosts_are_there, "is there already"),
+    (saved_though_the_others_have_gone_on, "have no part of it"),
+    (kept_is_removed_by_its_own_generation, "begins from the log, and .* counted"),
 ]
 
 
@@ -249,6 +262,8 @@ FOUND_BY: dict[Callable[[Patch], None], int] = {
     step_in_flight_counted: 9,
     never_taken_back: 9,
     ghosts_are_there: 8,
+    kept_is_removed_by_its_own_generation: 2143,
+    saved_though_the_others_have_gone_on: 500119,
 }
 QUICK = (written_a_boundary_late, counted_with_a_part_missing, losses_unnoticed, parts_from_the_leaders_boundary_on)
 

@@ -65,7 +65,11 @@ class PartKeeper:
 
     def _save_own(self, saving: Saving, content: Content) -> Saved | None:
         """Keep the part before if it is of the newest checkpoint that all processes have."""
-        path, previous = restoring.own_place(self.settings, self.saver.run, self.saver.index, saving.save)
+        missed = self.saves.part.group.missed
+        place = restoring.own_place(self.settings, self.saver.run, self.saver.index, saving.save, missed=missed)
+        if place is None:
+            return None
+        path, previous = place
         return self.saver.save(path, saving.save.name, (saving.accounts, saving.arrays), content, previous)
 
     def _lend(self, saving: Saving, content: Content) -> Saved | None:

@@ -20,7 +20,7 @@ from diloco.core.boundary import Decision
 from diloco.core.delta import Carried, Unmerged
 from diloco.core.fragment_state import Application, Event, FragmentState, Phase, Version
 from diloco.core.learner import Learner
-from diloco.core.saving import Saves
+from diloco.core.saving import Saves, set_name
 from diloco.core.schedule import Moment
 from diloco.errors import IslandError
 from diloco.wire import framing
@@ -184,7 +184,7 @@ class Decisions:
         if wanted is None or not self._is_whole:
             return None
         marker = (decision.save or 0) if wanted == "whole" else 0
-        return self.saves.word(wanted, f"{self.course.generation}, boundary {self.course.number}", marker)
+        return self.saves.word(wanted, set_name(self.course.generation, self.course.number), marker)
 
     @property
     def may_save(self) -> bool:

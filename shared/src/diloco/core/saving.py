@@ -12,6 +12,16 @@ from diloco.errors import IslandError
 from diloco.wire.island import PartSaved, Purpose, Save
 
 
+def set_name(generation: int, number: int, *, kept: bool = False) -> str:
+    """Return the name of a generation's state as of a boundary; ``kept``: of the one that is kept as the generation ends."""
+    return f"{generation}, {'kept at ' if kept else ''}boundary {number}"
+
+
+def same_generation(name: str, other: str) -> bool:
+    """Whether two names are of states of one generation."""
+    return name.partition(",")[0] == other.partition(",")[0]
+
+
 @dataclass(frozen=True)
 class Ended:
     """A state with which all processes have ended; ``parts`` by process are empty if one could not save its own."""

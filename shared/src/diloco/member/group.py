@@ -107,6 +107,11 @@ class Group:
         """Whether the leader may begin a larger generation: with processes that wait at its address."""
         return self._meeting is not None and self._meeting.grows
 
+    @property
+    def missed(self) -> bool:
+        """Whether this process stood still for so long that the others have gone on without it. Callable from any thread."""
+        return self.links.longest_pause_s > self.settings.silent_s
+
     async def agree(self, stage: str, values: dict[str, Any]) -> None:
         """Make sure that all processes have found the same values.
 
@@ -253,8 +258,7 @@ class Group:
     def _part_ways(self) -> None:
         """Tell the others that a process is gone; wait until the leader knows who begins again, or, where it is lost, each."""
         self._loop.call_soon_threadsafe(self.links.write_others, Again(self.generation))
-        missed = self.links.longest_pause_s > self.settings.silent_s  # so the others have gone on, maybe with a newer state
-        rescue = None if missed else self.rescue
+        rescue = None if self.missed else self.rescue  # the others may have a newer state
         if self.place == LEADER:
             kept = NOTHING if rescue is None else self._tried(rescue.settle, NOTHING)
             self._loop.call_soon_threadsafe(self._answer, kept)

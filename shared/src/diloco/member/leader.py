@@ -23,7 +23,7 @@ from diloco.core.decisions import Decisions
 from diloco.core.fragment_state import Answer, Phase, Reader, Version
 from diloco.core.fragments import FragmentMap
 from diloco.core.rows import RowLayout
-from diloco.core.saving import Ended
+from diloco.core.saving import Ended, set_name
 from diloco.core.schedule import Moment
 from diloco.errors import IslandError
 from diloco.member.carrier import chain_of
@@ -333,7 +333,7 @@ class Leader(Member):
             step = None if self._booked is None else self._booked[0]
             accounts, _ = self.learner.dump(self.shares.positions(), step)
             number, generation = self.decisions.course.number - 1, self.decisions.course.generation
-        return Kept(f"{generation}, kept at boundary {number}", number), accounts
+        return Kept(set_name(generation, number, kept=True), number), accounts
 
     # ---- before the first step
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.core.learner import ACCOUNTS
+from diloco.core.saving import same_generation
 from diloco.errors import DilocoError, RunError
 from diloco.member import carrier, state
 from diloco.member.leader import Leader
@@ -39,15 +40,24 @@ class Fit:
     carried: carrier.Restored
 
 
-def own_place(settings: LearnerSettings, run: bytes, index: int, save: Save) -> tuple[Path, Path | None]:
+def own_place(
+    settings: LearnerSettings, run: bytes, index: int, save: Save, *, missed: bool = False
+) -> tuple[Path, Path | None] | None:
     """Return where a process writes its part of an own checkpoint, and where the part that is there now is kept, if it is.
 
+    None: nowhere, since the others have gone on without it (``missed``). What is there may be of another process by now, which
+    has its place and sees the same folder.
+
     It is kept if it is of the newest checkpoint that all processes have. A part that was kept when a process was lost is
-    removed once there is a newer checkpoint.
+    removed once there is a newer checkpoint. One of this generation is newer than all of its checkpoints: the generation ends,
+    and what it was about to save comes too late.
     """
+    if missed:
+        return None
     path, previous = state.generations(settings.state_dir, settings.name, index)
     kept = state.kept(settings.state_dir, settings.name, index)
-    if kept.exists() and not state.is_of(kept, run, settings.name, save.whole):
+    found = state.set_of(kept, run, settings.name)
+    if kept.exists() and found != save.whole and not same_generation(found or "", save.name):
         kept.unlink()
     return path, previous if state.is_of(path, run, settings.name, save.whole) else None
 
@@ -87,13 +97,29 @@ async def begin_again(settings: LearnerSettings, part: Part, leader: Leader | No
     raise AssertionError("a generation ends with the leader's last word")
 
 
+def newest_first(settings: LearnerSettings, run: bytes) -> list[Path]:
+    """Return the leader's parts of states that are here, of the newest one first.
+
+    They go by the time of their files; but what a generation keeps as it ends is newer than all of its checkpoints, though one
+    that was being saved meanwhile may be written later.
+    """
+    kept, *others = state.kept(settings.state_dir, settings.name), *state.generations(settings.state_dir, settings.name)
+    times = {path: path.stat().st_mtime_ns for path in (kept, *others) if path.exists()}
+    name = state.set_of(kept, run, settings.name)
+    if name is not None:
+        for path in times.keys() & set(others):
+            if same_generation(state.set_of(path, run, settings.name) or "", name):
+                times[path] = min(times[path], times[kept])
+    return sorted(times, key=lambda path: -times[path])  # of two of one time the one that is kept
+
+
 def _fitting(settings: LearnerSettings, part: Part, leader: Leader, check: Check, log: Logger) -> Iterator[Fit]:
     """Yield the checkpoints that the leader can begin from, the newest first; name those from which it cannot."""
-    paths = state.kept(settings.state_dir, settings.name), *state.generations(settings.state_dir, settings.name)
-    for path in sorted((path for path in paths if path.exists()), key=lambda path: -path.stat().st_mtime_ns):
+    kept = state.kept(settings.state_dir, settings.name)
+    for path in newest_first(settings, part.run.identity):
         try:
             saved = state.load(path, part.run.identity, settings.name)
-            bare = _bare(saved, len(saved.accounts["fragments"])) if path == paths[0] else []
+            bare = _bare(saved, len(saved.accounts["fragments"])) if path == kept else []
             fit = _fit(path, saved, leader.unmerged_of(saved.accounts, bare), bare, part, check)
         except UNFIT as error:
             log.warning("checkpoint_refused", file=str(path), reason=str(error))

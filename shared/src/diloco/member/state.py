@@ -196,7 +196,7 @@ def ended_before(state_dir: Path, run: bytes) -> Iterator[tuple[str, Path]]:
     """
     for path in sorted(states_before(state_dir).glob("*.safetensors")):
         name, _, part = path.name.removesuffix(".safetensors").partition(".")
-        if not part and _set_of(path, run, name) is not None:
+        if not part and set_of(path, run, name) is not None:
             yield name, path
 
 
@@ -277,7 +277,7 @@ def load(path: Path, run: bytes, learner: str) -> State:
     for other in range(int(count)):
         places = _kept(path.parent, learner, other), *_generations(path.parent, learner, other)
         siblings = places if other != int(index) else (path,)
-        found = next((sibling for sibling in siblings if _set_of(sibling, run, learner) == set_name), None)
+        found = next((sibling for sibling in siblings if set_of(sibling, run, learner) == set_name), None)
         if found is None:
             state.missing += 1
             continue
@@ -298,23 +298,23 @@ def load_set(state_dir: Path, run: bytes, learner: str, set_name: str, part: int
     own = kept(state_dir, learner, part), *generations(state_dir, learner, part)
     others = sorted((state_dir / FOLDER).glob(f"{learner}.*safetensors"))
     for path in (*own, *(other for other in others if other not in own)):
-        if _set_of(path, run, learner) == set_name:
+        if set_of(path, run, learner) == set_name:
             return load(path, run, learner)
     raise RunError(f"{state_dir / FOLDER}: no part of checkpoint {set_name!r} of {learner} is here")
 
 
-def is_of(path: Path, run: bytes, learner: str, set_name: str) -> bool:
-    """Whether a file is a part of a learner's state of that name."""
-    return _set_of(path, run, learner) == set_name
-
-
-def _set_of(path: Path, run: bytes, learner: str) -> str | None:
+def set_of(path: Path, run: bytes, learner: str) -> str | None:
     """Return the name that all parts of a file's state have; None if there is no such file, or it is none of the learner's."""
     try:
         metadata, _ = statefile.open_file(path, run, learner)
     except RunError:
         return None
     return metadata.get("set", "")
+
+
+def is_of(path: Path, run: bytes, learner: str, set_name: str) -> bool:
+    """Whether a file is a part of a learner's state of that name."""
+    return set_of(path, run, learner) == set_name
 
 
 def _generations(folder: Path, learner: str, part: int) -> tuple[Path, Path]:
