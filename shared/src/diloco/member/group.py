@@ -222,16 +222,17 @@ class Group:
             self._failed.wait(WATCH_S)
 
     def look(self) -> bool:
-        """End this process if another one is gone; return whether there is reason to look again."""
+        """End this process if another one is gone, or it is for the others; return whether there is reason to look again."""
         if self._ending.is_set():
             return False
         if self._failure is None:
-            silent = self.links.silent(self.settings.silent_s)
-            if silent is None:
+            silent, within = self.links.silent(self.settings.silent_s), f"for {self.settings.silent_s:g} s (processes.silent_s)"
+            if silent is not None:
+                self._failure = IslandError(f"{self.links.name(silent)} is gone: it was not heard {within}")
+            elif self.missed:  # nothing of it counts any more, so it does not go on as if it did
+                self._failure = IslandError(f"the others did not hear this process {within}: it stood still")
+            else:
                 return True
-            self._failure = IslandError(
-                f"{self.links.name(silent)} is gone: it was not heard for {self.settings.silent_s:g} s (processes.silent_s)"
-            )
         self.end(self._failure)
         return False
 
