@@ -79,7 +79,8 @@ class Member:
         self.hashes: list[bytes] = []
         self.lent: dict[int, Lendable] = {}
         keep = SimpleNamespace(keep=self.lent.__setitem__)
-        self.part = SimpleNamespace(group=SimpleNamespace(place=index, size=2), run=SimpleNamespace(identity=RUN), lent=keep)
+        group = SimpleNamespace(place=index, size=2, missed=False)
+        self.part = SimpleNamespace(group=group, run=SimpleNamespace(identity=RUN), lent=keep)
 
     def part_saved(self, saving: Saving, saved: Saved | None, content_hash: bytes) -> None:
         self.ended.append(saved)
@@ -122,7 +123,7 @@ class Saved2:
     """Two processes that save what a leader decides."""
 
     def __init__(self, folders: list[Path]) -> None:
-        self.number = 0
+        self.generation, self.number = 7, 0
         self.islands, self.members = [Halves(index) for index in (0, 1)], [Member(index) for index in (0, 1)]
         self.keepers = [
             PartKeeper(
@@ -134,7 +135,7 @@ class Saved2:
     def save(self, whole: str = "", *, killed: int | None = None, purpose: Purpose = "own") -> str:
         """Take a step and save; a process that is killed does not come to it. Return the checkpoint's name."""
         self.number += 1
-        name = f"7, boundary {self.number}"
+        name = f"{self.generation}, boundary {self.number}"
         for index, (island, member, keeper) in enumerate(zip(self.islands, self.members, self.keepers, strict=True)):
             island.step()
             accounts = {"step": self.number} if index == 0 else {}
@@ -245,6 +246,7 @@ def test_all_begin_from_what_was_kept_though_parts_are_missing_until_there_is_a_
     again = Again(loop, [tmp_path, tmp_path])
     again.began_from(9, bases=(9, LOGS))
     assert again.accounts.whole == name
+    saving.generation = 8
     newer = saving.save(whole=name)
     assert state.kept(tmp_path, "ann").exists(), "it is the newest that all have, until they have the one that is saved now"
     Again(loop, [tmp_path, tmp_path]).began_from(2)

@@ -100,7 +100,7 @@ async def whole(run: Cluster) -> list[Folded]:
     for log in await run.folded():
         stop = await store.reader.head_sequence(log.index)
         entries = [entry.record async for entry in store.entries.follow([log.index], 1, lambda refusal: None, stop)]
-        folded.append(replace(log, entries=entries))
+        folded.append(replace(log, entries=entries, before={}))
     return folded
 
 
