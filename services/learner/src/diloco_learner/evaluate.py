@@ -7,7 +7,6 @@ the task's own).
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import sys
@@ -19,7 +18,7 @@ from diloco.process import observe
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import parse
-from diloco_learner import weights
+from diloco_learner import members, weights
 from diloco_learner.beginning import set_up_jax
 from diloco_learner.check import users_errors
 from diloco_learner.island import Island
@@ -58,10 +57,7 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
 def takes_prompt(task: Task) -> bool:
     """Return whether a task's ``sample``, if it has one, goes on from a text."""
     draw = getattr(task, "sample", None)
-    try:
-        return draw is None or "prompt" in inspect.signature(draw).parameters
-    except (TypeError, ValueError):  # a callable that says nothing of its parameters
-        return False
+    return draw is None or any(parameter.name == "prompt" for parameter in members.parameters(draw))
 
 
 def _main() -> None:
