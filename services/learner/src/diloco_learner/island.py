@@ -31,7 +31,7 @@ from diloco_learner import holding, shards
 from diloco_learner.arithmetic import Arithmetic
 from diloco_learner.evaluation import Evaluation, evaluated, own_values, validation_sets
 from diloco_learner.inner import BuiltIn, optimizer
-from diloco_learner.leaves import part, write_rows
+from diloco_learner.leaves import part, path_of, write_rows
 from diloco_learner.loss import Loss
 from diloco_learner.mesh import Placement, copies
 from diloco_learner.own_optimizer import OwnOptimizer
@@ -110,7 +110,7 @@ class Island:
         self._placement = Placement(task, mesh, jax.random.key(settings.seed))
         self._seed = settings.seed
         keyed, structure = jax.tree_util.tree_flatten_with_path(self._placement.init())
-        self._paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in keyed]
+        self._paths = [path_of(path) for path, _ in keyed]
         self._index = {path: i for i, path in enumerate(self._paths)}
         self._dtypes = [_dtype_of(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
         # copies: what the task gave stays the task's, and is never donated
@@ -436,4 +436,4 @@ def _dtype_of(path: str, leaf: Any) -> jnp.dtype:
 
 
 def _optimizer_name(path: Any) -> str:
-    return "optimizer/" + jax.tree_util.keystr(path, simple=True, separator="/")
+    return "optimizer/" + path_of(path)

@@ -39,7 +39,7 @@ from diloco.settings.validation import parse
 from diloco_learner.beginning import LoopThread
 from diloco_learner.feed import Batch, Feed
 from diloco_learner.island import Reading
-from diloco_learner.leaves import Leaf, part, read_rows, write_rows
+from diloco_learner.leaves import Leaf, part, path_of, read_rows, write_rows
 from diloco_learner.trainer import IDLE_S, carry_out
 
 Vector = NDArray[np.float32]
@@ -56,7 +56,7 @@ class Parameters:
 
     def __init__(self, params: Any) -> None:
         keyed, self._structure = jax.tree_util.tree_flatten_with_path(params)
-        self._paths = [_name(path) for path, _ in keyed]
+        self._paths = [path_of(path) for path, _ in keyed]
         self._index = {path: at for at, path in enumerate(self._paths)}
         self._leaves = [_checked(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
         self._shapes = [leaf.shape for leaf in self._leaves]
@@ -81,7 +81,7 @@ class Parameters:
         """
         keyed, structure = jax.tree_util.tree_flatten_with_path(params)
         if str(structure) != str(self._structure):
-            came = {_name(path) for path, _ in keyed}
+            came = {path_of(path) for path, _ in keyed}
             differ = sorted(came ^ set(self._paths)) or ["another kind of container"]
             raise SettingsError(f"step: params are not those that joined: {', '.join(differ[:3])}: hand over the same pytree")
         for at, (_, leaf) in enumerate(keyed):
@@ -330,10 +330,6 @@ def join(
     }  # fmt: skip
     settings = parse(LearnerSettings, {key: value for key, value in given.items() if value is not None}, "join")
     return JoinedRun(settings, params, tokens, is_embedding, within_s)
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _number(loss: Any) -> float | None:

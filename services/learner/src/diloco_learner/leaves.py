@@ -22,6 +22,11 @@ Leaf: TypeAlias = jax.Array | NDArray[np.float32]
 Values: TypeAlias = NDArray[np.float32]
 
 
+def path_of(keys: tuple[Any, ...]) -> str:
+    """Return the path of an array in a pytree, as protocol.md (section 6) names tensors; empty: it is the tree itself."""
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
 def read_rows(leaf: Leaf, piece: Piece) -> list[tuple[Where, Any]]:
     """Return a copy of a piece, which may be on devices still, in parts: float32 arrays, each with its place in the piece's."""
     if isinstance(leaf, jax.Array):

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from diloco.errors import SettingsError
 from diloco.settings.service import MeshSettings
+from diloco_learner.leaves import path_of
 from diloco_learner.task import Task
 
 Params: TypeAlias = Any  # the task's pytree of parameters
@@ -119,7 +120,7 @@ def partitions(task: object, keyed: Sequence[tuple[Any, Any]], sizes: Mapping[st
     Raises:
         SettingsError: a partition of the task does not fit the mesh, or none uses an axis of it.
     """
-    named = [(jax.tree_util.keystr(path, simple=True, separator="/"), tuple(leaf.shape)) for path, leaf in keyed]
+    named = [(path_of(path), tuple(leaf.shape)) for path, leaf in keyed]
     specs = [partition_of(task, path, shape, sizes) for path, shape in named]
     if sizes["tensor"] > 1 and not any("tensor" in _names(spec) for spec in specs):
         raise SettingsError(
@@ -368,7 +369,7 @@ def place(path: Any, leaf: Any, whole: jax.ShapeDtypeStruct, sharding: NamedShar
     values, split = np.asarray(leaf), sharding.spec == ROWS
     alone = split and values.shape == (len(own), *whole.shape[1:])
     if not alone and values.shape != whole.shape:
-        name = jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
+        name = path_of(path) or "the batch"
         raise SettingsError(
             f"task: batches() gave {name} as {list(values.shape)}, expected {list(whole.shape)}, or rows {own.start} to "
             f"{own.stop - 1} of it: batches have the same shapes each time"

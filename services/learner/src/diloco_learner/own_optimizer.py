@@ -16,6 +16,7 @@ import numpy as np
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings
 from diloco_learner import members
+from diloco_learner.leaves import path_of
 from diloco_learner.mesh import Leaves
 from diloco_learner.task import Task
 
@@ -96,4 +97,4 @@ def _shapes(tree: Any) -> dict[str, str]:
 
 
 def _named(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/") or "its only array"
+    return path_of(path) or "its only array"

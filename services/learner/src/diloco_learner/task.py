@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
 from diloco_learner import gpt, members, options, text
+from diloco_learner.leaves import path_of
 
 TEMPERATURE = 0.8
 PROMPT = "\n"
@@ -282,4 +283,4 @@ def _shapes(batch: Any) -> dict[str, str]:
     """Return a batch's arrays by path: types and shapes."""
     keyed, _ = jax.tree_util.tree_flatten_with_path(batch)
     shaped = ((path, jax.eval_shape(lambda whole: whole, leaf)) for path, leaf in keyed)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in shaped}
+    return {path_of(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in shaped}
