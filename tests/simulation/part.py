@@ -468,6 +468,12 @@ class Worker:
         self.member.part_saved(saving, saved, saved.state_hash if saved else b"")
 
     def bases(self) -> list[Vector]:
-        """Return by fragment the version applied last, as its carrier has it."""
-        workers = self.generation.workers
-        return [workers[carrier].part.carrier._carried[index].values.base for index, carrier in enumerate(self.part.carriers)]
+        """Return by fragment the version applied last: as its carrier has it, or as it was decided, where that one was lost."""
+        bases = []
+        for index, carrier in enumerate(self.part.carriers):
+            worker = self.generation.workers[carrier]
+            if worker.process.finished is worker:
+                bases.append(worker.part.carrier._carried[index].values.base)
+            else:  # while it stood still the others came to the end; rows were looked at as they were written
+                bases.append(self.world.reference.logs[index].thetas[self.applied[index]])
+        return bases
