@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
-from diloco.errors import DilocoError, SettingsError
 from diloco.process import observe
-from diloco.settings.run import RunSettings, TaskSettings
+from diloco.settings.run import RunSettings
 from diloco.settings.service import MeshSettings
 from diloco.settings.validation import parse
-from diloco_learner import options
+from diloco_learner import members, options
 from diloco_learner.text import UNITS, TextData
 
 
@@ -53,9 +49,10 @@ def check(
     from diloco_learner import weights
     from diloco_learner.island import Island
     from diloco_learner.mesh import make_mesh
-    from diloco_learner.task import check_shapes, first_batch, load_task, units_of
+    from diloco_learner.task import check_shapes, load_task
+    from diloco_learner.task_api import first_batch, units_of
 
-    with users_errors(settings.task):
+    with members.users_errors(settings.task):
         task = load_task(settings.task, data)
         island = Island(task, settings, None if mesh is None else make_mesh(mesh))
         island.check(first_batch(task, settings))
@@ -67,23 +64,6 @@ def check(
             weights.put(init, island, fragments)
         island.check_evaluation()
         return units_of(task)["loss"]
-
-
-@contextmanager
-def users_errors(settings: TaskSettings) -> Iterator[None]:
-    """Have an error of a user's task say so, and where it was raised.
-
-    Raises:
-        SettingsError: instead of any error that is none of ours.
-    """
-    try:
-        yield
-    except DilocoError:
-        raise
-    except Exception as error:  # raised by the user's code
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
-        where = f"{frames[-1].filename}, line {frames[-1].lineno}"
-        raise SettingsError(f"task.name = {settings.name!r}: {type(error).__name__}: {error} ({where})") from None
 
 
 def _main() -> None:

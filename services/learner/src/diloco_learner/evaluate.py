@@ -20,10 +20,10 @@ from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import parse
 from diloco_learner import members, weights
 from diloco_learner.beginning import set_up_jax
-from diloco_learner.check import users_errors
 from diloco_learner.island import Island
 from diloco_learner.mesh import make_mesh
-from diloco_learner.task import Task, load_task, units_of
+from diloco_learner.task import Task, load_task
+from diloco_learner.task_api import units_of
 
 
 def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[str, Any] | None) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
     """
     own = LearnerSettings(name="evaluator")  # with what DILOCO_* says of its mesh and the cache, as an evaluator has them
     set_up_jax(own)
-    with users_errors(settings.task):
+    with members.users_errors(settings.task):
         island = Island(load_task(settings.task, data), settings, make_mesh(own.mesh))
         weights.put(path, island, island.fragments(), setting="")
         if sample is None:

@@ -34,10 +34,10 @@ from diloco_learner.inner import BuiltIn, optimizer
 from diloco_learner.leaves import part, path_of, write_rows
 from diloco_learner.loss import Loss
 from diloco_learner.mesh import Placement, copies
+from diloco_learner.model import Capture, Vector
 from diloco_learner.own_optimizer import OwnOptimizer
-from diloco_learner.task import Task, is_embedding, matrices_of, named
-
-Vector = NDArray[np.float32]
+from diloco_learner.task import Task, named
+from diloco_learner.task_api import is_embedding, matrices_of
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,6 @@ class Reading:
             for where, values in parts:
                 part(vector, piece)[where] = np.asarray(values)
         return vector
-
-
-@dataclass(frozen=True)
-class Capture:
-    """An island's state as of a boundary. If it is ``held``, no step or write may begin before all its values are read."""
-
-    content: Content
-    held: bool
 
 
 class Island:

@@ -36,10 +36,10 @@ from diloco.process import observe
 from diloco.service import skeleton
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import parse
-from diloco_learner.beginning import LoopThread
 from diloco_learner.feed import Batch, Feed
 from diloco_learner.island import Reading
 from diloco_learner.leaves import Leaf, part, path_of, read_rows, write_rows
+from diloco_learner.process import LoopThread
 from diloco_learner.trainer import IDLE_S, carry_out
 
 Vector = NDArray[np.float32]
