@@ -18,6 +18,7 @@ from diloco.core import tape
 from diloco.core.chunks import Chunk
 from diloco.core.delta import Reference
 from diloco.core.fragments import Fragment, FragmentMap
+from diloco.errors import RunError
 from diloco.member.peer import Layout
 from diloco.member.state import Content
 from diloco_learner.evaluation import Evaluation
@@ -136,3 +137,19 @@ def digest_of(fragment_map: FragmentMap, read: Callable[[int], Vector]) -> bytes
     """Return the digest of parameters; ``read`` gives a fragment, float32 [size], by its index."""
     indexes = [fragment.index for fragment in fragment_map.fragments]
     return tape.state_digest({str(index): blake3(read(index).tobytes()).digest() for index in indexes})
+
+
+def compare_states(own: Mapping[str, Chunk], state: Mapping[str, Chunk]) -> None:
+    """Check that a state, its whole arrays by name, has the ones of this model.
+
+    Raises:
+        RunError: an array is missing, not known, or of another shape or type.
+    """
+    for name in sorted(own.keys() | state.keys()):
+        if name not in state or name not in own:
+            raise RunError(f"checkpoint: array {name!r} is {'missing' if name in own else 'not of this model'}")
+        if state[name] != own[name]:
+            raise RunError(
+                f"checkpoint: array {name!r} has shape {state[name].shape} of {state[name].dtype}, this model's has "
+                f"{own[name].shape} of {own[name].dtype}"
+            )
