@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from diloco.settings.run import TaskSettings
 from diloco_learner.pytorch import Units
@@ -40,10 +40,10 @@ class Block(nn.Module):  # type: ignore[misc]
 
         qkv = self.attention["qkv"](self.attention["norm"](x)).unflatten(-1, (3, self.heads, -1))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(rotated(query), rotated(key), value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(rotated(query), rotated(key), value, is_causal=True)
         x = x + self.attention["out"](mixed.transpose(1, 2).flatten(2))
         gate, up = self.mlp["gate_up"](self.mlp["norm"](x)).chunk(2, dim=-1)
-        return x + self.mlp["down"](F.silu(gate) * up)
+        return x + self.mlp["down"](functional.silu(gate) * up)
 
 
 class Gpt(nn.Module):  # type: ignore[misc]
@@ -79,7 +79,7 @@ class TorchGpt:
 
     def loss(self, module: Gpt, windows: Any) -> torch.Tensor:
         tokens = torch.as_tensor(windows, dtype=torch.int64)
-        return F.cross_entropy(module(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return functional.cross_entropy(module(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[Any]:
         return self.data.batches(share, shares, seed, start)

@@ -117,6 +117,13 @@ class Evaluated(Carried, Protocol):
     def evaluation(self) -> Evaluation:
         """Return how good the model is, by all that the task has to say it."""
 
+    def check_evaluation(self) -> None:
+        """Find out that validation sets and values of the task's own are what they can be.
+
+        Raises:
+            SettingsError: they are not.
+        """
+
     def sample(self, seed: int, count: int, prompt: str | None = None) -> str | None:
         """Return text of ``count`` characters from the model, behind a ``prompt`` if given; None if the task draws none."""
 
@@ -126,6 +133,16 @@ class Model(Stepping, Stored, Evaluated, Protocol):
 
     def read(self, fragment: Fragment) -> Copied:
         """Queue a copy of a fragment's values, as of the steps and writes so far."""
+
+    def fragments(self) -> FragmentMap:
+        """Return the fragments that the run cuts the model into."""
+
+    def check(self, batch: Any) -> None:
+        """Find out that the task's loss of a batch is one number that can be differentiated.
+
+        Raises:
+            SettingsError: it is something else.
+        """
 
 
 def parameters_digest(model: Model, fragment_map: FragmentMap) -> bytes:

@@ -17,7 +17,7 @@ from diloco_learner import gpt, members, options, text
 from diloco_learner.leaves import path_of
 from diloco_learner.task_api import Aux as Aux
 from diloco_learner.task_api import Units as Units
-from diloco_learner.task_api import check_called, made, next_batch
+from diloco_learner.task_api import check_called, is_torch, made, next_batch
 
 TEMPERATURE = 0.8
 PROMPT = "\n"
@@ -136,9 +136,23 @@ def load_task(settings: TaskSettings, data: str | None) -> Task:
     if settings.name == "gpt":
         options.refuse(settings.options, options.BUILT_IN)
         return GptTask(settings, data)
-    task: Task = made(settings, data)
+    return checked(made(settings, data), settings)
+
+
+def checked(task: Any, settings: TaskSettings) -> Task:
+    """Return a task that a user's factory made, if it has its members.
+
+    Raises:
+        SettingsError: it lacks something that a task has, or is one of PyTorch.
+    """
+    if is_torch(task):
+        raise SettingsError(
+            f"task.name = {settings.name!r}: {settings.name.rpartition(':')[2]} makes a torch task (it has module(), and no "
+            "init()), which diloco-torch-learner trains, and diloco-learner does not"
+        )
     check_members(task, f"task.name = {settings.name!r}: what {settings.name.rpartition(':')[2]} returns")
-    return task
+    found: Task = task
+    return found
 
 
 def check_members(task: Any, source: str) -> None:

@@ -136,3 +136,8 @@ def check_called(task: Any, required: Collection[str], called: Mapping[str, tupl
     every_s = evaluate_every_s(task)
     if not isinstance(every_s, int | float) or not 0 < every_s < math.inf:
         raise SettingsError(f"task: evaluate_every_s = {every_s!r}, expected seconds above 0")
+
+
+def is_torch(task: object) -> bool:
+    """Return whether a task makes a ``torch.nn.Module``."""
+    return hasattr(task, "module") and not hasattr(task, "init")

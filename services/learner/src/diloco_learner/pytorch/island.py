@@ -99,6 +99,14 @@ class TorchIsland:
         cut = self._run.fragments
         return build_map(self._rows.specs(lambda path: is_embedding(self.task, path)), cut.count, cut.strategy)
 
+    def check(self, batch: Any) -> None:
+        """Find out that the task's loss of a batch is one number that can be differentiated.
+
+        Raises:
+            SettingsError: it is something else.
+        """
+        self.rehearse(batch)
+
     # ---- steps
 
     def rehearse(self, batch: Any) -> None:
@@ -229,18 +237,31 @@ class TorchIsland:
         """
         return self._queue.do(self._evaluation)
 
+    def check_evaluation(self) -> None:
+        """Find out that validation sets and values of the task's own are what they can be.
+
+        Raises:
+            SettingsError: they are not.
+        """
+        with members.users_errors(self._run.task):
+            validation_sets(self.task, self._run.task)
+        self._queue.do(self._own_values)
+
     def sample(self, seed: int, count: int, prompt: str | None = None) -> str | None:
         """Return text of ``count`` characters from the model, behind a ``prompt`` if given; None if the task draws none."""
         return self._queue.do(self._sample, seed, count, prompt)
 
     def _evaluation(self) -> Evaluation:
-        with torch.no_grad():
+        with torch.no_grad(), members.users_errors(self._run.task):
             self._begin_to_evaluate(self._run.seed)
-            with members.users_errors(self._run.task):
-                sets = validation_sets(self.task, self._run.task)
-                found = {name: [self._loss_and_metrics(batch) for batch in batches] for name, batches in sets.items()}
-                own = own_values(self.task, {}, self._module) if hasattr(self.task, "evaluate") else {}
-            return evaluated(found, own)
+            sets = validation_sets(self.task, self._run.task)
+            found = {name: [self._loss_and_metrics(batch) for batch in batches] for name, batches in sets.items()}
+            return evaluated(found, self._own_values())
+
+    def _own_values(self) -> dict[str, float]:
+        with torch.no_grad(), members.users_errors(self._run.task):
+            self._begin_to_evaluate(self._run.seed)
+            return own_values(self.task, {}, self._module) if hasattr(self.task, "evaluate") else {}
 
     def _loss_and_metrics(self, batch: Any) -> tuple[float, dict[str, float]]:
         loss, metrics = loss_of(self.task, self._module, batch)

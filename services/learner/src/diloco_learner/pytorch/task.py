@@ -12,6 +12,7 @@ from diloco.settings.run import TaskSettings
 from diloco_learner import members
 from diloco_learner.task_api import METRIC_NAME, Aux, check_called, made
 
+BUILT_IN = "gpt"
 MAX_METRICS = 32
 REQUIRED = ("tokens_per_batch", "module", "loss", "batches")
 # by member that is called: how many arguments it is given by place, and the keywords that it may name
@@ -54,9 +55,26 @@ def load_task(settings: TaskSettings, data: str | None) -> Task:
     Raises:
         SettingsError: no such task, it cannot be imported, or it lacks something that a torch task has.
     """
-    task: Task = made(settings, data)
-    check_called(task, REQUIRED, CALLED, f"task = {settings.name!r}: what {settings.name.rpartition(':')[2]} returns")
-    return task
+    if settings.name == BUILT_IN:
+        raise SettingsError(
+            "task: the run's is the built-in one, which is of JAX: name a torch task of the same model by the setting task, "
+            "such as torch_gpt:make of examples/torch_gpt.py"
+        )
+    return checked(made(settings, data), settings)
+
+
+def checked(task: Any, settings: TaskSettings) -> Task:
+    """Return a task that a user's factory made, if it has its members.
+
+    Raises:
+        SettingsError: it lacks something that a torch task has.
+    """
+    source = f"task = {settings.name!r}: what {settings.name.rpartition(':')[2]} returns"
+    if hasattr(task, "init") and not hasattr(task, "module"):
+        source = f"{source} is a task of JAX; name a torch task of the same model by this learner's setting task: it"
+    check_called(task, REQUIRED, CALLED, source)
+    found: Task = task
+    return found
 
 
 def loss_of(task: Task, module: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, float]]:
