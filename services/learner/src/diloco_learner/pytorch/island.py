@@ -32,7 +32,7 @@ from diloco_learner.model import COPY_BYTES, Capture, Vector, compare_states
 from diloco_learner.pytorch.device import Queue
 from diloco_learner.pytorch.inner import Inner
 from diloco_learner.pytorch.task import Task, loss_of
-from diloco_learner.pytorch.tensors import Rows, check_types, check_views, paths_of
+from diloco_learner.pytorch.tensors import Rows, check_types, check_views, on_host, paths_of
 from diloco_learner.task_api import is_embedding
 
 
@@ -59,11 +59,7 @@ class Reading:
 
     def to_host(self, out: Vector | None = None) -> Vector:
         """Wait for the values, and return them as float32 [size of the fragment], in ``out`` if given. From any thread."""
-        vector: Vector = self.values.result().cpu().numpy()
-        if out is None:
-            return vector
-        out[...] = vector
-        return out
+        return on_host(self.values.result(), out)
 
 
 class TorchIsland:

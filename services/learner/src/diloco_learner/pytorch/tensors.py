@@ -104,6 +104,15 @@ def _part(vector: Reference | Vector, piece: Piece, rows: torch.Tensor) -> torch
     return torch.from_numpy(values if values.flags.writeable else values.copy()).to(rows.device)
 
 
+def on_host(values: torch.Tensor, out: Vector | None) -> Vector:
+    """Wait for values, float32 [n], and return them on the host, in ``out`` if given."""
+    vector: Vector = values.cpu().numpy()
+    if out is None:
+        return vector
+    out[...] = vector
+    return out
+
+
 def shown(dtype: torch.dtype) -> str:
     """Return a type as people name it."""
     return str(dtype).removeprefix("torch.")
