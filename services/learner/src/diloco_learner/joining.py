@@ -236,8 +236,8 @@ class JoinedRun:
             return None, self._steps - 1
         if self._batch is None:
             raise SettingsError(
-                "step: there is no batch to be booked: call run.step once for each batch of run.batches; a loop with a loader of "
-                'its own joins with data="own"'
+                "step: there is no batch to be booked: call run.step once for each batch of run.batches; a loop with a loader "
+                'of its own joins with data="own"'
             )
         batch, self._batch = self._batch, None
         return batch.share, batch.index

@@ -181,7 +181,7 @@ class TorchIsland:
 
         def values() -> Iterator[NDArray[Any]]:
             for chunk in chunks:
-                yield np.ascontiguousarray(_on_host(arrays.result()[chunk.name][chunk.where]))
+                yield np.asarray(_on_host(arrays.result()[chunk.name][chunk.where]), order="C")
 
         return Capture(Content(chunks, values()), held)
 
