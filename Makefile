@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator report ops lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup up test tests test-all test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
+.PHONY: setup torch up test tests test-all test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -17,6 +17,13 @@ setup: .venv/ready
 	else $(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check uv==$(UV_VERSION); fi
 	@PATH="$$PATH:$(BIN)" uv pip install -q --compile-bytecode --python $(BIN)/python --require-hashes -r requirements.txt
 	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-build-isolation --no-deps $(DISTRIBUTIONS:%=-e %)
+	@touch $@
+
+# PyTorch as it computes on a CPU, for the tests that need it: 3 GB, most of it CUDA's libraries, which it does not load without
+torch: .venv/torch
+
+.venv/torch: .venv/ready requirements/torch.txt
+	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements/torch.txt
 	@touch $@
 
 up: setup
@@ -83,6 +90,7 @@ requirements:
 	$(COMPILE_IMAGE) services/coordinator/pyproject.toml ops/pyproject.toml -o requirements/coordinator.txt
 	$(COMPILE_IMAGE) services/learner/pyproject.toml -o requirements/learner.txt
 	$(COMPILE_IMAGE) --group build -o requirements/build.txt
+	$(COMPILE_IMAGE) --excludes requirements/torch-without.txt --group torch -o requirements/torch.txt
 
 # every distribution: pip install --find-links dist 'diloco[all]'
 DIST ?= dist

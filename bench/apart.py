@@ -30,7 +30,8 @@ def measure(devices: int, step_s: float, blocks: int) -> None:
     from diloco.settings.service import MeshSettings
     from diloco_learner.island import Island
     from diloco_learner.mesh import make_mesh
-    from diloco_learner.task import first_batch, load_task
+    from diloco_learner.task import load_task
+    from diloco_learner.task_api import first_batch
 
     values = {"task.name": "island:make", "task.layers": 24, "task.width": 192, "inner.optimizer": "adamw"}
     settings = run_settings(overrides=values)

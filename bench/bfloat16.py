@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from diloco.settings.presets import run_settings
 from diloco_learner.island import Island
-from diloco_learner.task import first_batch, load_task
+from diloco_learner.task import load_task
+from diloco_learner.task_api import first_batch
 
 Vector = NDArray[np.float32]
 ROUNDS, STEPS, VALUES = 50, 20, 20_000

@@ -35,7 +35,8 @@ def measure(parameters: int, seconds: float, folder: Path) -> dict[str, Any]:
     from diloco.settings.service import LearnerSettings
     from diloco_learner.checkpoint import Keeper
     from diloco_learner.island import Island
-    from diloco_learner.task import first_batch, load_task
+    from diloco_learner.task import load_task
+    from diloco_learner.task_api import first_batch
 
     width = 1024 if parameters >= 1 << 22 else 128
     layers = max(1, parameters // width**2)

@@ -40,7 +40,8 @@ def main() -> None:
     from diloco.settings.service import MeshSettings
     from diloco_learner.island import Island
     from diloco_learner.mesh import make_mesh
-    from diloco_learner.task import first_batch, load_task
+    from diloco_learner.task import load_task
+    from diloco_learner.task_api import first_batch
 
     values = {"task.name": "island:make", "task.layers": asked.tensors, "task.width": asked.width, "inner.optimizer": "adamw"}
     settings = run_settings(overrides=values)

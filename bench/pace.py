@@ -68,7 +68,8 @@ class Bare:
 def bare(sets: Sequence[str]) -> None:
     """Take steps without end."""
     from diloco_learner.island import Island
-    from diloco_learner.task import first_batch, load_task
+    from diloco_learner.task import load_task
+    from diloco_learner.task_api import first_batch
 
     settings = run_settings("decoupled", parse_assignments(list(sets)))
     task = load_task(settings.task, None)

@@ -21,11 +21,10 @@ from diloco.core.fold import Replica
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.core.merging import accumulate, make_version
 from diloco.core.round import Held, Merge
-from diloco.core.schedule import Moment
+from diloco.core.schedule import Moment, learning_rate
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.body import Body
-from diloco_learner.inner import learning_rate
 from diloco_learner.island import Island
 
 LEARNERS, STEPS, TOKENS = 3, 40, 8

@@ -16,7 +16,8 @@ from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_learner.evaluation import Evaluation
 from diloco_learner.island import Island
-from diloco_learner.task import Aux, check_members, evaluate_every_s
+from diloco_learner.task import Aux, check_members
+from diloco_learner.task_api import evaluate_every_s
 
 SETTINGS: RunSettings = run_settings(overrides={"seed": 3, "shards": 1, "fragments.count": 1})
 

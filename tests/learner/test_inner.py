@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.core.schedule import Moment
+from diloco.core.schedule import Moment, learning_rate
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner.inner import learning_rate, optimizer
+from diloco_learner.inner import optimizer
 
 
 def settings_of(**inner: float | str) -> RunSettings:

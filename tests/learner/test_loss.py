@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.core.schedule import Moment
+from diloco.core.schedule import Moment, learning_rate
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco_learner.inner import learning_rate, optimizer
+from diloco_learner.inner import optimizer
 from diloco_learner.island import Island
 from diloco_learner.replay import Redo
-from diloco_learner.task import Aux, GptTask, load_task, matrices_of
+from diloco_learner.task import Aux, GptTask, load_task
+from diloco_learner.task_api import matrices_of
 
 SETTINGS: RunSettings = run_settings(
     overrides={"seed": 7, "inner.optimizer": "adamw", "inner.weight_decay": 0.0, "shards": 1, "fragments.count": 1}

@@ -25,10 +25,10 @@ from diloco.member.state import Content, Saved
 from diloco.process.observe import get_logger
 from diloco.settings.service import LearnerSettings, ProcessesSettings
 from diloco.wire.island import Pending, Purpose, Save, facts
-from diloco_learner.beginning import LoopThread, Process
 from diloco_learner.checkpoint import check
 from diloco_learner.island import Island
 from diloco_learner.parts import PartKeeper, restore
+from diloco_learner.process import LoopThread, Process
 
 RUN = b"\x05" * 8
 PENDING = [[], [Pending((3, 4), 8, False)]]

@@ -12,7 +12,8 @@ import pytest
 
 from diloco.errors import DataError, SettingsError
 from diloco.settings.run import TaskSettings
-from diloco_learner.task import GptTask, is_embedding, load_task
+from diloco_learner.task import GptTask, load_task
+from diloco_learner.task_api import is_embedding
 
 SMALL = TaskSettings(layers=1, width=16, heads=2, context=8, batch=4)
 

@@ -93,7 +93,7 @@ def island() -> Island:
 
 
 def train(
-    island: Island,
+    island: Any,
     boundaries: Iterable[Boundary],
     batches: Iterator[Any] | None = None,
     stopping: Callable[[], bool] = lambda: False,
@@ -101,8 +101,9 @@ def train(
     leave_s: float = 10.0,
     unmerged: int = 1,
     settings: RunSettings = SETTINGS,
+    fragments: FragmentMap | None = None,
 ) -> tuple[Script, bool]:
-    fragments = build_map([TensorSpec(*tensor) for tensor in island.tensors()], 1)
+    fragments = fragments or build_map([TensorSpec(*tensor) for tensor in island.tensors()], 1)
     script = Script(fragments, boundaries, unmerged)
     loop = Trainer(
         island,

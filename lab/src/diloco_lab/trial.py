@@ -20,6 +20,7 @@ from diloco.control import creation
 from diloco.control.changes import append_changes
 from diloco.core.accounts import StepDone
 from diloco.core.changes import Action, Effective, Set
+from diloco.core.schedule import learning_rate
 from diloco.errors import RunError
 from diloco.member.member import Member
 from diloco.member.peer import InMemory
@@ -35,7 +36,6 @@ from diloco_lab.virtual.server import matches
 from diloco_lab.virtual.transport import CONTROL
 from diloco_lab.virtual.world import Process, World
 from diloco_learner.feed import Feed
-from diloco_learner.inner import learning_rate
 from diloco_learner.island import Island
 from diloco_learner.task import Task
 from diloco_learner.trainer import carry_out

@@ -44,7 +44,7 @@ FOUNDER = "up"
 KEPT = ("seed", "learners", "fragments", "task", "outer.optimizer")
 
 
-Check = Callable[[RunDirectory, FragmentMap], str | None]
+Check = Callable[[RunDirectory, FragmentMap], RunDirectory]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ async def prepare(source: Source, directory: RunDirectory, check: Check) -> RunD
         chains = await _closed(ended, source)
         settings = await _settings(ended, source, chains, same_data=directory.data == source.directory.data)
         directory = replace(directory, settings=settings)
-        directory = replace(directory, units=await asyncio.to_thread(check, directory, ended.map))
+        directory = await asyncio.to_thread(check, directory, ended.map)
         async with resume.servers(directory, "continue") as (control, homes):
             if await streams.exists(control, f"KV_{Subjects(directory.name).bucket}"):
                 raise RunError(

@@ -19,6 +19,7 @@ from diloco.wire.plain import json_object
 from diloco.wire.subjects import Subjects
 from diloco_ops import run_reader
 from diloco_ops.live.screen import render
+from diloco_report.units import count
 
 ANSWER_TIMEOUT_S = 3.0  # a person waits for it
 
@@ -51,6 +52,8 @@ def _show(run: rundir.RunDirectory, current: dict[str, Any], json_: bool) -> Non
     else:
         console = Console()
         console.print(render(current, console.width, max(console.height - 1, 28)))
+        for name, tokens in (current.get("own_data") or {}).items():
+            console.print(f"{name} trains on data of its own: {count(tokens)} merged tokens are not accounted for")
 
 
 def logs(

@@ -45,6 +45,7 @@ from diloco_ops.wan import control as wan
 from diloco_report import page
 from diloco_report.units import count
 
+TORCH_MODULE = "diloco_learner.pytorch"
 TEND_S = 0.1  # a killed service is begun again after so long at most
 POLL_S = 0.5  # the live view moves twice a second
 PLAIN_EVERY_S = 5.0  # lines that a person still reads
@@ -118,7 +119,7 @@ class Launcher:
                 tracking.conclude(report)
         finally:
             # learners first: at their end they still ask the others
-            self.services.end(["diloco_learner"], ["diloco_syncer", "diloco_coordinator"], ["diloco_ops.wan"])
+            self.services.end(["diloco_learner", TORCH_MODULE], ["diloco_syncer", "diloco_coordinator"], ["diloco_ops.wan"])
             if link is not None:
                 await link.close()
             if self.embedded:
@@ -169,6 +170,11 @@ class Launcher:
 
     def _start_learner(self, name: str, values: dict[str, Any], index: int, cores: set[int] | None) -> None:
         devices, learners = self.directory.devices_per_learner, len(self.directory.learner_names)
+        task = (self.directory.torch or {}).get(name)
+        if task is not None:
+            environment = learner_environment(index, learners, None)
+            self._start_service(name, TORCH_MODULE, values | {"task": task}, environment, cores)
+            return
         count = 1 if values.get("role") == "evaluator" else self.directory.processes_per_learner or 1
         if count == 1:
             environment = learner_environment(index, learners, devices)

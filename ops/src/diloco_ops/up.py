@@ -83,6 +83,9 @@ def up(
         int | None,
         typer.Option(min=1, help="So many of them go on where others are lost. Default: all begin again together."),
     ] = None,
+    torch: Annotated[
+        list[str] | None, typer.Option(help="LEARNER=MODULE:MAKE: it computes with PyTorch, by this task of the run's model.")
+    ] = None,
     slow: Annotated[list[str] | None, typer.Option(help="LEARNER=FACTOR: its steps take so many times as long.")] = None,
     nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
@@ -100,6 +103,7 @@ def up(
     _check_server(nats_url, directory.settings)
     slowed = _slow_factors(slow or [], directory.learner_names)
     directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes)
+    directory = replace(directory, torch=_torch_tasks(torch or [], directory) or directory.torch)
     directory, resumed = _begin(directory, source, resume_at, nats_url)
     with rundir.locked(directory.path):
         if not resumed:
@@ -159,7 +163,7 @@ def _begin(
     if (directory.path / "run.json").exists():
         return directory, True
     if not isinstance(source, continuing.Source):
-        directory = replace(directory, units=_check_task(directory))
+        directory = _check_task(directory)
     if source is not None:
         return _prepare(source, directory, at), True
     if nats_url is not None:
@@ -253,6 +257,21 @@ def _slow_factors(items: list[str], names: list[str]) -> dict[str, float]:
     return factors
 
 
+def _torch_tasks(items: list[str], directory: RunDirectory) -> dict[str, str]:
+    """Return the torch tasks of learners that compute with PyTorch in a run of a JAX task."""
+    tasks = {}
+    for item in items:
+        name, _, task = item.partition("=")
+        if name not in directory.learner_names or ":" not in task:
+            names = directory.learner_names
+            raise SettingsError(
+                f"--torch {item}: expected LEARNER=MODULE:MAKE with a learner of {names[0]} to {names[-1]}, for example "
+                "learner-1=torch_gpt:make"
+            )
+        tasks[name] = task
+    return tasks
+
+
 def data_source(data: str | None, settings: RunSettings) -> str | None:
     """Return ``--data`` as services are told it: an absolute path, or a string that only the run's own task understands.
 
@@ -294,28 +313,46 @@ def _name_of(path: Path) -> str:
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in path.name.lower()).strip("-_")[:40] or "run"
 
 
-def _check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> str | None:
-    """Find out that a run's task and data are fit to train, as its learners would find out too late.
+def _check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> RunDirectory:
+    """Find out that a run's tasks and data are fit to train, as its learners would find out too late.
 
-    ``fragment_map``: of the run that this one continues, whose model it must be. Return the units of its loss, where the task
-    says them.
+    ``fragment_map``: of the run that this one continues, whose model it must be. Return the directory, which has the units of
+    the loss then, where the task says them, and the learners that compute with PyTorch.
 
     Raises:
         ServiceFailed: they are not; the message and the exit code are a learner's.
+        SettingsError: a torch learner's task is none of PyTorch, or is to have several devices.
     """
+    found = _found(directory, directory.settings, fragment_map)
+    torch = dict(directory.torch or {})
+    if found["torch"]:
+        torch = dict.fromkeys([*directory.learner_names, "evaluator"], directory.settings.task.name) | torch
+    for task in sorted({*torch.values()} - {directory.settings.task.name}):
+        own = directory.settings.model_copy(update={"task": directory.settings.task.model_copy(update={"name": task})})
+        if not _found(directory, own, fragment_map)["torch"]:
+            raise SettingsError(f"--torch: {task} makes a task of JAX (it has init()), expected one of PyTorch, with module()")
+    if torch and (directory.devices_per_learner or directory.processes_per_learner):
+        raise SettingsError(
+            "--devices-per-learner, --processes-per-learner: a torch learner is one process, and the device is its module's"
+        )
+    return replace(directory, units=found["units"], torch=torch or None)
+
+
+def _found(directory: RunDirectory, settings: RunSettings, fragment_map: FragmentMap | None) -> dict[str, Any]:
+    """Return the facts that ``diloco_learner.check`` finds of the task of these settings."""
     devices = directory.devices_per_learner
     environment = learner_environment(0, len(directory.learner_names), devices)
     mesh = mesh_of(devices, 1 if devices is None else directory.replicas)
     request = {
-        "settings": directory.settings.model_dump(), "data": directory.data, "mesh": mesh, "init": directory.init,
+        "settings": settings.model_dump(), "data": directory.data, "mesh": mesh, "init": directory.init,
         "map": None if fragment_map is None else fragment_map.pack().hex(),
     }  # fmt: skip
     command = [sys.executable, "-m", "diloco_learner.check"]
     ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:
         raise ServiceFailed(last_words(ended.stderr, ended.returncode), ended.returncode)
-    units: str | None = json.loads(ended.stdout.splitlines()[-1])["units"]  # the task may have printed lines before
-    return units
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])  # the task may have printed lines before
+    return found
 
 
 async def _check_name(name: str, url: str) -> None:

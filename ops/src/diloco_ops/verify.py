@@ -104,7 +104,7 @@ async def check(path: Path) -> Verdict:
         _merges(merges),
         _tapes(tapes, problems + unreadable),
         _offers(logs, lives),
-        _data(logs, lives, ledger),
+        _data(logs, lives, ledger, [fragment.size for fragment in seen.map.fragments]),
         _report(seen, logs),
     ]
     return Verdict(seen.run.name, seen.live, sum(log.versions for log in logs), checks)
@@ -229,11 +229,12 @@ def _offers(logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life]) -> 
     return Check("offers", "holds", text)
 
 
-def _data(logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life], ledger: Ledger) -> Check:
+def _data(logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life], ledger: Ledger, sizes: Sequence[int]) -> Check:
     """Check that all merged data had been trained, and that no process's work is in two versions of a fragment."""
     for process, life in lives.items():
         ledger.train(process, life.ranges(), 0)
-    known = {(member.learner, member.incarnation) for log in logs for _, member in log.members}
+    # one that trains on data of its own has no tape, and its offers state no batches
+    known = {(member.learner, member.incarnation) for log in logs for _, member in log.members if member.data}
     oldest = {name: lives[name, min(number for other, number in lives if other == name)] for name, _ in lives}
     # a learner whose oldest life here began with a state goes on with work of one whose tape is elsewhere
     earlier = any(life.restored is not None for life in oldest.values())
@@ -250,6 +251,11 @@ def _data(logs: Sequence[FragmentLog], lives: dict[tuple[str, int], Life], ledge
     )
     if not any(log.first_version for log in logs):
         text += f"; {merged} are in every fragment, {lost} in none"
+    own = ledger.own_tokens(sizes)
+    if own:
+        text += (
+            f"; not accounted for, since on data of their own: {', '.join(f'{n} tokens of {name}' for name, n in own.items())}"
+        )
     return Check(
         "data", "holds" if complete else "unchecked", text + ("" if complete else "; not all that was trained is on tapes")
     )

@@ -325,8 +325,14 @@ def _fragments(report: Report) -> str:
 def _data(report: Report) -> str:
     data: Mapping[str, Any] = report.get("data") or {}
     shares: Sequence[Mapping[str, Any]] = data.get("shares") or []
-    if not shares:
+    own: Mapping[str, Any] = data.get("own") or {}
+    if not shares and not own:
         return ""
+    notes = [
+        f"{name} trained on data of its own: {count(tokens)} merged tokens are not accounted for."
+        for name, tokens in own.items()
+    ]
+    notes += [str(error) for error in data.get("errors") or []]
     head = ("share", "trained by", "batches", "in every fragment", "in none", "trained again")
     rows = [
         [
@@ -340,7 +346,7 @@ def _data(report: Report) -> str:
         "Data",
         f"What became of the batches, of {count(data.get('batch_tokens'))} tokens each, by share of the data: merged into "
         "every fragment, merged into none, and trained again because a learner died before they were merged.",
-        html.wide(html.table(head, rows)) + "".join(html.note(str(error)) for error in data.get("errors") or []),
+        html.wide(html.table(head, rows)) + "".join(map(html.note, notes)),
     )
 
 

@@ -159,7 +159,8 @@ def _cost(arm: Arm, settings: RunSettings, data: str | None) -> Cost:
     import numpy as np
 
     from diloco_learner.island import Island
-    from diloco_learner.task import first_batch, load_task
+    from diloco_learner.task import load_task
+    from diloco_learner.task_api import first_batch
 
     task = load_task(settings.task, data)
     island, batch = Island(task, settings), first_batch(task, settings)

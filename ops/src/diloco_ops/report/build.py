@@ -100,7 +100,7 @@ def build(found: Findings) -> dict[str, Any]:
         "versions": sum(chain.version for chain in found.chains),
         "learners": learners,
         "fragments": _fragments(found, processed),
-        "data": _data(found.ledger),
+        "data": _data(found.ledger, found.sizes),
         "traffic": _traffic(found, learners),
         "regions": places,
         "together": regions.together(places, series["merges"], series["wall_s"]) if places else [],
@@ -164,7 +164,7 @@ def _fragments(found: Findings, processed: int) -> list[dict[str, Any]]:
     ]
 
 
-def _data(ledger: Ledger) -> dict[str, Any]:
+def _data(ledger: Ledger, sizes: Sequence[int]) -> dict[str, Any]:
     return {
         "batch_tokens": ledger.batch_tokens,
         "shares": [
@@ -178,6 +178,7 @@ def _data(ledger: Ledger) -> dict[str, Any]:
             }
             for share in ledger.shares()
         ],
+        "own": ledger.own_tokens(sizes),
         "errors": ledger.errors + ledger.untrained(),
     }
 

@@ -266,6 +266,7 @@ class Monitor:
                 {"fragment": i, "version": self.versions[i], "tokens_merged": self.tokens[i], "owner": self.owners[i]}
                 for i in range(len(self.versions))
             ],
+            "own_data": self.ledger.own_tokens([fragment.size for fragment in self.map.fragments]),
             "regions": self._regions(now_s),
             "validation": [_rounded(*point) for point in _thin(self.validation, STATUS_POINTS)],
             "loss": {

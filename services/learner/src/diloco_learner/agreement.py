@@ -25,7 +25,8 @@ from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.wire.island import Facts, facts
 from diloco_learner.mesh import axis_sizes, check_rows, keyed_shapes, partitions, rows_alone
-from diloco_learner.task import Task, makes_rows, next_batch
+from diloco_learner.task import Task, makes_rows
+from diloco_learner.task_api import next_batch
 
 
 def check(settings: LearnerSettings) -> None:

@@ -2,27 +2,35 @@
 
 Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ..., "map": ...}`` from stdin. The built-in task is known to be
 right, so that only its data is looked at, without JAX, which takes a second to import, unless learners are to have a mesh
-(``mesh`` is not null), or the run begins with a file of weights (``init``). The last line on stdout is ``{"units": ...}``,
-those of the loss.
+(``mesh`` is not null), or the run begins with a file of weights (``init``). The last line on stdout is a
+:class:`Found` as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
-from diloco.errors import DilocoError, SettingsError
 from diloco.process import observe
-from diloco.settings.run import RunSettings, TaskSettings
+from diloco.settings.run import RunSettings
 from diloco.settings.service import MeshSettings
 from diloco.settings.validation import parse
-from diloco_learner import options
+from diloco_learner import members, options
 from diloco_learner.text import UNITS, TextData
+
+
+@dataclass(frozen=True)
+class Found:
+    """Facts of a task that is fit.
+
+    ``units``: of the loss; None: it does not say. ``torch``: it is one of PyTorch.
+    """
+
+    units: str | None
+    torch: bool
 
 
 def check(
@@ -31,8 +39,8 @@ def check(
     mesh: MeshSettings | None = None,
     init: Path | None = None,
     fragment_map: FragmentMap | None = None,
-) -> str | None:
-    """Make what a learner and the evaluator make before the first step. Return the units of the loss, where the task says them.
+) -> Found:
+    """Make what a learner and the evaluator make before the first step.
 
     ``fragment_map``: of the run that this one continues. The built-in task's follows from the settings.
 
@@ -48,42 +56,26 @@ def check(
         next(text.batches(0, settings.learners, settings.seed, 0))
         text.validation()
         if mesh is None and init is None:
-            return UNITS
+            return Found(UNITS, torch=False)
 
-    from diloco_learner import weights
-    from diloco_learner.island import Island
-    from diloco_learner.mesh import make_mesh
-    from diloco_learner.task import check_shapes, first_batch, load_task, units_of
+    from diloco_learner import frameworks, weights
+    from diloco_learner.task_api import first_batch, units_of
 
-    with users_errors(settings.task):
-        task = load_task(settings.task, data)
-        island = Island(task, settings, None if mesh is None else make_mesh(mesh))
-        island.check(first_batch(task, settings))
-        check_shapes(task, settings)
-        fragments = island.fragments()
+    with members.users_errors(settings.task):
+        loaded = frameworks.load(settings.task, data)
+        model = frameworks.make_model(loaded, settings, mesh)
+        model.check(first_batch(loaded.task, settings))
+        if not loaded.torch:  # shapes of its batches may change
+            from diloco_learner.task import check_shapes
+
+            check_shapes(loaded.task, settings)
+        fragments = model.fragments()
         if fragment_map is not None and settings.continues is not None:
             check_same_map(fragments, fragment_map, settings.continues.run)
         if init is not None:
-            weights.put(init, island, fragments)
-        island.check_evaluation()
-        return units_of(task)["loss"]
-
-
-@contextmanager
-def users_errors(settings: TaskSettings) -> Iterator[None]:
-    """Have an error of a user's task say so, and where it was raised.
-
-    Raises:
-        SettingsError: instead of any error that is none of ours.
-    """
-    try:
-        yield
-    except DilocoError:
-        raise
-    except Exception as error:  # raised by the user's code
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
-        where = f"{frames[-1].filename}, line {frames[-1].lineno}"
-        raise SettingsError(f"task.name = {settings.name!r}: {type(error).__name__}: {error} ({where})") from None
+            weights.put(init, model, fragments)
+        model.check_evaluation()
+        return Found(units_of(loaded.task)["loss"], loaded.torch)
 
 
 def _main() -> None:
@@ -91,8 +83,8 @@ def _main() -> None:
     mesh = None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh")
     init = None if request["init"] is None else Path(request["init"])
     fragment_map = None if request["map"] is None else unpack_map(bytes.fromhex(request["map"]))
-    units = check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init, fragment_map)
-    print(json.dumps({"units": units}))
+    found = check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init, fragment_map)
+    print(json.dumps(asdict(found)))
 
 
 if __name__ == "__main__":

@@ -18,12 +18,8 @@ from diloco.process import observe
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import parse
-from diloco_learner import members, weights
-from diloco_learner.beginning import set_up_jax
-from diloco_learner.check import users_errors
-from diloco_learner.island import Island
-from diloco_learner.mesh import make_mesh
-from diloco_learner.task import Task, load_task, units_of
+from diloco_learner import frameworks, members, weights
+from diloco_learner.task_api import units_of
 
 
 def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[str, Any] | None) -> dict[str, Any]:
@@ -34,9 +30,13 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
         DataError: its data is missing, unreadable or too short.
     """
     own = LearnerSettings(name="evaluator")  # with what DILOCO_* says of its mesh and the cache, as an evaluator has them
-    set_up_jax(own)
-    with users_errors(settings.task):
-        island = Island(load_task(settings.task, data), settings, make_mesh(own.mesh))
+    with members.users_errors(settings.task):
+        loaded = frameworks.load(settings.task, data)
+        if not loaded.torch:
+            from diloco_learner.beginning import set_up_jax
+
+            set_up_jax(own)
+        island = frameworks.make_model(loaded, settings, own.mesh)
         weights.put(path, island, island.fragments(), setting="")
         if sample is None:
             found = island.evaluation()
@@ -54,7 +54,7 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
         return {"sample": drawn}
 
 
-def takes_prompt(task: Task) -> bool:
+def takes_prompt(task: object) -> bool:
     """Return whether a task's ``sample``, if it has one, goes on from a text."""
     draw = getattr(task, "sample", None)
     return draw is None or any(parameter.name == "prompt" for parameter in members.parameters(draw))

@@ -12,7 +12,7 @@ import numpy as np
 from diloco.errors import SettingsError
 from diloco.settings.run import TaskSettings
 from diloco_learner import members
-from diloco_learner.task import METRIC_NAME, Task
+from diloco_learner.task_api import METRIC_NAME
 
 UNNAMED = ""  # the set of a task whose validation() returns a list
 
@@ -33,7 +33,7 @@ class Evaluation:
         return {name: value if math.isfinite(value) else None for name, value in self.values.items()}
 
 
-def validation_sets(task: Task, settings: TaskSettings) -> dict[str, Sequence[Any]]:
+def validation_sets(task: object, settings: TaskSettings) -> dict[str, Sequence[Any]]:
     """Return the batches that the global model is evaluated on, by the name of their set; nothing if the task has none.
 
     Raises:
@@ -77,7 +77,7 @@ def evaluated(sets: Mapping[str, Sequence[tuple[float, Mapping[str, float]]]], o
     return Evaluation(_mean(losses) if losses else None, values | dict(own))
 
 
-def own_values(task: Task, given: Mapping[str, Any], params: Any) -> dict[str, float]:
+def own_values(task: object, given: Mapping[str, Any], params: Any) -> dict[str, float]:
     """Return the values of a task's ``evaluate``, to which the keywords ``given`` are.
 
     Raises:

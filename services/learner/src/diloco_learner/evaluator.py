@@ -13,9 +13,10 @@ from diloco.process.observe import Logger
 from diloco.service import rundir
 from diloco.settings.run import RunSettings
 from diloco_learner.evaluation import Evaluation
-from diloco_learner.island import Island
+from diloco_learner.model import Evaluated
 from diloco_learner.ngram import ngram_losses
-from diloco_learner.task import GptTask, evaluate_every_s, units_of
+from diloco_learner.task_api import evaluate_every_s, units_of
+from diloco_learner.text import Corpus, TextData
 
 IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
 NGRAMS = {1: "unigram", 2: "bigram", 3: "3-gram", 4: "4-gram"}
@@ -27,7 +28,7 @@ class Evaluator:
 
     def __init__(
         self,
-        island: Island,
+        island: Evaluated,
         member: Member,
         settings: RunSettings,
         state_dir: Path,
@@ -60,8 +61,7 @@ class Evaluator:
 
     def _tell_of_text(self) -> None:
         """Log how much text is evaluated on; warn if a model may know all of it by heart."""
-        if isinstance(self.island.task, GptTask):
-            corpus = self.island.task.data.corpus
+        if (corpus := self._corpus()) is not None:
             self.log.info("held_out_text", **corpus.describe())
             if corpus.to_evaluate.all_kept:
                 self.log.warning(
@@ -70,11 +70,16 @@ class Evaluator:
                     advice="the loss says how well text is remembered, not how well new text is predicted; give other text",
                 )
 
+    def _corpus(self) -> Corpus | None:
+        """Return the text that the task is trained and evaluated on; None: on other data."""
+        data = getattr(self.island.task, "data", None)
+        return data.corpus if isinstance(data, TextData) else None
+
     def _text(self) -> dict[str, Any]:
-        """Return the text's hash, and validation losses of n-gram models of it; of a user's own task neither is known."""
-        if not isinstance(self.island.task, GptTask):
+        """Return the text's hash, and validation losses of n-gram models of it; of other data neither is known."""
+        corpus = self._corpus()
+        if corpus is None:
             return {"text": None, "baselines": {}}
-        corpus = self.island.task.data.corpus
         losses = ngram_losses(corpus.training_text(), corpus.to_evaluate.text, tuple(NGRAMS))
         return {"text": corpus.digest(), "baselines": {NGRAMS[order]: loss for order, loss in losses.items()}}
 

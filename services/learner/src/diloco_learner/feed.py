@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from diloco.core.leases import RoundRobin, data_of
 from diloco.errors import DataError
 from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
-from diloco_learner.task import next_batch
+from diloco_learner.task_api import Batches, next_batch
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,6 @@ class Batch:
     share: int
     index: int
     data: Any
-
-
-class Batches(Protocol):
-    """Something that has the data of shares, as a task does."""
-
-    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[Any]:
-        """Yield batches as :meth:`diloco_learner.task.Task.batches` does."""
 
 
 class Streams:

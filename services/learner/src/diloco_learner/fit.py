@@ -23,7 +23,8 @@ from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import parse
 from diloco_learner import agreement
 from diloco_learner.mesh import axis_sizes
-from diloco_learner.task import first_batch, load_task
+from diloco_learner.task import load_task
+from diloco_learner.task_api import first_batch
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
 from diloco.member.state import Content
+from diloco_learner.model import COPY_BYTES
 
 Values = NDArray[Any]
 AHEAD = 2  # chunks on their way to the host while one is written
-COPY_BYTES = 1 << 28  # on a device: copied at once in any case
 
 
 def content(arrays: Mapping[str, jax.Array], *, firsts: bool = False) -> Content:

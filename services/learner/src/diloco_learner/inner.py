@@ -19,7 +19,6 @@ from jax.tree_util import SequenceKey
 from optax import contrib
 
 from diloco.core.outer import EPSILON
-from diloco.core.schedule import Moment, scheduled_rate
 from diloco.settings.run import InnerSettings, RunSettings
 
 Leaves = list[jax.Array | optax.MaskedNode]  # of the model; the mask stands for tensors that are another optimizer's
@@ -100,17 +99,3 @@ def _muon(matrices: Sequence[int]) -> optax.GradientTransformation:
         return scaled, state
 
     return optax.GradientTransformation(init, update)
-
-
-def learning_rate(settings: RunSettings, at: Moment) -> float:
-    """Return the rate of a step; 1 for an outer AdamW, which has its own.
-
-    Where a learner's optimizer state began fresh in mid-run, its rate rises over ``restart_warmup_steps`` of its own.
-    """
-    if settings.outer.optimizer == "adamw":
-        return 1.0
-    inner = settings.inner
-    rate = scheduled_rate(inner, at.tokens, at.budget)
-    if at.warming_steps is None or at.warming_steps >= inner.restart_warmup_steps:
-        return rate
-    return rate * (at.warming_steps + 1) / (inner.restart_warmup_steps + 1)

@@ -23,7 +23,7 @@ from diloco.core.chunks import Chunk
 from diloco.core.delta import Reference
 from diloco.core.fragments import Fragment, FragmentMap, Piece, TensorSpec, build_map
 from diloco.core.rows import RowLayout, Rows
-from diloco.errors import RunError, SettingsError
+from diloco.errors import SettingsError
 from diloco.member.peer import Layout
 from diloco.member.state import Content
 from diloco.settings.run import RunSettings
@@ -34,10 +34,10 @@ from diloco_learner.inner import BuiltIn, optimizer
 from diloco_learner.leaves import part, path_of, write_rows
 from diloco_learner.loss import Loss
 from diloco_learner.mesh import Placement, copies
+from diloco_learner.model import Capture, Vector, compare_states
 from diloco_learner.own_optimizer import OwnOptimizer
-from diloco_learner.task import Task, is_embedding, matrices_of, named
-
-Vector = NDArray[np.float32]
+from diloco_learner.task import Task, named
+from diloco_learner.task_api import is_embedding, matrices_of
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,6 @@ class Reading:
             for where, values in parts:
                 part(vector, piece)[where] = np.asarray(values)
         return vector
-
-
-@dataclass(frozen=True)
-class Capture:
-    """An island's state as of a boundary. If it is ``held``, no step or write may begin before all its values are read."""
-
-    content: Content
-    held: bool
 
 
 class Island:
@@ -391,14 +383,7 @@ class Island:
             RunError: an array is missing, not known, or of another shape or type.
         """
         own = {name: Chunk.whole(name, leaf.shape, leaf.dtype.name) for name, leaf in self.arrays().items()}
-        for name in sorted(own.keys() | state.keys()):
-            if name not in state or name not in own:
-                raise RunError(f"checkpoint: array {name!r} is {'missing' if name in own else 'not of this model'}")
-            if state[name] != own[name]:
-                raise RunError(
-                    f"checkpoint: array {name!r} has shape {state[name].shape} of {state[name].dtype}, this model's has "
-                    f"{own[name].shape} of {own[name].dtype}"
-                )
+        compare_states(own, state)
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Take over the arrays of :meth:`state`, any dtype [...], by name.

@@ -14,64 +14,42 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
-
-import jax
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, get_args
 
 from diloco.core.accounts import StepDone
-from diloco.core.delta import Reference
-from diloco.core.fragments import Fragment, TensorSpec, build_map
+from diloco.core.fragments import TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
 from diloco.member.member import Boundary, Member
 from diloco.process import observe
 from diloco.service import skeleton
 from diloco.settings.service import LearnerSettings
-from diloco.settings.validation import parse
-from diloco_learner.beginning import LoopThread
+from diloco.settings.validation import nearest, parse
 from diloco_learner.feed import Batch, Feed
-from diloco_learner.island import Reading
-from diloco_learner.leaves import Leaf, part, path_of, read_rows, write_rows
+from diloco_learner.model import Carried
+from diloco_learner.process import LoopThread
 from diloco_learner.trainer import IDLE_S, carry_out
 
-Vector = NDArray[np.float32]
 Make = Callable[[int, int, int, int], Iterator[Any]]  # share, shares, seed, start
+Data: TypeAlias = Literal["dealt", "own"]
 T = TypeVar("T")
 
 
-class Parameters:
-    """A pytree of float32 arrays, JAX's or NumPy's, whose fragments are read and written.
-
-    Raises:
-        SettingsError: there is no array, or one of another type or kind.
-    """
-
-    def __init__(self, params: Any) -> None:
-        keyed, self._structure = jax.tree_util.tree_flatten_with_path(params)
-        self._paths = [path_of(path) for path, _ in keyed]
-        self._index = {path: at for at, path in enumerate(self._paths)}
-        self._leaves = [_checked(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
-        self._shapes = [leaf.shape for leaf in self._leaves]
-        if not self._leaves:
-            raise SettingsError("join: params have no arrays: hand over the model's parameters, a pytree of float32 arrays")
+class Parameters(Carried, Protocol):
+    """The parameters of a loop."""
 
     @property
     def tree(self) -> Any:
         """The parameters, as they were handed over."""
-        return jax.tree_util.tree_unflatten(self._structure, self._leaves)
 
     def tensors(self, is_embedding: Callable[[str], bool]) -> list[TensorSpec]:
         """Return path and shape of each array."""
-        pairs = zip(self._paths, self._shapes, strict=True)
-        return [TensorSpec(path, shape, is_embedding(path)) for path, shape in pairs]
 
     def take(self, params: Any) -> None:
         """Take over the values of the same model.
@@ -79,55 +57,56 @@ class Parameters:
         Raises:
             SettingsError: an array is missing, new, or of another shape or type.
         """
-        keyed, structure = jax.tree_util.tree_flatten_with_path(params)
-        if str(structure) != str(self._structure):
-            came = {path_of(path) for path, _ in keyed}
-            differ = sorted(came ^ set(self._paths)) or ["another kind of container"]
-            raise SettingsError(f"step: params are not those that joined: {', '.join(differ[:3])}: hand over the same pytree")
-        for at, (_, leaf) in enumerate(keyed):
-            checked = _checked(self._paths[at], leaf)
-            if checked.shape != self._shapes[at]:
-                raise SettingsError(
-                    f"step: parameter {self._paths[at]!r} has shape {checked.shape}, expected {self._shapes[at]}, as it joined"
-                )
-            self._leaves[at] = checked
 
-    def snapshot(self, fragment: Fragment) -> Reading:
-        """Queue a copy of a fragment's values."""
-        return Reading(fragment, tuple(read_rows(self._leaves[self._index[piece.path]], piece) for piece in fragment.pieces))
 
-    def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
-        """Write a fragment, as :func:`diloco_learner.leaves.write_rows` does; vectors are float32 [size of the fragment]."""
-        for piece in fragment.pieces:
-            at, known = self._index[piece.path], None if reference is None else part(reference, piece)
-            self._leaves[at] = write_rows(self._leaves[at], piece, part(theta, piece), known, alpha)
+def parameters_of(params: Any) -> Parameters:
+    """Return the parameters that a loop hands over, of whichever framework; the other one is not imported.
+
+    Raises:
+        SettingsError: there is no array, or one of another type or kind.
+    """
+    torch = sys.modules.get("torch")  # nobody has a module or tensor of it who has not imported it
+    values = params.values() if isinstance(params, Mapping) else ()
+    if torch is not None and (isinstance(params, torch.nn.Module) or any(isinstance(value, torch.Tensor) for value in values)):
+        from diloco_learner.pytorch.parameters import TorchParameters
+
+        return TorchParameters(params)
+    from diloco_learner.trees import Tree
+
+    return Tree(params)
 
 
 @dataclass(frozen=True)
 class _Loop:
-    """The batches of a loop, as a task has them; without ``make`` they are its own affair."""
+    """The batches of a loop, as a task has them."""
 
-    make: Make | None
+    make: Make
 
     def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[Any]:
-        return repeat(None) if self.make is None else self.make(share, shares, seed, start)
+        return self.make(share, shares, seed, start)
 
 
 class JoinedRun:
     """A run that this loop is a learner of, while it is entered (:func:`join`)."""
 
     def __init__(
-        self, settings: LearnerSettings, params: Any, tokens: int, is_embedding: Callable[[str], bool], within_s: float
+        self,
+        settings: LearnerSettings,
+        params: Any,
+        tokens: int,
+        is_embedding: Callable[[str], bool],
+        within_s: float,
+        data: Data,
     ) -> None:
         self.settings, self.tokens, self.log = settings, tokens, observe.get_logger()
         self.over = False  # whether the run's budget is used up: take no further step
-        self._parameters, self._is_embedding, self._within_s = Parameters(params), is_embedding, within_s
+        self._parameters, self._is_embedding, self._within_s = parameters_of(params), is_embedding, within_s
         self._stack = ExitStack()
         self._thread: LoopThread
         self._member: Member
-        self._feed: Feed
+        self._own_data = data == "own"
+        self._steps = 0  # on data of its own
         self._joined = False  # whether it is entered
-        self._given = False  # whether the run deals the data
         self._batch: Batch | None = None
         self._loss: Any = None
         self._returned_s, self._blocked_s = 0.0, 0.0
@@ -170,7 +149,6 @@ class JoinedRun:
         read = self._parameters.snapshot
         self._wait(self._member.join(lambda: [read(fragment).to_host() for fragment in self._member.map.fragments]))
         self._member.count_steps(self.tokens)
-        self._deal(None)
         self._pass(None)
         self._returned_s = time.perf_counter()
 
@@ -192,7 +170,7 @@ class JoinedRun:
             )
         cut = run.created.fragments
         fragments = build_map(self._parameters.tensors(self._is_embedding), cut.count, cut.strategy)
-        return Member(transport, run, fragments, self.settings, self.log)
+        return Member(transport, run, fragments, self.settings, self.log, own_data=self._own_data)
 
     def batches(self, make: Make) -> Iterator[Any]:
         """Yield batches of this learner's shares of the data until the run is over; each is to be followed by a :meth:`step`.
@@ -202,15 +180,17 @@ class JoinedRun:
 
         Raises:
             DataError: none of the shares has data here.
-            SettingsError: a share's batches ended, or the last batch was not followed by a step.
+            SettingsError: a share's batches ended, the last batch was not followed by a step, or the loop has data of its own.
             RunError: the run is not joined.
         """
         self._check_joined()
-        self._deal(make)
+        if self._own_data:
+            raise SettingsError('batches: this loop joined with data="own", so it holds no share: leave that out of join')
+        feed = Feed(_Loop(make), self._member.run.created, self._member.leased, self.log)
         while not self.over:
             if self._batch is not None:
                 raise SettingsError("batches: no step was booked for the last batch: call run.step once for each batch")
-            self._batch = next(self._feed)
+            self._batch = next(feed)
             yield self._batch.data
 
     def step(self, params: Any, *, loss: Any = None) -> Any:
@@ -227,13 +207,9 @@ class JoinedRun:
         """
         called_s = time.perf_counter()
         self._check_joined()
-        if self._given and self._batch is None:
-            raise SettingsError("step: the last batch is booked already: call run.step once for each batch of run.batches")
+        share, index = self._take_batch()
         self._parameters.take(params)
-        batch, self._batch = self._batch or next(self._feed), None
-        done = StepDone(
-            self.tokens, batch.share, batch.index, _number(self._loss), called_s - self._returned_s, self._blocked_s
-        )
+        done = StepDone(self.tokens, share, index, _number(self._loss), called_s - self._returned_s, self._blocked_s)
         self._loss = loss
         self._pass(done)
         self._returned_s = time.perf_counter()
@@ -253,9 +229,18 @@ class JoinedRun:
         if not self._joined:
             raise RunError(f"run {self.settings.run!r}: is not joined: take steps within the with statement, before its end")
 
-    def _deal(self, make: Make | None) -> None:
-        self._given = make is not None
-        self._feed = Feed(_Loop(make), self._member.run.created, self._member.leased, self.log)
+    def _take_batch(self) -> tuple[int | None, int]:
+        """Return share and index of the batch that a step was on, which is booked once; no share of data of its own."""
+        if self._own_data:
+            self._steps += 1
+            return None, self._steps - 1
+        if self._batch is None:
+            raise SettingsError(
+                "step: there is no batch to be booked: call run.step once for each batch of run.batches; a loop with a loader "
+                'of its own joins with data="own"'
+            )
+        batch, self._batch = self._batch, None
+        return batch.share, batch.index
 
     def _pass(self, done: StepDone | None) -> None:
         """Go through boundaries until a step may be taken, or none any more."""
@@ -294,6 +279,7 @@ def join(
     run: str,
     params: Any,
     tokens: int,
+    data: Data = "dealt",
     name: str | None = None,
     is_embedding: Callable[[str], bool] = lambda path: False,
     share: int | None = None,
@@ -308,8 +294,11 @@ def join(
     Args:
         url: of the run's NATS server; in a run with regions, of its control store, and ``bulk_url`` of the region's own.
         run: the run's name.
-        params: a pytree of float32 arrays, JAX's or NumPy's; where the run has no model yet, it begins with these.
+        params: a pytree of float32 arrays, JAX's or NumPy's; or a torch module, or its tensors by path. Where the run has no
+            model yet, it begins with these.
         tokens: of each step, for the run's budget and as the weight of its work.
+        data: "dealt": :meth:`JoinedRun.batches` gives the batches of shares that are this learner's; "own": it has a loader of
+            its own. Then it holds no share, and the run's ledger says that its data are not accounted for.
         name: of this learner; by default that of the host and process.
         is_embedding: says of a tensor's path whether it is an embedding, which is merged by the plain average.
         share: of the data, that this learner takes if it is free.
@@ -323,34 +312,16 @@ def join(
     """
     if tokens < 1:
         raise SettingsError(f"join: tokens = {tokens}: expected the number of tokens of each step, at least 1")
+    if data not in get_args(Data):
+        raise SettingsError(f"join: data = {data!r}: expected 'dealt' or 'own'{nearest(str(data), get_args(Data))}")
     given = {
         "name": name or f"loop-{os.uname().nodename}-{os.getpid()}".lower(), "run": run, "nats_url": url, "share": share,
         "region": region, "nats_bulk_url": bulk_url, "identity": None if identity is None else str(identity),
         "leave_s": leave_s,
     }  # fmt: skip
     settings = parse(LearnerSettings, {key: value for key, value in given.items() if value is not None}, "join")
-    return JoinedRun(settings, params, tokens, is_embedding, within_s)
+    return JoinedRun(settings, params, tokens, is_embedding, within_s, data)
 
 
 def _number(loss: Any) -> float | None:
     return None if loss is None else float(loss)
-
-
-def _checked(path: str, leaf: Any) -> Leaf:
-    """Return a leaf that can be read and written: a NumPy array that cannot be written to as a copy.
-
-    Raises:
-        SettingsError: it is of another type or kind.
-    """
-    if not isinstance(leaf, jax.Array | np.ndarray):
-        raise SettingsError(
-            f"parameter {path!r} is a {type(leaf).__name__}, expected an array of JAX or NumPy: of a torch tensor on the host, "
-            "tensor.detach().numpy() is one, and shares its memory"
-        )
-    if leaf.dtype != np.float32:
-        raise SettingsError(
-            f"parameter {path!r} is {leaf.dtype}, expected float32: keep float32 masters, and cast them in the loss"
-        )
-    if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
-        return leaf.copy()
-    return leaf

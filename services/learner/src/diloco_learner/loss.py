@@ -15,7 +15,8 @@ import numpy as np
 
 from diloco.errors import SettingsError
 from diloco_learner import members
-from diloco_learner.task import METRIC_NAME, Aux, Task, named
+from diloco_learner.task import Aux, Task, named
+from diloco_learner.task_api import METRIC_NAME
 
 Given: TypeAlias = dict[str, Any]  # arrays by name
 Call: TypeAlias = Callable[..., Any]  # (params, batch, arrays by keyword, other keywords) -> what the task's loss returns

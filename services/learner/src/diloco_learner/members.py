@@ -6,10 +6,13 @@ So a task is written without what it has no use for, and one of two arguments is
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from diloco.errors import SettingsError
+from diloco.errors import DilocoError, SettingsError
+from diloco.settings.run import TaskSettings
 
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -47,3 +50,20 @@ def place(function: Callable[..., Any]) -> str:
     """Return where a function is written, as an error ends with it; empty where that is not known."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return "" if code is None else f" ({code.co_filename}, line {code.co_firstlineno})"
+
+
+@contextmanager
+def users_errors(settings: TaskSettings) -> Iterator[None]:
+    """Have an error of a user's task say so, and where it was raised.
+
+    Raises:
+        SettingsError: instead of any error that is none of ours.
+    """
+    try:
+        yield
+    except DilocoError:
+        raise
+    except Exception as error:  # raised by the user's code
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+        where = f"{frames[-1].filename}, line {frames[-1].lineno}"
+        raise SettingsError(f"task.name = {settings.name!r}: {type(error).__name__}: {error} ({where})") from None

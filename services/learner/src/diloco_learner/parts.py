@@ -19,10 +19,10 @@ from diloco.process.observe import Logger
 from diloco.settings.service import LearnerSettings
 from diloco.wire.island import Purpose
 from diloco_learner import checkpoint
-from diloco_learner.beginning import Process
 from diloco_learner.checkpoint import lend_from, note_cost
 from diloco_learner.island import Island
 from diloco_learner.pacing import Pacing
+from diloco_learner.process import Process
 from diloco_learner.saver import Saver
 
 

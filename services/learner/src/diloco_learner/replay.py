@@ -10,21 +10,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from blake3 import blake3
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from diloco.core import tape
 from diloco.core.delta import Apply
-from diloco.core.fragments import FragmentMap
 from diloco.core.leases import data_of
-from diloco.core.schedule import Moment
+from diloco.core.schedule import Moment, learning_rate
 from diloco.errors import RunError
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings, MeshSettings
-from diloco_learner.inner import learning_rate
 from diloco_learner.island import Island
 from diloco_learner.mesh import AXES, make_mesh
+from diloco_learner.model import parameters_digest
 from diloco_learner.task import load_task
 
 CPU_DEVICES = "--xla_force_host_platform_device_count"
@@ -48,17 +46,6 @@ def machine() -> tape.Machine:
 def mesh_event(mesh: Mesh | None) -> tape.Mesh:
     """Return a mesh as tapes have it."""
     return tape.Mesh(*(1 if mesh is None else mesh.shape[axis] for axis in AXES))
-
-
-def parameters_digest(island: Island, fragment_map: FragmentMap) -> bytes:
-    """Return the digest of the parameters as of the steps and writes so far; wait for the device."""
-    return digest_of(fragment_map, lambda index: island.read(fragment_map.fragments[index]).to_host())
-
-
-def digest_of(fragment_map: FragmentMap, read: Callable[[int], NDArray[np.float32]]) -> bytes:
-    """Return the digest of parameters; ``read`` gives a fragment, float32 [size], by its index."""
-    indexes = [fragment.index for fragment in fragment_map.fragments]
-    return tape.state_digest({str(index): blake3(read(index).tobytes()).digest() for index in indexes})
 
 
 class Redo:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -19,25 +15,14 @@ from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
 from diloco_learner import gpt, members, options, text
 from diloco_learner.leaves import path_of
+from diloco_learner.task_api import Aux as Aux
+from diloco_learner.task_api import Units as Units
+from diloco_learner.task_api import check_called, is_torch, made, next_batch
 
 TEMPERATURE = 0.8
 PROMPT = "\n"
 
-
-@dataclass(frozen=True)
-class Units:
-    """The units of a task's numbers, for people."""
-
-    item: str = "token"  # that tokens_per_batch counts
-    loss: str = "nats per token"
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Aux:
-    """A loss's company, which nothing is differentiated through."""
-
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # scalars by name, means over the batch's rows
+jax.tree_util.register_dataclass(Aux)
 
 
 class Task(Protocol):
@@ -72,8 +57,6 @@ class Task(Protocol):
         """
 
 
-METRIC_NAME = re.compile(r"[a-z0-9_]{1,48}")  # of all numbers that tasks name
-EVALUATE_EVERY_S = 8.0  # often enough for a curve, seldom enough to leave the processor to learners
 REQUIRED = ("tokens_per_batch", "init", "loss", "batches")
 # by member that is called: how many arguments it is given by place, and the keywords that it may name
 CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -88,27 +71,6 @@ CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
     "evaluate": (1, ("key",)),
     "sample": (3, ()),
 }
-
-
-def is_embedding(task: Task, path: str) -> bool:
-    """Return whether the tensor of this path (its keys joined by ``/``) is embedding-like: merged by direct average."""
-    said = getattr(task, "is_embedding", None)
-    return False if said is None else bool(said(path))
-
-
-def matrices_of(task: Task, path: str, shape: tuple[int, ...]) -> int:
-    """Return how many matrices a tensor has that an optimizer of matrices treats each by itself; 0: none.
-
-    Raises:
-        SettingsError: the task's number does not divide the tensor's rows.
-    """
-    if len(shape) != 2:
-        return 0
-    said = getattr(task, "matrices", None)
-    count = int(not is_embedding(task, path)) if said is None else said(path)
-    if not isinstance(count, int) or count < 0 or (count and shape[0] % count):
-        raise SettingsError(f"task: matrices({path!r}) is {count!r}, expected a number that divides its {shape[0]} rows, or 0")
-    return count
 
 
 class GptTask:
@@ -174,21 +136,23 @@ def load_task(settings: TaskSettings, data: str | None) -> Task:
     if settings.name == "gpt":
         options.refuse(settings.options, options.BUILT_IN)
         return GptTask(settings, data)
-    module_name, colon, attribute = settings.name.partition(":")
-    if not colon:
-        raise SettingsError(f"task.name = {settings.name!r}: expected 'gpt' or 'package.module:attribute'")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may do anything wrong
-        reason = f"{type(error).__name__}: {error}"
-        raise SettingsError(f"task.name = {settings.name!r}: {module_name} cannot be imported: {reason}") from error
-    make = getattr(module, attribute, None)
-    if not callable(make):
-        what = "is not callable" if hasattr(module, attribute) else "does not exist"
-        raise SettingsError(f"task.name = {settings.name!r}: {attribute!r} {what} in {module_name}")
-    task: Task = make(settings, data, **options.of(make, settings.options))
-    check_members(task, f"task.name = {settings.name!r}: what {attribute} returns")
-    return task
+    return checked(made(settings, data), settings)
+
+
+def checked(task: Any, settings: TaskSettings) -> Task:
+    """Return a task that a user's factory made, if it has its members.
+
+    Raises:
+        SettingsError: it lacks something that a task has, or is one of PyTorch.
+    """
+    if is_torch(task):
+        raise SettingsError(
+            f"task.name = {settings.name!r}: {settings.name.rpartition(':')[2]} makes a torch task (it has module(), and no "
+            "init()), which diloco-torch-learner trains, and diloco-learner does not"
+        )
+    check_members(task, f"task.name = {settings.name!r}: what {settings.name.rpartition(':')[2]} returns")
+    found: Task = task
+    return found
 
 
 def check_members(task: Any, source: str) -> None:
@@ -197,36 +161,16 @@ def check_members(task: Any, source: str) -> None:
     Raises:
         SettingsError: one is missing, or needs an argument that nobody gives it; ``source`` begins the sentence.
     """
-    missing = [name for name in REQUIRED if not hasattr(task, name)]
-    if missing:
-        raise SettingsError(f"{source} lacks {', '.join(missing)}")
-    for member, (arguments, known) in CALLED.items():
-        if callable(getattr(task, member, None)):
-            members.keywords(task, member, arguments, known)
+    check_called(task, REQUIRED, CALLED, source)
     rows = _rows_parameter(task)
     if rows is not None and rows.default is not None:
         raise SettingsError(f"task: batches(..., rows) needs the default None: whole batches{members.place(task.batches)}")
-    every_s = evaluate_every_s(task)
-    if not isinstance(every_s, int | float) or not 0 < every_s < math.inf:
-        raise SettingsError(f"task: evaluate_every_s = {every_s!r}, expected seconds above 0")
 
 
 def named(task: object, member: str) -> frozenset[str]:
     """Return the keywords that a task's member names, of those that it is given."""
     arguments, known = CALLED[member]
     return members.keywords(task, member, arguments, known)
-
-
-def evaluate_every_s(task: object) -> float:
-    """Return the least time between two evaluations of the global model."""
-    said: float = getattr(task, "evaluate_every_s", EVALUATE_EVERY_S)
-    return said
-
-
-def units_of(task: object) -> dict[str, str | None]:
-    """Return the units of a task's numbers, by ``item`` and ``loss``; None where it does not say."""
-    units = getattr(task, "units", None)
-    return {name: None if (said := getattr(units, name, None)) is None else str(said) for name in ("item", "loss")}
 
 
 def makes_rows(task: Task) -> bool:
@@ -236,31 +180,6 @@ def makes_rows(task: Task) -> bool:
 
 def _rows_parameter(task: Any) -> inspect.Parameter | None:
     return next((parameter for parameter in members.parameters(task.batches) if parameter.name == "rows"), None)
-
-
-def first_batch(task: Task, settings: RunSettings) -> Any:
-    """Return the first batch of a run's first share.
-
-    Raises:
-        SettingsError: there is none.
-        DataError: the data is missing, unreadable or too short.
-    """
-    return next_batch(task.batches(0, settings.learners, settings.seed, 0), settings.task, 0, 0)
-
-
-def next_batch(batches: Iterator[Any], settings: TaskSettings, share: int, index: int) -> Any:
-    """Return the next of a task's batches, the ``index``-th of its share.
-
-    Raises:
-        SettingsError: there is none.
-    """
-    try:
-        return next(batches)
-    except StopIteration:
-        raise SettingsError(
-            f"task.name = {settings.name!r}: batches() of share {share} ended before batch {index}; they go on without end: "
-            "begin with the data again when it is used up"
-        ) from None
 
 
 def check_shapes(task: Task, settings: RunSettings) -> None:

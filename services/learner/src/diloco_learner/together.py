@@ -34,12 +34,14 @@ from diloco.settings.run import RunSettings
 from diloco.wire.island import Ping, Told
 from diloco.wire.subjects import Subjects
 from diloco_learner import agreement, checkpoint, parts, replay
-from diloco_learner.beginning import Beginning, Process, make_trainer
+from diloco_learner.beginning import Beginning
 from diloco_learner.feed import Batch, Feed, Streams
 from diloco_learner.island import Island
 from diloco_learner.mesh import make_mesh
 from diloco_learner.metrics import ObservedMember, ObservedPart
+from diloco_learner.model import digest_of
 from diloco_learner.parts import LeadingKeeper, PartKeeper
+from diloco_learner.process import Process, make_trainer
 from diloco_learner.task import Task
 
 REGROUP = "regroup"
@@ -131,15 +133,13 @@ def _train(
             member.count_steps(task.tokens_per_batch)
         if not _take_up(process, member, island):
             _borrow(process, member, island)
-    keeper: PartKeeper
-    if isinstance(member, Leader):
-        keeper = LeadingKeeper(island, member, settings, log)
-    else:
-        keeper = PartKeeper(island, member, settings, log)
+    keeper = _keeper(process, island, member)
     part, kept = member.part, Rescue(island.settled, member, settings, log)
     if island.apart:
         part.group.rescue = kept
-    trainer = make_trainer(process, task, island, member, batches, keeper.at_boundary, look_ahead, kept.changing)
+    trainer = make_trainer(
+        process, task.tokens_per_batch, island, member, batches, keeper.at_boundary, look_ahead, kept.changing
+    )
     part.group.may_renew = lambda: settings.processes.elastic and part.course.step > 0 and not process.stopping()
     try:
         finished = trainer.run()
@@ -151,7 +151,7 @@ def _train(
         part.group.renew()
     if isinstance(member, Leader):
         try:
-            digest = replay.digest_of(member.map, lambda index: process.thread.run(part.gather(index), lambda: False))
+            digest = digest_of(member.map, lambda index: process.thread.run(part.gather(index), lambda: False))
             member.tape.record(events.End(finished, digest))
         except IslandError as error:  # all have ended as decided, and this process stood still meanwhile
             log.warning("end_not_recorded", reason=str(error))
@@ -167,6 +167,15 @@ def _train(
         processes_bytes_down=between_down,
     )
     process.thread.run(part.group.farewell(), lambda: False)  # until then the leader may ask for what this process has
+
+
+def _keeper(process: Process, island: Island, member: Leader | Follower) -> PartKeeper:
+    settings, log = process.settings, process.log
+    return (
+        LeadingKeeper(island, member, settings, log)
+        if isinstance(member, Leader)
+        else PartKeeper(island, member, settings, log)
+    )
 
 
 def _regroups(process: Process, member: Leader | Follower) -> bool:

@@ -15,18 +15,16 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from diloco.core.accounts import StepDone
-from diloco.core.delta import Reference
 from diloco.core.fragment_state import Reader
-from diloco.core.fragments import Fragment, FragmentMap
+from diloco.core.fragments import FragmentMap
 from diloco.core.pace import Average
-from diloco.core.schedule import Moment
+from diloco.core.schedule import Moment, learning_rate
 from diloco.member.member import Boundary
 from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
 from diloco_learner.feed import Batch
-from diloco_learner.inner import learning_rate
-from diloco_learner.island import Island, Reading, StepOutput, Vector
 from diloco_learner.meter import Meter, Span
+from diloco_learner.model import Carried, Output, Stepping
 
 IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
 LOG_EVERY_S = 10.0  # a line for people who watch
@@ -86,16 +84,6 @@ class Steered(Protocol):
         """Take no further step, and end within this time."""
 
 
-class Carried(Protocol):
-    """Parameters that versions are written into, and that offers are read from: an island's, or a loop's of one's own."""
-
-    def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
-        """Write a fragment; ``theta`` is float32 [size of the fragment]."""
-
-    def snapshot(self, fragment: Fragment) -> Reading:
-        """Queue a copy of what an offer of a fragment is made of."""
-
-
 def carry_out(boundary: Boundary, parameters: Carried, member: Steered, settings: RunSettings) -> None:
     """Write the versions of a boundary into the parameters, and hand readers to the member.
 
@@ -121,7 +109,7 @@ class Trainer:
 
     def __init__(
         self,
-        island: Island,
+        island: Stepping,
         member: Steered,
         batches: Iterator[Batch],
         settings: RunSettings,
@@ -211,7 +199,7 @@ class Trainer:
         done = StepDone(self.tokens_per_batch, flight.batch.share, flight.batch.index, None, 0.0, 0.0)
         self.look_ahead(done, (batch.share, batch.index))
 
-    def _watch(self, output: StepOutput) -> _End:
+    def _watch(self, output: Output) -> _End:
         """Wait for a step's end; a slow learner is asleep for the rest of its step."""
         began_s = time.perf_counter()
         loss = output.wait()

@@ -17,13 +17,13 @@ from safetensors import SafetensorError, safe_open
 from diloco.core.fragments import Fragment, FragmentMap
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
-from diloco_learner.island import Island
+from diloco_learner.model import Carried
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def put(path: Path, island: Island, fragments: FragmentMap, setting: str = "init = ") -> None:
-    """Write a file's values into an island's model; its optimizer is not touched. Errors begin with the ``setting``.
+def put(path: Path, model: Carried, fragments: FragmentMap, setting: str = "init = ") -> None:
+    """Write a file's values into a model; its optimizer is not touched. Errors begin with the ``setting``.
 
     Raises:
         SettingsError: the file cannot be read, its tensors are not the model's, or hold NaN or infinity.
@@ -31,7 +31,7 @@ def put(path: Path, island: Island, fragments: FragmentMap, setting: str = "init
     with _opened(path, setting) as file:
         _check(path, file, fragments, setting)
         for fragment in fragments.fragments:
-            island.write(fragment, _values(path, file, fragment, setting), None, 0.0)
+            model.write(fragment, _values(path, file, fragment, setting), None, 0.0)
 
 
 @contextmanager

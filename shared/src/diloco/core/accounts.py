@@ -16,13 +16,14 @@ from diloco.wire.entries import Cursor
 class StepDone:
     """Inner steps that have ended (usually one), on consecutive batches of a share of the data.
 
-    ``tokens`` are those of each step. ``loss`` is the newest known (None: none yet), and ``metrics`` are the task's own of the
-    same step. Since the last call, as far as is known by now, a step was in flight for ``busy_s``, none for ``blocked_s``
-    because of this system, and none for ``data_s`` because the next batch was not made yet.
+    ``tokens`` are those of each step. Without a ``share`` they were on data of the learner's own, which the run does not deal.
+    ``loss`` is the newest known (None: none yet), and ``metrics`` are the task's own of the same step. Since the last call, as
+    far as is known by now, a step was in flight for ``busy_s``, none for ``blocked_s`` because of this system, and none for
+    ``data_s`` because the next batch was not made yet.
     """
 
     tokens: int
-    share: int
+    share: int | None
     batch: int  # index in the share of the first step's
     loss: float | None
     busy_s: float

@@ -177,10 +177,15 @@ class DeltaState:
     next_number: int = 1
     pending: list[PendingDelta] = field(default_factory=list)
 
-    def step(self, tokens: int, share: int, batch: int, steps: int = 1) -> None:
-        """Count inner steps on consecutive batches of a share of the data; ``tokens`` are those of all of them."""
+    def step(self, tokens: int, share: int | None, batch: int, steps: int = 1) -> None:
+        """Count inner steps on consecutive batches of a share of the data; ``tokens`` are those of all of them.
+
+        Without a share they were on data of the learner's own, of which no range is kept.
+        """
         self.steps += steps
         self.tokens += tokens
+        if share is None:
+            return
         if self.data:
             last_share, first, count = self.data[-1]
             if (last_share, first + count) == (share, batch):  # as usual: on from where it was
@@ -188,9 +193,9 @@ class DeltaState:
                 return
         self.data = ranges.normal([*self.data, (share, batch, steps)])
 
-    def less(self, tokens: int, share: int, batch: int) -> DeltaState:
+    def less(self, tokens: int, share: int | None, batch: int) -> DeltaState:
         """Return the counts without the step that was counted last."""
-        data = ranges.subtract(self.data, [(share, batch, 1)])
+        data = self.data if share is None else ranges.subtract(self.data, [(share, batch, 1)])
         return replace(self, steps=self.steps - 1, tokens=self.tokens - tokens, data=data)
 
     def lose(self) -> None:

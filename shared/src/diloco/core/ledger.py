@@ -6,6 +6,8 @@ ledger grows only with breaks in their order: restarts, takeovers of shares, wor
 
 A batch may be *repeated*: two processes trained it, since the share of a dead learner continues behind the last batch merged.
 It is an error if a fragment merges one process's work on a batch twice.
+A learner may train on data of its own, as loops with a loader of theirs do. Its offers state no batches: nobody can account for
+them, and the ledger says how many tokens that are.
 """
 
 from __future__ import annotations
@@ -63,11 +65,13 @@ class Ledger:
     trained: dict[Process, list[Range]] = field(default_factory=dict)
     merged: list[dict[Process, list[Range]]] = field(default_factory=list)  # by fragment
     versions: list[int] = field(default_factory=list)  # by fragment: the newest one entered
+    own: list[dict[str, int]] = field(default_factory=list)  # by fragment and learner: tokens merged of data of its own
     batch_tokens: int = 0  # of one batch, the same for all of a run; 0: not known yet
     errors: list[str] = field(default_factory=list)  # the first few
 
     def __post_init__(self) -> None:
         self.merged = self.merged or [{} for _ in range(self.fragments)]
+        self.own = self.own or [{} for _ in range(self.fragments)]
         self.versions = self.versions or [0] * self.fragments
 
     def train(self, process: Process, trained: Sequence[Range], batch_tokens: int = 0) -> None:
@@ -86,7 +90,10 @@ class Ledger:
             return
         self.versions[record.fragment] = record.version
         merged = self.merged[record.fragment]
+        own = self.own[record.fragment]
         for member in record.members:
+            if not member.data:
+                own[member.learner] = own.get(member.learner, 0) + member.tokens
             process = member.learner, member.incarnation
             known = merged.get(process, [])
             twice = ranges.common(known, member.data)
@@ -155,6 +162,17 @@ class Ledger:
             for share in sorted(once)
         ]
 
+    def own_tokens(self, sizes: Sequence[int]) -> dict[str, int]:
+        """Return by learner the merged tokens of data of its own, which are not accounted for.
+
+        They are the mean over fragments, weighted by their ``sizes``.
+        """
+        learners = sorted({learner for own in self.own for learner, tokens in own.items() if tokens})
+        return {
+            learner: round(sum(size * own.get(learner, 0) for size, own in zip(sizes, self.own, strict=True)) / sum(sizes))
+            for learner in learners
+        }
+
     def dump(self) -> dict[str, Any]:
         """Return the ledger as plain values."""
         return {
@@ -162,6 +180,7 @@ class Ledger:
             "trained": [[*process, own] for process, own in sorted(self.trained.items())],
             "merged": [[[*process, own] for process, own in sorted(merged.items())] for merged in self.merged],
             "versions": self.versions,
+            "own": self.own,
             "errors": self.errors,
         }
 
@@ -178,6 +197,9 @@ class Ledger:
             ledger.train((str(learner), int(incarnation)), _plain(own))
         for merged, stored in zip(ledger.merged, values["merged"], strict=True):
             merged |= {(str(learner), int(incarnation)): ranges.normal(_plain(own)) for learner, incarnation, own in stored}
+        # an older version writes none
+        for own, stored in zip(ledger.own, values.get("own", ledger.own), strict=True):
+            own |= {str(learner): int(tokens) for learner, tokens in stored.items()}
         ledger.errors = [str(error) for error in values["errors"]]
         if len(ledger.versions) != fragments:
             raise ValueError(f"a ledger of {len(ledger.versions)} fragments, expected {fragments}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from diloco.settings.run import InnerSettings
+from diloco.settings.run import InnerSettings, RunSettings
 
 
 @dataclass(frozen=True)
@@ -28,3 +28,17 @@ def scheduled_rate(settings: InnerSettings, tokens_done: int, tokens_budget: int
     phase = (progress - settings.warmup_fraction) / (1 - settings.warmup_fraction)
     final = settings.final_fraction
     return settings.learning_rate * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * phase)))
+
+
+def learning_rate(settings: RunSettings, at: Moment) -> float:
+    """Return the rate of a step; 1 for an outer AdamW, which has its own.
+
+    Where a learner's optimizer state began fresh in mid-run, its rate rises over ``restart_warmup_steps`` of its own.
+    """
+    if settings.outer.optimizer == "adamw":
+        return 1.0
+    inner = settings.inner
+    rate = scheduled_rate(inner, at.tokens, at.budget)
+    if at.warming_steps is None or at.warming_steps >= inner.restart_warmup_steps:
+        return rate
+    return rate * (at.warming_steps + 1) / (inner.restart_warmup_steps + 1)

@@ -32,6 +32,7 @@ CHECK_BYTES = 4
 MAX_BLOCK_BYTES = (1 << 14) - 1  # the largest length of two bytes
 MAX_TEXT_BYTES = 1024
 XLA_FLAGS, THREADS = "XLA_FLAGS", "PJRT_NPROC"
+TORCH = "torch"  # how the machine of a learner begins that computes with PyTorch
 MAX_ITEMS = 4096
 _MAX_INT_BYTES = 9  # 63 bits
 

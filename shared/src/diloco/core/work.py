@@ -11,12 +11,12 @@ RUNS = 64  # that are remembered
 
 
 class _Run(NamedTuple):
-    """Steps of ``tokens`` each on consecutive batches of a share."""
+    """Steps of ``tokens`` each on consecutive batches of a share, or on data that no share has."""
 
     first_step: int
     steps: int
     tokens: int
-    share: int
+    share: int | None
     first_batch: int
 
 
@@ -27,7 +27,7 @@ class Work:
     steps: int = 0
     runs: list[_Run] = field(default_factory=list)
 
-    def add(self, tokens: int, share: int, batch: int, steps: int) -> bool:
+    def add(self, tokens: int, share: int | None, batch: int, steps: int) -> bool:
         """Book steps of ``tokens`` each; return whether every fragment is to be settled now, and then :meth:`forget`."""
         last = self.runs[-1] if self.runs else None
         if last is not None and (last.tokens, last.share, last.first_batch + last.steps) == (tokens, share, batch):

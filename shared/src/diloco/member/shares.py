@@ -54,8 +54,9 @@ class LeaseClient:
                 share: max(first, self._positions.get(share, 0)) for share, first in self._held.items() if share != letting_go
             }
 
-    def book(self, share: int, batch: int, tokens: int) -> None:
+    def book(self, share: int | None, batch: int, tokens: int) -> None:
         """Note that a batch was trained."""
+        assert share is not None
         with self._lock:
             self.batch_tokens = tokens
             first, count = self._newest.pop(share, (batch, 0))
@@ -157,3 +158,41 @@ class LeaseClient:
         except FenceError:
             return False
         return True
+
+
+class OwnData:
+    """Stands for the leases of a learner that trains on data of its own: it holds no share, and others are dealt all of them.
+
+    Its offers state no batches, and the run's ledger says so.
+    """
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.batch_tokens = 0
+
+    def leased(self) -> dict[int, int]:
+        return {}
+
+    def book(self, share: int | None, batch: int, tokens: int) -> None:
+        self.batch_tokens = tokens
+
+    def trained(self) -> list[Range]:
+        return []
+
+    def positions(self) -> list[tuple[int, int]]:
+        return []
+
+    def restore(self, positions: Iterable[tuple[int, int]]) -> None:
+        pass
+
+    def hear(self, learner: str, now_s: float) -> None:
+        pass
+
+    async def take(self, ends: Mapping[int, int]) -> None:
+        pass
+
+    async def look(self, ends: Mapping[int, int], now_s: float) -> None:
+        pass
+
+    async def leave(self) -> None:
+        pass

@@ -14,7 +14,7 @@ class LearnerTape:
 
     def __init__(self, tape: Recorder) -> None:
         self.tape = tape
-        self._next: tuple[int, int] | None = None  # share and batch of the next step, as the tape has it
+        self._next: tuple[int | None, int] | None = None  # share and batch of the next step, as the tape has it
         self._changes = 0
         self._began_s = 0.0
         self._noted_ms = 0  # since then, by the events so far
@@ -30,7 +30,7 @@ class LearnerTape:
 
     def step(self, done: StepDone, now_s: float) -> None:
         """Record an inner step that has ended by now."""
-        if (done.share, done.batch) != self._next:
+        if done.share is not None and (done.share, done.batch) != self._next:
             self.tape.record(events.Data(done.share, done.batch))
         self.tape.record(events.Step())
         self._next = (done.share, done.batch + 1)

@@ -36,6 +36,7 @@ class RunDirectory:
     identity: str | None = None  # file of the identity of commands
     wan_control: str | None = None  # control address of emulated links between regions
     init: str | None = None  # file of the weights that it begins with; None: as the task makes them
+    torch: dict[str, str] | None = None  # by learner: the task of one that computes with PyTorch; None: none does
     units: str | None = None  # of the loss, as the task says them; None: it does not, or nobody has asked it
 
     @property
@@ -85,12 +86,13 @@ def load(path: Path) -> RunDirectory:
         kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "init": str | None, "learners": int | None}
         kinds |= {"nats_bulk_url": str | None, "wan_control": str | None, "identity": str | None}
         kinds |= {"devices_per_learner": int | None, "processes_per_learner": int | None, "least_processes": int | None}
-        kinds |= {"region_urls": dict | None, "units": str | None}
+        kinds |= {"region_urls": dict | None, "torch": dict | None, "units": str | None}
         for key, kind in kinds.items():
             if not isinstance(values.get(key), kind):
                 raise TypeError(f"{key} = {values.get(key)!r}")
-        if not all(isinstance(url, str) for url in (values.get("region_urls") or {}).values()):
-            raise TypeError(f"region_urls = {values['region_urls']!r}")
+        for key in ("region_urls", "torch"):
+            if not all(isinstance(value, str) for value in (values.get(key) or {}).values()):
+                raise TypeError(f"{key} = {values[key]!r}")
         own: dict[str, Any] = {key: values.get(key) for key in kinds}
         return RunDirectory(path, settings=settings, **own)
     except FileNotFoundError:

@@ -209,6 +209,14 @@ class LearnerSettings(ServiceSettings):
     slow: float = Field(1.0, ge=1, description="every step takes this many times as long, asleep (for experiments)")
 
 
+class TorchLearnerSettings(LearnerSettings):
+    """A learner's own settings, which computes with PyTorch."""
+
+    task: str | None = Field(
+        None, description="package.module:attribute of the torch task, where the run's is that of learners with JAX"
+    )
+
+
 class SyncerSettings(ServiceSettings):
     """A syncer's own settings: all syncers of a region are alike."""
 

@@ -1,0 +1,75 @@
+"""A learner or an evaluator of one process: what it does once it has a model, whatever framework computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco.core import tape as events
+from diloco.core.fragments import FragmentMap
+from diloco.member.member import Member
+from diloco.process.tape import TapeFile
+from diloco_learner import checkpoint
+from diloco_learner.evaluator import Evaluator
+from diloco_learner.feed import Feed
+from diloco_learner.metrics import ObservedMember
+from diloco_learner.model import Model, parameters_digest
+from diloco_learner.process import Process, make_trainer
+from diloco_learner.task_api import Batches
+
+
+def make_member(process: Process, fragments: FragmentMap) -> Member:
+    """Return the member of this process, which is closed at the end."""
+    member = process.wait(_member(process, fragments))
+    process.at_end(member.close)
+    return member
+
+
+async def _member(process: Process, fragments: FragmentMap) -> Member:
+    settings, run, log = process.settings, process.run, process.log
+    tape = TapeFile(settings.state_dir, settings.name, run.identity, log) if settings.role == "learner" else None
+    return Member(process.transport, run, fragments, settings, log, tape)
+
+
+def work(
+    process: Process,
+    model: Model,
+    member: Member,
+    task: Batches,
+    tokens_per_batch: int,
+    about: Sequence[events.Event],
+) -> None:
+    """Join the run, and train or evaluate until it is over, or until this process is asked to end.
+
+    ``about``: what a learner's tape says of its machine.
+    """
+    settings = process.settings
+    process.wait(member.join(lambda: [model.read(fragment).to_host() for fragment in member.map.fragments]))
+    process.exporter.observed = ObservedMember(member, process.transport, process.exporter.labels())
+    if settings.role != "learner":
+        run = process.run.created
+        Evaluator(model, member, run, settings.state_dir, process.log, stopping=process.stopping).run()
+        return
+    if not checkpoint.restore(settings, model, member, process.log):
+        member.count_steps(tokens_per_batch)
+        wanted = model.wanted(optimizer_only=True)
+        if not checkpoint.take_up(model, member, settings.state_dir, process.log) and (
+            process.wait(member.borrow(model.optimizer_layout(), wanted, model.put)) is None
+        ):
+            model.forget_optimizer()
+    for event in about:
+        member.tape.record(event)
+    _train(process, model, member, task, tokens_per_batch)
+
+
+def _train(process: Process, model: Model, member: Member, task: Batches, tokens_per_batch: int) -> None:
+    """Train until the run is over or this process is asked to end, and save its state."""
+    settings, log, run = process.settings, process.log, process.run
+    keeper = checkpoint.Keeper(model, member, settings, log)
+    feed = Feed(task, run.created, member.leased, log)
+    trainer = make_trainer(process, tokens_per_batch, model, member, feed, keeper.at_boundary)
+    try:
+        finished = trainer.run()
+    finally:
+        keeper.close()
+    member.tape.record(events.End(finished, parameters_digest(model, member.map)))
+    keeper.save_last()  # of a run that is over, too: another one may continue it

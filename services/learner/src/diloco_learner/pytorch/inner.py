@@ -1,0 +1,174 @@
+"""The inner optimizer over masters, as :mod:`diloco_learner.inner` has it: AdamW, or Muon for matrices.
+
+``torch.optim.Muon`` is another one: it computes in bfloat16, corrects no bias, and takes a fused tensor for one matrix. In a
+run of both frameworks all learners are to have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from diloco.core.outer import EPSILON
+from diloco.errors import SettingsError
+from diloco.settings.run import InnerSettings, RunSettings
+from diloco_learner import members
+from diloco_learner.task_api import matrices_of
+
+MOMENTUM = 0.95  # as its author has it (Jordan 2024), like the five Newton-Schulz steps of these coefficients
+COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5
+RMS = 0.2  # of an update's entries, as AdamW's are about (Liu et al., arXiv 2502.16982), so one rate serves both
+TINY = 1e-8  # added to a norm that is divided by
+
+Optimizers = list[torch.optim.Optimizer]
+
+
+class Muon(torch.optim.Optimizer):  # type: ignore[misc]
+    """Orthogonalise the momentum of each matrix (Muon); an update's entries have a root mean square of 0.2.
+
+    ``matrices``: of each parameter, how many matrices it has, one below the other.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], matrices: Sequence[int], lr: float, weight_decay: float) -> None:
+        self.matrices = dict(zip(params, matrices, strict=True))
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Take a step along the gradients."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._step(parameter, group["lr"], group["weight_decay"])
+
+    def _step(self, parameter: torch.Tensor, rate: float, decay: float) -> None:
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        if not state:
+            state["step"], state["momentum"] = torch.zeros(()), torch.zeros_like(parameter)
+        state["step"] += 1
+        momentum, count = state["momentum"], int(state["step"])
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        # Nesterov's, of which each part is corrected for its beginning with 0
+        ahead = MOMENTUM / (1 - MOMENTUM ** (count + 1)) * momentum + (1 - MOMENTUM) / (1 - MOMENTUM**count) * gradient
+        split = ahead.reshape(self.matrices[parameter], -1, ahead.shape[-1])
+        update = RMS * max(split.shape[1:]) ** 0.5 * orthogonal(split)
+        parameter.mul_(1 - rate * decay).sub_(rate * update.reshape(parameter.shape))
+
+
+def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
+    """Return matrices, float32 [count, rows, columns], with singular values of about 1 (Newton and Schulz)."""
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + TINY)
+    for _ in range(STEPS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.mT if tall else x
+
+
+def built_in(settings: RunSettings, task: object, masters: Mapping[str, torch.Tensor], rate: float) -> Optimizers:
+    """Return the optimizers that the run's settings describe; weights of two or more axes decay, norms and biases do not."""
+    inner = settings.inner
+    counts = {path: matrices_of(task, path, tuple(master.shape)) for path, master in masters.items()}
+    muons = [path for path, count in counts.items() if count and inner.optimizer == "muon"]
+    found: Optimizers = []
+    if muons:
+        found.append(Muon([masters[path] for path in muons], [counts[path] for path in muons], rate, inner.weight_decay))
+    others = [master for path, master in masters.items() if path not in muons]
+    if others:
+        found.append(_adamw(inner, others, rate))
+    return found
+
+
+def _adamw(inner: InnerSettings, masters: Sequence[torch.Tensor], rate: float) -> torch.optim.Optimizer:
+    decays = [[master for master in masters if master.ndim > 1], [master for master in masters if master.ndim <= 1]]
+    groups = [
+        {"params": some, "weight_decay": decay} for some, decay in zip(decays, (inner.weight_decay, 0.0), strict=True) if some
+    ]
+    return torch.optim.AdamW(groups, lr=rate, betas=(inner.beta1, inner.beta2), eps=EPSILON, fused=True)
+
+
+def own(settings: RunSettings, task: Any, masters: Sequence[torch.Tensor], rate: float) -> Optimizers:
+    """Return the optimizer that a task makes.
+
+    Raises:
+        SettingsError: it returned something else.
+    """
+    returned, where = task.optimizer(masters, rate), members.place(task.optimizer)
+    if not isinstance(returned, torch.optim.Optimizer):
+        raise SettingsError(f"task: optimizer() returned a {type(returned).__name__}, expected a torch.optim.Optimizer{where}")
+    return [returned]
+
+
+class Inner:
+    """The optimizers of a model's masters, whose rates follow the run's schedule: each group's, times the run's by its peak.
+
+    Their state is arrays by name, ``optimizer/PATH/KEY``.
+
+    Raises:
+        SettingsError: a task's own optimizer is none, or the run has no place for one.
+    """
+
+    def __init__(self, settings: RunSettings, task: object, masters: Mapping[str, torch.nn.Parameter]) -> None:
+        if settings.outer.optimizer == "adamw":
+            raise SettingsError(
+                "task: a torch task in a run with outer.optimizer = adamw, whose learners offer gradients: take another preset"
+            )
+        self._settings, self._task, self.masters = settings, task, masters
+        self._peak = settings.inner.learning_rate
+        self.clips = not hasattr(task, "optimizer")
+        self._layout: dict[str, torch.Tensor] = {}  # by name: a state's arrays, without values
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin with a fresh state."""
+        if self.clips:
+            optimizers = built_in(self._settings, self._task, self.masters, self._peak)
+        else:
+            optimizers = own(self._settings, self._task, list(self.masters.values()), self._peak)
+        self._optimizers = optimizers
+        self._groups = [(group, group["lr"]) for each in optimizers for group in each.param_groups]
+        paths = {master: path for path, master in self.masters.items()}
+        # by path: the optimizer that has it; one of the task's own may leave some out
+        self._owners = {paths[one]: each for each in optimizers for group in each.param_groups for one in group["params"]}
+
+    def step(self, rate: float) -> None:
+        """Move the masters along their gradients."""
+        for group, of_peak in self._groups:
+            group["lr"] = of_peak * (rate / self._peak)
+        for each in self._optimizers:
+            each.step()
+
+    def learn_layout(self) -> None:
+        """Note, after a step, of which arrays the state is.
+
+        Raises:
+            SettingsError: it holds something that is no tensor.
+        """
+        for path in self._owners:
+            for key, value in self._state(path).items():
+                if isinstance(value, torch.Tensor):
+                    self._layout[f"optimizer/{path}/{key}"] = torch.empty_like(value)
+                elif value is not None:
+                    raise SettingsError(
+                        f"task: optimizer(): its state has {path}/{key} as a {type(value).__name__}, which cannot be saved: "
+                        f"keep tensors there{members.place(self._task.optimizer)}"  # type: ignore[attr-defined]
+                    )
+
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """Return the state by name. One that begins is zeros, with which optimizers of torch begin."""
+        found = {}
+        for name, like in self._layout.items():
+            path, _, key = name.removeprefix("optimizer/").rpartition("/")
+            state = self._state(path)
+            if state.get(key) is None:
+                state[key] = torch.zeros_like(like)
+            found[name] = state[key]
+        return found
+
+    def _state(self, path: str) -> Any:
+        return self._owners[path].state[self.masters[path]]

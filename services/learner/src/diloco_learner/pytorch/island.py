@@ -1,0 +1,308 @@
+"""A ``torch.nn.Module`` as the model of a learner: :class:`diloco_learner.model.Model`.
+
+Parameters stay where the module has them, and are read and written in place. A module with parameters in bfloat16 has float32
+**masters** beside it, as :class:`diloco_learner.island.Island` has: reads, writes, states and the optimizer concern masters
+alone, and each step computes with masters rounded.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from diloco.core.chunks import Chunk
+from diloco.core.delta import Reference
+from diloco.core.fragments import Fragment, FragmentMap, build_map
+from diloco.errors import SettingsError
+from diloco.member.peer import Layout
+from diloco.member.state import Content
+from diloco.settings.run import RunSettings
+from diloco_learner import members
+from diloco_learner.evaluation import Evaluation, evaluated, own_values, validation_sets
+from diloco_learner.model import COPY_BYTES, Capture, Vector, compare_states
+from diloco_learner.pytorch.device import Queue
+from diloco_learner.pytorch.inner import Inner
+from diloco_learner.pytorch.task import Task, loss_of
+from diloco_learner.pytorch.tensors import Rows, check_types, check_views, on_host, paths_of
+from diloco_learner.task_api import is_embedding
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """A step that was queued: its loss, NaN where it was not taken, and the task's own metrics."""
+
+    outcome: Future[tuple[float, dict[str, float]]]
+
+    def wait(self) -> float:
+        """Wait for the step to end; its loss, or NaN where loss or gradients were not finite and no step was taken."""
+        return self.outcome.result()[0]
+
+    def metric_values(self) -> dict[str, float]:
+        """Wait for the step to end; the task's own metrics."""
+        return self.outcome.result()[1]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A fragment's values as of when it was read: a copy on the device, once its turn has come."""
+
+    values: Future[torch.Tensor]
+
+    def to_host(self, out: Vector | None = None) -> Vector:
+        """Wait for the values, and return them as float32 [size of the fragment], in ``out`` if given. From any thread."""
+        return on_host(self.values.result(), out)
+
+
+class TorchIsland:
+    """A model begins as ``task.module`` makes it, with torch's random numbers from the run's seed.
+
+    Raises:
+        SettingsError: a trained parameter is neither float32 nor bfloat16, or there are none; ``tensors`` are not views of all.
+    """
+
+    apart = False
+
+    def __init__(self, task: Task, settings: RunSettings) -> None:
+        self.task, self._run, self._queue = task, settings, Queue()
+        source = f"task = {settings.task.name!r}"
+        torch.manual_seed(settings.seed)
+        self._module = task.module()
+        if not isinstance(self._module, torch.nn.Module):
+            raise SettingsError(f"{source}: module() returned a {type(self._module).__name__}, expected a torch.nn.Module")
+        check_types(self._module, source)
+        rounds = any(tensor.dtype != torch.float32 for tensor in self._module.parameters() if tensor.requires_grad)
+        self._masters = copy.deepcopy(self._module).float() if rounds else self._module
+        views = paths_of(self._masters)
+        if hasattr(task, "tensors"):
+            views = check_views(task.tensors(self._masters), self._masters, source)
+        self._rows = Rows(views)
+        self._inner = Inner(settings, task, _masters(self._masters, views))
+        persistent = self._module.state_dict().keys()
+        self._buffers = {name: buffer for name, buffer in self._module.named_buffers() if name in persistent}
+        self._layout: dict[str, Chunk] = {}
+
+    def fragments(self) -> FragmentMap:
+        """Return the fragments that the run cuts the model into."""
+        cut = self._run.fragments
+        return build_map(self._rows.specs(lambda path: is_embedding(self.task, path)), cut.count, cut.strategy)
+
+    def check(self, batch: Any) -> None:
+        """Find out that the task's loss of a batch is one number that can be differentiated.
+
+        Raises:
+            SettingsError: it is something else.
+        """
+        self.rehearse(batch)
+
+    # ---- steps
+
+    def rehearse(self, batch: Any) -> None:
+        """Take a step that changes nothing, so that the first one takes no longer than others, and all arrays are known.
+
+        Raises:
+            SettingsError: the task's loss is no float32 scalar that can be differentiated; its optimizer's state has more
+                than tensors.
+        """
+        kept = {name: tensor.clone() for name, tensor in [*self._rows.views.items(), *self._buffers.items()]}
+        self.begin_step(batch, 0.0).wait()
+        for name, tensor in [*self._rows.views.items(), *self._buffers.items()]:
+            tensor.copy_(kept[name])
+        self._inner.learn_layout()
+        self._inner.reset()
+        self._layout = {name: _chunk(name, array) for name, array in self._arrays().items()}
+
+    def begin_step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> StepOutput:
+        """Queue a step. Where loss or gradients are not finite, nothing changes but what the output says."""
+        return StepOutput(self._queue.add(self._step, batch, learning_rate, at))
+
+    def finish_step(self) -> None:
+        """Do nothing: a step is one piece of work."""
+
+    def _step(self, batch: Any, learning_rate: float, at: tuple[int, int]) -> tuple[float, dict[str, float]]:
+        torch.manual_seed(_key(self._run.seed, *at))
+        self._round()
+        self._module.train()
+        self._module.zero_grad()
+        with members.users_errors(self._run.task):
+            loss, metrics = loss_of(self.task, self._module, batch)
+            loss.backward()
+        found = self._gradients()
+        norm = torch.nn.utils.get_total_norm([gradient for gradient in found if gradient is not None])
+        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+            return math.nan, metrics
+        if self._inner.clips:
+            torch.nn.utils.clip_grads_with_norm_(list(self._inner.masters.values()), self._run.inner.clip_norm, norm)
+        with members.users_errors(self._run.task):  # it may be the task's own optimizer
+            self._inner.step(learning_rate)
+        return loss.item(), metrics
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradients of masters, after a backward pass."""
+        if self._masters is not self._module:
+            for master, parameter in zip(self._masters.parameters(), self._module.parameters(), strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+        return [master.grad for master in self._inner.masters.values()]
+
+    def _round(self) -> None:
+        """Have the module compute with the masters, rounded to its types."""
+        with torch.no_grad():
+            if self._masters is not self._module:
+                for master, parameter in zip(self._masters.parameters(), self._module.parameters(), strict=True):
+                    parameter.copy_(master)
+
+    # ---- fragments
+
+    def read(self, fragment: Fragment) -> Reading:
+        """Queue a copy of a fragment's values, as of the steps and writes so far."""
+        return Reading(self._queue.add(self._rows.read, fragment))
+
+    snapshot = read  # an offer is made of the values
+
+    def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
+        """Queue the writing of a fragment, as :class:`diloco_learner.model.Carried` says."""
+        self._queue.add(self._rows.write, fragment, theta, reference, alpha)
+
+    # ---- state
+
+    def capture(self, *, optimizer_only: bool = False) -> Capture:
+        """Return the state as of the steps and writes so far, to be read in chunks; a copy, where there is room for one."""
+        chunks = self.wanted(optimizer_only=optimizer_only)
+        held = not _fits(chunks)
+        arrays = self._queue.add(self._copied, not held)
+
+        def values() -> Iterator[NDArray[Any]]:
+            for chunk in chunks:
+                yield np.asarray(_on_host(arrays.result()[chunk.name][chunk.where]), order="C")
+
+        return Capture(Content(chunks, values()), held)
+
+    def wanted(self, *, optimizer_only: bool = False) -> list[Chunk]:
+        """Return the chunks of the state that :meth:`put` takes, in any order; a step has been rehearsed."""
+        kinds = ("optimizer/",) if optimizer_only else ("params/", "buffers/", "optimizer/")
+        return [chunk for name in sorted(self._layout) if name.startswith(kinds) for chunk in self._layout[name].cut()]
+
+    def put(self, chunk: Chunk, values: NDArray[Any]) -> None:
+        """Write a chunk of :meth:`wanted`: ``values``, any dtype [its lengths]."""
+        self._queue.do(self._put, chunk, values)
+
+    def optimizer_layout(self) -> Layout:
+        """Return names, shapes and types of the optimizer state."""
+        wholes = {chunk.name: self._layout[chunk.name] for chunk in self.wanted(optimizer_only=True)}
+        return Layout(tuple((name, wholes[name].shape, wholes[name].dtype) for name in sorted(wholes)))
+
+    def forget_optimizer(self) -> None:
+        """Begin with a fresh optimizer state."""
+        self._queue.do(self._inner.reset)
+
+    def check_state(self, state: Mapping[str, Chunk]) -> None:
+        """Check that a state of these arrays, by name, is one of this model.
+
+        Raises:
+            RunError: an array is missing, not known, or of another shape or type.
+        """
+        compare_states(self._layout, state)
+
+    def _arrays(self) -> dict[str, torch.Tensor]:
+        named = {f"params/{path}": view for path, view in self._rows.views.items()}
+        return named | {f"buffers/{name}": buffer for name, buffer in self._buffers.items()} | self._inner.arrays()
+
+    def _copied(self, copies: bool) -> dict[str, torch.Tensor]:
+        return {name: array.clone() if copies else array for name, array in self._arrays().items()}
+
+    def _put(self, chunk: Chunk, values: NDArray[Any]) -> None:
+        with torch.no_grad():
+            array = self._arrays()[chunk.name]
+            array[chunk.where].copy_(torch.from_numpy(np.array(values)))
+
+    # ---- evaluation
+
+    def evaluation(self) -> Evaluation:
+        """Return how good the model is, by all that the task has to say it.
+
+        Raises:
+            SettingsError: validation sets, or values of the task's own, are not what they can be.
+        """
+        return self._queue.do(self._evaluation)
+
+    def check_evaluation(self) -> None:
+        """Find out that validation sets and values of the task's own are what they can be.
+
+        Raises:
+            SettingsError: they are not.
+        """
+        with members.users_errors(self._run.task):
+            validation_sets(self.task, self._run.task)
+        self._queue.do(self._own_values)
+
+    def sample(self, seed: int, count: int, prompt: str | None = None) -> str | None:
+        """Return text of ``count`` characters from the model, behind a ``prompt`` if given; None if the task draws none."""
+        return self._queue.do(self._sample, seed, count, prompt)
+
+    def _evaluation(self) -> Evaluation:
+        with torch.no_grad(), members.users_errors(self._run.task):
+            self._begin_to_evaluate(self._run.seed)
+            sets = validation_sets(self.task, self._run.task)
+            found = {name: [self._loss_and_metrics(batch) for batch in batches] for name, batches in sets.items()}
+            return evaluated(found, self._own_values())
+
+    def _own_values(self) -> dict[str, float]:
+        with torch.no_grad(), members.users_errors(self._run.task):
+            self._begin_to_evaluate(self._run.seed)
+            return own_values(self.task, {}, self._module) if hasattr(self.task, "evaluate") else {}
+
+    def _loss_and_metrics(self, batch: Any) -> tuple[float, dict[str, float]]:
+        loss, metrics = loss_of(self.task, self._module, batch)
+        return loss.item(), metrics
+
+    def _sample(self, seed: int, count: int, prompt: str | None) -> str | None:
+        with torch.no_grad():
+            draw, given = getattr(self.task, "sample", None), {} if prompt is None else {"prompt": prompt}
+            self._begin_to_evaluate(seed)
+            return None if draw is None else str(draw(self._module, count, **given))
+
+    def _begin_to_evaluate(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self._round()
+        self._module.eval()
+
+
+def _masters(module: torch.nn.Module, views: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+    """Return the trained parameters by path: that of their view, if they have one, or else by their name."""
+    paths: dict[int, list[str]] = {}
+    for path, view in views.items():
+        paths.setdefault(view.untyped_storage().data_ptr(), []).append(path)
+    found = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            own = paths[parameter.untyped_storage().data_ptr()]
+            found[own[0] if len(own) == 1 else name.replace(".", "/")] = parameter
+    return found
+
+
+def _key(seed: int, share: int, index: int) -> int:
+    """Return the seed of torch's random numbers in the step on a batch: the same when the step is done again."""
+    return int.from_bytes(blake3(f"{seed} {share} {index}".encode()).digest()[:8], "little") >> 1
+
+
+def _fits(chunks: list[Chunk]) -> bool:
+    """Whether a copy of a state is made: a device of which nobody asks how much it has is taken to have that much to spare."""
+    return sum(chunk.size_bytes for chunk in chunks) <= COPY_BYTES
+
+
+def _chunk(name: str, array: torch.Tensor) -> Chunk:
+    return Chunk.whole(name, tuple(array.shape), _on_host(array[(slice(0, 0),) * array.ndim]).dtype.name)
+
+
+def _on_host(array: torch.Tensor) -> NDArray[Any]:
+    """Return values on the host; those of bfloat16, which NumPy does not have, as float32."""
+    found: NDArray[Any] = (array.float() if array.dtype == torch.bfloat16 else array).detach().cpu().numpy()
+    return found

@@ -1,0 +1,110 @@
+"""A torch model with its data: an object with the methods of :class:`Task`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from diloco.errors import SettingsError
+from diloco.settings.run import TaskSettings
+from diloco_learner import members
+from diloco_learner.task_api import METRIC_NAME, Aux, check_called, made
+
+BUILT_IN = "gpt"
+MAX_METRICS = 32
+REQUIRED = ("tokens_per_batch", "module", "loss", "batches")
+# by member that is called: how many arguments it is given by place, and the keywords that it may name
+CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "module": (0, ()),
+    "loss": (2, ()),
+    "batches": (4, ()),
+    "validation": (0, ()),
+    "is_embedding": (1, ()),
+    "matrices": (1, ()),
+    "tensors": (1, ()),
+    "optimizer": (2, ()),
+    "evaluate": (1, ()),
+    "sample": (2, ("prompt",)),
+}
+
+
+class Task(Protocol):
+    """A torch model with its data. These members are needed; docs/pytorch.md has all of them."""
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """Tokens that one batch trains on."""
+
+    def module(self) -> torch.nn.Module:
+        """Return the model to begin with. Its trained parameters are float32 or bfloat16."""
+
+    @property
+    def loss(self) -> Callable[[torch.nn.Module, Any], Any]:
+        """``loss(module, batch)`` returns a batch's mean loss, a float32 scalar in the task's units, or it and an ``Aux``."""
+
+    @property
+    def batches(self) -> Callable[..., Iterator[Any]]:
+        """``batches(share, shares, seed, start)`` yields batches without end from the ``start``-th on, of one share."""
+
+
+def load_task(settings: TaskSettings, data: str | None) -> Task:
+    """Return the result of the user's ``package.module:attribute`` for ``(settings, data)``.
+
+    Raises:
+        SettingsError: no such task, it cannot be imported, or it lacks something that a torch task has.
+    """
+    if settings.name == BUILT_IN:
+        raise SettingsError(
+            "task: the run's is the built-in one, which is of JAX: name a torch task of the same model by the setting task, "
+            "such as torch_gpt:make of examples/torch_gpt.py"
+        )
+    return checked(made(settings, data), settings)
+
+
+def checked(task: Any, settings: TaskSettings) -> Task:
+    """Return a task that a user's factory made, if it has its members.
+
+    Raises:
+        SettingsError: it lacks something that a torch task has.
+    """
+    source = f"task = {settings.name!r}: what {settings.name.rpartition(':')[2]} returns"
+    if hasattr(task, "init") and not hasattr(task, "module"):
+        source = f"{source} is a task of JAX; name a torch task of the same model by this learner's setting task: it"
+    check_called(task, REQUIRED, CALLED, source)
+    found: Task = task
+    return found
+
+
+def loss_of(task: Task, module: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return a batch's loss, and its metrics.
+
+    Raises:
+        SettingsError: the task returned something else.
+    """
+    returned = task.loss(module, batch)
+    loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, Aux())
+    where = members.place(task.loss)
+    if not isinstance(aux, Aux):
+        raise SettingsError(f"task: loss() returned a tuple with a {type(aux).__name__}, expected (loss, Aux(metrics)){where}")
+    if not isinstance(loss, torch.Tensor) or loss.shape != () or loss.dtype not in (torch.float32, torch.float64):
+        came = f"{loss.dtype}{list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise SettingsError(
+            f"task: loss() returned {came.removeprefix('torch.')}, expected a float32 scalar: the mean loss of the batch, of "
+            f"logits in float32{where}"
+        )
+    return loss, _metrics(aux.metrics, where)
+
+
+def _metrics(metrics: Mapping[str, Any], where: str) -> dict[str, float]:
+    if len(metrics) > MAX_METRICS:
+        raise SettingsError(f"task: loss() returned {len(metrics)} metrics, expected at most {MAX_METRICS}{where}")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or METRIC_NAME.fullmatch(name) is None:
+            raise SettingsError(
+                f"task: loss() returned a metric named {name!r}, expected 1 to 48 lower-case letters, digits and _{where}"
+            )
+        if not isinstance(value, int | float) and not (isinstance(value, torch.Tensor) and value.shape == ()):
+            raise SettingsError(f"task: loss() returned metric {name!r} as {value!r:.60}, expected a scalar{where}")
+    return {name: float(value) for name, value in metrics.items()}

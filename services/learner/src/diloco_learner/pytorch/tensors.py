@@ -1,0 +1,118 @@
+"""The tensors of a module that a run trains: their paths, and reading and writing of their rows, in place.
+
+A parameter's path is its name with ``/`` for ``.``. A run that others train with JAX has the names and layouts of their task:
+a task's ``tensors(module)`` gives for each path a view of a parameter, such as its transpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from diloco.core.delta import Reference
+from diloco.core.fragments import Fragment, Piece, TensorSpec
+from diloco.errors import SettingsError
+from diloco_learner.model import Vector
+
+Views = dict[str, torch.Tensor]
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+def paths_of(module: torch.nn.Module) -> Views:
+    """Return the trained parameters of a module by their paths."""
+    named = module.named_parameters()
+    return {name.replace(".", "/"): tensor.detach() for name, tensor in named if tensor.requires_grad}
+
+
+def check_types(module: torch.nn.Module, source: str) -> None:
+    """Find out that a module has trained parameters, and that each is float32 or bfloat16; ``source`` begins the sentence.
+
+    Raises:
+        SettingsError: it has none, or one is of another type.
+    """
+    named = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
+    if not named:
+        raise SettingsError(f"{source}: the module has no parameter that requires a gradient, so there is nothing to train")
+    for name, tensor in named:
+        if tensor.dtype not in FLOATS:
+            raise SettingsError(
+                f"{source}: parameter {name!r} is {shown(tensor.dtype)}, expected float32 or bfloat16: module.float() makes "
+                "it float32, and autocast computes in other types"
+            )
+
+
+def check_views(views: Any, module: torch.nn.Module, source: str) -> Views:
+    """Return a mapping of paths to views of a module's trained parameters, if they are all of them, each once.
+
+    Raises:
+        SettingsError: a view is no tensor, or shares no memory with a parameter; or a parameter has no view, or two.
+    """
+    if not isinstance(views, Mapping):
+        raise SettingsError(f"{source}: tensors() returned a {type(views).__name__}, expected views of parameters by path")
+    places = {tensor.untyped_storage().data_ptr(): (name, tensor) for name, tensor in module.named_parameters()}
+    missing = {name: tensor.numel() for name, tensor in module.named_parameters() if tensor.requires_grad}
+    for path, view in views.items():
+        if not isinstance(view, torch.Tensor):
+            raise SettingsError(f"{source}: tensors() has {path!r} as a {type(view).__name__}, expected a view of a parameter")
+        name, _ = places.get(view.untyped_storage().data_ptr(), ("", None))
+        if name not in missing:
+            raise SettingsError(
+                f"{source}: tensors() has {path!r}, which shares no memory with a trained parameter: give a view of one, such "
+                "as parameter.T, and no copy"
+            )
+        missing[name] -= view.numel()
+    for name, left in missing.items():
+        if left:
+            said = f"lacks {left} of the values of" if left > 0 else "has values twice of"
+            raise SettingsError(f"{source}: tensors() {said} parameter {name!r}: each is to be there once")
+    return {path: view.detach() for path, view in views.items()}
+
+
+class Rows:
+    """Rows of named tensors, float32 on any device, which are read and written at once, where they lie."""
+
+    def __init__(self, views: Views) -> None:
+        self.views = views
+
+    def specs(self, is_embedding: Callable[[str], bool]) -> list[TensorSpec]:
+        """Return path, shape and whether it is embedding-like, of every tensor."""
+        return [TensorSpec(path, tuple(view.shape), is_embedding(path)) for path, view in self.views.items()]
+
+    def read(self, fragment: Fragment) -> torch.Tensor:
+        """Return a copy of a fragment's values, float32 [its size], on their device."""
+        return torch.cat([self._rows(piece).reshape(-1) for piece in fragment.pieces])
+
+    def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None, alpha: float) -> None:
+        """Write a fragment, as :class:`diloco_learner.model.Carried` says."""
+        with torch.no_grad():
+            for piece in fragment.pieces:
+                rows = self._rows(piece)
+                new = _part(theta, piece, rows)
+                if reference is not None:
+                    new = new + (rows - _part(reference, piece, rows))
+                rows.copy_(new if reference is None and alpha == 0 else alpha * rows + (1 - alpha) * new)
+
+    def _rows(self, piece: Piece) -> torch.Tensor:
+        view = self.views[piece.path]
+        return view[piece.row_start : piece.row_stop] if view.ndim else view
+
+
+def _part(vector: Reference | Vector, piece: Piece, rows: torch.Tensor) -> torch.Tensor:
+    values = vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
+    return torch.from_numpy(values if values.flags.writeable else values.copy()).to(rows.device)
+
+
+def on_host(values: torch.Tensor, out: Vector | None) -> Vector:
+    """Wait for values, float32 [n], and return them on the host, in ``out`` if given."""
+    vector: Vector = values.cpu().numpy()
+    if out is None:
+        return vector
+    out[...] = vector
+    return out
+
+
+def shown(dtype: torch.dtype) -> str:
+    """Return a type as people name it."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,143 @@
+"""The part of the task API that knows no framework. ``docs/task-api.md`` has all that a task may be."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from diloco.errors import SettingsError
+from diloco.settings.run import RunSettings, TaskSettings
+from diloco_learner import members, options
+
+METRIC_NAME = re.compile(r"[a-z0-9_]{1,48}")  # of all numbers that tasks name
+EVALUATE_EVERY_S = 8.0  # often enough for a curve, seldom enough to leave the processor to learners
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a task's numbers, for people."""
+
+    item: str = "token"  # that tokens_per_batch counts
+    loss: str = "nats per token"
+
+
+@dataclass(frozen=True)
+class Aux:
+    """A loss's company, which nothing is differentiated through."""
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # scalars by name, means over the batch's rows
+
+
+class Batches(Protocol):
+    """Something that has the data of shares."""
+
+    @property
+    def batches(self) -> Callable[..., Iterator[Any]]:
+        """``batches(share, shares, seed, start)`` yields batches without end from the ``start``-th on, of one share."""
+
+
+def is_embedding(task: object, path: str) -> bool:
+    """Return whether the tensor of this path (its keys joined by ``/``) is embedding-like: merged by direct average."""
+    said = getattr(task, "is_embedding", None)
+    return False if said is None else bool(said(path))
+
+
+def matrices_of(task: object, path: str, shape: tuple[int, ...]) -> int:
+    """Return how many matrices a tensor has that an optimizer of matrices treats each by itself; 0: none.
+
+    Raises:
+        SettingsError: the task's number does not divide the tensor's rows.
+    """
+    if len(shape) != 2:
+        return 0
+    said = getattr(task, "matrices", None)
+    count = int(not is_embedding(task, path)) if said is None else said(path)
+    if not isinstance(count, int) or count < 0 or (count and shape[0] % count):
+        raise SettingsError(f"task: matrices({path!r}) is {count!r}, expected a number that divides its {shape[0]} rows, or 0")
+    return count
+
+
+def evaluate_every_s(task: object) -> float:
+    """Return the least time between two evaluations of the global model."""
+    said: float = getattr(task, "evaluate_every_s", EVALUATE_EVERY_S)
+    return said
+
+
+def units_of(task: object) -> dict[str, str | None]:
+    """Return the units of a task's numbers, by ``item`` and ``loss``; None where it does not say."""
+    units = getattr(task, "units", None)
+    return {name: None if (said := getattr(units, name, None)) is None else str(said) for name in ("item", "loss")}
+
+
+def first_batch(task: Batches, settings: RunSettings) -> Any:
+    """Return the first batch of a run's first share.
+
+    Raises:
+        SettingsError: there is none.
+        DataError: the data is missing, unreadable or too short.
+    """
+    return next_batch(task.batches(0, settings.learners, settings.seed, 0), settings.task, 0, 0)
+
+
+def next_batch(batches: Iterator[Any], settings: TaskSettings, share: int, index: int) -> Any:
+    """Return the next of a task's batches, the ``index``-th of its share.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    try:
+        return next(batches)
+    except StopIteration:
+        raise SettingsError(
+            f"task.name = {settings.name!r}: batches() of share {share} ended before batch {index}; they go on without end: "
+            "begin with the data again when it is used up"
+        ) from None
+
+
+def made(settings: TaskSettings, data: str | None) -> Any:
+    """Return the result of the user's ``package.module:attribute`` for ``(settings, data)``.
+
+    Raises:
+        SettingsError: no such factory, or it cannot be imported.
+    """
+    module_name, colon, attribute = settings.name.partition(":")
+    if not colon:
+        raise SettingsError(f"task.name = {settings.name!r}: expected 'gpt' or 'package.module:attribute'")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may do anything wrong
+        reason = f"{type(error).__name__}: {error}"
+        raise SettingsError(f"task.name = {settings.name!r}: {module_name} cannot be imported: {reason}") from error
+    make = getattr(module, attribute, None)
+    if not callable(make):
+        what = "is not callable" if hasattr(module, attribute) else "does not exist"
+        raise SettingsError(f"task.name = {settings.name!r}: {attribute!r} {what} in {module_name}")
+    return make(settings, data, **options.of(make, settings.options))
+
+
+def check_called(task: Any, required: Collection[str], called: Mapping[str, tuple[int, tuple[str, ...]]], source: str) -> None:
+    """Find out that a task has its members, and that each is called as it can be.
+
+    ``called``: by member, how many arguments it is given by place, and the keywords that it may name.
+
+    Raises:
+        SettingsError: one is missing, or needs an argument that nobody gives it; ``source`` begins the sentence.
+    """
+    missing = [name for name in required if not hasattr(task, name)]
+    if missing:
+        raise SettingsError(f"{source} lacks {', '.join(missing)}")
+    for member, (arguments, known) in called.items():
+        if callable(getattr(task, member, None)):
+            members.keywords(task, member, arguments, known)
+    every_s = evaluate_every_s(task)
+    if not isinstance(every_s, int | float) or not 0 < every_s < math.inf:
+        raise SettingsError(f"task: evaluate_every_s = {every_s!r}, expected seconds above 0")
+
+
+def is_torch(task: object) -> bool:
+    """Return whether a task makes a ``torch.nn.Module``."""
+    return hasattr(task, "module") and not hasattr(task, "init")

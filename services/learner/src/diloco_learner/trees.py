@@ -1,0 +1,94 @@
+"""The parameters of a loop of one's own as a pytree of arrays, JAX's or NumPy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core.delta import Reference
+from diloco.core.fragments import Fragment, TensorSpec
+from diloco.errors import SettingsError
+from diloco_learner.island import Reading
+from diloco_learner.leaves import Leaf, part, path_of, read_rows, write_rows
+
+Vector = NDArray[np.float32]
+
+
+class Tree:
+    """A pytree of float32 arrays, JAX's or NumPy's, whose fragments are read and written.
+
+    Raises:
+        SettingsError: there is no array, or one of another type or kind.
+    """
+
+    def __init__(self, params: Any) -> None:
+        keyed, self._structure = jax.tree_util.tree_flatten_with_path(params)
+        self._paths = [path_of(path) for path, _ in keyed]
+        self._index = {path: at for at, path in enumerate(self._paths)}
+        self._leaves = [_checked(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
+        self._shapes = [leaf.shape for leaf in self._leaves]
+        if not self._leaves:
+            raise SettingsError("join: params have no arrays: hand over the model's parameters, a pytree of float32 arrays")
+
+    @property
+    def tree(self) -> Any:
+        """The parameters, as they were handed over."""
+        return jax.tree_util.tree_unflatten(self._structure, self._leaves)
+
+    def tensors(self, is_embedding: Callable[[str], bool]) -> list[TensorSpec]:
+        """Return path and shape of each array."""
+        pairs = zip(self._paths, self._shapes, strict=True)
+        return [TensorSpec(path, shape, is_embedding(path)) for path, shape in pairs]
+
+    def take(self, params: Any) -> None:
+        """Take over the values of the same model.
+
+        Raises:
+            SettingsError: an array is missing, new, or of another shape or type.
+        """
+        keyed, structure = jax.tree_util.tree_flatten_with_path(params)
+        if str(structure) != str(self._structure):
+            came = {path_of(path) for path, _ in keyed}
+            differ = sorted(came ^ set(self._paths)) or ["another kind of container"]
+            raise SettingsError(f"step: params are not those that joined: {', '.join(differ[:3])}: hand over the same pytree")
+        for at, (_, leaf) in enumerate(keyed):
+            checked = _checked(self._paths[at], leaf)
+            if checked.shape != self._shapes[at]:
+                raise SettingsError(
+                    f"step: parameter {self._paths[at]!r} has shape {checked.shape}, expected {self._shapes[at]}, as it joined"
+                )
+            self._leaves[at] = checked
+
+    def snapshot(self, fragment: Fragment) -> Reading:
+        """Queue a copy of a fragment's values."""
+        return Reading(fragment, tuple(read_rows(self._leaves[self._index[piece.path]], piece) for piece in fragment.pieces))
+
+    def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
+        """Write a fragment, as :func:`diloco_learner.leaves.write_rows` does; vectors are float32 [size of the fragment]."""
+        for piece in fragment.pieces:
+            at, known = self._index[piece.path], None if reference is None else part(reference, piece)
+            self._leaves[at] = write_rows(self._leaves[at], piece, part(theta, piece), known, alpha)
+
+
+def _checked(path: str, leaf: Any) -> Leaf:
+    """Return a leaf that can be read and written: a NumPy array that cannot be written to as a copy.
+
+    Raises:
+        SettingsError: it is of another type or kind.
+    """
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        raise SettingsError(
+            f"parameter {path!r} is a {type(leaf).__name__}, expected an array of JAX or NumPy: of PyTorch hand over "
+            "the module, or its tensors by name in one dictionary"
+        )
+    if leaf.dtype != np.float32:
+        raise SettingsError(
+            f"parameter {path!r} is {leaf.dtype}, expected float32: keep float32 masters, and cast them in the loss"
+        )
+    if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
+        return leaf.copy()
+    return leaf

@@ -1,0 +1,289 @@
+"""A model of PyTorch as a learner's: against the same model in JAX, and what a trainer and a checkpoint want of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.learner.test_trainer import FINISHED, NOTHING, train
+
+from diloco.core.delta import Apply
+from diloco.errors import RunError, SettingsError
+from diloco.member.member import Boundary
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings, TaskSettings
+from diloco_learner.island import Island
+from diloco_learner.task import GptTask
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed: make torch")
+
+from diloco_learner.pytorch import Aux  # noqa: E402
+from diloco_learner.pytorch.island import TorchIsland  # noqa: E402
+from diloco_learner.pytorch.task import checked  # noqa: E402
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = {"task.layers": 2, "task.width": 32, "task.heads": 2, "task.context": 16, "task.batch": 4, "fragments.count": 3}
+PLAIN: RunSettings = run_settings(
+    overrides={"inner.optimizer": "adamw", "inner.weight_decay": 0.0, "inner.clip_norm": 1e6, "fragments.count": 1, "shards": 1}
+)
+
+
+class Slope:
+    """Loss: the sum of the parameters times the batch, so that AdamW takes steps of the learning rate, all down."""
+
+    tokens_per_batch = 7
+    dtype = torch.float32
+
+    def module(self) -> Any:
+        module = torch.nn.Module()
+        module.x = torch.nn.Parameter(torch.zeros(4, dtype=self.dtype))
+        return module
+
+    def loss(self, module: Any, batch: Any) -> Any:
+        return module.x.float().sum() * float(batch)
+
+    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[Any]:
+        return itertools.repeat(np.float32(1))
+
+
+def island(task: Any = None, settings: RunSettings = PLAIN) -> TorchIsland:
+    made = TorchIsland(Slope() if task is None else task, settings)
+    made.rehearse(np.float32(1))
+    return made
+
+
+def values(model: Any) -> np.ndarray[Any, Any]:
+    return np.concatenate([model.read(fragment).to_host() for fragment in model.fragments().fragments])
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_steps_are_those_of_the_same_model_in_jax(monkeypatch: pytest.MonkeyPatch, optimizer: str, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from torch_gpt import TorchGpt
+
+    (tmp_path / "text").write_text("".join(f"{number} squared is {number**2}.\n" for number in range(4000)))
+    settings = run_settings(overrides=TINY | {"inner.optimizer": optimizer})
+    task = GptTask(settings.task, str(tmp_path / "text"))
+    ours, theirs = TorchIsland(TorchGpt(settings.task, str(tmp_path / "text")), settings), Island(task, settings)
+    assert ours.fragments().digest == theirs.fragments().digest
+    batches = task.batches(0, settings.learners, settings.seed, 0)
+    ours.rehearse(next(batches))
+    for fragment in theirs.fragments().fragments:
+        ours.write(fragment, theirs.read(fragment).to_host())
+    for number, batch in enumerate(itertools.islice(batches, 6)):
+        loss, metrics = ours.begin_step(batch, 0.01, (0, number)).wait(), {}
+        assert metrics == {}
+        assert loss == pytest.approx(theirs.step(batch, 0.01, (0, number)).wait(), abs=2e-5)
+    np.testing.assert_allclose(values(ours), values(theirs), atol=5e-5)
+
+
+def test_a_version_is_written_in_place_as_its_carry_says() -> None:
+    model = island()
+    (fragment,) = model.fragments().fragments
+    model.write(fragment, np.full(4, 2, np.float32))
+    model.write(fragment, np.full(4, 10, np.float32), np.full(4, 1, np.float32))
+    np.testing.assert_array_equal(values(model), np.full(4, 11))  # 10 + (2 - 1)
+    model.write(fragment, np.full(4, 3, np.float32), None, 0.5)
+    np.testing.assert_array_equal(values(model), np.full(4, 7))  # half of 11, half of 3
+
+
+def test_views_of_parameters_have_the_layout_of_another_framework() -> None:
+    class Transposed(Slope):
+        def module(self) -> Any:
+            return torch.nn.Linear(3, 2)
+
+        def tensors(self, module: Any) -> Any:
+            return {"dense/kernel": module.weight.T, "dense/bias": module.bias}
+
+        def loss(self, module: Any, batch: Any) -> Any:
+            return module(torch.ones(3)).sum()
+
+    task = Transposed()
+    model = island(task)
+    assert [(tensor.path, tensor.shape) for tensor in model.fragments().tensors] == [
+        ("dense/bias", (2,)),
+        ("dense/kernel", (3, 2)),
+    ]
+    (fragment,) = model.fragments().fragments
+    given = np.arange(8, dtype=np.float32)
+    model.write(fragment, given)
+    np.testing.assert_array_equal(values(model), given)
+    kernel = next(piece for piece in fragment.pieces if piece.path == "dense/kernel")
+    wanted = given[kernel.offset : kernel.offset + kernel.size].reshape(3, 2).T
+    np.testing.assert_array_equal(model._module.weight.detach().numpy(), wanted)
+
+
+def test_what_is_not_finite_changes_nothing() -> None:
+    model = island()
+    assert model.begin_step(np.float32(1), 0.1).wait() == 0
+    before = values(model)
+    assert math.isnan(model.begin_step(np.float32(math.nan), 0.1).wait())
+    np.testing.assert_array_equal(values(model), before)
+    assert model.begin_step(np.float32(1), 0.1).wait() == pytest.approx(before.sum())
+
+
+def test_a_state_goes_on_as_the_one_that_it_was_captured_of() -> None:
+    first, second = island(), island()
+    for _ in range(3):
+        first.begin_step(np.float32(2), 0.1).wait()
+    capture = first.capture()
+    later = first.begin_step(np.float32(1), 0.1)  # the capture is of before
+    for chunk, given in zip(capture.content.chunks, list(capture.content.values), strict=True):
+        second.put(chunk, given)
+    assert second.begin_step(np.float32(1), 0.1).wait() == later.wait()
+    np.testing.assert_array_equal(values(first), values(second))
+    wholes = {chunk.name: chunk for chunk in capture.content.chunks}
+    second.check_state(wholes)
+    with pytest.raises(RunError, match="array 'optimizer/x/step' is missing"):
+        second.check_state({name: chunk for name, chunk in wholes.items() if not name.endswith("step")})
+    second.forget_optimizer()
+    assert [array.any() for array in second.capture(optimizer_only=True).content.values] == [False] * 3
+
+
+def test_buffers_are_part_of_the_state_and_a_rehearsal_leaves_them() -> None:
+    class Normed(Slope):
+        def module(self) -> Any:
+            return torch.nn.BatchNorm1d(2)
+
+        def loss(self, module: Any, batch: Any) -> Any:
+            return module(float(batch) * torch.tensor([[1.0, 2.0], [3.0, 5.0]])).sum()
+
+    model = island(Normed())
+    names = [chunk.name for chunk in model.wanted()]
+    assert {"buffers/running_mean", "buffers/num_batches_tracked"} <= set(names)
+    assert int(model._module.num_batches_tracked) == 0
+    model.begin_step(np.float32(1), 0.1).wait()
+    assert int(model._module.num_batches_tracked) == 1
+
+
+def test_updates_too_small_for_bfloat16_are_kept_in_masters() -> None:
+    class Rounded(Slope):
+        dtype = torch.bfloat16
+
+    model = island(Rounded())
+    (fragment,) = model.fragments().fragments
+    model.write(fragment, np.ones(4, np.float32))
+    for _ in range(8):
+        model.begin_step(np.float32(1), 1e-4).wait()
+    np.testing.assert_allclose(values(model), 1 - 8e-4, rtol=1e-5)  # bfloat16 has nothing between 1 and 0.996
+
+
+def test_the_trainer_writes_a_version_between_the_steps_around_its_boundary() -> None:
+    model = island()
+    theta = np.full(4, 10, np.float32)
+    write = Boundary([(0, Apply(theta, None))], [0], stop=False, wait=False, finished=False)
+    settings = run_settings(overrides={"inner.weight_decay": 0.0, "inner.warmup_fraction": 0.0})
+    script, _ = train(model, [NOTHING, NOTHING, write, NOTHING, FINISHED], settings=settings, fragments=model.fragments())
+    np.testing.assert_array_equal(script.readers[0](), theta)
+    np.testing.assert_allclose(values(model), 10 - 2 * settings.inner.learning_rate, rtol=1e-5)
+    assert [done is not None for done in script.done] == [False, True, True, True, True]
+
+
+def test_no_call_of_a_boundary_waits_for_the_step_in_flight() -> None:
+    held = threading.Event()
+
+    class Held(Slope):
+        def loss(self, module: Any, batch: Any) -> Any:
+            if held_up:
+                assert held.wait(60)
+            return super().loss(module, batch)
+
+    held_up = False
+    model = island(Held())
+    (fragment,) = model.fragments().fragments
+    held_up = True
+    step = model.begin_step(np.float32(1), 0.1)
+    snapshot = model.snapshot(fragment)
+    model.write(fragment, np.full(4, 5, np.float32))
+    capture = model.capture()
+    following = model.begin_step(np.float32(1), 0.1)
+    assert not step.outcome.done()  # all of it was queued behind the step
+    held.set()
+    assert (step.wait(), following.wait()) == (0, 20)
+    np.testing.assert_allclose(snapshot.to_host(), np.full(4, -0.1), rtol=1e-5)
+    named = dict(zip([chunk.name for chunk in capture.content.chunks], capture.content.values, strict=True))
+    np.testing.assert_array_equal(named["params/x"], np.full(4, 5))
+
+
+class _Half(Slope):
+    dtype = torch.float16
+
+
+class _Frozen(Slope):
+    def module(self) -> Any:
+        return super().module().requires_grad_(False)
+
+
+class _Copy(Slope):
+    def tensors(self, module: Any) -> Any:
+        return {"x": module.x.detach().clone()}
+
+
+class _Part(Slope):
+    def tensors(self, module: Any) -> Any:
+        return {"x": module.x[:3]}
+
+
+class _Vector(Slope):
+    def loss(self, module: Any, batch: Any) -> Any:
+        return module.x * 2
+
+
+class _Metrics(Slope):
+    def loss(self, module: Any, batch: Any) -> Any:
+        return module.x.sum(), Aux({"Wrong Name": 1.0})
+
+
+class _Fails(Slope):
+    def loss(self, module: Any, batch: Any) -> Any:
+        return torch.nn.functional.linear(torch.ones(3), module.x)
+
+
+class _NoOptimizer(Slope):
+    def optimizer(self, parameters: Any, rate: float) -> Any:
+        return "adam"
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (_Half, "parameter 'x' is float16, expected float32 or bfloat16"),
+        (_Frozen, "no parameter that requires a gradient"),
+        (_Copy, "tensors\\(\\) has 'x', which shares no memory with a trained parameter"),
+        (_Part, "tensors\\(\\) lacks 1 of the values of parameter 'x'"),
+        (_Vector, r"loss\(\) returned float32\[4\], expected a float32 scalar.*test_torch.py, line \d+"),
+        (_Metrics, "metric named 'Wrong Name'"),
+        (_Fails, r"RuntimeError: .*\(.*test_torch\.py, line \d+\)"),
+        (_NoOptimizer, "optimizer\\(\\) returned a str, expected a torch.optim.Optimizer"),
+    ],
+)
+def test_a_task_that_is_none_is_refused(task: type[Slope], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        island(task())
+
+
+def test_a_task_of_another_framework_is_told_from_one_of_this() -> None:
+    class OfJax:
+        tokens_per_batch, init, loss, batches = 1, print, print, print
+
+    with pytest.raises(SettingsError, match="is a task of JAX; name a torch task"):
+        checked(OfJax(), TaskSettings(name="own:make"))
+    with pytest.raises(SettingsError, match="lacks tokens_per_batch, module, loss, batches"):
+        checked(object(), TaskSettings(name="own:make"))
+
+
+def test_random_numbers_of_a_step_follow_from_its_batch() -> None:
+    class Dropped(Slope):
+        def loss(self, module: Any, batch: Any) -> Any:
+            return module.x.sum() + torch.rand(()).item()
+
+    first, second = island(Dropped()), island(Dropped())
+    torch.manual_seed(1)
+    losses = [model.begin_step(np.float32(0), 0.0, (1, 5)).wait() for model in (first, second)]
+    assert losses[0] == losses[1] != first.begin_step(np.float32(0), 0.0, (1, 6)).wait()
