@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 
 from diloco.errors import SettingsError
-from diloco.settings.run import TaskSettings
+from diloco.settings.run import RunSettings, TaskSettings
 from diloco_learner import members
-from diloco_learner.task import METRIC_NAME, Task
+from diloco_learner.task import METRIC_NAME, Task, named
 
+Measure: TypeAlias = Callable[[Any], tuple[float, Mapping[str, float]]]
 UNNAMED = ""  # the set of a task whose validation() returns a list
 
 
@@ -65,16 +67,54 @@ def validation_sets(task: Task, settings: TaskSettings) -> dict[str, Sequence[An
     return sets
 
 
-def evaluated(sets: Mapping[str, Sequence[tuple[float, Mapping[str, float]]]], own: Mapping[str, float]) -> Evaluation:
-    """Return the evaluation of a model whose batches have these losses and metrics; ``own`` are the values of ``evaluate``."""
-    losses, values = [], {}
-    for name, found in sets.items():
-        losses.append(_mean(loss for loss, _ in found))
-        if name != UNNAMED:
-            values[f"val_loss/{name}"] = losses[-1]
-        for metric in found[0][1]:
-            values["/".join(filter(None, ("val", name, metric)))] = _mean(metrics[metric] for _, metrics in found)
-    return Evaluation(_mean(losses) if losses else None, values | dict(own))
+class Evaluating:
+    """The evaluation of a task's model, as the run's settings have it."""
+
+    def __init__(self, task: Task, settings: RunSettings) -> None:
+        self.task, self._settings, self._seed = task, settings.task, settings.seed
+
+    def evaluation(self, measure: Measure, params: Any, company: Mapping[str, Any]) -> Evaluation:
+        """Return how good parameters are, by all that the task has to say it.
+
+        ``measure`` returns loss and metrics of a batch, ``company`` has the state and the constants beside ``params``.
+        """
+        sets = {
+            name: [measure(batch) for batch in batches] for name, batches in validation_sets(self.task, self._settings).items()
+        }
+        losses, values = [], {}
+        for name, found in sets.items():
+            losses.append(_mean(loss for loss, _ in found))
+            if name != UNNAMED:
+                values[f"val_loss/{name}"] = losses[-1]
+            for metric in found[0][1]:
+                values["/".join(filter(None, ("val", name, metric)))] = _mean(metrics[metric] for _, metrics in found)
+        return Evaluation(_mean(losses) if losses else None, values | self._own_values(params, company))
+
+    def check(self, trace: Callable[[Any], object], params: Any, company: Mapping[str, Any]) -> None:
+        """Find out that validation sets and values of the task's own are what they can be; no loss is computed.
+
+        Raises:
+            SettingsError: they are not.
+        """
+        for batches in validation_sets(self.task, self._settings).values():
+            trace(batches[0])
+        self._own_values(params, company)
+
+    def sample(self, params: Any, company: Mapping[str, Any], seed: int, count: int, prompt: str | None = None) -> str | None:
+        """Return text of ``count`` characters from the model, behind a ``prompt`` if given; None if the task draws none."""
+        if not hasattr(self.task, "sample"):
+            return None
+        given = self._given("sample", company) | ({} if prompt is None else {"prompt": prompt})
+        return str(self.task.sample(params, jax.random.key(seed), count, **given))
+
+    def _own_values(self, params: Any, company: Mapping[str, Any]) -> dict[str, float]:
+        if not hasattr(self.task, "evaluate"):
+            return {}
+        return own_values(self.task, self._given("evaluate", {"key": jax.random.key(self._seed), **company}), params)
+
+    def _given(self, member: str, known: Mapping[str, Any]) -> dict[str, Any]:
+        wanted = named(self.task, member)
+        return {name: value for name, value in known.items() if name in wanted}
 
 
 def own_values(task: Task, given: Mapping[str, Any], params: Any) -> dict[str, float]:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
-from diloco_learner import gpt, members, options, text
+from diloco_learner import gpt, members, options, tensors, text
 from diloco_learner.leaves import path_of
+from diloco_learner.tensors import Tensor
 
 TEMPERATURE = 0.8
 PROMPT = "\n"
@@ -38,6 +39,7 @@ class Aux:
     """A loss's company, which nothing is differentiated through."""
 
     metrics: Mapping[str, Any] = field(default_factory=dict)  # scalars by name, means over the batch's rows
+    state: Any = None  # after the step, of the same structure as before; None: the task has none
 
 
 class Task(Protocol):
@@ -58,7 +60,7 @@ class Task(Protocol):
 
     @property
     def loss(self) -> Callable[..., Any]:
-        """``loss(params, batch, *, key, train)`` returns a batch's mean loss, or it and an :class:`Aux`.
+        """``loss(params, batch, *, key, train, state, constants, weights)`` returns the mean loss, or it and an :class:`Aux`.
 
         A float32 scalar in the task's units, differentiable by JAX, traced by ``jax.jit``.
         """
@@ -78,37 +80,20 @@ REQUIRED = ("tokens_per_batch", "init", "loss", "batches")
 # by member that is called: how many arguments it is given by place, and the keywords that it may name
 CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
     "init": (1, ()),
-    "loss": (2, ("key", "train")),
+    "loss": (2, ("key", "train", "state", "constants", "weights")),
     "batches": (4, ("rows",)),
     "validation": (0, ()),
     "is_embedding": (1, ()),
     "matrices": (1, ()),
     "partition": (2, ()),
+    "tensor": (2, ()),
     "optimizer": (1, ()),
-    "evaluate": (1, ("key",)),
-    "sample": (3, ()),
+    "constants": (0, ()),
+    "init_state": (1, ()),
+    "merge_state": (1, ()),
+    "evaluate": (1, ("key", "state", "constants")),
+    "sample": (3, ("state", "constants")),
 }
-
-
-def is_embedding(task: Task, path: str) -> bool:
-    """Return whether the tensor of this path (its keys joined by ``/``) is embedding-like: merged by direct average."""
-    said = getattr(task, "is_embedding", None)
-    return False if said is None else bool(said(path))
-
-
-def matrices_of(task: Task, path: str, shape: tuple[int, ...]) -> int:
-    """Return how many matrices a tensor has that an optimizer of matrices treats each by itself; 0: none.
-
-    Raises:
-        SettingsError: the task's number does not divide the tensor's rows.
-    """
-    if len(shape) != 2:
-        return 0
-    said = getattr(task, "matrices", None)
-    count = int(not is_embedding(task, path)) if said is None else said(path)
-    if not isinstance(count, int) or count < 0 or (count and shape[0] % count):
-        raise SettingsError(f"task: matrices({path!r}) is {count!r}, expected a number that divides its {shape[0]} rows, or 0")
-    return count
 
 
 class GptTask:
@@ -145,14 +130,15 @@ class GptTask:
             self._validation = self.data.validation()
         return self._validation
 
-    def is_embedding(self, path: str) -> bool:
-        """Return whether this is the table of byte vectors; the head's rows are output units like any other weight's."""
-        return path == "embedding"
-
-    def matrices(self, path: str) -> int:
-        """Return how many projections are fused in a tensor; 0 for tables of bytes' vectors and of their scores."""
+    def tensor(self, path: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the table of bytes' vectors, the head of their scores, and weights, of which some are several fused."""
         name = path.rpartition("/")[2]
-        return 0 if name in ("embedding", "head") else {"qkv": 3, "gate_up": 2}.get(name, 1)
+        if name in ("embedding", "head"):
+            return Tensor(kind=name)  # type: ignore[arg-type]
+        if len(shape) < 2:
+            return Tensor(kind="vector")
+        count = {"qkv": 3, "gate_up": 2}.get(name, 1)
+        return Tensor(kind="matrix", parts=(shape[0] // count,) * count)
 
     def sample(self, params: gpt.Params, key: jax.Array, count: int, prompt: str = PROMPT) -> str:
         """Return ``count`` bytes as text, which go on from the end of a prompt."""
@@ -203,9 +189,13 @@ def check_members(task: Any, source: str) -> None:
     for member, (arguments, known) in CALLED.items():
         if callable(getattr(task, member, None)):
             members.keywords(task, member, arguments, known)
+    tensors.check_members(task)
     rows = _rows_parameter(task)
     if rows is not None and rows.default is not None:
         raise SettingsError(f"task: batches(..., rows) needs the default None: whole batches{members.place(task.batches)}")
+    per_batch = getattr(task, "rows_per_batch", None)
+    if per_batch is not None and (not isinstance(per_batch, int) or per_batch < 1):
+        raise SettingsError(f"task: rows_per_batch = {per_batch!r}, expected a whole number above 0, or None")
     every_s = evaluate_every_s(task)
     if not isinstance(every_s, int | float) or not 0 < every_s < math.inf:
         raise SettingsError(f"task: evaluate_every_s = {every_s!r}, expected seconds above 0")
@@ -227,6 +217,16 @@ def units_of(task: object) -> dict[str, str | None]:
     """Return the units of a task's numbers, by ``item`` and ``loss``; None where it does not say."""
     units = getattr(task, "units", None)
     return {name: None if (said := getattr(units, name, None)) is None else str(said) for name in ("item", "loss")}
+
+
+def rows_of(task: object, batch: Any) -> int:
+    """Return the rows of a whole batch: the task's number, or the first axis of its largest array; 0: there are none."""
+    said: int | None = getattr(task, "rows_per_batch", None)
+    if said is not None:
+        return said
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    largest = max(shapes, key=math.prod, default=())
+    return int(largest[0]) if largest else 0
 
 
 def makes_rows(task: Task) -> bool:
