@@ -25,7 +25,7 @@ def measure(devices: int, step_s: float, blocks: int) -> None:
     """Print the pace of two programs in that of one."""
     os.environ |= {"JAX_NUM_CPU_DEVICES": str(devices), "BENCH_STEP_S": str(step_s)}
 
-    from diloco.core.fragments import TensorSpec, build_map
+    from diloco.core.fragments import build_map
     from diloco.settings.presets import run_settings
     from diloco.settings.service import MeshSettings
     from diloco_learner.island import Island
@@ -38,7 +38,7 @@ def measure(devices: int, step_s: float, blocks: int) -> None:
     task, mesh = load_task(settings.task, None), make_mesh(MeshSettings(data=devices))
     whole, apart = (Island(task, settings, mesh, apart=apart) for apart in (False, True))
     batch = first_batch(task, settings)
-    fragments = build_map([TensorSpec(*tensor) for tensor in whole.tensors()], 20).fragments
+    fragments = build_map(whole.tensors(), 20).fragments
     thetas = [whole.read(fragment).to_host() for fragment in fragments]
 
     with ThreadPoolExecutor(1) as host:

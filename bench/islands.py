@@ -35,7 +35,7 @@ def main() -> None:
     asked = parser.parse_args()
     os.environ |= {"JAX_NUM_CPU_DEVICES": str(asked.devices), "BENCH_STEP_S": str(asked.step_s)}
 
-    from diloco.core.fragments import TensorSpec, build_map
+    from diloco.core.fragments import build_map
     from diloco.settings.presets import run_settings
     from diloco.settings.service import MeshSettings
     from diloco_learner.island import Island
@@ -47,7 +47,7 @@ def main() -> None:
     settings = run_settings(overrides=values)
     task, mesh = load_task(settings.task, None), make_mesh(MeshSettings(data=asked.data))
     island, batch = Island(task, settings, mesh), first_batch(task, settings)
-    fragments = build_map([TensorSpec(*tensor) for tensor in island.tensors()], asked.fragments).fragments
+    fragments = build_map(island.tensors(), asked.fragments).fragments
     thetas = [island.read(fragment).to_host() for fragment in fragments]
     bare = bare_step(task, settings, island, batch)
 

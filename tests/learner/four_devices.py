@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.core.fragments import FragmentMap, build_map
 from diloco.errors import SettingsError
 from diloco.member import state
 from diloco.settings.presets import run_settings
@@ -29,7 +29,7 @@ from diloco.settings.service import MeshSettings
 from diloco_learner.evaluation import UNNAMED, validation_sets
 from diloco_learner.island import Island
 from diloco_learner.mesh import ROWS as ROW_SPEC
-from diloco_learner.mesh import make_mesh, rows_alone, rows_of, shifted
+from diloco_learner.mesh import make_mesh, rows_alone, rows_on, shifted
 from diloco_learner.task import Aux, GptTask
 
 ROWS, STEPS, FRAGMENTS = 8, 6, 3
@@ -123,7 +123,7 @@ def made(mesh: str) -> Island:
 
 def fragments_of(island: Island) -> FragmentMap:
     """Fragments whose pieces begin and end in the middle of shards."""
-    return build_map([TensorSpec(*tensor) for tensor in island.tensors()], FRAGMENTS)
+    return build_map(island.tensors(), FRAGMENTS)
 
 
 def held_out(island: Island) -> Any:
@@ -210,7 +210,7 @@ def test_pieces_are_read_and_written_wherever_their_rows_lie(mesh: str) -> None:
     # in place: the shards are where they were, on every device that has one, and replicas are alike
     shards = [shard for leaf in island._leaves for shard in leaf.addressable_shards]
     assert [shard.data.unsafe_buffer_pointer() for shard in shards] == pointers
-    for path, leaf in zip(island._paths, island._leaves, strict=True):
+    for path, leaf in zip(island._index, island._leaves, strict=True):
         for shard in leaf.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), hosts[path][shard.index])
 
@@ -384,7 +384,7 @@ def test_the_rows_that_processes_make_are_the_whole_batch(axes: tuple[int, int, 
     assert mesh is not None
     devices = list(mesh.devices.flat)
     groups = [devices[4 * p // processes : 4 * (p + 1) // processes] for p in range(processes)]
-    owns = [rows_of(mesh, 8, group) for group in groups]
+    owns = [rows_on(mesh, 8, group) for group in groups]
     assert owns[0].start == 0
     assert all(len(own) == max(8 // processes, 8 // (data * fsdp)) for own in owns)
     index = NamedSharding(mesh, ROW_SPEC).devices_indices_map((8, 33))
@@ -395,7 +395,7 @@ def test_the_rows_that_processes_make_are_the_whole_batch(axes: tuple[int, int, 
         together = {own.start: part for own, part in zip(owns, alone, strict=True)}
         np.testing.assert_array_equal(np.concatenate([together[at] for at in sorted(together)]), whole)
         for group, own, part in zip(groups, owns, alone, strict=True):
-            np.testing.assert_array_equal(part, rows_alone(whole, own))
+            np.testing.assert_array_equal(part, rows_alone(whole, own, 8))
             for device in group:
                 here = part[shifted(index[device], (8, 33), own.start)]
                 np.testing.assert_array_equal(here, whole[index[device]])

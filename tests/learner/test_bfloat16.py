@@ -18,7 +18,7 @@ from tests.deltas import Delta
 from diloco.core import outer
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica
-from diloco.core.fragments import Fragment, TensorSpec, build_map
+from diloco.core.fragments import Fragment, build_map
 from diloco.core.merging import accumulate, make_version
 from diloco.core.outer import EPSILON
 from diloco.core.round import Held, Merge
@@ -83,7 +83,7 @@ def made() -> Island:
 
 
 def fragment_of(island: Island) -> Fragment:
-    [fragment] = build_map([TensorSpec(*tensor) for tensor in island.tensors()], 1).fragments
+    [fragment] = build_map(island.tensors(), 1).fragments
     return fragment
 
 

@@ -18,7 +18,7 @@ from tests.deltas import Delta
 from diloco.core import codec, outer
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.core.fragments import FragmentMap, build_map
 from diloco.core.merging import accumulate, make_version
 from diloco.core.round import Held, Merge
 from diloco.core.schedule import Moment, learning_rate
@@ -157,7 +157,7 @@ def test_learners_and_log_do_what_adamw_does_with_the_averaged_gradient() -> Non
     task = Curve()
     islands = [Island(task, settings) for _ in range(LEARNERS)]
     start = jax.tree.map(np.array, islands[0].params())
-    specs = [TensorSpec(*tensor) for tensor in islands[0].tensors()]
+    specs = islands[0].tensors()
     run = Fragments(settings, build_map(specs, 5, settings.fragments.strategy), islands[0])
     shares = [task.batches(share, LEARNERS, settings.seed, 0) for share in range(LEARNERS)]
 
@@ -172,12 +172,12 @@ def test_learners_and_log_do_what_adamw_does_with_the_averaged_gradient() -> Non
             assert np.array_equal(own, its)
     # the rare gradient that is rounded to bfloat16 the other way moves its parameter by a 256th of a step; without rounding
     # the two are two thousandths apart
-    for path, begun, own, its in zip(
+    for tensor, begun, own, its in zip(
         islands[0].tensors(), *(jax.tree.leaves(tree) for tree in (start, islands[0].params(), expected)), strict=True
     ):
         travelled = np.abs(np.asarray(its) - begun).max()
-        assert travelled > 0.1, path
-        np.testing.assert_allclose(own, its, atol=2e-4, err_msg=str(path))
+        assert travelled > 0.1, tensor
+        np.testing.assert_allclose(own, its, atol=2e-4, err_msg=str(tensor))
 
 
 def test_an_offer_is_the_gradient_bit_for_bit() -> None:
@@ -185,12 +185,12 @@ def test_an_offer_is_the_gradient_bit_for_bit() -> None:
     settings = run_settings("data-parallel", {"learners": 1, "shards": 1, "fragments.count": 1, "inner.clip_norm": 1e-5})
     task = Curve()
     island = Island(task, settings)
-    [fragment] = build_map([TensorSpec(*tensor) for tensor in island.tensors()], 1).fragments
+    [fragment] = build_map(island.tensors(), 1).fragments
     theta, batch = island.read(fragment).to_host(), next(task.batches(0, 1, 0, 0))
 
     gradient = jax.jit(jax.grad(task.loss))(island.params(), batch)
     clipped, _ = optax.clip_by_global_norm(settings.inner.clip_norm).update(gradient, optax.EmptyState())
-    paths = [path for path, *_ in island.tensors()]
+    paths = [tensor.path for tensor in island.tensors()]
     by_path = {path: np.asarray(leaf) for path, leaf in zip(paths, jax.tree.leaves(clipped), strict=True)}
     expected = fragment.gather(by_path)
     assert np.linalg.norm(expected) == pytest.approx(1e-5)

@@ -62,7 +62,7 @@ def test_a_fresh_optimizer_in_mid_run_warms_up_by_steps() -> None:
 
 def test_first_update_by_hand() -> None:
     # after bias correction the first Adam update is g / (|g| + eps), whatever g's scale; the matrix decays, the vector not
-    inner = optimizer(settings_of(optimizer="adamw", weight_decay=0.5, clip_norm=1e-3), [0, 0])
+    inner = optimizer(settings_of(optimizer="adamw", weight_decay=0.5, clip_norm=1e-3), [(), ()])
     params = {"matrix": jnp.full((2, 2), 4.0), "vector": jnp.full(2, 4.0)}
     gradients = {"matrix": jnp.array([[30.0, -30.0], [30.0, 30.0]]), "vector": jnp.array([30.0, -30.0])}
     updates, _ = inner.update(gradients, inner.init(params), params)
@@ -72,7 +72,7 @@ def test_first_update_by_hand() -> None:
 
 def test_for_an_outer_adamw_the_step_is_the_gradient_cut_to_the_norm() -> None:
     settings = run_settings("data-parallel", {"inner.clip_norm": 5.0})
-    inner = optimizer(settings, [1, 0])
+    inner = optimizer(settings, [(2,), ()])
     params = {"matrix": jnp.full((1, 2), 4.0), "vector": jnp.full(1, 4.0)}
     state = inner.init(params)
     assert jax.tree.leaves(state) == []
@@ -95,7 +95,7 @@ def orthogonalised(singular: list[float]) -> list[float]:
 
 def test_muon_treats_each_fused_matrix_by_itself_and_leaves_the_rest_to_adamw() -> None:
     # two diagonal 2 x 2 matrices in one tensor: singular values 3, 4 and 1, 1; an update's entries are 0.2 sqrt(2) times theirs
-    inner = optimizer(settings_of(optimizer="muon", weight_decay=0.5, clip_norm=1e6), [2, 0, 0])
+    inner = optimizer(settings_of(optimizer="muon", weight_decay=0.5, clip_norm=1e6), [(2, 2), (), ()])
     params = [jnp.full((4, 2), 4.0), jnp.full((2, 2), 4.0), jnp.full(2, 4.0)]
     gradients = [
         jnp.array([[3.0, 0.0], [0.0, 4.0], [1.0, 0.0], [0.0, -1.0]]),

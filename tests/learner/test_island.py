@@ -56,7 +56,7 @@ def island() -> Island:
 @pytest.fixture
 def fragments(island: Island) -> FragmentMap:
     """Four fragments; the matrix is cut by rows, the scalar shares one with the first of its pieces."""
-    return build_map([TensorSpec(*tensor) for tensor in island.tensors()], 4)
+    return build_map(island.tensors(), 4)
 
 
 def values(island: Island, fragments: FragmentMap) -> list[NDArray[np.float32]]:
@@ -64,7 +64,7 @@ def values(island: Island, fragments: FragmentMap) -> list[NDArray[np.float32]]:
 
 
 def test_tensors_are_named_by_their_keys(island: Island) -> None:
-    assert island.tensors() == [("a/matrix", (4, 3), False), ("list/0", (5,), True), ("list/1", (), False)]
+    assert island.tensors() == [TensorSpec("a/matrix", (4, 3)), TensorSpec("list/0", (5,), True), TensorSpec("list/1", ())]
 
 
 def test_read_gives_what_the_map_gathers(island: Island, fragments: FragmentMap) -> None:

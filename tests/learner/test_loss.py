@@ -20,7 +20,7 @@ from diloco_learner.inner import optimizer
 from diloco_learner.island import Island
 from diloco_learner.replay import Redo
 from diloco_learner.task import Aux, GptTask, load_task
-from diloco_learner.task_api import matrices_of
+from diloco_learner.tensors import tensor_of
 
 SETTINGS: RunSettings = run_settings(
     overrides={"seed": 7, "inner.optimizer": "adamw", "inner.weight_decay": 0.0, "shards": 1, "fragments.count": 1}
@@ -81,7 +81,7 @@ def test_validation_is_without_noise_and_the_same_each_time() -> None:
     island = Island(Noisy(), SETTINGS)
     assert island.evaluate() == pytest.approx(3 / 4)  # three rows of one, and one of zeros
     assert island.evaluate() == island.evaluate()
-    _, metrics = island._loss(island._leaves, Noisy().validation()[0])
+    _, metrics = island._loss_and_metrics(Noisy().validation()[0])
     drawn = np.mean(np.asarray(jax.random.uniform(jax.random.key(7), (4,))))
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
         {"clean": 0.75, "drawn": drawn, "positive": 0.75}
@@ -116,7 +116,7 @@ def test_the_built_in_task_takes_the_steps_that_it_took_before_there_were_keywor
     settings, task = small(tmp_path / "text.txt", optimizer=kind)
     island = Island(task, settings)
     leaves, structure = jax.tree.flatten(task.init(jax.random.key(settings.seed)))
-    inner = optimizer(settings, [matrices_of(task, path, shape) for path, shape, _ in island.tensors()])
+    inner = optimizer(settings, [tensor_of(task, each.path, each.shape).matrices(each.shape) for each in island.tensors()])
 
     @jax.jit
     def step(leaves: Any, state: Any, batch: Any, rate: Any) -> Any:
@@ -132,8 +132,8 @@ def test_the_built_in_task_takes_the_steps_that_it_took_before_there_were_keywor
     for batch, _ in zip(task.batches(0, 4, 0, 0), range(3), strict=False):
         (leaves, state), loss = step(leaves, state, batch, np.float32(0.01))
         assert island.step(batch, 0.01).wait() == float(loss)
-    for (path, _, _), leaf in zip(island.tensors(), leaves, strict=True):
-        np.testing.assert_array_equal(island.state()[f"params/{path}"], np.asarray(leaf))
+    for each, leaf in zip(island.tensors(), leaves, strict=True):
+        np.testing.assert_array_equal(island.state()[f"params/{each.path}"], np.asarray(leaf))
 
 
 def test_a_loss_of_two_arguments_has_no_argument_more_in_its_program(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class Rows(Whole):
 
     def batches(self, share: int, shares: int, seed: int, start: int, rows: range | None = None) -> Iterator[Any]:
         for batch in super().batches(share, shares, seed, start):
-            yield batch if rows is None else rows_alone(batch, rows)
+            yield batch if rows is None else rows_alone(batch, rows, 8)
 
 
 class Shifted(Whole):
@@ -42,7 +42,7 @@ class Shifted(Whole):
 
     def batches(self, share: int, shares: int, seed: int, start: int, rows: range | None = None) -> Iterator[Any]:
         for batch in super().batches(share, shares, seed, start):
-            yield batch if rows is None else rows_alone(batch, range(rows.start - 1, rows.stop - 1))
+            yield batch if rows is None else rows_alone(batch, range(rows.start - 1, rows.stop - 1), 8)
 
 
 def first(task: Whole) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from diloco.errors import DataError, SettingsError
 from diloco.settings.run import TaskSettings
 from diloco_learner.task import GptTask, load_task
-from diloco_learner.task_api import is_embedding
+from diloco_learner.tensors import tensor_of
 
 SMALL = TaskSettings(layers=1, width=16, heads=2, context=8, batch=4)
 
@@ -47,9 +47,8 @@ def test_built_in_task(data: str) -> None:
 
 def test_only_the_table_of_bytes_is_embedding_like(data: str) -> None:
     task = load_task(SMALL, data)
-    assert is_embedding(task, "embedding")
-    assert not is_embedding(task, "head")
-    assert not is_embedding(task, "blocks/0/attention/qkv")
+    kinds = {path: tensor_of(task, path, (6, 8)).kind for path in ("embedding", "head", "blocks/0/attention/qkv")}
+    assert kinds == {"embedding": "embedding", "head": "head", "blocks/0/attention/qkv": "matrix"}
 
 
 def test_share_too_short(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from diloco.core.accounts import StepDone
 from diloco.core.delta import Apply
-from diloco.core.fragments import FragmentMap, TensorSpec, build_map
+from diloco.core.fragments import FragmentMap, build_map
 from diloco.core.schedule import Moment
 from diloco.member.member import Boundary, Member
 from diloco.process.observe import get_logger
@@ -103,7 +103,7 @@ def train(
     settings: RunSettings = SETTINGS,
     fragments: FragmentMap | None = None,
 ) -> tuple[Script, bool]:
-    fragments = fragments or build_map([TensorSpec(*tensor) for tensor in island.tensors()], 1)
+    fragments = fragments or build_map(island.tensors(), 1)
     script = Script(fragments, boundaries, unmerged)
     loop = Trainer(
         island,

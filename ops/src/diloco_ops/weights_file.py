@@ -11,6 +11,7 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.core.arrangement import Arrangement
 from diloco.core.fragments import Fragment, Piece, TensorSpec
 from diloco.errors import RunError, SettingsError
 from diloco.member.statefile import header_of
@@ -47,10 +48,13 @@ class WeightsFile:
         kind, value_bytes = _TYPES[precision]
         entries: dict[str, tuple[str, Sequence[int], int]] = {}
         self._begins: dict[str, int] = {}
+        self._arranged: dict[str, Arrangement] = {}
         at = 0
         for tensor in tensors:
-            entries[names.get(tensor.path, tensor.path)] = kind, tensor.shape, value_bytes * tensor.size
+            entries[names.get(tensor.path, tensor.path)] = kind, tensor.model_shape, value_bytes * tensor.size
             self._begins[tensor.path] = at
+            if tensor.arrangement is not None:
+                self._arranged[tensor.path] = tensor.arrangement
             at += value_bytes * tensor.size
         header = header_of(entries, metadata)
         self._data_at, self._value_bytes = len(header), value_bytes
@@ -76,9 +80,19 @@ class WeightsFile:
         """
         for piece in fragment.pieces:
             data = self._converted(piece, values[piece.offset : piece.offset + piece.size])
+            if piece.path in self._arranged:
+                self._put_arranged(piece, data, self._arranged[piece.path])
+                continue
             row_values = piece.size // (piece.row_stop - piece.row_start)
             self._file.seek(self._data_at + self._begins[piece.path] + self._value_bytes * row_values * piece.row_start)
             self._file.write(data)
+
+    def _put_arranged(self, piece: Piece, data: bytes, arrangement: Arrangement) -> None:
+        """Write rows of the log where they are in the model's tensor, through the system's cache of the file."""
+        kind, begin = np.dtype(f"u{self._value_bytes}"), self._data_at + self._begins[piece.path]
+        whole = np.memmap(self._file.name, kind, "r+", begin, arrangement.shape)
+        part = arrangement.part(piece.row_start, piece.row_stop)
+        whole[arrangement.rows(piece.row_start, piece.row_stop)] = part.restored(np.frombuffer(data, kind))
 
     def _converted(self, piece: Piece, values: Vector) -> bytes:
         if self.precision == "float32":

@@ -172,6 +172,6 @@ def _cost(arm: Arm, settings: RunSettings, data: str | None) -> Cost:
     step_s = float(np.median(times))
     models = settings.learners if arm.method == "decoupled" else 1
     batches = 1 if arm.method == "alone" else settings.learners
-    parameters = sum(int(np.prod(shape)) for _, shape, _ in island.tensors())
+    parameters = sum(tensor.size for tensor in island.tensors())
     memory = FIXED_BYTES + models * parameters * BYTES_PER_PARAMETER
     return Cost(step_s, times[0] + steps_of_each(settings, task) * batches * step_s, memory)

@@ -24,9 +24,10 @@ from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
 from diloco.wire.island import Facts, facts
-from diloco_learner.mesh import axis_sizes, check_rows, keyed_shapes, partitions, rows_alone
-from diloco_learner.task import Task, makes_rows
+from diloco_learner.mesh import axis_sizes, check_rows, partitions, rows_alone, shapes_of
+from diloco_learner.task import Task, makes_rows, rows_of
 from diloco_learner.task_api import next_batch
+from diloco_learner.tree import ModelTree
 
 
 def check(settings: LearnerSettings) -> None:
@@ -64,7 +65,7 @@ def first_facts(settings: LearnerSettings, run: Run) -> Facts:
 def model_facts(mesh: Mesh | None, task: Task, settings: RunSettings, first: Any) -> dict[str, Any]:
     """Return what they have to agree on before they compute together; ``first`` is the first batch of the first share."""
     devices = jax.devices()
-    keyed, _ = keyed_shapes(task, jax.random.key(settings.seed))
+    keyed, _ = jax.tree_util.tree_flatten_with_path(shapes_of(task, jax.random.key(settings.seed)))
     tensors = " ".join(f"{jax.tree_util.keystr(path)}{leaf.dtype}{leaf.shape}" for path, leaf in keyed)
     return {
         "platform": devices[0].platform,
@@ -85,7 +86,7 @@ def rows_to_make(task: Task, settings: RunSettings, first: Any, own: range) -> r
     if not makes_rows(task):
         return None
     made = next_batch(task.batches(0, settings.learners, settings.seed, 0, rows=own), settings.task, 0, 0)
-    if batch_digest(made) != batch_digest(rows_alone(first, own)):
+    if batch_digest(made) != batch_digest(rows_alone(first, own, rows_of(task, first))):
         raise SettingsError(
             f"task.name = {settings.task.name!r}: batches(..., rows={own}) gives other rows than the whole batch has: row i is "
             "the same whichever rows are asked for, and arrays without rows are whole"
@@ -105,14 +106,14 @@ def check_meshes(settings: LearnerSettings, task: Task, run: RunSettings, first:
         SettingsError: they do not fit one.
     """
     own, count = settings.processes, settings.processes.count
-    keyed, _ = keyed_shapes(task, jax.random.key(run.seed))
+    tree = ModelTree(task, shapes_of(task, jax.random.key(run.seed)))
     for size in own.sizes(settings.mesh):
         mesh = settings.mesh.of(size, count)
         assert mesh is not None
         try:
             sizes = axis_sizes(mesh, size * jax.local_device_count(), jax.default_backend())
-            partitions(task, keyed, sizes)
-            check_rows(first, sizes)
+            partitions(task, tree, sizes)
+            check_rows(rows_of(task, first), sizes)
         except SettingsError as error:
             if size == count:
                 raise

@@ -8,6 +8,7 @@ therefore first copied on the device, which the device does between two steps.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,15 +30,16 @@ from diloco.member.state import Content
 from diloco.settings.run import RunSettings
 from diloco_learner import holding, shards
 from diloco_learner.arithmetic import Arithmetic
-from diloco_learner.evaluation import Evaluation, evaluated, own_values, validation_sets
+from diloco_learner.evaluating import Evaluating
+from diloco_learner.evaluation import Evaluation
+from diloco_learner.fixed import Fixed, check_state, first_state
 from diloco_learner.inner import BuiltIn, optimizer
 from diloco_learner.leaves import part, path_of, write_rows
-from diloco_learner.loss import Loss
+from diloco_learner.loss import Given, Loss
 from diloco_learner.mesh import Placement, copies
 from diloco_learner.model import Capture, Vector, compare_states
 from diloco_learner.own_optimizer import OwnOptimizer
-from diloco_learner.task import Task, named
-from diloco_learner.task_api import is_embedding, matrices_of
+from diloco_learner.task import Task
 
 
 @dataclass(frozen=True)
@@ -100,27 +102,28 @@ class Island:
     def __init__(self, task: Task, settings: RunSettings, mesh: Mesh | None = None, *, apart: bool = False) -> None:
         self.task, self._settings, self._cut, self._alpha = task, settings.task, settings.fragments, settings.apply.alpha
         self._placement = Placement(task, mesh, jax.random.key(settings.seed))
-        self._seed = settings.seed
-        keyed, structure = jax.tree_util.tree_flatten_with_path(self._placement.init())
-        self._paths = [path_of(path) for path, _ in keyed]
-        self._index = {path: i for i, path in enumerate(self._paths)}
-        self._dtypes = [_dtype_of(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
-        # copies: what the task gave stays the task's, and is never donated
-        self._leaves = [jnp.array(leaf, jnp.float32, copy=True) for _, leaf in keyed]
+        self._model = self._placement.tree
+        self._index = {each.path: i for i, each in enumerate(self._model.trained)}
+        self._leaves, frozen = self._placement.init()
         if not self._leaves:
-            raise SettingsError(f"task {settings.task.name!r}: the model has no parameters")
+            raise SettingsError(f"task {settings.task.name!r}: the model has no parameters that are trained")
+        self._fixed = Fixed(task, self._placement, frozen)
+        self._first_state = functools.partial(self._placement.state, functools.partial(first_state, task))
+        self._state = self._first_state()
+        check_state(task, self._state)
         if hasattr(task, "optimizer"):
-            inner: BuiltIn | OwnOptimizer = OwnOptimizer(task, settings, structure, [path for path, _ in keyed])
+            inner: BuiltIn | OwnOptimizer = OwnOptimizer(task, settings, self._model)
         else:
-            matrices = [matrices_of(task, path, shape) for path, shape, _ in self.tensors()]
-            inner = BuiltIn(optimizer(settings, matrices), len(keyed))
-        self._does = Arithmetic(Loss(task, settings.seed), inner, self._placement, structure, self._dtypes)
+            matrices = [each.tensor.matrices(each.shape) for each in self._model.trained]
+            inner = BuiltIn(optimizer(settings, matrices), len(self._leaves))
+        self._does = Arithmetic(Loss(task, settings.seed), inner, self._placement)
+        self._evaluating = Evaluating(task, settings)
         self._optimizer_state: Any = None
         self._gradients = [jnp.zeros_like(leaf) for leaf in self._leaves] if settings.outer.optimizer == "adamw" else None
         self._held: bool | None = None  # whether a step has to wait for a capture; None: none was taken yet
         self._fresh_state = self._placement.optimizer_init(inner, self._leaves)
         self.apart = apart
-        self._begun: tuple[list[jax.Array], jax.Array, np.float32] | None = None  # gradients, whether they are finite, and rate
+        self._begun: tuple[Any, ...] | None = None  # gradients, state, whether they are finite, and rate
         about = inner, self._leaves, self._gradients is not None
         self._step = self._placement.step(self._does.step, *about)
         self._measure, self._move = self._placement.step_apart(self._does.measure, self._does.move, *about)
@@ -133,21 +136,21 @@ class Island:
         """
         other = copy.copy(self)
         gradients = None if self._gradients is None else [jnp.zeros_like(leaf) for leaf in self._leaves]
-        vars(other).update(_leaves=copies(self._leaves), _optimizer_state=None, _gradients=gradients)
+        state = jax.tree.map(jnp.copy, self._state)
+        vars(other).update(_leaves=copies(self._leaves), _optimizer_state=None, _gradients=gradients, _state=state)
         return other
 
-    def tensors(self) -> list[tuple[str, tuple[int, ...], bool]]:
-        """Return path, shape and whether it is embedding-like, of every tensor."""
-        pairs = zip(self._paths, self._leaves, strict=True)
-        return [(path, tuple(leaf.shape), is_embedding(self.task, path)) for path, leaf in pairs]
+    def tensors(self) -> list[TensorSpec]:
+        """Return the tensors that are trained, as the log has them, in the order in which JAX flattens the task's tree."""
+        return self._model.specs()
 
     def fragments(self) -> FragmentMap:
-        """Return the fragments that the run cuts the model into."""
-        return build_map([TensorSpec(*tensor) for tensor in self.tensors()], self._cut.count, self._cut.strategy)
+        """Return the fragments that the run cuts the model into, and the tensors that are in none."""
+        return build_map(self.tensors(), self._cut.count, self._cut.strategy, self._fixed.specs())
 
     def rounded_tensors(self) -> list[str]:
         """Return the paths of the tensors that the task has in bfloat16."""
-        return [path for path, dtype in zip(self._paths, self._dtypes, strict=True) if dtype == jnp.bfloat16]
+        return [each.path for each in self._model.trained if each.dtype == jnp.bfloat16]
 
     def check(self, batch: Any) -> None:
         """Find out that the task's loss of a batch is one number that can be differentiated, and that the mesh fits a batch.
@@ -156,12 +159,12 @@ class Island:
             SettingsError: it is something else, or does not.
         """
         self._placement.check_batch(batch)
-        given, rate = self._does.loss.given((0, 0)), np.float32(0)
-        jax.eval_shape(self._does.measure, self._leaves, batch, given)
-        jax.eval_shape(self._does.evaluate, self._leaves, batch)
+        given, rate = self._given((0, 0)), np.float32(0)
+        jax.eval_shape(self._does.measure, self._leaves, self._state, batch, given)
+        jax.eval_shape(self._does.evaluate, self._leaves, self._state, batch, given)
         if isinstance(self._does.optimizer, OwnOptimizer):
-            state = jax.eval_shape(self._does.optimizer.init, self._leaves)
-            jax.eval_shape(self._does.step, self._leaves, None, state, batch, given, rate)
+            optimizer = jax.eval_shape(self._does.optimizer.init, self._leaves)
+            jax.eval_shape(self._does.step, self._leaves, None, optimizer, self._state, batch, given, rate)
 
     @property
     def own_rows(self) -> range:
@@ -170,7 +173,7 @@ class Island:
 
     def params(self) -> Any:
         """Return the parameters as the task has them, in its pytree; they are valid until the next step or write."""
-        return self._does.tree(self._does.rounded(self._leaves))
+        return self._does.tree(self._does.rounded(self._leaves), self._fixed.given)
 
     def prepare(self, fragment_map: FragmentMap, *, trains: bool) -> None:
         """Compile all that :meth:`read`, :meth:`write` and, of an island that trains, copies need; values stay as they are."""
@@ -185,20 +188,21 @@ class Island:
 
     def trace(self, batch: Any) -> list[jax.stages.Lowered]:
         """Trace the programs of :meth:`step` with such batches. Once these are compiled, no step is traced or compiled."""
-        values, rate = (self._leaves, self._gradients, self._current_optimizer_state()), np.float32(0)
-        batch, given = self._placement.batch(batch), self._does.loss.given((0, 0))
+        batch, given, rate = self._placement.batch(batch), self._given((0, 0)), np.float32(0)
         if not self.apart:
-            return [self._step.lower(*values, batch, given, rate)]
-        measured = self._placement.measured(self._leaves)
-        return [self._measure.lower(self._leaves, batch, given), self._move.lower(*values, *measured, rate)]
+            return [self._step.lower(*self._values(), batch, given, rate)]
+        measured = self._placement.measured(self._leaves, self._state)
+        measure = self._measure.lower(self._leaves, self._state, batch, given)
+        return [measure, self._move.lower(*self._values(), *measured, rate)]
 
     def rehearse(self, batch: Any) -> None:
         """Take a step that changes no parameter, so that the first one takes no longer than others: memory is touched.
 
-        The optimizer begins afresh, and no gradient is held. What the step needed says whether a state may be copied.
+        Optimizer and task's state begin afresh, and no gradient is held. What the step needed says whether there is room for
+        a copy of all.
         """
         self.step(batch, 0.0).wait()
-        self._optimizer_state = None
+        self._optimizer_state, self._state = None, self._first_state()
         self._gradients = None if self._gradients is None else [jnp.zeros_like(leaf) for leaf in self._leaves]
         self._held = not holding.fits(list(self.arrays().values()))
 
@@ -222,13 +226,13 @@ class Island:
 
     def begin_step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> StepOutput:
         """Dispatch the first program of a step; one that is not :attr:`apart` has no other."""
-        placed, given, rate = self._placement.batch(batch), self._does.loss.given(at), np.float32(learning_rate)
+        placed, given, rate = self._placement.batch(batch), self._given(at), np.float32(learning_rate)
         if self.apart:
-            gradients, output = self._measure(self._leaves, placed, given)
-            self._begun = gradients, output[2], rate
+            gradients, after, output = self._measure(self._leaves, self._state, placed, given)
+            self._begun = gradients, after, output[2], rate
             return StepOutput(*output)
-        values = self._leaves, self._gradients, self._current_optimizer_state()
-        self._leaves, self._gradients, self._optimizer_state, output = self._step(*values, placed, given, rate)
+        *values, output = self._step(*self._values(), placed, given, rate)
+        self._leaves, self._gradients, self._optimizer_state, self._state = values
         return StepOutput(*output)
 
     def finish_step(self) -> None:
@@ -236,8 +240,15 @@ class Island:
         if self._begun is None:
             return
         begun, self._begun = self._begun, None
-        values = self._leaves, self._gradients, self._current_optimizer_state()
-        self._leaves, self._gradients, self._optimizer_state = self._move(*values, *begun)
+        moved = self._move(*self._values(), *begun)
+        self._leaves, self._gradients, self._optimizer_state, self._state = moved
+
+    def _values(self) -> tuple[Any, ...]:
+        """Return what a step takes for its own."""
+        return self._leaves, self._gradients, self._current_optimizer_state(), self._state
+
+    def _given(self, at: tuple[int, int]) -> Given:
+        return self._does.loss.given(at) | self._fixed.given
 
     def read(self, fragment: Fragment) -> Reading:
         """Queue a copy of a fragment's values on the device, as of the steps and writes so far."""
@@ -287,9 +298,7 @@ class Island:
 
     def evaluation(self) -> Evaluation:
         """Return how good the model is, by all that the task has to say it."""
-        sets = validation_sets(self.task, self._settings)
-        found = {name: [self._loss_and_metrics(batch) for batch in batches] for name, batches in sets.items()}
-        return evaluated(found, self._own_values())
+        return self._evaluating.evaluation(self._loss_and_metrics, self.params(), self._company())
 
     def check_evaluation(self) -> None:
         """Find out that validation sets and values of the task's own are what they can be; no loss is computed.
@@ -297,24 +306,23 @@ class Island:
         Raises:
             SettingsError: they are not.
         """
-        for batches in validation_sets(self.task, self._settings).values():
-            jax.eval_shape(self._does.evaluate, self._leaves, batches[0])
-        self._own_values()
 
-    def _own_values(self) -> dict[str, float]:
-        if not hasattr(self.task, "evaluate"):
-            return {}
-        given = {"key": jax.random.key(self._seed)} if "key" in named(self.task, "evaluate") else {}
-        return own_values(self.task, given, self.params())
+        def trace(batch: Any) -> object:
+            return jax.eval_shape(self._does.evaluate, self._leaves, self._state, batch, self._fixed.given)
+
+        self._evaluating.check(trace, self.params(), self._company())
+
+    def _company(self) -> dict[str, Any]:
+        return {"state": self._state, "constants": self._fixed.given.get("constants")}
 
     def _loss_and_metrics(self, batch: Any) -> tuple[float, dict[str, float]]:
-        loss, metrics = jax.device_get(self._loss(self._leaves, self._placement.batch(batch)))
+        placed = self._placement.batch(batch)
+        loss, metrics = jax.device_get(self._loss(self._leaves, self._state, placed, self._fixed.given))
         return float(loss), {name: float(value) for name, value in metrics.items()}
 
     def sample(self, seed: int, count: int, prompt: str | None = None) -> str | None:
         """Return text of ``count`` characters from the model, behind a ``prompt`` if given; None if the task draws none."""
-        draw, given = getattr(self.task, "sample", None), {} if prompt is None else {"prompt": prompt}
-        return None if draw is None else str(draw(self.params(), jax.random.key(seed), count, **given))
+        return self._evaluating.sample(self.params(), self._company(), seed, count, prompt)
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return parameters (``params/...``), gradients held and optimizer state by name, any dtype [...] on the host."""
@@ -323,10 +331,12 @@ class Island:
     def arrays(self, *, optimizer_only: bool = False) -> dict[str, jax.Array]:
         """Return the arrays of :meth:`state` by name, or the optimizer's alone; they are valid until the next step or write."""
         keyed, _ = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
-        named = {_optimizer_name(path): leaf for path, leaf in keyed}
+        named = {_name("optimizer", path): leaf for path, leaf in keyed}
         if not optimizer_only:
-            named |= {f"params/{path}": leaf for path, leaf in zip(self._paths, self._leaves, strict=True)}
-            named |= {f"gradients/{path}": leaf for path, leaf in zip(self._paths, self._gradients or (), strict=False)}
+            named |= {f"params/{path}": leaf for path, leaf in zip(self._index, self._leaves, strict=True)}
+            named |= {f"gradients/{path}": leaf for path, leaf in zip(self._index, self._gradients or (), strict=False)}
+            keyed, _ = jax.tree_util.tree_flatten_with_path(self._state)
+            named |= {_name("state", path): leaf for path, leaf in keyed}
         return named
 
     def capture(self, *, optimizer_only: bool = False) -> Capture:
@@ -355,9 +365,10 @@ class Island:
         """Write a chunk of :meth:`wanted`: ``values``, any dtype [its lengths]."""
         kind, _, path = chunk.name.partition("/")
         if kind == "optimizer":
-            keyed, structure = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
-            state = [holding.write(leaf, chunk, values) if _optimizer_name(key) == chunk.name else leaf for key, leaf in keyed]
-            self._optimizer_state = jax.tree.unflatten(structure, state)
+            self._optimizer_state = _written(kind, self._current_optimizer_state(), chunk, values)
+            return
+        if kind == "state":
+            self._state = _written(kind, self._state, chunk, values)
             return
         leaves = self._leaves if kind == "params" else self._gradients
         assert leaves is not None
@@ -409,16 +420,14 @@ class Island:
         return Reading(fragment, tuple(shards.read(leaves[self._index[piece.path]], piece) for piece in fragment.pieces))
 
 
-def _dtype_of(path: str, leaf: Any) -> jnp.dtype:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype in (jnp.float32, jnp.bfloat16):
-        known: jnp.dtype = jnp.dtype(dtype)
-        return known
-    advice = "keep parameters in one of these, and cast them in the loss"
-    if dtype == jnp.float16:
-        advice = "gradients below 6e-8 would vanish and values above 65504 overflow in float16; use bfloat16"
-    raise SettingsError(f"task: parameter {path!r} is {dtype or type(leaf).__name__}, expected float32 or bfloat16: {advice}")
+def _name(kind: str, path: Any) -> str:
+    return f"{kind}/{path_of(path)}"
 
 
-def _optimizer_name(path: Any) -> str:
-    return "optimizer/" + path_of(path)
+def _written(kind: str, tree: Any, chunk: Chunk, values: NDArray[Any]) -> Any:
+    """Return a tree with a chunk written; it is of the array of its name."""
+
+    def written(path: Any, leaf: jax.Array) -> jax.Array:
+        return holding.write(leaf, chunk, values) if _name(kind, path) == chunk.name else leaf
+
+    return jax.tree_util.tree_map_with_path(written, tree)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +26,12 @@ Values: TypeAlias = NDArray[np.float32]
 def path_of(keys: tuple[Any, ...]) -> str:
     """Return the path of an array in a pytree, as protocol.md (section 6) names tensors; empty: it is the tree itself."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def types_of(tree: Any) -> dict[str, str]:
+    """Return types and shapes of a tree's arrays by their paths."""
+    keyed, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {path_of(keys): f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for keys, leaf in keyed}
 
 
 def read_rows(leaf: Leaf, piece: Piece) -> list[tuple[Where, Any]]:

@@ -15,7 +15,8 @@ import numpy as np
 
 from diloco.errors import SettingsError
 from diloco_learner import members
-from diloco_learner.task import Aux, Task, named
+from diloco_learner.leaves import types_of
+from diloco_learner.task import Aux, Task, named, rows_of
 from diloco_learner.task_api import METRIC_NAME
 
 Given: TypeAlias = dict[str, Any]  # arrays by name
@@ -35,11 +36,13 @@ class Loss:
         """Return the arrays of a training step on the batch ``at`` a share and an index in it."""
         return {"at": np.array(at, np.uint32)} if "key" in self._named else {}
 
-    def of(self, call: Call, params: Any, batch: Any, given: Given, *, train: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return loss and metrics, traced. ``call`` calls the task's loss where the arrays lie.
+    def of(
+        self, call: Call, params: Any, batch: Any, given: Given, state: Any, *, train: bool
+    ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
+        """Return loss, and metrics and state, traced. ``call`` calls the task's loss where the arrays lie.
 
         A step's key is ``fold_in(fold_in(key(seed), share), index)``: the same in every process, and when the step is done
-        again. In validation, where ``given`` has no batch's place, it is ``key(seed)``.
+        again. In validation, where ``given`` has no batch's place, it is ``key(seed)``, and the state stays as it is.
 
         Raises:
             SettingsError: the task returned something else.
@@ -49,16 +52,40 @@ class Loss:
             arrays["key"] = jax.random.key(self._seed)
             for number in given.get("at", ()):
                 arrays["key"] = jax.random.fold_in(arrays["key"], number)
+        if "weights" in self._named:
+            arrays["weights"] = jnp.ones(rows_of(self.task, batch), jnp.float32)
+        known = {"state": state, "constants": given.get("constants")}
+        arrays |= {name: value for name, value in known.items() if name in self._named}
         others = {"train": train} if "train" in self._named else {}
-        return self._parts(call(params, batch, arrays, others))
+        loss, aux = self._parts(call(params, batch, arrays, others))
+        if "state" not in self._named or not train:
+            return loss, (self._metrics(aux.metrics), state)
+        return loss, (self._metrics(aux.metrics), self._moved(state, aux.state))
 
-    def _parts(self, returned: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _parts(self, returned: Any) -> tuple[jax.Array, Aux]:
         if not isinstance(returned, tuple):
-            return self._scalar(returned), {}
+            return self._scalar(returned), Aux()
         if len(returned) != 2 or not isinstance(returned[1], Aux):
             came = ", ".join(_shown(part) for part in returned)
             raise self._wrong(f"a tuple of {came}", "return the mean loss of the batch alone, or (loss, Aux(metrics))")
-        return self._scalar(returned[0]), self._metrics(returned[1].metrics)
+        return self._scalar(returned[0]), returned[1]
+
+    def _moved(self, before: Any, after: Any) -> Any:
+        """Return the state that a step leaves, of the very types that it began with."""
+        wanted, found = types_of(before), types_of(after)
+        for path in sorted(wanted.keys() | found.keys()):
+            if wanted.get(path) != found.get(path):
+                came, name = found.get(path, "nothing"), f"the state's {path!r}" if path else "the state"
+                raise SettingsError(
+                    f"task: loss() returned {name} as {came}, expected {wanted.get(path, 'nothing')}, as before the step: "
+                    f"return (loss, Aux(metrics, state)){members.place(self.task.loss)}"
+                )
+        if str(jax.tree.structure(before)) != str(jax.tree.structure(after)):
+            raise SettingsError(
+                f"task: loss() returned the state as {jax.tree.structure(after)}, expected {jax.tree.structure(before)}, as "
+                f"before the step{members.place(self.task.loss)}"
+            )
+        return jax.tree.map(lambda old, new: jax.lax.convert_element_type(new, old.dtype), before, after)
 
     def _scalar(self, loss: Any) -> jax.Array:
         if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):

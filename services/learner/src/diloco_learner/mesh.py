@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 from diloco.errors import SettingsError
 from diloco.settings.service import MeshSettings
 from diloco_learner.leaves import path_of
-from diloco_learner.task import Task
+from diloco_learner.task import Task, rows_of
+from diloco_learner.tensors import tensor_of
+from diloco_learner.tree import Described, ModelTree
 
 Params: TypeAlias = Any  # the task's pytree of parameters
 Shape: TypeAlias = tuple[int, ...]
@@ -32,6 +34,7 @@ Leaves: TypeAlias = list[jax.Array]  # the parameters, in their order
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = PartitionSpec(("data", "fsdp"))  # of a batch
+CONSTANTS = "constants/"  # begins the paths of constants
 SMALL_VALUES = 4096  # 16 KiB: to gather a tensor at every step takes longer than its memory is worth
 
 
@@ -66,34 +69,33 @@ def axis_sizes(settings: MeshSettings, devices: int, platform: str) -> dict[str,
     return dict(zip(AXES, (settings.data, fsdp, settings.tensor), strict=True))
 
 
-def partition_of(task: object, path: str, shape: Shape, sizes: Mapping[str, int]) -> PartitionSpec:
-    """Return how a tensor is split over a mesh, whose axes have these sizes.
+def partition_of(path: str, shape: Shape, said: PartitionSpec | None, sizes: Mapping[str, int]) -> PartitionSpec:
+    """Return how a tensor is split over a mesh, whose axes have these sizes; the task ``said`` so, or nothing.
 
     Raises:
         SettingsError: the task's partition names an axis that there is not, or splits one that the devices do not divide.
     """
-    said = getattr(task, "partition", None)
-    spec = None if said is None else said(path, shape)
+    spec = said
     if spec is None:
         return default_partition(shape, sizes)
     if not isinstance(spec, PartitionSpec) or len(spec) > len(shape):
         raise SettingsError(
-            f"task: partition({path!r}) is {spec!r}, expected None or a jax.sharding.PartitionSpec of at most "
+            f"task: the partition of {path!r} is {spec!r}, expected None or a jax.sharding.PartitionSpec of at most "
             f"{len(shape)} axes, as the tensor of shape {shape} has"
         )
     names = _names(spec)
     for name in names:
         if name not in AXES or names.count(name) > 1:
             wrong = "more than once" if name in AXES else f"which no mesh has: name {', '.join(AXES)} or None"
-            raise SettingsError(f"task: partition({path!r}) is {spec}: it names {name!r}, {wrong}")
+            raise SettingsError(f"task: the partition of {path!r} is {spec}: it names {name!r}, {wrong}")
     for axis, part in enumerate(spec):
         over = _names((part,))
         count = math.prod(sizes[name] for name in over)
         if shape[axis] % count:
             devices = " and ".join(f"mesh.{name} = {sizes[name]}" for name in over)
             raise SettingsError(
-                f"task: partition({path!r}) is {spec}: its axis {axis} has {shape[axis]} entries, which {devices} does not "
-                "divide: name None for this axis, split another one, or set the mesh so that it divides"
+                f"task: the partition of {path!r} is {spec}: its axis {axis} has {shape[axis]} entries, which {devices} does "
+                "not divide: name None for this axis, split another one, or set the mesh so that it divides"
             )
     return spec
 
@@ -108,53 +110,63 @@ def default_partition(shape: Shape, sizes: Mapping[str, int]) -> PartitionSpec:
     return PartitionSpec(*(None,) * split, "fsdp")
 
 
-def keyed_shapes(task: Task, key: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """Return paths and leaves of a task's parameters, without values, and their structure, as JAX flattens them."""
-    keyed, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(task.init, key))
-    return keyed, structure
+def stored_partition(tensor: Described, spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
+    """Return how a tensor's master is split: along the axes along which the task's own is, where it has these apart."""
+    kept = tensor.arrangement
+    if kept is None:
+        return spec
+    axes = (*spec, *(None,) * (len(kept.shape) - len(spec)))
+    ordered = [axes[axis] for axis in kept.order]
+    first, others = ordered[: len(kept.outputs)] or [None], ordered[len(kept.outputs) :]
+    if any(part is not None for part in others[1:]):
+        return default_partition(kept.stored_shape, sizes)
+    return PartitionSpec(*first, others[0])
 
 
-def partitions(task: object, keyed: Sequence[tuple[Any, Any]], sizes: Mapping[str, int]) -> list[PartitionSpec]:
-    """Return how all tensors are split: of a task whose parameters have these paths and leaves, as JAX flattens them.
+def shapes_of(task: Task, key: Any) -> Any:
+    """Return a task's parameters without values: shapes and types in its tree."""
+    return jax.eval_shape(task.init, key)
+
+
+def partitions(task: object, tree: ModelTree, sizes: Mapping[str, int]) -> list[PartitionSpec]:
+    """Return how all tensors of a model are split, as the task has them.
 
     Raises:
         SettingsError: a partition of the task does not fit the mesh, or none uses an axis of it.
     """
-    named = [(path_of(path), tuple(leaf.shape)) for path, leaf in keyed]
-    specs = [partition_of(task, path, shape, sizes) for path, shape in named]
+    specs = [partition_of(each.path, each.shape, each.tensor.partition, sizes) for each in tree.tensors]
     if sizes["tensor"] > 1 and not any("tensor" in _names(spec) for spec in specs):
         raise SettingsError(
             f"mesh.tensor = {sizes['tensor']}: no partition of task {type(task).__name__} names 'tensor', so these "
-            "devices would all do the same: name it in the task's partition(path, shape), or leave mesh.tensor out"
+            "devices would all do the same: name it in the partition of a Tensor, or leave mesh.tensor out"
         )
     return specs
 
 
-def check_rows(batch: Any, sizes: Mapping[str, int]) -> None:
+def check_rows(rows: int, sizes: Mapping[str, int]) -> None:
     """Find out that the devices of a mesh divide the rows of a batch.
 
     Raises:
         SettingsError: they do not.
     """
-    rows, shards = _rows(batch), _row_shards(sizes)
+    shards = _row_shards(sizes)
     if rows % shards:
         raise SettingsError(
-            f"task: a batch has {rows} rows (the first axis of its largest array), which mesh.data = {sizes['data']} times "
-            f"mesh.fsdp = {sizes['fsdp']} does not divide: take a multiple of {shards} rows a batch (task.batch of the "
-            f"built-in task), or a mesh that divides {rows}"
+            f"task: a batch has {rows} rows (rows_per_batch, or the first axis of its largest array), which mesh.data = "
+            f"{sizes['data']} times mesh.fsdp = {sizes['fsdp']} does not divide: take a multiple of {shards} rows a batch "
+            f"(task.batch of the built-in task), or a mesh that divides {rows}"
         )
 
 
-def rows_of(mesh: Mesh, rows: int, devices: Collection[jax.Device]) -> range:
+def rows_on(mesh: Mesh, rows: int, devices: Collection[jax.Device]) -> range:
     """Return the rows of a batch, of so many, that some devices take: one range that has all of them."""
     places = NamedSharding(mesh, ROWS).devices_indices_map((rows,))
     bounds = [places[device][0].indices(rows) for device in devices]
     return range(min(start for start, _, _ in bounds), max(stop for _, stop, _ in bounds))
 
 
-def rows_alone(batch: Any, rows: range) -> Any:
-    """Return a whole batch with these rows alone; arrays of another first axis stay whole."""
-    count = _rows(batch)
+def rows_alone(batch: Any, rows: range, count: int) -> Any:
+    """Return a whole batch of ``count`` rows with these alone; arrays of another first axis stay whole."""
     return jax.tree.map(lambda leaf: leaf[rows.start : rows.stop] if np.shape(leaf)[:1] == (count,) else leaf, batch)
 
 
@@ -164,6 +176,10 @@ class Optimizer(Protocol):
     @property
     def paths(self) -> Sequence[tuple[Any, ...]]:
         """By tensor: the path of its values within those parts of the state that are like the parameters."""
+
+    @property
+    def sees_masters(self) -> bool:
+        """Whether these parts are like masters, and not like the task's own tensors."""
 
     def init(self, leaves: Leaves, /) -> Any:
         """Return the state of an optimizer that begins."""
@@ -179,17 +195,34 @@ class Placement:
     def __init__(self, task: Task, mesh: Mesh | None, key: jax.Array) -> None:
         self.task, self.mesh, self._key = task, mesh, key
         self._batch_shapes: Any = None  # of whole batches, once one has been checked
+        self._constant_specs: Any = None
+        self._made = task.init(key) if mesh is None else shapes_of(task, key)
+        self.tree = ModelTree(task, self._made)
         if mesh is None:
             return
-        keyed, self._structure = keyed_shapes(task, key)
-        self._shapes = [tuple(leaf.shape) for _, leaf in keyed]
-        self._specs = partitions(task, keyed, mesh.shape)
+        self._specs = partitions(task, self.tree, mesh.shape)  # of all tensors, as the task has them
+        self._trained_specs, self._frozen_specs = self.tree.parts(self.tree.unflatten(self._specs))
+        pairs = zip(self.tree.trained, self._trained_specs, strict=True)
+        self._stored_specs = [stored_partition(each, spec, mesh.shape) for each, spec in pairs]
 
-    def init(self) -> Params:
-        """Return the task's first parameters. On a mesh each device makes its shards, so ``task.init`` is traced by JAX."""
+    def init(self) -> tuple[Leaves, list[jax.Array]]:
+        """Return the task's first parameters: masters, and frozen tensors. It is to be called once.
+
+        On a mesh each device makes its shards, so ``task.init`` is traced by JAX.
+        """
+
+        def apart(made: Params) -> tuple[Leaves, list[jax.Array]]:
+            trained, frozen = self.tree.parts(made)
+            # copies: what the task gave stays the task's, and is never donated
+            return self.tree.masters(trained), [jnp.array(leaf, copy=True) for leaf in frozen]
+
+        made, self._made = self._made, None
         if self.mesh is None:
-            return self.task.init(self._key)
-        return jax.jit(self.task.init, out_shardings=self._tree(self._shardings))(self._key)
+            return apart(made)
+        places = self._shardings, self._places(self._frozen_specs)
+        make = jax.jit(lambda key: apart(self.task.init(key)), out_shardings=places)
+        leaves: tuple[Leaves, list[jax.Array]] = make(self._key)
+        return leaves
 
     def optimizer_init(self, optimizer: Optimizer, leaves: Leaves) -> Callable[[Leaves], Any]:
         """Return a function that makes a fresh optimizer state, split like the parameters."""
@@ -198,14 +231,14 @@ class Placement:
         return jax.jit(optimizer.init, out_shardings=self._of_state(optimizer, leaves))
 
     def step(self, step: Callable[..., Any], optimizer: Optimizer, leaves: Leaves, holds_gradients: bool) -> Any:
-        """Return the jitted ``step(leaves, gradients held or None, optimizer state, batch, given, rate)``.
+        """Return the jitted ``step(leaves, gradients held or None, optimizer state, task's state, batch, given, rate)``.
 
-        It takes the first three for its own and returns them, split as they were, and scalars.
+        It takes the first four for its own and returns them, split as they were, and scalars.
         """
         if self.mesh is None:
-            return jax.jit(step, donate_argnums=(0, 1, 2))
+            return jax.jit(step, donate_argnums=(0, 1, 2, 3))
         returned = *self._moved(optimizer, leaves, holds_gradients), self._whole
-        return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=returned)
+        return jax.jit(step, donate_argnums=(0, 1, 2, 3), out_shardings=returned)
 
     def step_apart(
         self,
@@ -217,30 +250,55 @@ class Placement:
     ) -> tuple[Any, Any]:
         """Return the two programs of a step, jitted.
 
-        ``measure(leaves, batch, given)`` returns gradients, split like the leaves, and scalars; it takes nothing for its own,
-        so the leaves stay where it fails. ``move(leaves, gradients held, optimizer state, gradients, finite, rate)`` is the
-        rest of :meth:`step`.
+        ``measure(leaves, task's state, batch, given)`` returns gradients, split like the leaves, the state after the step, and
+        scalars; it takes nothing for its own, so the leaves stay where it fails. ``move(leaves, gradients held, optimizer
+        state, task's state, gradients, state after, finite, rate)`` is the rest of :meth:`step`.
         """
         if self.mesh is None:
-            return jax.jit(measure), jax.jit(move, donate_argnums=(0, 1, 2))
+            return jax.jit(measure), jax.jit(move, donate_argnums=(0, 1, 2, 3))
         moved = self._moved(optimizer, leaves, holds_gradients)
-        measured = jax.jit(measure, out_shardings=(self._shardings, self._whole))
-        return measured, jax.jit(move, donate_argnums=(0, 1, 2), out_shardings=moved)
+        measured = jax.jit(measure, out_shardings=(self._shardings, self._whole, self._whole))
+        return measured, jax.jit(move, donate_argnums=(0, 1, 2, 3), out_shardings=moved)
 
-    def measured(self, leaves: Leaves) -> tuple[list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
-        """Return what the second program of a step takes from the first: gradients, and whether they are finite."""
+    def measured(self, leaves: Leaves, state: Any) -> tuple[list[jax.ShapeDtypeStruct], Any, jax.ShapeDtypeStruct]:
+        """Return what the second program of a step takes from the first: gradients, state, and whether all are finite."""
+        whole = None if self.mesh is None else self._whole
         split = [None] * len(leaves) if self.mesh is None else self._shardings
         gradients = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at) for leaf, at in zip(leaves, split, strict=True)]
-        return gradients, jax.ShapeDtypeStruct((), jnp.bool_, sharding=None if self.mesh is None else self._whole)
+        after = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), state)
+        return gradients, after, jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole)
 
-    def _moved(self, optimizer: Optimizer, leaves: Leaves, holds_gradients: bool) -> tuple[Any, Any, Any]:
+    def _moved(self, optimizer: Optimizer, leaves: Leaves, holds_gradients: bool) -> tuple[Any, Any, Any, Any]:
         """Return how a step's results are split."""
-        return self._shardings, self._shardings if holds_gradients else None, self._of_state(optimizer, leaves)
+        held = self._shardings if holds_gradients else None
+        return self._shardings, held, self._of_state(optimizer, leaves), self._whole
+
+    def state(self, make: Callable[[jax.Array], Any]) -> Any:
+        """Return the state that a function makes of the run's key, whole on every device."""
+        return make(self._key) if self.mesh is None else jax.jit(make, out_shardings=self._whole)(self._key)
+
+    def constants(self, loaded: Any) -> Any:
+        """Return a task's constants on the devices, each split as the task says or by default."""
+        if self.mesh is None:
+            return jax.tree.map(jnp.asarray, loaded)
+        mesh = self.mesh
+
+        def spec(keys: Any, leaf: Any) -> PartitionSpec:
+            path, shape = CONSTANTS + path_of(keys), tuple(leaf.shape)
+            said = tensor_of(self.task, path, shape).partition if hasattr(self.task, "tensor") else None
+            return partition_of(path, shape, said, mesh.shape)
+
+        def put(leaf: Any, spec: PartitionSpec) -> jax.Array:
+            values = np.asarray(leaf)
+            return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
+
+        self._constant_specs = jax.tree_util.tree_map_with_path(spec, loaded)
+        return jax.tree.map(put, loaded, self._constant_specs)
 
     def loss(self, params: Params, batch: Any, arrays: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
         """Return what the task's loss returns, traced with the mesh in force, with explicit axes where the task asks for them.
 
-        Its keywords are ``arrays``, which are whole on every device, and ``others``.
+        Its keywords are ``arrays``, which are whole on every device but for constants, and ``others``.
         """
         function = functools.partial(self.task.loss, **others)
         if self.mesh is None:
@@ -248,7 +306,9 @@ class Placement:
         with use_abstract_mesh(self.mesh.abstract_mesh):
             if getattr(self.task, "axes", "auto") == "explicit":
                 whole = jax.tree.map(lambda _: PartitionSpec(), arrays)
-                shardings = (self._tree(self._specs), self._batch_specs(batch), whole)
+                if "constants" in arrays:
+                    whole["constants"] = self._constant_specs
+                shardings = (self.tree.unflatten(self._specs), self._batch_specs(batch), whole)
 
                 def with_keywords(params: Params, batch: Any, arrays: Mapping[str, Any]) -> Any:
                     return function(params, batch, **arrays)
@@ -281,7 +341,7 @@ class Placement:
     def own_rows(self) -> range:
         """The rows of a batch that the devices of this process take, on a mesh; one was checked before."""
         assert self.mesh is not None
-        return rows_of(self.mesh, _rows(self._batch_shapes), self.mesh.local_devices)
+        return rows_on(self.mesh, rows_of(self.task, self._batch_shapes), self.mesh.local_devices)
 
     def check_batch(self, batch: Any) -> None:
         """Find out that the devices divide the rows of a whole batch; all others have its shapes.
@@ -290,12 +350,12 @@ class Placement:
             SettingsError: they do not.
         """
         if self.mesh is not None:
-            check_rows(batch, self.mesh.shape)
+            check_rows(rows_of(self.task, batch), self.mesh.shape)
             self._batch_shapes = jax.eval_shape(lambda whole: whole, batch)
 
     def _batch_specs(self, batch: Any) -> Any:
         assert self.mesh is not None
-        rows = _rows(batch)
+        rows = rows_of(self.task, batch)
         divides = rows % _row_shards(self.mesh.shape) == 0
         return jax.tree.map(lambda leaf: ROWS if divides and np.shape(leaf)[:1] == (rows,) else PartitionSpec(), batch)
 
@@ -306,11 +366,11 @@ class Placement:
 
     @property
     def _shardings(self) -> list[NamedSharding]:
-        assert self.mesh is not None
-        return [NamedSharding(self.mesh, spec) for spec in self._specs]
+        return self._places(self._stored_specs)
 
-    def _tree(self, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(self._structure, leaves)
+    def _places(self, specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
+        assert self.mesh is not None
+        return [NamedSharding(self.mesh, spec) for spec in specs]
 
     def _of_state(self, optimizer: Optimizer, leaves: Leaves) -> Any:
         """Return the shardings of an optimizer state: an array of a tensor is split like it, all else is whole.
@@ -319,25 +379,28 @@ class Placement:
         """
         mesh, index = self.mesh, {tuple(path): at for at, path in enumerate(optimizer.paths)}
         assert mesh is not None
+        masters, trained = optimizer.sees_masters, self.tree.trained
+        shapes = [each.stored_shape if masters else each.shape for each in trained]
+        specs = self._stored_specs if masters else self._trained_specs
 
         def sharding(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
             at = next((index[path[start:]] for start in range(len(path) + 1) if path[start:] in index), None)
-            if at is None or math.prod(leaf.shape) != math.prod(self._shapes[at]):
+            if at is None or math.prod(leaf.shape) != math.prod(shapes[at]):
                 return self._whole
-            return NamedSharding(mesh, self._of_shape(at, leaf.shape, mesh))
+            return NamedSharding(mesh, _of_shape(specs[at], shapes[at], leaf.shape, mesh))
 
         return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(optimizer.init, leaves))
 
-    def _of_shape(self, at: int, shape: Shape, mesh: Mesh) -> PartitionSpec:
-        """Return how a tensor's values are split that an optimizer holds in another shape, as Muon does: its matrices apart."""
-        spec = self._specs[at]
-        if shape == self._shapes[at]:
-            return spec
-        split = (None,) * (len(shape) - len(self._shapes[at])) + tuple(spec)
-        counts = [math.prod(mesh.shape[name] for name in _names((part,))) for part in split]
-        if any(length % count for length, count in zip(shape, counts, strict=False)):
-            return default_partition(shape, mesh.shape)
-        return PartitionSpec(*split)
+
+def _of_shape(spec: PartitionSpec, own: Shape, shape: Shape, mesh: Mesh) -> PartitionSpec:
+    """Return how a tensor's values are split that an optimizer holds in another shape, as Muon does: its matrices apart."""
+    if shape == own:
+        return spec
+    split = (None,) * (len(shape) - len(own)) + tuple(spec)
+    counts = [math.prod(mesh.shape[name] for name in _names((part,))) for part in split]
+    if any(length % count for length, count in zip(shape, counts, strict=False)):
+        return default_partition(shape, mesh.shape)
+    return PartitionSpec(*split)
 
 
 def copies(arrays: Leaves) -> Leaves:
@@ -393,13 +456,6 @@ def shifted(index: tuple[slice, ...], shape: Shape, first: int) -> tuple[slice, 
 
 def _row_shards(sizes: Mapping[str, int]) -> int:
     return sizes["data"] * sizes["fsdp"]
-
-
-def _rows(batch: Any) -> int:
-    """Return the length of the first axis of a batch's largest array; 0 if it has scalars alone."""
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    largest = max(shapes, key=math.prod, default=())
-    return int(largest[0]) if largest else 0
 
 
 def _names(spec: Iterable[Any]) -> list[str]:

@@ -6,7 +6,6 @@ gives it whatever count it is called with: the transformation is made once, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,21 +15,27 @@ import numpy as np
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings
 from diloco_learner import members
-from diloco_learner.leaves import path_of
+from diloco_learner.leaves import path_of, types_of
 from diloco_learner.mesh import Leaves
 from diloco_learner.task import Task
+from diloco_learner.tree import ModelTree
+
+ALONE = "its only array"
 
 
 class OwnOptimizer:
-    """The optimizer that a task makes. ``structure`` is that of its parameters, whose leaves have the tree's ``paths``.
+    """The optimizer that a task makes, of its parameters that are trained, as it has them.
 
     Raises:
         SettingsError: it is no optax transformation, or the run has no place for one.
     """
 
-    def __init__(self, task: Task, settings: RunSettings, structure: Any, paths: Sequence[tuple[Any, ...]]) -> None:
+    sees_masters = False
+
+    def __init__(self, task: Task, settings: RunSettings, tree: ModelTree) -> None:
         make = task.optimizer  # type: ignore[attr-defined]
-        self._structure, self.paths, self._where = structure, paths, members.place(make)
+        self._model, self._where = tree, members.place(make)
+        self.paths = [each.keys for each in tree.trained]
         if settings.outer.optimizer == "adamw":
             raise SettingsError(
                 "task: optimizer() with outer.optimizer = adamw, whose learners take no step of their own: leave it out, or "
@@ -63,13 +68,14 @@ class OwnOptimizer:
             self._rate = np.float32(0)
         self._compare("updates", self._tree(leaves), updates)
         self._compare("state", state, moved)
-        return [leaf + update for leaf, update in zip(leaves, jax.tree.leaves(updates), strict=True)], moved
+        pairs = zip(self._model.trained, leaves, jax.tree.leaves(updates), strict=True)
+        return [leaf + each.stored(update) for each, leaf, update in pairs], moved
 
     def _scheduled(self, count: Any) -> Any:
         return self._rate
 
     def _tree(self, leaves: Leaves) -> Any:
-        return jax.tree.unflatten(self._structure, leaves)
+        return self._model.tree(leaves, None)
 
     def _array(self, path: Any, leaf: Any) -> jax.Array:
         found = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
@@ -81,20 +87,14 @@ class OwnOptimizer:
         return jax.lax.convert_element_type(jnp.array(found), jnp.array(found).dtype)
 
     def _compare(self, kind: str, expected: Any, came: Any) -> None:
-        wanted, found = _shapes(expected), _shapes(came)
+        wanted, found = types_of(expected), types_of(came)
         for path in sorted(wanted.keys() | found.keys()):
             if wanted.get(path) != found.get(path):
                 raise SettingsError(
-                    f"task: optimizer(): its {kind} has {path} as {found.get(path, 'nothing')}, expected "
+                    f"task: optimizer(): its {kind} has {path or ALONE} as {found.get(path, 'nothing')}, expected "
                     f"{wanted.get(path, 'nothing')}, as before the step{self._where}"
                 )
 
 
-def _shapes(tree: Any) -> dict[str, str]:
-    """Return types and shapes of a tree's arrays by their paths."""
-    keyed, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {_named(path): f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for path, leaf in keyed}
-
-
 def _named(path: Any) -> str:
-    return path_of(path) or "its only array"
+    return path_of(path) or ALONE

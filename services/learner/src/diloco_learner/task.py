@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -13,11 +14,12 @@ from numpy.typing import NDArray
 
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
-from diloco_learner import gpt, members, options, text
+from diloco_learner import gpt, members, options, tensors, text
 from diloco_learner.leaves import path_of
 from diloco_learner.task_api import Aux as Aux
 from diloco_learner.task_api import Units as Units
 from diloco_learner.task_api import check_called, is_torch, made, next_batch
+from diloco_learner.tensors import Tensor
 
 TEMPERATURE = 0.8
 PROMPT = "\n"
@@ -43,7 +45,7 @@ class Task(Protocol):
 
     @property
     def loss(self) -> Callable[..., Any]:
-        """``loss(params, batch, *, key, train)`` returns a batch's mean loss, or it and an :class:`Aux`.
+        """``loss(params, batch, *, key, train, state, constants, weights)`` returns the mean loss, or it and an :class:`Aux`.
 
         A float32 scalar in the task's units, differentiable by JAX, traced by ``jax.jit``.
         """
@@ -61,15 +63,19 @@ REQUIRED = ("tokens_per_batch", "init", "loss", "batches")
 # by member that is called: how many arguments it is given by place, and the keywords that it may name
 CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
     "init": (1, ()),
-    "loss": (2, ("key", "train")),
+    "loss": (2, ("key", "train", "state", "constants", "weights")),
     "batches": (4, ("rows",)),
     "validation": (0, ()),
     "is_embedding": (1, ()),
     "matrices": (1, ()),
     "partition": (2, ()),
+    "tensor": (2, ()),
     "optimizer": (1, ()),
-    "evaluate": (1, ("key",)),
-    "sample": (3, ()),
+    "constants": (0, ()),
+    "init_state": (1, ()),
+    "merge_state": (1, ()),
+    "evaluate": (1, ("key", "state", "constants")),
+    "sample": (3, ("state", "constants")),
 }
 
 
@@ -107,14 +113,15 @@ class GptTask:
             self._validation = self.data.validation()
         return self._validation
 
-    def is_embedding(self, path: str) -> bool:
-        """Return whether this is the table of byte vectors; the head's rows are output units like any other weight's."""
-        return path == "embedding"
-
-    def matrices(self, path: str) -> int:
-        """Return how many projections are fused in a tensor; 0 for tables of bytes' vectors and of their scores."""
+    def tensor(self, path: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the table of bytes' vectors, the head of their scores, and weights, of which some are several fused."""
         name = path.rpartition("/")[2]
-        return 0 if name in ("embedding", "head") else {"qkv": 3, "gate_up": 2}.get(name, 1)
+        if name in ("embedding", "head"):
+            return Tensor(kind=name)  # type: ignore[arg-type]
+        if len(shape) < 2:
+            return Tensor(kind="vector")
+        count = {"qkv": 3, "gate_up": 2}.get(name, 1)
+        return Tensor(kind="matrix", parts=(shape[0] // count,) * count)
 
     def sample(self, params: gpt.Params, key: jax.Array, count: int, prompt: str = PROMPT) -> str:
         """Return ``count`` bytes as text, which go on from the end of a prompt."""
@@ -162,15 +169,29 @@ def check_members(task: Any, source: str) -> None:
         SettingsError: one is missing, or needs an argument that nobody gives it; ``source`` begins the sentence.
     """
     check_called(task, REQUIRED, CALLED, source)
+    tensors.check_members(task)
     rows = _rows_parameter(task)
     if rows is not None and rows.default is not None:
         raise SettingsError(f"task: batches(..., rows) needs the default None: whole batches{members.place(task.batches)}")
+    per_batch = getattr(task, "rows_per_batch", None)
+    if per_batch is not None and (not isinstance(per_batch, int) or per_batch < 1):
+        raise SettingsError(f"task: rows_per_batch = {per_batch!r}, expected a whole number above 0, or None")
 
 
 def named(task: object, member: str) -> frozenset[str]:
     """Return the keywords that a task's member names, of those that it is given."""
     arguments, known = CALLED[member]
     return members.keywords(task, member, arguments, known)
+
+
+def rows_of(task: object, batch: Any) -> int:
+    """Return the rows of a whole batch: the task's number, or the first axis of its largest array; 0: there are none."""
+    said: int | None = getattr(task, "rows_per_batch", None)
+    if said is not None:
+        return said
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    largest = max(shapes, key=math.prod, default=())
+    return int(largest[0]) if largest else 0
 
 
 def makes_rows(task: Task) -> bool:

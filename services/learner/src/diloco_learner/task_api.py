@@ -30,6 +30,7 @@ class Aux:
     """A loss's company, which nothing is differentiated through."""
 
     metrics: Mapping[str, Any] = field(default_factory=dict)  # scalars by name, means over the batch's rows
+    state: Any = None  # after the step, of the same structure as before; None: the task has none
 
 
 class Batches(Protocol):
@@ -38,27 +39,6 @@ class Batches(Protocol):
     @property
     def batches(self) -> Callable[..., Iterator[Any]]:
         """``batches(share, shares, seed, start)`` yields batches without end from the ``start``-th on, of one share."""
-
-
-def is_embedding(task: object, path: str) -> bool:
-    """Return whether the tensor of this path (its keys joined by ``/``) is embedding-like: merged by direct average."""
-    said = getattr(task, "is_embedding", None)
-    return False if said is None else bool(said(path))
-
-
-def matrices_of(task: object, path: str, shape: tuple[int, ...]) -> int:
-    """Return how many matrices a tensor has that an optimizer of matrices treats each by itself; 0: none.
-
-    Raises:
-        SettingsError: the task's number does not divide the tensor's rows.
-    """
-    if len(shape) != 2:
-        return 0
-    said = getattr(task, "matrices", None)
-    count = int(not is_embedding(task, path)) if said is None else said(path)
-    if not isinstance(count, int) or count < 0 or (count and shape[0] % count):
-        raise SettingsError(f"task: matrices({path!r}) is {count!r}, expected a number that divides its {shape[0]} rows, or 0")
-    return count
 
 
 def evaluate_every_s(task: object) -> float:

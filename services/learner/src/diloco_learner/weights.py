@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from diloco.core.fragments import Fragment, FragmentMap
+from diloco.core.arrangement import Arrangement
+from diloco.core.fragments import Fragment, FragmentMap, Piece
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
 from diloco_learner.model import Carried
@@ -30,8 +31,9 @@ def put(path: Path, model: Carried, fragments: FragmentMap, setting: str = "init
     """
     with _opened(path, setting) as file:
         _check(path, file, fragments, setting)
+        arrangements = {tensor.path: tensor.arrangement for tensor in fragments.tensors}
         for fragment in fragments.fragments:
-            model.write(fragment, _values(path, file, fragment, setting), None, 0.0)
+            model.write(fragment, _values(path, file, fragment, arrangements, setting), None, 0.0)
 
 
 @contextmanager
@@ -44,7 +46,7 @@ def _opened(path: Path, setting: str) -> Iterator[Any]:
 
 
 def _check(path: Path, file: Any, fragments: FragmentMap, setting: str) -> None:
-    shapes = {tensor.path: tensor.shape for tensor in fragments.tensors}
+    shapes = {tensor.path: tensor.model_shape for tensor in fragments.tensors}
     names = set(file.keys())
     for missing in sorted(shapes.keys() - names):
         raise SettingsError(
@@ -62,12 +64,24 @@ def _check(path: Path, file: Any, fragments: FragmentMap, setting: str) -> None:
             raise SettingsError(f"{setting}{path}: tensor {name!r} is {found.get_dtype()}, expected one of {', '.join(FLOATS)}")
 
 
-def _values(path: Path, file: Any, fragment: Fragment, setting: str) -> NDArray[np.float32]:
+def _rows(file: Any, piece: Piece, arrangement: Arrangement | None) -> Any:
+    """Return a piece's values as the log has them, any dtype [the piece's shape]."""
+    if not piece.shape:
+        return file.get_tensor(piece.path)
+    found = file.get_slice(piece.path)
+    if arrangement is None:
+        return found[piece.row_start : piece.row_stop]
+    part = found[arrangement.rows(piece.row_start, piece.row_stop)]
+    return arrangement.part(piece.row_start, piece.row_stop).stored(part)
+
+
+def _values(
+    path: Path, file: Any, fragment: Fragment, arrangements: Mapping[str, Arrangement | None], setting: str
+) -> NDArray[np.float32]:
     """Return a fragment's values, float32 [its size]."""
     vector = np.empty(fragment.size, np.float32)
     for piece in fragment.pieces:
-        whole = piece.row_stop - piece.row_start == 1 and not piece.shape
-        rows = file.get_tensor(piece.path) if whole else file.get_slice(piece.path)[piece.row_start : piece.row_stop]
+        rows = _rows(file, piece, arrangements[piece.path])
         with np.errstate(over="ignore"):
             values = np.asarray(rows, np.float32).reshape(-1)
         if not np.isfinite(values).all():

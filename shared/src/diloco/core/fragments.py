@@ -20,13 +20,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from diloco.core.arrangement import Arrangement
 from diloco.errors import AdmissionError, FormatError, SettingsError
 
 MAX_TENSORS = 100_000
@@ -37,27 +38,70 @@ MAX_PARAMETERS = 2**44
 Strategy = Literal["balanced", "strided", "layer"]
 _Path = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]
 _Shape = Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=MAX_PARAMETERS)]], msgspec.Meta(max_length=MAX_DIMENSIONS)]
-_MAP_DECODER = msgspec.msgpack.Decoder(
-    tuple[
-        Annotated[list[tuple[_Path, _Shape, bool]], msgspec.Meta(max_length=MAX_TENSORS)],
-        Annotated[int, msgspec.Meta(ge=1, le=4096)],
-        Strategy,
-    ]
-)
+_Axes = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=MAX_DIMENSIONS)]], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+
+
+class _Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A tensor in a packed map."""
+
+    path: _Path
+    shape: _Shape
+    embedding: bool
+    arrangement: tuple[_Shape, _Axes] | None = None
+
+
+class _Fixed(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A fixed tensor in a packed map."""
+
+    path: _Path
+    dtype: Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
+    shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=MAX_PARAMETERS)]], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    hash: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class _Map(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A packed map."""
+
+    tensors: Annotated[list[_Entry], msgspec.Meta(max_length=MAX_TENSORS)]
+    count: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    strategy: Strategy
+    fixed: Annotated[list[_Fixed], msgspec.Meta(max_length=MAX_TENSORS)] = []
+
+
+_MAP_DECODER = msgspec.msgpack.Decoder(_Map)
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of the model: path, shape, and whether it is embedding-like (merged by direct average)."""
+    """A tensor of the model: path, shape in the log, and whether it is embedding-like (merged by direct average).
+
+    ``arrangement``: the way of the model's own tensor in the log; None: the log has it as the model has it.
+    """
 
     path: str
     shape: tuple[int, ...]
     embedding: bool = False
+    arrangement: Arrangement | None = None
+
+    @property
+    def model_shape(self) -> tuple[int, ...]:
+        """The shape that the model has the tensor in."""
+        return self.shape if self.arrangement is None else self.arrangement.shape
 
     @property
     def size(self) -> int:
         """Parameters in the tensor."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class FixedSpec:
+    """A tensor that all learners have alike and that is in no message: its path, type, shape, and BLAKE3 of its values."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    hash: bytes
 
 
 @dataclass(frozen=True)
@@ -129,11 +173,12 @@ class Fragment:
 
 @dataclass(frozen=True)
 class FragmentMap:
-    """All tensors of a model and the fragments they are cut into."""
+    """All tensors of a model and the fragments they are cut into; ``fixed`` ones are in none."""
 
     tensors: tuple[TensorSpec, ...]
     fragments: tuple[Fragment, ...]
     strategy: Strategy
+    fixed: tuple[FixedSpec, ...] = ()
 
     @cached_property
     def parameters(self) -> int:
@@ -147,8 +192,9 @@ class FragmentMap:
 
     def pack(self) -> bytes:
         """Return the tensors, fragment count and strategy as msgpack; the pieces follow from them."""
-        tensors = [[tensor.path, list(tensor.shape), tensor.embedding] for tensor in self.tensors]
-        return msgspec.msgpack.encode([tensors, len(self.fragments), self.strategy])
+        tensors = [_entry(tensor) for tensor in self.tensors]
+        fixed = [[each.path, each.dtype, list(each.shape), each.hash] for each in self.fixed]
+        return msgspec.msgpack.encode([tensors, len(self.fragments), self.strategy, *([fixed] if fixed else [])])
 
     def empty(self) -> dict[str, NDArray[np.float32]]:
         """Return zeroed tensors of the model by path, float32 [their shapes]."""
@@ -162,17 +208,35 @@ def unpack_map(data: bytes) -> FragmentMap:
         FormatError: the bytes are not a fragment map within its bounds.
     """
     try:
-        tensors, count, strategy = _MAP_DECODER.decode(data)
-        specs = [TensorSpec(path, tuple(shape), embedding) for path, shape, embedding in tensors]
+        found = _MAP_DECODER.decode(data)
+        specs = [_spec(entry) for entry in found.tensors]
+        fixed = [FixedSpec(each.path, each.dtype, tuple(each.shape), each.hash) for each in found.fixed]
         if sum(s.size for s in specs) > MAX_PARAMETERS:
             raise FormatError(f"fragment map: more than {MAX_PARAMETERS} parameters")
-        return build_map(specs, count, strategy)
+        return build_map(specs, found.count, found.strategy, fixed)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, SettingsError) as error:
         raise FormatError(f"fragment map: {error}") from None
 
 
-def build_map(tensors: Sequence[TensorSpec], count: int, strategy: Strategy = "balanced") -> FragmentMap:
-    """Cut ``tensors`` into ``count`` fragments.
+def _entry(tensor: TensorSpec) -> list[Any]:
+    kept = tensor.arrangement
+    told = [] if kept is None else [[list(kept.shape), list(kept.outputs)]]
+    return [tensor.path, list(tensor.shape), tensor.embedding, *told]
+
+
+def _spec(entry: _Entry) -> TensorSpec:
+    shape, kept = tuple(entry.shape), None
+    if entry.arrangement is not None:
+        kept = Arrangement(tuple(entry.arrangement[0]), tuple(entry.arrangement[1]))
+        if not kept.is_sound or kept.stored_shape != shape:
+            raise FormatError(f"fragment map: tensor {entry.path!r} of shape {shape} is not arranged as it says")
+    return TensorSpec(entry.path, shape, entry.embedding, kept)
+
+
+def build_map(
+    tensors: Sequence[TensorSpec], count: int, strategy: Strategy = "balanced", fixed: Sequence[FixedSpec] = ()
+) -> FragmentMap:
+    """Cut ``tensors`` into ``count`` fragments, beside ``fixed`` ones.
 
     Raises:
         SettingsError: no tensors, two of one path, an empty tensor, or more fragments than rows.
@@ -180,9 +244,10 @@ def build_map(tensors: Sequence[TensorSpec], count: int, strategy: Strategy = "b
     ordered = sorted(tensors, key=lambda tensor: tensor.path)
     if not ordered:
         raise SettingsError("fragments: the model has no tensors")
-    for tensor, following in itertools.pairwise(ordered):
-        if tensor.path == following.path:
-            raise SettingsError(f"fragments: two tensors are named {tensor.path!r}")
+    paths = [tensor.path for tensor in tensors] + [each.path for each in fixed]
+    for path, following in itertools.pairwise(sorted(paths)):
+        if path == following:
+            raise SettingsError(f"fragments: two tensors are named {path!r}")
     for tensor in ordered:
         if tensor.size == 0:
             raise SettingsError(f"fragments: tensor {tensor.path!r} of shape {tensor.shape} is empty")
@@ -197,7 +262,8 @@ def build_map(tensors: Sequence[TensorSpec], count: int, strategy: Strategy = "b
     bins: list[list[tuple[TensorSpec, int, int]]] = []
     for group, group_count in groups:
         bins += _deal(group, group_count, strategy)
-    return FragmentMap(tuple(ordered), tuple(_fragment(i, b) for i, b in enumerate(bins)), strategy)
+    fragments = tuple(_fragment(i, b) for i, b in enumerate(bins))
+    return FragmentMap(tuple(ordered), fragments, strategy, tuple(sorted(fixed, key=lambda each: each.path)))
 
 
 def check_same_map(ours: FragmentMap, theirs: FragmentMap, run: str) -> None:
@@ -208,9 +274,15 @@ def check_same_map(ours: FragmentMap, theirs: FragmentMap, run: str) -> None:
     """
     if ours.digest == theirs.digest:
         return
-    mine, run_s = ({t.path: t for t in m.tensors} for m in (ours, theirs))
+    mine, run_s = (_by_path(each) for each in (ours, theirs))
     for path in sorted(mine.keys() | run_s.keys()):
         a, b = mine.get(path), run_s.get(path)
+        if isinstance(a, FixedSpec) and isinstance(b, FixedSpec) and a != b:
+            raise AdmissionError(
+                f"run {run!r}: tensor {path!r}, which is not trained, differs from the founder's: the run has "
+                f"{_describe(b)}, this learner {_describe(a)}; give all learners the same file, and make no values "
+                "that depend on the machine"
+            )
         if a != b:
             raise AdmissionError(
                 f"run {run!r}: tensor {path!r} differs: the run has {_describe(b)}, this learner's model has {_describe(a)}; "
@@ -222,10 +294,18 @@ def check_same_map(ours: FragmentMap, theirs: FragmentMap, run: str) -> None:
     )
 
 
-def _describe(tensor: TensorSpec | None) -> str:
+def _by_path(model: FragmentMap) -> dict[str, TensorSpec | FixedSpec]:
+    return {tensor.path: tensor for tensor in model.tensors} | {each.path: each for each in model.fixed}
+
+
+def _describe(tensor: TensorSpec | FixedSpec | None) -> str:
     if tensor is None:
         return "no such tensor"
-    return f"shape {tensor.shape}" + (", embedding-like" if tensor.embedding else "")
+    if isinstance(tensor, FixedSpec):
+        return f"a {tensor.dtype} of shape {tensor.shape}, not trained, with values of hash {tensor.hash.hex()[:16]}"
+    kept = tensor.arrangement
+    axes = "" if kept is None else f" with the output axes {', '.join(map(str, kept.outputs)) or 'none'}"
+    return f"shape {tensor.model_shape}{axes}" + (", embedding-like" if tensor.embedding else "")
 
 
 def _deal(tensors: Sequence[TensorSpec], count: int, strategy: str) -> list[list[tuple[TensorSpec, int, int]]]:

@@ -15,7 +15,7 @@ from diloco.core.outer import EPSILON
 from diloco.errors import SettingsError
 from diloco.settings.run import InnerSettings, RunSettings
 from diloco_learner import members
-from diloco_learner.task_api import matrices_of
+from diloco_learner.tensors import tensor_of
 
 MOMENTUM = 0.95  # as its author has it (Jordan 2024), like the five Newton-Schulz steps of these coefficients
 COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5
@@ -28,10 +28,12 @@ Optimizers = list[torch.optim.Optimizer]
 class Muon(torch.optim.Optimizer):  # type: ignore[misc]
     """Orthogonalise the momentum of each matrix (Muon); an update's entries have a root mean square of 0.2.
 
-    ``matrices``: of each parameter, how many matrices it has, one below the other.
+    ``matrices``: of each parameter, the rows of each of its matrices, one below the other.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], matrices: Sequence[int], lr: float, weight_decay: float) -> None:
+    def __init__(
+        self, params: Sequence[torch.Tensor], matrices: Sequence[tuple[int, ...]], lr: float, weight_decay: float
+    ) -> None:
         self.matrices = dict(zip(params, matrices, strict=True))
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
@@ -53,8 +55,11 @@ class Muon(torch.optim.Optimizer):  # type: ignore[misc]
         momentum.lerp_(gradient, 1 - MOMENTUM)
         # Nesterov's, of which each part is corrected for its beginning with 0
         ahead = MOMENTUM / (1 - MOMENTUM ** (count + 1)) * momentum + (1 - MOMENTUM) / (1 - MOMENTUM**count) * gradient
-        split = ahead.reshape(self.matrices[parameter], -1, ahead.shape[-1])
-        update = RMS * max(split.shape[1:]) ** 0.5 * orthogonal(split)
+        flat, rows = ahead.reshape(-1, ahead.shape[-1]), self.matrices[parameter]
+        alike = len(set(rows)) == 1
+        split = [flat.reshape(len(rows), rows[0], -1)] if alike else [each[None] for each in flat.split(rows)]
+        updates = [RMS * max(each.shape[1:]) ** 0.5 * orthogonal(each) for each in split]
+        update = updates[0] if alike else torch.cat(updates, dim=1)
         parameter.mul_(1 - rate * decay).sub_(rate * update.reshape(parameter.shape))
 
 
@@ -73,11 +78,12 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 def built_in(settings: RunSettings, task: object, masters: Mapping[str, torch.Tensor], rate: float) -> Optimizers:
     """Return the optimizers that the run's settings describe; weights of two or more axes decay, norms and biases do not."""
     inner = settings.inner
-    counts = {path: matrices_of(task, path, tuple(master.shape)) for path, master in masters.items()}
-    muons = [path for path, count in counts.items() if count and inner.optimizer == "muon"]
+    shapes = {path: tuple(master.shape) for path, master in masters.items()}
+    rows = {path: tensor_of(task, path, shape).matrices(shape) for path, shape in shapes.items()}
+    muons = [path for path, its in rows.items() if its and inner.optimizer == "muon"]
     found: Optimizers = []
     if muons:
-        found.append(Muon([masters[path] for path in muons], [counts[path] for path in muons], rate, inner.weight_decay))
+        found.append(Muon([masters[path] for path in muons], [rows[path] for path in muons], rate, inner.weight_decay))
     others = [master for path, master in masters.items() if path not in muons]
     if others:
         found.append(_adamw(inner, others, rate))

@@ -9,7 +9,7 @@ import torch
 
 from diloco.errors import SettingsError
 from diloco.settings.run import TaskSettings
-from diloco_learner import members
+from diloco_learner import members, tensors
 from diloco_learner.task_api import METRIC_NAME, Aux, check_called, made
 
 BUILT_IN = "gpt"
@@ -23,6 +23,7 @@ CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
     "validation": (0, ()),
     "is_embedding": (1, ()),
     "matrices": (1, ()),
+    "tensor": (2, ()),
     "tensors": (1, ()),
     "optimizer": (2, ()),
     "evaluate": (1, ()),
@@ -73,6 +74,7 @@ def checked(task: Any, settings: TaskSettings) -> Task:
     if hasattr(task, "init") and not hasattr(task, "module"):
         source = f"{source} is a task of JAX; name a torch task of the same model by this learner's setting task: it"
     check_called(task, REQUIRED, CALLED, source)
+    tensors.check_members(task)
     found: Task = task
     return found
 
