@@ -21,7 +21,7 @@ from diloco.service import metrics
 from diloco.service.metrics import Metric
 from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
-from diloco.settings.service import LearnerSettings, ServiceSettings
+from diloco.settings.service import ServiceSettings, TorchLearnerSettings
 from diloco.settings.validation import all_names
 from diloco_ops.keys.permissions import CONTROL, Who, is_known, permissions
 
@@ -53,10 +53,10 @@ all its learners: `DILOCO_CACHE_DIR`, `DILOCO_CHECKPOINT_S`, `DILOCO_LEAVE_S` an
 def learner_rows() -> list[str]:
     """A line for every setting that only learners have."""
     rows = ["| setting | default | allowed | meaning |", "|---" * 4 + "|"]
-    for name in all_names(LearnerSettings):
+    for name in all_names(TorchLearnerSettings):
         if name in ServiceSettings.model_fields:
             continue
-        field = _field(name, LearnerSettings)
+        field = _field(name, TorchLearnerSettings)
         default = "" if field.default is None else f"`{field.default}`".replace(str(Path.home()), "~")
         rows.append(f"| `{name}` | {default} | {_allowed(field)} | {field.description or ''} |")
     return rows

@@ -12,7 +12,7 @@ SOURCES = {
     "diloco_syncer": ROOT / "services/syncer/src",
     "diloco_coordinator": ROOT / "services/coordinator/src",
 }
-SERVICES = ("diloco_learner.service", "diloco_syncer.service", "diloco_coordinator.service")
+SERVICES = ("diloco_learner.service", "diloco_learner.pytorch.service", "diloco_syncer.service", "diloco_coordinator.service")
 # of `diloco replay`, `diloco up`, `diloco eval`, `diloco doctor` and `import diloco`, which find them by name
 ENTRY_POINTS = tuple(f"diloco_learner.{name}" for name in ("replay", "check", "evaluate", "fit", "joining"))
 PROGRAMS = ("__main__",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,8 @@ from tests.services.toy import LEARNING_RATE, SAMPLES, STEP_S, Regression
 
 import diloco
 from diloco.errors import AdmissionError, BrokerError, RunError, SettingsError
-from diloco_learner.joining import JoinedRun, Parameters
+from diloco_learner.joining import JoinedRun
+from diloco_learner.trees import Tree
 
 Samples = tuple[int, int]
 
@@ -52,7 +54,7 @@ class _Loop:
     def train(self) -> None:
         if self.kind == "jax":
             self.params = {path: jnp.asarray(tensor) for path, tensor in self.params.items()}
-        with _join(self.cluster, self.params, name=self.name, share=self.share) as run:
+        with _join(self.cluster, self.params, name=self.name, share=self.share, data=self.data) as run:
             self.run, self.params = run, run.params
             for batch in run.batches(_samples) if self.data == "dealt" else self._own_data(run):
                 self.before_step(self)
@@ -125,8 +127,18 @@ async def test_a_loop_with_data_of_its_own_beside_other_learners(launch: Launch)
     await asyncio.to_thread(loop.train)
     await cluster.ended()
     heard = await cluster.finished_heartbeats()
-    assert heard["own"].step == len(loop.seen) > 0
-    assert heard["own"].trained  # each step is a batch of a share that nobody else has: tokens are counted once
+    own = heard["own"]
+    assert own.step == len(loop.seen) > 0
+    assert own.tokens == own.step * SAMPLES
+    assert own.trained == []  # of no share
+    for share in range(3):  # none of the run's is left to a loop that has data of its own
+        assert any(trained[0] == share for name in ("toy-0", "toy-1") for trained in heard[name].trained)
+    members = [member for log in await cluster.folded() for record in log.versions for member in record.members]
+    assert {member.learner for member in members if not member.data} == {"own"}
+    assert {member.learner for member in members if member.data} == {"toy-0", "toy-1"}
+    series = json.loads((cluster.directory / "series.json").read_text())
+    merged = [sum(m.tokens for r in log.versions for m in r.members if m.learner == "own") for log in await cluster.folded()]
+    assert series["ledger"]["own"] == [{"own": tokens} for tokens in merged]
 
 
 async def test_an_error_in_a_loop_leaves_the_run_in_order(launch: Launch) -> None:
@@ -197,8 +209,12 @@ async def test_each_batch_is_booked_once(launch: Launch) -> None:
             for _ in run.batches(_samples):
                 pass
 
-    for loop in (twice, never):
-        with pytest.raises(SettingsError, match=r"call run\.step once for each batch"):
+    def own() -> None:
+        with _join(cluster, dict(tensors), data="own") as run:
+            next(run.batches(_samples))
+
+    for loop, said in ((twice, r"call run\.step once for each batch"), (never, "no step was booked"), (own, "holds no share")):
+        with pytest.raises(SettingsError, match=said):
             await asyncio.to_thread(loop)
 
 
@@ -229,11 +245,11 @@ async def test_what_cannot_join_is_refused(launch: Launch) -> None:
 )
 def test_parameters_that_are_none(params: Any, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
-        Parameters(params)
+        Tree(params)
 
 
 def test_parameters_that_change() -> None:
-    parameters = Parameters({"a": np.zeros(3, np.float32), "b": np.zeros((), np.float32)})
+    parameters = Tree({"a": np.zeros(3, np.float32), "b": np.zeros((), np.float32)})
     parameters.take({"a": np.ones(3, np.float32), "b": np.ones((), np.float32)})
     with pytest.raises(SettingsError, match="not those that joined: c: hand over the same"):
         parameters.take(parameters.tree | {"c": np.zeros(1, np.float32)})
@@ -245,7 +261,12 @@ def test_parameters_that_change() -> None:
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [({"tokens": 0}, "tokens = 0: expected"), ({"name": "no name"}, "name = 'no name'"), ({"leave_s": -1}, "leave_s = -1")],
+    [
+        ({"tokens": 0}, "tokens = 0: expected"),
+        ({"data": "mine"}, "data = 'mine': expected 'dealt' or 'own'"),
+        ({"name": "no name"}, "name = 'no name'"),
+        ({"leave_s": -1}, "leave_s = -1"),
+    ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_reached(given: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):

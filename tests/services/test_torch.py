@@ -18,7 +18,7 @@ from diloco.errors import AdmissionError, SettingsError
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make torch")
 
 TASK = "tests.services.torch_toy:make"
-RATE = {"inner__learning_rate": 0.1, "inner__warmup_fraction": 0.0}
+RATE: dict[str, Any] = {"inner__learning_rate": 0.1, "inner__warmup_fraction": 0.0}
 
 
 def _start(cluster: Cluster, **values: Any) -> Service:

@@ -148,3 +148,16 @@ def test_every_batch_as_counted_one_by_one(
         assert summary.repeated == sum(len(trainers[batch]) - 1 for batch in mine)
         assert summary.learners == tuple(sorted({learner for batch in mine for learner, _ in trainers[batch]}))
     assert {s.share for s in ledger.shares()} == {share for share, batch in trainers if trainers[share, batch]}
+
+
+def test_merged_work_on_data_of_a_learners_own_is_counted_as_not_accounted_for() -> None:
+    ledger = example()
+    assert ledger.own_tokens([3, 1]) == {}
+    ledger.merge(version(0, 3, lab_1=[], bob_1=[(1, 8, 2)]))
+    ledger.merge(version(1, 3, lab_1=[]))
+    ledger.merge(version(0, 4, lab_1=[]))
+    tokens = ledger.own[1]["lab"]
+    assert ledger.own == [{"lab": 2 * tokens}, {"lab": tokens}]
+    assert ledger.own_tokens([3, 1]) == {"lab": round((3 * 2 * tokens + tokens) / 4)}
+    assert not any("lab" in reason for reason in ledger.untrained())  # nobody can say that it never trained it
+    assert Ledger.load(2, json.loads(json.dumps(ledger.dump()))) == ledger

@@ -426,8 +426,10 @@ def installed(settings: RunSettings, data: str | None, life: Life) -> Model:
     """Return the model that the learners of ``diloco up`` train, on a machine like the one of that life.
 
     Raises:
-        RunError: nothing that is installed can train it.
+        RunError: nothing that is installed can train it, or it computed with PyTorch.
     """
+    if life.machine is not None and life.machine.text.startswith(f"{events.TORCH} "):
+        raise RunError("a learner of PyTorch is not trained again: replay does so for those of JAX; verify checks its offers")
     if life.machine is not None and "jax" not in sys.modules:
         os.environ.update(life.machine.environment())
     found = [point for point in entry_points(group=MODELS) if point.name == "learner"]

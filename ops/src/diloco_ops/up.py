@@ -6,9 +6,9 @@ import asyncio
 import json
 import math
 import shutil
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import typer
 
 from diloco.control import creation
-from diloco.core.fragments import FragmentMap
 from diloco.errors import DataError, DilocoError, RunError, SettingsError
 from diloco.nats import streams
 from diloco.nats.opening import checked, shown
@@ -29,12 +28,11 @@ from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
-from diloco_ops import continuing, resume
+from diloco_ops import continuing, resume, task_check
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
-from diloco_ops.environment import check_least, learner_environment, mesh_of, per_process
+from diloco_ops.environment import check_least, per_process
 from diloco_ops.launch import Asked, Launcher
 from diloco_ops.manifest import Checkpoint
-from diloco_ops.supervise import ServiceFailed, last_words
 from diloco_ops.track import trackers
 from diloco_ops.track.trackers import TRACKERS
 from diloco_report import compared
@@ -80,12 +78,9 @@ def up(
         int | None, typer.Option(min=1, max=64, help="Processes that each learner is, which share its devices. Default: one.")
     ] = None,
     least_processes: Annotated[
-        int | None,
-        typer.Option(min=1, help="So many of them go on where others are lost. Default: all begin again together."),
+        int | None, typer.Option(min=1, help="So many of them go on where others are lost. Default: all begin again.")
     ] = None,
-    torch: Annotated[
-        list[str] | None, typer.Option(help="LEARNER=MODULE:MAKE: it computes with PyTorch, by this task of the run's model.")
-    ] = None,
+    torch: Annotated[list[str] | None, typer.Option(help="LEARNER=MODULE:MAKE: it computes with PyTorch, by it.")] = None,
     slow: Annotated[list[str] | None, typer.Option(help="LEARNER=FACTOR: its steps take so many times as long.")] = None,
     nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
@@ -102,8 +97,7 @@ def up(
     directory = _beginning_with(directory, init, source)
     _check_server(nats_url, directory.settings)
     slowed = _slow_factors(slow or [], directory.learner_names)
-    directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes)
-    directory = replace(directory, torch=_torch_tasks(torch or [], directory) or directory.torch)
+    directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes, torch or [])
     directory, resumed = _begin(directory, source, resume_at, nats_url)
     with rundir.locked(directory.path):
         if not resumed:
@@ -163,7 +157,7 @@ def _begin(
     if (directory.path / "run.json").exists():
         return directory, True
     if not isinstance(source, continuing.Source):
-        directory = _check_task(directory)
+        directory = task_check.check_task(directory)
     if source is not None:
         return _prepare(source, directory, at), True
     if nats_url is not None:
@@ -190,8 +184,10 @@ def _beginning_with(directory: RunDirectory, init: Path | None, source: Checkpoi
     return replace(directory, init=file)
 
 
-def _shaped(directory: RunDirectory, devices: int | None, processes: int | None, least: int | None) -> RunDirectory:
-    """Return a run's directory whose learners have so many devices and processes, where these are given.
+def _shaped(
+    directory: RunDirectory, devices: int | None, processes: int | None, least: int | None, torch: Sequence[str]
+) -> RunDirectory:
+    """Return a run's directory whose learners have so many devices and processes, and torch tasks, where these are given.
 
     Raises:
         SettingsError: the processes do not divide the devices; or ``least`` of them cannot go on alone.
@@ -201,7 +197,8 @@ def _shaped(directory: RunDirectory, devices: int | None, processes: int | None,
     per_process(devices, processes or 1)
     if least is not None:
         check_least(least, processes or 1, devices)
-    return replace(directory, devices_per_learner=devices, processes_per_learner=processes, least_processes=least)
+    tasks = task_check.torch_tasks(torch, directory) or directory.torch
+    return replace(directory, devices_per_learner=devices, processes_per_learner=processes, least_processes=least, torch=tasks)
 
 
 def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool) -> int:
@@ -257,21 +254,6 @@ def _slow_factors(items: list[str], names: list[str]) -> dict[str, float]:
     return factors
 
 
-def _torch_tasks(items: list[str], directory: RunDirectory) -> dict[str, str]:
-    """Return the torch tasks of learners that compute with PyTorch in a run of a JAX task."""
-    tasks = {}
-    for item in items:
-        name, _, task = item.partition("=")
-        if name not in directory.learner_names or ":" not in task:
-            names = directory.learner_names
-            raise SettingsError(
-                f"--torch {item}: expected LEARNER=MODULE:MAKE with a learner of {names[0]} to {names[-1]}, for example "
-                "learner-1=torch_gpt:make"
-            )
-        tasks[name] = task
-    return tasks
-
-
 def data_source(data: str | None, settings: RunSettings) -> str | None:
     """Return ``--data`` as services are told it: an absolute path, or a string that only the run's own task understands.
 
@@ -311,48 +293,6 @@ def _directory(path: Path, settings: RunSettings, given: bool, data: str | None,
 def _name_of(path: Path) -> str:
     """Return the name of the run whose directory this is to be."""
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in path.name.lower()).strip("-_")[:40] or "run"
-
-
-def _check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> RunDirectory:
-    """Find out that a run's tasks and data are fit to train, as its learners would find out too late.
-
-    ``fragment_map``: of the run that this one continues, whose model it must be. Return the directory, which has the units of
-    the loss then, where the task says them, and the learners that compute with PyTorch.
-
-    Raises:
-        ServiceFailed: they are not; the message and the exit code are a learner's.
-        SettingsError: a torch learner's task is none of PyTorch, or is to have several devices.
-    """
-    found = _found(directory, directory.settings, fragment_map)
-    torch = dict(directory.torch or {})
-    if found["torch"]:
-        torch = dict.fromkeys([*directory.learner_names, "evaluator"], directory.settings.task.name) | torch
-    for task in sorted({*torch.values()} - {directory.settings.task.name}):
-        own = directory.settings.model_copy(update={"task": directory.settings.task.model_copy(update={"name": task})})
-        if not _found(directory, own, fragment_map)["torch"]:
-            raise SettingsError(f"--torch: {task} makes a task of JAX (it has init()), expected one of PyTorch, with module()")
-    if torch and (directory.devices_per_learner or directory.processes_per_learner):
-        raise SettingsError(
-            "--devices-per-learner, --processes-per-learner: a torch learner is one process, and the device is its module's"
-        )
-    return replace(directory, units=found["units"], torch=torch or None)
-
-
-def _found(directory: RunDirectory, settings: RunSettings, fragment_map: FragmentMap | None) -> dict[str, Any]:
-    """Return the facts that ``diloco_learner.check`` finds of the task of these settings."""
-    devices = directory.devices_per_learner
-    environment = learner_environment(0, len(directory.learner_names), devices)
-    mesh = mesh_of(devices, 1 if devices is None else directory.replicas)
-    request = {
-        "settings": settings.model_dump(), "data": directory.data, "mesh": mesh, "init": directory.init,
-        "map": None if fragment_map is None else fragment_map.pack().hex(),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "diloco_learner.check"]
-    ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
-    if ended.returncode:
-        raise ServiceFailed(last_words(ended.stderr, ended.returncode), ended.returncode)
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])  # the task may have printed lines before
-    return found
 
 
 async def _check_name(name: str, url: str) -> None:
@@ -445,7 +385,7 @@ def _prepare(source: Checkpoint | continuing.Source, directory: RunDirectory, at
         if isinstance(source, Checkpoint):
             asyncio.run(resume.prepare(source, directory, at=at))
         else:
-            directory = asyncio.run(continuing.prepare(source, directory, _check_task))
+            directory = asyncio.run(continuing.prepare(source, directory, task_check.check_task))
             for note in source.notes:
                 print(f"note: {note}", file=sys.stderr)
         return directory

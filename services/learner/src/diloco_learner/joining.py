@@ -27,6 +27,7 @@ from diloco.core.accounts import StepDone
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
 from diloco.member.member import Boundary, Member
+from diloco.member.shares import OwnData
 from diloco.process import observe
 from diloco.service import skeleton
 from diloco.settings.service import LearnerSettings
@@ -170,7 +171,10 @@ class JoinedRun:
             )
         cut = run.created.fragments
         fragments = build_map(self._parameters.tensors(self._is_embedding), cut.count, cut.strategy)
-        return Member(transport, run, fragments, self.settings, self.log, own_data=self._own_data)
+        member = Member(transport, run, fragments, self.settings, self.log)
+        if self._own_data:
+            member.shares = OwnData(member.admission.incarnation)
+        return member
 
     def batches(self, make: Make) -> Iterator[Any]:
         """Yield batches of this learner's shares of the data until the run is over; each is to be followed by a :meth:`step`.

@@ -9,7 +9,7 @@ from diloco.core.leases import LOOKS_A_LEASE
 from diloco.errors import BrokerError
 from diloco.member.admission import AdmissionClient
 from diloco.member.shared import SharedLearner
-from diloco.member.shares import LeaseClient, OwnData
+from diloco.member.shares import Leases
 from diloco.process.observe import Logger
 from diloco.wire.subjects import Subjects
 
@@ -21,7 +21,7 @@ class Audit:
         self,
         shared: SharedLearner,
         admission: AdmissionClient,
-        leases: LeaseClient | OwnData,
+        leases: Leases,
         log_holds: Callable[[], Awaitable[bool]],
         log_lost: Callable[[], Awaitable[None]],
         log: Logger,

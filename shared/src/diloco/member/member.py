@@ -41,7 +41,7 @@ from diloco.member.audit import Audit
 from diloco.member.following import Following
 from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan
 from diloco.member.shared import SharedLearner
-from diloco.member.shares import LeaseClient, OwnData
+from diloco.member.shares import LeaseClient, Leases
 from diloco.member.taping import LearnerTape
 from diloco.process.observe import Counted, Logger, Progress
 from diloco.process.retry import until_available
@@ -83,10 +83,7 @@ class Member:
         settings: LearnerSettings,
         log: Logger,
         tape: Recorder | None = None,
-        *,
-        own_data: bool = False,
     ) -> None:
-        """``own_data``: it trains on data of its own, and takes no share of the run's."""
         self.transport, self.run, self.map, self.settings, self.log = transport, run, fragment_map, settings, log
         self.tape = tape or Unrecorded()
         self.store = Log(transport, run.name, run.identity, fragment_map, run.created)
@@ -94,11 +91,7 @@ class Member:
         self.lender = Lender(transport, run.identity, self.subjects, settings.name, self._may_lend, log)
         self.refused = Counted(log)
         self.admission = AdmissionClient(transport, run, settings.name, fragment_map, log)
-        self.shares: LeaseClient | OwnData
-        if own_data:
-            self.shares = OwnData(self.admission.incarnation)
-        else:
-            self.shares = LeaseClient(run, settings, self.admission.incarnation, fragment_map.digest, self.refused, log)
+        self.shares: Leases = LeaseClient(run, settings, self.admission.incarnation, fragment_map.digest, self.refused, log)
         self.learner = Learner(settings.name, settings.role, settings.region or "", self.admission.incarnation, run.created)
         self._shared = SharedLearner(self.learner)
         self._answering: Answers = Answering(transport, run, self._shared, self.tape, log)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping
+from typing import TypeAlias
 
 import msgspec
 
@@ -196,3 +197,6 @@ class OwnData:
 
     async def leave(self) -> None:
         pass
+
+
+Leases: TypeAlias = LeaseClient | OwnData

@@ -213,7 +213,7 @@ class TorchLearnerSettings(LearnerSettings):
     """A learner's own settings, which computes with PyTorch."""
 
     task: str | None = Field(
-        None, description="package.module:attribute of the torch task, where the run's is that of learners with JAX"
+        None, description="of diloco-torch-learner alone: MODULE:MAKE of a torch task, where the run's is a task of JAX"
     )
 
 

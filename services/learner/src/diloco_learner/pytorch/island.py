@@ -185,7 +185,7 @@ class TorchIsland:
     snapshot = read  # an offer is made of the values
 
     def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
-        """Queue the writing of a fragment, as :class:`diloco_learner.model.Carried` says."""
+        """Queue the writing of a fragment, as :class:`diloco_learner.model.Carried` says; vectors are float32 [its size]."""
         self._queue.add(self._rows.write, fragment, theta, reference, alpha)
 
     # ---- state

@@ -65,7 +65,7 @@ class TorchParameters:
         return Copy(self._rows.read(fragment))
 
     def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
-        """Write a fragment, as :class:`diloco_learner.model.Carried` says."""
+        """Write a fragment, as :class:`diloco_learner.model.Carried` says; vectors are float32 [its size]."""
         self._rows.write(fragment, theta, reference, alpha)
 
 

@@ -85,7 +85,7 @@ class Rows:
         return torch.cat([self._rows(piece).reshape(-1) for piece in fragment.pieces])
 
     def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None, alpha: float) -> None:
-        """Write a fragment, as :class:`diloco_learner.model.Carried` says."""
+        """Write a fragment, as :class:`diloco_learner.model.Carried` says; vectors are float32 [its size]."""
         with torch.no_grad():
             for piece in fragment.pieces:
                 rows = self._rows(piece)

@@ -1,0 +1,74 @@
+"""A run's tasks, looked at before its services start: whether they can be trained, and which of them are of PyTorch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from diloco.core.fragments import FragmentMap
+from diloco.errors import SettingsError
+from diloco.service.rundir import RunDirectory
+from diloco.settings.run import RunSettings
+from diloco_ops.environment import learner_environment, mesh_of
+from diloco_ops.supervise import ServiceFailed, last_words
+
+
+def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> RunDirectory:
+    """Find out that a run's tasks and data are fit to train, as its learners would find out too late.
+
+    ``fragment_map``: of the run that this one continues, whose model it must be. Return the directory, which has the units of
+    the loss then, where the task says them, and the learners that compute with PyTorch.
+
+    Raises:
+        ServiceFailed: they are not; the message and the exit code are a learner's.
+        SettingsError: a torch learner's task is none of PyTorch, or is to have several devices.
+    """
+    found = _found(directory, directory.settings, fragment_map)
+    torch = dict(directory.torch or {})
+    if found["torch"]:
+        torch = dict.fromkeys([*directory.learner_names, "evaluator"], directory.settings.task.name) | torch
+    for task in sorted({*torch.values()} - {directory.settings.task.name}):
+        own = directory.settings.model_copy(update={"task": directory.settings.task.model_copy(update={"name": task})})
+        if not _found(directory, own, fragment_map)["torch"]:
+            raise SettingsError(f"--torch: {task} makes a task of JAX (it has init()), expected one of PyTorch, with module()")
+    if torch and (directory.devices_per_learner or directory.processes_per_learner):
+        raise SettingsError(
+            "--devices-per-learner, --processes-per-learner: a torch learner is one process, and the device is its module's"
+        )
+    return replace(directory, units=found["units"], torch=torch or None)
+
+
+def _found(directory: RunDirectory, settings: RunSettings, fragment_map: FragmentMap | None) -> dict[str, Any]:
+    """Return the facts that ``diloco_learner.check`` finds of the task of these settings."""
+    devices = directory.devices_per_learner
+    environment = learner_environment(0, len(directory.learner_names), devices)
+    mesh = mesh_of(devices, 1 if devices is None else directory.replicas)
+    request = {
+        "settings": settings.model_dump(), "data": directory.data, "mesh": mesh, "init": directory.init,
+        "map": None if fragment_map is None else fragment_map.pack().hex(),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "diloco_learner.check"]
+    ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
+    if ended.returncode:
+        raise ServiceFailed(last_words(ended.stderr, ended.returncode), ended.returncode)
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])  # the task may have printed lines before
+    return found
+
+
+def torch_tasks(items: Sequence[str], directory: RunDirectory) -> dict[str, str]:
+    """Return the torch tasks of learners that compute with PyTorch in a run of a JAX task."""
+    tasks = {}
+    for item in items:
+        name, _, task = item.partition("=")
+        if name not in directory.learner_names or ":" not in task:
+            names = directory.learner_names
+            raise SettingsError(
+                f"--torch {item}: expected LEARNER=MODULE:MAKE with a learner of {names[0]} to {names[-1]}, for example "
+                "learner-1=torch_gpt:make"
+            )
+        tasks[name] = task
+    return tasks
