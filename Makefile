@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator report ops lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup torch up test tests test-all test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
+.PHONY: setup torch examples up test tests test-all test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -24,6 +24,13 @@ torch: .venv/torch
 
 .venv/torch: .venv/ready requirements/torch.txt
 	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements/torch.txt
+	@touch $@
+
+# Flax, Equinox and Haiku, for the tests of the tasks in examples/ that are written in them
+examples: .venv/examples
+
+.venv/examples: .venv/ready requirements/examples.txt
+	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --require-hashes -r requirements/examples.txt
 	@touch $@
 
 up: setup
@@ -91,6 +98,7 @@ requirements:
 	$(COMPILE_IMAGE) services/learner/pyproject.toml -o requirements/learner.txt
 	$(COMPILE_IMAGE) --group build -o requirements/build.txt
 	$(COMPILE_IMAGE) --excludes requirements/torch-without.txt --group torch -o requirements/torch.txt
+	$(COMPILE_IMAGE) --group examples -o requirements/examples.txt
 
 # every distribution: pip install --find-links dist 'diloco[all]'
 DIST ?= dist

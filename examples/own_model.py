@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco.settings.run import TaskSettings
+from diloco_learner.tensors import Kind, Tensor
 
 CLASSES = 8  # the network says how many ones it has seen, modulo this
 
@@ -55,8 +56,9 @@ class CountOnes:
         fixed = self.batches(0, 1, 2**31, 0)
         return [next(fixed) for _ in range(4)]
 
-    def is_embedding(self, path: str) -> bool:
-        return path == "embedding"
+    def tensor(self, path: str, shape: tuple[int, ...]) -> Tensor:
+        kinds: dict[str, Kind] = {"embedding": "embedding", "head": "head"}
+        return Tensor(kind=kinds.get(path, "matrix"))
 
 
 def make(settings: TaskSettings, data: str | None) -> CountOnes:

@@ -115,8 +115,7 @@ def test_a_task_that_is_right(checked: Callable[[str], str | None], name: str) -
         ),
         (
             "Unknown",
-            r"loss\(\) needs 'keys', which nobody gives it: it may name key, train, state, constants, weights beyond its first 2 "
-            r".*line 24\)",
+            r"loss\(\) needs 'keys', which nobody gives it: it may name key, train, .* beyond its first 2 .*line 24\)",
         ),
         (
             "MetricOfEach",

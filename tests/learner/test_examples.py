@@ -15,9 +15,18 @@ from diloco_learner.task import load_task
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+LIBRARIES = {"flax_nnx": "flax", "equinox_mlp": "equinox", "haiku_resnet": "haiku"}
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "values"),
     [
+        ("lora", {}, set()),
+        ("vision_transformer", {"task.layers": 1, "task.width": 32, "task.heads": 2, "inner.optimizer": "muon"}, set()),
+        ("mixture_of_experts", {"inner.optimizer": "muon"}, {"val/busiest"}),
+        ("flax_nnx", {"task.width": 8}, set()),
+        ("equinox_mlp", {"task.width": 64}, set()),
+        ("haiku_resnet", {"task.width": 8}, set()),
         ("own_model", {"task.width": 16, "task.context": 8}, set()),
         (
             "classifier",
@@ -27,8 +36,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     ],
 )
 def test_an_example_trains(monkeypatch: pytest.MonkeyPatch, name: str, overrides: dict[str, Any], values: set[str]) -> None:
+    if name in LIBRARIES:
+        pytest.importorskip(LIBRARIES[name], reason=f"{LIBRARIES[name]} is missing: `make examples` installs it")
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    settings = run_settings(overrides=overrides | {"task.name": f"{name}:make", "inner.optimizer": "adamw"})
+    settings = run_settings(overrides={"inner.optimizer": "adamw", "task.name": f"{name}:make"} | overrides)
     check(settings, None)
     task = load_task(settings.task, None)
     island, batches = Island(task, settings), task.batches(0, 4, 0, 0)
