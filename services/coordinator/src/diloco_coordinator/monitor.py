@@ -194,6 +194,13 @@ class Monitor:
         seen |= {name: seen_s for name, (_, seen_s) in self.shards.items()}
         return frozenset(name for name, seen_s in seen.items() if now_s - seen_s <= self.gone_s)
 
+    def unowned(self, now_s: float) -> set[int]:
+        """Return the fragments that no syncer heard of late says it owns; none once the run is over, when syncers leave."""
+        if self.state == "finished":
+            return set()
+        owned = {index for name in self.heard(now_s) & self.shards.keys() for index in self.shards[name][0].fragments}
+        return set(range(len(self.versions))) - owned
+
     def tokens_processed(self) -> int:
         past = sum(int(learner["tokens"]) for learner in self.past.values())
         return past + sum(learner.heartbeat.tokens for learner in self.learners.values())
