@@ -126,7 +126,10 @@ def _grouped(node: Any) -> list[str]:
         return list(modifier.labels) if modifier else []
     if isinstance(node, promql.BinaryExpr) and modifier is not None:
         matching = modifier.matching
-        return [*(matching.labels if matching else ()), *(modifier.card.labels or () if hasattr(modifier.card, "labels") else ())]
+        return [
+            *(matching.labels if matching else ()),
+            *(modifier.card.labels or () if hasattr(modifier.card, "labels") else ()),
+        ]
     return []
 
 
