@@ -99,6 +99,19 @@ def test_another_coordinator_goes_on_with_what_the_first_knew_of_regions() -> No
     assert series["merges"][0]["members"] == [["ann", 0.5, 0, 24], ["bob", 0.5, 0, 24]]
 
 
+def test_a_fragment_is_without_owner_while_no_syncer_that_is_heard_says_that_it_owns_it() -> None:
+    made = monitor()
+    assert made.unowned(0.0) == {0, 1}
+    made.hear_shard(replace(shard("s", ""), fragments=[0]), 1.0)
+    assert made.unowned(1.0) == {1}
+    made.hear_shard(replace(shard("t", ""), fragments=[1]), 2.0)
+    assert made.unowned(2.0) == set()
+    assert made.unowned(1.5 + made.gone_s) == {0}
+    for fragment in (0, 1):  # the run is over, and its syncers leave
+        made.entry(replace(record(fragment, 1, "s", "ann"), closing=True), 3.0)
+    assert made.unowned(1000.0) == set()
+
+
 def test_a_run_without_regions_has_none() -> None:
     made = monitor()
     made.hear(heartbeat("ann", "", 1), 1.0)

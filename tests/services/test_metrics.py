@@ -146,6 +146,7 @@ async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[],
     assert fates["merged",] > 0
     assert learner["diloco_learner_offers_total"][()] >= learner["diloco_learner_versions_applied_total"]["yes",] >= 6
     assert learner["diloco_learner_busy_seconds_total"][()] > 0
+    assert learner["diloco_learner_not_finite_steps_total"] == {(): 0}
     assert told["evaluator"]["diloco_learner_validation_loss_nats"][()] > 0
     assert "diloco_learner_steps_total" not in told["evaluator"]
 
@@ -166,6 +167,7 @@ async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[],
     assert leader["diloco_coordinator_run_state"]["training",] == 1
     assert leader["diloco_coordinator_live_learners"] == {(): 1}
     assert leader["diloco_coordinator_live_syncers"] == {(): 2}
+    assert leader["diloco_coordinator_unowned_fragments"] == {(): 0}
     assert leader["diloco_coordinator_budget_tokens"] == {(): 10**9}
     assert before["tokens_merged"] <= leader["diloco_coordinator_merged_tokens"][()]
     assert before["tokens_processed"] <= leader["diloco_coordinator_processed_tokens"][()]
@@ -179,14 +181,17 @@ async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[],
         assert {family(sample) for sample in samples if sample.startswith("diloco_")} <= stated
         unseen |= stated
     unseen -= {family(sample) for samples in told.values() for sample in samples}
-    refused = {f"diloco_{service}_refused_messages_total" for service in ("learner", "syncer", "coordinator")}
+    for name in SERVICES:
+        [refused] = [values for sample, values in told[name].items() if "_refused_messages_total" in sample]
+        assert set(refused.values()) == {0}
+        assert ("HashError",) in refused
     of_regions = {
         "diloco_syncer_crossing_bytes_total",
         "diloco_syncer_offer_precision_bits",
         "diloco_coordinator_region_away",
     }
     of_own_tasks = {"diloco_learner_task_metric"}  # the toy has no metrics of its own
-    assert unseen == refused | of_regions | of_own_tasks
+    assert unseen == of_regions | of_own_tasks
 
     # without NATS nobody is ready, all are healthy, and the learner trains on
     server.stop()

@@ -11,3 +11,10 @@ def test_a_step_takes_all_the_time_until_the_next_one_whatever_it_waits_for() ->
     assert accounts.step_average.get() == 5.0  # (6 + 1 + 3) / 2
     assert (accounts.done.busy_s, accounts.done.blocked_s, accounts.done.data_s) == (6.0, 1.0, 3.0)
     assert (accounts.busy_s, accounts.blocked_s) == (6.0, 1.0)
+
+
+def test_a_loss_that_is_not_finite_is_counted_and_the_last_finite_one_is_kept() -> None:
+    accounts = Accounts()
+    for loss in (None, 2.0, float("nan"), float("inf"), None):
+        accounts.book(StepDone(7, 0, 0, loss, 1.0, 0.0))
+    assert (accounts.loss, accounts.done.not_finite, accounts.done.steps) == (2.0, 2, 5)

@@ -10,13 +10,15 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
-from diloco_report.units import count, decimal, duration, share
+from diloco_report.units import count, decimal, duration, share, size
 
 Point = tuple[float, float]
+Axis = Literal["tokens", "time", "bytes"]
+_FORMS: dict[Axis, Callable[[object], str]] = {"tokens": count, "time": duration, "bytes": size}
 
 MAX_POINTS = 240  # of a line: means over as many parts of its extent
 MAX_DOTS = 40  # of a strong line that are marked one by one
@@ -33,12 +35,13 @@ _TIME_STEPS_S = (1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1800, 3600, 72
 
 @dataclass(frozen=True)
 class Line:
-    """A named line of a chart; ``css`` is its colour."""
+    """A named line of a chart; ``css`` is its colour, ``dash`` its pattern (``stroke-dasharray``), empty for a solid one."""
 
     name: str
     css: str
     points: Sequence[Point]
     strong: bool = False
+    dash: str = ""
 
 
 def nice_ticks(low: float, high: float, wanted: int) -> list[float]:
@@ -110,59 +113,65 @@ class _Frame:
 
 
 def line_chart(
-    lines: Sequence[Line], references: Mapping[str, float], *, time: bool, label: str, moments: Sequence[tuple[float, str]] = ()
+    lines: Sequence[Line],
+    references: Mapping[str, float],
+    *,
+    axis: Axis,
+    label: str,
+    name: str,
+    moments: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Draw loss over time (s) or over tokens, with dashed lines at the references; it answers the pointer with the values.
+    """Draw loss over time (s), tokens or bytes, with dashed lines at the references; it answers the pointer with the values.
 
-    ``moments``: events of the whole run, by their place on the level axis.
+    ``name``: of no other chart of the page. ``moments``: events of the whole run, by their place on the level axis.
     """
-    lines = [Line(line.name, line.css, thin(line.points), line.strong) for line in lines if line.points]
+    lines = [replace(line, points=thin(line.points)) for line in lines if line.points]
     if not lines:
         return '<p class="empty">No loss was recorded.</p>'
     frame = _Frame(max(line.points[-1][0] for line in lines) or 1.0, *loss_range(lines, references))
-    clip = "clip-time" if time else "clip-tokens"
+    clip = f"clip-{name}"
     area = f'x="{frame.left}" y="{frame.top}" width="{frame.right - frame.left}" height="{frame.bottom - frame.top}"'
-    parts = [f'<clipPath id="{clip}"><rect {area}/></clipPath>', *_axes(frame, time=time, label=label)]
-    for name, value in references.items():
+    parts = [f'<clipPath id="{clip}"><rect {area}/></clipPath>', *_axes(frame, axis, label)]
+    for other, value in references.items():
         if frame.low <= value <= frame.high:
             parts.append(across("reference", frame.left, frame.right, frame.y(value)))
-            parts.append(text_at("reference", frame.right, frame.y(value) - 5, "end", f"{name} {value:.2f}"))
-    for at, name in moments:
+            parts.append(text_at("reference", frame.right, frame.y(value) - 5, "end", f"{other} {value:.2f}"))
+    for at, event in moments:
         x, beyond = frame.x(at), frame.x(at) > frame.middle
         parts.append(f'<line class="reference" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.top}" y2="{frame.bottom}"/>')
-        parts.append(text_at("reference", x + (-5 if beyond else 5), frame.top + 10, "end" if beyond else "start", name))
+        parts.append(text_at("reference", x + (-5 if beyond else 5), frame.top + 10, "end" if beyond else "start", event))
     parts += [_curve(line, frame, clip) for line in sorted(lines, key=lambda line: line.strong)]
     parts.append(f'<line class="cross" y1="{frame.top}" y2="{frame.bottom}" x1="{frame.left}" x2="{frame.left}"/>')
     shown = [
         {"name": line.name, "css": line.css, "x": [_short(x) for x, _ in line.points], "y": [_short(y) for _, y in line.points]}
         for line in sorted(lines, key=lambda line: not line.strong)
     ]
-    data = {"left": frame.left, "right": frame.right, "end": frame.end, "time": time, "lines": shown}
+    data = {"left": frame.left, "right": frame.right, "end": frame.end, "axis": axis, "lines": shown}
     return (
         f'<svg class="chart" viewBox="0 0 {frame.wide} {frame.tall}" role="img" aria-label="Loss over {escape(label)}" '
         f'data-chart="{escape(json.dumps(data, separators=(",", ":")))}">{"".join(parts)}</svg>'
     )
 
 
-def _axes(frame: _Frame, *, time: bool, label: str) -> list[str]:
+def _axes(frame: _Frame, axis: Axis, label: str) -> list[str]:
     parts = []
     for tick in nice_ticks(frame.low, frame.high, 6):
         parts.append(across("grid", frame.left, frame.right, frame.y(tick)))
         parts.append(text_at("tick", frame.left - 8, frame.y(tick) + 4, "end", f"{tick:.4g}"))
-    form: Callable[[float], str] = duration if time else count
-    ticks = time_ticks(frame.end, 6) if time else nice_ticks(0, frame.end, 6)
-    parts += [text_at("tick", frame.x(tick), frame.bottom + 18, "middle", form(tick)) for tick in ticks]
+    ticks = time_ticks(frame.end, 6) if axis == "time" else nice_ticks(0, frame.end, 6)
+    parts += [text_at("tick", frame.x(tick), frame.bottom + 18, "middle", _FORMS[axis](tick)) for tick in ticks]
     return [*parts, text_at("axis", frame.middle, frame.tall - 4, "middle", label)]
 
 
 def _curve(line: Line, frame: _Frame, clip: str) -> str:
     places = [(frame.x(x), frame.y(y)) for x, y in line.points]
     path = "".join(f"{'L' if n else 'M'}{x:.1f} {y:.1f}" for n, (x, y) in enumerate(places))
+    dash = f";stroke-dasharray:{line.dash}" if line.dash else ""
     drawn = (
         f'<path class="{"line strong" if line.strong else "line"}" clip-path="url(#{clip})" d="{path}" '
-        f'style="stroke:{line.css}" data-name="{escape(line.name)}"/>'
+        f'style="stroke:{line.css}{dash}" data-name="{escape(line.name)}"/>'
     )
-    dots = places if line.strong and len(places) <= MAX_DOTS else []
+    dots = places if (line.strong and len(places) <= MAX_DOTS) or len(places) == 1 else []
     return drawn + "".join(
         f'<circle class="dot" clip-path="url(#{clip})" cx="{x:.1f}" cy="{y:.1f}" r="3.5" '
         f'style="fill:{line.css}" data-name="{escape(line.name)}"/>'

@@ -84,3 +84,26 @@ def legend(names: Iterable[tuple[str, str]]) -> str:
     """Draw names with their colours."""
     spans = "".join(f'<span><i style="background:{css}"></i>{escape(name)}</span>' for name, css in names)
     return f'<div class="legend">{spans}</div>'
+
+
+def toggles(names: Iterable[tuple[str, str]]) -> str:
+    """Draw names with their colours as buttons; the page's script hides and shows what has the name."""
+    buttons = "".join(
+        f'<button type="button" data-toggle="{escape(name)}" aria-pressed="true">'
+        f'<i style="background:{css}"></i>{escape(name)}</button>'
+        for name, css in names
+    )
+    return f'<div class="legend">{buttons}</div>'
+
+
+def switch(name: str, parts: Sequence[tuple[str, str]]) -> str:
+    """Draw one of up to three parts at a time, (title, HTML) each, and buttons that choose it; it needs no script.
+
+    ``name``: of no other switch of the page. Printed, all parts are there.
+    """
+    buttons = "".join(
+        f'<input type="radio" name="{escape(name)}" id="{escape(name)}-{number}"{"" if number else " checked"}>'
+        f'<label for="{escape(name)}-{number}">{escape(title)}</label>'
+        for number, (title, _) in enumerate(parts)
+    )
+    return f'<div class="switch">{buttons}{"".join(f"<div>{body}</div>" for _, body in parts)}</div>'

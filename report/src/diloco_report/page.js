@@ -19,6 +19,13 @@
     }
     return String(Math.round(n));
   };
+  const size = (n) => {
+    for (const [unit, scale] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) {
+      if (n >= scale) return `${(n / scale).toPrecision(3)} ${unit}`;
+    }
+    return `${Math.round(n)} B`;
+  };
+  const forms = { time: duration, tokens: (n) => count(n) + " tokens", bytes: size };
   const hidden = new Set();
 
   for (const svg of document.querySelectorAll("svg[data-chart]")) {
@@ -32,7 +39,7 @@
       if (outside) { tip.hidden = true; return; }
       cross.setAttribute("x1", at);
       cross.setAttribute("x2", at);
-      tip.replaceChildren(chart.time ? duration(value) : count(value) + " tokens");
+      tip.replaceChildren(forms[chart.axis](value));
       for (const line of chart.lines) {
         if (hidden.has(line.name)) continue;
         let near = 0;

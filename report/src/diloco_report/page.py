@@ -8,7 +8,7 @@ generated text) is escaped. ``docs/report.md`` describes the dictionary; keys th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -110,13 +110,13 @@ def _losses(report: Report) -> str:
     drawn.append(("global", "var(--global)", whole))
     rolled_back = series.get("rollbacks") or []
 
-    def chart(place: int, key: str, label: str) -> str:
+    def chart(place: int, key: str, axis: charts.Axis, label: str) -> str:
         lines = [
             charts.Line(name, css, [(point[place], point[2]) for point in points if finite(point[2])], strong=name == "global")
             for name, css, points in drawn
         ]
         moments = [(moment[key], f"back to {moment['to_version']}") for moment in rolled_back]
-        return charts.line_chart(lines, compared.baselines(report), time=key == "wall_s", label=label, moments=moments)
+        return charts.line_chart(lines, compared.baselines(report), axis=axis, label=label, name=axis, moments=moments)
 
     units, counted = _units(report).capitalize(), compared.baselines(report)
     return html.section(
@@ -126,10 +126,10 @@ def _losses(report: Report) -> str:
         "the model that the log holds, against the tokens merged by then."
         + (" Dashed: models that only count which bytes follow which, fitted on the same text." if counted else "")
         + (" Upright: the run was rolled back to that version." if rolled_back else ""),
-        _toggles((name, css) for name, css, _ in drawn)
+        html.toggles((name, css) for name, css, _ in drawn)
         + html.pair(
-            f"<h3>Over tokens of the whole run</h3>{chart(1, 'tokens', 'tokens')}",
-            f"<h3>Over time</h3>{chart(0, 'wall_s', 'wall time')}",
+            f"<h3>Over tokens of the whole run</h3>{chart(1, 'tokens', 'tokens', 'tokens')}",
+            f"<h3>Over time</h3>{chart(0, 'wall_s', 'time', 'wall time')}",
         ),
     )
 
@@ -193,7 +193,7 @@ def _merges(report: Report) -> str:
         "Who was in each merge",
         "One column of marks for each version of a fragment, one mark for each learner; grey: it had no part. Pale: its offer "
         f"was made from an older version. Point at one for weights and times.{some}",
-        _toggles(colours.items()) + html.wide(picture),
+        html.toggles(colours.items()) + html.wide(picture),
     )
 
 
@@ -400,15 +400,6 @@ def _changes(report: Report) -> str:
 
 
 # --- small parts ----------------------------------------------------------------------------------------------------
-
-
-def _toggles(names: Iterable[tuple[str, str]]) -> str:
-    buttons = "".join(
-        f'<button type="button" data-toggle="{escape(name)}" aria-pressed="true">'
-        f'<i style="background:{css}"></i>{escape(name)}</button>'
-        for name, css in names
-    )
-    return f'<div class="legend">{buttons}</div>'
 
 
 def _learners_of(report: Report) -> dict[str, Mapping[str, Any]]:

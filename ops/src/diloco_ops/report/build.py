@@ -116,6 +116,7 @@ def build(found: Findings) -> dict[str, Any]:
                 for name, heard in series["learners"].items()
             },
             "global": found.validation,
+            "traffic": [list(point) for point in series.get("traffic", ())],
             "activity": {name: heard["activity"] for name, heard in series["learners"].items()},
             "merges": series["merges"],
             "rollbacks": list(series.get("rollbacks", ())),

@@ -80,6 +80,12 @@ METRICS: tuple[Metric[Moment], ...] = (
         _run(lambda monitor, now_s: len(monitor.heard(now_s) & monitor.shards.keys())),
     ),
     Metric(
+        "diloco_coordinator_unowned_fragments",
+        "gauge",
+        "Fragments that none of these syncers owns",
+        _run(lambda monitor, now_s: len(monitor.unowned(now_s))),
+    ),
+    Metric(
         "diloco_coordinator_budget_tokens",
         "gauge",
         "Token budget of the run",

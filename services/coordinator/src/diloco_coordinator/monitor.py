@@ -19,6 +19,7 @@ from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Record
 from diloco.wire.fields import MAX_SYNCERS
 from diloco_coordinator.presence import Absence, Presence
+from diloco_coordinator.traffic import Traffic
 
 MAX_POINTS = 2000  # of a learner's loss, or of the validation's; every second one goes when there are more
 STATUS_POINTS = 120  # as many as a terminal's chart can show
@@ -51,6 +52,7 @@ class Monitor:
         self.places: dict[str, str] = {}  # by learner and syncer: its region, in a run with regions
         # by syncer and incarnation, since each counts from 0: by other region, bytes sent there and received from there
         self.crossing: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
+        self.traffic = Traffic()
         self.validation: list[tuple[float, int, float]] = []
         self.merges: list[dict[str, Any]] = []
         self.rollbacks: dict[int, dict[str, Any]] = {}  # by the number of the change that orders it
@@ -92,6 +94,7 @@ class Monitor:
         self.presence.hear(heartbeat.region, now_s)
         self._train(heartbeat)
         self._place(heartbeat.learner, heartbeat.region)
+        self.traffic.hear(heartbeat.learner, heartbeat.incarnation, heartbeat.bytes_up, heartbeat.bytes_down, now_s)
         known = self.learners.get(heartbeat.learner)
         if known is None:
             known = self.learners[heartbeat.learner] = _Learner(heartbeat, now_s, rate_mark=(now_s, heartbeat.tokens))
@@ -194,6 +197,13 @@ class Monitor:
         seen |= {name: seen_s for name, (_, seen_s) in self.shards.items()}
         return frozenset(name for name, seen_s in seen.items() if now_s - seen_s <= self.gone_s)
 
+    def unowned(self, now_s: float) -> set[int]:
+        """Return the fragments that no syncer heard of late says it owns; none once the run is over, when syncers leave."""
+        if self.state == "finished":
+            return set()
+        owned = {index for name in self.heard(now_s) & self.shards.keys() for index in self.shards[name][0].fragments}
+        return set(range(len(self.versions))) - owned
+
     def tokens_processed(self) -> int:
         past = sum(int(learner["tokens"]) for learner in self.past.values())
         return past + sum(learner.heartbeat.tokens for learner in self.learners.values())
@@ -292,6 +302,7 @@ class Monitor:
             },
             "shards": {name: _shard(heartbeat, now_s - seen_s) for name, (heartbeat, seen_s) in sorted(self.shards.items())},
             "validation": [list(point) for point in self.validation],
+            "traffic": self.traffic.until(now_s),
             "merges": self.merges,
             "rollbacks": list(self.rollbacks.values()),
             "places": self.places,
@@ -317,7 +328,8 @@ class Monitor:
             int(learner["tokens"])
             _points(learner)
             _activity_of(learner)
-        # an older version writes no rollbacks
+        # an older version writes no rollbacks and no traffic
+        traffic = Traffic.resumed(series.get("traffic", ()), past)
         rollbacks = {int(rollback["change"]): dict(rollback) for rollback in series.get("rollbacks", ())}
         places = {str(member): str(region) for member, region in series["places"].items()}
         absences = [Absence(str(region), float(a), None if b is None else float(b)) for region, a, b in series["absences"]]
@@ -327,7 +339,7 @@ class Monitor:
             places[str(syncer)]  # a KeyError: the series are damaged
         self._drawn = {(merge["fragment"], merge["version"]) for merge in merges}
         self.presence.resume(absences, float(series["wall_s"]))
-        self.places, self.crossing, self.rollbacks = places, crossing, rollbacks
+        self.places, self.crossing, self.rollbacks, self.traffic = places, crossing, rollbacks, traffic
         self.ledger, self.validation, self.past, self.merges = ledger, validation, past, merges
         for (learner, _), trained in ledger.trained.items():
             self._ranges[learner] += max(1, len(trained))

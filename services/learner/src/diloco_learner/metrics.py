@@ -167,8 +167,14 @@ METRICS: tuple[Metric[Seen], ...] = (
     Metric(
         "diloco_learner_loss_nats",
         "gauge",
-        "Training loss of the last step, nats a token",
+        "Training loss of the last step whose loss was finite, nats a token",
         lambda seen: seen.training(seen.heartbeat.loss),
+    ),
+    Metric(
+        "diloco_learner_not_finite_steps_total",
+        "counter",
+        "Inner steps whose loss was not finite, which change nothing",
+        lambda seen: seen.training(seen.member.learner.accounts.done.not_finite),
     ),
     Metric(
         "diloco_learner_task_metric",

@@ -131,8 +131,7 @@ class Trainer:
         self._leaving = False
         self._busy, self._error, self._boundary = Average(), Average(), Average()  # seconds
         self._meter = Meter()
-        self._loss: float | None = None
-        self._metrics: dict[str, float] = {}  # of the same step
+        self._ended: _End | None = None  # of the last step
         self._logged_s = time.perf_counter()
 
     def run(self) -> bool:
@@ -177,10 +176,10 @@ class Trainer:
             if landing is not None:
                 self._land(landing)
             self._look_ahead(flight, batch)
-            if called_s - self._logged_s >= LOG_EVERY_S and self._loss is not None:
-                self._logged_s = called_s
-                shown = {name: float(f"{value:.4g}") for name, value in self._metrics.items() if math.isfinite(value)}
-                about = {"loss": round(self._loss, 4), "learning_rate": round(rate, 6)} | ({"metrics": shown} if shown else {})
+            if called_s - self._logged_s >= LOG_EVERY_S and self._ended is not None and math.isfinite(self._ended.loss):
+                self._logged_s, end = called_s, self._ended
+                shown = {name: float(f"{value:.4g}") for name, value in end.metrics.items() if math.isfinite(value)}
+                about = {"loss": round(end.loss, 4), "learning_rate": round(rate, 6)} | ({"metrics": shown} if shown else {})
                 self.log.debug("stepping", step=self.member.step, **about)
 
     def _make_batch(self) -> tuple[Batch, Span]:
@@ -228,9 +227,8 @@ class Trainer:
         if self._busy.value is not None:
             self._error.add(abs(busy_s - self._busy.value))
         self._busy.add(busy_s)
-        if math.isfinite(end.loss):
-            self._loss, self._metrics = end.loss, end.metrics
-        else:
+        self._ended = end
+        if not math.isfinite(end.loss):
             self.log.warning("step_not_finite", step=self.member.step, loss=str(end.loss))
 
     def _step_done(self, batch: Batch) -> StepDone:
@@ -239,9 +237,9 @@ class Trainer:
             self.tokens_per_batch,
             batch.share,
             batch.index,
-            self._loss,
+            None if self._ended is None else self._ended.loss,
             times.busy_s,
             times.blocked_s,
             data_s=times.data_s,
-            metrics=self._metrics,
+            metrics={} if self._ended is None else self._ended.metrics,
         )

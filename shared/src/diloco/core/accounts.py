@@ -50,6 +50,7 @@ class Done:
     busy_s: float = 0.0
     blocked_s: float = 0.0
     data_s: float = 0.0
+    not_finite: int = 0  # steps whose loss was not
 
 
 @dataclass
@@ -89,6 +90,8 @@ class Accounts:
         self.done.data_s += done.data_s
         if done.loss is not None and math.isfinite(done.loss):
             self.loss, self.metrics = done.loss, done.metrics
+        elif done.loss is not None:
+            self.done.not_finite += 1
         if done.busy_s:
             self.step_average.add((done.busy_s + done.blocked_s + done.data_s) / done.steps)
 

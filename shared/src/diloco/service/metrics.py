@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from diloco import __version__
-from diloco.errors import SettingsError
+from diloco.errors import MessageError, SettingsError
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Counted, Logger
 from diloco.settings.service import ServiceSettings, host_and_port
@@ -90,9 +90,17 @@ def one_of(state: str, states: Iterable[str]) -> Labelled:
     return {(name,): float(name == state) for name in states}
 
 
+def usual_kinds(error: type[MessageError] = MessageError) -> list[str]:
+    """Return the names of an error of messages and of all that are derived from it."""
+    return [error.__name__, *(name for derived in error.__subclasses__() for name in usual_kinds(derived))]
+
+
 def by_kind(refused: Counted) -> Labelled:
-    """Return refused messages by kind of error, of all senders together: senders' names would have no bound."""
-    kinds: dict[tuple[str, ...], float] = {}
+    """Return refused messages by kind of error, of all senders together: senders' names would have no bound.
+
+    The usual kinds count from 0: of a series that begins at 1 Prometheus sees no increase.
+    """
+    kinds: dict[tuple[str, ...], float] = {(kind,): 0.0 for kind in usual_kinds()}
     for (_, kind), count in refused.counts().items():
         kinds[kind,] = kinds.get((kind,), 0) + count
     return kinds

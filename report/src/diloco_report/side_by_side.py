@@ -1,0 +1,272 @@
+"""Several runs, or arms of experiments, on one page in the report's look: losses, end values, settings that differ.
+
+Losses are drawn on one axis only where they are of one unit and one text; all others get charts of their own, and the page says
+so. All that comes from a run is escaped.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from diloco_report import charts, html
+from diloco_report.charts import Axis, Line, Point
+from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
+
+MAX_RUNS = 24
+AXES: tuple[tuple[Axis, str], ...] = (("tokens", "tokens"), ("time", "time"), ("bytes", "bytes over learners' links"))
+_COLOURS = 8  # --s0 to --s7 of the style sheet
+_DASHES = ("", "7 4", "2 3")  # of as many runs each, in their order
+
+
+class Sample(NamedTuple):
+    """A loss, and how far the run had come: seconds, tokens of all learners, and their bytes both ways; None: not known."""
+
+    loss: float
+    tokens: float | None
+    time: float | None
+    bytes: float | None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run, or an arm of an experiment.
+
+    ``state``: in a word or two. ``units``: of its losses; None: not known. ``text``: that they are of, in words; entries
+    with the same words have the same text. ``parameters``: None: not known. ``validation``, ``training``: losses of the
+    global model, and of all learners. ``ends``: figures at the end, or by now, by the keys of :data:`ENDS`. ``values``:
+    further losses and metrics. ``settings``: by dotted name. ``changes``: made while it went on. ``notes``: for people.
+    """
+
+    name: str
+    source: str
+    state: str
+    units: str | None = None
+    text: str = ""
+    parameters: int | None = None
+    validation: Sequence[Sample] = ()
+    training: Sequence[Sample] = ()
+    ends: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    changes: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The unit and the text of its losses, in words: those of another kind say nothing beside them."""
+        return self.units or "units not known", self.text or "data not known"
+
+
+# figures at the end: key, title, form
+ENDS: tuple[tuple[str, str, Any], ...] = (
+    ("loss", "loss", lambda value: decimal(value, 4)),
+    ("spread", "spread", lambda value: decimal(value, 4)),
+    ("seeds", "seeds", count),
+    ("loss_initial", "at first", lambda value: decimal(value, 4)),
+    ("tokens", "tokens", count),
+    ("merged", "merged", lambda value: share(value, 1)),
+    ("time_s", "time", duration),
+    ("rate", "tokens/s", count),
+    ("bytes_up", "sent", size),
+    ("bytes_down", "received", size),
+    ("versions", "versions", count),
+    ("blocked", "blocked at most", lambda value: share(value, 2)),
+    ("parameters", "parameters", count),
+)
+
+
+def render(entries: Sequence[Entry]) -> str:
+    """Return the page as text; names of entries differ, and there are at most ``MAX_RUNS``."""
+    parts = (_headline, _unlike, _losses, _together, _ends, _values, _settings, _changes)
+    header = f"""<span class="preset">{len(entries)} side by side</span>
+<button id="theme" type="button">Light or dark</button>"""
+    title = ", ".join(entry.name for entry in entries)
+    script = files("diloco_report").joinpath("page.js").read_text(encoding="utf-8")
+    return html.document(title, header, "\n".join(filter(None, (part(entries) for part in parts))), script)
+
+
+def groups(entries: Sequence[Entry]) -> dict[tuple[str, str], list[Entry]]:
+    """Return the entries by the kind of their losses."""
+    found: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.kind, []).append(entry)
+    return found
+
+
+def notes(entries: Sequence[Entry]) -> list[str]:
+    """Return the notes of all entries, each once, with the names of those that have it."""
+    names: dict[str, list[str]] = {}
+    for entry in entries:
+        for note in entry.notes:
+            names.setdefault(note, []).append(entry.name)
+    return [f"{', '.join(those)}: {note}." for note, those in names.items()]
+
+
+def differing(entries: Sequence[Entry]) -> dict[str, list[Any]]:
+    """Return the settings whose values are not the same in all entries, with the value of each; None: it has none."""
+    names = dict.fromkeys(name for entry in entries for name in entry.settings)
+    rows = {name: [entry.settings.get(name) for entry in entries] for name in names}
+    return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
+
+
+def loss_at(points: Sequence[Point], x: float) -> float | None:
+    """Return the loss at a place between two points of a curve, in proportion; None: the curve does not reach it."""
+    after = bisect_left(points, x, key=lambda point: point[0])
+    if after == len(points) or (after == 0 and points[0][0] > x):
+        return None
+    if after == 0 or points[after][0] == x:
+        return points[after][1]
+    (x0, y0), (x1, y1) = points[after - 1], points[after]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def curve(samples: Sequence[Sample], axis: Axis) -> list[Point]:
+    """Return the points of a curve, in the order of the axis; samples of which that is not known are left out."""
+    points = [(float(x), sample.loss) for sample in samples if (x := getattr(sample, axis)) is not None]
+    return sorted(points, key=lambda point: point[0])
+
+
+# --- parts of the page ----------------------------------------------------------------------------------------------
+
+
+def _headline(entries: Sequence[Entry]) -> str:
+    figures = []
+    for entry in entries:
+        ends = entry.ends
+        far = [f"{count(ends.get('tokens'))} tokens", duration(ends.get("time_s")) if finite(ends.get("time_s")) else ""]
+        more = [entry.units or "", entry.state, *far]
+        figures.append(html.figure(entry.name, decimal(ends.get("loss")), "", escape(", ".join(filter(None, more)))))
+    return f'<div class="figures">{"".join(figures)}</div>'
+
+
+def _unlike(entries: Sequence[Entry]) -> str:
+    """Say how far these runs can be compared at all."""
+    said = []
+    kinds = groups(entries)
+    if len(kinds) > 1:
+        each = "; ".join(f"{_kind(kind)}: {', '.join(entry.name for entry in members)}" for kind, members in kinds.items())
+        said.append(f"Losses of {len(kinds)} kinds, which cannot be compared and are drawn apart. {each}.")
+    sizes = {entry.name: entry.parameters for entry in entries if entry.parameters is not None}
+    if len(set(sizes.values())) > 1:
+        each = ", ".join(f"{name} {count(number)}" for name, number in sizes.items())
+        said.append(f"The models differ. Parameters: {each}.")
+    said += notes(entries)
+    rows = [
+        [_named(entry, place), *map(escape, (entry.state, *entry.kind)), f"<code>{escape(entry.source)}</code>"]
+        for place, entry in enumerate(entries)
+    ]
+    table = html.wide(html.table(("run", "state", "losses in", "of", "from"), rows))
+    return html.section("The runs", "", "".join(html.note(sentence) for sentence in said) + table)
+
+
+def _losses(entries: Sequence[Entry]) -> str:
+    kinds = groups(entries)
+    sections = []
+    for number, (kind, members) in enumerate(kinds.items()):
+        for which, title, what in (
+            ("validation", "Validation loss", "Of the global model on text that no learner has seen."),
+            ("training", "Training loss", "Of all learners, as a mean over each short stretch."),
+        ):
+            shown = [(entries.index(entry), entry, getattr(entry, which)) for entry in members]
+            if not any(samples for *_, samples in shown):
+                continue
+            heading = f"{title}: {_kind(kind)}" if len(kinds) > 1 else title
+            units = "" if len(kinds) > 1 else f"{_kind(kind).capitalize()}. "
+            legend = html.toggles((entry.name, _css(place)) for place, entry, samples in shown if samples)
+            name = f"{which}-{number}"
+            charts_ = [(label, _chart(shown, axis, label, f"{name}-{axis}")) for axis, label in AXES]
+            sections.append(html.section(heading, units + what, legend + html.switch(name, charts_)))
+    return "\n".join(sections) or html.section("Losses", "", '<p class="empty">No loss was recorded yet.</p>')
+
+
+def _chart(shown: Sequence[tuple[int, Entry, Sequence[Sample]]], axis: Axis, label: str, name: str) -> str:
+    lines = [
+        Line(entry.name, _css(place), curve(samples, axis), strong=len(samples) <= charts.MAX_DOTS, dash=_dash(place))
+        for place, entry, samples in shown
+    ]
+    left_out = [entry.name for (_, entry, samples), line in zip(shown, lines, strict=True) if samples and not line.points]
+    short = [entry.name for (_, entry, samples), line in zip(shown, lines, strict=True) if 1 == len(line.points) < len(samples)]
+    said = f"Not known, and left out: {', '.join(left_out)}. " if left_out else ""
+    said += f"Known at the end alone: {', '.join(short)}." if short else ""
+    return html.note(said.strip()) + charts.line_chart(lines, {}, axis=axis, label=label, name=name)
+
+
+def _together(entries: Sequence[Entry]) -> str:
+    """Compare losses where all curves of a kind have come: at the same tokens, time and bytes."""
+    tables = []
+    for kind, members in groups(entries).items():
+        columns: list[tuple[str, list[float | None]]] = []
+        for axis, form in (("tokens", count), ("time", duration), ("bytes", size)):
+            curves: list[list[Point]] = [curve(entry.validation, axis) for entry in members]  # type: ignore[arg-type]
+            ends = [points[-1][0] for points in curves if len(points) > 1]
+            if len(ends) > 1:
+                columns.append((f"at {form(min(ends))}", [loss_at(points, min(ends)) for points in curves]))
+        if columns:
+            rows = [
+                [escape(entry.name), *(decimal(values[number], 4) for _, values in columns)]
+                for number, entry in enumerate(members)
+            ]
+            head = f"<h3>{escape(_kind(kind))}</h3>" if len(groups(entries)) > 1 else ""
+            tables.append(head + html.wide(html.table(("run", *(title for title, _ in columns)), rows)))
+    said = "Validation loss where the shortest curve ends, by tokens, time and bytes; in between two points in proportion."
+    return html.section("As far as all have come", said, "".join(tables)) if tables else ""
+
+
+def _ends(entries: Sequence[Entry]) -> str:
+    known = [end for end in ENDS if any(finite(entry.ends.get(end[0])) for entry in entries)]
+    rows = [
+        [
+            f'<i style="background:{_css(place)}"></i>{escape(entry.name)}',
+            *(form(entry.ends.get(key)) for key, _, form in known),
+        ]
+        for place, entry in enumerate(entries)
+    ]
+    said = "At the end, or by now. Sent and received: by all learners; of an experiment, means over its seeds."
+    return html.section("End values", said, html.wide(html.table(("run", *(title for _, title, _ in known)), rows)))
+
+
+def _values(entries: Sequence[Entry]) -> str:
+    names = dict.fromkeys(name for entry in entries for name in entry.values)
+    rows = [[escape(name), *(decimal(entry.values.get(name), 4) for entry in entries)] for name in names]
+    head = ("value", *(entry.name for entry in entries))
+    return html.section("Values", "Of the global model at the end.", html.wide(html.table(head, rows))) if rows else ""
+
+
+def _settings(entries: Sequence[Entry]) -> str:
+    rows = differing(entries)
+    alike = len({name for entry in entries for name in entry.settings}) - len(rows)
+    if not rows:
+        return html.section("Settings that differ", f"None: all {alike} are the same.", "")
+    cells = [[escape(name), *(MISSING if value is None else escape(str(value)) for value in row)] for name, row in rows.items()]
+    table = html.wide(html.table(("setting", *(entry.name for entry in entries)), cells))
+    return html.section("Settings that differ", f"As runs were created with them. {alike} others are the same.", table)
+
+
+def _changes(entries: Sequence[Entry]) -> str:
+    rows = [[escape(entry.name), escape(change)] for entry in entries for change in entry.changes]
+    said = "Made while the runs went on."
+    return html.section("Changes", said, html.wide(html.table(("run", "change"), rows))) if rows else ""
+
+
+# --- small parts ----------------------------------------------------------------------------------------------------
+
+
+def _kind(kind: tuple[str, str]) -> str:
+    return f"{kind[0]}, {kind[1]}"
+
+
+def _named(entry: Entry, place: int) -> str:
+    return f'<i style="background:{_css(place)}"></i>{escape(entry.name)}'
+
+
+def _css(place: int) -> str:
+    return f"var(--s{place % _COLOURS})"
+
+
+def _dash(place: int) -> str:
+    return _DASHES[place // _COLOURS % len(_DASHES)]
