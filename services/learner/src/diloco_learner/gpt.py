@@ -1,4 +1,4 @@
-"""A byte-level, decoder-only GPT: RoPE, RMSNorm, SwiGLU. Read it from top to bottom.
+"""A decoder-only GPT over bytes, or the tokens of a mix: RoPE, RMSNorm, SwiGLU. Read it from top to bottom.
 
 Parameters are nested dicts of arrays. Weights are stored (out, in), so that a row belongs to one output unit, which is what
 radial-directional averaging by row takes its norms over. Shapes below: B sequences, T bytes each, D model width, A attention
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-VOCABULARY = 256  # bytes
+BYTES = 256
 ROPE_BASE = 10_000.0
 NORM_EPSILON = 1e-6
 
@@ -34,6 +34,7 @@ class Shape:
     width: int
     heads: int
     context: int
+    vocabulary: int = BYTES
 
     @property
     def hidden(self) -> int:
@@ -69,10 +70,10 @@ def init(key: jax.Array, shape: Shape, dtype: jax.typing.DTypeLike = jnp.float32
         for layer in range(shape.layers)
     }
     return {
-        "embedding": matrix(VOCABULARY, width, 1.0),
+        "embedding": matrix(shape.vocabulary, width, 1.0),
         "blocks": blocks,
         "norm": jnp.ones(width),
-        "head": jnp.zeros((VOCABULARY, width), dtype),  # every byte equally likely: the first loss is ln 256
+        "head": jnp.zeros((shape.vocabulary, width), dtype),  # every token equally likely: the first loss is ln 256 for bytes
     }
 
 

@@ -218,6 +218,33 @@ class QuarantineSettings(_Section):
     )
 
 
+MAX_SOURCES = 64
+MAX_VOCABULARY = 1 << 24
+SourceName = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,48}$", description="lower-case letters, digits and _")]
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class MixedSource(_Section):
+    """A source of a mix of data."""
+
+    digest: _Digest = Field(description="of its content, wherever that lies")
+    tokens: int = Field(ge=1, le=10**18, description="to train on: one epoch")
+    weight: int = Field(ge=1, le=10**9, description="it gives so many windows of the sum of all weights")
+
+
+class MixSettings(_Section):
+    """The data that `--data mix.toml` names: all learners of a run have the same (`docs/data.md`)."""
+
+    vocabulary: int = Field(ge=2, le=MAX_VOCABULARY)
+    tokenizer: _Digest
+    sources: dict[SourceName, MixedSource] = Field(min_length=1, max_length=MAX_SOURCES)
+
+    def epochs(self, tokens: int) -> dict[str, float]:
+        """Return how often training on so many tokens goes over each source, by its name."""
+        whole = sum(source.weight for source in self.sources.values())
+        return {name: tokens * source.weight / whole / source.tokens for name, source in self.sources.items()}
+
+
 MAX_OPTIONS = 64
 MAX_OPTION_ITEMS = 1024
 
@@ -229,14 +256,16 @@ class TaskSettings(_Section):
     layers: int = Field(3, ge=1, le=128)
     width: int = Field(96, ge=8, le=16384)
     heads: int = Field(4, ge=1, le=256)
-    context: int = Field(128, ge=8, le=131072, description="bytes a sequence")
+    context: int = Field(128, ge=8, le=131072, description="tokens a sequence: bytes, or those of a mix")
     batch: int = Field(16, ge=1, le=65536, description="sequences a step")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the built-in model's matrices in the step; log, offers and optimizers are float32 always"
     )
     options: dict[str, Any] = Field({}, max_length=MAX_OPTIONS, description="of your own task, by `--task NAME=VALUE`")
 
-    _LATER: ClassVar[frozenset[str]] = frozenset({"dtype", "options"})
+    mix: MixSettings | None = Field(None, description="what `--data mix.toml` names; set by diloco up")
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"dtype", "options", "mix"})
 
     @field_validator("options")
     @classmethod
