@@ -83,6 +83,7 @@ requirements:
 	$(COMPILE_IMAGE) services/coordinator/pyproject.toml ops/pyproject.toml -o requirements/coordinator.txt
 	$(COMPILE_IMAGE) services/learner/pyproject.toml -o requirements/learner.txt
 	$(COMPILE_IMAGE) --group build -o requirements/build.txt
+	$(COMPILE) -c requirements.txt services/learner/pyproject.toml --extra data -o requirements/data.txt
 
 # every distribution: pip install --find-links dist 'diloco[all]'
 DIST ?= dist

@@ -27,7 +27,8 @@ from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import PRESETS, run_settings
-from diloco.settings.run import RunSettings
+from diloco.settings.run import MixSettings, RunSettings
+from diloco.settings.validation import parse
 from diloco.wire.subjects import Subjects
 from diloco_ops import continuing, resume
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
@@ -153,13 +154,13 @@ def _begin(
 ) -> tuple[RunDirectory, bool]:
     """Check a run that begins in this directory, and write what it goes on from there.
 
-    Return the directory, which has the units of its loss then, and whether there is a run to go on with. Nothing is written
-    before all that was asked for is known to be right.
+    Return the directory, with the units of its loss and its mix of data, and whether there is a run to go on with. Nothing is
+    written before all that was asked for is known to be right.
     """
     if (directory.path / "run.json").exists():
         return directory, True
     if not isinstance(source, continuing.Source):
-        directory = replace(directory, units=_check_task(directory))
+        directory = _check_task(directory)
     if source is not None:
         return _prepare(source, directory, at), True
     if nats_url is not None:
@@ -281,6 +282,7 @@ def _directory(path: Path, settings: RunSettings, given: bool, data: str | None,
             f"{path}: this run is finished (its report is {directory.report}); choose another --run-dir, or for more tokens go "
             f"on from it in another one: diloco up --continue {path} --tokens N"
         )
+    settings = settings.with_mix(directory.settings.task.mix)
     if given and directory.settings != settings:
         difference = creation.first_difference(directory.settings.model_dump(), settings.model_dump())
         raise RunError(f"{path}: this run was begun with other settings ({difference}); resume it without settings")
@@ -294,11 +296,11 @@ def _name_of(path: Path) -> str:
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in path.name.lower()).strip("-_")[:40] or "run"
 
 
-def _check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> str | None:
+def _check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> RunDirectory:
     """Find out that a run's task and data are fit to train, as its learners would find out too late.
 
-    ``fragment_map``: of the run that this one continues, whose model it must be. Return the units of its loss, where the task
-    says them.
+    ``fragment_map``: of the run that this one continues, whose model it must be. Return the directory with the units of its
+    loss, where the task says them, and with its mix of data, if that is one.
 
     Raises:
         ServiceFailed: they are not; the message and the exit code are a learner's.
@@ -314,8 +316,9 @@ def _check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None
     ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:
         raise ServiceFailed(last_words(ended.stderr, ended.returncode), ended.returncode)
-    units: str | None = json.loads(ended.stdout.splitlines()[-1])["units"]  # the task may have printed lines before
-    return units
+    found = json.loads(ended.stdout.splitlines()[-1])  # the task may have printed lines before
+    mix = None if found["mix"] is None else parse(MixSettings, found["mix"], "task.mix")
+    return replace(directory, units=found["units"], settings=directory.settings.with_mix(mix))
 
 
 async def _check_name(name: str, url: str) -> None:
@@ -433,6 +436,8 @@ def summarise(report: dict[str, Any], path: Path) -> None:
         f"{share(report['tokens_merged'] / max(1, report['tokens_processed']), 1)} of them merged, "
         f"{report['versions']} versions of {len(report['fragments'])} fragments"
     )
+    if epochs := report["data"]["epochs"]:
+        print(f"epochs by source: {', '.join(f'{name} {decimal(value, 2)}' for name, value in epochs.items())}")
     if continued := report["settings"].get("continues"):
         in_all = count(report["tokens_before"] + report["tokens_merged"])
         print(f"it continues run {continued['run']}, whose model had {count(report['tokens_before'])}: {in_all} merged in all")

@@ -36,7 +36,7 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
     own = LearnerSettings(name="evaluator")  # with what DILOCO_* says of its mesh and the cache, as an evaluator has them
     set_up_jax(own)
     with users_errors(settings.task):
-        island = Island(load_task(settings.task, data), settings, make_mesh(own.mesh))
+        island = Island(load_task(settings.task, data, own.cache_dir), settings, make_mesh(own.mesh))
         weights.put(path, island, island.fragments(), setting="")
         if sample is None:
             found = island.evaluation()

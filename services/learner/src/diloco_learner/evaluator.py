@@ -16,6 +16,7 @@ from diloco_learner.evaluation import Evaluation
 from diloco_learner.island import Island
 from diloco_learner.ngram import ngram_losses
 from diloco_learner.task import GptTask, evaluate_every_s, units_of
+from diloco_learner.text import Corpus, TextData
 
 IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
 NGRAMS = {1: "unigram", 2: "bigram", 3: "3-gram", 4: "4-gram"}
@@ -60,8 +61,8 @@ class Evaluator:
 
     def _tell_of_text(self) -> None:
         """Log how much text is evaluated on; warn if a model may know all of it by heart."""
-        if isinstance(self.island.task, GptTask):
-            corpus = self.island.task.data.corpus
+        corpus = self._corpus()
+        if corpus is not None:
             self.log.info("held_out_text", **corpus.describe())
             if corpus.to_evaluate.all_kept:
                 self.log.warning(
@@ -70,11 +71,16 @@ class Evaluator:
                     advice="the loss says how well text is remembered, not how well new text is predicted; give other text",
                 )
 
+    def _corpus(self) -> Corpus | None:
+        """Return the text that is trained on; None for a mix, and for a user's own task."""
+        task = self.island.task
+        return task.data.corpus if isinstance(task, GptTask) and isinstance(task.data, TextData) else None
+
     def _text(self) -> dict[str, Any]:
-        """Return the text's hash, and validation losses of n-gram models of it; of a user's own task neither is known."""
-        if not isinstance(self.island.task, GptTask):
+        """Return the text's hash, and validation losses of n-gram models of it; without text neither is known."""
+        corpus = self._corpus()
+        if corpus is None:
             return {"text": None, "baselines": {}}
-        corpus = self.island.task.data.corpus
         losses = ngram_losses(corpus.training_text(), corpus.to_evaluate.text, tuple(NGRAMS))
         return {"text": corpus.digest(), "baselines": {NGRAMS[order]: loss for order, loss in losses.items()}}
 

@@ -6,8 +6,9 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -17,11 +18,15 @@ from numpy.typing import NDArray
 
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
-from diloco_learner import gpt, members, options, text
+from diloco_learner import gpt, members, options
+from diloco_learner.data import open_data
 from diloco_learner.leaves import path_of
+from diloco_learner.mix.mix import CACHE, Mix
 
 TEMPERATURE = 0.8
 PROMPT = "\n"
+
+Validation = list[NDArray[np.int32]] | dict[str, list[NDArray[np.int32]]]
 
 
 @dataclass(frozen=True)
@@ -112,19 +117,19 @@ def matrices_of(task: Task, path: str, shape: tuple[int, ...]) -> int:
 
 
 class GptTask:
-    """The built-in byte-level GPT on text."""
+    """The built-in GPT: on text, byte by byte, or on the tokens of a mix."""
 
-    units = Units("byte", text.UNITS)
-
-    def __init__(self, settings: TaskSettings, data: str | None) -> None:
-        self.shape = gpt.Shape(settings.layers, settings.width, settings.heads, settings.context)
+    def __init__(self, settings: TaskSettings, data: str | None, cache_dir: Path = CACHE) -> None:
+        self.data = open_data(settings, data, cache_dir)
+        self.mix = self.data if isinstance(self.data, Mix) else None
+        self.units = Units("byte" if self.mix is None else "token", self.data.units)
+        self.shape = gpt.Shape(settings.layers, settings.width, settings.heads, settings.context, self.data.vocabulary)
         self.dtype = jnp.dtype(settings.dtype)
-        self.data = text.TextData(settings, data)
-        self._validation: list[NDArray[np.int32]] | None = None
+        self._validation: Validation | None = None
 
     @property
     def tokens_per_batch(self) -> int:
-        """Bytes predicted in a batch."""
+        """Tokens predicted in a batch."""
         return self.data.batch * self.shape.context
 
     def init(self, key: jax.Array) -> gpt.Params:
@@ -132,40 +137,42 @@ class GptTask:
         return gpt.init(key, self.shape, self.dtype)
 
     def loss(self, params: gpt.Params, batch: jax.Array) -> jax.Array:
-        """Return the mean cross-entropy in nats a byte of windows int32 [batch, context + 1]."""
+        """Return the mean cross-entropy in nats a token of windows int32 [batch, context + 1]."""
         return gpt.loss(params, batch, self.shape)
 
     def batches(self, share: int, shares: int, seed: int, start: int, rows: range | None = None) -> Iterator[NDArray[np.int32]]:
-        """Return windows int32 [batch, context + 1] of this share's text, as :meth:`diloco_learner.text.TextData.batches`."""
+        """Return windows int32 [batch, context + 1] of this share, as :meth:`diloco_learner.text.TextData.batches`."""
         return self.data.batches(share, shares, seed, start, rows)
 
-    def validation(self) -> Sequence[NDArray[np.int32]]:
-        """Return held-out windows int32 [batch, context + 1], as :meth:`~diloco_learner.text.TextData.validation`."""
+    def validation(self) -> Validation:
+        """Return held-out windows int32 [batch, context + 1], as the data's ``validation`` does."""
         if self._validation is None:
             self._validation = self.data.validation()
         return self._validation
 
     def is_embedding(self, path: str) -> bool:
-        """Return whether this is the table of byte vectors; the head's rows are output units like any other weight's."""
+        """Return whether this is the table of tokens' vectors; the head's rows are output units like any other weight's."""
         return path == "embedding"
 
     def matrices(self, path: str) -> int:
-        """Return how many projections are fused in a tensor; 0 for tables of bytes' vectors and of their scores."""
+        """Return how many projections are fused in a tensor; 0 for tables of tokens' vectors and of their scores."""
         name = path.rpartition("/")[2]
         return 0 if name in ("embedding", "head") else {"qkv": 3, "gate_up": 2}.get(name, 1)
 
     def sample(self, params: gpt.Params, key: jax.Array, count: int, prompt: str = PROMPT) -> str:
-        """Return ``count`` bytes as text, which go on from the end of a prompt."""
-        seen = np.frombuffer(prompt.encode()[-self.shape.context :], np.uint8)
+        """Return ``count`` tokens as text, which go on from the end of a prompt."""
+        seen = self.data.encode(prompt)[-self.shape.context :]
         if not seen.size:
-            raise SettingsError("prompt = '': the model goes on from a text of at least one byte")
+            raise SettingsError("prompt = '': the model goes on from a text of at least one token")
         start = jnp.asarray(seen, jnp.int32)
         drawn = gpt.generate(params, key, start, shape=self.shape, count=count, temperature=TEMPERATURE)
-        return np.asarray(drawn).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return self.data.decode(np.asarray(drawn))
 
 
-def load_task(settings: TaskSettings, data: str | None) -> Task:
+def load_task(settings: TaskSettings, data: str | None, cache_dir: Path = CACHE) -> Task:
     """Return the built-in ``gpt``, or the result of the user's ``package.module:attribute`` for ``(settings, data)``.
+
+    ``cache_dir``: where the built-in one keeps the tokens of a mix.
 
     Raises:
         SettingsError: no such task, it cannot be imported, or what it returns lacks something a task has.
@@ -173,7 +180,7 @@ def load_task(settings: TaskSettings, data: str | None) -> Task:
     """
     if settings.name == "gpt":
         options.refuse(settings.options, options.BUILT_IN)
-        return GptTask(settings, data)
+        return GptTask(settings, data, cache_dir)
     module_name, colon, attribute = settings.name.partition(":")
     if not colon:
         raise SettingsError(f"task.name = {settings.name!r}: expected 'gpt' or 'package.module:attribute'")

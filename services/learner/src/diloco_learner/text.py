@@ -25,6 +25,7 @@ from diloco_learner.repeats import HeldOut, without_repeats
 
 Bytes = NDArray[np.uint8]
 
+BYTES = 256  # tokens of text without a tokenizer
 UNITS = "nats per byte"  # of losses on text
 HELD_OUT_EVERY = 20
 VALIDATION_WINDOWS = 1024  # the same ones whatever the batch, or losses of different batches could not be compared
@@ -190,6 +191,8 @@ class Windows:
 class TextData:
     """The built-in task's data: batches of windows int32 [batch, context + 1] of a corpus. Needs no JAX."""
 
+    units, vocabulary = UNITS, BYTES
+
     def __init__(self, settings: TaskSettings, data: str | None) -> None:
         self.batch, self.context = settings.batch, settings.context
         self.corpus = load_corpus(data)
@@ -211,6 +214,14 @@ class TextData:
             DataError: it is too short for one batch.
         """
         return validation_batches(self.corpus.to_evaluate, self.context, self.batch, VALIDATION_WINDOWS, self.corpus.source)
+
+    def encode(self, text: str) -> NDArray[np.uint8]:
+        """Return text as tokens, uint8 [bytes]."""
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def decode(self, tokens: NDArray[np.int32]) -> str:
+        """Return the text of tokens, int32 [bytes]; bytes that are no text become U+FFFD."""
+        return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 def validation_batches(held_out: HeldOut, context: int, batch: int, most: int, source: str) -> list[NDArray[np.int32]]:

@@ -382,6 +382,18 @@ class RunSettings(_Section):
         """Tokens that version 0 holds: of the runs that this one continues; 0 if it continues none."""
         return 0 if self.continues is None else self.continues.tokens
 
+    def epochs(self, tokens: int) -> dict[str, float]:
+        """Return how often this run goes over each source of its mix of data by so many tokens; nothing without a mix.
+
+        The run that it continues went over the same data, if shares begin where that one's ended.
+        """
+        task, before = self.task, 0 if self.continues is None else sum(self.continues.batches)
+        return {} if task.mix is None else task.mix.epochs(tokens + before * task.batch * task.context)
+
+    def with_mix(self, mix: MixSettings | None) -> RunSettings:
+        """Return these settings of a run whose data is this mix, or none."""
+        return self.model_copy(update={"task": self.task.model_copy(update={"mix": mix})})
+
     def first_batch(self, share: int) -> int:
         """Return the batch with which a share of the data begins in this run."""
         batches = [] if self.continues is None else self.continues.batches

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from diloco.errors import DataError, SettingsError
 from diloco.settings.run import MAX_SOURCES, MAX_VOCABULARY, SourceName
 from diloco.settings.validation import parse
+from diloco_learner.text import BYTES
 
 SUFFIX = ".toml"
-BYTES = 256
 BINARY = "bin"  # the kind of source that has tokens already
 
 
@@ -85,7 +85,6 @@ class MixFile(_Table):
         return self
 
 
-
 def read(path: Path) -> MixFile:
     """Return what a ``mix.toml`` says.
 
@@ -99,4 +98,10 @@ def read(path: Path) -> MixFile:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(f"{path}: not TOML: {error}") from None
+    sources = values.get("sources")
+    if isinstance(sources, dict):  # one by one: errors then name the source, and the setting that is nearest
+        values["sources"] = {
+            name: parse(SourceTable, table, f"{path}: source {name!r}") if isinstance(table, dict) else table
+            for name, table in sources.items()
+        }
     return parse(MixFile, values, str(path))

@@ -1,4 +1,4 @@
-"""A mix of sources as a task's data: batches, held-out batches by source, vocabulary, and what all learners have to have alike."""
+"""A mix of sources as a task's data: batches, held-out batches by source, vocabulary, and what all learners have alike."""
 
 from __future__ import annotations
 
@@ -78,10 +78,24 @@ class Mix:
         if settings.mix is not None:
             check_same(self.settings, settings.mix, self.path)
 
+    units = "nats per token"
+
     @property
     def vocabulary(self) -> int:
         """Tokens that the model tells apart: 0 to this number less one."""
         return self.tokenizer.vocabulary
+
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        """Return text as tokens, uint32 [tokens].
+
+        Raises:
+            SettingsError: the mix has no tokenizer.
+        """
+        return self.tokenizer.encode([text])[0]
+
+    def decode(self, tokens: NDArray[np.int32]) -> str:
+        """Return the text of tokens, int32 [tokens]."""
+        return self.tokenizer.decode(tokens)
 
     def batches(self, share: int, shares: int, seed: int, start: int, rows: range | None = None) -> Iterator[NDArray[np.int32]]:
         """Return the batches of a share from the ``start``-th on, without end: int32 [batch, context + 1], or ``rows`` of each.
@@ -95,8 +109,8 @@ class Mix:
         for name, source in windows.items():
             if len(source) < shares:
                 raise DataError(
-                    f"source {name!r}: its {source.tokens.size} tokens to train on are {len(source)} windows of {self.context}, "
-                    f"the data has {shares} shares and each needs one: give more text, or a smaller task.context or fewer learners"
+                    f"source {name!r}: its {source.tokens.size} tokens to train on are {len(source)} windows of {self.context} "
+                    f"tokens, and each of {shares} shares needs one: give more data, a smaller task.context or fewer learners"
                 )
         weights = [source.weight for source in self.sources.values()]
         own = range(self.batch) if rows is None else rows
@@ -113,14 +127,12 @@ class Mix:
         Raises:
             DataError: it does; the source is named.
         """
-        tokens = settings.tokens + settings.tokens_before
-        for name, epochs in self.settings.epochs(tokens).items():
+        for name, epochs in settings.with_mix(self.settings).epochs(settings.tokens).items():
             most = self.sources[name].table.most_epochs
             if most is not None and epochs > most:
-                fitting = int(settings.tokens * most / epochs)
                 raise DataError(
-                    f"source {name!r}: ends before the run does: {tokens} tokens go over it {epochs:.2f} times, and "
-                    f"sources.{name}.most_epochs = {most:g}: set --tokens {fitting}, a smaller weight or more epochs"
+                    f"source {name!r}: ends before the run does: {settings.tokens} tokens go over it {epochs:.2f} times, and "
+                    f"sources.{name}.most_epochs = {most:g}: set fewer tokens, a smaller weight or more epochs"
                 )
 
     def _place(self, path: str | None) -> Path | None:
@@ -173,8 +185,8 @@ def check_same(ours: MixSettings, runs: MixSettings, path: Path) -> None:
         if source.weight != other.weight:
             refuse(f"the weight of source {name!r}", source.weight, other.weight, "take the mix.toml that the run has")
         if source != other:
-            about = [f"{each.digest} ({each.tokens} tokens)" for each in (source, other)]
-            refuse(f"the content of source {name!r}", *about, "copy its files from where the run was begun")
+            here, there = (f"{each.digest} ({each.tokens} tokens)" for each in (source, other))
+            refuse(f"the content of source {name!r}", here, there, "copy its files from where the run was begun")
 
 
 def _mixed(source: Source) -> MixedSource:

@@ -16,7 +16,7 @@ import grain
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco_learner.mix.stored import Stream
+from diloco_learner.mix.stored import TokenArray
 
 AHEAD = 8  # batches made beforehand: a disk that is asleep or far away for as many steps holds nobody up
 
@@ -25,7 +25,7 @@ AHEAD = 8  # batches made beforehand: a disk that is asleep or far away for as m
 class Windows:
     """The windows of a source's tokens, by their number: a random-access source of Grain."""
 
-    tokens: Stream
+    tokens: TokenArray
     context: int
 
     def __len__(self) -> int:

@@ -24,7 +24,7 @@ from diloco_learner.mix.file import SourceTable
 from diloco_learner.mix.tokenizer import Tokenizer
 from diloco_learner.text import HELD_OUT_EVERY, unreadable
 
-Stream = NDArray[np.uint16] | NDArray[np.uint32]
+TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
 
 FORMAT = 1  # grows with what makes other tokens of the same texts
 STORED = "tokens"  # folder of the cache
@@ -40,8 +40,8 @@ class Stored:
     ``digest`` is of what they were made from, ``documents`` and ``characters`` are counts; 0 where there are only tokens.
     """
 
-    training: Stream
-    held_out: Stream
+    training: TokenArray
+    held_out: TokenArray
     digest: str
     documents: int = 0
     characters: int = 0
@@ -69,8 +69,8 @@ def of_binary(name: str, table: SourceTable, path: Path, vocabulary: int, cache:
     found = seen([path], path, cache, look, table.dtype)
     if found["largest"] >= vocabulary:
         raise DataError(
-            f"source {name!r}: {path}: has the token {found['largest']}, of a vocabulary of {vocabulary} (0 to {vocabulary - 1}): "
-            f"it was made by another tokenizer, or as another type than {table.dtype}: set the tokenizer or sources.{name}.dtype"
+            f"source {name!r}: {path}: has the token {found['largest']}, and the vocabulary ends with {vocabulary - 1}: it "
+            f"was made by another tokenizer, or not as {table.dtype}: name the right tokenizer, or set sources.{name}.dtype"
         )
     return _split(np.memmap(path, dtype, "r"), f"{found['digest']} {table.dtype}")
 
@@ -134,14 +134,14 @@ def _write(file: BinaryIO, tokens: NDArray[Any], dtype: np.dtype[Any]) -> None:
     file.write(tokens.astype(dtype).tobytes())
 
 
-def _mapped(path: Path, dtype: np.dtype[Any]) -> Stream:
+def _mapped(path: Path, dtype: np.dtype[Any]) -> TokenArray:
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 
-def _split(tokens: Stream, digest: str) -> Stored:
+def _split(tokens: TokenArray, digest: str) -> Stored:
     kept = tokens.size - tokens.size // HELD_OUT_EVERY
     return Stored(tokens[:kept], tokens[kept:], digest)
 
 
-def _blocks(tokens: Stream) -> Iterator[Stream]:
+def _blocks(tokens: TokenArray) -> Iterator[TokenArray]:
     return (tokens[at : at + SCANNED] for at in range(0, tokens.size, SCANNED))

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from diloco.errors import DataError, SettingsError
 from diloco.process import files
 from diloco_learner.mix.documents import Documents
-from diloco_learner.mix.file import BYTES, TokenizerTable
-from diloco_learner.text import unreadable
+from diloco_learner.mix.file import TokenizerTable
+from diloco_learner.text import BYTES, unreadable
 
 Tokens = NDArray[np.uint32]
 
@@ -23,12 +23,19 @@ TRAINING_CHARACTERS = 1 << 27  # of each source: more hardly changes which piece
 
 
 class Tokenizer(Protocol):
-    """A tokenizer. ``end`` follows each document; ``digest`` (hex) tells tokenizers apart; ``file``: where it lies, if it does."""
+    """A tokenizer. ``end`` follows each document; ``digest`` tells tokenizers apart; ``file`` is where it lies, if it does."""
 
-    vocabulary: int
-    end: int
-    digest: str
-    file: Path | None
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def file(self) -> Path | None: ...
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text, uint32 [tokens]."""
@@ -48,7 +55,7 @@ class ByteTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return bytes as text."""
-        return bytes(tokens).decode("utf-8", "replace")
+        return bytes(int(token) for token in tokens).decode("utf-8", "replace")
 
 
 class NoTokenizer:
@@ -112,7 +119,9 @@ class FileTokenizer:
         return str(self._made.decode([int(token) for token in tokens], skip_special_tokens=False))
 
 
-def make(table: TokenizerTable | None, vocabulary: int | None, folder: Path, texts: Sequence[Documents], cache: Path) -> Tokenizer:
+def make(
+    table: TokenizerTable | None, vocabulary: int | None, folder: Path, texts: Sequence[Documents], cache: Path
+) -> Tokenizer:
     """Return the tokenizer of a mix: relative paths are below ``folder``; one that is trained is kept in ``cache``.
 
     Raises:
