@@ -99,6 +99,7 @@ requirements:
 	$(COMPILE_IMAGE) --group build -o requirements/build.txt
 	$(COMPILE_IMAGE) --excludes requirements/torch-without.txt --group torch -o requirements/torch.txt
 	$(COMPILE_IMAGE) --group examples -o requirements/examples.txt
+	$(COMPILE) -c requirements.txt services/learner/pyproject.toml --extra data -o requirements/data.txt
 
 # every distribution: pip install --find-links dist 'diloco[all]'
 DIST ?= dist

@@ -95,7 +95,7 @@ def find(path: Path, overrides: Mapping[str, Any]) -> Source:
 async def prepare(source: Source, directory: RunDirectory, check: Check) -> RunDirectory:
     """Make ``directory`` a run that continues the source; its ``run.json`` is written last. Return it as it is then.
 
-    ``check``: finds out that the new run can be trained, before anything is written, and returns the units of its loss.
+    ``check``: finds out that the new run can be trained, before anything is written, and returns what it has found with it.
 
     Raises:
         RunError: the source is not over; or a setting may not change; or the server has a run of this name already.
@@ -105,8 +105,7 @@ async def prepare(source: Source, directory: RunDirectory, check: Check) -> RunD
     async with run_reader.opened(source.path) as ended:
         chains = await _closed(ended, source)
         settings = await _settings(ended, source, chains, same_data=directory.data == source.directory.data)
-        directory = replace(directory, settings=settings)
-        directory = await asyncio.to_thread(check, directory, ended.map)
+        directory = await asyncio.to_thread(check, replace(directory, settings=settings), ended.map)
         async with resume.servers(directory, "continue") as (control, homes):
             if await streams.exists(control, f"KV_{Subjects(directory.name).bucket}"):
                 raise RunError(
@@ -162,6 +161,8 @@ async def _settings(ended: RunReader, source: Source, chains: Sequence[Chain], *
         batches=batches,
     )
     settings = source.changed(ended.run.in_force)
+    if not same_data:
+        settings = settings.with_mix(None)  # of the data before
     if settings.outer.optimizer == "adamw":
         source.notes.append("outer.optimizer = adamw counts its versions from 0: its moments begin afresh")
     return settings.model_copy(update={"continues": continued})

@@ -108,13 +108,13 @@ def result(asked: Asked, drawn: dict[str, Any] | None) -> dict[str, Any]:
                 f"{asked.path}: is a file, of one state of a model: --version and --average are for a run's directory"
             )
         settings = task_of(asked.path, asked.assignments)
-        return _evaluated(settings, asked.data, asked.path, drawn)
+        return _evaluated(settings, asked.data, asked.path, drawn, other=asked.data is not None)
     if asked.assignments:
         raise SettingsError(f"{asked.path}: a run has its own settings: --set is for a file")
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
         file = Path(folder) / "weights.safetensors"
         settings, own_data = asyncio.run(_write(asked, wanted, file))
-        return _evaluated(settings, own_data if asked.data is None else asked.data, file, drawn)
+        return _evaluated(settings, own_data if asked.data is None else asked.data, file, drawn, other=asked.data is not None)
 
 
 async def _write(asked: Asked, version: int | None, file: Path) -> tuple[RunSettings, str | None]:
@@ -155,8 +155,13 @@ def task_of(file: Path, assignments: list[str]) -> RunSettings:
     return changed_settings(base, {"task": stated} | given, str(file))
 
 
-def _evaluated(settings: RunSettings, data: str | None, file: Path, drawn: dict[str, Any] | None) -> dict[str, Any]:
+def _evaluated(
+    settings: RunSettings, data: str | None, file: Path, drawn: dict[str, Any] | None, *, other: bool
+) -> dict[str, Any]:
+    """Return what the evaluation of a file says; ``other``: the data is not that of the run."""
     place = data_source(data, settings)
+    if other:
+        settings = settings.with_mix(None)
     request = {"settings": settings.model_dump(), "data": place, "weights": str(file), "sample": drawn}
     command = [sys.executable, "-m", f"{MODULE}.evaluate"]
     environment = learner_environment(0, 1, None)

@@ -12,7 +12,8 @@ from typing import Any
 from diloco.core.fragments import FragmentMap
 from diloco.errors import SettingsError
 from diloco.service.rundir import RunDirectory
-from diloco.settings.run import RunSettings
+from diloco.settings.run import MixSettings, RunSettings
+from diloco.settings.validation import parse
 from diloco_ops.environment import learner_environment, mesh_of
 from diloco_ops.supervise import ServiceFailed, last_words
 
@@ -21,7 +22,7 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
     """Find out that a run's tasks and data are fit to train, as its learners would find out too late.
 
     ``fragment_map``: of the run that this one continues, whose model it must be. Return the directory, which has the units of
-    the loss then, where the task says them, and the learners that compute with PyTorch.
+    the loss then, where the task says them, the learners that compute with PyTorch, and its mix of data, if that is one.
 
     Raises:
         ServiceFailed: they are not; the message and the exit code are a learner's.
@@ -39,7 +40,8 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
         raise SettingsError(
             "--devices-per-learner, --processes-per-learner: a torch learner is one process, and the device is its module's"
         )
-    return replace(directory, units=found["units"], torch=torch or None)
+    mix = None if found["mix"] is None else parse(MixSettings, found["mix"], "task.mix")
+    return replace(directory, units=found["units"], torch=torch or None, settings=directory.settings.with_mix(mix))
 
 
 def _found(directory: RunDirectory, settings: RunSettings, fragment_map: FragmentMap | None) -> dict[str, Any]:

@@ -151,8 +151,8 @@ def _begin(
 ) -> tuple[RunDirectory, bool]:
     """Check a run that begins in this directory, and write what it goes on from there.
 
-    Return the directory, which has the units of its loss then, and whether there is a run to go on with. Nothing is written
-    before all that was asked for is known to be right.
+    Return the directory, with the units of its loss and its mix of data, and whether there is a run to go on with. Nothing is
+    written before all that was asked for is known to be right.
     """
     if (directory.path / "run.json").exists():
         return directory, True
@@ -282,6 +282,7 @@ def _directory(path: Path, settings: RunSettings, given: bool, data: str | None,
             f"{path}: this run is finished (its report is {directory.report}); choose another --run-dir, or for more tokens go "
             f"on from it in another one: diloco up --continue {path} --tokens N"
         )
+    settings = settings.with_mix(directory.settings.task.mix)
     if given and directory.settings != settings:
         difference = creation.first_difference(directory.settings.model_dump(), settings.model_dump())
         raise RunError(f"{path}: this run was begun with other settings ({difference}); resume it without settings")
@@ -410,6 +411,8 @@ def summarise(report: dict[str, Any], path: Path) -> None:
         f"{share(report['tokens_merged'] / max(1, report['tokens_processed']), 1)} of them merged, "
         f"{report['versions']} versions of {len(report['fragments'])} fragments"
     )
+    if epochs := report["data"]["epochs"]:
+        print(f"epochs by source: {', '.join(f'{name} {decimal(value, 2)}' for name, value in epochs.items())}")
     if continued := report["settings"].get("continues"):
         in_all = count(report["tokens_before"] + report["tokens_merged"])
         print(f"it continues run {continued['run']}, whose model had {count(report['tokens_before'])}: {in_all} merged in all")

@@ -346,8 +346,15 @@ def _data(report: Report) -> str:
         "Data",
         f"What became of the batches, of {count(data.get('batch_tokens'))} tokens each, by share of the data: merged into "
         "every fragment, merged into none, and trained again because a learner died before they were merged.",
-        html.wide(html.table(head, rows)) + "".join(map(html.note, notes)),
+        html.wide(html.table(head, rows)) + _epochs(data) + "".join(map(html.note, notes)),
     )
+
+
+def _epochs(data: Mapping[str, Any]) -> str:
+    """Draw how often the merged tokens go over each source of a mix."""
+    epochs: Mapping[str, Any] = data.get("epochs") or {}
+    rows = [(escape(str(name)), decimal(value, 2)) for name, value in epochs.items()]
+    return f"<h3>Epochs by source</h3>{html.table(('source', 'epochs'), rows)}" if rows else ""
 
 
 def _values(report: Report) -> str:

@@ -14,6 +14,7 @@ The status (all keys but the first may be missing) is what the coordinator answe
     shards      {name: region, fragments, rounds, versions, refused, bytes_in, bytes_out, seen_s_ago,
                  open: [{fragment, answers, quorum, waited_s}]}
     regions     {name: members, heard (of them), away_s (None: it is here), fragments, bytes_in, bytes_out}
+    epochs      {source of a mix of data: so often have merged tokens gone over it}
     validation  [[wall_s, tokens, loss], ...]                     of the global model
     units       of the losses
     loss        {learner: [[wall_s, tokens, loss], ...]}
@@ -154,6 +155,7 @@ def _facts(status: Status, width: int) -> Text:
     if status.get("tokens_processed"):
         facts.append((share(status.get("tokens_merged", 0) / status["tokens_processed"]), " merged"))
     facts.append((str(status.get("versions", 0)), " versions"))
+    facts += [(decimal(value, 2), f" epochs of {clean(name)}") for name, value in (status.get("epochs") or {}).items()]
     line = Text(" ")
     for number, (value, unit) in enumerate(facts):
         part = Text("   " if number else "").append(value, "bold").append(unit, "dim")

@@ -100,7 +100,9 @@ def build(found: Findings) -> dict[str, Any]:
         "versions": sum(chain.version for chain in found.chains),
         "learners": learners,
         "fragments": _fragments(found, processed),
-        "data": _data(found.ledger, found.sizes),
+        "data": _data(
+            found.ledger, found.sizes, settings.epochs(mean([chain.tokens_merged for chain in found.chains], found.sizes))
+        ),
         "traffic": _traffic(found, learners),
         "regions": places,
         "together": regions.together(places, series["merges"], series["wall_s"]) if places else [],
@@ -165,8 +167,9 @@ def _fragments(found: Findings, processed: int) -> list[dict[str, Any]]:
     ]
 
 
-def _data(ledger: Ledger, sizes: Sequence[int]) -> dict[str, Any]:
+def _data(ledger: Ledger, sizes: Sequence[int], epochs: Mapping[str, float]) -> dict[str, Any]:
     return {
+        "epochs": {name: round(value, 4) for name, value in epochs.items()},
         "batch_tokens": ledger.batch_tokens,
         "shares": [
             {

@@ -262,6 +262,7 @@ class Monitor:
             "tokens_budget": self.settings.tokens,
             "tokens_processed": processed,
             "tokens_merged": self.tokens_merged(),
+            "epochs": self.settings.epochs(self.tokens_merged()),
             "parameters": self.map.parameters,
             "versions": sum(self.versions),
             "rounds": sum(heartbeat.rounds for heartbeat, _ in self.shards.values()),

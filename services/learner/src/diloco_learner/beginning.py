@@ -36,7 +36,7 @@ class Beginning:
         self.process, self.turn = process, turn
         process.exporter.starting = "its programs to be compiled"
         self._began_s = time.monotonic()
-        self.task: Task = load_task(process.run.created.task, process.settings.data)
+        self.task: Task = load_task(process.run.created.task, process.settings.data, process.settings.cache_dir)
         self.first = first_batch(self.task, process.run.created)
 
     def make_island(self, mesh: Mesh | None, *, copies: bool, apart: bool = False) -> tuple[Island, FragmentMap]:

@@ -1,7 +1,7 @@
 """``python -m diloco_learner.check``: find out, before a run begins, that its task and data can be trained on.
 
 Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ..., "map": ...}`` from stdin. The built-in task is known to be
-right, so that only its data is looked at, without JAX, which takes a second to import, unless learners are to have a mesh
+right, so that only its text is looked at, without JAX, which takes a second to import, unless learners are to have a mesh
 (``mesh`` is not null), or the run begins with a file of weights (``init``). The last line on stdout is a
 :class:`Found` as JSON.
 """
@@ -10,27 +10,30 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
 from diloco.process import observe
-from diloco.settings.run import RunSettings
-from diloco.settings.service import MeshSettings
+from diloco.settings.run import MixSettings, RunSettings
+from diloco.settings.service import LearnerSettings, MeshSettings
 from diloco.settings.validation import parse
 from diloco_learner import members, options
-from diloco_learner.text import UNITS, TextData
+from diloco_learner.data import open_data
+from diloco_learner.mix.mix import Mix
 
 
 @dataclass(frozen=True)
 class Found:
     """Facts of a task that is fit.
 
-    ``units``: of the loss; None: it does not say. ``torch``: it is one of PyTorch.
+    ``units``: of the loss; None: it does not say. ``torch``: it is one of PyTorch. ``mix``: its mix of data as the run's
+    settings are to have it, if that is one.
     """
 
     units: str | None
     torch: bool
+    mix: MixSettings | None
 
 
 def check(
@@ -42,27 +45,29 @@ def check(
 ) -> Found:
     """Make what a learner and the evaluator make before the first step.
 
-    ``fragment_map``: of the run that this one continues. The built-in task's follows from the settings.
+    ``fragment_map``: of the run that this one continues. The built-in task's follows from the settings, and from a mix.
 
     Raises:
-        AdmissionError: the model is not that of the run that this one continues; the first differing tensor is named.
+        AdmissionError: the model is not that of the run that this one continues; the first differing tensor is named. Or the
+            mix is not the run's.
         SettingsError: the task lacks something, one of its methods fails, or returns something else than a task's; or the mesh
             does not fit the devices, the tensors or the batches; or the file of weights does not fit the model.
         DataError: its data is missing, unreadable or too short.
     """
+    cache_dir = LearnerSettings(name="check").cache_dir  # with what DILOCO_* says, as learners have it
     if settings.task.name == "gpt":
         options.refuse(settings.task.options, options.BUILT_IN)
-        text = TextData(settings.task, data)
-        next(text.batches(0, settings.learners, settings.seed, 0))
-        text.validation()
-        if mesh is None and init is None:
-            return Found(UNITS, torch=False)
+        own = open_data(settings.task, data, cache_dir)
+        next(own.batches(0, settings.learners, settings.seed, 0))
+        own.validation()
+        if mesh is None and init is None and not (isinstance(own, Mix) and fragment_map):
+            return _found(settings, own.units, own, torch=False)
 
     from diloco_learner import frameworks, weights
     from diloco_learner.task_api import first_batch, units_of
 
     with members.users_errors(settings.task):
-        loaded = frameworks.load(settings.task, data)
+        loaded = frameworks.load(settings.task, data, cache_dir)
         model = frameworks.make_model(loaded, settings, mesh)
         model.check(first_batch(loaded.task, settings))
         if not loaded.torch:  # shapes of its batches may change
@@ -75,7 +80,15 @@ def check(
         if init is not None:
             weights.put(init, model, fragments)
         model.check_evaluation()
-        return Found(units_of(loaded.task)["loss"], loaded.torch)
+        return _found(settings, units_of(loaded.task)["loss"], getattr(loaded.task, "mix", None), torch=loaded.torch)
+
+
+def _found(settings: RunSettings, units: str | None, data: object, *, torch: bool) -> Found:
+    """Return the facts of a task, after those of a mix: the run must not go over a source too often."""
+    if not isinstance(data, Mix):
+        return Found(units, torch, None)
+    data.check_epochs(settings)
+    return Found(units, torch, data.settings)
 
 
 def _main() -> None:
@@ -84,7 +97,8 @@ def _main() -> None:
     init = None if request["init"] is None else Path(request["init"])
     fragment_map = None if request["map"] is None else unpack_map(bytes.fromhex(request["map"]))
     found = check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init, fragment_map)
-    print(json.dumps(asdict(found)))
+    mix = None if found.mix is None else found.mix.model_dump()
+    print(json.dumps({"units": found.units, "torch": found.torch, "mix": mix}))
 
 
 if __name__ == "__main__":

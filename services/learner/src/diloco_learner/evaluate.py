@@ -31,7 +31,7 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
     """
     own = LearnerSettings(name="evaluator")  # with what DILOCO_* says of its mesh and the cache, as an evaluator has them
     with members.users_errors(settings.task):
-        loaded = frameworks.load(settings.task, data)
+        loaded = frameworks.load(settings.task, data, own.cache_dir)
         if not loaded.torch:
             from diloco_learner.beginning import set_up_jax
 

@@ -57,7 +57,7 @@ def fit(settings: LearnerSettings, run: RunSettings | None) -> Fit:
             agreement.check(settings)
         mesh = axis_sizes(settings.mesh, count * len(devices), devices[0].platform)
         if run is not None:
-            task = load_task(run.task, settings.data)
+            task = load_task(run.task, settings.data, settings.cache_dir)
             first = first_batch(task, run)
             facts |= agreement.first_facts(settings, Run(settings.run, run, cast(Registry, None)))  # which nobody asks
             facts |= agreement.model_facts(None, task, run, first) | {"mesh": mesh}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from diloco.settings.run import RunSettings, TaskSettings
@@ -22,8 +23,8 @@ class Loaded:
     torch: bool
 
 
-def load(settings: TaskSettings, data: str | None) -> Loaded:
-    """Return a run's task.
+def load(settings: TaskSettings, data: str | None, cache_dir: Path) -> Loaded:
+    """Return a run's task; ``cache_dir`` is where the built-in one keeps the tokens of a mix.
 
     Raises:
         SettingsError: no such task, it cannot be imported, or it lacks something that a task has.
@@ -36,7 +37,7 @@ def load(settings: TaskSettings, data: str | None) -> Loaded:
         return Loaded(checked_torch(found, settings), True)
     from diloco_learner.task import checked, load_task
 
-    return Loaded(load_task(settings, data) if found is None else checked(found, settings), False)
+    return Loaded(load_task(settings, data, cache_dir) if found is None else checked(found, settings), False)
 
 
 def make_model(loaded: Loaded, settings: RunSettings, mesh: MeshSettings | None) -> Model:

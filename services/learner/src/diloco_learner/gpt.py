@@ -1,8 +1,8 @@
-"""A byte-level, decoder-only GPT: RoPE, RMSNorm, SwiGLU. Read it from top to bottom.
+"""A decoder-only GPT over bytes, or the tokens of a mix: RoPE, RMSNorm, SwiGLU. Read it from top to bottom.
 
 Parameters are nested dicts of arrays. Weights are stored (out, in), so that a row belongs to one output unit, which is what
-radial-directional averaging by row takes its norms over. Shapes below: B sequences, T bytes each, D model width, A attention
-heads of K = D / A channels, F channels of the feed-forward layer.
+radial-directional averaging by row takes its norms over. Shapes below: B sequences, T tokens each, V kinds of tokens, D model
+width, A attention heads of K = D / A channels, F channels of the feed-forward layer.
 
 Matrices are float32 or bfloat16, and activations between layers are of their type. The scales of norms, all that is near one,
 are float32 always, and so are norms, softmax and loss.
@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-VOCABULARY = 256  # bytes
+from diloco_learner.text import BYTES
+
 ROPE_BASE = 10_000.0
 NORM_EPSILON = 1e-6
 
@@ -34,6 +35,7 @@ class Shape:
     width: int
     heads: int
     context: int
+    vocabulary: int = BYTES
 
     @property
     def hidden(self) -> int:
@@ -69,17 +71,17 @@ def init(key: jax.Array, shape: Shape, dtype: jax.typing.DTypeLike = jnp.float32
         for layer in range(shape.layers)
     }
     return {
-        "embedding": matrix(VOCABULARY, width, 1.0),
+        "embedding": matrix(shape.vocabulary, width, 1.0),
         "blocks": blocks,
         "norm": jnp.ones(width),
-        "head": jnp.zeros((VOCABULARY, width), dtype),  # every byte equally likely: the first loss is ln 256
+        "head": jnp.zeros((shape.vocabulary, width), dtype),  # every token equally likely: the first loss is ln 256 for bytes
     }
 
 
 def logits(params: Params, tokens: jax.Array, shape: Shape) -> jax.Array:
-    """[B, T] bytes to [B, T, 256] logits of the byte after each."""
+    """[B, T] tokens to [B, T, V] logits of the token after each."""
     table = params["embedding"]
-    # looked up in float32: the gradient of a byte's vector is a sum over its places, and in bfloat16 would come to a halt
+    # looked up in float32: the gradient of a token's vector is a sum over its places, and in bfloat16 would come to a halt
     x = table.astype(jnp.float32)[tokens].astype(table.dtype)
     rotation = rope_table(tokens.shape[1], shape.width // shape.heads)
     for layer in range(shape.layers):
@@ -90,7 +92,7 @@ def logits(params: Params, tokens: jax.Array, shape: Shape) -> jax.Array:
 
 
 def loss(params: Params, windows: jax.Array, shape: Shape) -> jax.Array:
-    """Mean cross-entropy in nats a byte over [B, T+1] windows: each byte is predicted from those before it."""
+    """Mean cross-entropy in nats a token over [B, T+1] windows: each token is predicted from those before it."""
     scores = logits(params, windows[:, :-1], shape)
     picked = jnp.take_along_axis(scores, windows[:, 1:, None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(scores, axis=-1) - picked)
@@ -142,17 +144,17 @@ def mlp(params: Params, x: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("shape", "count"))
 def generate(params: Params, key: jax.Array, prompt: jax.Array, *, shape: Shape, count: int, temperature: float) -> jax.Array:
-    """``count`` bytes drawn one by one after a prompt of 1 to T bytes; the model sees the last T bytes."""
+    """``count`` tokens drawn one by one after a prompt of 1 to T tokens; the model sees the last T tokens."""
     start = prompt.shape[0]
     window = jnp.zeros(shape.context, jnp.int32).at[:start].set(prompt)
 
     def draw(state: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         window, length = state
         scores = logits(params, window[None], shape)[0, length - 1]
-        byte = jax.random.categorical(key, scores / temperature).astype(jnp.int32)
+        token = jax.random.categorical(key, scores / temperature).astype(jnp.int32)
         full = length == shape.context
         window = jnp.where(full, jnp.roll(window, -1), window)
         at = jnp.minimum(length, shape.context - 1)
-        return (window.at[at].set(byte), at + 1), byte
+        return (window.at[at].set(token), at + 1), token
 
     return jax.lax.scan(draw, (window, jnp.int32(start)), jax.random.split(key, count))[1]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -14,8 +15,10 @@ from numpy.typing import NDArray
 
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
-from diloco_learner import gpt, members, options, tensors, text
+from diloco_learner import gpt, members, options, tensors
+from diloco_learner.data import open_data
 from diloco_learner.leaves import path_of
+from diloco_learner.mix.mix import CACHE, Mix
 from diloco_learner.task_api import Aux as Aux
 from diloco_learner.task_api import Units as Units
 from diloco_learner.task_api import check_called, is_torch, made, next_batch
@@ -25,6 +28,8 @@ TEMPERATURE = 0.8
 PROMPT = "\n"
 
 jax.tree_util.register_dataclass(Aux)
+
+Validation = list[NDArray[np.int32]] | dict[str, list[NDArray[np.int32]]]
 
 
 class Task(Protocol):
@@ -80,19 +85,19 @@ CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 class GptTask:
-    """The built-in byte-level GPT on text."""
+    """The built-in GPT: on text, byte by byte, or on the tokens of a mix."""
 
-    units = Units("byte", text.UNITS)
-
-    def __init__(self, settings: TaskSettings, data: str | None) -> None:
-        self.shape = gpt.Shape(settings.layers, settings.width, settings.heads, settings.context)
+    def __init__(self, settings: TaskSettings, data: str | None, cache_dir: Path = CACHE) -> None:
+        self.data = open_data(settings, data, cache_dir)
+        self.mix = self.data if isinstance(self.data, Mix) else None
+        self.units = Units("byte" if self.mix is None else "token", self.data.units)
+        self.shape = gpt.Shape(settings.layers, settings.width, settings.heads, settings.context, self.data.vocabulary)
         self.dtype = jnp.dtype(settings.dtype)
-        self.data = text.TextData(settings, data)
-        self._validation: list[NDArray[np.int32]] | None = None
+        self._validation: Validation | None = None
 
     @property
     def tokens_per_batch(self) -> int:
-        """Bytes predicted in a batch."""
+        """Tokens predicted in a batch."""
         return self.data.batch * self.shape.context
 
     def init(self, key: jax.Array) -> gpt.Params:
@@ -100,21 +105,21 @@ class GptTask:
         return gpt.init(key, self.shape, self.dtype)
 
     def loss(self, params: gpt.Params, batch: jax.Array) -> jax.Array:
-        """Return the mean cross-entropy in nats a byte of windows int32 [batch, context + 1]."""
+        """Return the mean cross-entropy in nats a token of windows int32 [batch, context + 1]."""
         return gpt.loss(params, batch, self.shape)
 
     def batches(self, share: int, shares: int, seed: int, start: int, rows: range | None = None) -> Iterator[NDArray[np.int32]]:
-        """Return windows int32 [batch, context + 1] of this share's text, as :meth:`diloco_learner.text.TextData.batches`."""
+        """Return windows int32 [batch, context + 1] of this share, as :meth:`diloco_learner.text.TextData.batches`."""
         return self.data.batches(share, shares, seed, start, rows)
 
-    def validation(self) -> Sequence[NDArray[np.int32]]:
-        """Return held-out windows int32 [batch, context + 1], as :meth:`~diloco_learner.text.TextData.validation`."""
+    def validation(self) -> Validation:
+        """Return held-out windows int32 [batch, context + 1], as the data's ``validation`` does."""
         if self._validation is None:
             self._validation = self.data.validation()
         return self._validation
 
     def tensor(self, path: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the table of bytes' vectors, the head of their scores, and weights, of which some are several fused."""
+        """Return the table of tokens' vectors, the head of their scores, and weights, of which some are several fused."""
         name = path.rpartition("/")[2]
         if name in ("embedding", "head"):
             return Tensor(kind=name)  # type: ignore[arg-type]
@@ -124,17 +129,19 @@ class GptTask:
         return Tensor(kind="matrix", parts=(shape[0] // count,) * count)
 
     def sample(self, params: gpt.Params, key: jax.Array, count: int, prompt: str = PROMPT) -> str:
-        """Return ``count`` bytes as text, which go on from the end of a prompt."""
-        seen = np.frombuffer(prompt.encode()[-self.shape.context :], np.uint8)
+        """Return ``count`` tokens as text, which go on from the end of a prompt."""
+        seen = self.data.encode(prompt)[-self.shape.context :]
         if not seen.size:
-            raise SettingsError("prompt = '': the model goes on from a text of at least one byte")
+            raise SettingsError("prompt = '': the model goes on from a text of at least one token")
         start = jnp.asarray(seen, jnp.int32)
         drawn = gpt.generate(params, key, start, shape=self.shape, count=count, temperature=TEMPERATURE)
-        return np.asarray(drawn).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return self.data.decode(np.asarray(drawn))
 
 
-def load_task(settings: TaskSettings, data: str | None) -> Task:
+def load_task(settings: TaskSettings, data: str | None, cache_dir: Path = CACHE) -> Task:
     """Return the built-in ``gpt``, or the result of the user's ``package.module:attribute`` for ``(settings, data)``.
+
+    ``cache_dir``: where the built-in one keeps the tokens of a mix.
 
     Raises:
         SettingsError: no such task, it cannot be imported, or what it returns lacks something a task has.
@@ -142,7 +149,7 @@ def load_task(settings: TaskSettings, data: str | None) -> Task:
     """
     if settings.name == "gpt":
         options.refuse(settings.options, options.BUILT_IN)
-        return GptTask(settings, data)
+        return GptTask(settings, data, cache_dir)
     return checked(made(settings, data), settings)
 
 

@@ -25,6 +25,7 @@ from diloco_learner.repeats import HeldOut, without_repeats
 
 Bytes = NDArray[np.uint8]
 
+BYTES = 256  # tokens of text without a tokenizer
 UNITS = "nats per byte"  # of losses on text
 HELD_OUT_EVERY = 20
 VALIDATION_WINDOWS = 1024  # the same ones whatever the batch, or losses of different batches could not be compared
@@ -103,19 +104,9 @@ def load_corpus(data: str | None) -> Corpus:
     Raises:
         DataError: missing, unreadable, or nothing in it.
     """
-    root = Path(sysconfig.get_path("stdlib") if data is None else data)
-    try:
-        if not root.exists():
-            raise DataError(f"{root}: there is no such file or folder")
-        files = [root] if root.is_file() else list(_walk(root, library=data is None))
-        sized = [(path, path.stat().st_size) for path in files if _is_text(path)]
-    except OSError as error:
-        raise _unreadable(error, root) from None
-    sized = [(path, size) for path, size in sized if size]
-    if not sized:
-        what = "is empty or not text" if root.is_file() else f"holds no text: {len(files)} files, all empty or not text"
-        raise DataError(f"{root}: {what}; give --data a text file or a folder of them")
-    source = "Python standard library" if data is None else str(root)
+    root = None if data is None else Path(data)
+    sized = text_files(root)
+    source = "Python standard library" if root is None else str(root)
     if len(sized) < HELD_OUT_EVERY:
         total = sum(size for _, size in sized)
         kept = total - total // HELD_OUT_EVERY
@@ -129,6 +120,29 @@ def load_corpus(data: str | None) -> Corpus:
         sum(size for _, size in training),
         sum(size for _, size in held_out),
     )
+
+
+def text_files(root: Path | None) -> list[tuple[Path, int]]:
+    """Return the files of text that are a file or lie in a folder, in the order of their relative paths, with their sizes.
+
+    None: the sources of this Python's standard library. Hidden files and folders, and files that are not text, are left out.
+
+    Raises:
+        DataError: missing, unreadable, or nothing in it.
+    """
+    library, root = root is None, root or Path(sysconfig.get_path("stdlib"))
+    try:
+        if not root.exists():
+            raise DataError(f"{root}: there is no such file or folder")
+        files = [root] if root.is_file() else list(_walk(root, library=library))
+        sized = [(path, path.stat().st_size) for path in files if _is_text(path)]
+    except OSError as error:
+        raise unreadable(error, root) from None
+    sized = [(path, size) for path, size in sized if size]
+    if not sized:
+        what = "is empty or not text" if root.is_file() else f"holds no text: {len(files)} files, all empty or not text"
+        raise DataError(f"{root}: {what}; give a text file or a folder of them")
+    return sized
 
 
 class Windows:
@@ -177,6 +191,8 @@ class Windows:
 class TextData:
     """The built-in task's data: batches of windows int32 [batch, context + 1] of a corpus. Needs no JAX."""
 
+    units, vocabulary = UNITS, BYTES
+
     def __init__(self, settings: TaskSettings, data: str | None) -> None:
         self.batch, self.context = settings.batch, settings.context
         self.corpus = load_corpus(data)
@@ -199,6 +215,14 @@ class TextData:
         """
         return validation_batches(self.corpus.to_evaluate, self.context, self.batch, VALIDATION_WINDOWS, self.corpus.source)
 
+    def encode(self, text: str) -> NDArray[np.uint8]:
+        """Return text as tokens, uint8 [bytes]."""
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def decode(self, tokens: NDArray[np.int32]) -> str:
+        """Return the text of tokens, int32 [bytes]; bytes that are no text become U+FFFD."""
+        return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
 
 def validation_batches(held_out: HeldOut, context: int, batch: int, most: int, source: str) -> list[NDArray[np.int32]]:
     """Return batches int32 [batch, context + 1] of about ``most`` windows evenly spread over the held-out text.
@@ -220,9 +244,13 @@ def validation_batches(held_out: HeldOut, context: int, batch: int, most: int, s
             f"{source}: {text.size} bytes are held out for validation{less}, one batch of {batch} windows of {context} bytes "
             f"takes {batch * context + 1}; give more text, or a smaller task.batch or task.context"
         )
+    return list(_windows(text, evenly(windows, batch, most, context), context).reshape(-1, batch, context + 1))
+
+
+def evenly(windows: int, batch: int, most: int, context: int) -> NDArray[np.int64]:
+    """Return the starts of about ``most`` of so many windows, evenly spread: int64 [a multiple of ``batch``]."""
     count = min(max(most // batch, 1), windows // batch) * batch
-    starts = context * (np.arange(count) * windows // count)
-    return list(_windows(text, starts, context).reshape(-1, batch, context + 1))
+    return context * (np.arange(count) * windows // count)
 
 
 def _windows(text: Bytes, starts: NDArray[np.int64], context: int) -> NDArray[np.int32]:
@@ -252,8 +280,9 @@ def _read(paths: tuple[Path, ...]) -> Bytes:
     try:
         return np.concatenate([np.fromfile(path, np.uint8) for path in paths])
     except OSError as error:
-        raise _unreadable(error, paths[0]) from None
+        raise unreadable(error, paths[0]) from None
 
 
-def _unreadable(error: OSError, path: Path) -> DataError:
+def unreadable(error: OSError, path: Path) -> DataError:
+    """Return the error of a file that cannot be read; ``path`` is where the operating system names none."""
     return DataError(f"{error.filename or path}: cannot be read: {error.strerror}")

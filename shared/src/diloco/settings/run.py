@@ -218,6 +218,33 @@ class QuarantineSettings(_Section):
     )
 
 
+MAX_SOURCES = 64
+MAX_VOCABULARY = 1 << 24
+SourceName = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,48}$", description="lower-case letters, digits and _")]
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class MixedSource(_Section):
+    """A source of a mix of data."""
+
+    digest: _Digest = Field(description="of its content, wherever that lies")
+    tokens: int = Field(ge=1, le=10**18, description="to train on: one epoch")
+    weight: int = Field(ge=1, le=10**9, description="it gives so many windows of the sum of all weights")
+
+
+class MixSettings(_Section):
+    """The data that `--data mix.toml` names: all learners of a run have the same (`docs/data.md`)."""
+
+    vocabulary: int = Field(ge=2, le=MAX_VOCABULARY)
+    tokenizer: _Digest
+    sources: dict[SourceName, MixedSource] = Field(min_length=1, max_length=MAX_SOURCES)
+
+    def epochs(self, tokens: int) -> dict[str, float]:
+        """Return how often training on so many tokens goes over each source, by its name."""
+        whole = sum(source.weight for source in self.sources.values())
+        return {name: tokens * source.weight / whole / source.tokens for name, source in self.sources.items()}
+
+
 MAX_OPTIONS = 64
 MAX_OPTION_ITEMS = 1024
 
@@ -229,14 +256,16 @@ class TaskSettings(_Section):
     layers: int = Field(3, ge=1, le=128)
     width: int = Field(96, ge=8, le=16384)
     heads: int = Field(4, ge=1, le=256)
-    context: int = Field(128, ge=8, le=131072, description="bytes a sequence")
+    context: int = Field(128, ge=8, le=131072, description="tokens a sequence: bytes, or those of a mix")
     batch: int = Field(16, ge=1, le=65536, description="sequences a step")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the built-in model's matrices in the step; log, offers and optimizers are float32 always"
     )
     options: dict[str, Any] = Field({}, max_length=MAX_OPTIONS, description="of your own task, by `--task NAME=VALUE`")
 
-    _LATER: ClassVar[frozenset[str]] = frozenset({"dtype", "options"})
+    mix: MixSettings | None = Field(None, description="what `--data mix.toml` names; set by diloco up")
+
+    _LATER: ClassVar[frozenset[str]] = frozenset({"dtype", "options", "mix"})
 
     @field_validator("options")
     @classmethod
@@ -352,6 +381,18 @@ class RunSettings(_Section):
     def tokens_before(self) -> int:
         """Tokens that version 0 holds: of the runs that this one continues; 0 if it continues none."""
         return 0 if self.continues is None else self.continues.tokens
+
+    def epochs(self, tokens: int) -> dict[str, float]:
+        """Return how often this run goes over each source of its mix of data by so many tokens; nothing without a mix.
+
+        The run that it continues went over the same data, if shares begin where that one's ended.
+        """
+        task, before = self.task, 0 if self.continues is None else sum(self.continues.batches)
+        return {} if task.mix is None else task.mix.epochs(tokens + before * task.batch * task.context)
+
+    def with_mix(self, mix: MixSettings | None) -> RunSettings:
+        """Return these settings of a run whose data is this mix, or none."""
+        return self.model_copy(update={"task": self.task.model_copy(update={"mix": mix})})
 
     def first_batch(self, share: int) -> int:
         """Return the batch with which a share of the data begins in this run."""

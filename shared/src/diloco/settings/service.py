@@ -195,10 +195,13 @@ class LearnerSettings(ServiceSettings):
 
     role: Literal["learner", "evaluator"] = "learner"
     share: int | None = Field(None, ge=0, description="which of the run's data shares this learner takes if it is free")
-    data: str | None = Field(None, description="file or folder of text; default: Python's standard library sources")
+    data: str | None = Field(
+        None, description="file or folder of text, or a mix.toml; default: Python's standard library sources"
+    )
     init: Path | None = Field(None, description="safetensors file of the weights that the run begins with, if it has not begun")
     cache_dir: Path = Field(
-        Path.home() / ".cache" / "diloco" / "jax", description="compiled programs, so that a restart need not compile again"
+        Path.home() / ".cache" / "diloco" / "jax",
+        description="compiled programs, and tokens of a mix, so that a restart need not make them again",
     )
     checkpoint_s: float = Field(
         10.0, ge=0, description="least time between own checkpoints, longer where they hold steps up; 0: only when it leaves"

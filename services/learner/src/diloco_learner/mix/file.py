@@ -1,0 +1,107 @@
+"""The file ``mix.toml``: which sources a run's data has, with which weights, and with which tokenizer."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from diloco.errors import DataError, SettingsError
+from diloco.settings.run import MAX_SOURCES, MAX_VOCABULARY, SourceName
+from diloco.settings.validation import parse
+from diloco_learner.text import BYTES
+
+SUFFIX = ".toml"
+BINARY = "bin"  # the kind of source that has tokens already
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Training(_Table):
+    """Training of a tokenizer: byte-level BPE on the texts of all sources."""
+
+    vocabulary: int = Field(ge=BYTES + 2, le=MAX_VOCABULARY)
+
+
+class TokenizerTable(_Table):
+    """The tokenizer: a file that the library ``tokenizers`` wrote, or one that is trained here."""
+
+    file: str | None = None
+    train: Training | None = None
+    end: str = Field("<|endoftext|>", min_length=1, description="token after each document")
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizerTable:
+        if (self.file is None) == (self.train is None):
+            raise ValueError("tokenizer: needs one of file = 'tokenizer.json' and train = { vocabulary = 4096 }")
+        return self
+
+
+class SourceTable(_Table):
+    """One source."""
+
+    kind: Literal["text", "bin", "parquet", "huggingface"]
+    path: str | None = Field(None, description="of text: missing is Python's standard library")
+    weight: float = Field(1.0, gt=0, le=1e6)
+    column: str = Field("text", min_length=1, description="of parquet and huggingface: the texts")
+    dtype: Literal["uint16", "uint32"] = Field("uint16", description="of bin")
+    most_epochs: float | None = Field(None, gt=0, description="a run that would go over it more often is refused")
+
+    @model_validator(mode="after")
+    def _fits_kind(self) -> SourceTable:
+        of = {"column": ("parquet", "huggingface"), "dtype": (BINARY,)}
+        for key, kinds in of.items():
+            if key in self.model_fields_set and self.kind not in kinds:
+                raise ValueError(f"{key}: a source of kind {self.kind!r} has none, only {' and '.join(kinds)}; leave it out")
+        if self.path is None and self.kind != "text":
+            raise ValueError(f"path: a source of kind {self.kind!r} needs one")
+        return self
+
+
+class MixFile(_Table):
+    """All of ``mix.toml``."""
+
+    vocabulary: int | None = Field(None, ge=2, le=MAX_VOCABULARY, description="of sources that are all of kind bin")
+    tokenizer: TokenizerTable | None = None
+    sources: dict[SourceName, SourceTable] = Field(min_length=1, max_length=MAX_SOURCES)
+
+    @model_validator(mode="after")
+    def _tokens_from_somewhere(self) -> MixFile:
+        texts = [name for name, source in self.sources.items() if source.kind != BINARY]
+        if self.vocabulary is not None and (texts or self.tokenizer):
+            raise ValueError(
+                "vocabulary: is for sources of kind bin alone; leave it out, the tokenizer says it (without one, 256 bytes)"
+            )
+        if not texts and self.tokenizer is None and self.vocabulary is None:
+            raise ValueError(
+                "vocabulary: say how many tokens there are, since all sources are of kind bin, or name their [tokenizer] file"
+            )
+        if not texts and self.tokenizer is not None and self.tokenizer.train is not None:
+            raise ValueError("tokenizer.train: no source has text; name the tokenizer's file, or say vocabulary = N")
+        return self
+
+
+def read(path: Path) -> MixFile:
+    """Return what a ``mix.toml`` says.
+
+    Raises:
+        SettingsError: it is no TOML, or something in it is unknown or out of range; the nearest name is given.
+        DataError: it cannot be read.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise SettingsError(f"{path}: not TOML: {error}") from None
+    sources = values.get("sources")
+    if isinstance(sources, dict):  # one by one: errors then name the source, and the setting that is nearest
+        values["sources"] = {
+            name: parse(SourceTable, table, f"{path}: source {name!r}") if isinstance(table, dict) else table
+            for name, table in sources.items()
+        }
+    return parse(MixFile, values, str(path))

@@ -1,0 +1,228 @@
+"""A mix of sources as a task's data: batches, held-out batches by source, vocabulary, and what all learners have alike."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from diloco.errors import AdmissionError, DataError, DilocoError, SettingsError
+from diloco.settings.run import MixedSource, MixSettings, RunSettings, TaskSettings
+from diloco.settings.service import LearnerSettings
+from diloco_learner.mix import documents, file, stored, tokenizer
+from diloco_learner.mix.file import BINARY, MixFile, SourceTable
+from diloco_learner.mix.stored import Stored
+from diloco_learner.mix.tokenizer import Tokenizer
+from diloco_learner.text import VALIDATION_WINDOWS, evenly
+
+CACHE = LearnerSettings.model_fields["cache_dir"].default
+HUNDREDTHS = 100  # of the smallest weight, to which weights are rounded: sources take turns by whole numbers
+MOST_WINDOWS = 1 << 32  # of a source: Grain shuffles 32-bit numbers
+
+
+def is_mix(data: str | None) -> bool:
+    """Return whether data are named by a ``mix.toml``."""
+    return data is not None and data.endswith(file.SUFFIX)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of a mix, with its tokens; ``weight`` is in hundredths of the smallest one."""
+
+    table: SourceTable
+    stored: Stored
+    weight: int
+
+
+class Mix:
+    """The data of a ``mix.toml``, in windows int32 [batch, context + 1]. Making it the first time makes its tokens.
+
+    Raises:
+        SettingsError: the file says something that cannot be.
+        DataError: a source is missing, unreadable or too small, or does not fit the tokenizer; it is named.
+        AdmissionError: the run's learners have other data.
+    """
+
+    def __init__(self, settings: TaskSettings, data: str, cache_dir: Path = CACHE) -> None:
+        self.batch, self.context, self.path = settings.batch, settings.context, Path(data)
+        said = file.read(self.path)
+        _check_installed(said)
+        with _locked(cache_dir / "data") as cache:
+            texts = {
+                name: documents.documents(name, table, self._place(table.path))
+                for name, table in said.sources.items()
+                if table.kind != BINARY
+            }
+            self.tokenizer: Tokenizer = tokenizer.make(
+                said.tokenizer, said.vocabulary, self.path.parent, list(texts.values()), cache
+            )
+            smallest = min(table.weight for table in said.sources.values())
+            self.sources = {
+                name: Source(table, self._stored(name, table, texts, cache), int(table.weight * HUNDREDTHS / smallest))
+                for name, table in sorted(said.sources.items())
+            }
+        self.settings = MixSettings(
+            vocabulary=self.tokenizer.vocabulary,
+            tokenizer=_digest(self.tokenizer.digest),
+            sources={name: _mixed(source) for name, source in self.sources.items()},
+        )
+        for name, source in self.sources.items():
+            self._check_windows(name, source)
+        if settings.mix is not None:
+            check_same(self.settings, settings.mix, self.path)
+
+    units = "nats per token"
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model tells apart: 0 to this number less one."""
+        return self.tokenizer.vocabulary
+
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        """Return text as tokens, uint32 [tokens].
+
+        Raises:
+            SettingsError: the mix has no tokenizer.
+        """
+        return self.tokenizer.encode([text])[0]
+
+    def decode(self, tokens: NDArray[np.int32]) -> str:
+        """Return the text of tokens, int32 [tokens]."""
+        return self.tokenizer.decode(tokens)
+
+    def batches(self, share: int, shares: int, seed: int, start: int, rows: range | None = None) -> Iterator[NDArray[np.int32]]:
+        """Return the batches of a share from the ``start``-th on, without end: int32 [batch, context + 1], or ``rows`` of each.
+
+        Raises:
+            DataError: a source has no window for the share.
+        """
+        from diloco_learner.mix import pipeline
+
+        windows = {name: pipeline.Windows(source.stored.training, self.context) for name, source in self.sources.items()}
+        for name, source in windows.items():
+            if len(source) < shares:
+                raise DataError(
+                    f"source {name!r}: its {source.tokens.size} tokens to train on are {len(source)} windows of {self.context} "
+                    f"tokens, and each of {shares} shares needs one: give more data, a smaller task.context or fewer learners"
+                )
+        weights = [source.weight for source in self.sources.values()]
+        own = range(self.batch) if rows is None else rows
+        return pipeline.batches(list(windows.values()), weights, self.batch, share, shares, seed, start, own)
+
+    def validation(self) -> dict[str, list[NDArray[np.int32]]]:
+        """Return batches of windows, int32 [batch, context + 1], evenly spread over what each source holds out, by its name."""
+        most = VALIDATION_WINDOWS // len(self.sources)
+        return {name: self._held_out(source, most) for name, source in self.sources.items()}
+
+    def check_epochs(self, settings: RunSettings) -> None:
+        """Find out that a run goes over no source more often than the file allows.
+
+        Raises:
+            DataError: it does; the source is named.
+        """
+        for name, epochs in settings.with_mix(self.settings).epochs(settings.tokens).items():
+            most = self.sources[name].table.most_epochs
+            if most is not None and epochs > most:
+                raise DataError(
+                    f"source {name!r}: ends before the run does: {settings.tokens} tokens go over it {epochs:.2f} times, and "
+                    f"sources.{name}.most_epochs = {most:g}: set fewer tokens, a smaller weight or more epochs"
+                )
+
+    def _place(self, path: str | None) -> Path | None:
+        return None if path is None else (self.path.parent / Path(path).expanduser()).resolve()
+
+    def _stored(self, name: str, table: SourceTable, texts: dict[str, documents.Documents], cache: Path) -> Stored:
+        if table.kind != BINARY:
+            return stored.of_documents(texts[name], self.tokenizer, cache)
+        place = self._place(table.path)
+        assert place is not None
+        return stored.of_binary(name, table, place, self.vocabulary, cache)
+
+    def _check_windows(self, name: str, source: Source) -> None:
+        needed = self.context * self.batch + 1
+        parts = {"to train on": source.stored.training, "held out for validation": source.stored.held_out}
+        for what, tokens in parts.items():
+            if tokens.size < needed:
+                raise DataError(
+                    f"source {name!r}: {tokens.size} tokens are {what}, one batch of {self.batch} windows of {self.context} "
+                    f"tokens takes {needed}: give more data, or a smaller task.batch or task.context"
+                )
+        if source.stored.training.size // self.context >= MOST_WINDOWS:
+            raise DataError(f"source {name!r}: more than 2^32 windows of {self.context} tokens: divide it into several sources")
+
+    def _held_out(self, source: Source, most: int) -> list[NDArray[np.int32]]:
+        tokens = source.stored.held_out
+        starts = evenly((tokens.size - 1) // self.context, self.batch, most, self.context)
+        windows = np.asarray(tokens[starts[:, None] + np.arange(self.context + 1)], np.int32)
+        return list(windows.reshape(-1, self.batch, self.context + 1))
+
+
+def check_same(ours: MixSettings, runs: MixSettings, path: Path) -> None:
+    """Find out that data are the run's.
+
+    Raises:
+        AdmissionError: they are not; the first thing that differs is named.
+    """
+
+    def refuse(what: str, here: object, there: object, advice: str) -> None:
+        raise AdmissionError(f"{path}: {what} is {here} here, the run's is {there}: {advice}")
+
+    if ours.sources.keys() != runs.sources.keys():
+        refuse("the list of sources", ", ".join(ours.sources), ", ".join(runs.sources), "take the mix.toml that the run has")
+    if ours.vocabulary != runs.vocabulary:
+        refuse("the vocabulary", ours.vocabulary, runs.vocabulary, "take the tokenizer's file from where the run was begun")
+    if ours.tokenizer != runs.tokenizer:
+        refuse("the tokenizer", ours.tokenizer, runs.tokenizer, "take its file from where the run was begun")
+    for name, source in ours.sources.items():
+        other = runs.sources[name]
+        if source.weight != other.weight:
+            refuse(f"the weight of source {name!r}", source.weight, other.weight, "take the mix.toml that the run has")
+        if source != other:
+            here, there = (f"{each.digest} ({each.tokens} tokens)" for each in (source, other))
+            refuse(f"the content of source {name!r}", here, there, "copy its files from where the run was begun")
+
+
+def _mixed(source: Source) -> MixedSource:
+    return MixedSource(digest=_digest(source.stored.digest), tokens=source.stored.training.size, weight=source.weight)
+
+
+def _digest(text: str) -> str:
+    return blake3(text.encode()).hexdigest(16)
+
+
+def _check_installed(said: MixFile) -> None:
+    """Find out that the libraries are there that a mix needs.
+
+    Raises:
+        DilocoError: some are not; they are named.
+    """
+    kinds = {table.kind for table in said.sources.values()}
+    needed = {"grain": True, "tokenizers": said.tokenizer is not None, "pyarrow": "parquet" in kinds}
+    needed |= {"datasets": "huggingface" in kinds}
+    missing = [name for name, is_needed in needed.items() if is_needed and find_spec(name) is None]
+    if missing:
+        raise DilocoError(f"--data: not installed: {', '.join(missing)}; pip install 'diloco[data]'")
+
+
+@contextmanager
+def _locked(cache: Path) -> Iterator[Path]:
+    """Make the folder of tokens, and let one process of the machine at a time fill it: the others then find it full.
+
+    Raises:
+        SettingsError: it cannot be written.
+    """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = (cache / "lock").open("w")
+    except OSError as error:
+        raise SettingsError(f"cache_dir: {cache} cannot be written: {error.strerror}") from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield cache
