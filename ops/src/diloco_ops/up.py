@@ -29,7 +29,7 @@ from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
-from diloco_ops import continuing, resume
+from diloco_ops import continuing, pages, resume
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.environment import check_least, learner_environment, mesh_of, per_process
 from diloco_ops.launch import Asked, Launcher
@@ -87,6 +87,11 @@ def up(
     nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
     track: Annotated[list[str] | None, typer.Option(help=f"Have it shown by {' or '.join(TRACKERS)}; repeatable.")] = None,
+    page: Annotated[
+        str | None,
+        typer.Option(help=f"HOST:PORT of the run's page in the browser; {pages.NOWHERE}: nowhere. Default: a free port here."),
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end, and nothing else.")] = False,
 ) -> int:
     """Train one model with several learners, syncers and a coordinator on this machine."""
@@ -104,7 +109,19 @@ def up(
     with rundir.locked(directory.path):
         if not resumed:
             directory.save()
-        asked = Asked(standbys, coordinators, embedded=nats_url is None, quiet=json_, plain=plain, track=track or [])
+        served = pages.addresses(page or (pages.NOWHERE if json_ else pages.ANYWHERE), coordinators)
+        if page and served and served[0] != page:
+            print(f"note: --page {page}: somebody listens there; the page is at {pages.link(served[0])}", file=sys.stderr)
+        asked = Asked(
+            standbys,
+            coordinators,
+            embedded=nats_url is None,
+            quiet=json_,
+            plain=plain,
+            track=track or [],
+            pages=served,
+            open=open_,
+        )
         report = asyncio.run(Launcher(directory, slowed, asked).run(resumed))
     return _tell(report, directory, json_)
 
