@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import webbrowser
 
 from diloco.errors import SettingsError
@@ -12,6 +13,7 @@ from diloco_ops.broker.server import free_ports
 
 ANYWHERE = "127.0.0.1:0"  # any free port: runs beside each other do not meet
 NOWHERE = "none"
+HELP = f"HOST:PORT of the run's page; {NOWHERE}: nowhere. Default: a free port of this machine."
 
 
 def addresses(wanted: str, coordinators: int) -> list[str]:
@@ -27,8 +29,12 @@ def addresses(wanted: str, coordinators: int) -> list[str]:
     except ValueError:
         raise SettingsError(f"--page {wanted}: expected HOST:PORT, for example 127.0.0.1:8420, or {NOWHERE}") from None
     first, *others = free_ports(coordinators)
+    if port and _is_free(host, port):
+        first = port
+    elif port:
+        print(f"note: --page {wanted}: somebody listens there; the run's page is at port {first}", file=sys.stderr)
     shown = f"[{host}]" if ":" in host else host
-    return [f"{shown}:{port if port and _is_free(host, port) else first}", *(f"{shown}:{other}" for other in others)]
+    return [f"{shown}:{each}" for each in (first, *others)]
 
 
 def link(address: str) -> str:

@@ -91,11 +91,11 @@ def wide(body: str) -> str:
     return f'<div class="scroll">{body}</div>'
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Draw a table; ``head`` is text, the cells of the rows are HTML."""
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: bool = False) -> str:
+    """Draw a table; ``head`` is text, the cells of the rows are HTML. ``text``: its cells are words, not numbers."""
+    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<table{' class=text' if text else ''}><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def legend(names: Iterable[tuple[str, str]]) -> str:

@@ -11,7 +11,6 @@ from diloco_report.facts import Report, learners_of, natural
 from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
 
 MAX_EVENTS = 50  # that are shown, of those known
-MAX_ROUNDS = 64
 
 
 def headline(report: Report) -> str:
@@ -59,25 +58,14 @@ def alerts(report: Report) -> str:
     return f'<section class="alerts"><h2>Needs attention</h2><ul>{rows}</ul></section>'
 
 
-def rounds(report: Report) -> str:
-    """Draw the rounds that are open: who waits for how many."""
-    now: Mapping[str, Any] = report.get("now") or {}
-    found: Sequence[Mapping[str, Any]] = now.get("open") or []
-    if not now:
-        return ""
-    head = ("fragment", "syncer", "answers", "quorum", "open for")
-    rows = [
-        [
-            str(int(each.get("fragment", 0))),
-            escape(str(each.get("syncer", ""))),
-            count(each.get("answers")),
-            count(each.get("quorum")),
-            f"{decimal(each.get('waited_s'), 1)} s",
-        ]
-        for each in found[:MAX_ROUNDS]
-    ]
-    said = f"{len(found)} open. With its quorum a round waits for the grace window, or for all."
-    return html.section("Rounds", said, html.wide(html.table(head, rows)) if rows else "")
+def rounds(report: Report) -> dict[int, str]:
+    """Return how each fragment's open round does, by fragment: who waits for how many."""
+    found: Sequence[Mapping[str, Any]] = (report.get("now") or {}).get("open") or []
+    return {
+        int(each.get("fragment", 0)): f"{count(each.get('answers'))} of {count(each.get('quorum'))} answers, "
+        f"{decimal(each.get('waited_s'), 1)} s"
+        for each in found
+    }
 
 
 def syncers(report: Report) -> str:
@@ -108,7 +96,7 @@ def events(report: Report) -> str:
         return ""
     rows = [[duration(event.get("at_s")), escape(str(event.get("text", "")))] for event in reversed(found[-MAX_EVENTS:])]
     more = f"The last {MAX_EVENTS} of {len(found)}." if len(found) > MAX_EVENTS else ""
-    return html.section("Events", more, html.wide(html.table(("at", "what"), rows)))
+    return html.section("Events", more, html.wide(html.table(("at", "what"), rows, text=True)))
 
 
 def ago(value_s: object) -> str:

@@ -21,6 +21,7 @@ from diloco_report.facts import ratio as ratio_of
 from diloco_report.units import MISSING, count, decimal, duration, finite, moment, share, size
 
 MAX_PERIODS = 9
+MAX_OPEN = 16  # fragments whose table is shown without being asked for, while a run goes on
 MAX_MEMBERS = 8  # of a merge whose names a table has room for
 _ACCENT, _PLAIN = "var(--accent)", "var(--parallel)"
 
@@ -210,7 +211,8 @@ def _merges(report: Report) -> str:
     for name in sorted({str(member[0]) for merged in rounds for member in merged["members"]} - set(colours)):
         colours[name] = "var(--soft)"
     picture, drawn = charts.merges(rounds, colours, until_s(report))
-    some = f" {drawn} of {len(rounds)} are drawn." if 0 < drawn < len(rounds) else ""
+    every = int((report.get("series") or {}).get("merges_every") or 1)
+    some = f" {drawn} of {every * len(rounds)} are drawn." if 0 < drawn < every * len(rounds) else ""
     return html.section(
         "Who was in each merge",
         "One column of marks for each version of a fragment, one mark for each learner; grey: it had no part. Pale: its offer "
@@ -332,8 +334,8 @@ def _fragments(report: Report) -> str:
     fragments: Sequence[Mapping[str, Any]] = report.get("fragments") or []
     if not fragments:
         return ""
-    lives = bool(report.get("now"))
-    head = ("fragment", "parameters", "merged by", "owner", *(("epoch", "last merge", "of") if lives else ()))
+    lives, rounds = bool(report.get("now")), now.rounds(report)
+    head = ("fragment", "parameters", "merged by", "owner", *(("epoch", "round", "last merge", "of") if lives else ()))
     head += ("versions", "tokens merged", "state")
     rows = [
         [
@@ -341,7 +343,7 @@ def _fragments(report: Report) -> str:
             count(fragment.get("parameters")),
             "average" if fragment.get("embedding") else "direction",
             escape(str(fragment.get("owner", ""))),
-            *(_last_merge(fragment) if lives else ()),
+            *(_last_merge(fragment, rounds) if lives else ()),
             count(fragment.get("versions")),
             count(fragment.get("tokens_merged")),
             f"<code>{escape(str(fragment.get('state_hash', ''))[:16])}</code>",
@@ -349,18 +351,21 @@ def _fragments(report: Report) -> str:
         for fragment in fragments
     ]
     total = count(sum(fragment.get("parameters") or 0 for fragment in fragments))
+    shown = " open" if lives and len(fragments) <= MAX_OPEN else ""
     return html.section(
         "Fragments",
         f"{len(fragments)} fragments of {total} parameters. The state is the start of the hash of a fragment's last version, "
         "which is the same on every machine.",
-        f"<details><summary>Show all</summary>{html.wide(html.table(head, rows))}</details>",
+        f"<details{shown}><summary>Show all</summary>{html.wide(html.table(head, rows))}</details>",
     )
 
 
-def _last_merge(fragment: Mapping[str, Any]) -> tuple[str, ...]:
-    members = [str(name) for name in fragment.get("members") or []]
-    shown = ", ".join(members[:MAX_MEMBERS]) + (f" and {len(members) - MAX_MEMBERS} more" if len(members) > MAX_MEMBERS else "")
-    return count(fragment.get("epoch")), duration(fragment.get("merged_at_s")), escape(shown)
+def _last_merge(fragment: Mapping[str, Any], rounds: Mapping[int, str]) -> tuple[str, ...]:
+    members = [str(name) for name in fragment.get("members") or []][:MAX_MEMBERS]
+    others = int(fragment.get("members_count") or len(members)) - len(members)
+    shown = ", ".join(members) + (f" and {others} more" if others > 0 else "")
+    opened = rounds.get(int(fragment.get("fragment", 0)), MISSING)
+    return count(fragment.get("epoch")), opened, duration(fragment.get("merged_at_s")), escape(shown)
 
 
 def _data(report: Report) -> str:
@@ -457,7 +462,6 @@ PARTS: dict[str, Callable[[Report], str]] = {
     "values": _values,
     "others": _others_and_traffic,
     "activity": _activity,
-    "rounds": now.rounds,
     "merges": _merges,
     "regions": _regions,
     "learners": _learners,

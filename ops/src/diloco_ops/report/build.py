@@ -120,6 +120,7 @@ def build(found: Findings) -> dict[str, Any]:
             "global": found.validation,
             "activity": {name: heard["activity"] for name, heard in series["learners"].items()},
             "merges": series["merges"],
+            "merges_every": series.get("merges_every", 1),  # an older version keeps all
             "rollbacks": list(series.get("rollbacks", ())),
         },
     }

@@ -5,39 +5,38 @@ Pure: no clock, no network, no file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from diloco.wire.entries import Record
 
-MAX_MERGES = 20_000  # that are kept; a picture shows 2,500
+MAX_MERGES = 20_000  # that are kept
+MAX_DRAWN = 2500  # as many as a page draws
 
 
 class Merges:
     """Merges in the order in which they were heard of.
 
-    ``every``: one of so many is kept. It doubles when there are too many. An entry that an earlier process of this run has
-    counted is passed over: :attr:`newest` has each fragment's newest version.
+    ``every``: versions that it divides are kept. It doubles when there are too many. An entry that an earlier process of this
+    run has counted is passed over: :attr:`newest` has each fragment's newest version.
     """
 
     def __init__(self, fragments: int) -> None:
         self.kept: list[dict[str, Any]] = []
         self.every = 1
         self.newest = [0] * fragments
-        self._counted = 0
 
     def note(self, record: Record, now_s: float) -> None:
         """Take in a version."""
         if record.version <= self.newest[record.fragment]:
             return
         self.newest[record.fragment] = record.version
-        self._counted += 1
-        if self._counted % self.every:
+        if record.version % self.every:
             return
         self.kept.append(_described(record, now_s))
         if len(self.kept) > MAX_MERGES:
-            self.kept = self.kept[1::2]
             self.every *= 2
+            self.kept = _of_versions(self.kept, self.every)
 
     def dump(self) -> dict[str, Any]:
         """Return all that :meth:`load` needs, as JSON has it."""
@@ -51,7 +50,8 @@ class Merges:
             KeyError, TypeError, ValueError, AttributeError: it is damaged.
         """
         made = cls(fragments)
-        made.kept = [dict(merge) for merge in series["merges"]]
+        made.kept = [dict(merge) | {"version": int(merge["version"])} for merge in series["merges"]]
+        sum(len(merge["members"]) for merge in made.kept)  # so that damage is noticed now
         made.every = max(1, int(series.get("merges_every", 1)))  # an older version keeps all, and names no versions
         newest = [int(version) for version in series.get("newest") or _newest(fragments, made.kept)]
         if len(newest) != fragments:
@@ -61,12 +61,16 @@ class Merges:
 
 
 def thinned(series: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Return the merges of dumped series, at most ``most`` of them: one of a power of two."""
-    kept: Sequence[Any] = series["merges"]
-    every = 1
-    while len(kept) > most:
-        kept, every = kept[1::2], every * 2
-    return {"merges": kept, "merges_every": series["merges_every"] * every, "newest": series["newest"]}
+    """Return the merges of dumped series, ``most`` of them at most, and as many members in all of them together."""
+    kept, every = series["merges"], series["merges_every"]
+    while len(kept) > min(MAX_DRAWN, most) or sum(len(merge["members"]) for merge in kept) > most:
+        every *= 2
+        kept = _of_versions(kept, every)
+    return {"merges": kept, "merges_every": every, "newest": series["newest"]}
+
+
+def _of_versions(kept: Iterable[dict[str, Any]], every: int) -> list[dict[str, Any]]:
+    return [merge for merge in kept if merge["version"] % every == 0]
 
 
 def _newest(fragments: int, kept: Iterable[Mapping[str, Any]]) -> list[int]:

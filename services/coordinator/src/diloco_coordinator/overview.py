@@ -11,6 +11,7 @@ from typing import Any
 
 from diloco.core.changes import Changes, text_of
 from diloco.settings.run import RunSettings
+from diloco_coordinator import merges
 from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.monitor import Monitor
 from diloco_coordinator.thinning import evenly, fewer
@@ -18,7 +19,6 @@ from diloco_report import regions, traffic
 
 FORMAT = 1  # docs/report.md
 MAX_POINTS = 1 << 14  # of all learners' losses together; as many spans of their activity, and as many members of merges
-MAX_DRAWN = 2500  # merges: as many as a page draws
 MAX_MEMBERS = 8  # of a fragment's last merge that are named
 
 _CURVES = ("points", "activity")
@@ -40,7 +40,6 @@ def picture(monitor: Monitor, alerts: Alerts, changes: Changes, now_s: float) ->
         "tokens_per_s": monitor.tokens_per_s(now_s),
         "busy_fraction": monitor.busy_fraction(now_s),
         "val_loss": monitor.validation[-1][2] if monitor.validation else None,
-        "val_loss_initial": monitor.validation[0][2] if monitor.validation else None,
         "changes": [
             {"number": each.number, "at_s": each.at_s, "author": each.author, "reason": each.reason, "text": text_of(each)}
             for each in changes.records
@@ -55,15 +54,11 @@ def thinned(curves: Mapping[str, Any], most: int = MAX_POINTS) -> dict[str, Any]
     """Return a monitor's curves with about ``most`` points, spans and members of merges, and numbers cut to be shown."""
     learners: Mapping[str, Any] = curves["learners"]
     each = most // max(1, len(learners))
-    merges, every = curves["merges"], curves["merges_every"]
-    while len(merges) > min(MAX_DRAWN, most) or sum(len(merge["members"]) for merge in merges) > most:
-        merges, every = merges[1::2], every * 2
     return {
         **curves,
         "learners": {name: learner | _fewer(learner, each) for name, learner in learners.items()},
         "validation": [[round(at, 1), tokens, round(loss, 5)] for at, tokens, loss in evenly(curves["validation"], most)],
-        "merges": merges,
-        "merges_every": every,
+        **merges.thinned(curves, most),
     }
 
 
@@ -92,7 +87,6 @@ def report(seen: Mapping[str, Any], settings: RunSettings, known_s_ago: float | 
         "format": FORMAT,
         **{key: facts[key] for key in _SAME},
         "val_loss": seen["val_loss"],
-        "val_loss_initial": seen["val_loss_initial"],
         "learners": learners,
         "fragments": [row | {"versions": row["version"]} for row in facts["fragments"]],
         "traffic": traffic.compared(learners, facts["parameters"], regions.borders(names, seen, {})),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from diloco.process.observe import Logger
+from diloco.process.retry import Complaint
 from diloco_report.page import PARTS
 
 FRAME_S = 0.5  # between two drawings at least: a page moves twice a second
@@ -57,9 +58,13 @@ class Drawing:
     parts: dict[str, str] = field(default_factory=lambda: dict.fromkeys(PARTS, ""))
     cost_s: float = 0.0  # processor time of all drawings
     _changed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    _complaint: Complaint = field(init=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _quick: _Group = field(default_factory=lambda: _Group(tuple(name for name in PARTS if name not in CURVED)))
     _curved: _Group = field(default_factory=lambda: _Group(CURVED))
+
+    def __post_init__(self) -> None:
+        self._complaint = Complaint(self.log)
 
     @property
     def state(self) -> str:
@@ -80,8 +85,8 @@ class Drawing:
             for group in groups:
                 try:
                     cost_s = await self._draw(group)
-                except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                    self.log.warning("page_not_drawn", reason=repr(error))
+                except Exception as error:  # a damaged history, or a defect, which must not end the process's own work
+                    self._complaint.error("page_not_drawn", exc_info=error)
                     cost_s = 1.0
                 self.cost_s += cost_s
                 group.due_s = now_s + max(FRAME_S, cost_s / SHARE)

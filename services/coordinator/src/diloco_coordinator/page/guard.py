@@ -1,4 +1,4 @@
-"""Who may see a page: on loopback anybody of the machine; elsewhere those with the run's token.
+"""The right to see a page: on loopback all of the machine have it; elsewhere those with the run's token.
 
 A browser reaches a server of this machine for any site that it shows. So requests of other sites are refused, and those for a
 name that is not this machine's: a site may have its own name lead here.
