@@ -56,6 +56,7 @@ class Drawing:
     number: int = 0
     report: Report = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=lambda: dict.fromkeys(PARTS, ""))
+    _ended: bool = False  # the end of a run that is over is drawn
     cost_s: float = 0.0  # processor time of all drawings
     _changed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     _complaint: Complaint = field(init=False)
@@ -78,11 +79,12 @@ class Drawing:
         return {name: self.parts[name] for name, changed in self._changed.items() if changed > seen}
 
     async def draw(self) -> None:
-        """Draw what is due. A report that cannot be drawn is logged, and leaves the page as it was."""
+        """Draw what is due; of a run that is over, all. A report that cannot be drawn is logged: the page stays as it was."""
         async with self._lock:
-            now_s = asyncio.get_running_loop().time()
-            groups = [group for group in (self._quick, self._curved) if now_s >= group.due_s]
-            for group in groups:
+            now_s, over = asyncio.get_running_loop().time(), self.source.over
+            for group in (self._quick, self._curved):
+                if self._ended or (now_s < group.due_s and not over):
+                    continue
                 try:
                     cost_s = await self._draw(group)
                 except Exception as error:  # a damaged history, or a defect, which must not end the process's own work
@@ -90,7 +92,7 @@ class Drawing:
                     cost_s = 1.0
                 self.cost_s += cost_s
                 group.due_s = now_s + max(FRAME_S, cost_s / SHARE)
-            self.number = max(self._changed.values())
+            self.number, self._ended = max(self._changed.values()), over
 
     async def _draw(self, group: _Group) -> float:
         began_s = time.thread_time()

@@ -32,7 +32,7 @@ from diloco_report import page
 MAX_CONNECTIONS = 128
 STALLED_S = 30.0  # a viewer that takes nothing for so long is cut off, and comes again when it is back
 MAX_REQUEST_BYTES = 16384
-CLOSE_S = 0.5  # for answers under way, when the coordinator ends
+CLOSE_S = 0.5  # for the server to end, which looks whether it should every tenth of a second
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; "
@@ -55,6 +55,7 @@ class PageServer:
         self._guard = Guard(address, token)
         self._task: asyncio.Task[None] | None = None
         self._server: _Server | None = None
+        self._opened: dict[asyncio.Protocol, asyncio.Transport] = {}
 
     async def start(self) -> None:
         """Begin to answer, in the running loop.
@@ -73,7 +74,7 @@ class PageServer:
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
             self._app(),
-            http=_protocol(MAX_CONNECTIONS),
+            http=_protocol(self._opened, MAX_CONNECTIONS),
             ws="none",
             lifespan="off",
             loop="none",
@@ -93,7 +94,9 @@ class PageServer:
         """Stop answering; viewers are shown the end of a run that is over."""
         await self.viewers.close()
         if self._server is not None and self._task is not None:
-            self._server.should_exit = True
+            self._server.should_exit = self._server.force_exit = True
+            for transport in list(self._opened.values()):
+                transport.abort()
             await asyncio.wait([self._task], timeout=CLOSE_S)
             await end(self._task)
 
@@ -190,12 +193,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _protocol(most: int) -> type[asyncio.Protocol]:
-    """Return a protocol of which there are ``most`` connections at a time: the oldest one gives way.
+def _protocol(opened: dict[asyncio.Protocol, asyncio.Transport], most: int) -> type[asyncio.Protocol]:
+    """Return a protocol of which there are ``most`` connections at a time, in ``opened``: the oldest one gives way.
 
     Else one who holds connections keeps all others from the page, and takes files that the coordinator needs.
     """
-    opened: dict[asyncio.Protocol, asyncio.Transport] = {}
 
     class Few(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

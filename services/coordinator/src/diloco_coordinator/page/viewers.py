@@ -33,13 +33,16 @@ class Viewers:
         try:
             taken = self.drawing.number
             while True:
+                over = self.drawing.source.over
+                if over or not self.drawing.number:
+                    await self.drawing.draw()
                 drawn, now = self._drawn, self.drawing.state
                 self.dropped += max(0, self.drawing.number - taken - 1)
                 taken = self.drawing.number
                 parts = self.drawing.since(state)
                 state = now
                 yield state, parts
-                if self.drawing.source.over:
+                if over:
                     return
                 try:
                     async with asyncio.timeout(QUIET_S):
