@@ -92,9 +92,9 @@ def test_another_coordinator_goes_on_with_what_the_first_knew_of_regions() -> No
     first, second = story(), monitor("us", "eu")
     series = json.loads(json.dumps(first.series(33.0)))
     second.resume(series)
-    assert second.borders() == first.borders() == {("us", "eu"): 1527, ("eu", "us"): 361}
+    assert second.crossing.borders() == first.crossing.borders() == {("us", "eu"): 1527, ("eu", "us"): 361}
     assert second.series(33.0)["absences"] == series["absences"] == [["eu", 2.0, None]]
-    assert second.places == {"ann": "us", "bob": "eu", "s-us": "us", "s-eu": "eu"}
+    assert second.crossing.places == {"ann": "us", "bob": "eu", "s-us": "us", "s-eu": "eu"}
     assert [merge["syncer"] for merge in series["merges"]] == ["s-us", "s-eu", "s-us"]
     assert series["merges"][0]["members"] == [["ann", 0.5, 0, 24], ["bob", 0.5, 0, 24]]
 
@@ -154,8 +154,8 @@ def test_no_member_makes_it_keep_more_and_more() -> None:
         state = ("stepping", "waiting")[number % 2]
         made.hear(replace(heartbeat("a", "us", number), incarnation=number, state=state, trained=[(0, 2 * number, 1)]), number)
         made.hear_shard(shard("s", "us", ("eu", 2, 1), incarnation=number), number)
-    assert len(made.crossing) == 16
-    assert made.borders() == {("us", "eu"): 2 * 5999, ("eu", "us"): 5999}
+    assert len(made.crossing.processes) == 16
+    assert made.crossing.borders() == {("us", "eu"): 2 * 5999, ("eu", "us"): 5999}
     assert len(made.ledger.trained) <= 4096
     activity = made.learners["a"].activity
     assert len(activity) <= 2000

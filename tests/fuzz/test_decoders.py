@@ -90,6 +90,7 @@ from diloco.wire.entries import Keyframe
 from diloco.wire.framing import Message
 from diloco.wire.grants import Grant, SignedGrant
 from diloco.wire.subjects import Subjects
+from diloco_coordinator import history
 from diloco_coordinator import service as coordinator
 from diloco_coordinator.series import SeriesFile
 from diloco_lab import sites, tapes, trace
@@ -591,6 +592,15 @@ SERIES = json.loads(json.dumps(story().series(3.0)))
 @decoder("coordinator: the series", _json(SERIES))
 def _(data: bytes) -> None:
     SeriesFile(file(data, "series/series.json").parent, cast(Any, Silent())).resume(monitor("us", "eu"))
+
+
+HISTORY = just(history.pack(history.Past(3, 1.0, {"facts": {}}, story().curves(33.0))))
+
+
+@decoder("coordinator: the history", sources(HISTORY, _json(SERIES).map(zstandard.compress)), FormatError)
+def _(data: bytes) -> None:
+    past = history.unpack(data)
+    SeriesFile(Path(folder().name) / "none", cast(Any, Silent())).resume(monitor("us", "eu"), past.curves)
 
 
 DELTA = Delta("ann", 7, True, True, np.zeros(8, np.float32), 0, bytes(32))

@@ -55,7 +55,7 @@ def render(contents: Contents) -> str:
     """Return the page as text."""
     parts = (_headline, _goodput, _uptime, _constants, _storm, _links)
     header = f'<span class="preset">beside {SOURCE}</span>'
-    return html.document("Simulated", header, "\n".join(part(contents) for part in parts))
+    return html.document("Simulated", header, "\n".join(part(contents) for part in parts), html.inlined())
 
 
 def _headline(contents: Contents) -> str:

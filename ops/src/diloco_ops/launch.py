@@ -30,7 +30,7 @@ from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.service import may_lead
 from diloco.wire.subjects import Subjects
-from diloco_ops import inspect, region_logs
+from diloco_ops import inspect, pages, region_logs
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S, free_ports
 from diloco_ops.embedded import Embedded
 from diloco_ops.environment import learner_environment, mesh_of, per_process, service_environment
@@ -63,6 +63,8 @@ class Asked:
     quiet: bool  # print nothing
     plain: bool  # print lines, also on a terminal
     track: Sequence[str] = ()  # kinds of trackers
+    pages: Sequence[str] = ()  # addresses of the coordinators' pages, the first one's first; none: no page
+    open: bool = False  # open the page in a browser
 
 
 class Launcher:
@@ -95,6 +97,8 @@ class Launcher:
         (directory.path / "logs").mkdir(exist_ok=True)
         observe.configure("up", directory.name, file=directory.path / "logs" / "up.jsonl")
         self._say(f"run {directory.name} in {directory.path}" + self._began(resumed))
+        if self.asked.pages:
+            self._say(f"page: {', '.join(map(pages.link, self.asked.pages))}")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
@@ -154,9 +158,11 @@ class Launcher:
             values = embedded.place(number, syncer=syncer) if embedded else {"nats_url": self.url}
             return values | {"run": self.directory.name, "state_dir": str(self.directory.path)}
 
+        addresses = iter(self.asked.pages)
         for index in range(self.asked.coordinators):
             name = f"coordinator-{index}" if index else "coordinator"
-            self._start_service(name, "diloco_coordinator", place(index) | {"settings": settings.model_dump()})
+            values = place(index) | {"settings": settings.model_dump()}
+            self._start_service(name, "diloco_coordinator", values | {"page_address": next(addresses, "")})
         for index in range(max(settings.shards, len(settings.regions.names)) + self.asked.standbys):
             self._start_service(f"syncer-{index}", "diloco_syncer", place(index, syncer=True))
         before = state.weights_before(self.directory.path)  # it may have been moved since it was begun
@@ -254,12 +260,15 @@ class Launcher:
         its beginning and near its end it is asked more often: the last answer is kept.
         """
         subject = Subjects(self.directory.name).status
-        said_s, next_s = -PLAIN_EVERY_S, POLL_S
+        said_s, next_s, opened = -PLAIN_EVERY_S, POLL_S, False
         with self._view() as view:
             while True:
                 with suppress(BrokerError):
                     answer = await ask(link.control, link.name, subject, b"", STATUS_TIMEOUT_S)
                     status = {} if answer is None else inspect.answered(answer, self.directory)
+                    if status and not opened and self.asked.open and self.asked.pages:
+                        opened = True
+                        await asyncio.to_thread(pages.show, self.asked.pages[0])
                     if "learners" in status:
                         self._keep_status(status)
                         tracking.note(status)

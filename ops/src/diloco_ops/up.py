@@ -28,7 +28,7 @@ from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
-from diloco_ops import continuing, resume, task_check
+from diloco_ops import continuing, pages, resume, task_check
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.environment import check_least, per_process
 from diloco_ops.launch import Asked, Launcher
@@ -51,9 +51,7 @@ def up(
     tokens: Annotated[int | None, typer.Option(help="Token budget of the run; with --continue: so many more.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; an unfinished one is resumed.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the initial model and of the data's order.")] = None,
-    data: Annotated[
-        str | None, typer.Option(help="File or folder of text, or as your task reads it; default: Python's standard library.")
-    ] = None,
+    data: Annotated[str | None, typer.Option(help="File or folder, as the task reads it; default: Python's own sources.")] = None,
     init: Annotated[Path | None, typer.Option(help="File of the weights to begin with, as diloco export writes it.")] = None,
     preset: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")] = DEFAULT_PRESET,
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")] = None,
@@ -85,12 +83,13 @@ def up(
     nats_url: Annotated[str | None, typer.Option("--nats", help="Use this NATS server instead of an embedded one.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
     track: Annotated[list[str] | None, typer.Option(help=f"Have it shown by {' or '.join(TRACKERS)}; repeatable.")] = None,
+    page: Annotated[str | None, typer.Option(help=pages.HELP)] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open the run's page in a browser.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end, and nothing else.")] = False,
 ) -> int:
     """Train one model with several learners, syncers and a coordinator on this machine."""
     given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed, "log.archive": archive or None}
-    overrides = parse_assignments(set_ or []) | _options(task or [])
-    overrides |= {key: value for key, value in given.items() if value is not None}
+    overrides = parse_assignments(set_ or []) | _options(task or []) | {k: v for k, v in given.items() if v is not None}
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     _check_installed(track or [])
     source, directory = _source(_CameFrom(resume_from, resume_at, continue_from), path, preset, overrides, data, nats_url)
@@ -102,7 +101,8 @@ def up(
     with rundir.locked(directory.path):
         if not resumed:
             directory.save()
-        asked = Asked(standbys, coordinators, embedded=nats_url is None, quiet=json_, plain=plain, track=track or [])
+        served = pages.addresses(page or (pages.NOWHERE if json_ else pages.ANYWHERE), coordinators)
+        asked = Asked(standbys, coordinators, nats_url is None, json_, plain, track or [], served, open_)
         report = asyncio.run(Launcher(directory, slowed, asked).run(resumed))
     return _tell(report, directory, json_)
 

@@ -227,7 +227,7 @@ def merges(rounds: Sequence[Mapping[str, Any]], colours: Mapping[str, str], end_
     if not fragments or not end_s > 0:
         return '<p class="empty">Nothing was merged.</p>', 0
     rounds = [merged for merged in rounds if int(merged["fragment"]) in set(fragments)]
-    drawn = rounds[:: -(-len(rounds) // MAX_MERGES)]
+    drawn = spread(rounds, MAX_MERGES)
     wide, left, right, mark = 1120, 110, 12, 5.0
     lane = 4 if len(colours) <= 4 else 3 if len(colours) <= 8 else 2
     row = len(colours) * lane + 6
@@ -261,6 +261,15 @@ def merges(rounds: Sequence[Mapping[str, Any]], colours: Mapping[str, str], end_
         parts.append(f'<path d="{"".join(rects)}" style="fill:{colours[name]}{faded}" data-name="{escape(name)}"/>')
     parts.extend(hits)
     return f'<svg class="rows" viewBox="0 0 {wide} {high + 24}" role="img">{"".join(parts)}</svg>', len(drawn)
+
+
+def spread(rounds: Sequence[Mapping[str, Any]], most: int) -> Sequence[Mapping[str, Any]]:
+    """Return at most ``most`` merges: those of every second version, or of every fourth, and so on, of each fragment."""
+    every = 1
+    while len(rounds) > most:
+        every *= 2
+        rounds = [merged for merged in rounds if int(merged["version"]) % every == 0]
+    return rounds
 
 
 def _merge_log_head(merged: Mapping[str, Any], members: Mapping[str, tuple[float, int]]) -> str:
@@ -406,7 +415,7 @@ def _merged_offers(rounds: Sequence[Mapping[str, Any]], lanes: _Lanes, homes: Ma
     usual = steps[len(steps) // 2] if steps else 0
     marks: dict[str, list[str]] = {}
     long: dict[str, list[str]] = {}
-    for merged in rounds[:: -(-len(rounds) // MAX_MERGES)]:
+    for merged in spread(rounds, MAX_MERGES):
         css = colours.get(homes.get(str(merged.get("syncer")), ""), "var(--soft)")
         at_s = float(merged["wall_s"])
         x = lanes.left + at_s * lanes.scale

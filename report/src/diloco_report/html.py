@@ -1,13 +1,11 @@
-"""The parts of a page that opens without a network, in the style of ``page.css``.
-
-A content security policy forbids the browser to fetch anything, or to run any script but the one given, known by its hash.
-"""
+"""The parts of a page, in the style of ``page.css``: one that opens without a network, or one that a server gives out."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 
@@ -17,28 +15,48 @@ def style() -> str:
     return files("diloco_report").joinpath("page.css").read_text(encoding="utf-8")
 
 
-def document(title: str, header: str, body: str, script: str = "") -> str:
-    """Return the page as text; ``title`` is text, ``header`` and ``body`` are HTML."""
+@dataclass(frozen=True)
+class Assets:
+    """Style sheet and script of a page, as HTML: in its head, and below its text."""
+
+    head: str
+    foot: str = ""
+
+
+def inlined(script: str = "") -> Assets:
+    """Put style sheet and script into the page, which forbids the browser to fetch anything, or to run any other script."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     run = f"script-src 'sha256-{digest}'; " if script else ""
     policy = f"default-src 'none'; style-src 'unsafe-inline'; {run}img-src data:"
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>\n{style()}</style>'
+    return Assets(head, f"{_TIP}\n<script>{script}</script>" if script else "")
+
+
+def linked() -> Assets:
+    """Have the page fetch both from where it came from; the server's headers say what the browser may do."""
+    return Assets('<link rel="stylesheet" href="page.css">\n<script src="page.js" defer></script>', _TIP)
+
+
+_TIP = '<div id="tip" hidden></div>'
+
+
+def document(title: str, header: str, body: str, assets: Assets) -> str:
+    """Return the page as text; ``title`` is text, ``header`` and ``body`` are HTML."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>{escape(title)} · diloco</title>
-<style>
-{style()}</style>
+{assets.head}
 </head>
 <body>
 <main>
 <header><span class="brand">diloco</span><h1>{escape(title)}</h1>{header}</header>
 {body}
 </main>
-{f'<div id="tip" hidden></div>{chr(10)}<script>{script}</script>' if script else ""}
+{assets.foot}
 </body>
 </html>
 """
@@ -73,11 +91,11 @@ def wide(body: str) -> str:
     return f'<div class="scroll">{body}</div>'
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Draw a table; ``head`` is text, the cells of the rows are HTML."""
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: bool = False) -> str:
+    """Draw a table; ``head`` is text, the cells of the rows are HTML. ``text``: its cells are words, not numbers."""
+    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<table{' class=text' if text else ''}><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def legend(names: Iterable[tuple[str, str]]) -> str:

@@ -1,5 +1,6 @@
 "use strict";
-(() => {
+// Answers a pointer over the pictures, and the buttons. Listeners are the document's, so that parts may be replaced.
+const page = (() => {
   const tip = document.getElementById("tip");
   const place = (event) => {
     tip.hidden = false;
@@ -26,59 +27,67 @@
     return `${Math.round(n)} B`;
   };
   const forms = { time: duration, tokens: (n) => count(n) + " tokens", bytes: size };
-  const hidden = new Set();
-
-  for (const svg of document.querySelectorAll("svg[data-chart]")) {
-    const chart = JSON.parse(svg.dataset.chart), cross = svg.querySelector(".cross");
-    svg.addEventListener("pointermove", (event) => {
-      const box = svg.getBoundingClientRect();
-      const at = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
-      const value = (at - chart.left) / (chart.right - chart.left) * chart.end;
-      const outside = value < 0 || value > chart.end * 1.001;
-      svg.classList.toggle("pointed", !outside);
-      if (outside) { tip.hidden = true; return; }
-      cross.setAttribute("x1", at);
-      cross.setAttribute("x2", at);
-      tip.replaceChildren(forms[chart.axis](value));
-      for (const line of chart.lines) {
-        if (hidden.has(line.name)) continue;
-        let near = 0;
-        line.x.forEach((x, i) => { if (Math.abs(x - value) < Math.abs(line.x[near] - value)) near = i; });
-        const dot = document.createElement("i");
-        dot.style.background = line.css;
-        tip.append("\n", dot, `${line.name}  ${line.y[near].toFixed(3)}`);
-      }
-      place(event);
-    });
-    svg.addEventListener("pointerleave", () => {
-      tip.hidden = true;
-      svg.classList.remove("pointed");
-    });
-  }
+  const hidden = new Set(), charts = new WeakMap();
+  const chartOf = (svg) => {
+    if (!charts.has(svg)) charts.set(svg, JSON.parse(svg.dataset.chart));
+    return charts.get(svg);
+  };
+  const unpoint = () => {
+    tip.hidden = true;
+    for (const svg of document.querySelectorAll("svg.pointed")) svg.classList.remove("pointed");
+  };
+  const point = (svg, event) => {
+    const chart = chartOf(svg), cross = svg.querySelector(".cross"), box = svg.getBoundingClientRect();
+    const at = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
+    const value = (at - chart.left) / (chart.right - chart.left) * chart.end;
+    unpoint();
+    if (value < 0 || value > chart.end * 1.001) return;
+    svg.classList.add("pointed");
+    cross.setAttribute("x1", at);
+    cross.setAttribute("x2", at);
+    tip.replaceChildren(forms[chart.axis](value));
+    for (const line of chart.lines) {
+      if (hidden.has(line.name)) continue;
+      let near = 0;
+      line.x.forEach((x, i) => { if (Math.abs(x - value) < Math.abs(line.x[near] - value)) near = i; });
+      const dot = document.createElement("i");
+      dot.style.background = line.css;
+      tip.append("\n", dot, `${line.name}  ${line.y[near].toFixed(3)}`);
+    }
+    place(event);
+  };
   document.addEventListener("pointermove", (event) => {
-    const text = event.target.dataset && event.target.dataset.tip;
-    if (text) {
-      tip.textContent = text;
+    const target = event.target.closest ? event.target : null, svg = target && target.closest("svg[data-chart]");
+    if (svg) {
+      point(svg, event);
+      return;
+    }
+    unpoint();
+    if (target && target.dataset.tip) {
+      tip.textContent = target.dataset.tip;
       place(event);
-    } else if (!event.target.closest || !event.target.closest("svg[data-chart]")) {
-      tip.hidden = true;
     }
   });
-  for (const button of document.querySelectorAll("button[data-toggle]")) {
-    button.addEventListener("click", () => {
-      const name = button.dataset.toggle, hide = !hidden.has(name);
-      if (hide) hidden.add(name); else hidden.delete(name);
-      for (const element of document.querySelectorAll("[data-name]")) {
-        if (element.dataset.name === name) element.classList.toggle("hidden", hide);
-      }
-      for (const other of document.querySelectorAll("button[data-toggle]")) {
-        if (other.dataset.toggle === name) other.setAttribute("aria-pressed", String(!hide));
-      }
-    });
-  }
-  document.getElementById("theme").addEventListener("click", () => {
-    const root = document.documentElement;
-    const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-    root.dataset.theme = dark ? "light" : "dark";
+  // Show within an element what the buttons say: all, but for the names that are hidden.
+  const show = (within) => {
+    for (const element of within.querySelectorAll("[data-name]")) {
+      element.classList.toggle("hidden", hidden.has(element.dataset.name));
+    }
+    for (const button of within.querySelectorAll("button[data-toggle]")) {
+      button.setAttribute("aria-pressed", String(!hidden.has(button.dataset.toggle)));
+    }
+  };
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("button");
+    if (button && button.dataset.toggle !== undefined) {
+      const name = button.dataset.toggle;
+      if (!hidden.delete(name)) hidden.add(name);
+      show(document);
+    } else if (button && button.id === "theme") {
+      const root = document.documentElement;
+      const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+      root.dataset.theme = dark ? "light" : "dark";
+    }
   });
+  return { show };
 })();

@@ -8,19 +8,21 @@ generated text) is escaped. ``docs/report.md`` describes the dictionary; keys th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from diloco_report import charts, compared, html
+from diloco_report import charts, compared, html, now
+from diloco_report.facts import COLOURS, Report, learners_of, natural, until_s
+from diloco_report.facts import colours as colours_of
+from diloco_report.facts import ratio as ratio_of
 from diloco_report.units import MISSING, count, decimal, duration, finite, moment, share, size
 
-Report = Mapping[str, Any]
-
 MAX_PERIODS = 9
-_COLOURS = 8  # --s0 to --s7 of the style sheet
+MAX_OPEN = 16  # fragments whose table is shown without being asked for, while a run goes on
+MAX_MEMBERS = 8  # of a merge whose names a table has room for
 _ACCENT, _PLAIN = "var(--accent)", "var(--parallel)"
 
 
@@ -32,35 +34,56 @@ def write_html(report: Report, path: Path) -> None:
 
 
 def render_html(report: Report) -> str:
-    """Return the page as text."""
-    run, preset = str(report.get("run", "run")), escape(str(report.get("preset", "")))
-    sections = "\n".join(
-        part
-        for part in (
-            _headline(report),
-            _losses(report),
-            _values(report),
-            _others_and_traffic(report),
-            _activity(report),
-            _merges(report),
-            _regions(report),
-            _learners(report),
-            _fragments(report),
-            _data(report),
-            _sample(report),
-            _settings(report),
-            _changes(report),
-        )
-        if part
-    )
-    header = f"""{f'<span class="preset">{preset}</span>' if preset else ""}
+    """Return the page as one file, with the report's data in it."""
+    return html.document(_title(report), _header(report), _body(parts(report)), html.inlined(_script("page.js")))
+
+
+def render_live(report: Report, drawn: Mapping[str, str], state: str) -> str:
+    """Return the same page as a server gives it out, which goes on by itself.
+
+    Args:
+        report: a run's report as of now.
+        drawn: its parts as :func:`parts` drew them, perhaps a moment ago.
+        state: name of what is drawn; the page asks for all that comes after it.
+    """
+    body = f'<p id="link" role="status" hidden></p>\n<div id="parts" data-state="{escape(state)}">\n{_body(drawn)}\n</div>'
+    return html.document(_title(report), _header(report), body, html.linked())
+
+
+def parts(report: Report) -> dict[str, str]:
+    """Return the parts of the page by name, in order; of one that the report has nothing for the text is empty."""
+    return {name: draw(report) for name, draw in PARTS.items()}
+
+
+def asset(name: str) -> bytes:
+    """Return a file that :func:`render_live` links to: ``page.css``, or ``page.js``, which has the script of both pages."""
+    if name == "page.js":
+        return (_script("page.js") + _script("live.js")).encode()
+    return html.style().encode()
+
+
+def _script(name: str) -> str:
+    return files("diloco_report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _body(drawn: Mapping[str, str]) -> str:
+    return "\n".join(f'<div class="part" id="part-{name}">{text}</div>' for name, text in drawn.items())
+
+
+def _title(report: Report) -> str:
+    return str(report.get("run", "run"))
+
+
+def _header(report: Report) -> str:
+    preset = escape(str(report.get("preset", "")))
+    return f"""{f'<span class="preset">{preset}</span>' if preset else ""}
 <button id="theme" type="button">Light or dark</button>"""
-    script = files("diloco_report").joinpath("page.js").read_text(encoding="utf-8")
-    return html.document(run, header, sections, script)
 
 
 def _headline(report: Report) -> str:
-    learners = _learners_of(report)
+    if report.get("now"):
+        return now.headline(report)
+    learners = learners_of(report)
     traffic = report.get("traffic") or {}
     processed, merged, wall_s = (report.get(key) for key in ("tokens_processed", "tokens_merged", "wall_s"))
     blocked = [learner.get("blocked_fraction") for learner in learners.values()]
@@ -72,8 +95,8 @@ def _headline(report: Report) -> str:
     rounds = f"{count(report.get('versions'))} versions from {count(report.get('rounds'))} rounds"
     figures = (
         ("Validation loss", decimal(report.get("val_loss")), "", compared),
-        ("Wall time", duration(wall_s), "", f"{count(_ratio(processed, wall_s))} tokens/s, {len(learners)} learners"),
-        ("Tokens merged", share(_ratio(merged, processed), 1), "", f"{count(merged)} of {count(processed)} processed{before}"),
+        ("Wall time", duration(wall_s), "", f"{count(ratio_of(processed, wall_s))} tokens/s, {len(learners)} learners"),
+        ("Tokens merged", share(ratio_of(merged, processed), 1), "", f"{count(merged)} of {count(processed)}{before}"),
         ("Traffic", f"{ratio:.1f}×" if ratio else MISSING, "less" if ratio else "", bytes_),
         ("Steps blocked", share(worst, 2), "at most", rounds),
     )
@@ -97,7 +120,7 @@ def _against_others(report: Report) -> str:
 
 def _losses(report: Report) -> str:
     series = report.get("series") or {}
-    colours = _colours(report)
+    colours = colours_of(report)
     # by line: wall time, tokens of the whole run, loss
     drawn = [
         (name, colours.get(name, "var(--soft)"), [(point[0], point[1], point[3]) for point in points])
@@ -142,13 +165,13 @@ def _others_and_traffic(report: Report) -> str:
         "untrained": report.get("val_loss_initial"),
     }
     rows = [(name, loss, decimal(loss), _ACCENT if name == "this run" else _PLAIN) for name, loss in losses.items()]
-    learners, traffic, colours = _learners_of(report), report.get("traffic") or {}, _colours(report)
+    learners, traffic, colours = learners_of(report), report.get("traffic") or {}, colours_of(report)
     links: list[tuple[str, float | None, str, str]] = []
     for name, learner in learners.items():
         both = _sum(learner, "bytes_up", "bytes_down")
         links.append((name, both, size(both), colours[name]))
-    parallel = _ratio(traffic.get("bytes_data_parallel"), len(learners))
-    rate = _ratio(parallel, report.get("wall_s"))
+    parallel = ratio_of(traffic.get("bytes_data_parallel"), len(learners))
+    rate = ratio_of(parallel, report.get("wall_s"))
     links.append(("data-parallel", parallel, size(parallel), _PLAIN))
     in_units = f" in {_units(report)}" if _units(report) else ""
     body = html.pair(
@@ -178,17 +201,18 @@ def _activity(report: Report) -> str:
     return html.section(
         "What each learner did",
         "Sending happens beside the steps, which go on. A gap: the learner was not heard.",
-        legend + html.wide(charts.timeline(activity, _end_s(report))),
+        legend + html.wide(charts.timeline(activity, until_s(report))),
     )
 
 
 def _merges(report: Report) -> str:
     rounds: Sequence[Mapping[str, Any]] = (report.get("series") or {}).get("merges") or []
-    colours = _colours(report)
+    colours = colours_of(report)
     for name in sorted({str(member[0]) for merged in rounds for member in merged["members"]} - set(colours)):
         colours[name] = "var(--soft)"
-    picture, drawn = charts.merges(rounds, colours, _end_s(report))
-    some = f" {drawn} of {len(rounds)} are drawn." if 0 < drawn < len(rounds) else ""
+    picture, drawn = charts.merges(rounds, colours, until_s(report))
+    every = int((report.get("series") or {}).get("merges_every") or 1)
+    some = f" {drawn} of {every * len(rounds)} are drawn." if 0 < drawn < every * len(rounds) else ""
     return html.section(
         "Who was in each merge",
         "One column of marks for each version of a fragment, one mark for each learner; grey: it had no part. Pale: its offer "
@@ -202,14 +226,14 @@ def _regions(report: Report) -> str:
     regions: Mapping[str, Mapping[str, Any]] = report.get("regions") or {}
     if not regions:
         return ""
-    points, end_s = (report.get("series") or {}).get("learners") or {}, _end_s(report)
+    points, end_s = (report.get("series") or {}).get("learners") or {}, until_s(report)
     groups = [
         charts.Group(
             str(name),
-            f"var(--s{place % _COLOURS})",
+            f"var(--s{place % COLOURS})",
             {
                 str(member): [(float(at_s), float(step)) for at_s, _, step, _ in points.get(member, ())]
-                for member in sorted(region["learners"], key=_natural)
+                for member in sorted(region["learners"], key=natural)
             },
             [(float(from_s), end_s if to_s is None else float(to_s)) for from_s, to_s in region["absences"]],
         )
@@ -241,7 +265,7 @@ def _period(period: Mapping[str, Any]) -> str:
     when = f"{duration(period['from_s'])} to {duration(period['to_s'])}: {away}, {count(period['versions'])} versions"
     rows = []
     for name, row in zip(learners, period["together"], strict=True):
-        cells = [f'<td style="{_shade(_ratio(times, period["versions"]))}">{count(times)}</td>' for times in row]
+        cells = [f'<td style="{_shade(ratio_of(times, period["versions"]))}">{count(times)}</td>' for times in row]
         rows.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(cells)}</tr>')
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in learners)
     return (
@@ -272,17 +296,20 @@ def _borders(report: Report) -> str:
 
 
 def _learners(report: Report) -> str:
-    learners, colours = _learners_of(report), _colours(report)
+    learners, colours = learners_of(report), colours_of(report)
     if not learners:
         return ""
-    head = ("learner", "steps", "step", "tokens", "merged", "lost", "busy", "blocked", "up", "down", "in versions", "missed")
+    lives = bool(report.get("now"))
+    head = ("learner", *(("state", "heard", "loss", "tokens/s") if lives else ()), "steps", "step", "tokens", "merged", "lost")
+    head += ("busy", "blocked", "up", "down", "in versions", "missed")
     rows = [
         [
             f'<i style="background:{colours[name]}"></i>{escape(name)}',
+            *(_doing(learner) if lives else ()),
             count(learner.get("steps")),
             f"{decimal(learner.get('step_s'))} s",
             count(learner.get("tokens_processed")),
-            share(_ratio(learner.get("tokens_merged"), learner.get("tokens_processed")), 1),
+            share(ratio_of(learner.get("tokens_merged"), learner.get("tokens_processed")), 1),
             count(learner.get("tokens_lost")),
             share(learner.get("busy_fraction"), 1),
             share(learner.get("blocked_fraction"), 2),
@@ -296,17 +323,27 @@ def _learners(report: Report) -> str:
     return html.section("Learners", "", html.wide(html.table(head, rows)))
 
 
+def _doing(learner: Mapping[str, Any]) -> tuple[str, ...]:
+    state = str(learner.get("state", ""))
+    css = f"var(--state-{state})" if state in charts.STATES else "var(--muted)"
+    named = f'<i style="background:{css}"></i>{escape(state)}'
+    return named, now.ago(learner.get("seen_s_ago")), decimal(learner.get("loss")), count(learner.get("tokens_per_s"))
+
+
 def _fragments(report: Report) -> str:
     fragments: Sequence[Mapping[str, Any]] = report.get("fragments") or []
     if not fragments:
         return ""
-    head = ("fragment", "parameters", "merged by", "owner", "versions", "tokens merged", "state")
+    lives, rounds = bool(report.get("now")), now.rounds(report)
+    head = ("fragment", "parameters", "merged by", "owner", *(("epoch", "round", "last merge", "of") if lives else ()))
+    head += ("versions", "tokens merged", "state")
     rows = [
         [
             str(int(fragment.get("fragment", 0))),
             count(fragment.get("parameters")),
             "average" if fragment.get("embedding") else "direction",
             escape(str(fragment.get("owner", ""))),
+            *(_last_merge(fragment, rounds) if lives else ()),
             count(fragment.get("versions")),
             count(fragment.get("tokens_merged")),
             f"<code>{escape(str(fragment.get('state_hash', ''))[:16])}</code>",
@@ -314,12 +351,21 @@ def _fragments(report: Report) -> str:
         for fragment in fragments
     ]
     total = count(sum(fragment.get("parameters") or 0 for fragment in fragments))
+    shown = " open" if lives and len(fragments) <= MAX_OPEN else ""
     return html.section(
         "Fragments",
         f"{len(fragments)} fragments of {total} parameters. The state is the start of the hash of a fragment's last version, "
         "which is the same on every machine.",
-        f"<details><summary>Show all</summary>{html.wide(html.table(head, rows))}</details>",
+        f"<details{shown}><summary>Show all</summary>{html.wide(html.table(head, rows))}</details>",
     )
+
+
+def _last_merge(fragment: Mapping[str, Any], rounds: Mapping[int, str]) -> tuple[str, ...]:
+    members = [str(name) for name in fragment.get("members") or []][:MAX_MEMBERS]
+    others = int(fragment.get("members_count") or len(members)) - len(members)
+    shown = ", ".join(members) + (f" and {others} more" if others > 0 else "")
+    opened = rounds.get(int(fragment.get("fragment", 0)), MISSING)
+    return count(fragment.get("epoch")), opened, duration(fragment.get("merged_at_s")), escape(shown)
 
 
 def _data(report: Report) -> str:
@@ -409,34 +455,27 @@ def _changes(report: Report) -> str:
 # --- small parts ----------------------------------------------------------------------------------------------------
 
 
-def _learners_of(report: Report) -> dict[str, Mapping[str, Any]]:
-    learners: Mapping[str, Mapping[str, Any]] = report.get("learners") or {}
-    return {str(name): learners[name] for name in sorted(learners, key=_natural)}
-
-
-def _colours(report: Report) -> dict[str, str]:
-    """Return colours by the number in the name, as in the live view and the logs."""
-    return {
-        name: f"var(--s{(number if number >= 0 else place) % _COLOURS})"
-        for place, name in enumerate(_learners_of(report))
-        for _, number, _ in (_natural(name),)
-    }
-
-
-def _natural(name: str) -> tuple[str, int, str]:
-    stem, _, number = name.rpartition("-")
-    return (stem, int(number), name) if stem and number.isdecimal() and len(number) < 10 else (name, -1, name)
-
-
-def _end_s(report: Report) -> float:
-    series = report.get("series") or {}
-    ends = [float(span[1]) for spans in (series.get("activity") or {}).values() for span in spans]
-    return max([float(report.get("wall_s") or 0.0), *ends, *(float(merged["wall_s"]) for merged in series.get("merges") or [])])
-
-
-def _ratio(part: object, whole: object) -> float | None:
-    return float(part) / float(whole) if finite(part) and finite(whole) and whole else None
 
 
 def _sum(values: Mapping[str, Any], *keys: str) -> float:
     return float(sum(values.get(key) or 0 for key in keys))
+
+
+PARTS: dict[str, Callable[[Report], str]] = {
+    "headline": _headline,
+    "alerts": now.alerts,
+    "loss": _losses,
+    "values": _values,
+    "others": _others_and_traffic,
+    "activity": _activity,
+    "merges": _merges,
+    "regions": _regions,
+    "learners": _learners,
+    "syncers": now.syncers,
+    "fragments": _fragments,
+    "events": now.events,
+    "data": _data,
+    "sample": _sample,
+    "settings": _settings,
+    "changes": _changes,
+}

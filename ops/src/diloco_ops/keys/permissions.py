@@ -135,7 +135,7 @@ def _coordinator(who: Who, names: Subjects) -> _Granted:
         (names.coordinator, ANSWERS, names.changed),
         (names.coordinator, names.status, names.heartbeat(), names.shard(), names.changed),
     )
-    control += _read_bucket(names) + _keys(names, "coordinator")
+    control += _read_bucket(names) + _keys(names, "coordinator", "history")
     if who.founder:  # a server lets nobody set a key once and not again
         control += _keys(names, "protocol", "run")
     control += _api("STREAM.CREATE", _store(names))

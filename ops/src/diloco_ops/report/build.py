@@ -14,11 +14,11 @@ from diloco.core.ledger import Ledger
 from diloco.errors import RunError
 from diloco.process.tape import load_all
 from diloco.service.rundir import RunDirectory
-from diloco_ops.report import reference, regions
+from diloco_ops.report import reference
 from diloco_ops.report.reference import Reference
+from diloco_report import regions, traffic
 
 FORMAT = 1
-BFLOAT16_BYTES = 2
 
 
 def read_ledger(directory: RunDirectory, run: bytes, series: Mapping[str, Any], fragments: int) -> Ledger:
@@ -103,7 +103,9 @@ def build(found: Findings) -> dict[str, Any]:
         "data": _data(
             found.ledger, found.sizes, settings.epochs(mean([chain.tokens_merged for chain in found.chains], found.sizes))
         ),
-        "traffic": _traffic(found, learners),
+        "traffic": traffic.compared(
+            learners, found.map.parameters, regions.borders(settings.regions.names, series, found.links)
+        ),
         "regions": places,
         "together": regions.together(places, series["merges"], series["wall_s"]) if places else [],
         "settings": settings.model_dump(),
@@ -121,6 +123,7 @@ def build(found: Findings) -> dict[str, Any]:
             "traffic": [list(point) for point in series.get("traffic", ())],
             "activity": {name: heard["activity"] for name, heard in series["learners"].items()},
             "merges": series["merges"],
+            "merges_every": series.get("merges_every", 1),  # an older version keeps all
             "rollbacks": list(series.get("rollbacks", ())),
         },
     }
@@ -184,25 +187,6 @@ def _data(ledger: Ledger, sizes: Sequence[int], epochs: Mapping[str, float]) -> 
         ],
         "own": ledger.own_tokens(sizes),
         "errors": ledger.errors + ledger.untrained(),
-    }
-
-
-def _traffic(found: Findings, learners: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the bytes that learners sent and received, beside a ring all-reduce of bfloat16 gradients at every step.
-
-    Such a ring sends, and receives, 2 (M - 1) / M of the model a learner of M.
-    """
-    steps, bytes_up, bytes_down = (
-        sum(learner[key] for learner in learners.values()) for key in ("steps", "bytes_up", "bytes_down")
-    )
-    ring = 2 * max(0, len(learners) - 1) / max(1, len(learners))
-    data_parallel = round(2 * steps * ring * found.map.parameters * BFLOAT16_BYTES)
-    return {
-        "bytes_up": bytes_up,
-        "bytes_down": bytes_down,
-        "bytes_data_parallel": data_parallel,
-        "ratio": data_parallel / (bytes_up + bytes_down) if bytes_up + bytes_down else None,
-        "borders": regions.borders(found.directory.settings.regions.names, found.series, found.links),
     }
 
 

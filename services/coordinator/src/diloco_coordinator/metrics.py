@@ -12,6 +12,7 @@ from diloco_coordinator.monitor import Monitor
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
+    from diloco_coordinator.page.server import PageServer
     from diloco_coordinator.service import Coordinator
 
 STATES = ("waiting", "training", "closing", "finished")
@@ -24,6 +25,7 @@ class Moment:
     coordinator: Coordinator
     monitor: Monitor | None
     now_s: float
+    page: PageServer | None
 
 
 class ObservedCoordinator:
@@ -33,6 +35,7 @@ class ObservedCoordinator:
 
     def __init__(self, coordinator: Coordinator, labels: Mapping[str, str]) -> None:
         self.coordinator, self.labels = coordinator, labels
+        self.page: PageServer | None = None
 
     def waits_for(self) -> str | None:
         return None if self.coordinator.leads or self.coordinator.follows else "word of who leads"
@@ -42,12 +45,17 @@ class ObservedCoordinator:
 
     def families(self) -> Iterator[Family]:
         coordinator = self.coordinator
-        return families(METRICS, Moment(coordinator, coordinator.monitor, coordinator.now_s()), self.labels)
+        return families(METRICS, Moment(coordinator, coordinator.monitor, coordinator.now_s(), self.page), self.labels)
 
 
 def _run(value: Callable[[Monitor, float], Values]) -> Callable[[Moment], Values]:
     """Read a value of the run, which the leader alone has."""
     return lambda moment: None if moment.monitor is None else value(moment.monitor, moment.now_s)
+
+
+def _page(value: Callable[[PageServer], Values]) -> Callable[[Moment], Values]:
+    """Read a value of the page, where one is served."""
+    return lambda moment: None if moment.page is None else value(moment.page)
 
 
 def _away(monitor: Monitor, now_s: float) -> Labelled:
@@ -124,6 +132,24 @@ METRICS: tuple[Metric[Moment], ...] = (
     ),
     Metric(
         "diloco_coordinator_region_away", "gauge", "1 for a region of which nobody is heard", _run(_away), ("other_region",)
+    ),
+    Metric(
+        "diloco_coordinator_page_viewers",
+        "gauge",
+        "Browsers that are shown the run's page",
+        _page(lambda page: page.viewers.count),
+    ),
+    Metric(
+        "diloco_coordinator_page_frames_dropped_total",
+        "counter",
+        "Frames that viewers of the page did not take before the next one; each got the newest state later",
+        _page(lambda page: page.viewers.dropped),
+    ),
+    Metric(
+        "diloco_coordinator_page_drawing_seconds_total",
+        "counter",
+        "Processor time that drawing the page took",
+        _page(lambda page: page.drawing.cost_s),
     ),
     Metric(
         "diloco_coordinator_refused_messages_total",

@@ -18,13 +18,15 @@ from diloco.settings.run import RunSettings
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Record
 from diloco.wire.fields import MAX_SYNCERS
+from diloco_coordinator.crossing import Crossing
+from diloco_coordinator.merges import Merges
 from diloco_coordinator.presence import Absence, Presence
+from diloco_coordinator.thinning import evenly, halved
 from diloco_coordinator.traffic import Traffic
 
 MAX_POINTS = 2000  # of a learner's loss, or of the validation's; every second one goes when there are more
 STATUS_POINTS = 120  # as many as a terminal's chart can show
 MAX_TRAINED = 4096  # ranges that one learner's processes trained: one more for each break in the order of their batches
-MAX_PROCESSES = 16  # of one syncer whose bytes by region are told apart; those of the oldest are added up
 RATE_EVERY_S = 1.0  # a shorter time between two heartbeats says little about a rate
 
 
@@ -36,6 +38,7 @@ class _Learner:
     activity: list[tuple[float, float, str]] = field(default_factory=list)  # from, to, state
     rate: Average = field(default_factory=lambda: Average(0.3))
     rate_mark: tuple[float, int] = (0.0, 0)
+    began_at: int = 0  # versions of the run when it was heard first
 
 
 class Monitor:
@@ -49,12 +52,10 @@ class Monitor:
         self.merged: dict[str, dict[int, tuple[int, int]]] = {}  # by learner and fragment: versions and tokens
         self.shards: dict[str, tuple[ShardHeartbeat, float]] = {}
         self.presence = Presence(settings.regions.names, settings.regions.away_s)
-        self.places: dict[str, str] = {}  # by learner and syncer: its region, in a run with regions
-        # by syncer and incarnation, since each counts from 0: by other region, bytes sent there and received from there
-        self.crossing: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
+        self.crossing = Crossing(settings.regions.names)
         self.traffic = Traffic()
         self.validation: list[tuple[float, int, float]] = []
-        self.merges: list[dict[str, Any]] = []
+        self.merges = Merges(len(fragment_map.fragments))
         self.rollbacks: dict[int, dict[str, Any]] = {}  # by the number of the change that orders it
         self.versions = [0] * len(fragment_map.fragments)
         self.tokens = [0] * len(fragment_map.fragments)
@@ -63,7 +64,8 @@ class Monitor:
         self.closed: set[int] = set()
         self.ledger = Ledger(len(fragment_map.fragments))
         self._ranges: Counter[str] = Counter()  # by learner: of its processes, in the ledger
-        self._drawn: set[tuple[int, int]] = set()  # merges of an earlier process: (fragment, version)
+        self.epochs = [0] * len(fragment_map.fragments)
+        self.last_merges: dict[int, tuple[float, list[str]]] = {}  # by fragment: when, and of whom
 
     @property
     def settings(self) -> RunSettings:
@@ -93,11 +95,13 @@ class Monitor:
         """Take in the heartbeat of an admitted learner."""
         self.presence.hear(heartbeat.region, now_s)
         self._train(heartbeat)
-        self._place(heartbeat.learner, heartbeat.region)
+        self.crossing.place(heartbeat.learner, heartbeat.region)
         self.traffic.hear(heartbeat.learner, heartbeat.incarnation, heartbeat.bytes_up, heartbeat.bytes_down, now_s)
         known = self.learners.get(heartbeat.learner)
         if known is None:
-            known = self.learners[heartbeat.learner] = _Learner(heartbeat, now_s, rate_mark=(now_s, heartbeat.tokens))
+            known = self.learners[heartbeat.learner] = _Learner(
+                heartbeat, now_s, rate_mark=(now_s, heartbeat.tokens), began_at=sum(self.versions)
+            )
             past = self.past.pop(heartbeat.learner, None)
             if past is not None:
                 known.points, known.activity = _points(past), _activity_of(past)
@@ -125,11 +129,8 @@ class Monitor:
             return
         self.shards[heartbeat.syncer] = (heartbeat, now_s)
         self.presence.hear(heartbeat.region, now_s)
-        self._place(heartbeat.syncer, heartbeat.region)
-        if heartbeat.crossing and heartbeat.syncer in self.places:
-            others = {to: (sent, received) for to, sent, received in heartbeat.crossing if to in self.presence.regions}
-            self.crossing[heartbeat.syncer, heartbeat.incarnation] = others
-            self._forget_processes(heartbeat.syncer)
+        self.crossing.place(heartbeat.syncer, heartbeat.region)
+        self.crossing.hear(heartbeat)
 
     def _train(self, heartbeat: Heartbeat) -> None:
         """Enter what a learner trained, up to a bound for all its processes: it may begin again as often as it likes."""
@@ -139,23 +140,10 @@ class Monitor:
             self.ledger.train(process, heartbeat.trained, heartbeat.batch_tokens)
             ranges_of[heartbeat.learner] += max(1, len(self.ledger.trained[process]) - before)
 
-    def _forget_processes(self, syncer: str) -> None:
-        """Add the bytes of a syncer's oldest process to the next one's while there are too many: incarnations are its word."""
-        own = sorted(incarnation for name, incarnation in self.crossing if name == syncer)
-        if len(own) > MAX_PROCESSES:
-            oldest, kept = self.crossing.pop((syncer, own[0])), self.crossing[syncer, own[1]]
-            for region, (sent, received) in oldest.items():
-                known = kept.get(region, (0, 0))
-                kept[region] = known[0] + sent, known[1] + received
-
-    def _place(self, member: str, region: str) -> None:
-        if region in self.presence.regions:
-            self.places[member] = region
-
     def entry(self, record: Record, now_s: float) -> None:
         """Take in a log entry."""
         index = record.fragment
-        self.owners[index] = record.syncer
+        self.owners[index], self.epochs[index] = record.syncer, record.epoch
         if record.closing:
             self.closed.add(index)
         self.accounted = max(self.accounted, record.tokens_merged + record.tokens_lost)
@@ -171,23 +159,8 @@ class Monitor:
         for member in record.members:
             versions, tokens = self.merged.setdefault(member.learner, {}).get(index, (0, 0))
             self.merged[member.learner][index] = (versions + 1, tokens + member.tokens)
-        if (index, record.version) in self._drawn:
-            return
-        total = sum(member.weight for member in record.members)
-        self.merges.append(
-            {
-                "wall_s": round(now_s, 3),
-                "fragment": index,
-                "version": record.version,
-                "syncer": record.syncer,
-                "members": [
-                    [m.learner, m.weight / total if total else 0.0, record.version - 1 - m.base_version, m.steps]
-                    for m in record.members
-                ],
-                "quorum_s": round(record.quorum_s, 4),
-                "duration_s": round(record.round_s, 4),
-            }
-        )
+        self.last_merges[index] = (now_s, [member.learner for member in record.members])
+        self.merges.note(record, now_s)
 
     # ---- output
 
@@ -230,16 +203,6 @@ class Monitor:
         """Return the mean over fragments, weighted by parameters."""
         return self._mean(dict(enumerate(self.tokens)))
 
-    def borders(self) -> dict[tuple[str, str], int]:
-        """Return payload bytes by border (from one region to another), as counted by the syncers on both sides."""
-        sizes: dict[tuple[str, str], int] = {}
-        for (syncer, _), others in self.crossing.items():
-            home = self.places[syncer]
-            for other, (sent, received) in others.items():
-                sizes[home, other] = sizes.get((home, other), 0) + sent
-                sizes[other, home] = sizes.get((other, home), 0) + received
-        return sizes
-
     @property
     def state(self) -> str:
         if len(self.closed) == len(self.map.fragments):
@@ -250,6 +213,16 @@ class Monitor:
 
     def status(self, now_s: float) -> dict[str, Any]:
         """Return the status as in ``docs/report.md``."""
+        return self.facts(now_s) | {
+            "validation": [_rounded(*point) for point in evenly(self.validation, STATUS_POINTS)],
+            "loss": {
+                name: [_rounded(at, tokens, loss) for at, tokens, _, loss in evenly(learner.points, STATUS_POINTS)]
+                for name, learner in sorted(self.learners.items())
+            },
+        }
+
+    def facts(self, now_s: float) -> dict[str, Any]:
+        """Return the status without its curves."""
         processed = self.tokens_processed()
         rate = self.tokens_per_s(now_s)
         left = max(0, self.settings.tokens - processed)
@@ -279,15 +252,14 @@ class Monitor:
             ],
             "own_data": self.ledger.own_tokens([fragment.size for fragment in self.map.fragments]),
             "regions": self._regions(now_s),
-            "validation": [_rounded(*point) for point in _thin(self.validation, STATUS_POINTS)],
-            "loss": {
-                name: [_rounded(at, tokens, loss) for at, tokens, _, loss in _thin(learner.points, STATUS_POINTS)]
-                for name, learner in sorted(self.learners.items())
-            },
         }
 
     def series(self, now_s: float) -> dict[str, Any]:
         """Return the report's data that the log does not hold."""
+        return self.curves(now_s) | {"ledger": self.ledger.dump()}
+
+    def curves(self, now_s: float) -> dict[str, Any]:
+        """Return the series without the ledger. Lists are copies: a picture may be drawn of them in another thread."""
         return {
             "wall_s": now_s,
             "rounds": sum(heartbeat.rounds for heartbeat, _ in self.shards.values()),
@@ -295,36 +267,30 @@ class Monitor:
             | {
                 name: {
                     **self._learner(learner, now_s),
-                    "lost_tokens": self._mean(dict(enumerate(learner.heartbeat.lost_tokens))),
-                    "points": [list(point) for point in learner.points],
-                    "activity": [list(span) for span in learner.activity],
+                    "points": learner.points[:],
+                    "activity": learner.activity[:],
                 }
                 for name, learner in sorted(self.learners.items())
             },
             "shards": {name: _shard(heartbeat, now_s - seen_s) for name, (heartbeat, seen_s) in sorted(self.shards.items())},
-            "validation": [list(point) for point in self.validation],
+            "validation": self.validation[:],
             "traffic": self.traffic.until(now_s),
-            "merges": self.merges,
+            **self.merges.dump(),
             "rollbacks": list(self.rollbacks.values()),
-            "places": self.places,
             "absences": [[absence.region, absence.from_s, absence.to_s] for absence in self.presence.absences()],
-            "crossing": [
-                [syncer, incarnation, to, sent, received]
-                for (syncer, incarnation), regions in self.crossing.items()
-                for to, (sent, received) in regions.items()
-            ],
-            "ledger": self.ledger.dump(),
+            **self.crossing.dump(),
         }
 
     def resume(self, series: Mapping[str, Any]) -> None:
-        """Continue the series that an earlier process of this run wrote.
+        """Continue the series that an earlier process of this run wrote; without a ledger, if another machine's kept it.
 
         Raises:
             KeyError, TypeError, ValueError, AttributeError: they are damaged; nothing has changed.
         """
-        ledger = Ledger.load(len(self.versions), series["ledger"])
+        fragments = len(self.versions)
+        ledger = Ledger.load(fragments, series["ledger"]) if "ledger" in series else Ledger(fragments)
         validation = [(float(a), int(b), float(c)) for a, b, c in series["validation"]]
-        past, merges = dict(series["learners"]), list(series["merges"])
+        past, merges = dict(series["learners"]), Merges.load(fragments, series)
         for learner in past.values():  # so that damage is noticed now, not when the learner is heard
             int(learner["tokens"])
             _points(learner)
@@ -332,15 +298,10 @@ class Monitor:
         # an older version writes no rollbacks and no traffic
         traffic = Traffic.resumed(series.get("traffic", ()), past)
         rollbacks = {int(rollback["change"]): dict(rollback) for rollback in series.get("rollbacks", ())}
-        places = {str(member): str(region) for member, region in series["places"].items()}
+        crossing = Crossing.load(self.presence.regions, series)
         absences = [Absence(str(region), float(a), None if b is None else float(b)) for region, a, b in series["absences"]]
-        crossing: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
-        for syncer, incarnation, to, sent, received in series["crossing"]:
-            crossing.setdefault((str(syncer), int(incarnation)), {})[str(to)] = (int(sent), int(received))
-            places[str(syncer)]  # a KeyError: the series are damaged
-        self._drawn = {(merge["fragment"], merge["version"]) for merge in merges}
         self.presence.resume(absences, float(series["wall_s"]))
-        self.places, self.crossing, self.rollbacks, self.traffic = places, crossing, rollbacks, traffic
+        self.crossing, self.rollbacks, self.traffic = crossing, rollbacks, traffic
         self.ledger, self.validation, self.past, self.merges = ledger, validation, past, merges
         for (learner, _), trained in ledger.trained.items():
             self._ranges[learner] += max(1, len(trained))
@@ -358,6 +319,7 @@ class Monitor:
             "step": heartbeat.step,
             "tokens": heartbeat.tokens,
             "tokens_merged": self._mean({index: tokens for index, (_, tokens) in merged.items()}),
+            "lost_tokens": self._mean(dict(enumerate(heartbeat.lost_tokens))),
             "tokens_per_s": learner.rate.get(),
             "loss": heartbeat.loss,
             "step_s": heartbeat.step_s,
@@ -372,15 +334,15 @@ class Monitor:
         }
 
     def _regions(self, now_s: float) -> dict[str, Any]:
-        heard, away, borders = self.heard(now_s), self.presence.away(), self.borders()
+        heard, away, borders = self.heard(now_s), self.presence.away(), self.crossing.borders()
         regions = {}
         for name in self.presence.regions:
-            members = {member for member, region in self.places.items() if region == name}
+            members = {member for member, region in self.crossing.places.items() if region == name}
             regions[name] = {
                 "members": len(members),
                 "heard": len(members & heard),
                 "away_s": now_s - away[name] if name in away else None,
-                "fragments": sum(self.places.get(owner) == name for owner in self.owners),
+                "fragments": sum(self.crossing.places.get(owner) == name for owner in self.owners),
                 "bytes_in": sum(size for (_, to), size in borders.items() if to == name),
                 "bytes_out": sum(size for (source, _), size in borders.items() if source == name),
             }
@@ -410,8 +372,7 @@ def _extend(spans: list[tuple[float, float, str]], now_s: float, state: str, see
     else:
         spans.append((now_s if seen_s is None or not spans else seen_s, now_s, state))
         if len(spans) > MAX_POINTS:  # a learner may say another state in each heartbeat: of two spans one is kept
-            pairs = zip(spans[:-1:2], spans[1:-1:2], strict=False)
-            spans[:-1] = [(a[0], b[1], max(a, b, key=lambda span: span[1] - span[0])[2]) for a, b in pairs]
+            spans[:] = halved(spans)
 
 
 def _shard(heartbeat: ShardHeartbeat, ago_s: float) -> dict[str, Any]:
@@ -439,11 +400,3 @@ def _shard(heartbeat: ShardHeartbeat, ago_s: float) -> dict[str, Any]:
 def _rounded(at_s: float, tokens: int, loss: float) -> list[float]:
     """Return a short point for the status, which travels often, and over thin links."""
     return [round(at_s, 2), tokens, round(loss, 5)]
-
-
-def _thin(points: list[Any], limit: int) -> list[Any]:
-    """Return about ``limit`` of the points at most, evenly spaced, the last one included."""
-    if len(points) <= limit:
-        return points
-    step = -(-len(points) // limit)
-    return [*points[:-1][::step], points[-1]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
@@ -18,11 +20,21 @@ class SeriesFile:
         self.path, self.log = directory / "series.json", log
         self._complaint = Complaint(log)
 
-    def resume(self, monitor: Monitor) -> float | None:
-        """Let a monitor continue the series; return the seconds that they cover, or None without usable series."""
+    def resume(self, monitor: Monitor, stored: Mapping[str, Any] | None = None) -> float | None:
+        """Let a monitor continue the series of the file, or those that another coordinator stored, if these cover more.
+
+        Return the seconds that they cover, or None without usable series.
+        """
+        covered_s = None if stored is None else self._resume(monitor, lambda: stored, 0.0)
+        read_s = self._resume(monitor, lambda: json.loads(self.path.read_text()), covered_s or 0.0)
+        return covered_s if read_s is None else read_s
+
+    def _resume(self, monitor: Monitor, read: Callable[[], Any], beyond_s: float) -> float | None:
         try:
-            series = json.loads(self.path.read_text())
+            series = read()
             covered_s = float(series["wall_s"])
+            if covered_s < beyond_s:
+                return None
             monitor.resume(series)
         except FileNotFoundError:
             return None

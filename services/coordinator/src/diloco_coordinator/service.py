@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import statistics
 import sys
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -19,12 +21,12 @@ from diloco.control.gate import HeartbeatGate
 from diloco.control.hearing import hear
 from diloco.core import tape as events
 from diloco.core.leadership import Leadership
-from diloco.errors import AppendUncertainError, FenceError, RewoundError
+from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError, RewoundError
 from diloco.log.log import Log
 from diloco.log.stream import Refusal
 from diloco.process import observe
 from diloco.process.observe import Counted, Logger, Progress
-from diloco.process.retry import until_available
+from diloco.process.retry import Complaint, until_available
 from diloco.process.tape import Recorder, TapeFile, Unrecorded
 from diloco.process.tasks import end
 from diloco.service import skeleton as service
@@ -35,10 +37,18 @@ from diloco.wire import framing
 from diloco.wire.control import CoordinatorHeartbeat, Heartbeat, ShardHeartbeat
 from diloco.wire.fields import MemberName
 from diloco.wire.subjects import Subjects
+from diloco_coordinator import overview
+from diloco_coordinator.alerts import Alerts
+from diloco_coordinator.history import History, Past, pack
 from diloco_coordinator.metrics import ObservedCoordinator
 from diloco_coordinator.monitor import Monitor
 from diloco_coordinator.series import SeriesFile, as_text
 
+if TYPE_CHECKING:
+    from diloco_coordinator.page.server import PageServer
+
+HISTORY_EVERY_S = 10.0  # at least: a standby's page may be so old, and a successor knows no more of losses
+HISTORY_BYTES_S = 8192  # on average, which a thin link to the control store has room for
 SAVE_EVERY_S = 5.0  # at most so much of the series is lost with a process; writing a long one takes a tenth of a second
 LAST_HEARTBEATS_S = 1.0  # two heartbeats of every member, which say that it has finished
 TICK_S = 0.5  # between the leader's own heartbeats: four fit into leadership.SILENCE_S
@@ -75,7 +85,9 @@ class Coordinator:
         self._clock = asyncio.get_running_loop().time
         self._began_s = self._clock()
         self._leadership = Leadership(settings.name, transport.random_bytes(8), self._clock())
-        self._finished = False
+        self.finished = False
+        self.history = History(run.registry)
+        self._alerts = Alerts()
         self.monitor: Monitor | None = None  # while this process leads
         self._gate: HeartbeatGate | None = None  # and of its heartbeats
         self.ticked_s = self._clock()  # time of the last tick of the leadership
@@ -99,7 +111,7 @@ class Coordinator:
         await self.transport.subscribe(self.subjects.status, self._answer)
         await self.transport.subscribe(self.subjects.heartbeat(), self._hear)
         await hear(self.transport, self.subjects.shard(), ShardHeartbeat, identity, self._hear_shard, refused)
-        while not self._finished:
+        while not self.finished:
             await self._tick()
             if self._leadership.leads:
                 await self._lead()
@@ -114,7 +126,7 @@ class Coordinator:
             await end(watching)
         if self._leadership.leads:
             self.save()
-            self._finished = True
+            self.finished = True
             await self._heartbeat()
         else:
             self.monitor = self._gate = None
@@ -149,12 +161,12 @@ class Coordinator:
             return None
 
     async def _heartbeat(self) -> None:
-        heartbeat = CoordinatorHeartbeat(self.settings.name, self._leadership.revision, self._finished, __version__)
+        heartbeat = CoordinatorHeartbeat(self.settings.name, self._leadership.revision, self.finished, __version__)
         await self.transport.publish(self.subjects.coordinator, framing.pack(heartbeat, self.run.identity))
 
     async def _hear_coordinator(self, heartbeat: CoordinatorHeartbeat, _: Heard) -> None:
         self._leadership.hear(heartbeat.revision, self._clock())
-        self._finished = self._finished or heartbeat.finished
+        self.finished = self.finished or heartbeat.finished
 
     async def _watch(self) -> None:
         """Watch the run until it is finished."""
@@ -163,9 +175,11 @@ class Coordinator:
         await until_available(self.follower.look, self.log)
         monitor = Monitor(self.run.name, self.run.created, fragment_map, self.settings.nats_url)
         monitor.change(self.run.now)
-        covered_s = self.series.resume(monitor)
+        past = await self._past()
+        covered_s = self.series.resume(monitor, None if past is None else past.curves)
         if covered_s is not None:
             self._began_s = self._clock() - covered_s
+        self._alerts = self._continued(past)
         self.monitor = monitor
         self._gate = gate = HeartbeatGate(self.run, fragment_map, self.refused, self._hear_learner, self._hear_evaluator)
         async with asyncio.TaskGroup() as group:
@@ -173,6 +187,7 @@ class Coordinator:
                 self._follow(monitor),
                 self._save_regularly(monitor),
                 self._note_presence(monitor),
+                self._keep_history(monitor, self._leadership.revision),
                 self.follower.follow(),
                 gate.work(),
             )
@@ -247,6 +262,7 @@ class Coordinator:
             await asyncio.sleep(NOTE_EVERY_S)
             self._note_members(monitor)
             self._note_regions(monitor)
+            self._alerts.note(monitor, self.now_s())
 
     def _note_members(self, monitor: Monitor) -> None:
         """Note on the tape which members came, and which are gone."""
@@ -282,6 +298,49 @@ class Coordinator:
         losses = [heartbeat.loss for heartbeat in live if heartbeat.loss is not None]
         loss = round(statistics.fmean(losses), 4) if losses else None
         return counts, {"state": monitor.state, "learners": len(live), "loss": loss, "refused": self.refused.total}
+
+    def picture(self) -> dict[str, Any] | None:
+        """Return all that the run's page shows but the curves; None while another coordinator leads."""
+        if self.monitor is None:
+            return None
+        return overview.picture(self.monitor, self._alerts, self.follower.known, self.now_s())
+
+    async def _past(self) -> Past | None:
+        try:
+            return await until_available(self.history.read, self.log)
+        except FormatError as error:
+            self.log.warning("history_unreadable", reason=str(error))
+            return None
+
+    def _continued(self, past: Past | None) -> Alerts:
+        """Return the alerts and events that a coordinator before this one stored, and that this one leads."""
+        alerts = Alerts()
+        if past is not None:
+            try:
+                alerts.resume(past.picture, self.now_s())
+            except (LookupError, TypeError, ValueError) as error:
+                self.log.warning("history_unreadable", reason=repr(error))
+        alerts.tell(f"{self.settings.name} leads", self.now_s())
+        return alerts
+
+    async def _keep_history(self, monitor: Monitor, term: int) -> None:
+        """Store the run's history, until a coordinator of a later term does."""
+        complaint = Complaint(self.log)
+        while True:
+            size = 0
+            try:
+                if self._leadership.sure(self._clock()) and (picture := self.picture()) is not None:
+                    past = Past(term, self.transport.wall_s(), picture, monitor.curves(self.now_s()))
+                    packed = await asyncio.to_thread(pack, past)
+                    await self.history.write(packed, term)
+                    size = len(packed)
+                    complaint.over()
+            except FenceError:
+                self.log.warning("history_fenced", revision=term)
+                return
+            except (BrokerError, FormatError) as error:
+                complaint.warn("history_not_stored", reason=str(error))
+            await asyncio.sleep(max(HISTORY_EVERY_S, size / HISTORY_BYTES_S))
 
     def save(self) -> None:
         """Write the series to the state directory, if this process leads."""
@@ -319,11 +378,39 @@ async def _serve(settings: CoordinatorSettings, exporter: Exporter, log: Logger)
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
         coordinator = Coordinator(transport, run, settings, log, tape)
         exporter.observed = ObservedCoordinator(coordinator, exporter.labels())
-        await coordinator.serve()
+        async with page_of(coordinator, settings, log) as page:
+            exporter.observed.page = page
+            await coordinator.serve()
     finally:
         if coordinator is not None:
             coordinator.save()
         await transport.close()
+
+
+@contextlib.asynccontextmanager
+async def page_of(coordinator: Coordinator, settings: CoordinatorSettings, log: Logger) -> AsyncIterator[PageServer | None]:
+    """Serve the run's page, where an address is set.
+
+    Raises:
+        SettingsError: the address cannot be used, or needs a token.
+    """
+    if not settings.page_address:
+        yield None
+        return
+    # here rather than above: these take a fifth of a second to import
+    from diloco_coordinator.page.drawing import Drawing
+    from diloco_coordinator.page.guard import check
+    from diloco_coordinator.page.server import PageServer
+    from diloco_coordinator.page.source import CoordinatorSource
+
+    token = check(settings.page_address, settings.page_token_file)
+    drawing = Drawing(CoordinatorSource(coordinator), coordinator.transport.random_bytes(6).hex(), log)
+    server = PageServer(drawing, settings.page_address, token, log)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
 
 
 def _main() -> int:

@@ -230,6 +230,17 @@ class CoordinatorSettings(ServiceSettings):
     """The coordinator's own settings; ``settings`` is the run that it creates if the server does not have it yet."""
 
     settings: RunSettings = RunSettings()
+    page_address: str = Field("", description="HOST:PORT that the run's page is served at; empty: nowhere (watching.md)")
+    page_token_file: Path | None = Field(
+        None, description="file of the token that the page asks for; needed where others than this machine reach its address"
+    )
+
+    @field_validator("page_address")
+    @classmethod
+    def _is_place(cls, value: str) -> str:
+        if value:
+            host_and_port(value, "page_address")
+        return value
 
     @field_validator("settings", mode="before")
     @classmethod

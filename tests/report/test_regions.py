@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_ops.report import regions
+from diloco_report import regions
 
 PLACES = {"ann": "us", "bob": "eu", "bea": "eu", "s-us": "us", "s-eu": "eu"}
 

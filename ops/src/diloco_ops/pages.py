@@ -1,0 +1,59 @@
+"""The addresses of a run's page that ``diloco up`` has its coordinators serve, and the browser that shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import webbrowser
+
+from diloco.errors import SettingsError
+from diloco.settings.service import host_and_port
+from diloco_ops.broker.server import free_ports
+
+ANYWHERE = "127.0.0.1:0"  # any free port: runs beside each other do not meet
+NOWHERE = "none"
+HELP = f"HOST:PORT of the run's page; {NOWHERE}: nowhere. Default: a free port of this machine."
+
+
+def addresses(wanted: str, coordinators: int) -> list[str]:
+    """Return an address for each coordinator's page: the one that is wanted, others where somebody listens there.
+
+    Raises:
+        SettingsError: it is no address.
+    """
+    if wanted == NOWHERE:
+        return []
+    try:
+        host, port = host_and_port(wanted, "page_address")
+    except ValueError:
+        raise SettingsError(f"--page {wanted}: expected HOST:PORT, for example 127.0.0.1:8420, or {NOWHERE}") from None
+    first, *others = free_ports(coordinators)
+    if port and _is_free(host, port):
+        first = port
+    elif port:
+        print(f"note: --page {wanted}: somebody listens there; the run's page is at port {first}", file=sys.stderr)
+    shown = f"[{host}]" if ":" in host else host
+    return [f"{shown}:{each}" for each in (first, *others)]
+
+
+def link(address: str) -> str:
+    """Return the page's address as a browser takes it."""
+    return f"http://{address}/"
+
+
+def show(address: str) -> None:
+    """Open the page in this machine's browser, where there is one."""
+    with contextlib.suppress(webbrowser.Error):
+        webbrowser.open(link(address))
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        family, kind, number, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,45 @@
+"""Facts of a report that several of its parts go by: who there was, in which order and colour, and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from diloco_report.units import finite
+
+Report = Mapping[str, Any]
+
+COLOURS = 8  # --s0 to --s7 of the style sheet
+
+
+def learners_of(report: Report) -> dict[str, Mapping[str, Any]]:
+    """Return the learners by name, in the order of the numbers in their names."""
+    learners: Mapping[str, Mapping[str, Any]] = report.get("learners") or {}
+    return {str(name): learners[name] for name in sorted(learners, key=natural)}
+
+
+def colours(report: Report) -> dict[str, str]:
+    """Return colours by the number in the name, as in the live view and the logs."""
+    return {
+        name: f"var(--s{(number if number >= 0 else place) % COLOURS})"
+        for place, name in enumerate(learners_of(report))
+        for _, number, _ in (natural(name),)
+    }
+
+
+def natural(name: str) -> tuple[str, int, str]:
+    """Return the key to sort a name by: a number at its end counts as a number."""
+    stem, _, number = name.rpartition("-")
+    return (stem, int(number), name) if stem and number.isdecimal() and len(number) < 10 else (name, -1, name)
+
+
+def until_s(report: Report) -> float:
+    """Return the time at which the run ended, or until which it is known."""
+    series = report.get("series") or {}
+    ends = [float(span[1]) for spans in (series.get("activity") or {}).values() for span in spans]
+    return max([float(report.get("wall_s") or 0.0), *ends, *(float(merged["wall_s"]) for merged in series.get("merges") or [])])
+
+
+def ratio(part: object, whole: object) -> float | None:
+    """Return a quotient, or None where it is not known."""
+    return float(part) / float(whole) if finite(part) and finite(whole) and whole else None

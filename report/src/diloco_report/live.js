@@ -1,0 +1,43 @@
+// Goes on with a page that a server gave out: takes over parts that were drawn again, and says when nothing comes.
+(() => {
+  const parts = document.getElementById("parts"), link = document.getElementById("link");
+  const say = (text) => {
+    link.hidden = !text;
+    if (link.textContent !== text) link.textContent = text;
+  };
+  // How an element is found again after its part was replaced: the same kind and words, at the same place among its like.
+  const place = (part, element) => [...part.querySelectorAll(element.tagName)].indexOf(element);
+  const take = (part, text) => {
+    const open = [...part.querySelectorAll("details")].map((details) => details.open);
+    const scrolled = [...part.querySelectorAll(".scroll")].map((box) => box.scrollLeft);
+    const focused = part.contains(document.activeElement) ? document.activeElement : null;
+    const at = focused && place(part, focused);
+    const fresh = document.createElement("template");
+    fresh.innerHTML = text;
+    part.replaceChildren(fresh.content);
+    part.querySelectorAll("details").forEach((details, i) => { details.open = Boolean(open[i]); });
+    part.querySelectorAll(".scroll").forEach((box, i) => { box.scrollLeft = scrolled[i] || 0; });
+    page.show(part);
+    const again = focused && part.querySelectorAll(focused.tagName)[at];
+    if (again) again.focus({ preventScroll: true });
+  };
+  const source = new EventSource("events?since=" + encodeURIComponent(parts.dataset.state));
+  source.addEventListener("open", () => say(""));
+  source.addEventListener("parts", (event) => {
+    for (const [name, text] of Object.entries(JSON.parse(event.data))) {
+      const part = document.getElementById("part-" + name);
+      if (part) take(part, text);
+    }
+  });
+  source.addEventListener("over", () => {
+    source.close();
+    say("The run is over. This is its end as the coordinator knew it; report.html in the run's directory has all.");
+  });
+  source.addEventListener("error", () => {
+    if (source.readyState === EventSource.CLOSED) {
+      say("The coordinator refused to go on: load the page again.");
+    } else {
+      say("Nothing comes from the coordinator: it is restarted, or cannot be reached. The page goes on by itself when it is back.");
+    }
+  });
+})();

@@ -1,0 +1,106 @@
+"""The parts of a page that only a run has which goes on: its state as of now, from the report's key ``now``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from diloco_report import html
+from diloco_report.facts import Report, learners_of, natural
+from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
+
+MAX_EVENTS = 50  # that are shown, of those known
+
+
+def headline(report: Report) -> str:
+    """Draw the run at a glance: losses, tokens, pace, goodput, time left."""
+    now = report["now"]
+    processed, budget = report.get("tokens_processed"), report.get("tokens_budget")
+    losses = [learner["loss"] for learner in learners_of(report).values() if finite(learner.get("loss"))]
+    mean = sum(losses) / len(losses) if losses else None
+    done = processed / budget if finite(processed) and finite(budget) and budget else None
+    figures = (
+        ("Validation loss", decimal(report.get("val_loss")), "", f"learners: {decimal(mean)} while training"),
+        ("Tokens", share(done, 1), "", f"{count(processed)} of {count(budget)}; {count(report.get('tokens_merged'))} merged"),
+        ("Pace", count(now.get("tokens_per_s")), "tokens/s", f"{_working(report)} of {len(learners_of(report))} learners step"),
+        ("Goodput", share(now.get("busy_fraction"), 1), "", "of learners' time a step is under way"),
+        (
+            "Time left",
+            duration(now.get("eta_s")),
+            "",
+            f"{escape(str(now.get('state', '')))} for {duration(report.get('wall_s'))}",
+        ),
+    )
+    return '<div class="figures">\n' + "\n".join(html.figure(*figure) for figure in figures) + "\n</div>" + _standing_by(now)
+
+
+def _working(report: Report) -> int:
+    return sum(learner.get("state") in ("stepping", "sending") for learner in learners_of(report).values())
+
+
+def _standing_by(now: Mapping[str, Any]) -> str:
+    """Say that another coordinator leads the run, where one does."""
+    if now.get("known_s_ago") is None:
+        return ""
+    known = duration(now["known_s_ago"])
+    return html.note(f"This coordinator stands by: another one leads the run. All here is as that one stored it {known} ago.")
+
+
+def alerts(report: Report) -> str:
+    """Draw what needs somebody's attention now; nothing, if all is well."""
+    found: Sequence[Mapping[str, Any]] = (report.get("now") or {}).get("alerts") or []
+    if not found:
+        return ""
+    rows = "".join(
+        f"<li>{escape(str(alert.get('text', '')))}, since {duration(alert.get('since_s'))}</li>" for alert in found[:MAX_EVENTS]
+    )
+    return f'<section class="alerts"><h2>Needs attention</h2><ul>{rows}</ul></section>'
+
+
+def rounds(report: Report) -> dict[int, str]:
+    """Return how each fragment's open round does, by fragment: who waits for how many."""
+    found: Sequence[Mapping[str, Any]] = (report.get("now") or {}).get("open") or []
+    return {
+        int(each.get("fragment", 0)): f"{count(each.get('answers'))} of {count(each.get('quorum'))} answers, "
+        f"{decimal(each.get('waited_s'), 1)} s"
+        for each in found
+    }
+
+
+def syncers(report: Report) -> str:
+    """Draw the syncers: what each owns, has merged and refused."""
+    found: Mapping[str, Mapping[str, Any]] = (report.get("now") or {}).get("syncers") or {}
+    if not found:
+        return ""
+    head = ("syncer", "state", "fragments", "rounds", "versions", "in", "out", "refused", "heard")
+    rows = [
+        [
+            escape(str(name)),
+            escape(str(each.get("state", ""))),
+            *(count(each.get(key)) for key in ("fragments", "rounds", "versions")),
+            size(each.get("bytes_in")),
+            size(each.get("bytes_out")),
+            count(each.get("refused")),
+            ago(each.get("seen_s_ago")),
+        ]
+        for name, each in sorted(found.items(), key=lambda item: natural(str(item[0])))
+    ]
+    return html.section("Syncers", "", html.wide(html.table(head, rows)))
+
+
+def events(report: Report) -> str:
+    """Draw what happened, the newest first."""
+    found: Sequence[Mapping[str, Any]] = (report.get("now") or {}).get("events") or []
+    if not found:
+        return ""
+    rows = [[duration(event.get("at_s")), escape(str(event.get("text", "")))] for event in reversed(found[-MAX_EVENTS:])]
+    more = f"The last {MAX_EVENTS} of {len(found)}." if len(found) > MAX_EVENTS else ""
+    return html.section("Events", more, html.wide(html.table(("at", "what"), rows, text=True)))
+
+
+def ago(value_s: object) -> str:
+    """Format the time since somebody was heard, in steps, so that a page does not change for nothing."""
+    if not finite(value_s):
+        return MISSING
+    return "now" if value_s < 3 else f"{duration(value_s)} ago"

@@ -1,0 +1,100 @@
+"""Conditions of a run that need somebody's attention, and what happened in it.
+
+Pure: no clock, no network, no file.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from diloco_coordinator.monitor import Monitor
+
+MAX_EVENTS = 200  # the oldest are forgotten
+MAX_TEXT = 200  # characters of an event
+STALLED_S = 30.0  # without a version of a fragment, at least: a takeover and a round take less
+STALLED_INTERVALS = 10  # and so many times as long as a version of it usually takes
+UNMERGED_ROUNDS = 5  # versions of each fragment without a learner that steps
+SPIKE = 1.5  # times a learner's usual loss
+USUAL_POINTS = 50  # last points of a loss that say what is usual, of which there have to be SPIKE_POINTS
+SPIKE_POINTS = 10
+
+
+class Alerts:
+    """Conditions that hold, each with the time since which it does, and events: each condition's beginning and end too."""
+
+    def __init__(self) -> None:
+        self.holding: dict[str, float] = {}  # by text: since when
+        self.events: list[tuple[float, str]] = []
+
+    def note(self, monitor: Monitor, now_s: float) -> None:
+        """Look at the run as of now."""
+        found = set(conditions(monitor, now_s))
+        for text in sorted(found - self.holding.keys()):
+            self.holding[text] = now_s
+            self.tell(text, now_s)
+        for text in sorted(self.holding.keys() - found):
+            del self.holding[text]
+            self.tell(f"over: {text}", now_s)
+
+    def tell(self, text: str, now_s: float) -> None:
+        """Note an event."""
+        self.events.append((round(now_s, 1), text[:MAX_TEXT]))
+        del self.events[:-MAX_EVENTS]
+
+    def dump(self, now_s: float) -> dict[str, Any]:
+        """Return the report's ``alerts`` and ``events``."""
+        holding = sorted(self.holding.items(), key=lambda item: -item[1])
+        return {
+            "alerts": [{"text": text, "since_s": round(now_s - since_s)} for text, since_s in holding],
+            "events": [{"at_s": at_s, "text": text} for at_s, text in self.events],
+        }
+
+    def resume(self, now: Mapping[str, Any], now_s: float) -> None:
+        """Continue what an earlier process dumped.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is damaged; nothing has changed.
+        """
+        events = [(float(event["at_s"]), str(event["text"])[:MAX_TEXT]) for event in now["events"][-MAX_EVENTS:]]
+        holding = {str(alert["text"])[:MAX_TEXT]: now_s - float(alert["since_s"]) for alert in now["alerts"]}
+        self.events, self.holding = events, holding
+
+
+def conditions(monitor: Monitor, now_s: float) -> Iterator[str]:
+    """Yield what is wrong with a run now, each in words that stay the same while it lasts."""
+    yield from _of_learners(monitor, now_s)
+    for region in sorted(monitor.presence.away()):
+        yield f"region {region}: nobody is heard"
+    if monitor.state != "training":
+        return
+    for fragment in sorted(_stalled(monitor, now_s)):
+        yield f"fragment {fragment}: stalled, {monitor.owners[fragment]} makes no version"
+
+
+def _of_learners(monitor: Monitor, now_s: float) -> Iterator[str]:
+    versions, fragments = sum(monitor.versions), len(monitor.versions)
+    for name, learner in sorted(monitor.learners.items()):
+        heartbeat = learner.heartbeat
+        if heartbeat.state in ("finished", "left"):
+            continue
+        if name in monitor.now.ejected or name in monitor.now.quarantined:
+            yield f"{name}: {'ejected' if name in monitor.now.ejected else 'quarantined'}"
+            continue
+        if now_s - learner.seen_s > monitor.gone_s:
+            yield f"{name}: not heard"
+            continue
+        if name not in monitor.merged and heartbeat.step and versions - learner.began_at > UNMERGED_ROUNDS * fragments:
+            yield f"{name}: steps, and is in no merge"
+        losses = [loss for *_, loss in learner.points[-USUAL_POINTS:]]
+        if len(losses) >= SPIKE_POINTS and losses[-1] > SPIKE * statistics.median(losses):
+            yield f"{name}: its loss is far above what it was"
+
+
+def _stalled(monitor: Monitor, now_s: float) -> Iterator[int]:
+    made = sum(monitor.versions)
+    usual_s = now_s * len(monitor.versions) / made if made else 0.0
+    for fragment, (at_s, _) in monitor.last_merges.items():
+        if fragment not in monitor.closed and now_s - at_s > max(STALLED_S, STALLED_INTERVALS * usual_s):
+            yield fragment

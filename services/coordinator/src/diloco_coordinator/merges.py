@@ -1,0 +1,96 @@
+"""The merges of a run that its pictures are drawn from: all of them, or of many an even share.
+
+Pure: no clock, no network, no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from diloco.wire.entries import Record
+
+MAX_MERGES = 20_000  # that are kept
+MAX_DRAWN = 2500  # as many as a page draws
+
+
+class Merges:
+    """Merges in the order in which they were heard of.
+
+    ``every``: versions that it divides are kept. It doubles when there are too many. An entry that an earlier process of this
+    run has counted is passed over: :attr:`newest` has each fragment's newest version.
+    """
+
+    def __init__(self, fragments: int) -> None:
+        self.kept: list[dict[str, Any]] = []
+        self.every = 1
+        self.newest = [0] * fragments
+
+    def note(self, record: Record, now_s: float) -> None:
+        """Take in a version."""
+        if record.version <= self.newest[record.fragment]:
+            return
+        self.newest[record.fragment] = record.version
+        if record.version % self.every:
+            return
+        self.kept.append(_described(record, now_s))
+        if len(self.kept) > MAX_MERGES:
+            self.every *= 2
+            self.kept = _of_versions(self.kept, self.every)
+
+    def dump(self) -> dict[str, Any]:
+        """Return all that :meth:`load` needs, as JSON has it."""
+        return {"merges": self.kept[:], "merges_every": self.every, "newest": self.newest[:]}
+
+    @classmethod
+    def load(cls, fragments: int, series: Mapping[str, Any]) -> Merges:
+        """Continue what an earlier process kept.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: it is damaged.
+        """
+        made = cls(fragments)
+        made.kept = [dict(merge) | {"version": int(merge["version"])} for merge in series["merges"]]
+        sum(len(merge["members"]) for merge in made.kept)  # so that damage is noticed now
+        made.every = max(1, int(series.get("merges_every", 1)))  # an older version keeps all, and names no versions
+        newest = [int(version) for version in series.get("newest") or _newest(fragments, made.kept)]
+        if len(newest) != fragments:
+            raise ValueError(f"newest versions of {len(newest)} fragments, expected {fragments}")
+        made.newest = newest
+        return made
+
+
+def thinned(series: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Return the merges of dumped series, ``most`` of them at most, and as many members in all of them together."""
+    kept, every = series["merges"], series["merges_every"]
+    while len(kept) > min(MAX_DRAWN, most) or sum(len(merge["members"]) for merge in kept) > most:
+        every *= 2
+        kept = _of_versions(kept, every)
+    return {"merges": kept, "merges_every": every, "newest": series["newest"]}
+
+
+def _of_versions(kept: Iterable[dict[str, Any]], every: int) -> list[dict[str, Any]]:
+    return [merge for merge in kept if merge["version"] % every == 0]
+
+
+def _newest(fragments: int, kept: Iterable[Mapping[str, Any]]) -> list[int]:
+    newest = [0] * fragments
+    for merge in kept:
+        newest[int(merge["fragment"])] = max(newest[int(merge["fragment"])], int(merge["version"]))
+    return newest
+
+
+def _described(record: Record, now_s: float) -> dict[str, Any]:
+    total = sum(member.weight for member in record.members)
+    return {
+        "wall_s": round(now_s, 3),
+        "fragment": record.fragment,
+        "version": record.version,
+        "syncer": record.syncer,
+        "members": [
+            [m.learner, m.weight / total if total else 0.0, record.version - 1 - m.base_version, m.steps]
+            for m in record.members
+        ],
+        "quorum_s": round(record.quorum_s, 4),
+        "duration_s": round(record.round_s, 4),
+    }

@@ -1,0 +1,153 @@
+"""The right to see a page: on loopback all of the machine have it; elsewhere those with the run's token.
+
+A browser reaches a server of this machine for any site that it shows. So requests of other sites are refused, and those for a
+name that is not this machine's: a site may have its own name lead here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import stat
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+
+from diloco.errors import SettingsError
+from diloco.settings.service import host_and_port
+
+COOKIE = "diloco_page"
+LEAST_TOKEN = 16  # characters
+MAX_TOKEN_BYTES = 4096
+MAX_FORM_BYTES = 8192
+OTHERS_MODES = stat.S_IRWXG | stat.S_IRWXO
+
+_FORM = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>diloco</title><link rel="stylesheet" href="page.css"></head><body><main><section><h1>This page needs a token</h1>
+<p>{said} It is the text of the file that the setting page_token_file names on the coordinator's machine.</p>
+<form method="post" action="token"><label>Token <input name="token" type="password" autocomplete="off" autofocus required>
+</label> <button type="submit">Open the page</button></form></section></main></body></html>
+"""
+
+
+class Guard:
+    """The rules of one page's address.
+
+    Args:
+        address: HOST:PORT that it is served at.
+        token: that is asked for; None: nobody is asked, on loopback.
+    """
+
+    def __init__(self, address: str, token: str | None) -> None:
+        self.host, _ = host_and_port(address, "page_address")
+        self._proof = None if token is None else _proof(token)
+
+    def refusal(self, request: Request) -> Response | None:
+        """Return the answer to a request that is refused, or None."""
+        gives_token = request.url.path == "/token" and self._proof is not None
+        allowed = ("POST",) if gives_token else ("GET", "HEAD")
+        if request.method not in allowed:
+            return PlainTextResponse("this page is read-only\n", 405, headers={"Allow": ", ".join(allowed)})
+        host = request.headers.get("host", "")
+        if self._proof is None and not self._is_here(host):
+            said = f"this page is served as {self.host}, not as {host[:100]!r}; open it by that name\n"
+            return PlainTextResponse(said, 421)
+        origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
+        if (origin is not None and urlsplit(origin).netloc != host) or site not in ("none", "same-origin"):
+            if request.method == "GET" and request.headers.get("sec-fetch-mode") == "navigate":
+                return None if self._may_see(request) else self._ask("")  # a link from elsewhere shows the page, and no more
+            return PlainTextResponse("other sites may not read this page\n", 403)
+        if self._may_see(request) or request.url.path in ("/token", "/page.css"):
+            return None
+        if request.url.path == "/":
+            return self._ask("")
+        return PlainTextResponse("needs the run's token: load the page again and give it\n", 401)
+
+    async def take_token(self, request: Request) -> Response:
+        """Answer the form in which somebody gives the token."""
+        sent = b""
+        async for piece in request.stream():
+            sent += piece
+            if len(sent) > MAX_FORM_BYTES:
+                return PlainTextResponse("too long for a token\n", 413)
+        token = _field(sent)
+        if self._proof is None or not hmac.compare_digest(_proof(token), self._proof):
+            return self._ask("That is not the token of this run.")
+        answer = Response(status_code=303, headers={"Location": "."})
+        answer.set_cookie(COOKIE, self._proof, httponly=True, samesite="strict", path="/")
+        return answer
+
+    def _may_see(self, request: Request) -> bool:
+        if self._proof is None:
+            return True
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        given = _proof(token.strip()) if scheme.lower() == "bearer" else request.cookies.get(COOKIE, "")
+        return hmac.compare_digest(given.encode(), self._proof.encode())
+
+    def _is_here(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return name in (self.host, "localhost") or _is_loopback(name)
+
+    def _ask(self, said: str) -> Response:
+        return HTMLResponse(_FORM.format(said=said), 401, headers={"WWW-Authenticate": "Bearer"})
+
+
+def check(address: str, token_file: Path | None) -> str | None:
+    """Return the token of a page's address; None where none is asked for.
+
+    Raises:
+        SettingsError: an address that others reach has none, or its file will not do.
+    """
+    host, _ = host_and_port(address, "page_address")
+    if token_file is not None:
+        return _read(token_file)
+    if host == "localhost" or _is_loopback(host):
+        return None
+    raise SettingsError(
+        f"page_address = {address!r}: others reach this address, so set page_token_file to a file with a token of at least "
+        f"{LEAST_TOKEN} characters, or serve the page at 127.0.0.1 and reach it through ssh -L"
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            mode, data = os.fstat(file.fileno()).st_mode, file.read(MAX_TOKEN_BYTES + 1)
+        token = data.decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"page_token_file {path}: cannot be read: {error}") from None
+    if stat.S_IMODE(mode) & OTHERS_MODES:
+        raise SettingsError(
+            f"page_token_file {path}: its mode is {stat.S_IMODE(mode):04o}, others here can read or change it: chmod 600 {path}"
+        )
+    if not LEAST_TOKEN <= len(token) <= MAX_TOKEN_BYTES:
+        raise SettingsError(
+            f"page_token_file {path}: a token of {len(token)} characters, expected at least {LEAST_TOKEN}; for example: "
+            f"openssl rand -hex 16 > {path}"
+        )
+    return token
+
+
+def _proof(token: str) -> str:
+    """Return a cookie's value: not the token itself, since a cookie is sent to all ports of a host."""
+    return hashlib.blake2b(token.encode(errors="replace"), person=b"diloco page").hexdigest()
+
+
+def _field(form: bytes) -> str:
+    fields = parse_qs(form.decode("latin-1"), max_num_fields=4) if form.count(b"&") < 4 else {}
+    return fields.get("token", [""])[0].strip()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

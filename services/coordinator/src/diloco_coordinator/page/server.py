@@ -1,0 +1,227 @@
+"""The HTTP server of a run's page: the page, its style and script, and the events that it goes on by.
+
+Read-only, in the coordinator's own loop. uvicorn speaks HTTP; connections are few, and the oldest gives way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from diloco.errors import SettingsError
+from diloco.process.observe import Logger
+from diloco.process.tasks import end
+from diloco.settings.service import host_and_port
+from diloco_coordinator.page.drawing import Drawing
+from diloco_coordinator.page.guard import Guard
+from diloco_coordinator.page.viewers import Viewers
+from diloco_report import page
+
+MAX_CONNECTIONS = 128
+STALLED_S = 30.0  # a viewer that takes nothing for so long is cut off, and comes again when it is back
+MAX_REQUEST_BYTES = 16384
+CLOSE_S = 0.5  # for the server to end, which looks whether it should every tenth of a second
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; "
+    "img-src data:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class PageServer:
+    """A page at one address; ``await start()``, and ``await close()``."""
+
+    def __init__(self, drawing: Drawing, address: str, token: str | None, log: Logger) -> None:
+        self.drawing, self.address, self.log = drawing, address, log
+        self.viewers = Viewers(drawing)
+        self.port: int | None = None
+        self._guard = Guard(address, token)
+        self._task: asyncio.Task[None] | None = None
+        self._server: _Server | None = None
+        self._opened: dict[asyncio.Protocol, asyncio.Transport] = {}
+
+    async def start(self) -> None:
+        """Begin to answer, in the running loop.
+
+        Raises:
+            SettingsError: the address cannot be used.
+        """
+        host, port = host_and_port(self.address, "page_address")
+        try:
+            listener = _listen(host, port)
+        except OSError as error:
+            raise SettingsError(
+                f"page_address (DILOCO_PAGE_ADDRESS) = {self.address!r}: cannot listen there: "
+                f"{(error.strerror or str(error)).lower()}; give another one, or none"
+            ) from None
+        self.port = listener.getsockname()[1]
+        config = uvicorn.Config(
+            self._app(),
+            http=_protocol(self._opened, MAX_CONNECTIONS),
+            ws="none",
+            lifespan="off",
+            loop="none",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=0,
+            h11_max_incomplete_event_size=MAX_REQUEST_BYTES,
+        )
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self.log.info("page_served", host=host, port=self.port)
+
+    async def close(self) -> None:
+        """Stop answering; viewers are shown the end of a run that is over."""
+        await self.viewers.close()
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = self._server.force_exit = True
+            for transport in list(self._opened.values()):
+                transport.abort()
+            await asyncio.wait([self._task], timeout=CLOSE_S)
+            await end(self._task)
+
+    def _app(self) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+        routes = [
+            Route("/", self._page),
+            Route("/page.css", self._asset),
+            Route("/page.js", self._asset),
+            Route("/events", self._events),
+            Route("/token", self._guard.take_token, methods=["POST"]),
+        ]
+        inner = Starlette(routes=routes)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                return
+            request = Request(scope, receive)
+            refused = self._guard.refusal(request)
+            try:
+                await (inner if refused is None else refused)(scope, receive, _with_headers(send))
+            except Exception as error:  # a defect, which must not end the process's own work
+                self.log.error("page_failed", path=request.url.path, exc_info=error)
+
+        return app
+
+    async def _page(self, _: Request) -> Response:
+        await self.drawing.draw()
+        return HTMLResponse(page.render_live(self.drawing.report, self.drawing.parts, self.drawing.state))
+
+    async def _asset(self, request: Request) -> Response:
+        name = request.url.path.removeprefix("/")
+        media = "text/css" if name.endswith(".css") else "text/javascript"
+        return Response(page.asset(name), media_type=media)
+
+    async def _events(self, request: Request) -> Response:
+        state = request.headers.get("last-event-id") or request.query_params.get("since", "")
+        return _Events(self.viewers, state[:64])
+
+
+class _Events(Response):
+    """Server-sent events: parts of the page that changed, until the run is over or the viewer is gone."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, viewers: Viewers, state: str) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self.viewers, self.state = viewers, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        gone = asyncio.create_task(_until_gone(receive))
+        sending = asyncio.create_task(self._send(send))
+        try:
+            await asyncio.wait([gone, sending], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end(gone, sending)
+
+    async def _send(self, send: Send) -> None:
+        frames = self.viewers.watch(self.state)
+        try:
+            async for state, parts in frames:
+                text = f"id: {state}\nevent: parts\ndata: {json.dumps(parts)}\n\n" if parts else ": nothing new\n\n"
+                async with asyncio.timeout(STALLED_S):
+                    await send({"type": "http.response.body", "body": text.encode(errors="replace"), "more_body": True})
+            await send({"type": "http.response.body", "body": b"event: over\ndata:\n\n", "more_body": False})
+        except TimeoutError:
+            return
+        finally:
+            await frames.aclose()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _with_headers(send: Send) -> Send:
+    added = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+
+    async def sending(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *added]}
+        await send(message)
+
+    return sending
+
+
+class _Server(uvicorn.Server):
+    """A server within a service: signals are the service's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _protocol(opened: dict[asyncio.Protocol, asyncio.Transport], most: int) -> type[asyncio.Protocol]:
+    """Return a protocol of which there are ``most`` connections at a time, in ``opened``: the oldest one gives way.
+
+    Else one who holds connections keeps all others from the page, and takes files that the coordinator needs.
+    """
+
+    class Few(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            if len(opened) >= most:
+                opened.pop(next(iter(opened))).abort()
+            opened[self] = transport
+            super().connection_made(transport)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            opened.pop(self, None)
+            super().connection_lost(exc)
+
+    return Few
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, number, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, kind, number)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(MAX_CONNECTIONS)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

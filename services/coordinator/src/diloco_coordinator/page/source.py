@@ -1,0 +1,66 @@
+"""The report of a run as one coordinator has it: from its own monitor while it leads, else as the leading one stored it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from diloco.errors import BrokerError, FormatError
+from diloco.process.retry import Complaint
+from diloco_coordinator import overview
+from diloco_coordinator.history import History, Past
+
+if TYPE_CHECKING:
+    from diloco_coordinator.service import Coordinator
+
+READ_EVERY_S = 5.0  # of the stored history, by a coordinator that stands by; the leader writes it every ten or more
+ANSWER_S = 2.0  # for the bucket's answer: without it the page shows the history that was read before
+
+
+class CoordinatorSource:
+    """A coordinator, as its page sees it."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._history = History(coordinator.run.registry)
+        self._past: Past | None = None
+        self._read_s: float | None = None
+        self._complaint = Complaint(coordinator.log)
+
+    @property
+    def over(self) -> bool:
+        return self._coordinator.finished
+
+    async def report(self) -> Mapping[str, Any]:
+        """Return the run's report as of now, without its series."""
+        coordinator = self._coordinator
+        seen = coordinator.picture()
+        if seen is not None:
+            return overview.report(seen, coordinator.run.created, None)
+        past = await self._stored()
+        if past is None:
+            return {"run": coordinator.run.name, "preset": coordinator.run.created.preset, "now": {"state": "waiting"}}
+        age_s = max(0.0, coordinator.transport.wall_s() - past.at_s)
+        return overview.report(past.picture, coordinator.run.created, age_s)
+
+    async def series(self) -> Callable[[], Mapping[str, Any]]:
+        """Return a function that makes the report's ``series``."""
+        coordinator, past = self._coordinator, self._past
+        if coordinator.monitor is not None:
+            curves: Mapping[str, Any] = coordinator.monitor.curves(coordinator.now_s())
+            return lambda: overview.series(overview.thinned(curves))
+        return lambda: {} if past is None else overview.series(past.curves)
+
+    async def _stored(self) -> Past | None:
+        now_s = asyncio.get_running_loop().time()
+        if self._read_s is None or now_s - self._read_s >= READ_EVERY_S:
+            self._read_s = now_s
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    self._past = await self._history.read() or self._past
+            except (BrokerError, FormatError, TimeoutError) as error:
+                self._complaint.warn("history_unreadable", reason=str(error) or "no answer")
+            else:
+                self._complaint.over()
+        return self._past

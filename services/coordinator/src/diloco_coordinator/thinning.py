@@ -1,0 +1,34 @@
+"""Fewer points and spans of a series, for pictures: the ends stay, and what lies between is spread evenly.
+
+Pure: no clock, no network, no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+Span = tuple[float, float, str]  # from, to, state
+
+
+def evenly(points: Sequence[T], most: int) -> list[T]:
+    """Return about ``most`` of the points at most, evenly spaced, the last one included."""
+    if len(points) <= most:
+        return list(points)
+    step = -(-len(points) // max(1, most))
+    return [*points[:-1][::step], points[-1]]
+
+
+def halved(spans: Sequence[Span]) -> list[Span]:
+    """Return half as many spans: of two neighbours the state of the longer one. The last span stays as it is."""
+    pairs = zip(spans[:-1:2], spans[1:-1:2], strict=False)
+    return [*((a[0], b[1], max(a, b, key=lambda span: span[1] - span[0])[2]) for a, b in pairs), spans[-1]]
+
+
+def fewer(spans: Sequence[Span], most: int) -> list[Span]:
+    """Return at most ``most`` spans, and at least one, if there are any."""
+    kept = list(spans)
+    while len(kept) > max(1, most):
+        kept = halved(kept)
+    return kept

@@ -1,0 +1,73 @@
+"""Conditions that need attention: each begins and ends, and is told once."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+from tests.coordinator.test_monitor import heartbeat, monitor, record
+
+from diloco_coordinator.alerts import MAX_EVENTS, Alerts, conditions
+from diloco_coordinator.monitor import Monitor
+
+
+def stepping(made: Monitor, until_s: int, loss: float = 2.0) -> None:
+    for at_s in range(1, until_s):
+        made.hear(replace(heartbeat("ann", "", at_s), loss=loss), float(at_s))
+
+
+def test_nothing_is_wrong_with_a_run_that_goes_well() -> None:
+    made = monitor()
+    stepping(made, 30)
+    for version in range(1, 9):
+        for fragment in (0, 1):
+            made.entry(record(fragment, version, "s", "ann"), 3.0 * version)
+    assert list(conditions(made, 29.0)) == []
+
+
+def test_a_learner_that_is_not_heard_and_one_that_comes_back() -> None:
+    made, alerts = monitor(), Alerts()
+    stepping(made, 10)
+    alerts.note(made, 9.0)
+    assert alerts.dump(9.0) == {"alerts": [], "events": []}
+    gone_s = 10.0 + made.gone_s
+    alerts.note(made, gone_s)
+    alerts.note(made, gone_s + 1)
+    assert alerts.dump(gone_s + 1)["alerts"] == [{"text": "ann: not heard", "since_s": 1}]
+    made.hear(heartbeat("ann", "", 20), gone_s + 2)
+    alerts.note(made, gone_s + 2)
+    assert [text for _, text in alerts.events] == ["ann: not heard", "over: ann: not heard"]
+    assert alerts.holding == {}
+
+
+def test_a_learner_that_is_in_no_merge() -> None:
+    made = monitor()
+    stepping(made, 20)
+    for version in range(1, 7):
+        for fragment in (0, 1):
+            made.entry(record(fragment, version, "s", "bob"), 1.0 * version)
+    assert list(conditions(made, 19.0)) == ["ann: steps, and is in no merge"]
+    made.entry(record(0, 7, "s", "ann"), 19.0)
+    assert list(conditions(made, 19.0)) == []
+
+
+def test_a_loss_that_jumps() -> None:
+    made = monitor()
+    stepping(made, 30)
+    made.hear(replace(heartbeat("ann", "", 30), loss=3.1), 30.0)
+    assert list(conditions(made, 30.0)) == ["ann: its loss is far above what it was"]
+
+
+def test_a_fragment_that_makes_no_version_while_another_does() -> None:
+    made = monitor()
+    stepping(made, 200)
+    made.entry(record(0, 1, "s-0", "ann"), 10.0)
+    for version in range(1, 60):
+        made.entry(record(1, version, "s-1", "ann"), 3.0 * version)
+    assert list(conditions(made, 199.0)) == ["fragment 0: stalled, s-0 makes no version"]
+
+
+def test_events_are_bounded() -> None:
+    alerts = Alerts()
+    for number in range(3 * MAX_EVENTS):
+        alerts.tell("x" * 10_000 + str(number), float(number))
+    assert len(alerts.events) == MAX_EVENTS
+    assert len(alerts.events[0][1]) == 200

@@ -1,0 +1,311 @@
+"""The page's server: it answers those who may see it, sends what changed, and waits for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.errors import SettingsError
+from diloco_coordinator.page import drawing as pace
+from diloco_coordinator.page import server as serving
+from diloco_coordinator.page.drawing import Drawing
+from diloco_coordinator.page.guard import check
+from diloco_coordinator.page.server import PageServer
+
+TOKEN = "0123456789abcdef0123"
+MOVED = "<b>&"
+
+
+class Run:
+    """A run whose report the test sets."""
+
+    def __init__(self) -> None:
+        self.tokens, self.over, self.sample, self.reports = 0, False, "", 0
+
+    async def report(self) -> Mapping[str, Any]:
+        self.reports += 1
+        return {"run": "run", "tokens_processed": self.tokens, "sample": self.sample, "now": {"state": "training"}}
+
+    async def series(self) -> Callable[[], Mapping[str, Any]]:
+        return dict
+
+
+class Log:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def __getattr__(self, level: str) -> Callable[..., None]:
+        return lambda event, **values: self.said.append(f"{level} {event} {values}")
+
+
+@contextlib.asynccontextmanager
+async def served(run: Run, token: str | None = None) -> AsyncIterator[PageServer]:
+    log: Any = Log()
+    server = PageServer(Drawing(run, "feed", log), "127.0.0.1:0", token, log)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def opened(server: PageServer, path: str = "/", method: str = "GET", body: str = "", **headers: str) -> Any:
+    """A connection, the answer's status and headers, and a reader of its body."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1 << 24)
+    given = {"Host": f"127.0.0.1:{server.port}", "Content-Length": str(len(body))}
+    given |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+    writer.write(f"{method} {path} HTTP/1.1\r\n{lines}Connection: close\r\n\r\n{body}".encode())
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    found = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+    return writer, int(head[0].split()[1]), found, reader
+
+
+async def fetched(server: PageServer, path: str = "/", **given: str) -> tuple[int, dict[str, str], str]:
+    writer, status, headers, reader = await opened(server, path, **given)
+    text = (await reader.read()).decode()
+    writer.close()
+    return status, headers, text
+
+
+async def frame(reader: asyncio.StreamReader) -> tuple[str, dict[str, str]]:
+    """The next frame's id and parts."""
+    while True:
+        found = {}
+        while line := (await asyncio.wait_for(reader.readline(), 20)).decode().strip("\r\n"):
+            name, _, value = line.partition(": ")
+            found[name] = value
+        if found.get("event") == "parts":
+            return found["id"], json.loads(found["data"])
+        if found.get("event") == "over":
+            return "over", {}
+        assert not reader.at_eof()
+
+
+async def test_the_page_is_whole_without_its_script_and_lets_the_browser_do_nothing_else() -> None:
+    run = Run()
+    run.tokens, run.sample = 1234567, MOVED
+    async with served(run) as server:
+        status, headers, text = await fetched(server)
+        assert status == 200
+        assert "1.23M" in text
+        assert "&lt;b&gt;&amp;" in text
+        policy = headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        assert "frame-ancestors 'none'" in policy
+        assert (headers["x-content-type-options"], headers["cache-control"]) == ("nosniff", "no-store")
+        assert "<script>" not in text
+        for asset, media in (("/page.js", "text/javascript"), ("/page.css", "text/css")):
+            status, headers, text = await fetched(server, asset)
+            assert (status, headers["content-type"].split(";")[0]) == (200, media)
+            assert len(text) > 2000
+        assert (await fetched(server, "/nothing"))[0] == 404
+        assert (await fetched(server, method="POST"))[0] == 405
+        assert (await fetched(server, "/events", method="DELETE"))[0] == 405
+
+
+async def test_viewers_are_sent_what_changed_and_no_more() -> None:
+    run = Run()
+    async with served(run) as server:
+        _, _, text = await fetched(server)
+        state = text.split('data-state="')[1].split('"')[0]
+        writer, status, headers, reader = await opened(server, f"/events?since={state}")
+        assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        run.tokens = 5_000
+        _, parts = await frame(reader)
+        assert parts.keys() == {"headline"}
+        assert "5.00k" in parts["headline"]
+        run.sample = "text"
+        last, parts = await frame(reader)
+        assert parts.keys() == {"sample"}
+        writer.close()
+        # one that comes again is sent what it missed; one of another process is sent all
+        writer, *_, reader = await opened(server, "/events", Last_Event_ID=state)
+        assert (await frame(reader))[1].keys() == {"headline", "sample"}
+        writer.close()
+        writer, *_, reader = await opened(server, "/events", Last_Event_ID="beef.7")
+        again, parts = await frame(reader)
+        assert (again, parts.keys()) == (last, pace.PARTS.keys())
+        writer.close()
+
+
+async def test_without_viewers_nothing_is_drawn_and_with_many_it_is_drawn_once() -> None:
+    run = Run()
+    async with served(run) as server:
+        await asyncio.sleep(0)
+        assert run.reports == 0
+        viewers = [await opened(server, "/events") for _ in range(20)]
+        await asyncio.gather(*(frame(reader) for *_, reader in viewers))
+        assert server.viewers.count == 20
+        before = run.reports
+        run.tokens = 10
+        await asyncio.gather(*(frame(reader) for *_, reader in viewers))
+        assert run.reports - before <= 4  # two groups of parts, twice at most
+        for writer, *_ in viewers:
+            writer.close()
+        async with asyncio.timeout(10):
+            while server.viewers.count:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_viewer_that_never_reads_holds_up_nobody_and_gets_no_old_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "FRAME_S", 0.01)
+    monkeypatch.setattr("diloco_coordinator.page.viewers.FRAME_S", 0.01)
+    monkeypatch.setattr(pace, "SHARE", 1.0)
+    run = Run()
+    async with served(run) as server:
+        stalled, *_, unread = await opened(server, "/events")
+        unread._transport.pause_reading()
+        other, *_, reader = await opened(server, "/events")
+        for number in range(1, 60):  # 200 kB each: more than all buffers between the two take
+            run.sample = str(number) * 100_000
+            while run.sample not in (await frame(reader))[1].get("sample", ""):
+                pass
+        unread._transport.resume_reading()
+        last = ""
+        while not last.startswith("59"):
+            shown = (await frame(unread))[1].get("sample", "")
+            last = shown.partition("<pre>")[2]
+        assert server.viewers.dropped > 10
+        stalled.close()
+        other.close()
+
+
+async def test_a_viewer_that_takes_nothing_for_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "FRAME_S", 0.01)
+    monkeypatch.setattr("diloco_coordinator.page.viewers.FRAME_S", 0.01)
+    monkeypatch.setattr(pace, "SHARE", 1.0)
+    monkeypatch.setattr(serving, "STALLED_S", 0.2)
+    run = Run()
+    async with served(run) as server:
+        writer, *_, unread = await opened(server, "/events")
+        unread._transport.pause_reading()
+        async with asyncio.timeout(30):
+            number = 0
+            while server.viewers.count or not number:
+                number += 1
+                run.sample = str(number) * 200_000
+                await asyncio.sleep(0.02)
+        assert (await fetched(server))[0] == 200
+        writer.close()
+
+
+async def test_the_end_of_a_run_is_shown_and_the_page_asks_for_no_more() -> None:
+    run = Run()
+    async with served(run) as server:
+        writer, *_, reader = await opened(server, "/events")
+        await frame(reader)
+        run.tokens, run.over = 77, True
+        shown: dict[str, str] = {}
+        while (sent := await frame(reader))[0] != "over":
+            shown |= sent[1]
+        assert "77" in shown["headline"]
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 421),  # a name that its owner has lead to this machine
+        ({"Host": "localhost:1"}, 200),
+        ({"Host": "[::1]"}, 200),
+        ({"Host": ""}, 421),
+        ({"Host": "["}, 421),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec_Fetch_Site": "cross-site"}, 403),
+        ({"Sec_Fetch_Site": "same-site"}, 403),  # another port of this machine
+        ({"Sec_Fetch_Site": "same-origin"}, 200),
+        ({"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate"}, 200),  # a link that somebody follows
+    ],
+)
+async def test_other_sites_read_nothing(headers: dict[str, str], status: int) -> None:
+    async with served(Run()) as server:
+        assert (await fetched(server, **headers))[0] == status
+        if status != 200:
+            assert (await fetched(server, "/events", **headers))[0] == status
+
+
+async def test_with_a_token_nobody_sees_anything_without_it() -> None:
+    async with served(Run(), TOKEN) as server:
+        status, _, text = await fetched(server)
+        assert status == 401
+        assert "page_token_file" in text
+        for path in ("/events", "/page.js"):
+            assert (await fetched(server, path))[0] == 401
+        for wrong in ("", "0123456789abcdef012", "é", TOKEN.upper()):
+            assert (await fetched(server, Authorization=f"Bearer {wrong}", Host="anything"))[0] == 401
+            assert (await fetched(server, "/token", method="POST", body=f"token={wrong}"))[0] == 401
+        assert (await fetched(server, Authorization=f"Bearer {TOKEN}", Host="any.name"))[0] == 200
+        assert (await fetched(server, "/token"))[0] == 405
+        assert (await fetched(server, "/token", method="POST", body="token=" + "x" * 9000))[0] == 413
+        foreign = {"Origin": "https://evil.example"}
+        assert (await fetched(server, "/token", method="POST", body=f"token={TOKEN}", **foreign))[0] == 403
+        status, headers, _ = await fetched(server, "/token", method="POST", body=f"token={TOKEN}&x=1")
+        assert (status, headers["location"]) == (303, ".")
+        cookie = headers["set-cookie"]
+        assert "httponly" in cookie
+        assert "samesite=strict" in cookie
+        assert TOKEN not in cookie
+        assert (await fetched(server, "/page.js", Cookie=cookie.split(";")[0]))[0] == 200
+        assert (await fetched(server, "/page.js", Cookie=cookie.split(";")[0][:-1]))[0] == 401
+
+
+async def test_who_holds_connections_keeps_nobody_from_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 8)
+    async with served(Run()) as server:
+        held = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(30)]
+        assert (await fetched(server))[0] == 200
+        assert await asyncio.wait_for(held[0][0].read(), 10) == b""  # the oldest gave way
+        for _, writer in held:
+            writer.close()
+
+
+async def test_a_page_that_cannot_be_drawn_ends_nothing() -> None:
+    class Broken(Run):
+        async def report(self) -> Mapping[str, Any]:
+            return {"run": "run", "learners": 7}
+
+    async with served(Broken()) as server:
+        assert (await fetched(server))[0] == 200
+        log: Any = server.log
+        assert [line for line in log.said if line.startswith("error page_not_drawn")]
+
+
+async def test_an_address_that_is_taken_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        log: Any = Log()
+        server = PageServer(Drawing(Run(), "feed", log), f"127.0.0.1:{port}", None, log)
+        with pytest.raises(SettingsError, match=rf"'127.0.0.1:{port}': cannot listen there: address already in use"):
+            await server.start()
+
+
+def test_others_reach_no_page_without_a_token(tmp_path: Path) -> None:
+    assert check("127.0.0.1:1", None) is None
+    assert check("[::1]:1", None) is None
+    assert check("localhost:1", None) is None
+    with pytest.raises(SettingsError, match=r"page_address = '0.0.0.0:1': others reach this address"):
+        check("0.0.0.0:1", None)
+    file = tmp_path / "token"
+    with pytest.raises(SettingsError, match="cannot be read"):
+        check("0.0.0.0:1", file)
+    file.write_text("short\n")
+    os.chmod(file, 0o600)
+    with pytest.raises(SettingsError, match="5 characters, expected at least 16"):
+        check("0.0.0.0:1", file)
+    file.write_text(TOKEN + "\n")
+    assert check("0.0.0.0:1", file) == TOKEN
+    os.chmod(file, 0o644)
+    with pytest.raises(SettingsError, match=f"its mode is 0644, .* chmod 600 {file}"):
+        check("127.0.0.1:1", file)
