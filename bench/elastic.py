@@ -67,7 +67,8 @@ class Lost:
         at = datetime.now(UTC)
         os.kill(self.running.pid(self.last), signal.SIGCONT)
         self.restored(at)
-        return self.events(at)[0]["time"]
+        knocked: datetime = self.events(at)[0]["time"]
+        return knocked
 
     def tell(self, what: str, since: datetime) -> None:
         """Print the leader's events, in seconds from the first."""

@@ -49,7 +49,7 @@ PROCESSES, LEAST = 3, 2
 ISLAND, PLAIN = "learner-0", "plain"
 SERVICES = [ISLAND, *(f"{ISLAND}-p{index}" for index in range(1, PROCESSES))]
 SETS = {
-    "task.name": "island:make_paired", "task.layers": 4, "task.width": 64, "task.batch": 6, "fragments.count": 4, "learners": 2,
+    "task.name": "island:make_paired", "task.layers": 4, "task.width": 64, "task.batch": 6, "fragments.count": 4,
     "round.steps": 8, "inner.optimizer": "adamw", "liveness.heartbeat_s": 0.2, "log.keyframe_factor": 1000,
 }  # fmt: skip
 TOKENS = 1024  # of a step of bench/island.py
@@ -89,6 +89,11 @@ class Drill:
                 raise SystemExit(f"bench/kills.py: the run ended, or not within {PATIENCE_S:g} s: {what}")
             await asyncio.sleep(0.01)
 
+    def both_step(self) -> bool:
+        """Whether both learners step, and have applied versions of all fragments."""
+        heard = [self.watch.heartbeats[name][-1][1] for name in (ISLAND, PLAIN) if name in self.watch.heartbeats]
+        return len(heard) == 2 and all(beat.state == "stepping" and min(beat.versions) > 0 for beat in heard)
+
     async def steps(self, learner: str, count: int) -> None:
         """Wait for so many further steps of a learner."""
         wanted = self._last(learner).step + count
@@ -126,7 +131,7 @@ class Drill:
         begun: dict[int, int] = {}
         found = []
         for at_s, heartbeat in self.watch.heartbeats[ISLAND]:
-            if heartbeat.incarnation > incarnation:
+            if heartbeat.incarnation > incarnation and heartbeat.state == "stepping":  # before, its state is not loaded
                 first = begun.setdefault(heartbeat.incarnation, heartbeat.step)
                 if heartbeat.step > first:
                     found.append((at_s, first))
@@ -156,7 +161,7 @@ async def drill(directory: Path, asked: argparse.Namespace) -> dict[str, Any]:
         drills = Drill(running, watch, random.Random(asked.seed))
         await drills.until(lambda: ISLAND in watch.heartbeats, "the learner's first heartbeat")
         with plain(running, service_environment() | own) as other:
-            await drills.until(watch.all_step, "both learners step")
+            await drills.until(drills.both_step, "both learners step")
             began_s = time.time()
             await asyncio.sleep(BEFORE_S)
             before, began_s, load, results = await drills.pace(began_s), time.time(), os.getloadavg()[0], list[dict[str, Any]]()

@@ -240,7 +240,7 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
     width = width_of(asked.parameters)
     sets = {
         "task.name": "island:make", "task.layers": TENSORS, "task.width": width, "round.steps": asked.round_steps,
-        "fragments.count": asked.fragments, "inner.optimizer": "adamw", "learners": 2, "inner.learning_rate": 0.0001,
+        "fragments.count": asked.fragments, "inner.optimizer": "adamw", "inner.learning_rate": 0.0001,
     }  # fmt: skip
     options = ["--learners", "1", "--shards", "1", "--processes-per-learner", "2", "--devices-per-learner", "2"]
     options += ["--tokens", str(10**12)]

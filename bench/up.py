@@ -93,7 +93,7 @@ async def watching(running: Up) -> Watch:
     file = running.directory / "run.json"
 
     def served() -> bool:
-        return file.exists() and rundir.load(running.directory).nats_url is not None
+        return file.exists() and bool(rundir.load(running.directory).nats_url)  # empty until the server is up
 
     await asyncio.to_thread(running.until, served, "its server is up")
     run = rundir.load(running.directory)

@@ -77,7 +77,7 @@ def _work_alone(process: Process, mesh: Mesh | None) -> None:
         beginning.compile_step(island.trace(beginning.first))
         island.rehearse(beginning.first)
     beginning.over()
-    process.wait(member.join(lambda: [island.read(fragment).to_host() for fragment in member.map.fragments]))
+    process.wait(member.join(lambda fragment: island.read(fragment).to_host()))
     process.exporter.observed = ObservedMember(member, process.transport, process.exporter.labels())
     if not learns:
         run = process.run.created
