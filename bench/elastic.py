@@ -10,108 +10,87 @@ before its first step. Programs come from a cache of their own: the same was don
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from up import Up, up
+
+LAST = "checkpoint_restored"
 EVENTS = (
     "process_arrived", "island_ended", "state_kept", "island_regroups", "processes_met", "island_ready", "compiled", "joined",
+    LAST,
 )  # fmt: skip
-LAST = "checkpoint_restored"
 TOKENS = 16 * 12  # of a step
-LOOK_S = 0.05
+SETS = {
+    "task.layers": 1, "task.width": 64, "task.heads": 2, "task.context": 16, "task.batch": 12, "fragments.count": 4,
+    "round.steps": 8, "inner.optimizer": "adamw", "liveness.heartbeat_s": 0.2,
+}  # fmt: skip
 PATIENCE_S = 300.0
 
 
-class Run:
-    """``diloco up`` with one learner of so many processes."""
+class Lost:
+    """A learner of so many processes whose last one is killed, and held back for a while."""
 
-    def __init__(self, directory: Path, count: int, cache: Path) -> None:
-        self.directory, self.last = directory, f"learner-0-p{count - 1}"
-        sets = {
-            "task.layers": 1, "task.width": 64, "task.heads": 2, "task.context": 16, "task.batch": 12, "fragments.count": 4,
-            "round.steps": 8, "inner.optimizer": "adamw", "liveness.heartbeat_s": 0.2,
-        }  # fmt: skip
-        command = [str(Path(sys.executable).parent / "diloco"), "up", "--json", "--learners", "1", "--shards", "1"]
-        command += ["--processes-per-learner", str(count), "--least-processes", str(count - 1)]
-        command += ["--devices-per-learner", str(count), "--tokens", str(10**6 * TOKENS), "--run-dir", str(directory)]
-        command += [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
-        own = {"DILOCO_CACHE_DIR": str(cache), "DILOCO_CHECKPOINT_S": "2"}
-        self.process = subprocess.Popen(command, env=os.environ | own, stdout=subprocess.DEVNULL)
-
-    def events(self, since: datetime) -> list[tuple[datetime, dict[str, Any]]]:
-        """Return the leader's events from a time on."""
-        file = self.directory / "logs" / "learner-0.jsonl"
-        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        timed = [(datetime.fromisoformat(line["time"]), line) for line in lines]
-        return [(at, line) for at, line in timed if at >= since]
-
-    def until(self, reached: Callable[[], object]) -> None:
-        """Wait until something is so."""
-        over_s = time.monotonic() + PATIENCE_S
-        while not reached():
-            if self.process.poll() is not None or time.monotonic() > over_s:
-                raise SystemExit(f"{self.directory}: the run ended, or nothing happened for {PATIENCE_S:g} s")
-            time.sleep(LOOK_S)
+    def __init__(self, running: Up, count: int) -> None:
+        self.running, self.last = running, f"learner-0-p{count - 1}"
 
     def trained(self) -> None:
         """Wait until a checkpoint is some steps old."""
-        saved = self.directory / "checkpoints" / "learner-0.safetensors"
-        self.until(saved.exists)
+        saved = self.running.directory / "checkpoints" / "learner-0.safetensors"
+        self.running.until(saved.exists, "the first checkpoint")
         began_s = time.time()
-        self.until(lambda: saved.stat().st_mtime > began_s)
+        self.running.until(lambda: saved.stat().st_mtime > began_s, "the next checkpoint")
 
-    def pid(self) -> int:
-        """Return the number of the learner's last process."""
-        return int((self.directory / "services" / f"{self.last}.pid").read_text())
+    def events(self, since: datetime) -> list[dict[str, Any]]:
+        """Return the leader's events from a time on."""
+        return [event for event in self.running.events("learner-0", *EVENTS) if event["time"] >= since]
 
-    def restored(self, since: datetime) -> bool:
-        """Whether a generation has begun from a checkpoint since."""
-        return any(line["event"] == LAST for _, line in self.events(since))
+    def restored(self, since: datetime) -> None:
+        """Wait until a generation has begun from a checkpoint since."""
+        self.running.until(lambda: any(event["event"] == LAST for event in self.events(since)), "a new generation")
 
     def lose(self) -> datetime:
         """Kill the last process, and hold the one that is begun in its place; return when."""
-        killed, at = self.pid(), datetime.now(UTC)
+        killed, at = self.running.pid(self.last), datetime.now(UTC)
         os.kill(killed, signal.SIGKILL)
-        self.until(lambda: self.pid() != killed)
-        os.kill(self.pid(), signal.SIGSTOP)
+        self.running.until(lambda: self.running.pid(self.last) != killed, "a process in the killed one's place")
+        os.kill(self.running.pid(self.last), signal.SIGSTOP)
         return at
+
+    def let_go(self) -> datetime:
+        """Let the process go that was held; return when it knocks."""
+        at = datetime.now(UTC)
+        os.kill(self.running.pid(self.last), signal.SIGCONT)
+        self.restored(at)
+        knocked: datetime = self.events(at)[0]["time"]
+        return knocked
 
     def tell(self, what: str, since: datetime) -> None:
         """Print the leader's events, in seconds from the first."""
-        said = []
-        for at, line in self.events(since):
-            if line["event"] in (*EVENTS, LAST):
-                said.append(f"{line['event']} {(at - since).total_seconds():.1f}")
+        said = [f"{event['event']} {(event['time'] - since).total_seconds():.1f}" for event in self.events(since)]
         print(f"{what}: {', '.join(said)}", flush=True)
 
 
 def measure(directory: Path, count: int, cache: Path, *, say: bool) -> None:
     """Lose a process and take it back; ``say`` how long that took."""
-    run = Run(directory, count, cache)
-    try:
-        run.trained()
-        lost = run.lose()
-        run.until(lambda: run.restored(lost))
-        run.trained()
+    options = ["--learners", "1", "--shards", "1", "--tokens", str(10**6 * TOKENS), "--devices-per-learner", str(count)]
+    options += ["--processes-per-learner", str(count), "--least-processes", str(count - 1)]
+    with up(directory, options, SETS, {"DILOCO_CACHE_DIR": str(cache), "DILOCO_CHECKPOINT_S": "2"}, PATIENCE_S) as running:
+        learner = Lost(running, count)
+        learner.trained()
+        lost = learner.lose()
+        learner.restored(lost)
+        learner.trained()
         if say:
-            run.tell(f"{count} to {count - 1}, from the kill", lost)
-        let_go = datetime.now(UTC)
-        os.kill(run.pid(), signal.SIGCONT)
-        run.until(lambda: run.restored(let_go))
+            learner.tell(f"{count} to {count - 1}, from the kill", lost)
+        knocked = learner.let_go()
         if say:
-            run.tell(f"{count - 1} to {count}, from when it knocks", run.events(let_go)[0][0])
-    finally:
-        run.process.send_signal(signal.SIGINT)
-        run.process.wait()
+            learner.tell(f"{count - 1} to {count}, from when it knocks", knocked)
 
 
 def main() -> None:

@@ -26,12 +26,15 @@ STOPPED_S = 0.05  # a tick that takes longer was stopped: a busy machine wakes a
 
 
 class Island:
-    """Square tensors, by ``task.layers`` and ``task.width``; ``step_s``: what a step takes at least, asleep in ``rest``."""
+    """Square tensors, by ``task.layers`` and ``task.width``; ``step_s``: what a step takes at least, asleep in ``rest``.
+
+    A batch is so many ``pairs`` of noise and the other noise that it is to be turned into: float32 [2 * pairs, width].
+    """
 
     tokens_per_batch = TOKENS
 
-    def __init__(self, settings: TaskSettings, step_s: float, rest: Callable[[float], None]) -> None:
-        self.settings, self.step_s, self.rest = settings, step_s, rest
+    def __init__(self, settings: TaskSettings, step_s: float, rest: Callable[[float], None], pairs: int = 1) -> None:
+        self.settings, self.step_s, self.rest, self.pairs = settings, step_s, rest, pairs
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         width = self.settings.width
@@ -44,14 +47,14 @@ class Island:
             return np.zeros((), np.float32)
 
         slept = jax.pure_callback(sleep, np.zeros((), np.float32), batch)
-        inputs, wanted = batch
+        inputs, wanted = batch.reshape(self.pairs, 2, -1).transpose(1, 2, 0)  # float32 [width, pairs] each
         errors = [jnp.mean((tensor @ inputs - wanted) ** 2) for tensor in params.values()]
         return sum(errors, start=slept) / len(errors)
 
     def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[NDArray[np.float32]]:
-        number = start
+        number, shape = start, (2 * self.pairs, self.settings.width)
         while True:
-            yield np.random.default_rng((seed, share, number)).standard_normal((2, self.settings.width)).astype(np.float32)
+            yield np.random.default_rng((seed, share, number)).standard_normal(shape).astype(np.float32)
             number += 1
 
     def validation(self) -> list[NDArray[np.float32]]:
@@ -80,3 +83,8 @@ def make(settings: TaskSettings, data: str | None) -> Island:
 def make_unstopped(settings: TaskSettings, data: str | None) -> Island:
     """Return the same for processes that nobody stops in mid-step: a busy machine's late wakings do not add up."""
     return Island(settings, float(os.environ["BENCH_STEP_S"]), time.sleep)
+
+
+def make_paired(settings: TaskSettings, data: str | None) -> Island:
+    """Return the same with a pair for each row of ``task.batch``, which more devices than two divide."""
+    return Island(settings, float(os.environ["BENCH_STEP_S"]), time.sleep, settings.batch)

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
@@ -93,7 +93,12 @@ async def fill(url: str, model: Model) -> int:
     await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
     chance = np.random.default_rng(0)
     sizes = [fragment.size for fragment in log.map.fragments]
-    await log.writer.found("ann", settings.digest(), [chance.standard_normal(size, np.float32) for size in sizes])
+
+    async def thetas() -> AsyncIterator[NDArray[np.float32]]:
+        for size in sizes:
+            yield chance.standard_normal(size, np.float32)
+
+    await log.writer.found("ann", settings.digest(), thetas())
     genesis, stored_bytes = await log.reader.genesis(), 0
     assert genesis is not None
     for index, size in enumerate(sizes):

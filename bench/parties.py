@@ -86,9 +86,9 @@ class Island:
                 rows = tensor[row : row + 256]
                 rows += rng.standard_normal(rows.shape, np.float32) * np.float32(1e-3)
 
-    def initial(self) -> Iterator[Vector]:
-        """Every fragment, to found the run with."""
-        return (fragment.gather(self.tensors) for fragment in self.map.fragments)
+    def initial(self, fragment: Fragment) -> Vector:
+        """Return a fragment, float32 [size], to found the run with."""
+        return fragment.gather(self.tensors)
 
     def reader(self, fragment: Fragment) -> Callable[[], Vector]:
         """Return a function that reads the fragment; no step may come between."""
@@ -342,7 +342,7 @@ def learner_main(pipe: Connection, url: str, settings: Mapping[str, Any], parame
             began_s = time.monotonic()
             name = f"learner-{share}"
             member = Member(link, run, fragment_map, LearnerSettings(name=name, run=RUN, share=share), log)
-            await member.join(lambda: list(island.initial()))
+            await member.join(island.initial)
             thread = threading.Thread(target=serve, args=(island, member, link, began_s), name="trainer", daemon=True)
             thread.start()
             while thread.is_alive():

@@ -218,7 +218,7 @@ async def catch_up(watch: Watch, versions: int) -> dict[str, Any]:
     settings = LearnerSettings(name="bench-reader", run=run.name, role="evaluator", nats_url=run_directory.nats_url)
     before, began_s = transport.bytes_in, time.monotonic()
     member = Member(transport, run, fragments, settings, get_logger())
-    await member.join(list)
+    await member.join()
     wall_s, read = time.monotonic() - began_s, transport.bytes_in - before
     newest = member.versions()
     await member.close()

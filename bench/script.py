@@ -1,4 +1,4 @@
-"""Shared parts of the benches: their parser and its ``--json``, the machine, and the services' allocator."""
+"""Shared parts of the benches: their parser and its ``--json``, their folder, the machine, and the services' allocator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,17 @@ def print_result(result: dict[str, Any], arguments: argparse.Namespace, show: Ca
         print(json.dumps(result))
     else:
         show(result)
+
+
+@contextmanager
+def folder(given: Path | None) -> Iterator[Path]:
+    """Give a folder for what a bench writes: the one that was given, which stays, or one that is removed at the end."""
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
+        yield Path(name)
 
 
 def machine() -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""A model's tensors, written from the fragments' vectors."""
+"""A model's tensors, written from the fragments' vectors, and vectors as a founder gives them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,3 +18,9 @@ def scatter(fragment: Fragment, vector: NDArray[np.float32], tensors: Mapping[st
             tensors[piece.path][piece.row_start : piece.row_stop] = values
         else:
             tensors[piece.path][...] = values
+
+
+async def each(vectors: Sequence[NDArray[np.float32]]) -> AsyncIterator[NDArray[np.float32]]:
+    """Give vectors, float32 [size] each, one after another, as a run is founded with them."""
+    for vector in vectors:
+        yield vector

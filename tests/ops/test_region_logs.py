@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.tensors import each
 
 from diloco.core import merging
 from diloco.core.fold import Replica
@@ -195,7 +196,7 @@ async def begin(process: Process) -> tuple[dict[str, Place], Replica, bytes]:
         await log.transport.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
         places[region] = Place(log)
     first = places[REGIONS[0]].log
-    await first.writer.found("ann", SETTINGS.digest(), [np.zeros(SIZE, np.float32)])
+    await first.writer.found("ann", SETTINGS.digest(), each([np.zeros(SIZE, np.float32)]))
     genesis = await first.reader.genesis()
     assert genesis is not None
     for place in list(places.values())[1:]:

@@ -196,7 +196,7 @@ class Toy:
         tape = TapeFile(self.settings.state_dir, self.settings.name, run.identity, self.log)
         member = self.member = Member(link, run, fragments, self.settings, self.log, tape)
         try:
-            await member.join(lambda: [fragment.gather(task.tensors) for fragment in fragments.fragments])
+            await member.join(lambda fragment: fragment.gather(task.tensors))
             self._restore(member, task)
             await asyncio.to_thread(self._train, member, task, run.created)
         finally:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace as replace_struct
 from structlog.testing import capture_logs
+from tests.tensors import each
 
 from diloco.core import merging, outer, quantise
 from diloco.core.chain import NO_ENTRY, Chain
@@ -88,7 +89,7 @@ async def written(link: NatsTransport) -> Written:
     name = f"run-{uuid.uuid4().hex[:8]}"
     log = Log(link, name, framing.run_id(name, SETTINGS.digest()), fragments, SETTINGS)
     await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
-    await log.writer.found("ann", SETTINGS.digest(), [np.random.default_rng(1).normal(size=SIZE).astype(np.float32)])
+    await log.writer.found("ann", SETTINGS.digest(), each([np.random.default_rng(1).normal(size=SIZE).astype(np.float32)]))
     genesis = await log.reader.genesis()
     assert genesis is not None
     [first] = await log.reader.keyframe_sequences(0)
@@ -212,7 +213,7 @@ async def versions(link: NatsTransport, count: int, keyframes: set[int]) -> tupl
     log = Log(link, name, framing.run_id(name, settings.digest()), fragments, settings)
     await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
     noise = np.random.default_rng(2)
-    await log.writer.found("ann", settings.digest(), [noise.normal(size=100).astype(np.float32)])
+    await log.writer.found("ann", settings.digest(), each([noise.normal(size=100).astype(np.float32)]))
     genesis = await log.reader.genesis()
     assert genesis is not None
     replica, residual, states = (await log.reader.load(0, *genesis)).replica, np.zeros(100, np.float32), list[Replica]()
@@ -342,7 +343,7 @@ async def test_a_reader_of_some_fragments_reads_no_parts_of_others(
     fragments = build_map([TensorSpec(tensor, (SIZE,)) for tensor in "uvw"], 3)
     log = Log(link, name, framing.run_id(name, SETTINGS.digest()), fragments, SETTINGS)
     await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
-    await log.writer.found("ann", SETTINGS.digest(), [np.zeros(SIZE, np.float32)] * 3)
+    await log.writer.found("ann", SETTINGS.digest(), each([np.zeros(SIZE, np.float32)] * 3))
     genesis = await log.reader.genesis()
     assert genesis is not None
     offered = Offer(0, "ann", 1, 1, (1, 0), 1, 0, bytes(32), 32, 1, 1, 0, [], Body(0, bytes(32), 0, bytes(8)))
@@ -374,7 +375,7 @@ async def test_a_record_of_2_bits_is_an_entry_only_where_the_run_requires_them(
     name = f"run-{uuid.uuid4().hex[:8]}"
     log = Log(link, name, framing.run_id(name, settings.digest()), build_map([TensorSpec("w", (SIZE,))], 1), settings)
     await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
-    await log.writer.found("ann", settings.digest(), [np.zeros(SIZE, np.float32)])
+    await log.writer.found("ann", settings.digest(), each([np.zeros(SIZE, np.float32)]))
     genesis = await log.reader.genesis()
     assert genesis is not None
     replica = (await log.reader.load(0, *genesis)).replica
@@ -442,7 +443,7 @@ async def noisy(link: NatsTransport) -> tuple[Log, tuple[Genesis, bytes], Replic
     log = Log(link, name, framing.run_id(name, SETTINGS.digest()), fragments, SETTINGS)
     await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
     noise = np.random.default_rng(7)
-    await log.writer.found("ann", SETTINGS.digest(), [noise.normal(size=SIZE).astype(np.float32)])
+    await log.writer.found("ann", SETTINGS.digest(), each([noise.normal(size=SIZE).astype(np.float32)]))
     genesis = await log.reader.genesis()
     assert genesis is not None
     replica, residual = (await log.reader.load(0, *genesis)).replica, np.zeros(SIZE, np.float32)

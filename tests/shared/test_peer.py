@@ -141,6 +141,33 @@ async def test_the_next_peer_is_asked_if_one_has_none(lab: Lab, monkeypatch: pyt
     assert (await lab.borrow()).loan is None
 
 
+async def test_a_large_copy_may_take_its_time(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "READY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(peer, "COPIED_BYTES_S", LAYOUT.size_bytes / 100)
+    lender = await lab.lender("learner-0", gives=False)
+    borrowing = asyncio.create_task(lab.borrow("learner-0"))
+    while not lender.wanted:
+        await asyncio.sleep(0.01)
+    asked_s = asyncio.get_running_loop().time()
+    while asyncio.get_running_loop().time() < asked_s + 0.3:  # longer than a small one may take
+        assert not borrowing.done()
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(lender.give, 42, [3, 4], InMemory(ARRAYS))
+    same(await borrowing, "learner-0")
+
+
+async def test_a_peer_that_makes_no_copy_is_not_waited_for(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "READY_TIMEOUT_S", 1000.0)
+    refusing = await lab.lender("refusing", gives=False)
+    await lab.lender("learner-1")
+    borrowing = asyncio.create_task(lab.borrow("refusing", "learner-1"))
+    while not refusing.wanted:
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(refusing.give_none)
+    same(await borrowing, "learner-1")
+    assert not refusing.wanted
+
+
 def loan(**changes: Any) -> bytes:
     values: dict[str, Any] = {
         "peer": "liar",

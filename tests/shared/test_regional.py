@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.conftest import MakeServer
+from tests.tensors import each
 
 from diloco.core import merging
 from diloco.core.fold import Replica
@@ -72,7 +73,7 @@ async def region(link: NatsTransport) -> Region:
     name = f"run-{uuid.uuid4().hex[:8]}"
     log = Log(link, name, framing.run_id(name, SETTINGS.digest()), fragments, SETTINGS)
     await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
-    await log.writer.found("ann", SETTINGS.digest(), [np.zeros(64, np.float32)])
+    await log.writer.found("ann", SETTINGS.digest(), each([np.zeros(64, np.float32)]))
     genesis = await log.reader.genesis()
     assert genesis is not None
     return Region(log, genesis[1], (await log.reader.load(0, *genesis)).replica)

@@ -81,7 +81,7 @@ class Learner:
             self.gradients = [np.zeros(fragment.size, np.float32) for fragment in FRAGMENTS.fragments]
         self.must_apply, self.must_pass = world.known(process), world.reference.ends() if world.regional is None else {}
         try:
-            await member.join(lambda: [np.zeros(fragment.size, np.float32) for fragment in FRAGMENTS.fragments])
+            await member.join(lambda fragment: np.zeros(fragment.size, np.float32))
             if not self._restore(member):
                 stateless = run.created.outer.optimizer == "adamw"  # its optimizer's state is the log's
                 borrowed: dict[str, NDArray[Any]] = {}

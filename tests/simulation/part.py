@@ -220,9 +220,7 @@ class Worker:
         member, process = self.member, self.process
         if isinstance(member, Leader):
             member.wanted = self._wanted
-            await member.join(list)
-        else:
-            await member.join()
+        await member.join()
         # of the model that it came with nothing may come into the run, unless it has founded it
         self.values = [self._only_here(index, process.noise(values.size)) for index, values in enumerate(self.values)]
         leader = member if isinstance(member, Leader) else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from tests.heartbeats import learner_heartbeat
+from tests.tensors import each
 
 from diloco.control import creation
 from diloco.control.creation import Run
@@ -85,7 +86,7 @@ async def begin(link: NatsTransport, **overrides: Any) -> Begun:
     run = await creation.create(link, name, settings)
     fragments = build_map([TensorSpec(f"w{i}", (SIZE,)) for i in range(2)], 2)
     store = Log(link, name, run.identity, fragments, settings)
-    await store.writer.found("ann", settings.digest(), [np.zeros(SIZE, np.float32)] * 2)
+    await store.writer.found("ann", settings.digest(), each([np.zeros(SIZE, np.float32)] * 2))
     genesis = await store.reader.genesis()
     assert genesis is not None
     log = get_logger()

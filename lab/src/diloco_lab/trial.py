@@ -170,7 +170,7 @@ class _Training(World):
         settings = LearnerSettings(name=process.name, run=RUN, share=index)
         member = self.members[index] = Member(process.transport, run, self.map, settings, self.logger)
         island, tokens = self.first.twin(), self.trial.task.tokens_per_batch
-        await member.join(lambda: [island.read(fragment).to_host() for fragment in self.map.fragments])
+        await member.join(lambda fragment: island.read(fragment).to_host())
         member.count_steps(tokens)
         wanted = island.wanted(optimizer_only=True)
         if await member.borrow(island.optimizer_layout(), wanted, island.put) is None:

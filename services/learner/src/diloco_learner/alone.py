@@ -43,7 +43,7 @@ def work(
     ``about``: what a learner's tape says of its machine.
     """
     settings = process.settings
-    process.wait(member.join(lambda: [model.read(fragment).to_host() for fragment in member.map.fragments]))
+    process.wait(member.join(lambda fragment: model.read(fragment).to_host()))
     process.exporter.observed = ObservedMember(member, process.transport, process.exporter.labels())
     if settings.role != "learner":
         run = process.run.created

@@ -148,7 +148,7 @@ class JoinedRun:
         self._stack.callback(lambda: self._wait(self._member.close()))
         self._member.admission.check_batch(self.tokens)
         read = self._parameters.snapshot
-        self._wait(self._member.join(lambda: [read(fragment).to_host() for fragment in self._member.map.fragments]))
+        self._wait(self._member.join(lambda fragment: read(fragment).to_host()))
         self._member.count_steps(self.tokens)
         self._pass(None)
         self._returned_s = time.perf_counter()

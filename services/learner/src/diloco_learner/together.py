@@ -46,7 +46,7 @@ from diloco_learner.task import Task
 
 REGROUP = "regroup"
 BEGINS = "begins"
-LOST = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "UNKNOWN", "FAILED_PRECONDITION", "INTERNAL: Gloo")
+LOST = ("UNAVAILABLE:", "DEADLINE_EXCEEDED:", "ABORTED:", "CANCELLED:", "UNKNOWN:", "FAILED_PRECONDITION:", "INTERNAL: Gloo")
 # how JAX's errors begin where another process is gone
 
 
@@ -117,7 +117,7 @@ def _train(
     batches: Iterator[Batch]
     look_ahead, labels = None, process.exporter.labels()
     if isinstance(member, Leader):
-        process.wait(member.join(list))  # it gathers the model from all processes, if it founds the run
+        process.wait(member.join())  # it gathers the model from all processes, if it founds the run
         process.exporter.observed = ObservedPart(member.part, labels, ObservedMember(member, process.transport, labels))
         for event in (replay.machine(), replay.mesh_event(mesh), events.Processes(member.part.group.size)):
             member.tape.record(event)
@@ -255,7 +255,7 @@ def own_errors_first(group: Group) -> Iterator[None]:
     """Let an error of this process be what it ends with, and not that others end because of it."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # the latter where a program's call fails, and not its result
         if str(error).startswith(LOST):
             group.end(IslandError(f"a collective failed, as where a process is gone: {str(error).splitlines()[0]}"))
         group.ending()

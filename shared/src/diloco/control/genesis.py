@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import TypeAlias
 
@@ -18,7 +18,8 @@ from diloco.process.observe import Logger
 from diloco.wire import framing
 from diloco.wire.entries import Genesis
 
-Initial: TypeAlias = Callable[[], Awaitable[Sequence[NDArray[np.float32]]]]
+Initial: TypeAlias = Callable[[int], Awaitable[NDArray[np.float32]]]
+RENEWED_SHARE = 0.25  # of the time after which a founder is replaced: it says so often that it goes on
 
 
 async def await_genesis(
@@ -31,15 +32,25 @@ async def await_genesis(
     """Return the genesis record and its hash; a learner (None: another service) founds the run if no other does.
 
     A run that continues another one is founded before it has members, and by no learner: nobody else has its version 0.
-    The founder is elected by compare-and-set. One that does not finish within ``liveness.dead_s`` of this member's clock is
-    replaced; should both finish, the log's fence lets one genesis record through.
+    The founder is elected by compare-and-set, and says meanwhile that it goes on. One that has not for ``liveness.dead_s`` of
+    this member's clock is replaced; should both finish, the log's fence lets one genesis record through.
 
     Args:
-        initial: gives version 0 by fragment, float32 [size] each; a learner has it.
+        initial: gives version 0 of a fragment, float32 [size]; a learner has it. It is asked for one after another.
     """
     watched: tuple[int, float] | None = None
     clock = asyncio.get_running_loop().time
     founder = Table[bytes](run.registry, "founder", lambda stored: stored or b"", bytes)
+
+    async def values(revision: int) -> AsyncIterator[NDArray[np.float32]]:
+        assert learner is not None
+        assert initial is not None
+        said_s = clock()
+        for fragment in log.map.fragments:
+            if clock() - said_s > RENEWED_SHARE * run.created.liveness.dead_s:
+                revision, said_s = await founder.write(learner.encode(), revision), clock()
+            yield await initial(fragment.index)
+
     while True:
         try:
             found = await log.reader.genesis()
@@ -56,13 +67,11 @@ async def await_genesis(
                 watched = (revision, clock())
             if revision == 0 or clock() - watched[1] > run.created.liveness.dead_s:
                 try:
-                    await founder.write(learner.encode(), revision)
+                    revision = await founder.write(learner.encode(), revision)
                 except FenceError:
                     continue
                 logger.info("founding")
-                assert initial is not None
-                values = await initial()
-                await log.writer.found(learner, run.created.digest(), values, decision(run))
+                await log.writer.found(learner, run.created.digest(), values(revision), decision(run))
                 continue
         await asyncio.sleep(POLL_S)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,16 +34,19 @@ class Writer:
         self,
         founder: str,
         settings_digest: bytes,
-        thetas: Sequence[NDArray[np.float32]],
+        thetas: AsyncIterable[NDArray[np.float32]],
         decide: Callable[[bytes], Awaitable[bool]] | None = None,
     ) -> None:
         """Store version 0 of every fragment, float32 [size] each, and then genesis; succeed too if another process has.
 
-        Version 0 is fenced by genesis: a founder that comes late would store it behind the keyframes of a run under way, and
-        hide them. Where there are several logs, ``decide`` says whether a genesis record is the run's.
+        ``thetas`` gives one after another, and none is kept. Version 0 is fenced by genesis: a founder that comes late would
+        store it behind the keyframes of a run under way, and hide them. Where there are several logs, ``decide`` says whether a
+        genesis record is the run's.
         """
         try:
-            hashes = [await self.append_first(fragment, theta) for fragment, theta in enumerate(thetas)]
+            hashes: list[bytes] = []
+            async for theta in thetas:
+                hashes.append(await self.append_first(len(hashes), theta))
             await self.conclude(founder, settings_digest, hashes, decide)
         except FenceError:
             return

@@ -21,7 +21,7 @@ from diloco.core import tape as events
 from diloco.core.accounts import StepDone, Traffic
 from diloco.core.decisions import Decisions
 from diloco.core.fragment_state import Answer, Phase, Reader, Version
-from diloco.core.fragments import FragmentMap
+from diloco.core.fragments import Fragment, FragmentMap
 from diloco.core.rows import RowLayout
 from diloco.core.saving import Ended, set_name
 from diloco.core.schedule import Moment
@@ -95,8 +95,8 @@ class Leader(Member):
 
     # ---- loop thread
 
-    async def _initial(self, initial: Callable[[], Sequence[Vector]]) -> Sequence[Vector]:
-        return [await self.part.gather(index) for index in range(len(self.map.fragments))]
+    async def _initial(self, index: int, initial: Callable[[Fragment], Vector] | None) -> Vector:
+        return await self.part.gather(index)
 
     async def _load(self, genesis: tuple[Genesis, bytes]) -> list[Version]:
         """Return what the carriers have loaded of each fragment, in order."""

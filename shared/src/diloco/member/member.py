@@ -29,7 +29,7 @@ from diloco.core.boundary import apply, decide
 from diloco.core.chunks import Chunk
 from diloco.core.delta import Apply
 from diloco.core.fragment_state import Reader, Version
-from diloco.core.fragments import FragmentMap
+from diloco.core.fragments import Fragment, FragmentMap
 from diloco.core.learner import Dump, Learner
 from diloco.core.schedule import Moment
 from diloco.errors import BrokerError, EjectedError
@@ -102,11 +102,11 @@ class Member:
 
     # ---- loop thread
 
-    async def join(self, initial: Callable[[], Sequence[Vector]]) -> None:
+    async def join(self, initial: Callable[[Fragment], Vector] | None = None) -> None:
         """Be admitted, found the run if nobody else does (with ``initial``), load the log, and begin to follow it.
 
-        A learner that was ejected is not, and waits until it is readmitted. ``initial`` gives the parameters by fragment,
-        float32 [size of the fragment].
+        A learner that was ejected is not, and waits until it is readmitted. ``initial`` gives the parameters of a fragment,
+        float32 [its size]; None: this member founds no run, or gathers them.
 
         Raises:
             AdmissionError: this learner's model is not the run's.
@@ -120,8 +120,8 @@ class Member:
             self.learner.incarnation = self.shares.incarnation = self.admission.incarnation
         founder = self.settings.name if learns and self.transport.founds else None
 
-        async def values() -> Sequence[Vector]:
-            return await self._initial(initial)
+        async def values(index: int) -> Vector:
+            return await self._initial(index, initial)
 
         begin = partial(await_genesis, self.run, self.store, founder, values, self.log)
         for version in await self._load(await until_available(begin, self.log)):
@@ -141,8 +141,9 @@ class Member:
         self._change()
         self.log.info("joined", fragments=len(versions), version_min=min(versions), version_max=max(versions))
 
-    async def _initial(self, initial: Callable[[], Sequence[Vector]]) -> Sequence[Vector]:
-        return initial()
+    async def _initial(self, index: int, initial: Callable[[Fragment], Vector] | None) -> Vector:
+        assert initial is not None, "a learner alone founds a run, and has parameters"
+        return initial(self.map.fragments[index])
 
     async def _load(self, genesis: tuple[Genesis, bytes]) -> list[Version]:
         """Return what the log has of each fragment, in order."""

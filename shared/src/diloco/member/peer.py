@@ -9,6 +9,7 @@ so that a state of another model is never taken.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,7 +32,9 @@ from diloco.wire.subjects import Subjects
 
 KEEP_S = 30.0  # of an unused copy: several learners that start together share one; it takes as much disk as the state
 ANSWER_TIMEOUT_S = 2.0  # a part of 512 KiB takes less over any link on which a state is worth its time
-READY_TIMEOUT_S = 5.0  # a copy is made at the next boundary: a few steps; then another peer is asked
+READY_TIMEOUT_S = 5.0  # a copy is begun at the next boundary: a few steps; then another peer is asked
+COPIED_BYTES_S = 20e6  # and is made at this rate at least, by a disk that others use too
+REFUSES_S = 5.0  # a peer asks ten times a second: it hears within so long that there is to be no copy, also over a slow link
 ASK_AGAIN_S = 0.1  # a step or less
 TRIES = 3
 MAX_PEERS = 4
@@ -139,6 +142,7 @@ class Lender:
         self._wanted = False
         self._lent: tuple[StateLoan, Lendable] | None = None
         self._used_s = 0.0
+        self._refuses_until_s = -math.inf
 
     async def serve(self) -> None:
         """Begin to answer."""
@@ -156,7 +160,8 @@ class Lender:
         self._loop.call_soon_threadsafe(self._keep, loan, state)
 
     def give_none(self) -> None:
-        """Say that no copy could be made."""
+        """Say that no copy is to be made, or could be."""
+        self._refuses_until_s = self._loop.time() + REFUSES_S
         self._wanted = False
 
     def close(self) -> None:
@@ -185,7 +190,7 @@ class Lender:
     def _loan(self) -> bytes:
         """Return a loan, or nothing if there is to be none."""
         if self._lent is None:
-            if not self.healthy():
+            if not self.healthy() or self._loop.time() < self._refuses_until_s:
                 return b""
             self._wanted = True
             return framing.pack(StateLoan(self.name, b"", 0, [], bytes(32), 0, bytes(32)), self.run)
@@ -275,14 +280,15 @@ class Borrower:
 
     async def _ready(self, peer: str) -> StateLoan:
         clock = asyncio.get_running_loop().time
-        deadline_s = clock() + READY_TIMEOUT_S
+        within_s = READY_TIMEOUT_S + self.layout.size_bytes / COPIED_BYTES_S
+        deadline_s = clock() + within_s
         while clock() < deadline_s:
             answer = await self._ask(peer, StateRequest(self.name, b"", 0, [], []))
             loan, _, _ = framing.unpack(answer, StateLoan, self.run)
             if loan.copy:
                 return loan
             await asyncio.sleep(ASK_AGAIN_S)
-        raise _Unavailable(f"no copy was made within {READY_TIMEOUT_S:g} s")
+        raise _Unavailable(f"no copy was made within {within_s:.3g} s")
 
     async def _part(self, peer: str, loan: StateLoan, wanted: Chunk) -> Values:
         place, start = self._places[wanted.name], list(wanted.start)

@@ -1,0 +1,82 @@
+"""Founding a run, in virtual time: one learner does, however long it takes, and another one if it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from diloco.control import creation
+from diloco.control.genesis import await_genesis
+from diloco.core.fragments import TensorSpec, build_map
+from diloco.log.log import Log
+from diloco.process.observe import get_logger
+from diloco.settings.presets import run_settings
+from diloco_lab.virtual.transport import CONTROL
+from diloco_lab.virtual.world import Process, World
+
+DEAD_S, FRAGMENTS = 5.0, 6
+SETTINGS = run_settings("decoupled", {"fragments.count": FRAGMENTS, "liveness.dead_s": DEAD_S})
+MAP = build_map([TensorSpec(f"w{index}", (8,)) for index in range(FRAGMENTS)], FRAGMENTS)
+
+
+class Founding:
+    """Two learners that would found a run; the first begins sooner, and takes so long to give each fragment."""
+
+    def __init__(self, fragment_s: float, dies_s: float | None = None) -> None:
+        self.fragment_s, self.dies_s = fragment_s, dies_s
+        self.gave: dict[str, int] = {"ann": 0, "bob": 0}  # fragments
+        self.founders: dict[str, str] = {}  # by learner: who founded the run, by the record that it found
+
+    def play(self) -> None:
+        world = World(1)
+        for name in self.gave:
+            process = Process(world, name, CONTROL, self._serve)
+            world.processes.append(process)
+            process.start()
+        if self.dies_s is not None:
+            world.later(self.dies_s, world.processes[0].crash, "it dies")
+        world.scheduler.run(1000.0)
+        world.dispose()
+        if world.error is not None:
+            raise world.error
+
+    async def _serve(self, process: Any) -> None:
+        if process.name == "bob":
+            await asyncio.sleep(1.0)
+        run = await creation.create(process.transport, "run", SETTINGS)
+        log = Log(process.transport, "run", run.identity, MAP, SETTINGS)
+
+        async def initial(index: int) -> NDArray[np.float32]:
+            self.gave[process.name] += 1
+            await asyncio.sleep(self.fragment_s if process.name == "ann" else 0.0)
+            return np.zeros(MAP.fragments[index].size, np.float32)
+
+        genesis, _ = await await_genesis(run, log, process.name, initial, get_logger())
+        self.founders[process.name] = genesis.founder
+
+
+@pytest.mark.parametrize("fragment_s", [0.1, 0.9 * DEAD_S])  # the latter: 27 s in all
+def test_a_founder_that_goes_on_is_not_replaced(fragment_s: float) -> None:
+    founding = Founding(fragment_s)
+    founding.play()
+    assert founding.founders == {"ann": "ann", "bob": "ann"}
+    assert founding.gave == {"ann": FRAGMENTS, "bob": 0}
+
+
+@pytest.mark.parametrize("dies_s", [1.5, 2.5 * DEAD_S])
+def test_one_that_is_gone_is_replaced(dies_s: float) -> None:
+    founding = Founding(0.9 * DEAD_S, dies_s)
+    founding.play()
+    assert founding.founders == {"bob": "bob"}
+    assert founding.gave["bob"] == FRAGMENTS
+
+
+def test_of_two_that_found_it_the_slower_one_goes_by_the_other_ones_record() -> None:
+    founding = Founding(3 * DEAD_S)  # so long it says nothing
+    founding.play()
+    assert founding.founders == {"ann": "bob", "bob": "bob"}
+    assert founding.gave["ann"] < FRAGMENTS, "it learns that it was replaced, and gives no more"
