@@ -45,7 +45,7 @@ import tomli_w
 from restart import Watch
 from up import DILOCO, Up, events, up, watching
 
-from diloco_learner.beginning import LoopThread
+from diloco_learner.process import LoopThread
 from diloco_ops.environment import service_environment
 
 LEADER, OTHER, JOINER = "learner-0", "learner-0-p1", "joiner"

@@ -87,7 +87,7 @@ def render(entries: Sequence[Entry]) -> str:
 <button id="theme" type="button">Light or dark</button>"""
     title = ", ".join(entry.name for entry in entries)
     script = files("diloco_report").joinpath("page.js").read_text(encoding="utf-8")
-    return html.document(title, header, "\n".join(filter(None, (part(entries) for part in parts))), script)
+    return html.document(title, header, "\n".join(filter(None, (part(entries) for part in parts))), html.inlined(script))
 
 
 def groups(entries: Sequence[Entry]) -> dict[tuple[str, str], list[Entry]]:
