@@ -107,9 +107,11 @@ async def test_a_loop_of_pytorch_joins_by_its_module(launch: Launch) -> None:
     cluster.coordinator()
     cluster.syncers()
     await cluster.link()
-    cluster.gate.open()
     loop = _Loop(cluster, name="loop", share=1)
-    await asyncio.to_thread(loop.train)
+    trained = asyncio.create_task(asyncio.to_thread(loop.train))
+    await cluster.until(lambda: any(beat.step for beat in cluster.heartbeats.get("loop", ())), "the loop steps")
+    cluster.gate.open()
+    await trained
     await cluster.ended()
     folded = await cluster.folded()
     for path, tensor in (await cluster.tensors(folded)).items():  # all is merged: it has the run's last version
