@@ -62,7 +62,7 @@ def values(model: Any) -> np.ndarray[Any, Any]:
     return np.concatenate([model.read(fragment).to_host() for fragment in model.fragments().fragments])
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_steps_are_those_of_the_same_model_in_jax(monkeypatch: pytest.MonkeyPatch, optimizer: str, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     (tmp_path / "text").write_text("".join(f"{number} squared is {number**2}.\n" for number in range(4000)))

@@ -38,8 +38,9 @@ def as_directory(cluster: Cluster) -> Path:
     return cluster.directory
 
 
-def may_be_trained(directory: RunDirectory, fragments: FragmentMap) -> None:
+def may_be_trained(directory: RunDirectory, fragments: FragmentMap) -> RunDirectory:
     """Toys have no task to look at."""
+    return directory
 
 
 async def continued(
@@ -176,7 +177,7 @@ async def test_nothing_is_left_of_a_continuation_that_fails(make_server: MakeSer
     with pytest.raises(RunError, match=f"run '{first.name}' exists at its server already; choose another --run-dir"):
         await continuing.prepare(source, taken, may_be_trained)
 
-    def refused(directory: RunDirectory, fragments: FragmentMap) -> None:
+    def refused(directory: RunDirectory, fragments: FragmentMap) -> RunDirectory:
         raise SettingsError("the task's model is another one")
 
     name = f"{first.name}-new"
