@@ -12,7 +12,7 @@ import pytest
 from diloco.errors import DataError, SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.service import MeshSettings
-from diloco_learner.check import check
+from diloco_learner.check import Found, check
 
 TASK = """
 import itertools
@@ -86,7 +86,7 @@ class Broken(Mine):
 
 
 @pytest.fixture
-def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str | None]:
+def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Found]:
     """``checked(name)``: check the task of that name, whose data no file holds."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
@@ -98,7 +98,7 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 
 @pytest.mark.parametrize("name", ["Mine", "Rounded", "WithAux"])
-def test_a_task_that_is_right(checked: Callable[[str], str | None], name: str) -> None:
+def test_a_task_that_is_right(checked: Callable[[str], Found], name: str) -> None:
     checked(name)
 
 
@@ -135,7 +135,7 @@ def test_a_task_that_is_right(checked: Callable[[str], str | None], name: str) -
         ("Nobody", "'makeNobody' does not exist in mine"),
     ],
 )
-def test_a_task_that_is_not(checked: Callable[[str], str | None], name: str, says: str) -> None:
+def test_a_task_that_is_not(checked: Callable[[str], Found], name: str, says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         checked(name)
 
