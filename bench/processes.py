@@ -1,9 +1,11 @@
-"""Bytes and processor time of each process of a learner of one and of several processes, in the same run.
+"""Bytes and processor time of each process of a learner of one and of several processes, of rounds alone.
 
     python bench/processes.py --processes 1 2 --steps 120
 
-The task is that of ``bench/island.py``, whose step takes a set time and hardly any processor: what is left is the system's
-own work. Processor time is counted from the moment at which a process has joined to its end, bytes from its beginning.
+The task is that of ``bench/island.py``, whose step takes a set time. Its arithmetic and its collectives still take processor
+time, so each learner trains twice: with rounds, and with an interval that is longer than the run, so that there is none.
+Printed is the difference, without bytes and time of founding and joining. Processor time is counted from the moment at which
+a process has joined to its end, bytes from its beginning.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +24,7 @@ from typing import Any
 TICK = os.sysconf("SC_CLK_TCK")
 LOOK_S = 0.1
 TOKENS = 1024  # of a step of bench/island.py
+NEVER = 100_000  # steps of a round that does not come
 
 
 def main() -> None:
@@ -31,43 +35,55 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.2)
     parser.add_argument("--tensors", type=int, default=16)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--interval", type=int, default=16, help="steps of a round")
+    parser.add_argument("--turns", type=int, default=1, help="pairs of runs; their medians are shown")
     asked = parser.parse_args()
-    print("processes  process  NATS up    NATS down  others up  others down  CPU ms a step")
+    print(
+        f"{asked.tensors * asked.width**2 / 1e6:.2f}M parameters, a round each {asked.interval} steps; a step, of rounds alone:"
+    )
+    print("processes  process  NATS up    NATS down  others up  others down  CPU")
     for count in asked.processes:
-        with tempfile.TemporaryDirectory() as folder:
-            measure(Path(folder) / "run", count, asked)
+        pairs: list[list[list[float]]] = []
+        for _ in range(asked.turns):
+            with_rounds, without = (measure(count, asked, steps) for steps in (asked.interval, NEVER))
+            pairs.append([[a - b for a, b in zip(*its, strict=True)] for its in zip(with_rounds, without, strict=True)])
+        for index, turns in enumerate(zip(*pairs, strict=True)):
+            *moved, cpu_ms = map(statistics.median, zip(*turns, strict=True))
+            columns = "  ".join(f"{size_bytes / 1e3:6.1f} kB" for size_bytes in moved)
+            print(f"{count:9}  {index:7}  {columns}  {cpu_ms:8.1f} ms", flush=True)
 
 
-def measure(directory: Path, count: int, asked: argparse.Namespace) -> None:
-    """Run once, and print what each process moved and used."""
+def measure(count: int, asked: argparse.Namespace, interval: int) -> list[list[float]]:
+    """Run once, and return for each process bytes up and down, to and from others, and processor time in ms, a step."""
     sets = {
-        "task.name": "island:make", "task.layers": asked.tensors, "task.width": asked.width, "round.steps": 16,
+        "task.name": "island:make", "task.layers": asked.tensors, "task.width": asked.width, "round.steps": interval,
         "fragments.count": 8, "inner.optimizer": "adamw",
     }  # fmt: skip
     command = [str(Path(sys.executable).parent / "diloco"), "up", "--json", "--learners", "1", "--shards", "1"]
     command += ["--processes-per-learner", str(count), "--devices-per-learner", str(max(2, count))]
-    command += ["--tokens", str(asked.steps * TOKENS), "--run-dir", str(directory)]
+    command += ["--tokens", str(asked.steps * TOKENS)]
     command += [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "BENCH_STEP_S": str(asked.step_s)}
     names = ["learner-0", *(f"learner-0-p{index}" for index in range(1, count))]
     joined_s, cpu_s = dict[str, float](), dict[str, float]()
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as up:
-        while up.poll() is None:
-            for name in names:
-                used_s = cpu_of(directory, name)
-                if used_s is not None:
-                    cpu_s[name] = used_s
-                    if name not in joined_s and events(directory, name, "joined"):
-                        joined_s[name] = used_s
-            time.sleep(LOOK_S)
-    report = json.loads((directory / "report.json").read_text())["learners"]["learner-0"]
-    for index, name in enumerate(names):
-        moved = next(iter(events(directory, name, "island_left")), report)
-        per_step_ms = 1000 * (cpu_s[name] - joined_s[name]) / report["steps"]
-        columns = (moved.get(key, 0) for key in ("processes_bytes_up", "processes_bytes_down"))
-        between = "  ".join(f"{value / 1e6:6.2f} MB" for value in columns)
-        nats = f"{moved['bytes_up'] / 1e6:6.2f} MB  {moved['bytes_down'] / 1e6:6.2f} MB"
-        print(f"{count:9}  {index:7}  {nats}  {between}  {per_step_ms:8.1f}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "run"
+        with subprocess.Popen([*command, "--run-dir", str(directory)], env=environment, stdout=subprocess.DEVNULL) as up:
+            while up.poll() is None:
+                for name in names:
+                    used_s = cpu_of(directory, name)
+                    if used_s is not None:
+                        cpu_s[name] = used_s
+                        if name not in joined_s and events(directory, name, "joined"):
+                            joined_s[name] = used_s
+                time.sleep(LOOK_S)
+        report = json.loads((directory / "report.json").read_text())["learners"]["learner-0"]
+        lines: list[list[float]] = []
+        for name in names:
+            its = next(iter(events(directory, name, "island_left")), report)
+            moved = [its.get(key, 0) for key in ("bytes_up", "bytes_down", "processes_bytes_up", "processes_bytes_down")]
+            lines.append([value / report["steps"] for value in (*moved, 1000 * (cpu_s[name] - joined_s[name]))])
+        return lines
 
 
 def cpu_of(directory: Path, name: str) -> float | None:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tests.conftest import MakeServer
+from tests.services.apart import apart
 from tests.services.cluster import Cluster, Folded, small, some_versions
-from tests.services.conftest import Diloco, Launch
+from tests.services.conftest import Diloco, Launch, Regions
 from tests.services.toy import SAMPLES, Toy
 
 from diloco.control.creation import POLL_S, Run
@@ -24,7 +25,7 @@ from diloco.log.log import Log
 from diloco.member import state
 from diloco.process import observe
 from diloco.service.rundir import RunDirectory
-from diloco_ops import continuing, resume, verify
+from diloco_ops import continuing, resume, run_reader, verify
 from diloco_ops.manifest import MANIFEST
 from diloco_ops.run_reader import read_chains
 
@@ -83,6 +84,23 @@ async def test_a_run_that_is_over_begins_again_at_an_earlier_version(
     begun = launch(run.settings, again.nats_url, run.name, again.path)
     chains = await read_chains((await begun.store())[0])
     assert [(chain.version, chain.closed) for chain in chains] == [(1, False)] * run.settings.fragments.count
+
+
+async def test_a_run_in_regions_that_is_over_goes_on_in_each_of_them(regions: Regions, tmp_path: Path) -> None:
+    run = await regions(apart(tokens=TOKENS))
+    await run.begin()
+    await run.ended()
+    run.save()
+    async with run_reader.opened(run.directory) as seen:
+        ended = [chain.state_hash for chain in await read_chains(seen.log)]
+    source = continuing.find(run.directory, {"tokens": TOKENS})
+    new = RunDirectory(tmp_path / "on", "on", "", None, source.changed(run.settings))
+
+    await continuing.prepare(source, new, may_be_trained)
+
+    async with run_reader.opened(new.path) as seen:  # a majority of regions has it, or that would be refused
+        chains = await read_chains(seen.log)
+    assert [(chain.version, chain.state_hash) for chain in chains] == [(0, state_hash) for state_hash in ended]
 
 
 def batches_of(run: Cluster) -> list[tuple[int, int]]:

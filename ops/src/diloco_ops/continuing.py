@@ -95,7 +95,7 @@ def find(path: Path, overrides: Mapping[str, Any]) -> Source:
 async def prepare(source: Source, directory: RunDirectory, check: Check) -> RunDirectory:
     """Make ``directory`` a run that continues the source; its ``run.json`` is written last. Return it as it is then.
 
-    ``check``: finds out that the new run can be trained, before anything is written, and returns the units of its loss.
+    ``check``: finds out that the new run can be trained, before anything is written, and returns the directory with what it found.
 
     Raises:
         RunError: the source is not over; or a setting may not change; or the server has a run of this name already.
@@ -107,18 +107,19 @@ async def prepare(source: Source, directory: RunDirectory, check: Check) -> RunD
         settings = await _settings(ended, source, chains, same_data=directory.data == source.directory.data)
         directory = replace(directory, settings=settings)
         directory = await asyncio.to_thread(check, directory, ended.map)
-        async with resume.servers(directory, "continue") as (control, (home, *_)):
+        async with resume.servers(directory, "continue") as (control, homes):
             if await streams.exists(control, f"KV_{Subjects(directory.name).bucket}"):
                 raise RunError(
                     f"run {directory.name!r} exists at its server already; choose another --run-dir, after whose last part a "
                     "run is named"
                 )
             try:
-                await _found(ended, directory, home)
+                await _found(ended, directory, homes)
             except BaseException:
                 await streams.delete(control, f"KV_{Subjects(directory.name).bucket}")
-                for stream in (Subjects(directory.name).log_stream, Subjects(directory.name).offer_stream):
-                    await streams.delete(home, stream)
+                for home in homes:
+                    for stream in (Subjects(directory.name).log_stream, Subjects(directory.name).offer_stream):
+                        await streams.delete(home, stream)
                 raise
         await asyncio.to_thread(_copy_states, ended, directory, source.notes)
     directory.save()
@@ -188,15 +189,17 @@ def _ends(ended: RunReader, source: Source, chains: Sequence[Chain]) -> list[int
     return [max(ends.get(share, 0), created.first_batch(share)) for share in shares]
 
 
-async def _found(ended: RunReader, directory: RunDirectory, home: NatsTransport) -> None:
-    """Make the new run and its version 0; other regions' syncers copy it. Write the weights, too.
+async def _found(ended: RunReader, directory: RunDirectory, homes: Sequence[NatsTransport]) -> None:
+    """Make the new run and its version 0, in each region's log or in the only one. Write the weights, too.
 
     Two fragments at most are in memory.
     """
     settings = directory.settings
-    run = await creation.create(home, directory.name, settings)
+    run = await creation.create(homes[0], directory.name, settings)
     await run.registry.create("map", ended.map.pack())
-    log = Log(home, run.name, run.identity, ended.map, run.created)
+    for home in homes[1:]:
+        await creation.make_streams(home, run.name, settings)
+    logs = [Log(home, run.name, run.identity, ended.map, run.created) for home in homes]
     path = state.weights_before(directory.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     hashes = []
@@ -204,9 +207,14 @@ async def _found(ended: RunReader, directory: RunDirectory, home: NatsTransport)
         for fragment in ended.map.fragments:
             replica = await newest(ended, fragment.index)
             momentum = replica.momentum if settings.outer.optimizer == "nesterov" else None
-            hashes.append(await log.writer.append_first(fragment.index, replica.theta, momentum))
+            (state_hash, *_) = [await log.writer.append_first(fragment.index, replica.theta, momentum) for log in logs]
+            hashes.append(state_hash)
             await asyncio.to_thread(weights.put, fragment, replica.theta)
-    await log.writer.conclude(FOUNDER, run.created.digest(), hashes, genesis.decision(run))
+    await logs[0].writer.conclude(FOUNDER, run.created.digest(), hashes, genesis.decision(run))
+    for log in logs[1:]:
+        decided = await genesis.decided_genesis(run)
+        assert decided is not None
+        await log.writer.append_genesis(decided)
 
 
 def _copy_states(ended: RunReader, directory: RunDirectory, notes: list[str]) -> None:
