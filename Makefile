@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator report ops lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup torch examples up test tests test-all test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
+.PHONY: setup torch examples up test tests test-all test-torch test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -45,6 +45,10 @@ test: setup ruff
 
 tests: setup
 	$(PYTEST) -m "not slow and not compose"
+
+# those that compute with PyTorch, also the slow ones
+test-torch: torch
+	$(PYTEST) tests/learner/test_torch.py tests/services/test_torch.py
 
 test-all: setup lint
 	$(PYTEST) -m "not compose" --hypothesis-profile=all

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.learner import test_trainer
 from tests.learner.test_trainer import FINISHED, NOTHING, train
 
 from diloco.core.delta import Apply
@@ -62,7 +63,7 @@ def values(model: Any) -> np.ndarray[Any, Any]:
     return np.concatenate([model.read(fragment).to_host() for fragment in model.fragments().fragments])
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_steps_are_those_of_the_same_model_in_jax(monkeypatch: pytest.MonkeyPatch, optimizer: str, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     (tmp_path / "text").write_text("".join(f"{number} squared is {number**2}.\n" for number in range(4000)))
@@ -177,10 +178,23 @@ def test_the_trainer_writes_a_version_between_the_steps_around_its_boundary() ->
     theta = np.full(4, 10, np.float32)
     write = Boundary([(0, Apply(theta, None))], [0], stop=False, wait=False, finished=False)
     settings = run_settings(overrides={"inner.weight_decay": 0.0, "inner.warmup_fraction": 0.0})
-    script, _ = train(model, [NOTHING, NOTHING, write, NOTHING, FINISHED], settings=settings, fragments=model.fragments())
+    script, _ = train(model, [NOTHING, NOTHING, write, NOTHING, FINISHED], settings=settings)
     np.testing.assert_array_equal(script.readers[0](), theta)
     np.testing.assert_allclose(values(model), 10 - 2 * settings.inner.learning_rate, rtol=1e-5)
     assert [done is not None for done in script.done] == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        test_trainer.test_every_step_is_booked_once_and_the_last_loss_is_told,
+        test_trainer.test_a_process_that_is_asked_to_end_books_the_step_in_flight,
+        test_trainer.test_it_ends_in_time_whatever_is_unmerged,
+        test_trainer.test_waiting_for_a_version_is_blocked_time_and_time_after_the_budget_is_not,
+    ],
+)
+def test_a_trainers_rules_hold_as_with_jax(rule: Callable[[Any], None]) -> None:
+    rule(island())
 
 
 def test_no_call_of_a_boundary_waits_for_the_step_in_flight() -> None:

@@ -101,9 +101,9 @@ def train(
     leave_s: float = 10.0,
     unmerged: int = 1,
     settings: RunSettings = SETTINGS,
-    fragments: FragmentMap | None = None,
 ) -> tuple[Script, bool]:
-    fragments = fragments or build_map(island.tensors(), 1)
+    tensors = island.tensors() if isinstance(island, Island) else island.fragments().tensors
+    fragments = build_map(tensors, 1)
     script = Script(fragments, boundaries, unmerged)
     loop = Trainer(
         island,

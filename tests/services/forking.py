@@ -31,7 +31,8 @@ DURABLE_KEYS = ("create", "update", "put")
 # imported when the first of these is to be forked, since it takes seconds, and few tests want one
 LATER = {
     "diloco_learner": ("jax", "diloco_learner.service", "diloco_learner.evaluator", "diloco_learner.trainer"),
-    "diloco_learner.pytorch": ("diloco_learner.pytorch.service", "tests.services.torch_toy"),
+    # torch._dynamo is imported by optimizers
+    "diloco_learner.pytorch": ("diloco_learner.pytorch.service", "torch._dynamo", "tests.services.torch_toy"),
 }
 
 

@@ -131,8 +131,6 @@ async def test_a_loop_with_data_of_its_own_beside_other_learners(launch: Launch)
     assert own.step == len(loop.seen) > 0
     assert own.tokens == own.step * SAMPLES
     assert own.trained == []  # of no share
-    for share in range(3):  # none of the run's is left to a loop that has data of its own
-        assert any(trained[0] == share for name in ("toy-0", "toy-1") for trained in heard[name].trained)
     members = [member for log in await cluster.folded() for record in log.versions for member in record.members]
     assert {member.learner for member in members if not member.data} == {"own"}
     assert {member.learner for member in members if member.data} == {"toy-0", "toy-1"}

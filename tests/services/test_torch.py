@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.services.toy import SAMPLES, SLOW, STEP_S
 import diloco
 from diloco.errors import AdmissionError, SettingsError
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed: make torch")
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed: make torch")
 
 TASK = "tests.services.torch_toy:make"
 RATE: dict[str, Any] = {"inner__learning_rate": 0.1, "inner__warmup_fraction": 0.0}
@@ -48,6 +49,7 @@ async def test_a_torch_learner_is_merged_beside_another_and_goes_on_from_its_che
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 async def test_a_torch_learner_founds_a_run_and_ends_with_it(launch: Launch) -> None:
     cluster = launch(small(learners=1, tokens=40 * SAMPLES, task__name=TASK, **RATE))
     cluster.coordinator()
@@ -60,6 +62,7 @@ async def test_a_torch_learner_founds_a_run_and_ends_with_it(launch: Launch) -> 
     assert heard["torch"].lost_tokens == [0] * cluster.settings.fragments.count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -87,29 +90,32 @@ class _Loop:
         self.cluster, self.given = cluster, given
         self.task = make(cluster.settings.task, None)
         self.module = self.task.module()
+        self.optimizer = self.task.optimizer(list(self.module.parameters()), 0.1)
 
     def train(self) -> None:
-        optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
         own = {"run": self.cluster.name, "tokens": SAMPLES, "is_embedding": self.task.is_embedding, "within_s": 20.0}
         with diloco.join(self.cluster.url, params=self.module, **own | self.given) as run:
             for batch in run.batches(self.task.batches):
                 loss = self.task.loss(self.module, batch)
-                optimizer.zero_grad()
+                self.optimizer.zero_grad()
                 loss.backward()
-                optimizer.step()
+                self.optimizer.step()
                 time.sleep(STEP_S)
                 assert run.step(self.module, loss=loss) is self.module
 
 
+@pytest.mark.slow  # imports PyTorch once more
 async def test_a_loop_of_pytorch_joins_by_its_module(launch: Launch) -> None:
     cluster = launch(small(learners=2))
     cluster.toy(0)
     cluster.coordinator()
     cluster.syncers()
     await cluster.link()
-    cluster.gate.open()
     loop = _Loop(cluster, name="loop", share=1)
-    await asyncio.to_thread(loop.train)
+    trained = asyncio.create_task(asyncio.to_thread(loop.train))
+    await cluster.until(lambda: any(beat.step for beat in cluster.heartbeats.get("loop", ())), "the loop steps")
+    cluster.gate.open()
+    await trained
     await cluster.ended()
     folded = await cluster.folded()
     for path, tensor in (await cluster.tensors(folded)).items():  # all is merged: it has the run's last version
@@ -118,7 +124,10 @@ async def test_a_loop_of_pytorch_joins_by_its_module(launch: Launch) -> None:
     assert {member.learner for log in folded for record in log.versions for member in record.members} == {"toy-0", "loop"}
 
 
+@pytest.mark.slow  # imports PyTorch once more
 async def test_a_module_that_is_none_of_the_run_is_refused_by_name(launch: Launch) -> None:
+    import torch
+
     cluster = launch(small(learners=1))
     cluster.toy(0)
     await cluster.begin()

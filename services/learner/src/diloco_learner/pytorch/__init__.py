@@ -1,4 +1,11 @@
 """A learner over a ``torch.nn.Module``. It imports no JAX: a process of it has one framework (``diloco-learner[torch]``)."""
 
+from importlib.util import find_spec
+
 from diloco_learner.task_api import Aux as Aux
 from diloco_learner.task_api import Units as Units
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError(
+        "PyTorch is not installed: pip install 'diloco[torch]', or in the checkout: make torch", name="torch"
+    )
