@@ -18,7 +18,9 @@ from diloco_learner.island import Island
 from diloco_learner.task import Aux, check_members
 from diloco_learner.tensors import Tensor
 
-SETTINGS: RunSettings = run_settings(overrides={"shards": 1, "fragments.count": 1, "inner.optimizer": "adamw", "inner.clip_norm": 1e6})
+SETTINGS: RunSettings = run_settings(
+    overrides={"shards": 1, "fragments.count": 1, "inner.optimizer": "adamw", "inner.clip_norm": 1e6}
+)
 BASE = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
