@@ -1,6 +1,6 @@
 """A perceptron in Equinox, trained by an optimizer of the task's own.
 
-PYTHONPATH=examples diloco up --set task.name=equinox_mlp:make --tokens 400000 --plain
+PYTHONPATH=examples diloco up --set task.name=equinox_mlp:make --set fragments.count=8 --tokens 400000 --plain
 """
 
 from __future__ import annotations

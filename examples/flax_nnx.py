@@ -1,6 +1,6 @@
 """A convolutional network in Flax NNX, with dropout.
 
-PYTHONPATH=examples diloco up --set task.name=flax_nnx:make --tokens 400000 --plain
+PYTHONPATH=examples diloco up --set task.name=flax_nnx:make --set fragments.count=8 --tokens 400000 --plain
 """
 
 from __future__ import annotations

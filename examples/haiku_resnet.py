@@ -1,6 +1,6 @@
 """A small residual network in Haiku.
 
-PYTHONPATH=examples diloco up --set task.name=haiku_resnet:make --tokens 400000 --plain
+PYTHONPATH=examples diloco up --set task.name=haiku_resnet:make --set fragments.count=8 --tokens 400000 --plain
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LoRA on a frozen base: two matrices of low rank beside each of the base's, which no message has and no step changes.
 
-PYTHONPATH=examples diloco up --set task.name=lora:make --task rank=4 --tokens 400000 --plain
+PYTHONPATH=examples diloco up --set task.name=lora:make --task rank=4 --set fragments.count=8 --tokens 400000 --plain
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A mixture of experts in plain JAX: each image goes to the expert that its router prefers, and all are kept busy.
 
-PYTHONPATH=examples diloco up --set task.name=mixture_of_experts:make --task experts=4 --tokens 400000 --plain
+PYTHONPATH=examples diloco up --set task.name=mixture_of_experts:make --set fragments.count=8 --tokens 400000 --plain
 """
 
 from __future__ import annotations

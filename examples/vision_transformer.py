@@ -1,6 +1,6 @@
 """A vision transformer in plain JAX: patches of images, attention among them, their mean classified.
 
-PYTHONPATH=examples diloco up --set task.name=vision_transformer:make --tokens 400000 --plain
+PYTHONPATH=examples diloco up --set task.name=vision_transformer:make --set fragments.count=8 --tokens 400000 --plain
 """
 
 from __future__ import annotations

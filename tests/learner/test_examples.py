@@ -39,7 +39,9 @@ def test_an_example_trains(monkeypatch: pytest.MonkeyPatch, name: str, overrides
     if name in LIBRARIES:
         pytest.importorskip(LIBRARIES[name], reason=f"{LIBRARIES[name]} is missing: `make examples` installs it")
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    settings = run_settings(overrides={"inner.optimizer": "adamw", "task.name": f"{name}:make"} | overrides)
+    settings = run_settings(
+        overrides={"inner.optimizer": "adamw", "fragments.count": 8, "task.name": f"{name}:make"} | overrides
+    )
     check(settings, None)
     task = load_task(settings.task, None)
     island, batches = Island(task, settings), task.batches(0, 4, 0, 0)

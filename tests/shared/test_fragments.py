@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -9,7 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.tensors import scatter
 
-from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, build_map, check_same_map, unpack_map
+from diloco.core.arrangement import Arrangement
+from diloco.core.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec, build_map, check_same_map, unpack_map
 from diloco.errors import AdmissionError, FormatError, SettingsError
 
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
@@ -285,3 +289,51 @@ def test_a_truncated_map_is_refused() -> None:
     for length in range(len(packed)):
         with pytest.raises(FormatError):
             unpack_map(packed[:length])
+
+
+ARRANGED = [
+    Arrangement((3, 4), (1,)),
+    Arrangement((2, 3, 4), (0, 2)),
+    Arrangement((2, 3, 4), (1,)),
+    Arrangement((2, 3, 4), (2, 0)),
+    Arrangement((2, 3), ()),
+]
+
+
+@given(st.sampled_from(ARRANGED), st.data())
+def test_rows_of_the_log_are_where_they_are_in_the_model(kept: Arrangement, data: st.DataObject) -> None:
+    model = np.arange(math.prod(kept.shape)).reshape(kept.shape)
+    stored = kept.stored(model)
+    units = math.prod(kept.shape[axis] for axis in kept.outputs)
+    assert stored.shape == (units, model.size // units)
+    np.testing.assert_array_equal(kept.restored(stored), model)
+    # a row has all values of one output unit: with all its indices along the output axes alike
+    for row in stored:
+        at = np.array(np.unravel_index(row, kept.shape))
+        assert all(len(set(at[axis])) == 1 for axis in kept.outputs)
+    start = data.draw(st.integers(0, len(stored) - 1))
+    stop = data.draw(st.integers(start + 1, len(stored)))
+    index, part, rows = kept.box(start, stop)
+    np.testing.assert_array_equal(part.stored(model[index])[rows], stored[start:stop])
+
+
+FIXED = FixedSpec("base", "bfloat16", (2, 0), bytes(32))
+
+
+def test_a_packed_map_has_the_way_of_its_tensors_and_those_that_are_fixed() -> None:
+    specs = [TensorSpec(f"t{number}", kept.stored_shape, arrangement=kept) for number, kept in enumerate(ARRANGED)]
+    made = build_map(specs, 3, fixed=[FIXED])
+    assert unpack_map(made.pack()) == made
+    assert made.tensors[1].model_shape == (2, 3, 4)
+    assert (
+        len({build_map(specs, 3, fixed=fixed).digest for fixed in ([], [FIXED], [replace(FIXED, hash=bytes(31) + b"1")])}) == 3
+    )
+    with pytest.raises(SettingsError, match="two tensors are named 't1'"):
+        build_map(specs, 3, fixed=[replace(FIXED, path="t1")])
+
+
+@pytest.mark.parametrize("kept", [[[3, 4], [2]], [[3, 4], [0, 1]], [[3, 4], [1, 1]], [[3, 5], [1]], [[4, 3], [1]]])
+def test_a_tensor_that_is_not_arranged_as_it_says_is_refused(kept: list[list[int]]) -> None:
+    packed = msgspec.msgpack.encode([[["w", [4, 3], False, kept]], 1, "balanced"])
+    with pytest.raises(FormatError, match="tensor 'w' of shape \\(4, 3\\) is not arranged as it says"):
+        unpack_map(packed)

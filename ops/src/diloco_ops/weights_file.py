@@ -91,8 +91,10 @@ class WeightsFile:
         """Write rows of the log where they are in the model's tensor, through the system's cache of the file."""
         kind, begin = np.dtype(f"u{self._value_bytes}"), self._data_at + self._begins[piece.path]
         whole = np.memmap(self._file.name, kind, "r+", begin, arrangement.shape)
-        part = arrangement.part(piece.row_start, piece.row_stop)
-        whole[arrangement.rows(piece.row_start, piece.row_stop)] = part.restored(np.frombuffer(data, kind))
+        index, part, rows = arrangement.box(piece.row_start, piece.row_stop)
+        stored = part.stored(whole[index])
+        stored[rows] = np.frombuffer(data, kind).reshape(piece.shape)
+        whole[index] = part.restored(stored)
 
     def _converted(self, piece: Piece, values: Vector) -> bytes:
         if self.precision == "float32":

@@ -117,10 +117,10 @@ def stored_partition(tensor: Described, spec: PartitionSpec, sizes: Mapping[str,
         return spec
     axes = (*spec, *(None,) * (len(kept.shape) - len(spec)))
     ordered = [axes[axis] for axis in kept.order]
-    first, others = ordered[: len(kept.outputs)] or [None], ordered[len(kept.outputs) :]
-    if any(part is not None for part in others[1:]):
+    rows, columns = ordered[: len(kept.outputs)] or [None], ordered[len(kept.outputs) :]
+    if any(part is not None for part in (*rows[1:], *columns[1:])):
         return default_partition(kept.stored_shape, sizes)
-    return PartitionSpec(*first, others[0])
+    return PartitionSpec(rows[0], columns[0])
 
 
 def shapes_of(task: Task, key: Any) -> Any:

@@ -71,8 +71,8 @@ def _rows(file: Any, piece: Piece, arrangement: Arrangement | None) -> Any:
     found = file.get_slice(piece.path)
     if arrangement is None:
         return found[piece.row_start : piece.row_stop]
-    part = found[arrangement.rows(piece.row_start, piece.row_stop)]
-    return arrangement.part(piece.row_start, piece.row_stop).stored(part)
+    index, part, rows = arrangement.box(piece.row_start, piece.row_stop)
+    return part.stored(found[index])[rows]
 
 
 def _values(

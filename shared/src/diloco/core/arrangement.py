@@ -1,4 +1,4 @@
-"""The way of a model's tensor in the log: output axes first, all others as one axis behind them.
+"""The way of a model's tensor in the log: a row for each output unit, of all that goes into it.
 
 The merge has a norm for each vector along the last axis (docs/protocol.md, section 6), which is one output unit's where the
 output axes are first. A model may have them elsewhere: kernels of Flax and Haiku are (in, out). So a learner keeps such a
@@ -20,9 +20,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A tensor of ``shape`` in the model, of which the axes ``outputs`` are the first ones in the log, in this order.
+    """A tensor of ``shape`` in the model, of which the axes ``outputs``, in this order, are the rows of the log as one axis.
 
-    Without any, the log has it as one row.
+    The others are the log's columns as one axis. Without outputs the log has one row.
     """
 
     shape: Shape
@@ -36,9 +36,8 @@ class Arrangement:
     @cached_property
     def stored_shape(self) -> Shape:
         """The shape in the log."""
-        lengths = [self.shape[axis] for axis in self.order]
-        count = len(self.outputs)
-        return (*(lengths[:count] or [1]), math.prod(lengths[count:]))
+        lengths, count = [self.shape[axis] for axis in self.order], len(self.outputs)
+        return math.prod(lengths[:count]), math.prod(lengths[count:])
 
     def stored(self, values: Any) -> Any:
         """Return an array of NumPy or JAX, any dtype [shape], as the log has it, [stored_shape]."""
@@ -49,15 +48,16 @@ class Arrangement:
         lengths = [self.shape[axis] for axis in self.order]
         return values.reshape(lengths).transpose(tuple(int(axis) for axis in np.argsort(self.order)))
 
-    def rows(self, start: int, stop: int) -> tuple[slice, ...]:
-        """Return where rows of the log are in the model's tensor."""
-        first = self.outputs[0] if self.outputs else None
-        return tuple(slice(start, stop) if axis == first else slice(None) for axis in range(len(self.shape)))
-
-    def part(self, start: int, stop: int) -> Arrangement:
-        """Return the arrangement of these rows alone, cut out of the model's tensor by :meth:`rows`."""
-        lengths = [len(range(*where.indices(n))) for where, n in zip(self.rows(start, stop), self.shape, strict=True)]
-        return Arrangement(tuple(lengths), self.outputs)
+    def box(self, start: int, stop: int) -> tuple[tuple[slice, ...], Arrangement, slice]:
+        """Return where rows of the log are in the model's tensor: a part, its arrangement, and the rows in that."""
+        if not self.outputs:
+            return (slice(None),) * len(self.shape), self, slice(start, stop)
+        axis = self.outputs[0]
+        inner = self.stored_shape[0] // self.shape[axis]
+        first, last = start // inner, -(-stop // inner)
+        index = tuple(slice(first, last) if each == axis else slice(None) for each in range(len(self.shape)))
+        shape = (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
+        return index, Arrangement(shape, self.outputs), slice(start - first * inner, stop - first * inner)
 
     @property
     def is_sound(self) -> bool:
