@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator report ops lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup up test tests test-all test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
+.PHONY: setup extras up test tests test-all test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -17,6 +17,13 @@ setup: .venv/ready
 	else $(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check uv==$(UV_VERSION); fi
 	@PATH="$$PATH:$(BIN)" uv pip install -q --compile-bytecode --python $(BIN)/python --require-hashes -r requirements.txt
 	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-build-isolation --no-deps $(DISTRIBUTIONS:%=-e %)
+	@touch $@
+
+# what optional parts need, which their tests are skipped without: a mix of data (docs/data.md)
+extras: .venv/extras
+
+.venv/extras: .venv/ready requirements/data.txt
+	@PATH="$$PATH:$(BIN)" uv pip install -q --compile-bytecode --python $(BIN)/python --require-hashes -r requirements/data.txt
 	@touch $@
 
 up: setup
