@@ -21,8 +21,8 @@ from diloco.settings.run import MixSettings, TaskSettings
 pytest.importorskip("grain", reason="the extra `data` is not installed: make extras")
 
 from diloco_learner.check import check
+from diloco_learner.mix import file, pipeline
 from diloco_learner.mix import mix as mixes
-from diloco_learner.mix import pipeline
 from diloco_learner.mix.describe import describe
 from diloco_learner.mix.mix import Mix
 from diloco_learner.mix.pipeline import Windows
@@ -209,9 +209,9 @@ def test_parquet_and_hugging_face_give_the_tokens_of_the_same_texts(make: MakeMi
     )
     mix = make(ONE + sources)
     for name in ("a", "b"):
-        for part in ("training", "held_out"):
-            expected = getattr(mix.sources["one"].stored, part)
-            np.testing.assert_array_equal(getattr(mix.sources[name].stored, part), expected)
+        for side in ("training", "held_out"):
+            expected = getattr(mix.sources["one"].stored, side)
+            np.testing.assert_array_equal(getattr(mix.sources[name].stored, side), expected)
     with pytest.raises(DataError, match=r"source 'a'.*no column 'text'; it has body, id: set sources\.a\.column"):
         make(sources.replace('column = "body"\n', "", 1))
     with pytest.raises(DataError, match=r"source 'a'.*column 'id' is of type int64, expected string"):
@@ -334,11 +334,11 @@ def test_bins_that_are_refused(make: MakeMix, tmp_path: Path, tokens: bytes, sai
 
 
 def test_a_changed_bin_is_looked_at_again(make: MakeMix, tmp_path: Path) -> None:
-    file = tmp_path / "b.bin"
-    np.zeros(900, np.uint16).tofile(file)
+    path = tmp_path / "b.bin"
+    np.zeros(900, np.uint16).tofile(path)
     make(BIN)
-    np.full(900, 2000, np.uint16).tofile(file)
-    os.utime(file, ns=(1, 1))
+    np.full(900, 2000, np.uint16).tofile(path)
+    os.utime(path, ns=(1, 1))
     with pytest.raises(DataError, match="token 2000"):
         make(BIN)
 
@@ -380,6 +380,11 @@ def test_the_model_has_the_tokenizers_vocabulary(make: MakeMix, tmp_path: Path) 
     batch = next(task.batches(0, 1, 0, 0))
     assert float(task.loss(params, batch)) == pytest.approx(np.log(270))
     assert task.units.loss == "nats per token"
+
+
+def test_the_example_is_a_mix_of_two() -> None:
+    found = file.read(Path(__file__).parents[2] / "examples" / "mix.toml")
+    assert {name: source.weight for name, source in found.sources.items()} == {"code": 3, "prose": 1}
 
 
 def test_a_library_that_is_missing_is_named(make: MakeMix, monkeypatch: Any) -> None:
