@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator report ops lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup torch examples up test tests test-all test-torch test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
+.PHONY: setup torch extras up test tests test-all test-torch test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -26,11 +26,12 @@ torch: .venv/torch
 	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements/torch.txt
 	@touch $@
 
-# Flax, Equinox and Haiku, for the tests of the tasks in examples/ that are written in them
-examples: .venv/examples
+# what optional parts and examples need, without which their tests are skipped: a mix of data, Flax, Equinox, Haiku
+EXTRAS = requirements/data.txt requirements/examples.txt
+extras: .venv/extras
 
-.venv/examples: .venv/ready requirements/examples.txt
-	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --require-hashes -r requirements/examples.txt
+.venv/extras: .venv/ready $(EXTRAS)
+	@PATH="$$PATH:$(BIN)" uv pip install -q --compile-bytecode --python $(BIN)/python --require-hashes $(EXTRAS:%=-r %)
 	@touch $@
 
 up: setup

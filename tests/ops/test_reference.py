@@ -60,7 +60,7 @@ def test_another_release_of_the_text_is_not_compared() -> None:
     assert "with this text (the standard library differs from one Python release to the next)" in found["missing"]
     of_own_task = compared(text=None)
     assert (of_own_task["arms"], of_own_task["command"]) == ({}, None)
-    assert "built-in task alone" in of_own_task["missing"]
+    assert "built-in task on text alone" in of_own_task["missing"]
 
 
 def test_references_are_read_from_all_folders_and_damaged_ones_named(tmp_path: Path) -> None:

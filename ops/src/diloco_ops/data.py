@@ -16,7 +16,7 @@ from rich.table import Table
 
 from diloco.errors import DataError, DilocoError
 from diloco.settings.loading import parse_assignments
-from diloco.settings.presets import DEFAULT_PRESET, run_settings
+from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_ops.environment import learner_environment
 from diloco_ops.supervise import ServiceFailed, last_words
@@ -37,7 +37,7 @@ def data(
     """Make a mix of data ready, and show its sources, epochs, speed and first window."""
     given = {"tokens": tokens, "learners": learners}
     overrides = parse_assignments(set_ or []) | {key: value for key, value in given.items() if value is not None}
-    settings = run_settings(DEFAULT_PRESET, overrides, "diloco data")
+    settings = run_settings(overrides=overrides, source="diloco data")
     found = described(mix, settings)
     if toml:
         print(tomli_w.dumps({"settings": {"task": {"mix": found["mix"]}}}), end="")

@@ -90,7 +90,7 @@ def compare(
     if settings.continues is not None:
         return _missing("the run continues another one, and data-parallel training begins from the task's own weights", None)
     if text is None:
-        return _missing("data-parallel training is compared for the built-in task alone", None)
+        return _missing("data-parallel training is compared for the built-in task on text alone", None)
     own = conditions(settings, tokens, text)
     for reference in references:
         if reference.conditions == own:

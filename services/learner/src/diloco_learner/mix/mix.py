@@ -176,17 +176,21 @@ def check_same(ours: MixSettings, runs: MixSettings, path: Path) -> None:
 
     if ours.sources.keys() != runs.sources.keys():
         refuse("the list of sources", ", ".join(ours.sources), ", ".join(runs.sources), "take the mix.toml that the run has")
-    if ours.vocabulary != runs.vocabulary:
-        refuse("the vocabulary", ours.vocabulary, runs.vocabulary, "take the tokenizer's file from where the run was begun")
-    if ours.tokenizer != runs.tokenizer:
-        refuse("the tokenizer", ours.tokenizer, runs.tokenizer, "take its file from where the run was begun")
     for name, source in ours.sources.items():
         other = runs.sources[name]
         if source.weight != other.weight:
             refuse(f"the weight of source {name!r}", source.weight, other.weight, "take the mix.toml that the run has")
-        if source != other:
+        if source.digest != other.digest:
             here, there = (f"{each.digest} ({each.tokens} tokens)" for each in (source, other))
             refuse(f"the content of source {name!r}", here, there, "copy its files from where the run was begun")
+    # after the content: a tokenizer that is trained follows from it
+    if ours.vocabulary != runs.vocabulary:
+        refuse("the vocabulary", ours.vocabulary, runs.vocabulary, "take the tokenizer's file from where the run was begun")
+    if ours.tokenizer != runs.tokenizer:
+        refuse("the tokenizer", ours.tokenizer, runs.tokenizer, "take its file from where the run was begun")
+    if ours != runs:
+        here, there = (", ".join(str(source.tokens) for source in each.sources.values()) for each in (ours, runs))
+        refuse("the number of tokens by source", here, there, "use the version of tokenizers that the run was begun with")
 
 
 def _mixed(source: Source) -> MixedSource:
