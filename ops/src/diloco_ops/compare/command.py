@@ -74,11 +74,11 @@ def _read(path: Path) -> list[tuple[Entry, str | None]]:
 def _named(entries: Sequence[Entry]) -> list[Entry]:
     """Return entries of which no two have one name: where they do, their sources are added, and numbers if need be."""
     times = Counter(entry.name for entry in entries)
-    told = [replace(entry, name=f"{entry.name} ({entry.source})") if times[entry.name] > 1 else entry for entry in entries]
-    times = Counter(entry.name for entry in told)
+    found = [replace(entry, name=f"{entry.name} ({entry.source})") if times[entry.name] > 1 else entry for entry in entries]
+    times = Counter(entry.name for entry in found)
     return [
         replace(entry, name=f"{entry.name} {number}") if times[entry.name] > 1 else entry
-        for number, entry in enumerate(told, 1)
+        for number, entry in enumerate(found, 1)
     ]
 
 
