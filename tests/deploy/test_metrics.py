@@ -1,4 +1,4 @@
-"""Alert rules and dashboards: of metrics that services tell, in the schemas of Prometheus and Grafana, provisioned in compose."""
+"""Alert rules and dashboards: of metrics that services tell, as Prometheus and Grafana read them, provisioned in compose."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ import diloco_syncer.metrics
 from diloco.core.learner import Activity
 from diloco.service import metrics
 from diloco.service.metrics import usual_kinds
+from diloco_syncer.shard import STATES
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "metrics" / "alerts.yml"
@@ -45,7 +46,7 @@ TABLES = (
 VALUES = {
     ("diloco_build_info", "service"): {"coordinator", "syncer", "learner", "evaluator"},
     ("diloco_learner_state", "state"): set(get_args(Activity)),
-    ("diloco_syncer_state", "state"): set(diloco_syncer.metrics.STATES),
+    ("diloco_syncer_state", "state"): set(STATES),
     ("diloco_coordinator_run_state", "state"): set(diloco_coordinator.metrics.STATES),
     ("diloco_learner_versions_applied_total", "own_work"): {"yes", "no"},
     ("diloco_syncer_crossing_bytes_total", "way"): {"sent", "received"},
@@ -112,12 +113,12 @@ def check(expression: str, source: str) -> None:
     for selector in selectors:
         assert selector.name in known, f"{source}: {selector.name}"
         for matcher in selector.matchers.matchers:
-            assert matcher.name in known[selector.name], f"{source}: {selector.name}{{{matcher.name}}}"
-            values = VALUES.get((selector.name, matcher.name))
+            assert matcher.name in known[str(selector.name)], f"{source}: {selector.name}{{{matcher.name}}}"
+            values = VALUES.get((str(selector.name), matcher.name))
             if "$" not in matcher.value and values is not None:
                 assert set(matcher.value.split("|")) <= values, f"{source}: {matcher.name}={matcher.value}"
     named = {label for node in tree for label in _grouped(node)}
-    assert named <= set().union(*(known[selector.name] for selector in selectors)), f"{source}: {named}"
+    assert named <= set().union(*(known[str(selector.name)] for selector in selectors)), f"{source}: {named}"
 
 
 def _grouped(node: Any) -> list[str]:
@@ -300,7 +301,7 @@ def test_refused_messages_count_from_0_for_each_usual_kind() -> None:
         def counts(self) -> dict[tuple[str, str], int]:
             return {("ann", "HashError"): 2, ("bob", "HashError"): 1, ("bob", "meeting"): 4}
 
-    told = metrics.by_kind(Refused())  # type: ignore[arg-type]
+    told = dict(metrics.by_kind(Refused()))  # type: ignore[arg-type]
     assert told.pop(("HashError",)) == 3
     assert told.pop(("meeting",)) == 4
     assert {"FormatError", "ChainError", "ClaimError", "MessageError"} <= {kind for (kind,) in told}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.core.accounts import StepDone
+from diloco.core.accounts import Accounts, StepDone
 from diloco.core.delta import Apply
 from diloco.core.fragments import FragmentMap, build_map
 from diloco.core.schedule import Moment
@@ -278,10 +278,15 @@ def test_a_slow_learner_is_busy_all_the_time(island: Island) -> None:
     assert sum(done.busy_s for done in script.done if done) > 0.5 * (time.perf_counter() - began_s)
 
 
-def test_a_step_that_is_not_finite_is_not_taken_and_its_loss_not_told(island: Island) -> None:
+def test_a_step_that_is_not_finite_is_counted_and_not_taken_and_its_loss_stays_out_of_the_accounts(island: Island) -> None:
     batches = iter([np.float32(1), np.float32(np.nan), *[np.float32(1)] * 5])
     script, _ = train(island, [NOTHING] * 4 + [FINISHED], batches)
-    assert all(done.loss is None or np.isfinite(done.loss) for done in script.done if done is not None)
+    accounts = Accounts()
+    for done in filter(None, script.done):
+        accounts.book(done)
+        assert accounts.loss is None or np.isfinite(accounts.loss)
+    assert accounts.done.not_finite == 1
+    assert accounts.loss is not None
     assert script.step == 4
     rate = SETTINGS.inner.learning_rate
     np.testing.assert_allclose(np.asarray(island.params()["x"]), -3 * rate, rtol=1e-5)

@@ -18,7 +18,9 @@ from diloco_report.charts import Axis, Line, Point
 from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
 
 MAX_RUNS = 24
-AXES: tuple[tuple[Axis, str], ...] = (("tokens", "tokens"), ("time", "time"), ("bytes", "bytes over learners' links"))
+MAX_MEANS = 60  # of a training curve
+AXES: tuple[tuple[Axis, str], ...] = (("tokens", "tokens"), ("time", "time"), ("bytes", "bytes, both ways"))
+_PLACES: dict[Axis, Any] = {"tokens": lambda tokens: f"{count(tokens)} tokens", "time": duration, "bytes": size}
 _COLOURS = 8  # --s0 to --s7 of the style sheet
 _DASHES = ("", "7 4", "2 3")  # of as many runs each, in their order
 
@@ -75,19 +77,23 @@ ENDS: tuple[tuple[str, str, Any], ...] = (
     ("bytes_up", "sent", size),
     ("bytes_down", "received", size),
     ("versions", "versions", count),
-    ("blocked", "blocked at most", lambda value: share(value, 2)),
+    ("blocked", "blocked", lambda value: share(value, 2)),
     ("parameters", "parameters", count),
 )
+
+
+_Shown = tuple[int, Entry, Sequence[Sample]]  # an entry's place, for its colour, and one of its curves
 
 
 def render(entries: Sequence[Entry]) -> str:
     """Return the page as text; names of entries differ, and there are at most ``MAX_RUNS``."""
     parts = (_headline, _unlike, _losses, _together, _ends, _values, _settings, _changes)
-    header = f"""<span class="preset">{len(entries)} side by side</span>
+    header = f"""<span class="preset">{len(entries)} runs and arms</span>
 <button id="theme" type="button">Light or dark</button>"""
-    title = ", ".join(entry.name for entry in entries)
     script = files("diloco_report").joinpath("page.js").read_text(encoding="utf-8")
-    return html.document(title, header, "\n".join(filter(None, (part(entries) for part in parts))), html.inlined(script))
+    return html.document(
+        "Side by side", header, "\n".join(filter(None, (part(entries) for part in parts))), html.inlined(script)
+    )
 
 
 def groups(entries: Sequence[Entry]) -> dict[tuple[str, str], list[Entry]]:
@@ -155,6 +161,9 @@ def _unlike(entries: Sequence[Entry]) -> str:
     if len(set(sizes.values())) > 1:
         each = ", ".join(f"{name} {count(number)}" for name, number in sizes.items())
         said.append(f"The models differ. Parameters: {each}.")
+    tasks = [name for name in differing([entry for entry in entries if entry.settings]) if name.startswith("task.")]
+    if tasks:
+        said.append(f"The tasks differ, in {', '.join(tasks)}.")
     said += notes(entries)
     rows = [
         [_named(entry, place), *map(escape, (entry.state, *entry.kind)), f"<code>{escape(entry.source)}</code>"]
@@ -168,26 +177,43 @@ def _losses(entries: Sequence[Entry]) -> str:
     kinds = groups(entries)
     sections = []
     for number, (kind, members) in enumerate(kinds.items()):
-        for which, title, what in (
-            ("validation", "Validation loss", "Of the global model on text that no learner has seen."),
-            ("training", "Training loss", "Of all learners, as a mean over each short stretch."),
-        ):
-            shown = [(entries.index(entry), entry, getattr(entry, which)) for entry in members]
-            if not any(samples for *_, samples in shown):
-                continue
-            heading = f"{title}: {_kind(kind)}" if len(kinds) > 1 else title
-            units = "" if len(kinds) > 1 else f"{_kind(kind).capitalize()}. "
-            legend = html.toggles((entry.name, _css(place)) for place, entry, samples in shown if samples)
-            name = f"{which}-{number}"
-            charts_ = [(label, _chart(shown, axis, label, f"{name}-{axis}")) for axis, label in AXES]
-            sections.append(html.section(heading, units + what, legend + html.switch(name, charts_)))
-    return "\n".join(sections) or html.section("Losses", "", '<p class="empty">No loss was recorded yet.</p>')
+        drawn = [(place, entry) for place, entry in enumerate(entries) if entry in members]
+        shown = [(place, entry) for place, entry in drawn if entry.validation or entry.training]
+        if shown:
+            parts = (
+                "<h3>Validation: the global model, on text that no learner has seen</h3>"
+                + _curves([(place, entry, entry.validation) for place, entry in shown], f"validation-{number}", strong=True),
+                "<h3>Training: all learners, a mean over each short stretch</h3>"
+                + _curves(
+                    [(place, entry, _means(entry.training)) for place, entry in shown], f"training-{number}", strong=False
+                ),
+            )
+            title = f"Loss: {_kind(kind)}" if len(kinds) > 1 else "Loss"
+            units = "" if len(kinds) > 1 else f"In {_kind(kind)}."
+            legend = html.toggles((entry.name, _css(place)) for place, entry in shown)
+            sections.append(html.section(title, units, legend + html.pair(*parts)))
+    return "\n".join(sections) or html.section("Loss", "", '<p class="empty">No loss was recorded yet.</p>')
 
 
-def _chart(shown: Sequence[tuple[int, Entry, Sequence[Sample]]], axis: Axis, label: str, name: str) -> str:
+def _means(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the means of as many parts of a curve at most as a picture can show of a loss as noisy as one step's."""
+    size_ = -(-len(samples) // MAX_MEANS) or 1
+    parts = [samples[begin : begin + size_] for begin in range(0, len(samples), size_)]
+    return [Sample(*(_mean(values) for values in zip(*part, strict=True))) for part in parts]  # type: ignore[arg-type]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _curves(shown: Sequence[_Shown], name: str, *, strong: bool) -> str:
+    return html.switch(name, [(label, _chart(shown, axis, label, f"{name}-{axis}", strong=strong)) for axis, label in AXES])
+
+
+def _chart(shown: Sequence[_Shown], axis: Axis, label: str, name: str, *, strong: bool) -> str:
     lines = [
-        Line(entry.name, _css(place), curve(samples, axis), strong=len(samples) <= charts.MAX_DOTS, dash=_dash(place))
-        for place, entry, samples in shown
+        Line(entry.name, _css(place), curve(samples, axis), strong=strong, dash=_dash(place)) for place, entry, samples in shown
     ]
     left_out = [entry.name for (_, entry, samples), line in zip(shown, lines, strict=True) if samples and not line.points]
     short = [entry.name for (_, entry, samples), line in zip(shown, lines, strict=True) if 1 == len(line.points) < len(samples)]
@@ -201,11 +227,12 @@ def _together(entries: Sequence[Entry]) -> str:
     tables = []
     for kind, members in groups(entries).items():
         columns: list[tuple[str, list[float | None]]] = []
-        for axis, form in (("tokens", count), ("time", duration), ("bytes", size)):
-            curves: list[list[Point]] = [curve(entry.validation, axis) for entry in members]  # type: ignore[arg-type]
+        members = [entry for entry in members if len(entry.validation) > 1]
+        for axis, _ in AXES:
+            curves = [curve(entry.validation, axis) for entry in members]
             ends = [points[-1][0] for points in curves if len(points) > 1]
             if len(ends) > 1:
-                columns.append((f"at {form(min(ends))}", [loss_at(points, min(ends)) for points in curves]))
+                columns.append((f"at {_PLACES[axis](min(ends))}", [loss_at(points, min(ends)) for points in curves]))
         if columns:
             rows = [
                 [escape(entry.name), *(decimal(values[number], 4) for _, values in columns)]
@@ -220,14 +247,12 @@ def _together(entries: Sequence[Entry]) -> str:
 def _ends(entries: Sequence[Entry]) -> str:
     known = [end for end in ENDS if any(finite(entry.ends.get(end[0])) for entry in entries)]
     rows = [
-        [
-            f'<i style="background:{_css(place)}"></i>{escape(entry.name)}',
-            *(form(entry.ends.get(key)) for key, _, form in known),
-        ]
+        [_named(entry, place), *(form(entry.ends.get(key)) for key, _, form in known), escape(entry.kind[0])]
         for place, entry in enumerate(entries)
     ]
-    said = "At the end, or by now. Sent and received: by all learners; of an experiment, means over its seeds."
-    return html.section("End values", said, html.wide(html.table(("run", *(title for _, title, _ in known)), rows)))
+    said = "At the end, or by now; of an arm, means over its seeds. Sent, received: by all learners. Blocked: the one most so."
+    head = ("run", *(title for _, title, _ in known), "losses in")
+    return html.section("End values", said, html.wide(html.table(head, rows)))
 
 
 def _values(entries: Sequence[Entry]) -> str:

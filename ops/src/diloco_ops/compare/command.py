@@ -37,7 +37,7 @@ def compare(
     """Show several runs side by side: losses by tokens, time and bytes, end values, settings that differ."""
     entries = read_all(runs)
     try:
-        write_text(out, side_by_side.render(entries))
+        write_text(out, side_by_side.render(entries).encode(errors="replace").decode())  # half a pair of UTF-16, in a name
     except OSError as error:
         raise SettingsError(f"--out {out}: cannot be written: {error.strerror}; name another file") from None
     _print(entries)
@@ -73,13 +73,13 @@ def _read(path: Path) -> list[tuple[Entry, str | None]]:
 
 def _named(entries: Sequence[Entry]) -> list[Entry]:
     """Return entries of which no two have one name: where they do, their sources are added, and numbers if need be."""
-    for told in (lambda entry, _: f"{entry.name} ({entry.source})", lambda entry, number: f"{entry.name} {number}"):
-        times = Counter(entry.name for entry in entries)
-        entries = [
-            replace(entry, name=told(entry, number)) if times[entry.name] > 1 else entry
-            for number, entry in enumerate(entries, 1)
-        ]
-    return list(entries)
+    times = Counter(entry.name for entry in entries)
+    found = [replace(entry, name=f"{entry.name} ({entry.source})") if times[entry.name] > 1 else entry for entry in entries]
+    times = Counter(entry.name for entry in found)
+    return [
+        replace(entry, name=f"{entry.name} {number}") if times[entry.name] > 1 else entry
+        for number, entry in enumerate(found, 1)
+    ]
 
 
 def _print(entries: Sequence[Entry]) -> None:

@@ -153,7 +153,7 @@ def _going_on(directory: RunDirectory, series: Mapping[str, Any], file: Path) ->
     )
 
 
-def _points(learners: Mapping[str, Sequence[Sequence[float]]]) -> list[Sequence[float]]:
+def _points(learners: Mapping[str, Sequence[Sequence[float]]]) -> list[list[float]]:
     """Return all learners' losses in the order of time, as (time, tokens, loss)."""
     return sorted([at_s, tokens, loss] for points in learners.values() for at_s, tokens, _, loss in points)
 
@@ -162,7 +162,12 @@ def _samples(points: Sequence[Sequence[Any]], traffic: Sequence[Sequence[float]]
     """Return losses with the bytes by then: of ``traffic``, whose points are (time, bytes sent, bytes received).
 
     With a single point of traffic, the end's, only a loss of that time has bytes.
+
+    Raises:
+        ValueError: a time, or a count, is not finite.
     """
+    if not all(finite(value) for numbers in (*traffic, *(point[:2] for point in points)) for value in numbers):
+        raise ValueError("a time or a count is not finite")
     times = [float(at_s) for at_s, _, _ in traffic]
     both = [float(sent) + float(received) for _, sent, received in traffic]
     samples = []
