@@ -103,12 +103,12 @@ async def test_what_services_tell_is_what_the_run_says(make_server: Callable[[],
     cluster = launch(small(**run, **task), url=server.url)
     text = cluster.directory / "text.txt"
     text.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(4000)))
-    address = {"metrics_address": "127.0.0.1:0"}
+    address, page = {"metrics_address": "127.0.0.1:0"}, {"page_address": "127.0.0.1:0"}
     shared = {**address, "data": str(text), "leave_s": 0.0, "checkpoint_s": 0.0}
 
-    cluster.start("coordinator", "diloco_coordinator", settings=cluster.settings.model_dump(), **address)
+    cluster.start("coordinator", "diloco_coordinator", settings=cluster.settings.model_dump(), **address, **page)
     await ready(cluster, ("coordinator",), True, JAX_S)
-    cluster.start("coordinator-1", "diloco_coordinator", settings=cluster.settings.model_dump(), **address)
+    cluster.start("coordinator-1", "diloco_coordinator", settings=cluster.settings.model_dump(), **address, **page)
     cluster.start("syncer-0", "diloco_syncer", **address)
     await cluster.until(lambda: bool(cluster.events("metrics_served", "syncer-0")), "a syncer serves its metrics")
     assert (await get(cluster, "syncer-0", "/readyz"))[0] == 503  # there is no learner yet, and so no model

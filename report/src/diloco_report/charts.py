@@ -193,7 +193,8 @@ def bars(rows: Sequence[tuple[str, float | None, str, str]], *, label_width: int
         parts.append(text_at("label", label_width - 10, y + 17, "end", _cut(name, 15)))
         parts.append(f'<rect x="{label_width}" y="{y + 6}" width="{length:.1f}" height="{thick}" rx="3" style="fill:{css}"/>')
         parts.append(text_at("value", label_width + length + 8, y + 17, "start", text))
-    return f'<svg class="bars" viewBox="0 0 {wide} {len(rows) * step}" role="img">{"".join(parts)}</svg>'
+    label = escape("; ".join(f"{name}: {text}" for name, _, text, _ in rows))
+    return f'<svg class="bars" viewBox="0 0 {wide} {len(rows) * step}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 def timeline(activity: Mapping[str, Sequence[tuple[float, float, str]]], end_s: float) -> str:
@@ -214,7 +215,8 @@ def timeline(activity: Mapping[str, Sequence[tuple[float, float, str]]], end_s: 
                 f'<rect x="{left + start_s * scale:.1f}" y="{y:.1f}" width="{max(0.6, (stop_s - start_s) * scale):.1f}" '
                 f'height="{thick}" style="fill:{css}" data-tip="{escape(log_head)}"/>'
             )
-    return f'<svg class="rows" viewBox="0 0 {wide} {high + 24}" role="img">{"".join(parts)}</svg>'
+    label = f"States of {len(activity)} learners over {duration(end_s)}"
+    return f'<svg class="rows" viewBox="0 0 {wide} {high + 24}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 def merges(rounds: Sequence[Mapping[str, Any]], colours: Mapping[str, str], end_s: float) -> tuple[str, int]:
@@ -260,7 +262,9 @@ def merges(rounds: Sequence[Mapping[str, Any]], colours: Mapping[str, str], end_
         faded = ";opacity:.45" if stale else ""
         parts.append(f'<path d="{"".join(rects)}" style="fill:{colours[name]}{faded}" data-name="{escape(name)}"/>')
     parts.extend(hits)
-    return f'<svg class="rows" viewBox="0 0 {wide} {high + 24}" role="img">{"".join(parts)}</svg>', len(drawn)
+    label = f"Learners in each of {len(drawn)} merges of {len(fragments)} fragments over {duration(end_s)}"
+    size = f'viewBox="0 0 {wide} {high + 24}"'
+    return f'<svg class="rows" {size} role="img" aria-label="{label}">{"".join(parts)}</svg>', len(drawn)
 
 
 def spread(rounds: Sequence[Mapping[str, Any]], most: int) -> Sequence[Mapping[str, Any]]:

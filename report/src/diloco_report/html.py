@@ -88,7 +88,7 @@ def pair(left: str, right: str) -> str:
 
 def wide(body: str) -> str:
     """Let a part scroll where there is no room."""
-    return f'<div class="scroll">{body}</div>'
+    return f'<div class="scroll" tabindex="0">{body}</div>'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, text: bool = False) -> str:

@@ -21,23 +21,26 @@
     const again = focused && part.querySelectorAll(focused.tagName)[at];
     if (again) again.focus({ preventScroll: true });
   };
-  const source = new EventSource("events?since=" + encodeURIComponent(parts.dataset.state));
-  source.addEventListener("open", () => say(""));
-  source.addEventListener("parts", (event) => {
-    for (const [name, text] of Object.entries(JSON.parse(event.data))) {
-      const part = document.getElementById("part-" + name);
-      if (part) take(part, text);
-    }
-  });
-  source.addEventListener("over", () => {
-    source.close();
-    say("The run is over. This is its end as the coordinator knew it; report.html in the run's directory has all.");
-  });
-  source.addEventListener("error", () => {
-    if (source.readyState === EventSource.CLOSED) {
-      say("The coordinator refused to go on: load the page again.");
-    } else {
+  let state = parts.dataset.state;
+  const AGAIN_MS = 3000;  // a browser does not try again by itself where a server refused, as one that begins may
+  const listen = () => {
+    const source = new EventSource("events?since=" + encodeURIComponent(state));
+    source.addEventListener("open", () => say(""));
+    source.addEventListener("parts", (event) => {
+      state = event.lastEventId;
+      for (const [name, text] of Object.entries(JSON.parse(event.data))) {
+        const part = document.getElementById("part-" + name);
+        if (part) take(part, text);
+      }
+    });
+    source.addEventListener("over", () => {
+      source.close();
+      say("The run is over. This is its end as the coordinator knew it; report.html in the run's directory has all.");
+    });
+    source.addEventListener("error", () => {
       say("Nothing comes from the coordinator: it is restarted, or cannot be reached. The page goes on by itself when it is back.");
-    }
-  });
+      if (source.readyState === EventSource.CLOSED) setTimeout(listen, AGAIN_MS);
+    });
+  };
+  listen();
 })();
