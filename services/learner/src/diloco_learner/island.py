@@ -113,15 +113,17 @@ class Island:
         self._paths = [path_of(path) for path, _ in keyed]
         self._index = {path: i for i, path in enumerate(self._paths)}
         self._dtypes = [_dtype_of(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
-        # copies: what the task gave stays the task's, and is never donated
-        self._leaves = [jnp.array(leaf, jnp.float32, copy=True) for _, leaf in keyed]
+        paths, given = [path for path, _ in keyed], [leaf for _, leaf in keyed]
+        del keyed
+        # copies: what the task gave stays the task's, and is never donated; what it does not keep is freed one after another
+        self._leaves = [jnp.array(given.pop(0), jnp.float32, copy=True) for _ in paths]
         if not self._leaves:
             raise SettingsError(f"task {settings.task.name!r}: the model has no parameters")
         if hasattr(task, "optimizer"):
-            inner: BuiltIn | OwnOptimizer = OwnOptimizer(task, settings, structure, [path for path, _ in keyed])
+            inner: BuiltIn | OwnOptimizer = OwnOptimizer(task, settings, structure, paths)
         else:
             matrices = [matrices_of(task, path, shape) for path, shape, _ in self.tensors()]
-            inner = BuiltIn(optimizer(settings, matrices), len(keyed))
+            inner = BuiltIn(optimizer(settings, matrices), len(paths))
         self._does = Arithmetic(Loss(task, settings.seed), inner, self._placement, structure, self._dtypes)
         self._optimizer_state: Any = None
         self._gradients = [jnp.zeros_like(leaf) for leaf in self._leaves] if settings.outer.optimizer == "adamw" else None
