@@ -54,7 +54,7 @@ SETS = {
 }  # fmt: skip
 TOKENS = 1024  # of a step of bench/island.py
 BEFORE_S = 30.0  # in which the pace without kills is taken
-LAST_STEPS = 40  # of both learners, after the last kill
+LAST_STEPS = 200  # of both learners, after the last kill
 PATIENCE_S = 900.0  # only ends what hangs
 PACE_TARGET, AGAIN_TARGET_S, LOST_TARGET = 0.99, 5.0, 2
 
@@ -123,6 +123,16 @@ class Drill:
         known = [beat.step for _, beat in self.watch.heartbeats[ISLAND] if beat.incarnation <= before.incarnation]
         return found | {"missed": True, "again_s": stepped_s - killed_s, "lost_steps": max(0, max(known) - begun)}
 
+    async def end(self) -> None:
+        """Have the run end when both learners have taken some steps more, and wait until it has."""
+        code, more = 1, LAST_STEPS
+        while code:  # it begins later than so many steps take, where the machine is busy
+            more *= 2
+            used = sum(self._last(learner).tokens for learner in (ISLAND, PLAIN))
+            command = [DILOCO, "set", str(self.running.directory), f"tokens={used + more * TOKENS}"]
+            code = (await asyncio.to_thread(subprocess.run, command, capture_output=True, check=False)).returncode
+        await asyncio.to_thread(self.running.process.wait)
+
     def _last(self, learner: str) -> Heartbeat:
         return self.watch.heartbeats[learner][-1][1]
 
@@ -172,10 +182,7 @@ async def drill(directory: Path, asked: argparse.Namespace) -> dict[str, Any]:
                     print(line_of(results[-1]), flush=True)
             during = await drills.pace(began_s)
             await drills.steps(ISLAND, LAST_STEPS)
-            used = sum(heartbeats[-1][1].tokens for heartbeats in watch.heartbeats.values())
-            command = [DILOCO, "set", str(directory), f"tokens={used + LAST_STEPS * TOKENS}"]
-            await asyncio.to_thread(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
-            await asyncio.to_thread(running.process.wait)
+            await drills.end()
             await asyncio.to_thread(other.wait)
             codes = {"up": running.process.returncode, PLAIN: other.returncode}
         await watch.link.close()

@@ -14,6 +14,7 @@ coordinator. The task is that of ``bench/island.py``, whose step hardly computes
 * **restart**: process 1 is killed (SIGKILL), until the learner steps again, from its checkpoint
 * **end**: SIGINT to ``diloco up``: both learners save and leave; then ``diloco verify``
 
+The allocator gives large buffers back, unlike by ``diloco up``'s own settings, with which steps of small models are faster.
 Memory is resident memory by process, its peak in each stage (RSS; looked at once a second), and the peak of the sum, where
 pages that several processes share count once (PSS). The page cache is not in it, in which NATS's files are. The evaluator is
 stopped (SIGSTOP) before it reads anything: it would hold one more model. The bench ends where less than ``--spare`` of the
@@ -53,6 +54,7 @@ NATS = "nats-server"
 SAMPLE_S = 1.0
 PATIENCE_S = 3000.0  # only ends what hangs
 GIB, MB = 1 << 30, 10**6
+ALONE_BYTES = 1 << 20  # larger buffers go back to the kernel when they are freed: a CPU's device memory is the host's
 TENSORS = 24  # of the model: each takes its time to compile
 
 
@@ -246,6 +248,7 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
     options += ["--tokens", str(10**12)]
     own = {"PYTHONPATH": str(Path(__file__).parent), "BENCH_STEP_S": str(asked.step_s)}
     own |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiles sooner; the step is a few products
+    own |= {"MALLOC_MMAP_THRESHOLD_": str(ALONE_BYTES), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
     own |= {"DILOCO_CHECKPOINT_S": str(asked.checkpoint_s), "DILOCO_LEAVE_S": "5"}
     with script.folder(asked.folder) as folder:
         directory = folder / "run"

@@ -16,6 +16,7 @@ import pytest
 from tests.services.cluster import Events
 
 from diloco.errors import EjectedError, IslandError
+from diloco.process import files
 from diloco.process.observe import Logger
 from diloco_ops import supervise
 from diloco_ops.supervise import ServiceFailed, Supervisor
@@ -30,6 +31,17 @@ lives.write_text(str(int(lives.read_text()) + 1 if lives.exists() else 1))
 fate = config.read_text().split(",")[int(lives.read_text()) - 1]
 if fate == "lives":
     time.sleep(60)
+if fate in ("saves", "stalls"):
+    asked = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    config.with_suffix(".ready").touch()
+    while not asked:
+        time.sleep(0.01)
+    for part in range(12):
+        config.with_suffix(".draft").write_text("x" * part if fate == "saves" else "")
+        time.sleep(0.1)
+    config.with_suffix(".draft").replace(config.with_suffix(".saved"))
+    sys.exit(0)
 if fate.startswith("-"):
     os.kill(os.getpid(), -int(fate))
 print("mortal: it was my fate", file=sys.stderr)
@@ -162,6 +174,18 @@ def test_ending_also_ends_what_is_frozen(mortals: Mortals) -> None:
     began_s = time.monotonic()
     mortals.supervisor.end(["mortal"])
     assert time.monotonic() - began_s < supervise.STOP_TIMEOUT_S / 2
+
+
+@pytest.mark.parametrize(("grows", "saved"), [(True, True), (False, False)])
+def test_one_that_still_saves_is_not_killed(
+    mortals: Mortals, grows: bool, saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its draft grows twelve times in 1.2 s, and it is given half a second for each."""
+    monkeypatch.setattr(supervise, "STOP_TIMEOUT_S", 0.5)
+    mortals.start("a", "saves" if grows else "stalls")
+    mortals.tend_until(lambda: (mortals.folder / "a.ready").exists())
+    mortals.supervisor.end(["mortal"], writing=lambda: files.drafted_bytes(mortals.folder))
+    assert (mortals.folder / "a.saved").exists() == saved
 
 
 LAUNCHER = """

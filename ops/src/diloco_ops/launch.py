@@ -123,7 +123,9 @@ class Launcher:
                 tracking.conclude(report)
         finally:
             # learners first: at their end they still ask the others
-            self.services.end(["diloco_learner", TORCH_MODULE], ["diloco_syncer", "diloco_coordinator"], ["diloco_ops.wan"])
+            saved = directory.path / state.FOLDER
+            orders = ["diloco_learner", TORCH_MODULE], ["diloco_syncer", "diloco_coordinator"], ["diloco_ops.wan"]
+            self.services.end(*orders, writing=lambda: files.drafted_bytes(saved))
             if link is not None:
                 await link.close()
             if self.embedded:

@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.errors import DilocoError, EjectedError, IslandError
 from diloco.process.observe import Logger
 
-STOP_TIMEOUT_S = 20.0  # leaving learners wait 10 s for their last work (leave_s), and save
+STOP_TIMEOUT_S = 20.0  # leaving learners wait 10 s for their last work (leave_s), and begin to save
+STOP_LOOK_S = 0.05  # the command's end waits for it
 RETRY_S = 0.5  # the first pause before a service that keeps dying
 RETRY_MAX_S = 10.0  # the longest one
 STEADY_S = 20.0  # a process that lived so long was well
@@ -188,19 +189,25 @@ class Supervisor:
         self._watch()
         self.log.warning("service_restarted", restarted=service.name, restarts=service.restarts, pid=service.process.pid)
 
-    def end(self, *orders: Sequence[str]) -> None:
-        """End the services in order: those of one sequence of modules when those of the one before have ended."""
+    def end(self, *orders: Sequence[str], writing: Callable[[], int] = lambda: 0) -> None:
+        """End the services in order: those of one sequence of modules when those of the one before have ended.
+
+        One that does not end is killed, but not while ``writing`` says another number of bytes from time to time: a large
+        state takes its time to be saved.
+        """
         for modules in orders:
             group = [service for service in self.services if service.module in modules]
             for service in group:
                 if service.process.poll() is None:
                     service.process.terminate()
                     service.process.send_signal(signal.SIGCONT)  # a frozen one would not hear it
-            deadline_s = time.monotonic() + STOP_TIMEOUT_S
+            written, deadline_s = writing(), time.monotonic() + STOP_TIMEOUT_S
+            while any(service.process.poll() is None for service in group) and time.monotonic() < deadline_s:
+                time.sleep(STOP_LOOK_S)
+                if written != (written := writing()):
+                    deadline_s = time.monotonic() + STOP_TIMEOUT_S
             for service in group:
-                try:
-                    service.process.wait(max(0.1, deadline_s - time.monotonic()))
-                except subprocess.TimeoutExpired:
+                if service.process.poll() is None:
                     service.process.kill()
                     service.process.wait()
         self._guard.release()

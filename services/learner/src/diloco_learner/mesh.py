@@ -211,16 +211,17 @@ class Placement:
         On a mesh each device makes its shards, so ``task.init`` is traced by JAX.
         """
 
-        def apart(made: Params) -> tuple[Leaves, list[jax.Array]]:
-            trained, frozen = self.tree.parts(made)
+        def copied(trained: list[Any], frozen: list[Any]) -> tuple[Leaves, list[jax.Array]]:
             # copies: what the task gave stays the task's, and is never donated
             return self.tree.masters(trained), [jnp.array(leaf, copy=True) for leaf in frozen]
 
-        made, self._made = self._made, None
         if self.mesh is None:
-            return apart(made)
+            trained, frozen = self.tree.parts(self._made)
+            self._made = None
+            return copied(trained, frozen)
+        self._made = None
         places = self._shardings, self._places(self._frozen_specs)
-        make = jax.jit(lambda key: apart(self.task.init(key)), out_shardings=places)
+        make = jax.jit(lambda key: copied(*self.tree.parts(self.task.init(key))), out_shardings=places)
         leaves: tuple[Leaves, list[jax.Array]] = make(self._key)
         return leaves
 

@@ -69,10 +69,12 @@ class ModelTree:
         """Return the task's tree of anything, one for each tensor."""
         return jax.tree.unflatten(self.structure, leaves)
 
-    def masters(self, trained: Sequence[Any]) -> list[jax.Array]:
-        """Return new float32 arrays as the log has them, from values as the task has them."""
-        pairs = zip(self.trained, trained, strict=True)
-        return [jnp.array(each.stored(jnp.asarray(leaf)), jnp.float32, copy=True) for each, leaf in pairs]
+    def masters(self, trained: list[Any]) -> list[jax.Array]:
+        """Return new float32 arrays as the log has them, from values as the task has them.
+
+        The values are taken out of their list, so that each that nobody else has is freed before the next one is copied.
+        """
+        return [jnp.array(each.stored(jnp.asarray(trained.pop(0))), jnp.float32, copy=True) for each in self.trained]
 
     def tree(self, stored: Sequence[Any], frozen: Sequence[Any] | None) -> Any:
         """Return the task's tree of arrays that lie as the log has them; without ``frozen`` nothing is in their place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,15 @@ def replace(path: Path, write: Callable[[Path], None], previous: Path | None = N
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def drafted_bytes(folder: Path) -> int:
+    """Return the size of the drafts in a folder: another number, as long as something is being written there."""
+    found = 0
+    for draft in folder.glob("*.draft"):
+        with contextlib.suppress(FileNotFoundError):  # it has become a file
+            found += draft.stat().st_size
+    return found
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -1,0 +1,74 @@
+"""A process of several: which errors tell that another one is gone, and which are its own."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import jax
+import pytest
+
+from diloco.errors import IslandError, SettingsError
+from diloco.member.group import Group
+from diloco_learner.together import own_errors_first
+
+GLOO = "Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:7050: Connection reset"
+
+
+class Ended(BaseException):
+    """The end of a process that has told the others."""
+
+
+class Others:
+    """The group as far as an error concerns it."""
+
+    def __init__(self) -> None:
+        self.told: IslandError | None = None
+        self.leaves = False
+
+    def end(self, error: IslandError) -> None:
+        self.told = error
+        raise Ended
+
+    def ending(self) -> None:
+        self.leaves = True
+
+
+def failing(error: BaseException) -> tuple[Others, type[BaseException]]:
+    """Return what becomes of the others when this process fails, and of it."""
+    others = Others()
+    try:
+        with own_errors_first(cast(Group, others)):
+            raise error
+    except BaseException as ended:
+        return others, type(ended)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError(f"UNKNOWN: {GLOO}"),  # where the result of a program is awaited
+        ValueError(f"UNKNOWN: {GLOO}"),  # where a program is called
+        jax.errors.JaxRuntimeError(f"INTERNAL: {GLOO}"),
+        IslandError("process 1 is gone"),
+    ],
+)
+def test_where_another_process_is_gone_this_one_ends_as_the_others_do(error: Exception) -> None:
+    others, kind = failing(error)
+    assert kind is Ended
+    assert isinstance(others.told, IslandError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"),
+        ValueError("UNKNOWN label 7 in the data"),
+        SettingsError("a wrong setting"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_an_error_of_its_own_is_what_it_ends_with(error: BaseException) -> None:
+    others, kind = failing(error)
+    assert kind is type(error)
+    assert others.told is None
+    assert others.leaves
