@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator report ops lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup up test tests test-all test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
+.PHONY: setup orbax up test tests test-all test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -17,6 +17,13 @@ setup: .venv/ready
 	else $(PYTHON) -m venv .venv && $(BIN)/python -m pip install -q --disable-pip-version-check uv==$(UV_VERSION); fi
 	@PATH="$$PATH:$(BIN)" uv pip install -q --compile-bytecode --python $(BIN)/python --require-hashes -r requirements.txt
 	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-build-isolation --no-deps $(DISTRIBUTIONS:%=-e %)
+	@touch $@
+
+# Orbax, for the tests of `diloco export --format orbax`
+orbax: .venv/orbax
+
+.venv/orbax: .venv/ready requirements/orbax.txt
+	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --require-hashes -r requirements/orbax.txt
 	@touch $@
 
 up: setup
@@ -83,6 +90,7 @@ requirements:
 	$(COMPILE_IMAGE) services/coordinator/pyproject.toml ops/pyproject.toml -o requirements/coordinator.txt
 	$(COMPILE_IMAGE) services/learner/pyproject.toml -o requirements/learner.txt
 	$(COMPILE_IMAGE) --group build -o requirements/build.txt
+	$(COMPILE_IMAGE) ops/pyproject.toml --extra orbax -o requirements/orbax.txt
 
 # every distribution: pip install --find-links dist 'diloco[all]'
 DIST ?= dist

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -30,11 +29,11 @@ from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
 from diloco_ops import continuing, resume
+from diloco_ops.asking import ask
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.environment import check_least, learner_environment, mesh_of, per_process
 from diloco_ops.launch import Asked, Launcher
 from diloco_ops.manifest import Checkpoint
-from diloco_ops.supervise import ServiceFailed, last_words
 from diloco_ops.track import trackers
 from diloco_ops.track.trackers import TRACKERS
 from diloco_report import compared
@@ -46,6 +45,14 @@ SERVICES = {
     "diloco_learner": "diloco-learner", "diloco_syncer": "diloco-syncer", "diloco_coordinator": "diloco-coordinator",
 }  # fmt: skip
 
+Data = Annotated[
+    str | None, typer.Option(help="File or folder of text, or as your task reads it; default: Python's standard library.")
+]
+Init = Annotated[
+    Path | None, typer.Option(help="Weights to begin with: a safetensors file, or a folder as Hugging Face has them.")
+]
+Names = Annotated[Path | None, typer.Option(help="JSON file of the names that the model's tensors have there.")]
+
 
 def up(
     learners: Annotated[int | None, typer.Option(help="Learners (M).")] = None,
@@ -53,10 +60,9 @@ def up(
     tokens: Annotated[int | None, typer.Option(help="Token budget of the run; with --continue: so many more.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; an unfinished one is resumed.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the initial model and of the data's order.")] = None,
-    data: Annotated[
-        str | None, typer.Option(help="File or folder of text, or as your task reads it; default: Python's standard library.")
-    ] = None,
-    init: Annotated[Path | None, typer.Option(help="File of the weights to begin with, as diloco export writes it.")] = None,
+    data: Data = None,
+    init: Init = None,
+    names: Names = None,
     preset: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")] = DEFAULT_PRESET,
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")] = None,
     task: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, an option of your own task; repeatable.")] = None,
@@ -96,7 +102,7 @@ def up(
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     _check_installed(track or [])
     source, directory = _source(_CameFrom(resume_from, resume_at, continue_from), path, preset, overrides, data, nats_url)
-    directory = _beginning_with(directory, init, source)
+    directory = _beginning_with(directory, init, names, source)
     _check_server(nats_url, directory.settings)
     slowed = _slow_factors(slow or [], directory.learner_names)
     directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes)
@@ -167,23 +173,27 @@ def _begin(
     return directory, False
 
 
-def _beginning_with(directory: RunDirectory, init: Path | None, source: Checkpoint | continuing.Source | None) -> RunDirectory:
-    """Return a run's directory that begins with the weights in a file, if one is given.
+def _beginning_with(
+    directory: RunDirectory, init: Path | None, names: Path | None, source: Checkpoint | continuing.Source | None
+) -> RunDirectory:
+    """Return a run's directory that begins with the weights in a file or folder, if one is given.
 
     Raises:
-        SettingsError: it goes on from a checkpoint, which has them.
+        SettingsError: it goes on from a checkpoint, which has them; or there are names of no weights.
         RunError: it has begun with others.
     """
     if init is None:
+        if names is not None:
+            raise SettingsError(f"--names {names}: needs --init PATH, the weights whose tensors have these names")
         return directory
     if source is not None:
         option = "--resume" if isinstance(source, Checkpoint) else "--continue"
         raise SettingsError(f"--init {init}: a run that goes on from {option} has its weights; leave one of them out")
-    file = str(init.resolve())
-    if (directory.path / "run.json").exists() and directory.init != file:
+    file, named = str(init.resolve()), None if names is None else str(names.resolve())
+    if (directory.path / "run.json").exists() and (directory.init, directory.init_names) != (file, named):
         began = f"the weights in {directory.init}" if directory.init else "those that its task makes"
         raise RunError(f"{directory.path}: this run was begun with {began}; go on with it without --init")
-    return replace(directory, init=file)
+    return replace(directory, init=file, init_names=named)
 
 
 def _shaped(directory: RunDirectory, devices: int | None, processes: int | None, least: int | None) -> RunDirectory:
@@ -308,13 +318,9 @@ def _check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None
     mesh = mesh_of(devices, 1 if devices is None else directory.replicas)
     request = {
         "settings": directory.settings.model_dump(), "data": directory.data, "mesh": mesh, "init": directory.init,
-        "map": None if fragment_map is None else fragment_map.pack().hex(),
+        "names": directory.init_names, "map": None if fragment_map is None else fragment_map.pack().hex(),
     }  # fmt: skip
-    command = [sys.executable, "-m", "diloco_learner.check"]
-    ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
-    if ended.returncode:
-        raise ServiceFailed(last_words(ended.stderr, ended.returncode), ended.returncode)
-    units: str | None = json.loads(ended.stdout.splitlines()[-1])["units"]  # the task may have printed lines before
+    units: str | None = ask("check", request, environment)["units"]
     return units
 
 

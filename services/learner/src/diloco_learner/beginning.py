@@ -147,7 +147,7 @@ class Beginning:
             fragments = island.fragments()
             island.prepare(fragments, trains=copies)
         if settings.init is not None and (settings.role == "evaluator" or not self.process.wait(self._has_begun(fragments))):
-            weights.put(settings.init, island, fragments)
+            weights.put(settings.init, island, fragments, settings.init_names)
             self.process.log.info("weights_read", file=str(settings.init))
         axes = {} if mesh is None else dict(mesh.shape)
         self.process.log.info("island_ready", devices=jax.device_count(), platform=jax.default_backend(), **axes)

@@ -1,8 +1,8 @@
 """``python -m diloco_learner.check``: find out, before a run begins, that its task and data can be trained on.
 
-Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ..., "map": ...}`` from stdin. The built-in task is known to be
-right, so that only its data is looked at, without JAX, which takes a second to import, unless learners are to have a mesh
-(``mesh`` is not null), or the run begins with a file of weights (``init``). The last line on stdout is ``{"units": ...}``,
+Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ..., "names": ..., "map": ...}`` from stdin. The built-in task is
+known to be right, so that only its data is looked at, without JAX, which takes a second to import, unless learners are to have
+a mesh (``mesh`` is not null), or the run begins with weights (``init``). The last line on stdout is ``{"units": ...}``,
 those of the loss.
 """
 
@@ -30,10 +30,12 @@ def check(
     data: str | None,
     mesh: MeshSettings | None = None,
     init: Path | None = None,
+    names: Path | None = None,
     fragment_map: FragmentMap | None = None,
 ) -> str | None:
     """Make what a learner and the evaluator make before the first step. Return the units of the loss, where the task says them.
 
+    ``init``, ``names``: the file or folder of the weights that it begins with, and the file of their names.
     ``fragment_map``: of the run that this one continues. The built-in task's follows from the settings.
 
     Raises:
@@ -64,7 +66,7 @@ def check(
         if fragment_map is not None and settings.continues is not None:
             check_same_map(fragments, fragment_map, settings.continues.run)
         if init is not None:
-            weights.put(init, island, fragments)
+            weights.put(init, island, fragments, names)
         island.check_evaluation()
         return units_of(task)["loss"]
 
@@ -90,8 +92,10 @@ def _main() -> None:
     request = json.load(sys.stdin)
     mesh = None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh")
     init = None if request["init"] is None else Path(request["init"])
+    names = None if request["names"] is None else Path(request["names"])
     fragment_map = None if request["map"] is None else unpack_map(bytes.fromhex(request["map"]))
-    units = check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init, fragment_map)
+    settings = parse(RunSettings, request["settings"], "the run")
+    units = check(settings, request["data"], mesh, init, names, fragment_map)
     print(json.dumps({"units": units}))
 
 

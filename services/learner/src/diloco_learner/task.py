@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,6 +88,8 @@ CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
     "optimizer": (1, ()),
     "evaluate": (1, ("key",)),
     "sample": (3, ()),
+    "names": (0, ()),
+    "config": (0, ()),
 }
 
 
@@ -227,6 +230,25 @@ def units_of(task: object) -> dict[str, str | None]:
     """Return the units of a task's numbers, by ``item`` and ``loss``; None where it does not say."""
     units = getattr(task, "units", None)
     return {name: None if (said := getattr(units, name, None)) is None else str(said) for name in ("item", "loss")}
+
+
+def said_of_files(task: object, member: str) -> dict[str, Any] | None:
+    """Return a task's ``names()`` or ``config()``, of files of Hugging Face's libraries; None: it has no such member.
+
+    Raises:
+        SettingsError: it is no mapping that JSON has.
+    """
+    function = getattr(task, member, None)
+    if function is None:
+        return None
+    said = function()
+    try:
+        if not isinstance(said, Mapping):
+            raise TypeError(f"it is a {type(said).__name__}")
+        found: dict[str, Any] = json.loads(json.dumps(dict(said)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SettingsError(f"task: {member}() is no mapping that JSON has: {error}{members.place(function)}") from None
+    return found
 
 
 def makes_rows(task: Task) -> bool:

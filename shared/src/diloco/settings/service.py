@@ -196,7 +196,10 @@ class LearnerSettings(ServiceSettings):
     role: Literal["learner", "evaluator"] = "learner"
     share: int | None = Field(None, ge=0, description="which of the run's data shares this learner takes if it is free")
     data: str | None = Field(None, description="file or folder of text; default: Python's standard library sources")
-    init: Path | None = Field(None, description="safetensors file of the weights that the run begins with, if it has not begun")
+    init: Path | None = Field(
+        None, description="safetensors file or folder of the weights that the run begins with, if it has not begun"
+    )
+    init_names: Path | None = Field(None, description="JSON file of the names that tensors have in `init`")
     cache_dir: Path = Field(
         Path.home() / ".cache" / "diloco" / "jax", description="compiled programs, so that a restart need not compile again"
     )
