@@ -14,7 +14,9 @@ SOURCES = {
 }
 SERVICES = ("diloco_learner.service", "diloco_syncer.service", "diloco_coordinator.service")
 # of `diloco replay`, `diloco up`, `diloco eval`, `diloco doctor` and `import diloco`, which find them by name
-ENTRY_POINTS = tuple(f"diloco_learner.{name}" for name in ("replay", "check", "evaluate", "fit", "hugging_face", "joining"))
+ENTRY_POINTS = tuple(
+    f"diloco_learner.{name}" for name in ("replay", "check", "evaluate", "examine", "fit", "hugging_face", "joining")
+)
 PROGRAMS = ("__main__",)
 
 

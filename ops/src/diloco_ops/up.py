@@ -48,6 +48,9 @@ SERVICES = {
 Data = Annotated[
     str | None, typer.Option(help="File or folder of text, or as your task reads it; default: Python's standard library.")
 ]
+Preset = Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")]
+TaskOptions = Annotated[list[str] | None, typer.Option("--task", help="KEY=VALUE, an option of your own task; repeatable.")]
 Init = Annotated[
     Path | None, typer.Option(help="Weights to begin with: a safetensors file, or a folder as Hugging Face has them.")
 ]
@@ -63,9 +66,9 @@ def up(
     data: Data = None,
     init: Init = None,
     names: Names = None,
-    preset: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")] = DEFAULT_PRESET,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")] = None,
-    task: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, an option of your own task; repeatable.")] = None,
+    preset: Preset = DEFAULT_PRESET,
+    set_: Set = None,
+    task: TaskOptions = None,
     resume_from: Annotated[
         Path | None,
         typer.Option("--resume", help="Go on from a checkpoint, or from a run's directory, in a new directory (--run-dir)."),
@@ -97,7 +100,7 @@ def up(
 ) -> int:
     """Train one model with several learners, syncers and a coordinator on this machine."""
     given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed, "log.archive": archive or None}
-    overrides = parse_assignments(set_ or []) | _options(task or [])
+    overrides = overrides_of(set_, task)
     overrides |= {key: value for key, value in given.items() if value is not None}
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     _check_installed(track or [])
@@ -115,9 +118,14 @@ def up(
     return _tell(report, directory, json_)
 
 
-def _options(assignments: list[str]) -> dict[str, Any]:
-    """Return the options of a task as settings of the run."""
-    return {f"task.options.{key}": value for key, value in parse_assignments(assignments, "--task", "width=64").items()}
+def overrides_of(set_: list[str] | None, options: list[str] | None) -> dict[str, Any]:
+    """Return the settings that ``--set`` and ``--task`` give, the options of a task as settings of the run.
+
+    Raises:
+        SettingsError: one is no assignment.
+    """
+    given = {f"task.options.{key}": value for key, value in parse_assignments(options or [], "--task", "width=64").items()}
+    return parse_assignments(set_ or []) | given
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,12 @@ def check(
     from diloco_learner import weights
     from diloco_learner.island import Island
     from diloco_learner.mesh import make_mesh
-    from diloco_learner.task import check_shapes, first_batch, load_task, units_of
+    from diloco_learner.task import first_of_alike, load_task, units_of
 
     with users_errors(settings.task):
         task = load_task(settings.task, data)
         island = Island(task, settings, None if mesh is None else make_mesh(mesh))
-        island.check(first_batch(task, settings))
-        check_shapes(task, settings)
+        island.check(first_of_alike(task, settings))
         fragments = island.fragments()
         if fragment_map is not None and settings.continues is not None:
             check_same_map(fragments, fragment_map, settings.continues.run)
