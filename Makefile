@@ -26,8 +26,9 @@ torch: .venv/torch
 	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements/torch.txt
 	@touch $@
 
-# what optional parts and examples need, without which their tests are skipped: a mix of data, Flax, Equinox, Haiku
-EXTRAS = requirements/data.txt requirements/examples.txt
+# what optional parts and examples need, without which their tests are skipped: a mix of data, Flax, Equinox, Haiku,
+# Orbax
+EXTRAS = requirements/data.txt requirements/examples.txt requirements/orbax.txt
 extras: .venv/extras
 
 .venv/extras: .venv/ready $(EXTRAS)
@@ -105,6 +106,7 @@ requirements:
 	$(COMPILE_IMAGE) --excludes requirements/torch-without.txt --group torch -o requirements/torch.txt
 	$(COMPILE_IMAGE) --group examples -o requirements/examples.txt
 	$(COMPILE) -c requirements.txt services/learner/pyproject.toml --extra data -o requirements/data.txt
+	$(COMPILE_IMAGE) ops/pyproject.toml --extra orbax -o requirements/orbax.txt
 
 # every distribution: pip install --find-links dist 'diloco[all]'
 DIST ?= dist

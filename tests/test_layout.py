@@ -14,7 +14,10 @@ SOURCES = {
 }
 SERVICES = ("diloco_learner.service", "diloco_learner.pytorch.service", "diloco_syncer.service", "diloco_coordinator.service")
 # of `diloco replay`, `diloco up`, `diloco eval`, `diloco data`, `diloco doctor` and `import diloco`, which find them by name
-ENTRY_POINTS = tuple(f"diloco_learner.{name}" for name in ("replay", "check", "evaluate", "fit", "joining", "mix.describe"))
+ENTRY_POINTS = tuple(
+    f"diloco_learner.{name}"
+    for name in ("replay", "check", "evaluate", "examine", "fit", "hugging_face", "joining", "mix.describe")
+)
 PROGRAMS = ("__main__",)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,12 @@ def values(dtype: Any = np.float32) -> Tensors:
     }
 
 
+SETTINGS = run_settings(overrides={"fragments.count": 3, "inner.optimizer": "adamw"})
+
+
 @pytest.fixture
 def island() -> Island:
-    return Island(Model(), run_settings(overrides={"fragments.count": 3, "inner.optimizer": "adamw"}))
+    return Island(Model(), SETTINGS)
 
 
 def put(path: Path, island: Island) -> Mapping[str, Any]:
@@ -71,10 +75,56 @@ def test_every_precision_is_read(dtype: Any, island: Island, tmp_path: Path) -> 
         save_jax({name: jnp.asarray(value, jnp.bfloat16) for name, value in values().items()}, path)
     else:
         save_file(values(dtype), path)
-    params = put(path, island)
+    check_values(put(path, island))
+
+
+def check_values(params: Mapping[str, Any]) -> None:
     assert np.array_equal(params["a"]["matrix"], values()["a/matrix"])
     assert np.array_equal(params["list"][0], values()["list/0"])
     assert float(params["list"][1]) == -7.0
+
+
+def test_a_names_map_says_where_tensors_lie_in_a_file_of_others(island: Island, tmp_path: Path) -> None:
+    tensors = values()
+    others = {"kernel": np.ascontiguousarray(tensors["a/matrix"].T), "scale": tensors["list/1"]}
+    others |= {"low": tensors["list/0"][:2], "high": tensors["list/0"][2:]}
+    save_file(others, tmp_path / "w")
+    names = {"a/matrix": {"transposed": "kernel"}, "list/1": "scale", "list/0": {"rows": {"low": 2, "high": 3}}}
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    weights.put(tmp_path / "w", island, island.fragments(), tmp_path / "names.json")
+    check_values(island.params())
+    with pytest.raises(SettingsError, match="it lacks tensor 'a/matrix'"):
+        put(tmp_path / "w", island)
+
+
+class Named(Model):
+    """A model that says how others name its tensors."""
+
+    def names(self) -> Any:
+        return {"list/0": "bias", "a/matrix": {"stacked": ["0", "1", "2", "3"]}}
+
+
+def test_a_folder_is_read_by_the_tasks_own_names_and_its_index(tmp_path: Path) -> None:
+    island, tensors = Island(Named(), SETTINGS), values()
+    save_file({"bias": tensors["list/0"], "1": tensors["a/matrix"][1]}, tmp_path / "one.safetensors")
+    rest = {"list/1": tensors["list/1"]} | {str(row): tensors["a/matrix"][row] for row in (0, 2, 3)}
+    save_file(rest, tmp_path / "two.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    with pytest.raises(SettingsError, match=r"init = .*: cannot be read as a safetensors file: .*model\.safetensors"):
+        put(tmp_path, island)
+    index.write_text(json.dumps({"weight_map": {"bias": "one.safetensors", "0": "two.safetensors"}}))
+    check_values(put(tmp_path, island))
+    for odd in ('{"weight_map": {"bias": "../one.safetensors"}}', '{"weight_map": 3}', "[]", "{"):
+        index.write_text(odd)
+        with pytest.raises(SettingsError, match=r"cannot be read as a safetensors file: "):
+            put(tmp_path, island)
+
+
+def test_names_that_are_no_names_are_refused_with_their_line(tmp_path: Path) -> None:
+    task = Named()
+    task.names = lambda: ["bias"]  # type: ignore[method-assign]
+    with pytest.raises(SettingsError, match=r"names\(\) is no mapping that JSON has: it is a list \(.*test_weights\.py, "):
+        put(tmp_path, Island(task, SETTINGS))
 
 
 def changed(**changes: Any) -> Tensors:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,15 @@ from tests.services.cluster import Cluster, small, some_versions
 from tests.services.conftest import Diloco, Launch
 from tests.tensors import scatter
 
-from diloco.core.fragments import TensorSpec, build_map
+from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
+from diloco.member import naming
+from diloco.member.naming import Naming
 from diloco.service.rundir import RunDirectory
 from diloco_ops import run_reader
-from diloco_ops.export import write
-from diloco_ops.weights_file import WeightsFile, names_in
+from diloco_ops.export import in_one_file, write
+from diloco_ops.orbax_weights import orbax
+from diloco_ops.weights_file import Precision, hugging_face, one_file
 
 Tensors = Mapping[str, NDArray[np.float32]]
 
@@ -30,7 +34,8 @@ SPECS = [TensorSpec("embed", (50, 8), embedding=True), TensorSpec("w", (33, 4)),
 
 def written(path: Path, precision: str, values: Tensors, names: Mapping[str, str] | None = None) -> Path:
     fragment_map = build_map(SPECS, 5)
-    with WeightsFile(path, fragment_map.tensors, names or {}, precision, {"of": "a test"}) as weights:  # type: ignore[arg-type]
+    named = Naming(fragment_map.tensors, names or {}, "--names")
+    with one_file(path, named, precision, {"of": "a test"}) as weights:  # type: ignore[arg-type]
         for fragment in reversed(fragment_map.fragments):
             weights.put(fragment, fragment.gather(values))
     return path
@@ -52,6 +57,96 @@ def test_a_file_has_every_value_where_other_readers_look_for_it(tmp_path: Path) 
         assert np.array_equal(array, values[spec.path])
     with safe_open(path, "numpy") as file:
         assert file.metadata() == {"of": "a test"}
+
+
+def fused() -> tuple[FragmentMap, Tensors, dict[str, Any]]:
+    """A model of which each tensor lies in files of others in its own way; fragments cut all of them."""
+    specs = [TensorSpec("qkv", (12, 5)), TensorSpec("kernel", (9, 4)), TensorSpec("layers", (3, 2, 6)), TensorSpec("b", (7,))]
+    rng = np.random.default_rng(5)
+    values = {spec.path: rng.normal(size=spec.shape).astype(np.float32) for spec in specs}
+    names = {
+        "qkv": {"rows": {"q.weight": 6, "k.weight": 2, "v.weight": 4}},
+        "kernel": {"transposed": "dense.weight"},
+        "layers": {"stacked": ["0.weight", "1.weight", "2.weight"]},
+    }
+    return build_map(specs, 7), values, names
+
+
+def check_fused(read: Mapping[str, NDArray[Any]], values: Tensors) -> None:
+    assert read.keys() == {"q.weight", "k.weight", "v.weight", "dense.weight", "0.weight", "1.weight", "2.weight", "b"}
+    assert np.array_equal(np.concatenate([read[f"{name}.weight"] for name in "qkv"]), values["qkv"])
+    assert np.array_equal(read["dense.weight"], values["kernel"].T)
+    assert all(np.array_equal(read[f"{layer}.weight"], values["layers"][layer]) for layer in range(3))
+    assert np.array_equal(read["b"], values["b"])
+
+
+def test_fused_transposed_and_stacked_tensors_are_written_as_others_have_them(tmp_path: Path) -> None:
+    fragment_map, values, names = fused()
+    with one_file(tmp_path / "a", Naming(fragment_map.tensors, names, "--names"), "float32", {}) as weights:
+        for fragment in reversed(fragment_map.fragments):
+            weights.put(fragment, fragment.gather(values))
+    check_fused(load_file(tmp_path / "a"), values)
+
+
+def test_a_folder_of_several_files_has_an_index_of_them(tmp_path: Path) -> None:
+    fragment_map, values, names = fused()
+    named = Naming(fragment_map.tensors, names, "--names")
+    with hugging_face(tmp_path, named, "float32", {"format": "pt"}, {"model_type": "mine"}, shard_bytes=144) as weights:
+        for fragment in fragment_map.fragments:
+            weights.put(fragment, fragment.gather(values))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * sum(array.size for array in values.values())
+    # in the order of paths: 28 bytes; 144, which is more than the rest; three of 48; 120; 40 and 80
+    assert sorted(set(index["weight_map"].values())) == [f"model-0000{n}-of-00005.safetensors" for n in (1, 2, 3, 4, 5)]
+    assert all(sum(a.nbytes for a in load_file(file).values()) <= 144 for file in tmp_path.glob("model-*"))
+    check_fused({name: load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()}, values)
+    assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "mine"}
+
+
+def orbax_s() -> Any:
+    return pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed (requirements/orbax.txt)")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_an_orbax_checkpoint_is_restored_by_orbax(precision: Precision, tmp_path: Path) -> None:
+    ocp = orbax_s()
+    fragment_map, values, names = fused()
+    named = Naming(fragment_map.tensors, names | {"b": "layer/0/bias"}, "--names")
+    with orbax(tmp_path / "o", named, precision, {"diloco_run": "mine"}) as weights:
+        for fragment in reversed(fragment_map.fragments):
+            weights.put(fragment, fragment.gather(values))
+    with ocp.StandardCheckpointer() as checkpointer:
+        read = checkpointer.restore((tmp_path / "o").absolute())
+    read["b"] = read.pop("layer")["0"]["bias"]
+    assert {str(array.dtype) for array in read.values()} == {precision}
+    check_fused(read, {path: array.astype(read["b"].dtype) for path, array in values.items()})
+
+
+# Orbax leaves the reads of its other arrays to themselves
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+def test_an_orbax_checkpoint_that_was_not_finished_is_refused_by_orbax(tmp_path: Path) -> None:
+    ocp = orbax_s()
+    fragment_map, values, names = fused()
+    with orbax(tmp_path / "o", Naming(fragment_map.tensors, names, "--names"), "float32", {}) as weights:
+        for fragment in fragment_map.fragments[1:]:
+            weights.put(fragment, fragment.gather(values))
+    with pytest.raises(ValueError, match="missing"), ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.restore((tmp_path / "o").absolute())
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ({"b": "qkv/b"}, "tensor 'qkv/b' would lie within another one"),
+        ({"b": "a/b", "qkv": "a.b"}, "tensor 'a/b' would be where 'a.b' is"),
+    ],
+)
+def test_names_that_are_no_tree(names: dict[str, str], said: str, tmp_path: Path) -> None:
+    orbax_s()
+    with pytest.raises(SettingsError, match=said), orbax(tmp_path / "o", Naming(fused()[0].tensors, names, ""), "float32", {}):
+        pass
 
 
 def test_half_precision_is_rounded_to_the_nearest(tmp_path: Path) -> None:
@@ -76,7 +171,12 @@ def test_half_precision_is_rounded_to_the_nearest(tmp_path: Path) -> None:
     [
         ("[]", "expected an object"),
         ("{", "cannot be read"),
-        ('{"w": 3}', "expected an object"),
+        ('{"w": 3}', r"tensor 'w' of shape \(33, 4\): its entry is 3, expected "),
+        ('{"w": {"transposed": "x", "rows": 3}}', "its entry is "),
+        ('{"b": {"transposed": "x"}}', "'b' of shape .7,.: only a tensor of two axes can be transposed"),
+        ('{"w": {"rows": {"x": 30, "y": 2}}}', "its parts have 32 rows together, expected 33"),
+        ('{"b": {"stacked": ["x", "y"]}}', "2 are stacked in it, expected 7"),
+        ('{"scale": {"stacked": ["x"]}}', "1 are stacked in it, expected an axis"),
         ('{"ww": "x"}', r"the model has no tensor 'ww' \(did you mean 'w'\?\)"),
         ('{"w": "b"}', "'b' is the name of '.' and of '.'"),
         ('{"w": "__metadata__"}', "the file's own table"),
@@ -86,7 +186,7 @@ def test_names_that_fit_no_model(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "names.json"
     path.write_text(text)
     with pytest.raises(SettingsError, match=said):
-        names_in(path, SPECS)
+        Naming(SPECS, naming.read(path, "--names"), "--names")
 
 
 async def tensors_at(cluster: Cluster, version: int) -> Tensors:
@@ -105,7 +205,8 @@ async def test_weights_of_a_run_that_goes_on_and_of_one_that_is_over(launch: Lau
     with cluster.slowly():
         await some_versions(cluster)
         async with run_reader.opened(cluster.directory) as seen:
-            versions = await write(seen, tmp_path / "live.safetensors", None, 1, "float32", {})
+            with in_one_file(seen, tmp_path / "live.safetensors") as weights:
+                versions = await write(seen, weights, None, 1)
         assert min(versions) >= 1
     await cluster.ended()
 

@@ -123,12 +123,18 @@ def test_the_hash_is_over_the_uncompressed_bytes() -> None:
 def test_the_beginning_of_a_frame_holds_the_beginning_of_its_content() -> None:
     body = np.random.default_rng(0).integers(0, 200, 1_000_000).astype(np.uint8)
     packed = codec.pack(body, -1)
-    beginning = codec.unpack_beginning(packed[: len(packed) * 3 // 4], body.size, 600_000)
-    assert beginning is not None
-    assert beginning.tobytes() == body[:600_000].tobytes()
-    assert codec.unpack_beginning(packed[: len(packed) // 2], body.size, 600_000) is None
-    assert codec.unpack_beginning(packed, body.size, 600_000) is not None
+    pieces = [packed[at : at + 100_000] for at in range(0, len(packed), 100_000)]
+    beginning, complete = codec.Beginning(body.size, [450_000, 150_000]), []
+    for piece in pieces:
+        beginning.feed([piece])
+        complete.append(beginning.complete)
+    # of content that compresses alike, six of ten pieces hold six tenths; zstd gives what it has block by block
+    assert complete in ([False] * 5 + [True] * (len(pieces) - 5), [False] * 6 + [True] * (len(pieces) - 6))
+    assert b"".join(array.tobytes() for array in beginning.arrays) == body[:600_000].tobytes()
+    whole = codec.Beginning(body.size, [body.size])
+    whole.feed(pieces)
+    assert whole.arrays[0].tobytes() == body.tobytes()
     with pytest.raises(FormatError, match="states 1000000 bytes"):
-        codec.unpack_beginning(packed[: len(packed) * 3 // 4], body.size + 1, 600_000)
+        codec.Beginning(body.size + 1, [600_000]).feed(pieces)
     with pytest.raises(FormatError, match="zstd frame is damaged"):
-        codec.unpack_beginning(b"no frame", body.size, 600_000)
+        codec.Beginning(body.size, [600_000]).feed([b"no frame"])

@@ -34,10 +34,9 @@ from diloco.settings.run import ContinuedRun, RunSettings
 from diloco.settings.validation import value_of
 from diloco.wire.subjects import Subjects
 from diloco_ops import checkpoint, manifest, resume, run_reader
-from diloco_ops.export import metadata_of, newest
+from diloco_ops.export import in_one_file, newest
 from diloco_ops.report import build
 from diloco_ops.run_reader import RunReader
-from diloco_ops.weights_file import WeightsFile
 
 FOUNDER = "up"
 # what the model, its data and its order are, and with which arrays the log is folded
@@ -204,7 +203,7 @@ async def _found(ended: RunReader, directory: RunDirectory, homes: Sequence[Nats
     path = state.weights_before(directory.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     hashes = []
-    with WeightsFile(path, ended.map.tensors, {}, "float32", metadata_of(ended, None)) as weights:
+    with in_one_file(ended, path) as weights:
         for fragment in ended.map.fragments:
             replica = await newest(ended, fragment.index)
             momentum = replica.momentum if settings.outer.optimizer == "nesterov" else None

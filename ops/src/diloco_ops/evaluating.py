@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from safetensors import SafetensorError, safe_open
 
-from diloco.errors import DilocoError, RunError, SettingsError
+from diloco.errors import RunError, SettingsError
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import changed_settings
 from diloco.settings.run import RunSettings
 from diloco_ops import export, run_reader
+from diloco_ops.asking import ask
 from diloco_ops.environment import learner_environment
 from diloco_ops.export import LATEST, TASK
-from diloco_ops.supervise import ServiceFailed, last_words
 from diloco_ops.up import data_source, printable
 from diloco_report.units import decimal
-
-MODULE = "diloco_learner"
 
 Weights = Annotated[Path, typer.Argument(metavar="DIR|FILE", help="A run's directory, or a file that diloco export wrote.")]
 Version = Annotated[str, typer.Option(help="Of a run: a version, which all fragments have; or latest: of each the newest.")]
@@ -99,8 +94,6 @@ def result(asked: Asked, drawn: dict[str, Any] | None) -> dict[str, Any]:
         SettingsError: the file is none of weights, or the options do not fit together.
         ServiceFailed: the weights could not be evaluated.
     """
-    if find_spec(MODULE) is None:
-        raise DilocoError("not installed: diloco-learner, which makes the task; pip install 'diloco[all]'")
     wanted = export.parsed_version(asked.version)
     if asked.path.is_file():
         if wanted is not None or asked.average > 1:
@@ -121,7 +114,8 @@ async def _write(asked: Asked, version: int | None, file: Path) -> tuple[RunSett
     """Write a run's weights to a file; return its settings and data."""
     async with run_reader.opened(asked.path) as seen:
         try:
-            await export.write(seen, file, version, asked.average, "float32", {})
+            with export.in_one_file(seen, file, version, asked.average) as weights:
+                await export.write(seen, weights, version, asked.average)
         except OSError as error:
             raise RunError(f"{file}: was not written: {error}") from None
         return seen.run.created, seen.directory.data
@@ -163,10 +157,4 @@ def _evaluated(
     if other:
         settings = settings.with_mix(None)
     request = {"settings": settings.model_dump(), "data": place, "weights": str(file), "sample": drawn}
-    command = [sys.executable, "-m", f"{MODULE}.evaluate"]
-    environment = learner_environment(0, 1, None)
-    ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
-    if ended.returncode:
-        raise ServiceFailed(last_words(ended.stderr, ended.returncode), ended.returncode)
-    said: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return said
+    return ask("evaluate", request, learner_environment(0, 1, None))

@@ -1,4 +1,4 @@
-"""``diloco export``: the weights of a run, going on or over, as one safetensors file.
+"""``diloco export``: the weights of a run, going on or over, as safetensors, for Hugging Face's libraries, or for Orbax.
 
 Fragments are read from the log one after another, as every learner folds them, and their state hashes are compared. Each is
 written at once, so that two fragments at most are in memory, whatever the model's size.
@@ -7,8 +7,12 @@ written at once, so that two fragments at most are in memory, whatever the model
 from __future__ import annotations
 
 import asyncio
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
@@ -19,37 +23,95 @@ from diloco.core.fold import Replica
 from diloco.errors import FormatError, HashError, RunError, SettingsError
 from diloco.log.follower import LogFollower
 from diloco.log.stream import pass_over
+from diloco.member import naming
+from diloco.member.naming import Naming
 from diloco.process import files, observe
-from diloco_ops import run_reader
+from diloco_ops import orbax_weights, run_reader, weights_file
+from diloco_ops.asking import ask
+from diloco_ops.environment import learner_environment
 from diloco_ops.run_reader import RunReader
-from diloco_ops.weights_file import Precision, WeightsFile, names_in
+from diloco_ops.weights_file import SHARD_BYTES, Precision, Weights
 from diloco_report.units import count, size
 
 LATEST = "latest"
 TASK = "diloco_task"  # in a file's metadata: the settings of the task, as JSON
 
 Vector = NDArray[np.float32]
+Format = Literal["safetensors", "hf", "orbax"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The weights that are asked for, and the form in which they are to be written."""
+
+    out: Path
+    format: Format
+    version: int | None
+    average: int
+    precision: Precision
+    names: Path | None
+    config: Path | None
+    shard_bytes: int | None
 
 
 def export(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; a folder, where the format is one.")],
+    format_: Annotated[
+        Format,
+        typer.Option("--format", help="A safetensors file, a folder of Hugging Face's libraries, or one of Orbax."),
+    ] = "safetensors",
     version: Annotated[str, typer.Option(help="A version, which all fragments have; or latest: of each the newest.")] = LATEST,
     average: Annotated[int, typer.Option(min=1, help="The mean of so many versions, which end with this one.")] = 1,
     precision: Annotated[Precision, typer.Option(help="Of the values.")] = "float32",
     names: Annotated[
         Path | None, typer.Option(help="JSON file of tensors' paths and the names that they get; others keep their path.")
     ] = None,
+    config: Annotated[Path | None, typer.Option(help="With --format hf: the config.json, where the task has none.")] = None,
+    shard_bytes: Annotated[
+        int | None, typer.Option(min=1, help=f"With --format hf: the most that a file has. Default: {SHARD_BYTES}.")
+    ] = None,
 ) -> None:
-    """Write the weights of a run, going on or over, as a safetensors file."""
-    wanted = parsed_version(version)
-    if file.is_dir():
-        raise SettingsError(f"{file}: is a folder; name the file to write")
+    """Write the weights of a run, going on or over."""
+    for option, given in (("--config", config), ("--shard-bytes", shard_bytes)):
+        if given is not None and format_ != "hf":
+            raise SettingsError(f"{option} {given}: is for --format hf")
+    if format_ == "orbax":
+        orbax_weights.load()
+    asked = Asked(out, format_, parsed_version(version), average, precision, names, config, shard_bytes)
+    write_draft = _new_folder if format_ != "safetensors" else _new_file
     try:
-        files.replace(file, lambda draft: asyncio.run(_export(directory, draft, wanted, average, precision, names)))
+        write_draft(out, lambda draft: asyncio.run(_export(directory, draft, asked)))
     except OSError as error:
-        raise RunError(f"{file}: was not written: {error}") from None
-    print(f"{file}: {size(file.stat().st_size)}")
+        raise RunError(f"{out}: was not written: {error}") from None
+    written = [out] if out.is_file() else [each for each in out.rglob("*") if each.is_file()]
+    print(f"{out}: {size(sum(each.stat().st_size for each in written))}")
+
+
+def _new_file(path: Path, write: Callable[[Path], None]) -> None:
+    if path.is_dir():
+        raise SettingsError(f"{path}: is a folder; name the file to write")
+    files.replace(path, write)
+
+
+def _new_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Have a folder written that is there once it is whole.
+
+    Raises:
+        SettingsError: something is there.
+        OSError: it cannot be written.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise SettingsError(f"{path}: exists, and is no empty folder; name a new one")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        write(draft)
+        draft.replace(path)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
 
 
 def parsed_version(version: str) -> int | None:
@@ -65,38 +127,79 @@ def parsed_version(version: str) -> int | None:
     return int(version)
 
 
-async def _export(path: Path, draft: Path, version: int | None, average: int, precision: Precision, names: Path | None) -> None:
+async def _export(path: Path, draft: Path, asked: Asked) -> None:
     async with run_reader.opened(path) as seen:
-        named = {} if names is None else names_in(names, seen.map.tensors)
-        versions = await write(seen, draft, version, average, precision, named)
+        with await asyncio.to_thread(_opened, seen, draft, asked) as weights:
+            versions = await write(seen, weights, asked.version, asked.average)
         over = "over" if seen.directory.finished else "going on" if seen.live else "stopped"
-        mean = f", each the mean of {average}" if average > 1 else ""
+        mean = f", each the mean of {asked.average}" if asked.average > 1 else ""
         print(
             f"run {seen.run.name} ({over}): {count(seen.map.parameters)} parameters in {len(seen.map.tensors)} tensors, "
             f"versions {min(versions)} to {max(versions)} of {len(versions)} fragments{mean}"
         )
 
 
-async def write(
-    seen: RunReader,
-    path: Path,
-    version: int | None,
-    average: int,
-    precision: Precision,
-    names: dict[str, str],
-) -> list[int]:
+def _opened(seen: RunReader, draft: Path, asked: Asked) -> AbstractContextManager[Weights]:
+    """Return the weights to be written.
+
+    Raises:
+        SettingsError: the names do not fit the model; there is no configuration.
+        ServiceFailed: the task does not say them.
+    """
+    metadata = metadata_of(seen, asked.version, asked.average)
+    source = "task: names()" if asked.names is None else f"--names {asked.names}"
+    names = {} if asked.names is None else naming.read(asked.names, source)
+    if asked.format == "hf":
+        config = None if asked.config is None else naming.read(asked.config, f"--config {asked.config}")
+        if asked.names is None or config is None:
+            said = _said_by_task(seen)
+            names = (said["names"] or {}) if asked.names is None else names
+            config = said["config"] if config is None else config
+        if config is None:
+            raise SettingsError(
+                f"task.name = {seen.run.created.task.name!r}: has no config(), which says how Hugging Face's libraries make "
+                "the model; give the config.json with --config FILE"
+            )
+        draft.mkdir()
+        named = Naming(seen.map.tensors, names, source)
+        shard_bytes = asked.shard_bytes or SHARD_BYTES
+        return weights_file.hugging_face(draft, named, asked.precision, metadata, config, shard_bytes)
+    named = Naming(seen.map.tensors, names, source)
+    if asked.format == "orbax":
+        return orbax_weights.orbax(draft, named, asked.precision, metadata)
+    return weights_file.one_file(draft, named, asked.precision, metadata)
+
+
+def _said_by_task(seen: RunReader) -> dict[str, Any]:
+    request = {"settings": seen.run.created.model_dump(), "data": seen.directory.data}
+    return ask("hugging_face", request, learner_environment(0, 1, None))
+
+
+@contextmanager
+def in_one_file(seen: RunReader, path: Path, version: int | None = None, average: int = 1) -> Iterator[Weights]:
+    """Write a run's weights into a safetensors file of float32, each tensor by its path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    named = Naming(seen.map.tensors, {}, str(path))
+    with weights_file.one_file(path, named, "float32", metadata_of(seen, version, average)) as weights:
+        yield weights
+
+
+async def write(seen: RunReader, weights: Weights, version: int | None, average: int) -> list[int]:
     """Write a run's weights as of a version, None being the newest of each fragment; return the version of each.
 
     Raises:
         RunError: the log does not have a version, or not any more.
-        OSError: the file cannot be written.
+        OSError: they cannot be written.
     """
-    fragment_map, versions = seen.map, list[int]()
-    with WeightsFile(path, fragment_map.tensors, names, precision, metadata_of(seen, version, average)) as weights:
-        for fragment in fragment_map.fragments:
-            theta, at = await _values(seen, fragment.index, version, average)
-            await asyncio.to_thread(weights.put, fragment, theta)
-            versions.append(at)
+    versions = list[int]()
+    for fragment in seen.map.fragments:
+        theta, at = await _values(seen, fragment.index, version, average)
+        await asyncio.to_thread(weights.put, fragment, theta)
+        del theta  # before the next one is read
+        versions.append(at)
     return versions
 
 
@@ -115,7 +218,7 @@ def metadata_of(seen: RunReader, version: int | None, average: int = 1) -> dict[
 
 async def newest(seen: RunReader, fragment: int) -> Replica:
     """Return the newest state that the log has of a fragment, as every learner folds it."""
-    reading = LogFollower(seen.log, (seen.genesis, seen.genesis_check), pass_over, observe.get_logger(), in_place=True)
+    reading = LogFollower(seen.log, (seen.genesis, seen.genesis_check), pass_over, observe.get_logger(), in_place=False)
     return (await reading.load_once(fragment)).replica
 
 

@@ -168,7 +168,9 @@ class Launcher:
         for index in range(max(settings.shards, len(settings.regions.names)) + self.asked.standbys):
             self._start_service(f"syncer-{index}", "diloco_syncer", place(index, syncer=True))
         before = state.weights_before(self.directory.path)  # it may have been moved since it was begun
-        given = {"data": self.directory.data, "init": str(before) if before.exists() else self.directory.init}
+        given = {"data": self.directory.data, "init": self.directory.init, "init_names": self.directory.init_names}
+        if before.exists():
+            given["init"] = str(before)
         given = {name: value for name, value in given.items() if value is not None}
         names = self.directory.learner_names
         for share_, name in enumerate(names):

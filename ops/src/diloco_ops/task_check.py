@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,8 +11,8 @@ from diloco.errors import SettingsError
 from diloco.service.rundir import RunDirectory
 from diloco.settings.run import MixSettings, RunSettings
 from diloco.settings.validation import parse
+from diloco_ops.asking import ask
 from diloco_ops.environment import learner_environment, mesh_of
-from diloco_ops.supervise import ServiceFailed, last_words
 
 
 def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None) -> RunDirectory:
@@ -51,14 +48,9 @@ def _found(directory: RunDirectory, settings: RunSettings, fragment_map: Fragmen
     mesh = mesh_of(devices, 1 if devices is None else directory.replicas)
     request = {
         "settings": settings.model_dump(), "data": directory.data, "mesh": mesh, "init": directory.init,
-        "map": None if fragment_map is None else fragment_map.pack().hex(),
+        "names": directory.init_names, "map": None if fragment_map is None else fragment_map.pack().hex(),
     }  # fmt: skip
-    command = [sys.executable, "-m", "diloco_learner.check"]
-    ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
-    if ended.returncode:
-        raise ServiceFailed(last_words(ended.stderr, ended.returncode), ended.returncode)
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])  # the task may have printed lines before
-    return found
+    return ask("check", request, environment)
 
 
 def torch_tasks(items: Sequence[str], directory: RunDirectory) -> dict[str, str]:

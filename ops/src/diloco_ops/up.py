@@ -44,6 +44,17 @@ SERVICES = {
     "diloco_learner": "diloco-learner", "diloco_syncer": "diloco-syncer", "diloco_coordinator": "diloco-coordinator",
 }  # fmt: skip
 
+Data = Annotated[
+    str | None, typer.Option(help="File or folder of text, or as your task reads it; default: Python's standard library.")
+]
+Preset = Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")]
+TaskOptions = Annotated[list[str] | None, typer.Option("--task", help="KEY=VALUE, an option of your own task; repeatable.")]
+Init = Annotated[
+    Path | None, typer.Option(help="Weights to begin with: a safetensors file, or a folder as Hugging Face has them.")
+]
+Names = Annotated[Path | None, typer.Option(help="JSON file of the names that the model's tensors have there.")]
+
 
 def up(
     learners: Annotated[int | None, typer.Option(help="Learners (M).")] = None,
@@ -51,11 +62,12 @@ def up(
     tokens: Annotated[int | None, typer.Option(help="Token budget of the run; with --continue: so many more.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; an unfinished one is resumed.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the initial model and of the data's order.")] = None,
-    data: Annotated[str | None, typer.Option(help="File or folder, as the task reads it; default: Python's own sources.")] = None,
-    init: Annotated[Path | None, typer.Option(help="File of the weights to begin with, as diloco export writes it.")] = None,
-    preset: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")] = DEFAULT_PRESET,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")] = None,
-    task: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, an option of your own task; repeatable.")] = None,
+    data: Data = None,
+    init: Init = None,
+    names: Names = None,
+    preset: Preset = DEFAULT_PRESET,
+    set_: Set = None,
+    task: TaskOptions = None,
     resume_from: Annotated[
         Path | None,
         typer.Option("--resume", help="Go on from a checkpoint, or from a run's directory, in a new directory (--run-dir)."),
@@ -89,11 +101,11 @@ def up(
 ) -> int:
     """Train one model with several learners, syncers and a coordinator on this machine."""
     given = {"learners": learners, "shards": shards, "tokens": tokens, "seed": seed, "log.archive": archive or None}
-    overrides = parse_assignments(set_ or []) | _options(task or []) | {k: v for k, v in given.items() if v is not None}
+    overrides = overrides_of(set_, task) | {key: value for key, value in given.items() if value is not None}
     path = run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     _check_installed(track or [])
     source, directory = _source(_CameFrom(resume_from, resume_at, continue_from), path, preset, overrides, data, nats_url)
-    directory = _beginning_with(directory, init, source)
+    directory = _beginning_with(directory, init, names, source)
     _check_server(nats_url, directory.settings)
     slowed = _slow_factors(slow or [], directory.learner_names)
     directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes, torch or [])
@@ -107,9 +119,14 @@ def up(
     return _tell(report, directory, json_)
 
 
-def _options(assignments: list[str]) -> dict[str, Any]:
-    """Return the options of a task as settings of the run."""
-    return {f"task.options.{key}": value for key, value in parse_assignments(assignments, "--task", "width=64").items()}
+def overrides_of(set_: list[str] | None, options: list[str] | None) -> dict[str, Any]:
+    """Return the settings that ``--set`` and ``--task`` give, the options of a task as settings of the run.
+
+    Raises:
+        SettingsError: one is no assignment.
+    """
+    given = {f"task.options.{key}": value for key, value in parse_assignments(options or [], "--task", "width=64").items()}
+    return parse_assignments(set_ or []) | given
 
 
 @dataclass(frozen=True)
@@ -165,23 +182,27 @@ def _begin(
     return directory, False
 
 
-def _beginning_with(directory: RunDirectory, init: Path | None, source: Checkpoint | continuing.Source | None) -> RunDirectory:
-    """Return a run's directory that begins with the weights in a file, if one is given.
+def _beginning_with(
+    directory: RunDirectory, init: Path | None, names: Path | None, source: Checkpoint | continuing.Source | None
+) -> RunDirectory:
+    """Return a run's directory that begins with the weights in a file or folder, if one is given.
 
     Raises:
-        SettingsError: it goes on from a checkpoint, which has them.
+        SettingsError: it goes on from a checkpoint, which has them; or there are names of no weights.
         RunError: it has begun with others.
     """
     if init is None:
+        if names is not None:
+            raise SettingsError(f"--names {names}: needs --init PATH, the weights whose tensors have these names")
         return directory
     if source is not None:
         option = "--resume" if isinstance(source, Checkpoint) else "--continue"
         raise SettingsError(f"--init {init}: a run that goes on from {option} has its weights; leave one of them out")
-    file = str(init.resolve())
-    if (directory.path / "run.json").exists() and directory.init != file:
+    file, named = str(init.resolve()), None if names is None else str(names.resolve())
+    if (directory.path / "run.json").exists() and (directory.init, directory.init_names) != (file, named):
         began = f"the weights in {directory.init}" if directory.init else "those that its task makes"
         raise RunError(f"{directory.path}: this run was begun with {began}; go on with it without --init")
-    return replace(directory, init=file)
+    return replace(directory, init=file, init_names=named)
 
 
 def _shaped(

@@ -1,67 +1,69 @@
-"""A model's weights as a safetensors file, written piece by piece: no more of them need be in memory than one fragment."""
+"""A model's weights as safetensors files, written piece by piece: no more of them need be in memory than one fragment."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core.arrangement import Arrangement
-from diloco.core.fragments import Fragment, Piece, TensorSpec
-from diloco.errors import RunError, SettingsError
+from diloco.core.fragments import Fragment
+from diloco.errors import RunError
+from diloco.member.naming import Naming, Part
 from diloco.member.statefile import header_of
-from diloco.settings.validation import nearest
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Vector = NDArray[np.float32]
 
+SHARD_BYTES = 5 * 10**9  # as transformers cut them for years; any size is read
 _TYPES: dict[Precision, tuple[str, int]] = {
     "float32": ("F32", 4),
     "bfloat16": ("BF16", 2),
     "float16": ("F16", 2),
 }  # name, bytes
-MAX_NAMES_BYTES = 64 << 20  # of a file of names: of as many tensors as a run may have
+
+
+class Weights(Protocol):
+    """Weights that are being written; every fragment of the model is to be put into them once."""
+
+    def put(self, fragment: Fragment, values: Vector) -> None:
+        """Write a fragment's values, float32 [its size].
+
+        Raises:
+            RunError: a value does not fit into float16.
+            OSError: it cannot be written.
+        """
 
 
 class WeightsFile:
-    """A file that is being written; every fragment of the model is to be put into it once."""
+    """A safetensors file that is being written: zeros, until parts of tensors are put into it."""
 
     def __init__(
-        self,
-        path: Path,
-        tensors: Sequence[TensorSpec],
-        names: Mapping[str, str],
-        precision: Precision,
-        metadata: Mapping[str, str],
+        self, path: Path, shapes: Mapping[str, tuple[int, ...]], precision: Precision, metadata: Mapping[str, str]
     ) -> None:
-        """Begin a file of ``tensors``, each by its path or the name that ``names`` gives it.
+        """Begin a file of tensors of these shapes, by name.
 
         Raises:
             OSError: it cannot be written.
         """
         self.precision = precision
-        kind, value_bytes = _TYPES[precision]
-        entries: dict[str, tuple[str, Sequence[int], int]] = {}
-        self._begins: dict[str, int] = {}
-        self._arranged: dict[str, Arrangement] = {}
-        at = 0
-        for tensor in tensors:
-            entries[names.get(tensor.path, tensor.path)] = kind, tensor.model_shape, value_bytes * tensor.size
-            self._begins[tensor.path] = at
-            if tensor.arrangement is not None:
-                self._arranged[tensor.path] = tensor.arrangement
-            at += value_bytes * tensor.size
-        header = header_of(entries, metadata)
-        self._data_at, self._value_bytes = len(header), value_bytes
+        kind, self._value_bytes = _TYPES[precision]
+        sizes = {name: size_bytes(shape, precision) for name, shape in shapes.items()}
+        header = header_of({name: (kind, shape, sizes[name]) for name, shape in shapes.items()}, metadata)
+        self._begins, at = dict[str, int](), len(header)
+        for name, size in sizes.items():
+            self._begins[name] = at
+            at += size
         self._file = path.open("wb")
         try:
             self._file.write(header)
-            self._file.truncate(len(header) + at)
+            self._file.truncate(at)
         except BaseException:
             self._file.close()
             raise
@@ -72,68 +74,119 @@ class WeightsFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
 
-    def put(self, fragment: Fragment, values: Vector) -> None:
-        """Write a fragment's values, float32 [its size].
+    def put(self, part: Part, values: Vector) -> None:
+        """Write a part of one of our tensors where it lies here, float32 [its size].
 
         Raises:
             RunError: a value does not fit into float16.
         """
+        data, place = converted(values, self.precision, part.place.name), part.place
+        begin = self._begins[place.name]
+        if place.arrangement is not None:
+            whole = np.memmap(self._file.name, data.dtype, "r+", begin, place.shape)  # the system's cache of the file
+            index, its, rows = place.arrangement.box(part.first, part.stop)
+            stored = its.stored(whole[index])
+            stored[rows] = data.reshape(part.shape)
+            whole[index] = its.restored(stored)
+            return
+        if not place.transposed:
+            self._write(begin, (part.first - place.first) * (data.size // (part.stop - part.first)), data)
+            return
+        width = place.shape[1]
+        for row, columns in enumerate(data.reshape(part.shape).T):
+            self._write(begin, row * width + part.first, np.ascontiguousarray(columns))
+
+    def _write(self, begin: int, values_before: int, data: NDArray[Any]) -> None:
+        self._file.seek(begin + values_before * self._value_bytes)
+        self._file.write(data.data)
+
+
+class NamedWeights:
+    """The weights of a model, in the files that have its tensors by the names that a ``naming`` gives them."""
+
+    def __init__(self, naming: Naming, files: Mapping[str, WeightsFile]) -> None:
+        self._naming, self._files = naming, files
+
+    def put(self, fragment: Fragment, values: Vector) -> None:
+        """Write a fragment, float32 [its size], as :meth:`Weights.put` does and raises."""
         for piece in fragment.pieces:
-            data = self._converted(piece, values[piece.offset : piece.offset + piece.size])
-            if piece.path in self._arranged:
-                self._put_arranged(piece, data, self._arranged[piece.path])
-                continue
-            row_values = piece.size // (piece.row_stop - piece.row_start)
-            self._file.seek(self._data_at + self._begins[piece.path] + self._value_bytes * row_values * piece.row_start)
-            self._file.write(data)
-
-    def _put_arranged(self, piece: Piece, data: bytes, arrangement: Arrangement) -> None:
-        """Write rows of the log where they are in the model's tensor, through the system's cache of the file."""
-        kind, begin = np.dtype(f"u{self._value_bytes}"), self._data_at + self._begins[piece.path]
-        whole = np.memmap(self._file.name, kind, "r+", begin, arrangement.shape)
-        index, part, rows = arrangement.box(piece.row_start, piece.row_stop)
-        stored = part.stored(whole[index])
-        stored[rows] = np.frombuffer(data, kind).reshape(piece.shape)
-        whole[index] = part.restored(stored)
-
-    def _converted(self, piece: Piece, values: Vector) -> bytes:
-        if self.precision == "float32":
-            return values.tobytes()
-        if self.precision == "float16":
-            with np.errstate(over="ignore"):
-                halves = values.astype(np.float16)
-            if not np.isfinite(halves).all():
-                raise RunError(
-                    f"tensor {piece.path!r}: {float(np.abs(values).max()):g} is more than float16 can be; export it as bfloat16"
-                )
-            return halves.tobytes()
-        bits = values.view(np.uint32)  # to the nearest, half to even
-        return (
-            ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16).tobytes()
-        )
+            for part in self._naming.parts(piece):
+                self._files[part.place.name].put(part, values[part.values])
 
 
-def names_in(path: Path, tensors: Sequence[TensorSpec]) -> dict[str, str]:
-    """Return the names that a JSON file gives to tensors: an object of path and name.
+@contextmanager
+def one_file(path: Path, naming: Naming, precision: Precision, metadata: Mapping[str, str]) -> Iterator[NamedWeights]:
+    """Write weights into one safetensors file.
 
     Raises:
-        SettingsError: it cannot be read; it names no tensor of the model, or two alike.
+        OSError: it cannot be written.
     """
-    try:
-        if path.stat().st_size > MAX_NAMES_BYTES:
-            raise ValueError(f"more than {MAX_NAMES_BYTES >> 20} MiB")
-        named = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SettingsError(f"--names {path}: cannot be read: {error}") from None
-    if not isinstance(named, dict) or not all(isinstance(name, str) and name for name in named.values()):
-        raise SettingsError(f"--names {path}: expected an object of tensors' paths and their names")
-    paths = [tensor.path for tensor in tensors]
-    for unknown in named.keys() - set(paths):
-        raise SettingsError(f"--names {path}: the model has no tensor {unknown!r}{nearest(unknown, paths)}")
-    taken: dict[str, str] = {"__metadata__": "the file's own table"}
-    for own in paths:
-        name = named.get(own, own)
-        if name in taken:
-            raise SettingsError(f"--names {path}: {name!r} is the name of {taken[name]!r} and of {own!r}")
-        taken[name] = own
-    return named
+    with WeightsFile(path, naming.shapes, precision, metadata) as file:
+        yield NamedWeights(naming, dict.fromkeys(naming.shapes, file))
+
+
+@contextmanager
+def hugging_face(
+    folder: Path,
+    naming: Naming,
+    precision: Precision,
+    metadata: Mapping[str, str],
+    config: Mapping[str, Any],
+    shard_bytes: int = SHARD_BYTES,
+) -> Iterator[NamedWeights]:
+    """Write weights into a folder as Hugging Face's libraries load it: ``config.json`` and ``model.safetensors``.
+
+    More than ``shard_bytes`` are written as several files, with their index; a tensor is in one of them.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    shards = list[dict[str, tuple[int, ...]]]([{}])
+    room = shard_bytes
+    for name, shape in naming.shapes.items():
+        size = size_bytes(shape, precision)
+        if size > room and shards[-1]:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = shape
+        room -= size
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        index = {
+            "metadata": {"total_size": sum(size_bytes(shape, precision) for shape in naming.shapes.values())},
+            "weight_map": {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    with contextlib.ExitStack() as stack:
+        files = dict[str, WeightsFile]()
+        for name, shard in zip(names, shards, strict=True):
+            file = stack.enter_context(WeightsFile(folder / name, shard, precision, metadata))
+            files |= dict.fromkeys(shard, file)
+        yield NamedWeights(naming, files)
+
+
+def size_bytes(shape: tuple[int, ...], precision: Precision) -> int:
+    """Return the bytes that a tensor of a shape takes."""
+    return int(np.prod(shape, dtype=np.int64)) * _TYPES[precision][1]
+
+
+def converted(values: Vector, precision: Precision, name: str) -> NDArray[Any]:
+    """Return values, float32 [any], in a precision: rounded to the nearest, half to even; bfloat16 as uint16 of its bits.
+
+    Raises:
+        RunError: a value does not fit into float16; ``name`` is that of its tensor.
+    """
+    if precision == "float32":
+        return np.ascontiguousarray(values)
+    if precision == "float16":
+        with np.errstate(over="ignore"):
+            halves = values.astype(np.float16)
+        if not np.isfinite(halves).all():
+            raise RunError(
+                f"tensor {name!r}: {float(np.abs(values).max()):g} is more than float16 can be; export it as bfloat16"
+            )
+        return halves
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)

@@ -455,8 +455,6 @@ def _changes(report: Report) -> str:
 # --- small parts ----------------------------------------------------------------------------------------------------
 
 
-
-
 def _sum(values: Mapping[str, Any], *keys: str) -> float:
     return float(sum(values.get(key) or 0 for key in keys))
 

@@ -1,9 +1,8 @@
 """``python -m diloco_learner.check``: find out, before a run begins, that its task and data can be trained on.
 
-Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ..., "map": ...}`` from stdin. The built-in task is known to be
-right, so that only its text is looked at, without JAX, which takes a second to import, unless learners are to have a mesh
-(``mesh`` is not null), or the run begins with a file of weights (``init``). The last line on stdout is a
-:class:`Found` as JSON.
+Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ..., "names": ..., "map": ...}`` from stdin. The built-in task is
+known to be right, so that only its data is looked at, without JAX, which takes a second to import, unless learners are to have
+a mesh (``mesh`` is not null), or the run begins with weights (``init``). The last line on stdout is a :class:`Found` as JSON.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
 from diloco.process import observe
@@ -21,6 +21,9 @@ from diloco.settings.validation import parse
 from diloco_learner import members, options
 from diloco_learner.data import open_data
 from diloco_learner.mix.mix import Mix
+
+if TYPE_CHECKING:
+    from diloco_learner.frameworks import Loaded
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,12 @@ def check(
     data: str | None,
     mesh: MeshSettings | None = None,
     init: Path | None = None,
+    names: Path | None = None,
     fragment_map: FragmentMap | None = None,
 ) -> Found:
     """Make what a learner and the evaluator make before the first step.
 
+    ``init``, ``names``: the file or folder of the weights that it begins with, and the file of their names.
     ``fragment_map``: of the run that this one continues. The built-in task's follows from the settings, and from a mix.
 
     Raises:
@@ -64,23 +69,30 @@ def check(
             return _found(settings, own.units, own, torch=False)
 
     from diloco_learner import frameworks, weights
-    from diloco_learner.task_api import first_batch, units_of
+    from diloco_learner.task_api import units_of
 
     with members.users_errors(settings.task):
         loaded = frameworks.load(settings.task, data, cache_dir)
         model = frameworks.make_model(loaded, settings, mesh)
-        model.check(first_batch(loaded.task, settings))
-        if not loaded.torch:  # shapes of its batches may change
-            from diloco_learner.task import check_shapes
-
-            check_shapes(loaded.task, settings)
+        model.check(_first_batch(loaded, settings))
         fragments = model.fragments()
         if fragment_map is not None and settings.continues is not None:
             check_same_map(fragments, fragment_map, settings.continues.run)
         if init is not None:
-            weights.put(init, model, fragments)
+            weights.put(init, model, fragments, names)
         model.check_evaluation()
         return _found(settings, units_of(loaded.task)["loss"], getattr(loaded.task, "mix", None), torch=loaded.torch)
+
+
+def _first_batch(loaded: Loaded, settings: RunSettings) -> Any:
+    """Return the first batch, of which those of a task of JAX have to have the shapes; a task of PyTorch may change them."""
+    if loaded.torch:
+        from diloco_learner.task_api import first_batch
+
+        return first_batch(loaded.task, settings)
+    from diloco_learner.task import first_of_alike
+
+    return first_of_alike(loaded.task, settings)
 
 
 def _found(settings: RunSettings, units: str | None, data: object, *, torch: bool) -> Found:
@@ -95,8 +107,9 @@ def _main() -> None:
     request = json.load(sys.stdin)
     mesh = None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh")
     init = None if request["init"] is None else Path(request["init"])
+    names = None if request["names"] is None else Path(request["names"])
     fragment_map = None if request["map"] is None else unpack_map(bytes.fromhex(request["map"]))
-    found = check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init, fragment_map)
+    found = check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init, names, fragment_map)
     mix = None if found.mix is None else found.mix.model_dump()
     print(json.dumps({"units": found.units, "torch": found.torch, "mix": mix}))
 

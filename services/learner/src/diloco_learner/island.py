@@ -298,7 +298,7 @@ class Island:
 
     def evaluation(self) -> Evaluation:
         """Return how good the model is, by all that the task has to say it."""
-        return self._evaluating.evaluation(self._loss_and_metrics, self.params(), self._company())
+        return self._evaluating.evaluation(self._loss_and_metrics, self.params(), self.company())
 
     def check_evaluation(self) -> None:
         """Find out that validation sets and values of the task's own are what they can be; no loss is computed.
@@ -310,9 +310,10 @@ class Island:
         def trace(batch: Any) -> object:
             return jax.eval_shape(self._does.evaluate, self._leaves, self._state, batch, self._fixed.given)
 
-        self._evaluating.check(trace, self.params(), self._company())
+        self._evaluating.check(trace, self.params(), self.company())
 
-    def _company(self) -> dict[str, Any]:
+    def company(self) -> dict[str, Any]:
+        """Return the state and the constants that the task has beside its parameters; None for what it has not."""
         return {"state": self._state, "constants": self._fixed.given.get("constants")}
 
     def _loss_and_metrics(self, batch: Any) -> tuple[float, dict[str, float]]:
@@ -322,7 +323,7 @@ class Island:
 
     def sample(self, seed: int, count: int, prompt: str | None = None) -> str | None:
         """Return text of ``count`` characters from the model, behind a ``prompt`` if given; None if the task draws none."""
-        return self._evaluating.sample(self.params(), self._company(), seed, count, prompt)
+        return self._evaluating.sample(self.params(), self.company(), seed, count, prompt)
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return parameters (``params/...``), gradients held and optimizer state by name, any dtype [...] on the host."""

@@ -25,7 +25,7 @@ from diloco.service.metrics import Exporter
 from diloco.settings.service import LearnerSettings
 from diloco_learner import weights
 from diloco_learner.feed import Batch
-from diloco_learner.model import Carried, Stepping
+from diloco_learner.model import Evaluated, Stepping
 from diloco_learner.trainer import LookAhead, Steered, Trainer
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ def make_trainer(
     )
 
 
-def begin_with_file(process: Process, model: Carried, fragments: FragmentMap) -> None:
+def begin_with_file(process: Process, model: Evaluated, fragments: FragmentMap) -> None:
     """Write the weights that the run begins with into a model, if a file has them and the run has no version yet.
 
     Raises:
@@ -123,7 +123,7 @@ def begin_with_file(process: Process, model: Carried, fragments: FragmentMap) ->
     if settings.init is None:
         return
     if settings.role == "evaluator" or not process.wait(_has_begun(process, fragments)):
-        weights.put(settings.init, model, fragments)
+        weights.put(settings.init, model, fragments, settings.init_names)
         process.log.info("weights_read", file=str(settings.init))
 
 

@@ -81,6 +81,8 @@ CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
     "merge_state": (1, ()),
     "evaluate": (1, ("key", "state", "constants")),
     "sample": (3, ("state", "constants")),
+    "names": (0, ()),
+    "config": (0, ()),
 }
 
 
@@ -210,20 +212,22 @@ def _rows_parameter(task: Any) -> inspect.Parameter | None:
     return next((parameter for parameter in members.parameters(task.batches) if parameter.name == "rows"), None)
 
 
-def check_shapes(task: Task, settings: RunSettings) -> None:
-    """Find out that the first two batches of a run's first share have the same arrays.
+def first_of_alike(task: Task, settings: RunSettings) -> Any:
+    """Return the first batch of a run's first share, after the second one was made, which has the same arrays.
 
     Raises:
         SettingsError: they have not, or there is only one.
     """
     batches = task.batches(0, settings.learners, settings.seed, 0)
-    first, second = (_shapes(next_batch(batches, settings.task, 0, index)) for index in range(2))
+    made = [next_batch(batches, settings.task, 0, index) for index in range(2)]
+    first, second = map(_shapes, made)
     changed = next((path for path in sorted(first.keys() | second.keys()) if first.get(path) != second.get(path)), None)
     if changed is not None:
         raise SettingsError(
             f"task.name = {settings.task.name!r}: batches() gave {changed or 'the batch'} as {first.get(changed, 'nothing')} "
             f"and then as {second.get(changed, 'nothing')}: batches have the same shapes each time{members.place(task.batches)}"
         )
+    return made[0]
 
 
 def _shapes(batch: Any) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -116,6 +117,25 @@ def check_called(task: Any, required: Collection[str], called: Mapping[str, tupl
     every_s = evaluate_every_s(task)
     if not isinstance(every_s, int | float) or not 0 < every_s < math.inf:
         raise SettingsError(f"task: evaluate_every_s = {every_s!r}, expected seconds above 0")
+
+
+def said_of_files(task: object, member: str) -> dict[str, Any] | None:
+    """Return a task's ``names()`` or ``config()``, of files of Hugging Face's libraries; None: it has no such member.
+
+    Raises:
+        SettingsError: it is no mapping that JSON has.
+    """
+    function = getattr(task, member, None)
+    if function is None:
+        return None
+    said = function()
+    try:
+        if not isinstance(said, Mapping):
+            raise TypeError(f"it is a {type(said).__name__}")
+        found: dict[str, Any] = json.loads(json.dumps(dict(said)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SettingsError(f"task: {member}() is no mapping that JSON has: {error}{members.place(function)}") from None
+    return found
 
 
 def is_torch(task: object) -> bool:

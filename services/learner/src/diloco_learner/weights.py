@@ -1,12 +1,15 @@
-"""Weights that a run begins with: a safetensors file whose tensors are those of the model, by their paths.
+"""Weights that a run begins with: a safetensors file, or a folder of them as Hugging Face's libraries write it.
 
-``diloco export`` writes such files. They are read by fragment, so a host has no more of them in memory than that.
+In a file tensors have the paths of the model's, as ``diloco export`` writes them; in a folder the names that the task's
+``names()`` says. A names map (:mod:`diloco.member.naming`) says other ones. Values are read by fragment, so a host has no more
+of them in memory than that.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +17,87 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from diloco.core.arrangement import Arrangement
-from diloco.core.fragments import Fragment, FragmentMap, Piece
+from diloco.core.fragments import Fragment, FragmentMap
 from diloco.errors import SettingsError
+from diloco.member import naming
+from diloco.member.naming import Naming
 from diloco.settings.validation import nearest
-from diloco_learner.model import Carried
+from diloco_learner.model import Evaluated
+from diloco_learner.task_api import said_of_files
 
 FLOATS = ("F64", "F32", "F16", "BF16")
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+Files = Mapping[str, Any]  # by tensor the open file that has it
 
 
-def put(path: Path, model: Carried, fragments: FragmentMap, setting: str = "init = ") -> None:
-    """Write a file's values into a model; its optimizer is not touched. Errors begin with the ``setting``.
+def put(path: Path, model: Evaluated, fragments: FragmentMap, names: Path | None = None, setting: str = "init = ") -> None:
+    """Write the values of a file or folder into a model; its optimizer is not touched.
+
+    ``names``: a file that says tensors' names. Errors begin with the ``setting``.
 
     Raises:
-        SettingsError: the file cannot be read, its tensors are not the model's, or hold NaN or infinity.
+        SettingsError: it cannot be read, its tensors are not the model's, or hold NaN or infinity.
     """
-    with _opened(path, setting) as file:
-        _check(path, file, fragments, setting)
-        arrangements = {tensor.path: tensor.arrangement for tensor in fragments.tensors}
+    named = _naming(path, model, fragments, names, setting)
+    with _opened(path, setting) as files:
+        _check(path, files, named, setting)
         for fragment in fragments.fragments:
-            model.write(fragment, _values(path, file, fragment, arrangements, setting), None, 0.0)
+            model.write(fragment, _values(path, files, fragment, named, setting), None, 0.0)
+
+
+def _naming(path: Path, model: Evaluated, fragments: FragmentMap, names: Path | None, setting: str) -> Naming:
+    if names is not None:
+        source = f"names of {setting}{path}: {names}"
+        return Naming(fragments.tensors, naming.read(names, source), source)
+    if path.is_dir():
+        return Naming(fragments.tensors, said_of_files(model.task, "names") or {}, "task: names()")
+    return Naming(fragments.tensors, {}, f"{setting}{path}")
 
 
 @contextmanager
-def _opened(path: Path, setting: str) -> Iterator[Any]:
-    try:
-        with safe_open(path, "numpy") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise SettingsError(f"{setting}{path}: cannot be read as a safetensors file: {error}") from None
+def _opened(path: Path, setting: str) -> Iterator[Files]:
+    with ExitStack() as stack:
+        try:
+            files = _by_tensor(path, stack)
+        except (SafetensorError, OSError, ValueError, RecursionError) as error:
+            raise SettingsError(f"{setting}{path}: cannot be read as a safetensors file: {error}") from None
+        yield files
 
 
-def _check(path: Path, file: Any, fragments: FragmentMap, setting: str) -> None:
-    shapes = {tensor.path: tensor.model_shape for tensor in fragments.tensors}
-    names = set(file.keys())
-    for missing in sorted(shapes.keys() - names):
+def _by_tensor(path: Path, stack: ExitStack) -> Files:
+    if not path.is_dir():
+        names = [path]
+    elif (path / INDEX).exists():
+        names = [path / name for name in sorted(_shards(path / INDEX))]
+    else:
+        names = [path / WHOLE]
+    found: dict[str, Any] = {}
+    for name in names:
+        file = stack.enter_context(safe_open(name, "numpy"))
+        found |= dict.fromkeys(file.keys(), file)
+    return found
+
+
+def _shards(index: Path) -> set[str]:
+    if index.stat().st_size > naming.MAX_BYTES:
+        raise ValueError(f"{index.name} has more than {naming.MAX_BYTES >> 20} MiB")
+    said = json.loads(index.read_text(encoding="utf-8"))
+    shards = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(shards, dict) or not all(isinstance(name, str) and Path(name).name == name for name in shards.values()):
+        raise ValueError(f"{index.name} has no weight_map of tensors and files beside it")
+    return set(shards.values())
+
+
+def _check(path: Path, files: Files, named: Naming, setting: str) -> None:
+    for missing in sorted(named.shapes.keys() - files.keys()):
         raise SettingsError(
-            f"{setting}{path}: it lacks tensor {missing!r} of shape {shapes[missing]}{nearest(missing, sorted(names))}"
+            f"{setting}{path}: it lacks tensor {missing!r} of shape {named.shapes[missing]}{nearest(missing, sorted(files))}"
         )
-    for unknown in sorted(names - shapes.keys()):
-        raise SettingsError(f"{setting}{path}: the model has no tensor {unknown!r}{nearest(unknown, sorted(shapes))}")
-    for name, shape in shapes.items():
-        found = file.get_slice(name)
+    for unknown in sorted(files.keys() - named.shapes.keys()):
+        raise SettingsError(f"{setting}{path}: the model has no tensor {unknown!r}{nearest(unknown, sorted(named.shapes))}")
+    for name, shape in named.shapes.items():
+        found = files[name].get_slice(name)
         if tuple(found.get_shape()) != shape:
             raise SettingsError(
                 f"{setting}{path}: tensor {name!r} has the shape {tuple(found.get_shape())}, the model's has {shape}"
@@ -64,27 +106,24 @@ def _check(path: Path, file: Any, fragments: FragmentMap, setting: str) -> None:
             raise SettingsError(f"{setting}{path}: tensor {name!r} is {found.get_dtype()}, expected one of {', '.join(FLOATS)}")
 
 
-def _rows(file: Any, piece: Piece, arrangement: Arrangement | None) -> Any:
-    """Return a piece's values as the log has them, any dtype [the piece's shape]."""
-    if not piece.shape:
-        return file.get_tensor(piece.path)
-    found = file.get_slice(piece.path)
-    if arrangement is None:
-        return found[piece.row_start : piece.row_stop]
-    index, part, rows = arrangement.box(piece.row_start, piece.row_stop)
-    return part.stored(found[index])[rows]
-
-
-def _values(
-    path: Path, file: Any, fragment: Fragment, arrangements: Mapping[str, Arrangement | None], setting: str
-) -> NDArray[np.float32]:
+def _values(path: Path, files: Files, fragment: Fragment, named: Naming, setting: str) -> NDArray[np.float32]:
     """Return a fragment's values, float32 [its size]."""
     vector = np.empty(fragment.size, np.float32)
-    for piece in fragment.pieces:
-        rows = _rows(file, piece, arrangements[piece.path])
+    for part in (part for piece in fragment.pieces for part in named.parts(piece)):
+        place = part.place
+        file = files[place.name]
+        if place.arrangement is not None:
+            index, its, wanted = place.arrangement.box(part.first, part.stop)
+            rows = its.stored(file.get_slice(place.name)[index])[wanted]
+        elif place.transposed:
+            rows = np.asarray(file.get_slice(place.name)[:, part.first : part.stop]).T
+        elif place.shape and len(place.shape) == len(part.shape):
+            rows = file.get_slice(place.name)[part.first - place.first : part.stop - place.first]
+        else:
+            rows = file.get_tensor(place.name)
         with np.errstate(over="ignore"):
             values = np.asarray(rows, np.float32).reshape(-1)
         if not np.isfinite(values).all():
-            raise SettingsError(f"{setting}{path}: tensor {piece.path!r} holds NaN or infinity, or more than float32 can be")
-        vector[piece.offset : piece.offset + piece.size] = values
+            raise SettingsError(f"{setting}{path}: tensor {place.name!r} holds NaN or infinity, or more than float32 can be")
+        vector[part.values] = values
     return vector

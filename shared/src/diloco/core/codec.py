@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import IO, cast
 
 import numpy as np
 import zstandard
@@ -13,6 +15,7 @@ from diloco.core import kernels
 from diloco.errors import FormatError
 
 Raw = NDArray[np.uint8]
+MAX_WINDOW_BYTES = 1 << 27  # of zstd frames that are read
 _local = threading.local()  # zstd contexts must not be shared between threads
 
 
@@ -50,19 +53,57 @@ def unpack(data: bytes | memoryview, expected_bytes: int) -> Raw:
     return content
 
 
-def unpack_beginning(data: bytes | memoryview, expected_bytes: int, wanted_bytes: int) -> Raw | None:
-    """Return the first bytes of a zstd frame's content, uint8 [wanted_bytes]; None if ``data``, its beginning, holds fewer.
+class Beginning:
+    """The first bytes of the content of a zstd frame that comes in pieces, so that only the content is in memory as a whole.
 
-    Raises:
-        FormatError: it states other than ``expected_bytes`` of content, or is damaged.
+    They are written into :attr:`arrays`, uint8 of the sizes that are wanted, one after another.
     """
-    content = np.empty(wanted_bytes, np.uint8)
-    try:
-        _check_size(data, expected_bytes)
-        with _decompressor().stream_reader(data) as reader:
-            return content if reader.readinto(content) == wanted_bytes else None
-    except zstandard.ZstdError as error:
-        raise FormatError(f"zstd frame is damaged: {error}") from None
+
+    def __init__(self, expected_bytes: int, wanted_bytes: Sequence[int]) -> None:
+        self.expected_bytes = expected_bytes
+        self.arrays = [np.empty(size, np.uint8) for size in wanted_bytes]
+        self._content = _Content(expected_bytes, self.arrays)  # no cycle: arrays are large, and go when nobody needs them
+        self._writer: zstandard.ZstdDecompressionWriter | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that is wanted is there."""
+        return self._content.written_bytes >= sum(array.size for array in self.arrays)
+
+    def feed(self, pieces: Sequence[bytes]) -> None:
+        """Take the frame's next pieces; the first of all has its header.
+
+        Raises:
+            FormatError: it states other than the expected bytes of content, or holds more, or is damaged.
+        """
+        try:
+            for piece in pieces:
+                if self._writer is None:
+                    _check_size(piece, self.expected_bytes)
+                    own = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+                    self._writer = own.stream_writer(cast(IO[bytes], self._content))
+                if not self.complete:
+                    self._writer.write(piece)
+        except zstandard.ZstdError as error:
+            raise FormatError(f"zstd frame is damaged: {error}") from None
+
+
+class _Content:
+    """Where zstd writes content: into arrays, one after another; what they do not take is dropped."""
+
+    def __init__(self, expected_bytes: int, arrays: Sequence[Raw]) -> None:
+        self.written_bytes, self._expected_bytes, self._arrays = 0, expected_bytes, arrays
+
+    def write(self, data: bytes) -> int:
+        if self.written_bytes + len(data) > self._expected_bytes:
+            raise FormatError(f"zstd frame holds more than {self._expected_bytes} bytes")
+        taken, at = 0, self.written_bytes
+        for array in self._arrays:
+            part = data[taken : taken + max(0, array.size - at)]
+            array[at : at + len(part)] = np.frombuffer(part, np.uint8)
+            taken, at = taken + len(part), max(0, at - array.size)
+        self.written_bytes += len(data)
+        return len(data)
 
 
 def _check_size(data: bytes | memoryview, expected_bytes: int) -> zstandard.FrameParameters:
@@ -75,7 +116,7 @@ def _check_size(data: bytes | memoryview, expected_bytes: int) -> zstandard.Fram
 def _decompressor() -> zstandard.ZstdDecompressor:
     decompressor: zstandard.ZstdDecompressor | None = _local.__dict__.get("decompressor")
     if decompressor is None:
-        decompressor = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+        decompressor = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
     return decompressor
 
 

@@ -32,6 +32,10 @@ class Replica:
         chain = replace(self.chain, cursors=dict(self.chain.cursors), ends=dict(self.chain.ends))
         return replace(self, chain=chain, momentum=self.momentum.copy())
 
+    def without_state(self) -> Replica:
+        """Return a replica of the same chain whose arrays are empty."""
+        return replace(self, theta=np.empty(0, np.float32), momentum=np.empty(0, np.float32))
+
     def fold(
         self, record: Record, entry_hash: bytes, sequence: int, body: NDArray[np.uint8] | None, *, in_place: bool = True
     ) -> None:
@@ -124,20 +128,24 @@ def load_keyframe(
     """
     values = raw.view(np.dtype("<f4")).astype(np.float32, copy=False)
     n = values.size // (2 + optimizer.moments)
-    replica, residual = load_state(keyframe, chain, raw[: -4 * n], optimizer), values[-n:].copy()
+    theta, momentum, residual = (part.copy() for part in np.split(values, [n, values.size - n]))
+    replica = load_state(keyframe, chain, theta, momentum, optimizer)
     quantise.validate(residual.view(np.uint8), n, 32)
     return replica, residual
 
 
-def load_state(keyframe: Keyframe, chain: Chain, raw: NDArray[np.uint8], optimizer: Optimizer = NESTEROV) -> Replica:
-    """Return the replica that a keyframe describes; ``raw``, uint8 [bytes], is its body without the residual.
+def load_state(
+    keyframe: Keyframe,
+    chain: Chain,
+    theta: NDArray[np.float32],
+    momentum: NDArray[np.float32],
+    optimizer: Optimizer = NESTEROV,
+) -> Replica:
+    """Return the replica that a keyframe describes, of these arrays, float32 [size] and [moments * size].
 
     Raises:
         HashError: parameters and momentum do not have the hash that the keyframe states.
     """
-    values = raw.view(np.dtype("<f4")).astype(np.float32, copy=False)
-    n = values.size // (1 + optimizer.moments)
-    theta, momentum = values[:n].copy(), values[n:].copy()
     state_hash = outer.state_hash(theta, momentum)
     if state_hash != keyframe.state_hash:
         raise HashError(

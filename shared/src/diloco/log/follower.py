@@ -127,6 +127,7 @@ class LogFollower:
 
         Wrong entries are passed over. A keyframe that no learner vouches for may stand after one, so it has to be what the log
         folds to from an older one on. ``before``: begin with a keyframe of an entry before this sequence, and judge all after.
+        One state is in memory at a time.
 
         Raises:
             StateError: this machine folds to other bits each time.
@@ -135,12 +136,17 @@ class LogFollower:
         """
         copy = older = await self._load_once(fragment, stop_sequence, before)
         try:
-            while older.doubtful is not None:
-                older = await self._load_once(fragment, stop_sequence, older.doubtful)
+            while (doubtful := older.doubtful) is not None:
+                older.replica = older.replica.without_state()
+                older = await self._load_once(fragment, stop_sequence, doubtful)
         except FormatError as error:  # entries after the older one are gone
             self.log.warning("keyframe_not_judged", fragment=fragment, version=copy.loaded_version, reason=str(error))
-            older = copy
-        if older.replica.chain.head != copy.replica.chain.head and not self._is_ahead(copy, older):
+            copy = older = await self._load_once(fragment, stop_sequence, before)
+        if older.replica.chain.head == copy.replica.chain.head:
+            copy.replica = replace(older.replica, chain=copy.replica.chain)  # of the same entry, so in the same state
+        elif self._is_ahead(copy, older):
+            copy = await self._load_once(fragment, stop_sequence, before)
+        else:
             return older
         copy.doubtful = None
         return copy

@@ -19,12 +19,14 @@ from diloco.core.chain import NO_ENTRY, Chain, WrongEntries
 from diloco.core.fold import Replica
 from diloco.errors import BrokerError, FenceError, FormatError, HashError, MessageError, RunError
 from diloco.log.entries import Entries
-from diloco.log.stream import Head, LogStream, Refusal, Refuse, decode_keyframe, open_beginning, open_body, pass_over
+from diloco.log.stream import Head, LogStream, Refusal, Refuse, decode_keyframe, open_body, pass_over
 from diloco.process import observe
 from diloco.transport import Stored
 from diloco.wire import framing
-from diloco.wire.body import check_body_size
+from diloco.wire.body import Body, check_body_size
 from diloco.wire.entries import Claim, CommitNotice, Genesis, Keyframe, Record
+
+PARTS_AT_ONCE = 64  # of a keyframe, in memory while they are decompressed: 32 MiB, twice what is on its way
 
 
 @dataclass(frozen=True)
@@ -350,17 +352,31 @@ class Reader:
         raw_bytes = fold.keyframe_bytes(size, optimizer.moments)
         what = f"fragment {fragment}, keyframe of version {keyframe.version}"
         check_body_size(body, codec.packed_limit(raw_bytes), what)
-        head, pieces = self.stream.subjects.keyframe(fragment), list[bytes]()
+        head = self.stream.subjects.keyframe(fragment)
         if not residual and body.parts:
-            state_bytes = raw_bytes - 4 * size
-            # so many hold the state, if all of the content compresses alike; where they do not, the others are read too
-            enough = range(min(body.parts, 1 + body.parts * state_bytes // raw_bytes))
-            pieces = await self.stream.parts(head, body, what, sequence, wanted=enough)
-            state = await asyncio.to_thread(open_beginning, body, pieces, raw_bytes, state_bytes, what)
-            if state is not None:
-                replica = await asyncio.to_thread(fold.load_state, keyframe, chain, state, optimizer)
-                return Loaded(replica, np.empty(0, np.float32), sequence)
-        pieces += await self.stream.parts(head, body, what, sequence, wanted=range(len(pieces), body.parts))
+            beginning = codec.Beginning(raw_bytes, [4 * size, 4 * optimizer.moments * size])
+            await self._read_beginning(beginning, head, body, what, sequence)
+            theta, momentum = (array.view("<f4").astype(np.float32, copy=False) for array in beginning.arrays)
+            replica = await asyncio.to_thread(fold.load_state, keyframe, chain, theta, momentum, optimizer)
+            return Loaded(replica, np.empty(0, np.float32), sequence)
+        pieces = await self.stream.parts(head, body, what, sequence)
         raw = await asyncio.to_thread(open_body, body, inline, pieces, raw_bytes, what)
         replica, rest = await asyncio.to_thread(fold.load_keyframe, keyframe, chain, raw, optimizer)
         return Loaded(replica, rest, sequence)
+
+    async def _read_beginning(self, beginning: codec.Beginning, head: str, body: Body, what: str, sequence: int) -> None:
+        """Read the parts of a body that hold its beginning, few at a time.
+
+        Raises:
+            FormatError: one is missing or damaged, or they hold less.
+        """
+        # so many hold it, if all of the content compresses alike; where they do not, others are read too
+        share = sum(array.size for array in beginning.arrays) / beginning.expected_bytes
+        first, enough = 0, min(body.parts, 1 + int(body.parts * share))
+        while first < body.parts and not beginning.complete:
+            stop = min(first + PARTS_AT_ONCE, enough if first < enough else body.parts)
+            pieces = await self.stream.parts(head, body, what, sequence, wanted=range(first, stop))
+            await asyncio.to_thread(beginning.feed, pieces)
+            first = stop
+        if not beginning.complete:
+            raise FormatError(f"{what}: its body ends before its state does")

@@ -265,20 +265,6 @@ class LogStream:
         return found
 
 
-def open_beginning(
-    body: Body, pieces: Sequence[bytes], raw_bytes: int, wanted_bytes: int, what: str
-) -> NDArray[np.uint8] | None:
-    """Return the first uncompressed bytes of a body, uint8 [wanted_bytes]; None if its first parts hold fewer.
-
-    The content's hash is not checked: it is of all of them.
-
-    Raises:
-        FormatError: sizes do not fit, or the zstd frame is damaged.
-    """
-    check_body_size(body, codec.packed_limit(raw_bytes), what)
-    return codec.unpack_beginning(b"".join(pieces), raw_bytes, wanted_bytes)
-
-
 def decode_head(message: Stored, run: bytes) -> Head:
     """Decode the head of an entry, of a run with any features.
 

@@ -35,7 +35,8 @@ class RunDirectory:
     region_urls: dict[str, str] | None = None  # of each region's own server, where all are known
     identity: str | None = None  # file of the identity of commands
     wan_control: str | None = None  # control address of emulated links between regions
-    init: str | None = None  # file of the weights that it begins with; None: as the task makes them
+    init: str | None = None  # file or folder of the weights that it begins with; None: as the task makes them
+    init_names: str | None = None  # file of the names that tensors have there
     torch: dict[str, str] | None = None  # by learner: the task of one that computes with PyTorch; None: none does
     units: str | None = None  # of the loss, as the task says them; None: it does not, or nobody has asked it
 
@@ -86,7 +87,7 @@ def load(path: Path) -> RunDirectory:
         kinds: dict[str, Any] = {"name": str, "nats_url": str, "data": str | None, "init": str | None, "learners": int | None}
         kinds |= {"nats_bulk_url": str | None, "wan_control": str | None, "identity": str | None}
         kinds |= {"devices_per_learner": int | None, "processes_per_learner": int | None, "least_processes": int | None}
-        kinds |= {"region_urls": dict | None, "torch": dict | None, "units": str | None}
+        kinds |= {"region_urls": dict | None, "units": str | None, "init_names": str | None, "torch": dict | None}
         for key, kind in kinds.items():
             if not isinstance(values.get(key), kind):
                 raise TypeError(f"{key} = {values.get(key)!r}")

@@ -198,7 +198,10 @@ class LearnerSettings(ServiceSettings):
     data: str | None = Field(
         None, description="file or folder of text, or a mix.toml; default: Python's standard library sources"
     )
-    init: Path | None = Field(None, description="safetensors file of the weights that the run begins with, if it has not begun")
+    init: Path | None = Field(
+        None, description="safetensors file or folder of the weights that the run begins with, if it has not begun"
+    )
+    init_names: Path | None = Field(None, description="JSON file of the names that tensors have in `init`")
     cache_dir: Path = Field(
         Path.home() / ".cache" / "diloco" / "jax",
         description="compiled programs, and tokens of a mix, so that a restart need not make them again",

@@ -1,0 +1,91 @@
+"""``diloco check``: whether a task can be trained, and what a run would do with it, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from diloco.errors import SettingsError
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco_ops.asking import ask
+from diloco_ops.environment import learner_environment
+from diloco_ops.up import DEFAULT_PRESET, Data, Preset, Set, TaskOptions, data_source, overrides_of
+from diloco_report.units import count, decimal, size
+
+MAKE = "make"  # the factory in a file, unless it is named
+
+
+def check(
+    task: Annotated[
+        str, typer.Argument(metavar="FILE.py|MODULE:MAKE", help="The task; a file's factory is make, or FILE.py:MAKE.")
+    ],
+    data: Data = None,
+    preset: Preset = DEFAULT_PRESET,
+    set_: Set = None,
+    options: TaskOptions = None,
+    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Compile one step of a task, take it twice, and say what a run would do with it; exit code 2: it cannot be trained."""
+    name, folder = found(task)
+    settings = run_settings(preset, overrides_of(set_, options) | {"task.name": name}, "diloco check")
+    environment = learner_environment(0, 1, None)
+    if folder is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
+    request = {"settings": settings.model_dump(), "data": data_source(data, settings)}
+    examination = ask("examine", request, environment)
+    if json_:
+        print(json.dumps(examination))
+        return
+    show(examination, settings, Console(highlight=False))
+
+
+def found(task: str) -> tuple[str, Path | None]:
+    """Return the setting ``task.name`` of what is named, and the folder of its module where that is a file.
+
+    Raises:
+        SettingsError: there is no such file.
+    """
+    text, _, make = task.partition(":")
+    if not text.endswith(".py"):
+        return task, None
+    file = Path(text)
+    if not file.is_file():
+        raise SettingsError(f"{text}: there is no such file; name a file, or MODULE:MAKE")
+    if not file.stem.isidentifier():
+        raise SettingsError(f"{text}: cannot be imported, since {file.stem!r} is no name of a module; rename it")
+    return f"{file.stem}:{make or MAKE}", file.resolve().parent
+
+
+def show(found: dict[str, Any], settings: RunSettings, console: Console) -> None:
+    """Print an examination for people; warnings last."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("tensor", "shape", "type", "size", "fragments", "merged by", "matrices"):
+        table.add_column(title, justify="right" if title in ("size", "matrices") else "left", no_wrap=title != "tensor")
+    for tensor in found["tensors"]:
+        fragments = tensor["fragments"]
+        placed = str(fragments[0]) if len(fragments) == 1 else f"{len(fragments)}: {fragments[0]} to {fragments[-1]}"
+        shape = "x".join(map(str, tensor["shape"])) or "number"
+        table.add_row(
+            tensor["path"], shape, tensor["dtype"], size(tensor["size_bytes"]), placed, tensor["merge"], str(tensor["matrices"])
+        )
+    console.print(table)
+    offers = [fragment["offer_bytes"] for fragment in found["fragments"]]
+    console.print(
+        f"\n{count(found['parameters'])} parameters in {len(found['tensors'])} tensors, {len(offers)} fragments; "
+        f"an offer is of {size(min(offers))} to {size(max(offers))}, before compression"
+    )
+    memory = ", ".join(f"{name} {size(value)}" for name, value in found["memory"].items())
+    console.print(f"one step: {found['step_s']:.3f} s on this machine; memory: {memory or 'not known'}")
+    units = f" {found['units']}" if found["units"] else ""
+    console.print(f"loss of the first batch: {decimal(found['loss'], 4)}{units}")
+    for warning in found["warnings"]:
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+    if not found["warnings"]:
+        console.print(f"nothing unusual: diloco up --set task.name={settings.task.name}")
