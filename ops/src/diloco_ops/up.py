@@ -75,9 +75,7 @@ def up(
     resume_at: Annotated[
         int | None, typer.Option(min=0, help="With --resume: begin again where every fragment's log stood at this version.")
     ] = None,
-    continue_from: Annotated[
-        Path | None, typer.Option("--continue", help="Run that is over, to go on from in a new one.")
-    ] = None,
+    continue_from: Annotated[Path | None, typer.Option("--continue", help="Run that is over; a new one goes on.")] = None,
     archive: Annotated[bool, typer.Option("--archive", help="Keep every merged offer, so that merges can be audited.")] = False,
     standbys: Annotated[int, typer.Option(min=0, help="Syncers beyond the shards, which stand by.")] = 0,
     coordinators: Annotated[int, typer.Option(min=1, help="Coordinators; all but one stand by.")] = 1,

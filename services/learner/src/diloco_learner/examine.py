@@ -81,8 +81,8 @@ def examine(settings: RunSettings, data: str | None) -> Examination:
     found = check(settings, data)
     if found.torch:
         raise SettingsError(
-            f"task.name = {settings.task.name!r}: a task of PyTorch, of which diloco check says no more than diloco up: nothing "
-            "stands in its way"
+            f"task.name = {settings.task.name!r}: a task of PyTorch, of which diloco check says no more than diloco up: "
+            "nothing stands in its way"
         )
     with members.users_errors(settings.task):
         task = load_task(settings.task, data, LearnerSettings(name="check").cache_dir)

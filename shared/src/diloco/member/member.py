@@ -120,9 +120,7 @@ class Member:
             self.learner.incarnation = self.shares.incarnation = self.admission.incarnation
         founder = self.settings.name if learns and self.transport.founds else None
 
-        async def values(index: int) -> Vector:
-            return await self._initial(index, initial)
-
+        values = partial(self._initial, initial=initial)
         begin = partial(await_genesis, self.run, self.store, founder, values, self.log)
         for version in await self._load(await until_available(begin, self.log)):
             self.learner.seat(version)
