@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from diloco.process import observe
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_lab.paces.times import Paces, steady
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200_000)
     parser.add_argument("--seeds", type=int, default=2)
     asked = parser.parse_args()
+    observe.configure("bench", "frameworks", level="error")
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     for mix in MIXES:
         losses = []
