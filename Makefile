@@ -19,7 +19,7 @@ setup: .venv/ready
 	@PATH="$$PATH:$(BIN)" uv pip install -q --python $(BIN)/python --no-build-isolation --no-deps $(DISTRIBUTIONS:%=-e %)
 	@touch $@
 
-# PyTorch as it computes on a CPU, for the tests that need it: 3 GB, most of it CUDA's libraries, which it does not load without
+# PyTorch as it computes on a CPU, for the tests that need it: 4 GB, most of it CUDA's libraries, without which it is not loaded
 torch: .venv/torch
 
 .venv/torch: .venv/ready requirements/torch.txt

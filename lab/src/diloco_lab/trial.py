@@ -81,6 +81,8 @@ class Result:
 class Trial:
     """A run to be played, in those times. ``changes``: settings after a share of the token budget, in order.
 
+    ``island`` makes the model whose twins its learners are.
+
     Raises (:meth:`play`):
         RunError: a process failed, or the run did not come to its end.
     """
@@ -89,6 +91,7 @@ class Trial:
     task: Task
     paces: Paces
     changes: Sequence[tuple[float, Mapping[str, Any]]] = ()
+    island: Callable[[Task, RunSettings], Island] = Island
 
     def play(self) -> Result:
         """Train to the end of the token budget."""
@@ -108,7 +111,7 @@ class _Training(World):
         super().__init__(trial.settings.seed)
         self.trial, self.settings = trial, trial.settings
         self.logger: Logger = get_logger()
-        self.first = Island(trial.task, trial.settings)  # never trained: all processes begin as its twins
+        self.first = trial.island(trial.task, trial.settings)  # never trained: all processes begin as its twins
         self.map = self.first.fragments()
         paces = trial.paces.learners
         self.members: list[Member | None] = [None] * len(paces)

@@ -94,7 +94,7 @@ def find(path: Path, overrides: Mapping[str, Any]) -> Source:
 async def prepare(source: Source, directory: RunDirectory, check: Check) -> RunDirectory:
     """Make ``directory`` a run that continues the source; its ``run.json`` is written last. Return it as it is then.
 
-    ``check``: finds out that the new run can be trained, before anything is written, and returns what it has found with it.
+    ``check``: finds out, before anything is written, that the new run can be trained, and returns the directory with its facts.
 
     Raises:
         RunError: the source is not over; or a setting may not change; or the server has a run of this name already.

@@ -27,7 +27,7 @@ from diloco.nats.transport import NatsTransport
 from diloco.service import skeleton as service
 from diloco.service import volume
 from diloco.settings.run import RunSettings
-from diloco.settings.service import CoordinatorSettings, LearnerSettings, SyncerSettings, check_region, host_and_port
+from diloco.settings.service import CoordinatorSettings, SyncerSettings, TorchLearnerSettings, check_region, host_and_port
 from diloco.settings.validation import parse
 from diloco.wire import framing
 from diloco.wire.subjects import Subjects, reader
@@ -44,7 +44,7 @@ LISTEN_S = (1.2, 10.0)  # at least, two heartbeats of a coordinator; and at most
 HEARTBEATS = 4  # that are waited for
 
 
-class DoctorSettings(LearnerSettings, SyncerSettings, CoordinatorSettings):
+class DoctorSettings(TorchLearnerSettings, SyncerSettings, CoordinatorSettings):
     """The settings of any service."""
 
     role: Role = "learner"  # type: ignore[assignment]  # more than a learner's

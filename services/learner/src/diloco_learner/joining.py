@@ -214,7 +214,8 @@ class JoinedRun:
         share, index = self._take_batch()
         self._parameters.take(params)
         done = StepDone(self.tokens, share, index, _number(self._loss), called_s - self._returned_s, self._blocked_s)
-        self._loss = loss
+        # of PyTorch without what it was computed from, which would be kept for a step
+        self._loss = loss.detach() if hasattr(loss, "detach") else loss
         self._pass(done)
         self._returned_s = time.perf_counter()
         self._blocked_s = self._returned_s - called_s
