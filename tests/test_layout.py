@@ -13,8 +13,8 @@ SOURCES = {
     "diloco_coordinator": ROOT / "services/coordinator/src",
 }
 SERVICES = ("diloco_learner.service", "diloco_syncer.service", "diloco_coordinator.service")
-# of `diloco replay`, `diloco up`, `diloco eval`, `diloco doctor` and `import diloco`, which find them by name
-ENTRY_POINTS = tuple(f"diloco_learner.{name}" for name in ("replay", "check", "evaluate", "fit", "joining"))
+# of `diloco replay`, `diloco up`, `diloco eval`, `diloco doctor` and `import diloco`, which find them by name; and of tasks
+ENTRY_POINTS = tuple(f"diloco_learner.{name}" for name in ("replay", "check", "evaluate", "fit", "joining", "kernels"))
 PROGRAMS = ("__main__",)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.services.cluster import Cluster, small, some_versions
 from tests.services.conftest import Diloco, Launch
 from tests.tensors import scatter
 
+from diloco.core.arrangement import Arrangement
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
 from diloco.service.rundir import RunDirectory
@@ -52,6 +54,19 @@ def test_a_file_has_every_value_where_other_readers_look_for_it(tmp_path: Path) 
         assert np.array_equal(array, values[spec.path])
     with safe_open(path, "numpy") as file:
         assert file.metadata() == {"of": "a test"}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_tensor_that_the_log_has_turned_is_written_as_the_model_has_it(tmp_path: Path, precision: str) -> None:
+    kinds = {"kernel": Arrangement((5, 6), (1,)), "experts": Arrangement((3, 4, 5), (0, 2)), "row": Arrangement((2, 3), ())}
+    specs = [TensorSpec(path, kept.stored_shape, arrangement=kept) for path, kept in kinds.items()]
+    model = {path: np.arange(math.prod(kept.shape), dtype=np.float32).reshape(kept.shape) for path, kept in kinds.items()}
+    there = build_map(specs, 7)
+    with WeightsFile(tmp_path / "a", there.tensors, {}, precision, {}) as weights:  # type: ignore[arg-type]
+        for fragment in there.fragments:
+            weights.put(fragment, fragment.gather({path: kept.stored(model[path]) for path, kept in kinds.items()}))
+    for path, values in load_file(tmp_path / "a").items():
+        np.testing.assert_array_equal(np.asarray(values, np.float32), model[path])
 
 
 def test_half_precision_is_rounded_to_the_nearest(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def check(
         if mesh is None and init is None:
             return UNITS
 
-    from diloco_learner import weights
+    from diloco_learner import fixed, weights
     from diloco_learner.island import Island
     from diloco_learner.mesh import make_mesh
     from diloco_learner.task import check_shapes, first_batch, load_task, units_of
@@ -59,6 +59,9 @@ def check(
         task = load_task(settings.task, data)
         island = Island(task, settings, None if mesh is None else make_mesh(mesh))
         island.check(first_batch(task, settings))
+        fixed.check_finite(task.init, island.params())
+        if hasattr(task, "constants"):
+            fixed.check_finite(task.constants, island.constants)
         check_shapes(task, settings)
         fragments = island.fragments()
         if fragment_map is not None and settings.continues is not None:

@@ -1,4 +1,4 @@
-"""Which tensor is which in models of Flax, Haiku and Equinox, by the names that these libraries give them.
+"""The tensors of models of Flax, Haiku and Equinox, by the names that these libraries give them.
 
 ``tensor = staticmethod(kernels.flax)`` in a task says so of all its parameters. A tensor of another name is treated as if the
 task said nothing of it.
