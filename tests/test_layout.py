@@ -13,10 +13,11 @@ SOURCES = {
     "diloco_coordinator": ROOT / "services/coordinator/src",
 }
 SERVICES = ("diloco_learner.service", "diloco_learner.pytorch.service", "diloco_syncer.service", "diloco_coordinator.service")
-# of `diloco replay`, `diloco up`, `diloco eval`, `diloco data`, `diloco doctor` and `import diloco`, which find them by name
+# of `diloco replay`, `diloco up`, `diloco eval`, `diloco data`, `diloco doctor` and `import diloco`, which find them by
+# name; and of tasks
 ENTRY_POINTS = tuple(
     f"diloco_learner.{name}"
-    for name in ("replay", "check", "evaluate", "examine", "fit", "hugging_face", "joining", "mix.describe")
+    for name in ("replay", "check", "evaluate", "examine", "fit", "hugging_face", "joining", "kernels", "mix.describe")
 )
 PROGRAMS = ("__main__",)
 

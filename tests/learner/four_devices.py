@@ -31,6 +31,7 @@ from diloco_learner.island import Island
 from diloco_learner.mesh import ROWS as ROW_SPEC
 from diloco_learner.mesh import make_mesh, rows_alone, rows_on, shifted
 from diloco_learner.task import Aux, GptTask
+from diloco_learner.tensors import Tensor
 
 ROWS, STEPS, FRAGMENTS = 8, 6, 3
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
@@ -293,6 +294,57 @@ def test_the_state_of_an_optimizer_of_the_task_s_own_is_split_like_the_parameter
         moments = [leaf for name, leaf in state.items() if name.endswith(f"/{tensor}")]
         assert [leaf.sharding for leaf in moments] == [arrays[f"params/{tensor}"].sharding] * 2
     assert island._step._cache_size() == 1
+
+
+class Turned(Curve):
+    """Kernels of shape (in, out), a frozen stack, a constant, and a state."""
+
+    def init(self, key: jax.Array) -> Any:
+        made = super().init(key)
+        return made | {name: made[name].T for name in ("first", "second")}
+
+    def constants(self) -> Any:
+        return {"shift": np.linspace(0, 0.01, 128 * 64, dtype=np.float32).reshape(128, 64)}
+
+    def init_state(self, key: jax.Array) -> Any:
+        return {"mean": jnp.zeros(64)}
+
+    def merge_state(self, path: str) -> str:
+        return "local"
+
+    def loss(self, params: Any, batch: Any, *, state: Any, constants: Any, weights: Any) -> Any:  # type: ignore[override]
+        turned = {"first": params["first"].T + constants["shift"], "second": params["second"].T}
+        loss = super().loss(params | turned, batch | {"x": batch["x"] - state["mean"]})
+        return loss * jnp.sum(weights) / ROWS, Aux(state={"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(batch["x"], 0)})
+
+    def tensor(self, path: str, shape: tuple[int, ...]) -> Tensor:
+        if path == "stack":
+            return Tensor(kind="frozen")
+        if path.startswith("constants/"):
+            return Tensor(kind="frozen", partition=P("tensor"))
+        if path == "first":
+            return Tensor(kind="matrix", output_axis=-1, partition=P("fsdp", "tensor"))
+        return Tensor(kind="matrix", output_axis=-1) if path == "second" else Tensor(kind="vector")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_turned_kernels_frozen_tensors_constants_and_a_state_are_those_of_one_device(apart: bool) -> None:
+    island = Island(Turned(), SETTINGS, make_mesh(MeshSettings(tensor=2)), apart=apart)
+    single = Island(Turned(), SETTINGS)
+    assert island.fragments() == single.fragments()  # frozen values and constants are gathered for their hashes
+    assert island.arrays()["params/first"].sharding.shard_shape((128, 64)) == (64, 32)
+    for fragment in fragments_of(island).fragments:
+        # where init is traced, XLA may round a quotient otherwise
+        np.testing.assert_allclose(island.read(fragment).to_host(), single.read(fragment).to_host(), rtol=1e-6)
+    assert train(island, 3) == pytest.approx(train(single, 3), rel=1e-4)
+    for name, values in island.state().items():
+        if not name.startswith("optimizer/"):
+            np.testing.assert_allclose(values, single.state()[name], atol=2e-3, err_msg=name)
+    other = Island(Turned(), SETTINGS, make_mesh(MeshSettings(data=2)))
+    other.load_state(island.state())
+    np.testing.assert_array_equal(other.state()["state/mean"], island.state()["state/mean"])
+    programs = (island._measure, island._move) if apart else (island._step,)
+    assert [program._cache_size() for program in programs] == [1] * len(programs)
 
 
 def test_a_device_holds_its_share_and_a_part_of_one_fragment() -> None:

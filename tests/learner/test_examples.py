@@ -22,11 +22,16 @@ LIBRARIES = {"flax_nnx": "flax", "equinox_mlp": "equinox", "haiku_resnet": "haik
     ("name", "overrides", "values"),
     [
         ("lora", {}, set()),
-        ("vision_transformer", {"task.layers": 1, "task.width": 32, "task.heads": 2, "inner.optimizer": "muon"}, set()),
-        ("mixture_of_experts", {"inner.optimizer": "muon"}, {"val/busiest"}),
-        ("flax_nnx", {"task.width": 8}, set()),
-        ("equinox_mlp", {"task.width": 64}, set()),
-        ("haiku_resnet", {"task.width": 8}, set()),
+        pytest.param(
+            "vision_transformer",
+            {"task.layers": 1, "task.width": 32, "task.heads": 2, "inner.optimizer": "muon"},
+            set(),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("mixture_of_experts", {"inner.optimizer": "muon"}, {"val/busiest"}, marks=pytest.mark.slow),
+        pytest.param("flax_nnx", {"task.width": 8}, set(), marks=pytest.mark.slow),
+        pytest.param("equinox_mlp", {"task.width": 64}, set(), marks=pytest.mark.slow),
+        pytest.param("haiku_resnet", {"task.width": 8}, set(), marks=pytest.mark.slow),
         ("own_model", {"task.width": 16, "task.context": 8}, set()),
         (
             "classifier",

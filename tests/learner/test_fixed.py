@@ -14,6 +14,7 @@ from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
 from diloco.errors import AdmissionError, FormatError, SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
+from diloco_learner.fixed import check_finite
 from diloco_learner.island import Island
 from diloco_learner.task import Aux, check_members
 from diloco_learner.tensors import Tensor
@@ -167,6 +168,12 @@ def test_what_cannot_be_is_named(members: Mapping[str, Any], says: str) -> None:
         made = type("Bare", (), {n: v for n, v in vars(Adapted).items() if n not in {*members, "__dict__", "__weakref__"}})
     with pytest.raises(SettingsError, match=says):
         Island(made(), SETTINGS).check(BATCH)
+
+
+def test_values_that_are_no_numbers_are_named_with_the_line() -> None:
+    with pytest.raises(SettingsError, match=r"init\(\) returned 'a/b' with NaN or infinity, expected numbers \(.*line \d+\)"):
+        check_finite(Adapted().init, {"a": {"b": np.full(2, np.nan, np.float32), "c": jnp.int32(1)}})
+    check_finite(Adapted().init, Adapted().init(jax.random.key(0)))
 
 
 def _with(change: Callable[[Any], Any]) -> Any:

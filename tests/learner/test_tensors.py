@@ -89,7 +89,7 @@ def test_the_log_has_one_row_for_each_output_unit() -> None:
     np.testing.assert_array_equal(params["conv"], CONVOLUTION)
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_it_trains_as_the_same_model_that_has_output_units_first(kind: str) -> None:
     settings = run_settings(overrides={"inner.optimizer": kind, "fragments.count": 3})
     one, other = Island(Line(), settings), Island(Turned(), settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.services.cluster import Cluster, small, some_versions
 from tests.services.conftest import Diloco, Launch
 from tests.tensors import scatter
 
+from diloco.core.arrangement import Arrangement
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
 from diloco.member import naming
@@ -147,6 +149,37 @@ def test_names_that_are_no_tree(names: dict[str, str], said: str, tmp_path: Path
     orbax_s()
     with pytest.raises(SettingsError, match=said), orbax(tmp_path / "o", Naming(fused()[0].tensors, names, ""), "float32", {}):
         pass
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_tensor_that_the_log_has_turned_is_written_as_the_model_has_it(tmp_path: Path, precision: Precision) -> None:
+    kinds = {"kernel": Arrangement((5, 6), (1,)), "experts": Arrangement((3, 4, 5), (0, 2)), "row": Arrangement((2, 3), ())}
+    specs = [TensorSpec(path, kept.stored_shape, arrangement=kept) for path, kept in kinds.items()]
+    model = {path: np.arange(math.prod(kept.shape), dtype=np.float32).reshape(kept.shape) for path, kept in kinds.items()}
+    there = build_map(specs, 7)
+    with one_file(tmp_path / "a", Naming(there.tensors, {}, "--names"), precision, {}) as weights:
+        for fragment in there.fragments:
+            weights.put(fragment, fragment.gather({path: kept.stored(model[path]) for path, kept in kinds.items()}))
+    for path, values in load_file(tmp_path / "a").items():
+        np.testing.assert_array_equal(np.asarray(values, np.float32), model[path])
+
+
+def test_a_turned_matrix_may_be_transposed_and_others_keep_their_axes(tmp_path: Path) -> None:
+    kept, cube = Arrangement((5, 6), (1,)), Arrangement((3, 4, 5), (0, 2))
+    specs = [TensorSpec(path, each.stored_shape, arrangement=each) for path, each in (("kernel", kept), ("cube", cube))]
+    model = {
+        path: np.arange(math.prod(each.shape), dtype=np.float32).reshape(each.shape)
+        for path, each in (("kernel", kept), ("cube", cube))
+    }
+    there = build_map(specs, 5)
+    with one_file(tmp_path / "a", Naming(there.tensors, {"kernel": {"transposed": "w"}}, "--names"), "float32", {}) as weights:
+        for fragment in there.fragments:
+            weights.put(fragment, fragment.gather({"kernel": kept.stored(model["kernel"]), "cube": cube.stored(model["cube"])}))
+    read = load_file(tmp_path / "a")
+    np.testing.assert_array_equal(read["w"], model["kernel"].T)
+    np.testing.assert_array_equal(read["cube"], model["cube"])
+    with pytest.raises(SettingsError, match=r"'cube' of shape \(3, 4, 5\): its entry is .*expected \"NAME\": its output axes"):
+        Naming(there.tensors, {"cube": {"transposed": "w"}}, "--names")
 
 
 def test_half_precision_is_rounded_to_the_nearest(tmp_path: Path) -> None:

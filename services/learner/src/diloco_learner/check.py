@@ -75,6 +75,8 @@ def check(
         loaded = frameworks.load(settings.task, data, cache_dir)
         model = frameworks.make_model(loaded, settings, mesh)
         model.check(_first_batch(loaded, settings))
+        if not loaded.torch:
+            _check_numbers(model)
         fragments = model.fragments()
         if fragment_map is not None and settings.continues is not None:
             check_same_map(fragments, fragment_map, settings.continues.run)
@@ -93,6 +95,19 @@ def _first_batch(loaded: Loaded, settings: RunSettings) -> Any:
     from diloco_learner.task import first_of_alike
 
     return first_of_alike(loaded.task, settings)
+
+
+def _check_numbers(island: Any) -> None:
+    """Find out that a task of JAX begins with parameters and constants that are finite.
+
+    Raises:
+        SettingsError: a value is NaN or infinity.
+    """
+    from diloco_learner import fixed
+
+    fixed.check_finite(island.task.init, island.params())
+    if hasattr(island.task, "constants"):
+        fixed.check_finite(island.task.constants, island.constants)
 
 
 def _found(settings: RunSettings, units: str | None, data: object, *, torch: bool) -> Found:

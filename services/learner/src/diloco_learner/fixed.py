@@ -47,6 +47,19 @@ class Fixed:
         return [*(_spec(each.path, _whole(leaf)) for each, leaf in self._frozen), *self._constants]
 
 
+def check_finite(make: Any, arrays: Any) -> None:
+    """Find out that the arrays that a task's member makes hold numbers.
+
+    Raises:
+        SettingsError: one holds NaN or infinity.
+    """
+    keyed, _ = jax.tree_util.tree_flatten_with_path(arrays)
+    for keys, leaf in keyed:
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.isfinite(leaf).all()):
+            name, place = f"{make.__name__}()", members.place(make)
+            raise SettingsError(f"task: {name} returned {path_of(keys)!r} with NaN or infinity, expected numbers{place}")
+
+
 def check_state(task: Task, state: Any) -> None:
     """Find out that each array of a task's state stays its learner's own, and that the task has one if its loss takes one.
 

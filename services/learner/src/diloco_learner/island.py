@@ -198,8 +198,7 @@ class Island:
     def rehearse(self, batch: Any) -> None:
         """Take a step that changes no parameter, so that the first one takes no longer than others: memory is touched.
 
-        Optimizer and task's state begin afresh, and no gradient is held. What the step needed says whether there is room for
-        a copy of all.
+        Optimizer and task's state begin afresh, no gradient is held. What the step needed says if a copy of all may be made.
         """
         self.step(batch, 0.0).wait()
         self._optimizer_state, self._state = None, self._first_state()
@@ -312,9 +311,14 @@ class Island:
 
         self._evaluating.check(trace, self.params(), self.company())
 
+    @property
+    def constants(self) -> Any:
+        """The task's constants; None if it has none."""
+        return self._fixed.given.get("constants")
+
     def company(self) -> dict[str, Any]:
         """Return the state and the constants that the task has beside its parameters; None for what it has not."""
-        return {"state": self._state, "constants": self._fixed.given.get("constants")}
+        return {"state": self._state, "constants": self.constants}
 
     def _loss_and_metrics(self, batch: Any) -> tuple[float, dict[str, float]]:
         placed = self._placement.batch(batch)

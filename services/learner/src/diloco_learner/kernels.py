@@ -1,4 +1,4 @@
-"""Which tensor is which in models of Flax, Haiku and Equinox, by the names that these libraries give them.
+"""The tensors of models of Flax, Haiku and Equinox, by the names that these libraries give them.
 
 ``tensor = staticmethod(kernels.flax)`` in a task says so of all its parameters. A tensor of another name is treated as if the
 task said nothing of it.
@@ -17,6 +17,8 @@ def flax(path: str, shape: Shape) -> Tensor:
     *layers, name = [part for part in path.split("/") if part != "value"]  # NNX keeps a parameter's array there
     if name == "embedding":
         return Tensor(kind="embedding")
+    if name in ("bias", "scale"):  # of attention they have two axes
+        return Tensor(kind="vector")
     if name not in ("kernel", "lora_a", "lora_b") or len(shape) < 2:
         return tensor_of(None, path, shape)
     if len(shape) == 3 and layers and layers[-1] in PROJECTIONS:

@@ -1,4 +1,4 @@
-"""What a task says of its tensors: how each is merged, optimized, split over a mesh, or that it stays as it is.
+"""Tensors as a task describes them: how each is merged, optimized, split over a mesh, or that it stays as it is.
 
 A task of an earlier version says so by ``is_embedding``, ``matrices`` and ``partition``; :func:`tensor_of` alone reads these.
 """

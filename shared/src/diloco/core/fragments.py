@@ -220,8 +220,8 @@ def unpack_map(data: bytes) -> FragmentMap:
 
 def _entry(tensor: TensorSpec) -> list[Any]:
     kept = tensor.arrangement
-    told = [] if kept is None else [[list(kept.shape), list(kept.outputs)]]
-    return [tensor.path, list(tensor.shape), tensor.embedding, *told]
+    more = [] if kept is None else [[list(kept.shape), list(kept.outputs)]]
+    return [tensor.path, list(tensor.shape), tensor.embedding, *more]
 
 
 def _spec(entry: _Entry) -> TensorSpec:
