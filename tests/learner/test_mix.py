@@ -192,6 +192,16 @@ def test_tokens_whose_making_was_broken_off_are_made_again(make: MakeMix, tmp_pa
     assert make(ONE).sources["one"].stored.documents == 45
 
 
+@pytest.mark.parametrize("name", ["about.json", "training.bin"])
+def test_a_damaged_cache_is_made_again(make: MakeMix, tmp_path: Path, name: str) -> None:
+    before = make(ONE).sources["one"].stored.training.copy()
+    (damaged,) = (tmp_path / "cache" / "data" / "tokens").glob(f"*/{name}")
+    damaged.write_bytes(b"{")
+    for note in (tmp_path / "cache" / "data" / "seen").iterdir():
+        note.write_text("[]")
+    np.testing.assert_array_equal(make(ONE).sources["one"].stored.training, before)
+
+
 def test_parquet_and_hugging_face_give_the_tokens_of_the_same_texts(make: MakeMix, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="the extra `data` is not installed: make extras")
     datasets = pytest.importorskip("datasets", reason="the extra `data` is not installed: make extras")
@@ -216,6 +226,9 @@ def test_parquet_and_hugging_face_give_the_tokens_of_the_same_texts(make: MakeMi
         make(sources.replace('column = "body"\n', "", 1))
     with pytest.raises(DataError, match=r"source 'a'.*column 'id' is of type int64, expected string"):
         make(sources.replace('"body"', '"id"', 1))
+    parquet.write_table(pyarrow.table({"body": ["", None]}), tmp_path / "none.parquet")
+    with pytest.raises(DataError, match=r"source 'a': .*none\.parquet: has no text: all rows are empty"):
+        make(sources.replace('"rows"', '"none.parquet"'))
     with pytest.raises(DataError, match=r"source 'b'.*no column 'bodies'; it has body"):
         make(sources.replace('"saved"\ncolumn = "body"', '"saved"\ncolumn = "bodies"'))
     (tmp_path / "rows" / "2.parquet").write_bytes(b"no parquet")

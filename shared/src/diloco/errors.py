@@ -11,7 +11,7 @@ A message names the run, fragment, tensor or setting, the expected and the actua
     │   ├── AppendUncertainError         no answer came: the message may or may not have been stored
     │   └── RewoundError                 a stream lost messages that it had acknowledged
     ├── RunError                     5   the run directory or the run on the server is missing or another one
-    ├── AdmissionError               6   this learner's model, fragment map or settings differ from the run's
+    ├── AdmissionError               6   this learner's model, fragment map, data or settings differ from the run's
     ├── MessageError                 7   bytes from the wire that do not fit; never merged
     │   ├── FormatError                  not this protocol, wrong version, wrong type, out of bounds
     │   ├── HashError                    the content does not have its hash
@@ -79,7 +79,7 @@ class RunError(DilocoError):
 
 
 class AdmissionError(DilocoError):
-    """A member's model, fragment map or settings differ from the run's."""
+    """A member's model, fragment map, mix of data or settings differ from the run's."""
 
     exit_code = 6
 

@@ -134,7 +134,7 @@ class GptTask:
         """Return ``count`` tokens as text, which go on from the end of a prompt."""
         seen = self.data.encode(prompt)[-self.shape.context :]
         if not seen.size:
-            raise SettingsError("prompt = '': the model goes on from a text of at least one token")
+            raise SettingsError(f"prompt = '': the model goes on from a text of at least one {self.units.item}")
         start = jnp.asarray(seen, jnp.int32)
         drawn = gpt.generate(params, key, start, shape=self.shape, count=count, temperature=TEMPERATURE)
         return self.data.decode(np.asarray(drawn))

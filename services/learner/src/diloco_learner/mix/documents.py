@@ -120,7 +120,7 @@ def documents(name: str, table: SourceTable, root: Path | None) -> Documents:
 def seen(paths: Sequence[Path], root: Path | None, cache: Path, look: Any, about: str = "") -> dict[str, Any]:
     """Return what ``look`` finds of files; what it found before, if size and time of all files are what they were then.
 
-    ``about`` is all else that the finding depends on.
+    ``about`` is all else that the finding depends on. A note that is damaged is made again.
     """
     try:
         stats = [(path, path.stat()) for path in paths]
@@ -128,16 +128,25 @@ def seen(paths: Sequence[Path], root: Path | None, cache: Path, look: Any, about
         raise unreadable(error, paths[0]) from None
     state = "".join(f"{path}\0{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}\n" for path, stat in stats)
     note = cache / SEEN / f"{blake3((look.__name__ + about + state).encode()).hexdigest(16)}.json"
-    try:
-        found: dict[str, Any] = json.loads(note.read_text())
-    except (OSError, ValueError):
+    found: dict[str, Any] | None = _note(note)
+    if found is None:
         try:
             found = look(paths, root)
         except OSError as error:
             raise unreadable(error, paths[0]) from None
-        note.parent.mkdir(parents=True, exist_ok=True)
+        assert found is not None
         files.replace_text(note, json.dumps(found))
     return found
+
+
+def _note(path: Path) -> Any:
+    """Return what a note says; None if there is none, or it is damaged."""
+    try:
+        found = json.loads(path.read_text())
+        whole = isinstance(found["digest"], str) and isinstance(found.get("largest", 0), int)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    return found if whole else None
 
 
 def content(paths: Sequence[Path], root: Path | None) -> str:

@@ -7,13 +7,13 @@ there are fewer than 20 documents, as of a ``.bin``, which has no documents.
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
 FORMAT = 1  # grows with what makes other tokens of the same texts
 STORED = "tokens"  # folder of the cache
 PARTS = ("training.bin", "held_out.bin")
+ABOUT = "about.json"
 AT_ONCE = 1 << 20  # characters that are tokenised at once, by all cores
 SCANNED = 1 << 24  # tokens looked at at once
 
@@ -84,18 +85,38 @@ def of_documents(documents: Documents, tokenizer: Tokenizer, cache: Path) -> Sto
     digest = documents.digest(cache)
     key = blake3(f"{FORMAT} {tokenizer.digest} {digest}".encode()).hexdigest(16)
     folder = cache / STORED / key
-    if not (folder / "about.json").exists():
-        _make(documents, tokenizer, folder)
-    about = json.loads((folder / "about.json").read_text())
-    training, held_out = (_mapped(folder / part, np.dtype(about["dtype"])) for part in PARTS)
-    if about["documents"] < HELD_OUT_EVERY:
+    dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
+    about = _about(folder)
+    if about is None:
+        _make(documents, tokenizer, folder, dtype)
+        about = _about(folder)
+    assert about is not None
+    training, held_out = (_mapped(folder / part, dtype) for part in PARTS)
+    if about.documents < HELD_OUT_EVERY:
         whole = _split(training, digest)
         training, held_out = whole.training, whole.held_out
-    return Stored(training, held_out, digest, about["documents"], about["characters"])
+    return Stored(training, held_out, digest, about.documents, about.characters)
 
 
-def _make(documents: Documents, tokenizer: Tokenizer, folder: Path) -> None:
-    dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
+class _About(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What a folder of tokens has beside them."""
+
+    documents: Annotated[int, msgspec.Meta(ge=1)]
+    characters: Annotated[int, msgspec.Meta(ge=0)]
+    sizes_bytes: list[int]
+
+
+def _about(folder: Path) -> _About | None:
+    """Return what a folder of tokens says; None if it is not there, or not whole."""
+    try:
+        about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=_About)
+        whole = about.sizes_bytes == [(folder / part).stat().st_size for part in PARTS]
+    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    return about if whole else None
+
+
+def _make(documents: Documents, tokenizer: Tokenizer, folder: Path, dtype: np.dtype[Any]) -> None:
     draft = folder.with_suffix(".draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -109,7 +130,11 @@ def _make(documents: Documents, tokenizer: Tokenizer, folder: Path) -> None:
                 if last:
                     _write(file, np.array([tokenizer.end]), dtype)
                 count = number + 1
-    (draft / "about.json").write_text(json.dumps({"dtype": dtype.str, "documents": count, "characters": characters}))
+    if not count:
+        shutil.rmtree(draft)
+        raise DataError(f"source {documents.name!r}: {documents.root}: has no text: all rows are empty; name another column")
+    about = _About(count, characters, [(draft / part).stat().st_size for part in PARTS])
+    (draft / ABOUT).write_bytes(msgspec.json.encode(about))
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
 
