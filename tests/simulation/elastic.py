@@ -34,6 +34,7 @@ FAILS_S = 0.05  # in which a collective fails where it notices a loss by itself
 EXEC_S = 0.5  # longest from one process to the next of the same number
 GO_ON_S = 5.0  # in which those that are left step again, once a loss is noticed
 BACK_S = 5.0  # in which a process that has begun again takes part in a step
+DRILLS_S = 30.0  # so long are processes taken away: a run has to end within 60 s, and two islands in lockstep take turns
 LOOK_S = 0.05
 # where no state can be kept, and all go on from the newest checkpoint
 NOT_KEPT = re.compile(r"not the log's yet, or its value is not finite|No space left")
@@ -211,6 +212,8 @@ class Drill:
         """All are there: after some steps some of them are not, at any point of the next one."""
         newest = self.island.newest
         if newest is None or newest.size < self.island.count or newest.ended < self._steps or newest.draining:
+            return False
+        if self.world.now_s > DRILLS_S:
             return False
         self.world.later(0.2 * self.rng.random(), self._lose)
         self._next, self._before = self._waiting, newest
