@@ -53,7 +53,7 @@ def up(
     tokens: Annotated[int | None, typer.Option(help="Token budget of the run; with --continue: so many more.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Directory of the run; an unfinished one is resumed.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the initial model and of the data's order.")] = None,
-    data: Annotated[str | None, typer.Option(help="File or folder, as the task reads it; default: Python's own sources.")] = None,
+    data: Annotated[str | None, typer.Option(help="File or folder, as the task reads it; default: Python itself.")] = None,
     init: Annotated[Path | None, typer.Option(help="File of the weights to begin with, as diloco export writes it.")] = None,
     preset: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}.")] = DEFAULT_PRESET,
     set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, any setting; repeatable.")] = None,

@@ -127,7 +127,7 @@ class Coordinator:
             await end(watching)
         if self._leadership.leads:
             self.save()
-            await self._write_page()
+            await self.write_page()
             self.finished = True
             await self._heartbeat()
         else:
@@ -344,7 +344,7 @@ class Coordinator:
                 complaint.warn("history_not_stored", reason=str(error))
             await asyncio.sleep(max(HISTORY_EVERY_S, size / HISTORY_BYTES_S))
 
-    async def _write_page(self) -> None:
+    async def write_page(self) -> None:
         """Write the page as of the run's end, with its data inside; ``diloco up`` writes one that knows more in its place."""
         picture, monitor = self.picture(), self.monitor
         if picture is None or monitor is None:
