@@ -43,7 +43,7 @@ def hostile(number: int) -> dict[str, Any]:
     text = json.dumps(report, ensure_ascii=False)
     for name, evil in names.items():
         text = text.replace(json.dumps(name), json.dumps(evil, ensure_ascii=False))
-    report = json.loads(text)
+    report = dict(json.loads(text))
     for learner in report["learners"].values():
         learner |= {"state": attack, "loss": 1.0}
     for fragment in report["fragments"]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by it
 import numpy as np
 import pytest
 from numpy.typing import NDArray

@@ -99,4 +99,8 @@ async def test_a_standbys_page_shows_the_run_and_goes_on_when_the_leader_has_die
     cluster.hurry()
     await cluster.ended()
     series = json.loads((cluster.directory / "coordinator-1" / "series.json").read_text())
+    ended = (cluster.directory / "coordinator-1" / "report.html").read_text()
+    assert "data-chart" in ended
+    assert "toy-2" in ended
+    assert "Steps blocked" in ended  # the figures of a run that is over
     assert {merge["fragment"] for merge in series["merges"]} == set(range(len(await cluster.folded())))

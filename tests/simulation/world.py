@@ -823,9 +823,12 @@ class World(virtual.World):
 
 
 class _Coordinator(Coordinator):
-    """The coordinator without its file."""
+    """The coordinator without its files."""
 
     def save(self) -> None:
+        return
+
+    async def write_page(self) -> None:
         return
 
 

@@ -43,6 +43,7 @@ from diloco_coordinator.history import History, Past, pack
 from diloco_coordinator.metrics import ObservedCoordinator
 from diloco_coordinator.monitor import Monitor
 from diloco_coordinator.series import SeriesFile, as_text
+from diloco_report import page
 
 if TYPE_CHECKING:
     from diloco_coordinator.page.server import PageServer
@@ -126,6 +127,7 @@ class Coordinator:
             await end(watching)
         if self._leadership.leads:
             self.save()
+            await self.write_page()
             self.finished = True
             await self._heartbeat()
         else:
@@ -342,6 +344,22 @@ class Coordinator:
                 complaint.warn("history_not_stored", reason=str(error))
             await asyncio.sleep(max(HISTORY_EVERY_S, size / HISTORY_BYTES_S))
 
+    async def write_page(self) -> None:
+        """Write the page as of the run's end, with its data inside; ``diloco up`` writes one that knows more in its place."""
+        picture, monitor = self.picture(), self.monitor
+        if picture is None or monitor is None:
+            return
+        report, curves = overview.report(picture, self.run.created, None), monitor.curves(self.now_s())
+        del report["now"]
+
+        def write() -> None:
+            page.write_html(report | {"series": overview.series(curves)}, self.settings.state_dir / "report.html")
+
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:  # the disk is full
+            self.log.warning("page_not_written", reason=str(error))
+
     def save(self) -> None:
         """Write the series to the state directory, if this process leads."""
         if (series := self._series()) is not None:
@@ -378,8 +396,8 @@ async def _serve(settings: CoordinatorSettings, exporter: Exporter, log: Logger)
         tape = TapeFile.begin(settings, run.identity, transport.wall_s(), log)
         coordinator = Coordinator(transport, run, settings, log, tape)
         exporter.observed = ObservedCoordinator(coordinator, exporter.labels())
-        async with page_of(coordinator, settings, log) as page:
-            exporter.observed.page = page
+        async with page_of(coordinator, settings, log) as server:
+            exporter.observed.page = server
             await coordinator.serve()
     finally:
         if coordinator is not None:

@@ -22,13 +22,15 @@ def evenly(points: Sequence[T], most: int) -> list[T]:
 
 def halved(spans: Sequence[Span]) -> list[Span]:
     """Return half as many spans: of two neighbours the state of the longer one. The last span stays as it is."""
-    pairs = zip(spans[:-1:2], spans[1:-1:2], strict=False)
-    return [*((a[0], b[1], max(a, b, key=lambda span: span[1] - span[0])[2]) for a, b in pairs), spans[-1]]
+    odd = (len(spans) - 1) % 2  # a first span without a neighbour stays too
+    pairs = zip(spans[odd:-1:2], spans[odd + 1 : -1 : 2], strict=True)
+    joined = ((a[0], b[1], max(a, b, key=lambda span: span[1] - span[0])[2]) for a, b in pairs)
+    return [*spans[:odd], *joined, spans[-1]]
 
 
 def fewer(spans: Sequence[Span], most: int) -> list[Span]:
-    """Return at most ``most`` spans, and at least one, if there are any."""
+    """Return at most ``most`` spans, or two."""
     kept = list(spans)
-    while len(kept) > max(1, most):
+    while len(kept) > max(2, most):
         kept = halved(kept)
     return kept
