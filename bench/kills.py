@@ -1,7 +1,8 @@
-"""Kills of random processes of a learner of three, again and again, beside a learner of one process.
+"""Kills of random processes of a learner of several, again and again, beside a learner of one process.
 
     python bench/kills.py                       # 50 kills, each some seconds after the learner steps again
     python bench/kills.py --kills 5 --seed 7 --json
+    python bench/kills.py --processes 2         # and all lives are made again
 
 ``diloco up`` begins a learner of three processes, of which two go on without the third (``processes.least``); each of them
 may lead. Its steps sleep (``bench/island.py``), as those of a learner whose accelerators do the work. Each kill (SIGKILL) is at
@@ -14,8 +15,9 @@ told of and that the next generation begins without. ``pace``: steps a second of
 those before.
 
 Exit code 1 unless both learners' tokens are merged or lost (nothing is held at the end), ``diloco verify`` holds (no batch is
-merged twice), and ``diloco replay --learners`` makes all lives again, bit for bit: each version in the step in which all
-processes applied it.
+merged twice), and no process took another course than its leader: by the hash that they compare at each boundary, all have
+applied each version after the same step. Of two processes, whose sums have one order, ``diloco replay --learners`` has to make
+all lives again besides, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,14 +42,14 @@ from typing import Any
 import script
 import tomli_w
 from restart import Watch
-from up import DILOCO, Up, up, watching
+from up import DILOCO, Up, events, up, watching
 
 from diloco.wire.control import Heartbeat
 from diloco_ops.environment import service_environment
 
-PROCESSES, LEAST = 3, 2
 ISLAND, PLAIN = "learner-0", "plain"
-SERVICES = [ISLAND, *(f"{ISLAND}-p{index}" for index in range(1, PROCESSES))]
+LOST = ("is gone", "begins again", "a collective failed", "did not hear this process")  # how others end with a killed process
+REPLAYED = 2  # processes: of more, collectives between processes add up in another order than within one
 SETS = {
     "task.name": "island:make_paired", "task.layers": 4, "task.width": 64, "task.batch": 6, "fragments.count": 4,
     "round.steps": 8, "inner.optimizer": "adamw", "liveness.heartbeat_s": 0.2, "log.keyframe_factor": 1000,
@@ -78,8 +80,8 @@ def plain(running: Up, environment: Mapping[str, str]) -> Iterator[subprocess.Po
 class Drill:
     """Kills in a run that goes on, and what its heartbeats tell of them."""
 
-    def __init__(self, running: Up, watch: Watch, chance: random.Random) -> None:
-        self.running, self.watch, self.chance = running, watch, chance
+    def __init__(self, running: Up, watch: Watch, chance: random.Random, services: Sequence[str]) -> None:
+        self.running, self.watch, self.chance, self.services = running, watch, chance, services
 
     async def until(self, reached: Callable[[], object], what: str) -> None:
         """Wait until something is so."""
@@ -109,14 +111,14 @@ class Drill:
 
     async def kill(self) -> dict[str, Any]:
         """Kill a process, wait until the learner steps in another generation, and return what that cost."""
-        alive = [service for service in SERVICES if self._lives(service)]
+        alive = [service for service in self.services if self._lives(service)]
         service = self.chance.choice(alive)
         before, members = self._last(ISLAND), self._generation()
         killed_s = time.time()
         os.kill(self.running.pid(service), signal.SIGKILL)
-        led = bool(members) and members[0] == SERVICES.index(service)
+        led = bool(members) and members[0] == self.services.index(service)
         found = {"service": service, "led": led, "processes": len(members)}
-        if SERVICES.index(service) not in members:
+        if self.services.index(service) not in members:
             return found | {"missed": False}
         await self.until(lambda: self._new_steps(before.incarnation), f"a generation without the killed {service} steps")
         stepped_s, begun = self._new_steps(before.incarnation)[0]
@@ -149,7 +151,7 @@ class Drill:
 
     def _generation(self) -> list[int]:
         """Return the indexes of the newest generation's processes, the leader first."""
-        met = [event for service in SERVICES for event in self.running.events(service, "processes_met")]
+        met = [event for service in self.services for event in self.running.events(service, "processes_met")]
         return max(met, key=lambda event: event["generation"])["members"] if met else []
 
     def _lives(self, service: str) -> bool:
@@ -164,11 +166,20 @@ async def drill(directory: Path, asked: argparse.Namespace) -> dict[str, Any]:
     """Train, kill, and have the run end; return what the kills cost."""
     own = {"PYTHONPATH": str(Path(__file__).parent), "BENCH_STEP_S": str(asked.step_s), "DILOCO_CHECKPOINT_S": "1"}
     own |= {"XLA_FLAGS": "--xla_backend_optimization_level=0", "DILOCO_CACHE_DIR": str(directory.parent / "cache")}
-    options = ["--learners", "1", "--shards", "1", "--tokens", str(10**9 * TOKENS), "--least-processes", str(LEAST)]
-    options += ["--processes-per-learner", str(PROCESSES), "--devices-per-learner", str(PROCESSES)]
+    options = [
+        "--learners",
+        "1",
+        "--shards",
+        "1",
+        "--tokens",
+        str(10**9 * TOKENS),
+        "--least-processes",
+        str(asked.processes - 1),
+    ]
+    options += ["--processes-per-learner", str(asked.processes), "--devices-per-learner", str(asked.processes)]
     with up(directory, options, SETS, own) as running:
         watch = await watching(running)
-        drills = Drill(running, watch, random.Random(asked.seed))
+        drills = Drill(running, watch, random.Random(asked.seed), services_of(asked.processes))
         await drills.until(lambda: ISLAND in watch.heartbeats, "the learner's first heartbeat")
         with plain(running, service_environment() | own) as other:
             await drills.until(drills.both_step, "both learners step")
@@ -197,8 +208,13 @@ def line_of(kill: Mapping[str, Any]) -> str:
     return f"{about}: stepping again after {kill['again_s']:.1f} s, {kill['lost_steps']} steps lost"
 
 
-def checked(directory: Path) -> dict[str, Any]:
-    """Return what a run's report, log and tapes say of its accounts, and whether all of them hold."""
+def services_of(processes: int) -> list[str]:
+    """Return the names under which ``diloco up`` begins a learner's processes, by index."""
+    return [ISLAND, *(f"{ISLAND}-p{index}" for index in range(1, processes))]
+
+
+def checked(directory: Path, processes: int) -> dict[str, Any]:
+    """Return what a run's report, logs and tapes say of its accounts, and whether all of them hold."""
     report = json.loads((directory / "report.json").read_text())["learners"]
     tokens = {
         name: [learner[key] for key in ("tokens_processed", "tokens_merged", "tokens_lost")] for name, learner in report.items()
@@ -214,13 +230,16 @@ def checked(directory: Path) -> dict[str, Any]:
             return {"holds": False, "error": done.stdout + done.stderr}
         return found
 
-    verified, replayed = ran("verify", str(directory)), ran("replay", str(directory), "--learners")
+    verified = ran("verify", str(directory))
+    replayed = ran("replay", str(directory), "--learners") if processes == REPLAYED else {}
     lives = replayed.get("learners", [])
-    wrong = [f"{life['learner']}: {life['wrong']}{life['unchecked']}" for life in lives if life["wrong"] or life["unchecked"]]
+    ends = [event for service in services_of(processes) for event in events(directory, service, "island_ended")]
+    wrong = [event["reason"] for event in ends if not any(words in event["reason"] for words in LOST)]
+    wrong += [f"{life['learner']}: {life['wrong']}{life['unchecked']}" for life in lives if life["wrong"] or life["unchecked"]]
     balanced = all(abs(processed - merged - lost) <= 2 for processed, merged, lost in tokens.values())  # each is rounded
     return {
         "tokens": tokens, "verified": verified["holds"], "lives": len(lives), "offers": sum(life["offers"] for life in lives),
-        "wrong": wrong, "holds": balanced and bool(verified["holds"]) and bool(lives) and not wrong,
+        "wrong": wrong, "holds": balanced and bool(verified["holds"]) and not wrong and "error" not in replayed,
         "errors": [found["error"] for found in (verified, replayed) if "error" in found],
     }  # fmt: skip
 
@@ -229,8 +248,8 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     """Do the drill, and check the run that it has left."""
     with script.folder(asked.folder) as folder:
         directory = folder / "run"
-        result = asyncio.run(drill(directory, asked))
-        return {"machine": script.machine(), "directory": str(directory)} | result | {"checks": checked(directory)}
+        result = asyncio.run(drill(directory, asked)) | {"checks": checked(directory, asked.processes)}
+        return {"machine": script.machine(), "directory": str(directory)} | result
 
 
 def show(result: dict[str, Any]) -> None:
@@ -262,6 +281,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = script.parser(__doc__)
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause-s", type=float, default=12.0, help="most seconds from stepping again to the next kill")
     parser.add_argument("--step-s", type=float, default=0.1, help="a step sleeps so long")

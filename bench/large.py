@@ -124,12 +124,13 @@ class Stages:
         """Measure a stage; what it finds besides is put into the value that is given."""
         self.memory.stage, began_s = name, time.monotonic()
         row: dict[str, Any] = {}
-        yield row
-        row["s"] = time.monotonic() - began_s
-        time.sleep(SAMPLE_S)
-        row["peak_bytes"] = dict(self.memory.peaks.get(name, {}))
-        self.rows[name] = row
-        self.say(line_of(name, row))
+        try:
+            yield row
+            time.sleep(SAMPLE_S)
+        finally:
+            row |= {"s": time.monotonic() - began_s, "peak_bytes": dict(self.memory.peaks.get(name, {}))}
+            self.rows[name] = row
+            self.say(line_of(name, row))
 
     def found(self) -> None:
         """Wait until the run is founded, and both processes have loaded it."""
@@ -174,9 +175,9 @@ class Stages:
             process = subprocess.Popen(command, env=dict(environment), stderr=subprocess.DEVNULL)
             (self.running.directory / "services" / f"{JOINER}.pid").write_text(str(process.pid))
             self._until(lambda: process.poll() is not None or self._step(JOINER) > 0, "the joiner's first step")
-            told = self._events(JOINER, "compiled", "joined", "state_from_peer", "state_fresh", "state_not_lent")
-            first = told[0]["time"]
-            row["events"] = {event["event"]: round((event["time"] - first).total_seconds(), 1) for event in told}
+            seen = self._events(JOINER, "compiled", "joined", "state_from_peer", "state_fresh", "state_not_lent")
+            first = seen[0]["time"]
+            row["events"] = {event["event"]: round((event["time"] - first).total_seconds(), 1) for event in seen}
             row["read_bytes"] = self.watch.heartbeats[JOINER][-1][1].bytes_down
         return process
 
@@ -188,8 +189,8 @@ class Stages:
             self._until(
                 lambda: len(self._events(LEADER, "checkpoint_restored", "state_fresh")) > restored, "a new generation's start"
             )
-            told = self._events(LEADER, "checkpoint_restored", "state_fresh", "checkpoint_refused")[restored:]
-            row["events"] = [event["event"] for event in told]
+            seen = self._events(LEADER, "checkpoint_restored", "state_fresh", "checkpoint_refused")[restored:]
+            row["events"] = [event["event"] for event in seen]
             step = self._step(LEADER)
             self._until(lambda: self._step(LEADER) > step, "a step of the new generation")
 

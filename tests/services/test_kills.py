@@ -14,7 +14,7 @@ KILLS = Path(__file__).parents[2] / "bench" / "kills.py"
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_tokens_add_up_and_all_lives_can_be_made_again_after_kills_at_random_moments(tmp_path: Path) -> None:
+def test_tokens_add_up_and_all_take_one_course_whichever_processes_are_killed_at_random_moments(tmp_path: Path) -> None:
     command = [sys.executable, str(KILLS), "--kills", "5", "--pause-s", "6", "--folder", str(tmp_path), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,4 +31,3 @@ def test_tokens_add_up_and_all_lives_can_be_made_again_after_kills_at_random_mom
     for kill in missed:
         if not kill["led"] and kill["processes"] == 3:
             assert kill["lost_steps"] <= 2, "the leader kept the last boundary's state"
-    assert checks["lives"] >= len(missed) + 2, "each began a generation; the other learner has a life, too"

@@ -95,7 +95,7 @@ class Leader(Member):
 
     # ---- loop thread
 
-    async def _initial(self, index: int, initial: Callable[[Fragment], Vector] | None) -> Vector:
+    async def _initial(self, initial: Callable[[Fragment], Vector] | None, index: int) -> Vector:
         return await self.part.gather(index)
 
     async def _load(self, genesis: tuple[Genesis, bytes]) -> list[Version]:

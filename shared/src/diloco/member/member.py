@@ -119,9 +119,7 @@ class Member:
             await self.admission.take()
             self.learner.incarnation = self.shares.incarnation = self.admission.incarnation
         founder = self.settings.name if learns and self.transport.founds else None
-
-        values = partial(self._initial, initial=initial)
-        begin = partial(await_genesis, self.run, self.store, founder, values, self.log)
+        begin = partial(await_genesis, self.run, self.store, founder, partial(self._initial, initial), self.log)
         for version in await self._load(await until_available(begin, self.log)):
             self.learner.seat(version)
         self.learner.take_up_accounts()
@@ -139,7 +137,7 @@ class Member:
         self._change()
         self.log.info("joined", fragments=len(versions), version_min=min(versions), version_max=max(versions))
 
-    async def _initial(self, index: int, initial: Callable[[Fragment], Vector] | None) -> Vector:
+    async def _initial(self, initial: Callable[[Fragment], Vector] | None, index: int) -> Vector:
         assert initial is not None, "a learner alone founds a run, and has parameters"
         return initial(self.map.fragments[index])
 
