@@ -171,7 +171,7 @@ def _constants(task: Task, settings: RunSettings, params: Any, batch: Any) -> It
 
 
 def _untrained(task: Task, settings: RunSettings, params: Any, batch: Any) -> list[str]:
-    """Return a warning for each tensor whose gradient is zero near the first parameters: at these, a head of zeros hides others."""
+    """Return a warning for each tensor whose gradient is zero near the first parameters; at these, a head of zeros hides it."""
     chance = np.random.default_rng(settings.seed)
     near = jax.tree.map(lambda leaf: leaf + chance.normal(0, 0.01, leaf.shape).astype(leaf.dtype), params)
     gradients = jax.jit(jax.grad(_traced(task, settings)))(near, batch)
