@@ -35,7 +35,7 @@ from diloco_ops.supervise import ServiceFailed, last_words
 from diloco_ops.track import values
 
 T = TypeVar("T")
-POLL_S = 0.1  # soon enough for whoever waits for a run to begin
+POLL_S = 0.1  # soon enough for a person who waits for a run to begin
 STOP_S = 60.0  # learners write their checkpoints meanwhile; then the command is killed, and its services with it
 WORDS_BYTES = 1 << 16  # of what a command said, from its end
 

@@ -16,7 +16,7 @@ from diloco_learner.text import TextData
 
 @dataclass(frozen=True)
 class Options:
-    """What `diloco up --task KEY=VALUE` may change."""
+    """Values that `diloco up --task KEY=VALUE` may change."""
 
     width: int = 64
     layers: int = 2

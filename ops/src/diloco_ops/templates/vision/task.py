@@ -19,7 +19,7 @@ SIZE, CLASSES = 16, 4  # pixels of a side; square, cross, diagonal cross, ring
 
 @dataclass(frozen=True)
 class Options:
-    """What `diloco up --task KEY=VALUE` may change."""
+    """Values that `diloco up --task KEY=VALUE` may change."""
 
     channels: int = 16
     noise: float = 0.5
