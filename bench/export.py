@@ -17,11 +17,13 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import script
+from numpy.typing import NDArray
 
 from diloco.control import creation, genesis
 from diloco.core import merging
@@ -61,8 +63,7 @@ async def found(directory: RunDirectory, fragment_map: FragmentMap) -> None:
     await run.registry.create("map", fragment_map.pack())
     log, chance = Log(link, run.name, run.identity, fragment_map, run.created), np.random.default_rng(0)
     hashes = [
-        await log.writer.append_first(fragment.index, chance.standard_normal(fragment.size, np.float32))
-        for fragment in fragment_map.fragments
+        await log.writer.append_first(fragment.index, await noise(chance, fragment.size)) for fragment in fragment_map.fragments
     ]
     await log.writer.conclude("bench", run.created.digest(), hashes, genesis.decision(run))
     for fragment in fragment_map.fragments:
@@ -70,18 +71,22 @@ async def found(directory: RunDirectory, fragment_map: FragmentMap) -> None:
     await link.close()
 
 
+async def noise(chance: np.random.Generator, size: int) -> NDArray[np.float32]:
+    """Return noise, float32 [size]; in a thread, since a connection that is not read for seconds is lost."""
+    return await asyncio.to_thread(chance.standard_normal, size, np.float32)
+
+
 async def add_version(log: Log, settings: RunSettings, fragment: int, chance: np.random.Generator) -> None:
     """Write an entry of version 1, which merges noise, and a keyframe after it."""
     founded = await log.reader.genesis()
     assert founded is not None
     replica = (await log.reader.load(fragment, *founded)).replica
-    delta, residual = chance.standard_normal(replica.theta.size, np.float32), np.zeros(replica.theta.size, np.float32)
+    delta, residual = await noise(chance, replica.theta.size), np.zeros(replica.theta.size, np.float32)
     nothing = Body(0, bytes(32), 0, bytes(8))
     offer = Offer(fragment, "ann", 1, 1, (0, 0), 1, 0, bytes(32), 4, 1, 1, 0, [], nothing)
     merge = Merge(1, (Held(offer, delta.view(np.uint8)),), False, 0.0, 0.0)
-    record, inline, parts = merging.make_version(
-        replica, residual, delta, merge, settings, bits=4, syncer="s", attempt=os.urandom(8), now_s=0.0
-    )
+    made = partial(merging.make_version, bits=4, syncer="s", attempt=os.urandom(8), now_s=0.0)
+    record, inline, parts = await asyncio.to_thread(made, replica, residual, delta, merge, settings)
     sequence = await log.writer.append_record(record, inline, parts, await log.reader.head_sequence(fragment))
     replica.chain.advance(record, framing.hash_of(record, log.run), sequence)
     await log.writer.append_keyframe(replica, residual, None)
@@ -164,5 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script.with_allocator()
     main()

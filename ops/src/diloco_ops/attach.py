@@ -34,9 +34,19 @@ def attach(
     if (directory / "report.json").exists():
         raise RunError(f"{directory}: holds a finished run; choose another directory")
     file = None if identity is None else str(identity.resolve())
-    seen = RunDirectory(directory, run, nats_url, None, RunSettings(), nats_bulk_url=bulk_url, identity=file)
-    replace(seen, settings=asyncio.run(_settings(seen))).save()
+    asyncio.run(attached(directory, run, nats_url, bulk_url, file))
     print(f"run {run} at {nats_url}: diloco status {directory}")
+
+
+async def attached(directory: Path, run: str, nats_url: str, bulk_url: str | None = None, identity: str | None = None) -> None:
+    """Write ``run.json`` of a run that is at a server.
+
+    Raises:
+        RunError: the server does not have it; or it has regions, and the server of none is given.
+        BrokerError: the server does not answer.
+    """
+    seen = RunDirectory(directory, run, nats_url, None, RunSettings(), nats_bulk_url=bulk_url, identity=identity)
+    replace(seen, settings=await _settings(seen)).save()
 
 
 async def _settings(seen: RunDirectory) -> RunSettings:

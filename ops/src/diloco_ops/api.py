@@ -1,0 +1,355 @@
+"""``diloco.up`` and ``diloco.open``: runs from Python, in a script or a notebook.
+
+``up`` starts the ``diloco`` command in a process of its own: there is one way in which a run is started and tended. The
+command's output goes to this process's, line by line where that is no terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.errors import BrokerError, DilocoError, RunError, SettingsError
+from diloco.service import rundir
+from diloco_ops import attach, export, inspect, run_reader
+from diloco_ops.checking import found
+from diloco_ops.export import LATEST, parsed_version
+from diloco_ops.report import build
+from diloco_ops.supervise import ServiceFailed, last_words
+from diloco_ops.track import values
+
+T = TypeVar("T")
+POLL_S = 0.1  # soon enough for a person who waits for a run to begin
+STOP_S = 60.0  # learners write their checkpoints meanwhile; then the command is killed, and its services with it
+WORDS_BYTES = 1 << 16  # of what a command said, from its end
+
+
+class Metrics(list[dict[str, Any]]):
+    """Values of a run in time: ``owner`` (a learner, or ``run``), ``name``, ``step``, ``value`` and ``wall_s``."""
+
+    def frame(self) -> Any:
+        """Return them as a data frame of pandas.
+
+        Raises:
+            DilocoError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise DilocoError("frame() needs pandas: pip install pandas; the values themselves are a list of dicts") from None
+        return pandas.DataFrame(self, columns=["owner", "name", "step", "value", "wall_s"])
+
+
+class Run:
+    """A run in a directory, going on, stopped or over; it is read when it is asked."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __repr__(self) -> str:
+        return f"diloco.open({str(self.directory)!r})"
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """The report, as ``docs/report.md`` has it; None before the run is over."""
+        directory = rundir.load(self.directory)
+        return build.load_json(directory.report) if directory.finished else None
+
+    def status(self) -> dict[str, Any]:
+        """Return the status, as its coordinator has it, or the last one of a run that is over.
+
+        Raises:
+            RunError: there is no such run, or it has not been started yet.
+            BrokerError: its server, or its coordinator, does not answer.
+        """
+        directory = rundir.load(self.directory)
+        if directory.finished:
+            return build.load_json(directory.path / "status.json")
+        return _in_a_loop(lambda: inspect.ask(directory))
+
+    def metrics(self) -> Metrics:
+        """Return losses in time, and of a run that goes on the newest value of all else that trackers get.
+
+        Raises:
+            RunError, BrokerError: as :meth:`status` does.
+        """
+        if (report := self.report) is not None:
+            return Metrics(asdict(value) for value in values.of_report(report))
+        status = self.status()
+        if "learners" not in status:
+            return Metrics()
+        now = values.Statuses().read(status)
+        known = {(value.owner, value.name, value.step) for value in now}
+        before = build.load_json(self.directory / "series.json").get("learners", {})
+        points = [
+            values.Value(name, "loss", step, loss, at) for name, one in before.items() for at, _, step, loss in one["points"]
+        ]
+        found = [*now, *(point for point in points if (point.owner, point.name, point.step) not in known)]
+        return Metrics(asdict(value) for value in sorted(found, key=lambda value: value.wall_s))
+
+    def versions(self) -> list[dict[str, Any]]:
+        """Return of each fragment its newest version, the tokens merged, and whether its log is closed.
+
+        Raises:
+            RunError: there is no such run, or it has not begun.
+            BrokerError: its server does not answer, and its files are not here.
+        """
+
+        async def read() -> list[dict[str, Any]]:
+            async with run_reader.opened(self.directory) as seen:
+                chains = await run_reader.read_chains(seen.log)
+            return [
+                {"fragment": c.fragment, "version": c.version, "tokens_merged": c.tokens_merged, "closed": c.closed}
+                for c in chains
+            ]
+
+        return _in_a_loop(read)
+
+    def params(self, version: int | str = LATEST, *, average: int = 1) -> dict[str, NDArray[np.float32]]:
+        """Return the parameters by path, float32 [their shapes], as ``diloco export`` writes them.
+
+        ``version``: one that all fragments have, or ``"latest"``. ``average``: the mean of so many, which end with it.
+
+        Raises:
+            RunError: there is no such run, or its log does not have the version.
+            SettingsError: the version is neither a number nor ``"latest"``.
+            BrokerError: its server does not answer, and its files are not here.
+        """
+        wanted = parsed_version(str(version))
+
+        async def read() -> dict[str, NDArray[np.float32]]:
+            async with run_reader.opened(self.directory) as seen:
+                weights = _InMemory(seen.map.empty())
+                await export.write(seen, weights, wanted, average)
+                return weights.tensors
+
+        return _in_a_loop(read)
+
+
+class Started(Run):
+    """A run that this process has started. In a ``with`` statement it ends with the statement, in order."""
+
+    def __init__(self, directory: Path, process: subprocess.Popen[str], said: Callable[[], str]) -> None:
+        super().__init__(directory)
+        self._process, self._said = process, said
+        atexit.register(self._end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None:
+            self.stop()
+        else:
+            self.wait()
+
+    def has_begun(self) -> bool:
+        """Whether its coordinator answers, or it is over.
+
+        Raises:
+            ServiceFailed: it could not begin.
+        """
+        if self._process.poll() is not None:
+            self.wait()
+            return True
+        try:
+            self.status()
+        except (RunError, BrokerError):
+            return False
+        return True
+
+    def wait(self) -> dict[str, Any] | None:
+        """Wait until the run ends; return its report, or None where it was stopped. Ctrl-C stops it in order.
+
+        Raises:
+            ServiceFailed: it ended with an error.
+        """
+        try:
+            code = self._process.wait()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        atexit.unregister(self._end)
+        if code not in (0, 130):
+            raise ServiceFailed(last_words(self._said(), code), code)
+        return self.report
+
+    def stop(self) -> None:
+        """End the run in order: learners write checkpoints. ``diloco.up(run_dir=...)`` goes on with it."""
+        self._end()
+        atexit.unregister(self._end)
+
+    def _end(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+
+def open_(place: str | os.PathLike[str], run: str | None = None) -> Run:
+    """Return the run in a directory, or the ``run`` of this name at the server of an address (``nats://host:port``).
+
+    Raises:
+        RunError: there is none.
+        SettingsError: an address without a name, or a directory with one.
+        BrokerError: the server does not answer.
+    """
+    text = os.fspath(place)
+    if "://" not in text:
+        if run is not None:
+            raise SettingsError(f"diloco.open({text!r}, run={run!r}): a directory is of one run; leave the name out")
+        rundir.load(Path(text))
+        return Run(Path(text))
+    if run is None:
+        raise SettingsError(f"diloco.open({text!r}): say which run: diloco.open({text!r}, run='NAME')")
+    folder = tempfile.TemporaryDirectory(prefix="diloco-")
+    atexit.register(folder.cleanup)
+    path = Path(folder.name) / run
+    _in_a_loop(lambda: attach.attached(path, run, text))
+    return Run(path)
+
+
+def up(
+    task: str | os.PathLike[str] | Callable[..., Any] | None = None,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    output: bool = True,
+    **given: Any,
+) -> Started:
+    """Start a run on this machine, as ``diloco up`` does, and return it once its coordinator answers.
+
+    ``task``: MODULE:MAKE, a file, or the factory itself; None: the built-in one. ``settings``: as ``--set``. ``options``: as
+    ``--task``. Other keywords are the command's options: ``learners=4``, ``tokens=10**6``, ``data=...``, ``preset=...``.
+
+    Raises:
+        SettingsError: the factory is not in a module that other processes can import.
+        ServiceFailed: the command refused it, or could not begin; with its exit code.
+    """
+    path = Path(run_dir if run_dir is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    name, folder = (None, None) if task is None else _named(task)
+    environment = dict(os.environ)
+    places = [*([] if folder is None else [str(folder)]), *filter(None, [environment.get("PYTHONPATH")])]
+    if callable(task):  # learners find its module where this process did
+        places += [place for place in sys.path if place]
+    environment["PYTHONPATH"] = os.pathsep.join(places)
+    command = [sys.executable, "-m", "diloco_ops.cli", "up", "--run-dir", str(path)]
+    command += [] if name is None else ["--set", f"task.name={name}"]
+    for option, assignments in (("--set", settings), ("--task", options)):
+        for key, value in (assignments or {}).items():
+            command += [option, f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    for key, value in given.items():
+        command += _option(key, value)
+    begun = _begin(command, environment, output=output)
+    started = Started(path, begun.process, begun.said)
+    try:
+        while not started.has_begun():
+            time.sleep(POLL_S)
+    except BaseException:
+        started.stop()
+        raise
+    return started
+
+
+def _named(task: str | os.PathLike[str] | Callable[..., Any]) -> tuple[str, Path | None]:
+    if not callable(task):
+        return found(os.fspath(task))
+    module, name = task.__module__, task.__qualname__
+    if module == "__main__" or "<" in name:
+        raise SettingsError(
+            f"diloco.up({name}): learners are processes of their own and cannot import it from {module}; write it to a file "
+            "beside this one (in a notebook: %%writefile my_task.py) and give that: diloco.up('my_task.py')"
+        )
+    return f"{module}:{name}", None
+
+
+def _option(key: str, value: Any) -> list[str]:
+    option = f"--{key.rstrip('_').replace('_', '-')}"
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [option]
+    many = value if isinstance(value, list | tuple) else [value]
+    return [word for one in many for word in (option, str(one))]
+
+
+class _Begun:
+    """The command's process, and what it said on stderr."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self._words = process, ""
+        self._pumps = [threading.Thread(target=self._keep, daemon=True)]
+        if process.stdout is not None:
+            self._pumps.append(threading.Thread(target=self._show, daemon=True))
+        for pump in self._pumps:
+            pump.start()
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def said(self) -> str:
+        for pump in self._pumps:
+            pump.join(1.0)  # what the command said is read by then; a service that it left behind may hold the pipe
+        return self._words
+
+    def _keep(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._words = (self._words + line)[-WORDS_BYTES:]
+
+    def _show(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            print(line, end="", flush=True)
+
+
+def _begin(command: list[str], environment: Mapping[str, str], *, output: bool) -> _Begun:
+    """Start the command in a session of its own: an interrupt reaches it by :meth:`Started.stop` alone, once."""
+    terminal = output and sys.stdout.isatty()
+    if not terminal:
+        command = [*command, "--plain" if output else "--json"]
+    stdout = None if terminal else subprocess.PIPE if output else subprocess.DEVNULL
+    return _Begun(
+        subprocess.Popen(
+            command, env=dict(environment), stdout=stdout, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+    )
+
+
+class _InMemory:
+    """Weights in memory, as :class:`diloco_ops.weights_file.Weights`."""
+
+    def __init__(self, tensors: dict[str, NDArray[np.float32]]) -> None:
+        self.tensors = tensors
+
+    def put(self, fragment: Any, values: NDArray[np.float32]) -> None:
+        """Copy a fragment's values, float32 [its size], to where they belong."""
+        for piece in fragment.pieces:
+            tensor = self.tensors[piece.path]
+            rows = tensor[piece.row_start : piece.row_stop] if tensor.ndim else tensor
+            rows[...] = values[piece.offset : piece.offset + piece.size].reshape(piece.shape)
+
+
+def _in_a_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run work in a loop of its own, in another thread: a notebook has one in this thread."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(work())).result()

@@ -1,0 +1,40 @@
+"""``diloco init``: projects that pass their own test."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from tests.services.conftest import Diloco
+
+from diloco_ops.starting import Template
+
+
+@pytest.mark.parametrize("template", list(Template))
+def test_a_project_passes_its_own_test(
+    template: Template, diloco: Diloco, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = diloco("init", "mine", "--template", template.value)
+    assert made.code == 0, made
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {
+        "README.md", "settings.py", "task.py", "test_task.py", "train.py",
+    }  # fmt: skip
+    assert (tmp_path / "mine" / "README.md").read_text().count("\n") <= 12
+    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
+    for name in ("task", "settings", "test_task"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    importlib.import_module("test_task").test_the_task_is_fit()
+    for name in ("task", "settings", "test_task"):
+        del sys.modules[name]
+
+
+def test_a_folder_that_is_there_is_left_alone(diloco: Diloco, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    refused = diloco("init", "mine")
+    assert (refused.code, list((tmp_path / "mine").iterdir())) == (5, [])
+    assert "mine: exists; name a new folder" in refused.err
+    unknown = diloco("init", "yours", "--template", "gtp")
+    assert unknown.code == 2
+    assert "'gtp' is not one of 'gpt', 'vision'" in unknown.err
