@@ -23,7 +23,7 @@ def test_verify_says_whose_and_how_many_tokens_and_nothing_fails() -> None:
 
 
 def test_the_report_says_so() -> None:
-    data = build._data(ledger(), SIZES)
+    data = build._data(ledger(), SIZES, {})
     assert data["own"] == {"lab": 10}
     assert "lab trained on data of its own: 10 merged tokens are not accounted for." in section({"data": data})
-    assert section({"data": build._data(Ledger(2), SIZES)}) == ""
+    assert section({"data": build._data(Ledger(2), SIZES, {})}) == ""

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.errors import SettingsError
 from diloco.settings.run import TaskSettings
 from diloco_learner.task import GptTask
-from diloco_learner.text import Windows
+from diloco_learner.text import TextData, Windows
 
 
 class SkewedTask(GptTask):
@@ -25,7 +26,10 @@ class SkewedTask(GptTask):
 
         Raises:
             DataError: the part is too short for one batch.
+            SettingsError: the data are a mix.
         """
+        if not isinstance(self.data, TextData):
+            raise SettingsError("data: shares of one's own files are made of text, and not of a mix: give a file or a folder")
         text = self.data.corpus.training_text()
         part = text[text.size * share // shares : text.size * (share + 1) // shares]
         what = f"{self.data.corpus.source}, part {share} of {shares}"
