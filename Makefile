@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator report ops lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup torch extras up test tests test-all test-torch test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
+.PHONY: setup torch extras up test tests test-all test-extras test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -48,9 +48,11 @@ test: setup ruff
 tests: setup
 	$(PYTEST) -m "not slow and not compose"
 
-# those that compute with PyTorch, also the slow ones
-test-torch: torch
-	$(PYTEST) tests/learner/test_torch.py tests/services/test_torch.py
+# those that need optional libraries, which `make test` skips without them
+EXTRA_TESTS = $(addprefix tests/learner/test_,torch.py mix.py examples.py) \
+  $(addprefix tests/services/test_,torch.py hugging_face.py mix_run.py export.py)
+test-extras: torch extras
+	$(PYTEST) -m "not slow and not compose" $(EXTRA_TESTS)
 
 test-all: setup lint
 	$(PYTEST) -m "not compose" --hypothesis-profile=all

@@ -99,7 +99,7 @@ def of_documents(documents: Documents, tokenizer: Tokenizer, cache: Path) -> Sto
 
 
 class _About(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What a folder of tokens has beside them."""
+    """Facts of a folder of tokens, which lie beside them."""
 
     documents: Annotated[int, msgspec.Meta(ge=1)]
     characters: Annotated[int, msgspec.Meta(ge=0)]
