@@ -42,7 +42,7 @@ LIBRARIES = {"flax_nnx": "flax", "equinox_mlp": "equinox", "haiku_resnet": "haik
 )
 def test_an_example_trains(monkeypatch: pytest.MonkeyPatch, name: str, overrides: dict[str, Any], values: set[str]) -> None:
     if name in LIBRARIES:
-        pytest.importorskip(LIBRARIES[name], reason=f"{LIBRARIES[name]} is missing: `make examples` installs it")
+        pytest.importorskip(LIBRARIES[name], reason=f"{LIBRARIES[name]} is missing: `make extras` installs it")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     settings = run_settings(
         overrides={"inner.optimizer": "adamw", "fragments.count": 8, "task.name": f"{name}:make"} | overrides

@@ -107,7 +107,7 @@ def test_a_folder_of_several_files_has_an_index_of_them(tmp_path: Path) -> None:
 
 
 def orbax_s() -> Any:
-    return pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed (requirements/orbax.txt)")
+    return pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed: make extras")
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -40,7 +40,7 @@ def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def torch_and_transformers() -> tuple[Any, Any]:
-    reason = "torch and transformers are not installed (requirements/torch.txt)"
+    reason = "torch and transformers are not installed: make torch"
     return pytest.importorskip("torch", reason=reason), pytest.importorskip("transformers", reason=reason)
 
 
