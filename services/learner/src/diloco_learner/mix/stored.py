@@ -99,7 +99,7 @@ def of_documents(documents: Documents, tokenizer: Tokenizer, cache: Path) -> Sto
 
 
 class _About(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Facts of a folder of tokens, which lie beside them."""
+    """Counts and sizes of a folder of tokens, in a file beside them."""
 
     documents: Annotated[int, msgspec.Meta(ge=1)]
     characters: Annotated[int, msgspec.Meta(ge=0)]
@@ -107,7 +107,7 @@ class _About(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def _about(folder: Path) -> _About | None:
-    """Return what a folder of tokens says; None if it is not there, or not whole."""
+    """Return the counts and sizes of a folder of tokens; None if it is not there, or not whole."""
     try:
         about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=_About)
         whole = about.sizes_bytes == [(folder / part).stat().st_size for part in PARTS]
