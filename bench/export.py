@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -100,15 +101,17 @@ def peak_bytes(directory: Path, format_: str, folder: Path) -> tuple[int, float,
     if format_ == "hf":
         command += ["--config", str(config), "--names", str(config)]
     began_s = time.monotonic()
-    pid = os.posix_spawn(sys.executable, command, os.environ)
-    _, status, used = os.wait4(pid, 0)
-    if status:
-        raise SystemExit(f"{' '.join(command)}: ended with {os.waitstatus_to_exitcode(status)}")
+    process, peak = subprocess.Popen(command), 0
+    while process.poll() is None:  # ru_maxrss would count this process, which was there before the command's program
+        peak = max(peak, script.peak_rss_bytes(process.pid))
+        time.sleep(0.02)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}: ended with {process.returncode}")
     files = [out] if out.is_file() else [each for each in out.rglob("*") if each.is_file()]
     written = sum(each.stat().st_size for each in files)
     for each in files:
         each.unlink()
-    return used.ru_maxrss * 1024, time.monotonic() - began_s, written
+    return peak, time.monotonic() - began_s, written
 
 
 def measure(fragment_map: FragmentMap, formats: list[str]) -> dict[str, tuple[int, float, int]]:

@@ -42,6 +42,15 @@ def folder(given: Path | None) -> Iterator[Path]:
         yield Path(name)
 
 
+def peak_rss_bytes(pid: int) -> int:
+    """Return the peak of a process's resident memory so far, as the kernel counts it; 0 where it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+
+
 def machine() -> dict[str, Any]:
     """Return the processor, its cores and the version of Python."""
     try:
