@@ -123,7 +123,7 @@ def test_losses_are_compared_as_far_as_all_have_come() -> None:
     shorter = entry("b", validation=[Sample(5.0, 500.0, 1.0, None), Sample(4.0, 2500.0, 8.5, None)])
     page = render([entry("a"), shorter])
     table = page.partition("As far as all have come")[2].partition("</section>")[0]
-    assert re.findall(r"<th>([^<]*)</th>", table) == ["run", "at 2.50k tokens", "at 0:08"]
+    assert re.findall(r"<th[^>]*>([^<]*)</th>", table) == ["run", "at 2.50k tokens", "at 0:08"]
     # at 2500 tokens a is halfway between 3.8 and 3.7; at 8.5 s between 3.2 and 3.1
     assert re.findall(r"<td>([^<]*)</td>", table) == ["a", "3.7500", "3.1500", "b", "4.0000", "4.0000"]
 

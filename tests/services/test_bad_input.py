@@ -82,7 +82,7 @@ def test_a_task_that_cannot_be_trained_is_named_before_anything_is_started(diloc
         (2, ["--task", "width"], "--task width: expected KEY=VALUE, for example width=64"),
         (2, ["--set", "task.name=json:wrong", "--data", "hf://corpus"], "task.name = 'json:wrong': 'wrong' does not exist"),
         (3, ["--data", "text.txt"], "text.txt, share 0 of 4: 1 bytes of text, one batch of 16 windows"),
-        (2, ["--devices-per-learner", "3"], "a batch has 16 rows (the first axis of its largest array), which mesh.data = 1"),
+        (2, ["--devices-per-learner", "3"], "a batch has 16 rows (rows_per_batch, or the first axis of its"),
     ):
         ended = diloco("up", "--plain", "--run-dir", "mine", *arguments)
         assert (ended.code, says in ended.err) == (code, True), ended.err

@@ -46,6 +46,7 @@ from diloco.wire.body import PART_BYTES
 from diloco.wire.control import Heartbeat, SnapshotMarker
 from diloco.wire.grants import Grant, SignedGrant
 from diloco.wire.subjects import Subjects
+from diloco_coordinator.series import SeriesFile
 from diloco_coordinator.service import Coordinator
 from diloco_lab.virtual import world as virtual
 from diloco_lab.virtual.server import Stream
@@ -526,6 +527,7 @@ class World(virtual.World):
         settings = CoordinatorSettings(name=process.name, run=RUN, settings=self.settings, state_dir=Path("/nonexistent"))
         run = await until_available(partial(creation.create, process.transport, RUN, settings.settings), self.logger)
         coordinator = _Coordinator(process.transport, run, settings, self.logger)
+        coordinator.series = _Unsaved(settings.state_dir, self.logger)
         await coordinator.serve()
         await process.transport.close()
 
@@ -820,6 +822,13 @@ class World(virtual.World):
         if self.settings.regions.merge:
             self.stats["merged in its region"] += self.reference.members_combined
             self.stats["merged as a late answer"] += self.reference.late_combined
+
+
+class _Unsaved(SeriesFile):
+    """Series without a file: a disk would outlive its schedule."""
+
+    def save(self, series: str) -> None:
+        return
 
 
 class _Coordinator(Coordinator):

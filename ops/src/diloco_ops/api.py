@@ -313,13 +313,15 @@ class _Begun:
 
     def _keep(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self._words = (self._words + line)[-WORDS_BYTES:]
+        with self.process.stderr as lines:
+            for line in lines:
+                self._words = (self._words + line)[-WORDS_BYTES:]
 
     def _show(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            print(line, end="", flush=True)
+        with self.process.stdout as lines:
+            for line in lines:
+                print(line, end="", flush=True)
 
 
 def _begin(command: list[str], environment: Mapping[str, str], *, output: bool) -> _Begun:
