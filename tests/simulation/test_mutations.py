@@ -293,8 +293,10 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
 # those that no early schedule finds, with one that does, which is played first
 FOUND_BY: dict[Callable[[Patch], None], int] = {
     no_fence: 24,
-    restored_displacement_kept: 25,
-    late_founders: 23,
+    restored_displacement_kept: 14,
+    late_founders: 26,
+    marks_not_waited_for: 12,
+    identifiers_begin_again: 12,
     restored_over_another_incarnation: 20,
     positions_forgotten: 16,
 }
