@@ -70,7 +70,7 @@ def measure(parameters: int, seconds: float, folder: Path) -> dict[str, Any]:
     began_s = time.perf_counter()
     while time.perf_counter() - began_s < seconds / 4:
         step()
-    usual_bytes = resident("VmHWM")
+    usual_bytes = script.peak_rss_bytes(os.getpid())
     quiet_s: list[float] = []
     saving_s: list[float] = []
     began_s = time.perf_counter()
@@ -82,7 +82,7 @@ def measure(parameters: int, seconds: float, folder: Path) -> dict[str, Any]:
         (saving_s if saves else quiet_s).append(time.perf_counter() - step_began_s)
     keeper.close()
     usual_s, steps = sum(quiet_s) / len(quiet_s), len(quiet_s) + len(saving_s)
-    peak_bytes = resident("VmHWM") - usual_bytes
+    peak_bytes = script.peak_rss_bytes(os.getpid()) - usual_bytes
     path, _ = state.generations(folder, "bench")
     began_s = time.perf_counter()
     loaded = state.load(path, bytes(8), "bench")
@@ -101,12 +101,6 @@ def measure(parameters: int, seconds: float, folder: Path) -> dict[str, Any]:
         "read_s": read_s,
         "held": island.capture().held,
     }
-
-
-def resident(what: str) -> int:
-    """Return a figure of this process's resident memory."""
-    status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith(what)).split()[1]) << 10
 
 
 def show(result: dict[str, Any]) -> None:

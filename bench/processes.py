@@ -15,11 +15,11 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+
+from up import DILOCO, events
 
 TICK = os.sysconf("SC_CLK_TCK")
 LOOK_S = 0.1
@@ -59,7 +59,7 @@ def measure(count: int, asked: argparse.Namespace, interval: int) -> list[list[f
         "task.name": "island:make", "task.layers": asked.tensors, "task.width": asked.width, "round.steps": interval,
         "fragments.count": 8, "inner.optimizer": "adamw",
     }  # fmt: skip
-    command = [str(Path(sys.executable).parent / "diloco"), "up", "--json", "--learners", "1", "--shards", "1"]
+    command = [DILOCO, "up", "--json", "--learners", "1", "--shards", "1"]
     command += ["--processes-per-learner", str(count), "--devices-per-learner", str(max(2, count))]
     command += ["--tokens", str(asked.steps * TOKENS)]
     command += [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
@@ -94,13 +94,6 @@ def cpu_of(directory: Path, name: str) -> float | None:
     except OSError:
         return None
     return (int(fields[11]) + int(fields[12])) / TICK
-
-
-def events(directory: Path, name: str, event: str) -> list[dict[str, Any]]:
-    """Return a service's events of one name."""
-    file = directory / "logs" / f"{name}.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [found for found in map(json.loads, lines) if found["event"] == event]
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,12 +16,10 @@ from diloco.errors import DataError, DilocoError
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
+from diloco_ops.asking import LEARNER, ask
 from diloco_ops.environment import learner_environment
-from diloco_ops.supervise import ServiceFailed, last_words
 from diloco_ops.up import printable
 from diloco_report.units import count, decimal, share
-
-MODULE = "diloco_learner"
 
 
 def data(
@@ -54,18 +50,12 @@ def described(mix: Path, settings: RunSettings) -> dict[str, Any]:
         DataError: there is no such file.
         ServiceFailed: the mix cannot be trained on.
     """
-    if find_spec(MODULE) is None:
+    if find_spec(LEARNER) is None:
         raise DilocoError("not installed: diloco-learner, which reads the data; pip install 'diloco[data]'")
     if not mix.is_file():
         raise DataError(f"{mix}: there is no such file")
     request = {"settings": settings.model_dump(), "data": str(mix.resolve())}
-    command = [sys.executable, "-m", f"{MODULE}.mix.describe"]
-    environment = learner_environment(0, 1, None)
-    ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment, check=False)
-    if ended.returncode:
-        raise ServiceFailed(last_words(ended.stderr, ended.returncode), ended.returncode)
-    said: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return said
+    return ask("mix.describe", request, learner_environment(0, 1, None))
 
 
 def _show(found: dict[str, Any], settings: RunSettings) -> None:

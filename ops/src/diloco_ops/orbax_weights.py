@@ -64,9 +64,7 @@ class OrbaxWeights:
                     data = data.view(store.dtype.numpy_dtype)
                 if place.arrangement is not None:
                     index, its, rows = place.arrangement.box(part.first, part.stop)
-                    stored = its.stored(store[index].read().result())
-                    stored[rows] = data
-                    store[index].write(its.restored(stored)).result()
+                    store[index].write(its.replaced(store[index].read().result(), rows, data)).result()
                 elif place.transposed:
                     store[:, part.first : part.stop].write(data.T).result()
                 elif len(place.shape) < len(part.shape):

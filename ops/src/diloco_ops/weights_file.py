@@ -85,9 +85,7 @@ class WeightsFile:
         if place.arrangement is not None:
             whole = np.memmap(self._file.name, data.dtype, "r+", begin, place.shape)  # the system's cache of the file
             index, its, rows = place.arrangement.box(part.first, part.stop)
-            stored = its.stored(whole[index])
-            stored[rows] = data.reshape(part.shape)
-            whole[index] = its.restored(stored)
+            whole[index] = its.replaced(whole[index], rows, data.reshape(part.shape))
             return
         if not place.transposed:
             self._write(begin, (part.first - place.first) * (data.size // (part.stop - part.first)), data)

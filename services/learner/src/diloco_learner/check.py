@@ -21,6 +21,7 @@ from diloco.settings.validation import parse
 from diloco_learner import members, options
 from diloco_learner.data import open_data
 from diloco_learner.mix.mix import Mix
+from diloco_learner.task_api import GPT, first_batch, units_of
 
 if TYPE_CHECKING:
     from diloco_learner.frameworks import Loaded
@@ -60,7 +61,7 @@ def check(
         DataError: its data is missing, unreadable or too short.
     """
     cache_dir = LearnerSettings(name="check").cache_dir  # with what DILOCO_* says, as learners have it
-    if settings.task.name == "gpt":
+    if settings.task.name == GPT:
         options.refuse(settings.task.options, options.BUILT_IN)
         own = open_data(settings.task, data, cache_dir)
         next(own.batches(0, settings.learners, settings.seed, 0))
@@ -69,7 +70,6 @@ def check(
             return _found(settings, own.units, own, torch=False)
 
     from diloco_learner import frameworks, weights
-    from diloco_learner.task_api import units_of
 
     with members.users_errors(settings.task):
         loaded = frameworks.load(settings.task, data, cache_dir)
@@ -89,8 +89,6 @@ def check(
 def _first_batch(loaded: Loaded, settings: RunSettings) -> Any:
     """Return the first batch, of which those of a task of JAX have to have the shapes; a task of PyTorch may change them."""
     if loaded.torch:
-        from diloco_learner.task_api import first_batch
-
         return first_batch(loaded.task, settings)
     from diloco_learner.task import first_of_alike
 

@@ -17,12 +17,10 @@ from diloco.errors import SettingsError
 from diloco_learner import members
 from diloco_learner.leaves import types_of
 from diloco_learner.task import Aux, Task, named, rows_of
-from diloco_learner.task_api import METRIC_NAME
+from diloco_learner.task_api import check_metric_names
 
 Given: TypeAlias = dict[str, Any]  # arrays by name
 Call: TypeAlias = Callable[..., Any]  # (params, batch, arrays by keyword, other keywords) -> what the task's loss returns
-
-MAX_METRICS = 32
 
 
 class Loss:
@@ -99,13 +97,8 @@ class Loss:
 
     def _metrics(self, metrics: Mapping[str, Any]) -> dict[str, jax.Array]:
         where = members.place(self.task.loss)
-        if len(metrics) > MAX_METRICS:
-            raise SettingsError(f"task: loss() returned {len(metrics)} metrics, expected at most {MAX_METRICS}{where}")
+        check_metric_names(metrics, where)
         for name, value in metrics.items():
-            if not isinstance(name, str) or METRIC_NAME.fullmatch(name) is None:
-                raise SettingsError(
-                    f"task: loss() returned a metric named {name!r}, expected 1 to 48 lower-case letters, digits and _{where}"
-                )
             if np.shape(value) != () or not _is_real(value):
                 raise SettingsError(
                     f"task: loss() returned metric {name!r} as {_shown(value)}, expected a scalar, the mean of its rows{where}"

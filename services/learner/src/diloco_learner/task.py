@@ -19,9 +19,9 @@ from diloco_learner import gpt, members, options, tensors
 from diloco_learner.data import open_data
 from diloco_learner.leaves import path_of
 from diloco_learner.mix.mix import CACHE, Mix
+from diloco_learner.task_api import GPT, check_called, is_torch, made, next_batch
 from diloco_learner.task_api import Aux as Aux
 from diloco_learner.task_api import Units as Units
-from diloco_learner.task_api import check_called, is_torch, made, next_batch
 from diloco_learner.tensors import Tensor
 
 TEMPERATURE = 0.8
@@ -149,7 +149,7 @@ def load_task(settings: TaskSettings, data: str | None, cache_dir: Path = CACHE)
         SettingsError: no such task, it cannot be imported, or what it returns lacks something a task has.
         DataError: its data is missing, unreadable or too short.
     """
-    if settings.name == "gpt":
+    if settings.name == GPT:
         options.refuse(settings.options, options.BUILT_IN)
         return GptTask(settings, data, cache_dir)
     return checked(made(settings, data), settings)

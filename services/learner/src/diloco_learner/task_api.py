@@ -14,7 +14,9 @@ from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings, TaskSettings
 from diloco_learner import members, options
 
+GPT = "gpt"  # task.name of the built-in task
 METRIC_NAME = re.compile(r"[a-z0-9_]{1,48}")  # of all numbers that tasks name
+MAX_METRICS = 32  # of a loss
 EVALUATE_EVERY_S = 8.0  # often enough for a curve, seldom enough to leave the processor to learners
 
 
@@ -32,6 +34,21 @@ class Aux:
 
     metrics: Mapping[str, Any] = field(default_factory=dict)  # scalars by name, means over the batch's rows
     state: Any = None  # after the step, of the same structure as before; None: the task has none
+
+
+def check_metric_names(metrics: Mapping[str, Any], where: str) -> None:
+    """Find out that a loss's metrics are not too many, and well named; ``where`` the loss is written ends the sentence.
+
+    Raises:
+        SettingsError: they are not.
+    """
+    if len(metrics) > MAX_METRICS:
+        raise SettingsError(f"task: loss() returned {len(metrics)} metrics, expected at most {MAX_METRICS}{where}")
+    for name in metrics:
+        if not isinstance(name, str) or METRIC_NAME.fullmatch(name) is None:
+            raise SettingsError(
+                f"task: loss() returned a metric named {name!r}, expected 1 to 48 lower-case letters, digits and _{where}"
+            )
 
 
 class Batches(Protocol):

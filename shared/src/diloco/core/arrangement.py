@@ -59,6 +59,12 @@ class Arrangement:
         shape = (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
         return index, Arrangement(shape, self.outputs), slice(start - first * inner, stop - first * inner)
 
+    def replaced(self, values: Any, rows: slice, new: Any) -> Any:
+        """Return an array of the model, any dtype [shape], in which ``new`` are the log's rows; ``values`` may change too."""
+        stored = self.stored(values)
+        stored[rows] = new
+        return self.restored(stored)
+
     @property
     def is_sound(self) -> bool:
         """Whether the output axes are some of the tensor's, each once, and not all of them."""

@@ -10,10 +10,8 @@ import torch
 from diloco.errors import SettingsError
 from diloco.settings.run import TaskSettings
 from diloco_learner import members, tensors
-from diloco_learner.task_api import METRIC_NAME, Aux, check_called, made
+from diloco_learner.task_api import GPT, Aux, check_called, check_metric_names, made
 
-BUILT_IN = "gpt"
-MAX_METRICS = 32
 REQUIRED = ("tokens_per_batch", "module", "loss", "batches")
 # by member that is called: how many arguments it is given by place, and the keywords that it may name
 CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -56,7 +54,7 @@ def load_task(settings: TaskSettings, data: str | None) -> Task:
     Raises:
         SettingsError: no such task, it cannot be imported, or it lacks something that a torch task has.
     """
-    if settings.name == BUILT_IN:
+    if settings.name == GPT:
         raise SettingsError(
             "task: the run's is the built-in one, which is of JAX: name a torch task of the same model by the setting task, "
             "such as torch_gpt:make of examples/torch_gpt.py"
@@ -100,13 +98,8 @@ def loss_of(task: Task, module: torch.nn.Module, batch: Any) -> tuple[torch.Tens
 
 
 def _metrics(metrics: Mapping[str, Any], where: str) -> dict[str, float]:
-    if len(metrics) > MAX_METRICS:
-        raise SettingsError(f"task: loss() returned {len(metrics)} metrics, expected at most {MAX_METRICS}{where}")
+    check_metric_names(metrics, where)
     for name, value in metrics.items():
-        if not isinstance(name, str) or METRIC_NAME.fullmatch(name) is None:
-            raise SettingsError(
-                f"task: loss() returned a metric named {name!r}, expected 1 to 48 lower-case letters, digits and _{where}"
-            )
         if not isinstance(value, int | float) and not (isinstance(value, torch.Tensor) and value.shape == ()):
             raise SettingsError(f"task: loss() returned metric {name!r} as {value!r:.60}, expected a scalar{where}")
     return {name: float(value) for name, value in metrics.items()}
