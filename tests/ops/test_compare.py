@@ -112,6 +112,12 @@ def test_a_run_that_goes_on_or_was_stopped_is_read_from_its_series(tmp_path: Pat
     }
 
 
+def test_a_run_that_goes_on_has_more_versions_than_its_page_shows(tmp_path: Path) -> None:
+    thinned = going_on(tmp_path / "a", {"merges_every": 2, "newest": [3, 4]})
+    [entry] = read_all([thinned])
+    assert entry.ends["versions"] == 7
+
+
 def test_what_an_older_version_wrote_has_its_bytes_at_the_end_alone(tmp_path: Path) -> None:
     series = {name: value for name, value in REPORT["series"].items() if name != "traffic"}
     [entry] = read_all([over(tmp_path / "a", {"series": series})])

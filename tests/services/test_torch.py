@@ -15,6 +15,7 @@ from tests.services.toy import SAMPLES, SLOW, STEP_S
 
 import diloco
 from diloco.errors import AdmissionError, SettingsError
+from diloco.wire.control import Heartbeat
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed: make torch")
 
@@ -32,12 +33,19 @@ async def test_a_torch_learner_is_merged_beside_another_and_goes_on_from_its_che
     cluster.toy(0)
     killed = _start(cluster)
     await cluster.begin()
-    await cluster.until(lambda: bool(cluster.events("checkpoint_saved", "torch")), "it has saved its state")
+
+    def heard() -> list[Heartbeat]:
+        return cluster.heartbeats.get("torch", [])
+
+    def saved() -> int:
+        """The step of the newest checkpoint, which the run may know before it hears the learner."""
+        return max((event["step"] for event in cluster.events("checkpoint_saved", "torch")), default=0)
+
+    await cluster.until(lambda: saved() > 0, "it has saved its state")
     killed.kill()
-    heard = cluster.heartbeats["torch"]
-    step, before = heard[-1].step, len(heard)
+    step, before = saved(), len(heard())
     again = _start(cluster)
-    await cluster.until(lambda: any(beat.step > step + 5 for beat in heard[before:]), "it steps again")
+    await cluster.until(lambda: any(beat.step > step + 5 for beat in heard()[before:]), "it steps again")
     assert [event["step"] > 0 for event in cluster.events("checkpoint_restored", "torch")] == [True]
 
     again.process.terminate()
@@ -45,7 +53,7 @@ async def test_a_torch_learner_is_merged_beside_another_and_goes_on_from_its_che
     merged = {name: learner["tokens_merged"] for name, learner in (await cluster.status())["learners"].items()}
     assert merged.keys() == {"toy-0", "torch"}
     assert all(merged.values())
-    losses = [beat.loss for beat in heard if beat.loss is not None]
+    losses = [beat.loss for beat in heard() if beat.loss is not None]
     assert losses[-1] < 0.5 * losses[0]
 
 

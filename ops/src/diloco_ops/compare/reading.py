@@ -146,7 +146,7 @@ def _going_on(directory: RunDirectory, series: Mapping[str, Any], file: Path) ->
             "rate": totals["tokens"] / wall_s if wall_s else None,
             "bytes_up": totals["bytes_up"],
             "bytes_down": totals["bytes_down"],
-            "versions": len(series["merges"]),
+            "versions": sum(series.get("newest") or [len(series["merges"])]),  # an older version keeps all merges
             "blocked": max((heard["blocked_fraction"] for heard in learners.values()), default=None),
         },
         notes=() if begun else (_no_series(directory.path),),
