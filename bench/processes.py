@@ -14,12 +14,11 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-from up import DILOCO, events
+from up import events, up
 
 TICK = os.sysconf("SC_CLK_TCK")
 LOOK_S = 0.1
@@ -59,22 +58,20 @@ def measure(count: int, asked: argparse.Namespace, interval: int) -> list[list[f
         "task.name": "island:make", "task.layers": asked.tensors, "task.width": asked.width, "round.steps": interval,
         "fragments.count": 8, "inner.optimizer": "adamw",
     }  # fmt: skip
-    command = [DILOCO, "up", "--json", "--learners", "1", "--shards", "1"]
-    command += ["--processes-per-learner", str(count), "--devices-per-learner", str(max(2, count))]
-    command += ["--tokens", str(asked.steps * TOKENS)]
-    command += [part for name, value in sets.items() for part in ("--set", f"{name}={value}")]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "BENCH_STEP_S": str(asked.step_s)}
+    options = ["--learners", "1", "--shards", "1", "--tokens", str(asked.steps * TOKENS)]
+    options += ["--processes-per-learner", str(count), "--devices-per-learner", str(max(2, count))]
+    own = {"PYTHONPATH": str(Path(__file__).parent), "BENCH_STEP_S": str(asked.step_s)}
     names = ["learner-0", *(f"learner-0-p{index}" for index in range(1, count))]
     joined_s, cpu_s = dict[str, float](), dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
-        with subprocess.Popen([*command, "--run-dir", str(directory)], env=environment, stdout=subprocess.DEVNULL) as up:
-            while up.poll() is None:
+        with up(directory, options, sets, own) as running:
+            while running.process.poll() is None:
                 for name in names:
                     used_s = cpu_of(directory, name)
                     if used_s is not None:
                         cpu_s[name] = used_s
-                        if name not in joined_s and events(directory, name, "joined"):
+                        if name not in joined_s and running.events(name, "joined"):
                             joined_s[name] = used_s
                 time.sleep(LOOK_S)
         report = json.loads((directory / "report.json").read_text())["learners"]["learner-0"]
