@@ -104,6 +104,8 @@ def _check_numbers(island: Any) -> None:
     from diloco_learner import fixed
 
     fixed.check_finite(island.task.init, island.params())
+    if merged := island.task_state.merged():
+        fixed.check_finite(island.task.init_state, merged)
     if hasattr(island.task, "constants"):
         fixed.check_finite(island.task.constants, island.constants)
 
