@@ -83,6 +83,17 @@ def first_batch(task: Batches, settings: RunSettings) -> Any:
     return next_batch(task.batches(0, settings.learners, settings.seed, 0), settings.task, 0, 0)
 
 
+def first_batches(task: Batches, settings: RunSettings) -> list[Any]:
+    """Return the first two batches of a run's first share.
+
+    Raises:
+        SettingsError: there are fewer.
+        DataError: the data is missing, unreadable or too short.
+    """
+    batches = task.batches(0, settings.learners, settings.seed, 0)
+    return [next_batch(batches, settings.task, 0, index) for index in range(2)]
+
+
 def next_batch(batches: Iterator[Any], settings: TaskSettings, share: int, index: int) -> Any:
     """Return the next of a task's batches, the ``index``-th of its share.
 
