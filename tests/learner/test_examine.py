@@ -17,6 +17,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from diloco_learner.task import Aux
 
 TABLE = np.ones((600, 500), np.float32)  # 1.2 MB
 COUNTER = itertools.count()
@@ -57,6 +58,19 @@ class Unsteady(Mine):
         noise = jax.pure_callback(outside, jax.ShapeDtypeStruct((), jnp.float32))
         return super().loss(params, batch) + jax.lax.stop_gradient(noise)
 
+class Kept(Mine):
+    def init_state(self, key): return {"mean": jnp.zeros(2), "steps": jnp.int32(0)}
+    def loss(self, params, batch, *, state):
+        after = {"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(batch, 0), "steps": state["steps"] + 1}
+        return super().loss(params, batch - state["mean"]), Aux(state=after)
+
+class Counted(Mine):
+    made = first = 0
+    def __init__(self): Counted.made += 1
+    def batch(self, share, number):
+        Counted.first += (share, number) == (0, 0)
+        return super().batch(share, number)
+
 class NotANumber(Mine):
     def loss(self, params, batch): return jnp.log(-1.0 - jnp.sum(params["weight"] ** 2)) + super().loss(params, batch)
 """
@@ -88,6 +102,23 @@ def test_a_task_that_is_right_is_described(examined: Callable[[str], Examination
     assert {index for tensor in found.tensors for index in tensor.fragments} == {0, 1, 2}
     assert found.memory["arguments"] >= 18 * 4 * 3 + 8 * 4  # parameters, two moments, and the batch
     assert found.loss > 0
+
+
+def test_the_rule_of_each_array_of_a_state_is_said(examined: Callable[[str], Examination]) -> None:
+    found = examined("Kept")
+    assert found.warnings == []
+    assert [(array.path, array.shape, array.dtype, array.fragments, array.merge) for array in found.state] == [
+        ("mean", [2], "float32", [2], "average"),
+        ("steps", [], "int32", [], "local"),
+    ]
+    assert found.parameters == 18
+    assert found.fragments[2] == {"index": 2, "parameters": 2, "offer_bytes": 8}
+
+
+def test_a_task_and_its_first_batch_are_made_once(examined: Callable[[str], Examination]) -> None:
+    assert examined("Counted").warnings == []
+    own = sys.modules["own"].Counted
+    assert (own.made, own.first) == (1, 2)  # and the first batch again, to see whether it is the same
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from diloco_learner.task import load_task
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-LIBRARIES = {"flax_nnx": "flax", "equinox_mlp": "equinox", "haiku_resnet": "haiku"}
+LIBRARIES = {"flax_nnx": "flax", "flax_batchnorm": "flax", "equinox_mlp": "equinox", "haiku_resnet": "haiku"}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,7 @@ LIBRARIES = {"flax_nnx": "flax", "equinox_mlp": "equinox", "haiku_resnet": "haik
         ),
         pytest.param("mixture_of_experts", {"inner.optimizer": "muon"}, {"val/busiest"}, marks=pytest.mark.slow),
         pytest.param("flax_nnx", {"task.width": 8}, set(), marks=pytest.mark.slow),
+        pytest.param("flax_batchnorm", {"task.width": 8}, set(), marks=pytest.mark.slow),
         pytest.param("equinox_mlp", {"task.width": 64}, set(), marks=pytest.mark.slow),
         pytest.param("haiku_resnet", {"task.width": 8}, set(), marks=pytest.mark.slow),
         ("own_model", {"task.width": 16, "task.context": 8}, set()),

@@ -199,6 +199,13 @@ def state_hash(*vectors: Floats) -> bytes:
 
 TENSORS: list[Any] = [["block/b", [16], False], ["block/w", [10, 16], False], ["embed", [4, 3], True], ["scale", [], False]]
 MAP = packb([TENSORS, 3, "balanced"])
+# with all that a list may have: a tensor that is arranged otherwise in the model, state that is merged, and a fixed tensor
+FULL_TENSORS: list[Any] = [
+    ["block/b", [16], False],
+    ["block/w", [10, 16], False, [[16, 10], [1]]],
+    ["state/mean", [4], False, None, True],
+]
+FULL_MAP = packb([FULL_TENSORS, 3, "balanced", [["base", "bfloat16", [2, 3], digest(bytes(range(12)))]]])
 SIZES = [12, 96, 81]
 FRAGMENT = 2
 SIZE = SIZES[FRAGMENT]
@@ -248,6 +255,7 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     """Values by file name, what is expected of them, and the parts of the offer that has parts."""
     golden = Golden()
     golden.values["map"] = MAP
+    golden.values["map_full"] = FULL_MAP
     golden.values["share_claim"] = packb(["learner-0", 1700000000000, [[0, True, 16, 0, 7], [1, False, 3, 9, 9]]])
     golden.values["owners"] = packb([["syncer-1", "syncer-0"], ["syncer-1", "syncer-0", "syncer-1"]])
     grant = packb([RUN_NAME, "learner-0", "U" + 55 * "A", 2048, 0.05])
@@ -457,6 +465,12 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
             [["embed", 0, 4, 0]],
             [["block/b", 0, 16, 0], ["block/w", 0, 5, 16]],
             [["block/w", 5, 10, 0], ["scale", 0, 1, 80]],
+        ],
+        "map_full_digest": digest(FULL_MAP),
+        "pieces_full": [
+            [["block/b", 0, 16, 0], ["block/w", 0, 5, 16]],
+            [["block/w", 5, 10, 0]],
+            [["state/mean", 0, 4, 0]],
         ],
         "messages": golden.expected,
     }

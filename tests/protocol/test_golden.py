@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from diloco.control.admission import Admission
 from diloco.core import codec, fold, leases, outer, quantise
 from diloco.core.chain import Chain
-from diloco.core.fragments import unpack_map
+from diloco.core.fragments import FixedSpec, unpack_map
 from diloco.core.leases import ClaimedShare, ShareClaim
 from diloco.core.ownership import OwnersTable
 from diloco.errors import ChainError, FormatError, HashError, WrongEntryError
@@ -362,6 +362,25 @@ def test_settings_digest_is_of_canonical_json() -> None:
     ):  # may change when a run is taken up again from a checkpoint
         del values[name]
     assert RunSettings().digest() == blake3(canonical(values).encode()).digest()
+
+
+def test_a_map_with_an_arranged_tensor_state_and_a_fixed_one() -> None:
+    fragment_map = unpack_map(golden("map_full"))
+    assert fragment_map.pack() == golden("map_full")
+    assert fragment_map.digest == EXPECTED["map_full_digest"]
+    pieces = [[[p.path, p.row_start, p.row_stop, p.offset] for p in f.pieces] for f in fragment_map.fragments]
+    assert pieces == EXPECTED["pieces_full"]
+    assert [f.state for f in fragment_map.fragments] == [False, False, True]
+    assert {each.path: each.model_shape for each in fragment_map.tensors} == {
+        "block/b": (16,),
+        "block/w": (16, 10),
+        "state/mean": (4,),
+    }
+    values = np.frombuffer(bytes(range(12)), np.uint8)
+    assert fragment_map.fixed == (FixedSpec("base", "bfloat16", (2, 3), blake3(values.data).digest()),)
+    for length in range(len(golden("map_full"))):
+        with pytest.raises(FormatError):
+            unpack_map(golden("map_full")[:length])
 
 
 def test_map_admission_owners_and_claims_to_shares() -> None:

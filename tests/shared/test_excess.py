@@ -12,7 +12,7 @@ from tests.shared.test_merging import fragment_of, held, replica_of, settings_of
 from diloco.core import excess
 from diloco.core.fold import Replica
 from diloco.core.merging import accumulate, sound, unreadable
-from diloco.core.outer import AdamW
+from diloco.core.outer import AVERAGE, AdamW
 from diloco.core.round import Held, Merge
 from diloco.errors import UnmergeableError
 from diloco.settings.run import RunSettings
@@ -48,6 +48,10 @@ def test_the_usual_is_what_the_momentum_remembers() -> None:
     # of AdamW the second half remembers squares: 9 + 16
     adamw = Replica(replica_of(vector(0, 0)).chain, vector(0, 0), vector(1, 1, 9, 16), AdamW(0.95, ()))
     assert excess.usual(adamw) == 5
+    # offers of state are values: its own norm in any version
+    state = moved(vector(3, 4), vector(6, 8))
+    state.optimizer = AVERAGE
+    assert excess.usual(state) == 10
 
 
 def test_more_steps_have_more_room() -> None:

@@ -96,6 +96,22 @@ def test_a_model_of_embeddings_alone() -> None:
     assert [(pieces(f), f.embedding) for f in made.fragments] == [([("e", 0, 2)], True), ([("e", 2, 4)], True)]
 
 
+def test_state_has_fragments_of_its_own_the_last_ones() -> None:
+    # 8 of 168 values: of 4 fragments one; 40 of the others' 160 are an embedding, which has one of the three left
+    state = [TensorSpec("state/mean", (4,), state=True), TensorSpec("state/var", (4,), state=True)]
+    model = [TensorSpec("w", (6, 10)), TensorSpec("embed", (10, 4), embedding=True), TensorSpec("x", (6, 10)), *state]
+    made = build_map(model, 4)
+    assert [(f.embedding, f.state) for f in made.fragments] == [(True, False), (False, False), (False, False), (False, True)]
+    assert pieces(made.fragments[3]) == [("state/mean", 0, 4), ("state/var", 0, 4)]
+    assert [f.bits(4) for f in made.fragments] == [4, 4, 4, 32]
+    # with two fragments the embedding is with the others
+    assert [(f.size, f.embedding, f.state) for f in build_map(model, 2).fragments] == [(160, False, False), (8, False, True)]
+    with pytest.raises(SettingsError, match=r"fragments.count = 1: state 'state/mean', .* take 2 at least"):
+        build_map(model, 1)
+    with pytest.raises(SettingsError, match="the model has no tensors"):
+        build_map(state, 2)
+
+
 def test_strided_deals_tensors_in_path_order() -> None:
     made = build_map(vectors(c=9, a=1, e=1, b=1, d=1), 2, "strided")
     assert [[piece.path for piece in f.pieces] for f in made.fragments] == [["a", "c", "e"], ["b", "d"]]
@@ -127,6 +143,20 @@ def test_every_parameter_is_in_exactly_one_piece(model: list[TensorSpec], count:
             offset += piece.size
         assert offset == fragment.size > 0
     assert all((rows == 1).all() for rows in covered.values())
+
+
+@given(MODELS, st.integers(2, 8), st.data())
+def test_state_shares_a_fragment_with_nothing_and_leaves_the_others_as_they_were(
+    model: list[TensorSpec], count: int, data: st.DataObject
+) -> None:
+    rows = data.draw(st.integers(1, 9))
+    made = map_or_skip([*model, TensorSpec("state/a", (rows,), state=True)], count)
+    of_state = [f for f in made.fragments if f.state]
+    assert sum(f.size for f in of_state) == rows
+    assert {piece.path for f in of_state for piece in f.pieces} == {"state/a"}
+    others = made.fragments[: count - len(of_state)]
+    assert others == build_map(model, len(others)).fragments
+    assert unpack_map(made.pack()) == made
 
 
 @given(MODELS, st.integers(1, 8))
@@ -235,6 +265,7 @@ A, B = TensorSpec("a", (2, 3)), TensorSpec("b", (4,))
         ([A], 2, r"'b' differs: the run has shape \(4,\), .* model has no such tensor"),
         ([TensorSpec("a", (3, 2)), TensorSpec("b", (5,))], 2, r"'a' differs: the run has shape \(2, 3\), .* \(3, 2\)"),
         ([A, TensorSpec("b", (4,), True)], 2, r"'b' differs: the run has shape \(4,\), .* shape \(4,\), embedding-like"),
+        ([A, TensorSpec("b", (4,), state=True)], 2, r"'b' differs: the run has shape \(4,\), .* state that is merged"),
         ([A, B], 3, "the run has 2 fragments by 'balanced', this learner 3 by 'balanced'"),
     ],
 )
@@ -262,6 +293,11 @@ def test_the_same_model_is_admitted() -> None:
         [[["a", [2**30, 2**30], False]], 1, "balanced"],
         [[["a", [2**44 - 1], False], ["b", [2], False]], 1, "balanced"],
         [[["a", [2]]], 1, "balanced"],
+        [[["a", [2], False], ["b", [2], True, None, True]], 2, "balanced"],  # state, and embedding-like
+        [[["a", [2], False], ["b", [4, 3], False, [[3, 4], [1]], True]], 2, "balanced"],
+        [[["a", [2], False], ["b", [2], False, None, "latest"]], 2, "balanced"],
+        [[["a", [2], False], ["b", [2], False, None, True, 0]], 2, "balanced"],  # of a later version
+        [[["a", [2], False, None, True]], 1, "balanced"],
         "text",
     ],
 )

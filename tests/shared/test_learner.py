@@ -257,6 +257,35 @@ def test_every_phase_is_reached_from_joining() -> None:
     assert reached == set(Phase)
 
 
+def test_state_is_offered_as_it_is_and_a_version_replaces_it_and_its_counts_are_those_of_a_parameter() -> None:
+    world = World(settings())
+    world.learner = learner = Learner("ann", "learner", "", 2, world.run)
+    for log, state in zip(world.logs, (False, True), strict=True):
+        learner.seat(log.head(None, arrays=True), state=state)
+    learner.take_up_accounts()
+    world.boundary()
+    world.step(4)
+    for index in range(FRAGMENTS):
+        world.announce(index)
+    world.boundary()
+    assert [answer.bits for answer in world.answers] == [8, 32]
+    world.encode()
+    world.encode()
+    of_state = learner.fragments[1].values
+    assert of_state is not None
+    [offered] = of_state.held.values()
+    assert offered.body.view(np.float32).tolist() == [1.0] * SIZE  # four steps of a quarter, from a base of 0
+    world.store()
+    world.step()
+    for index in range(FRAGMENTS):
+        world.merge(index, own=True)
+    world.boundary()
+    assert world.values[0].tolist() == pytest.approx([1.25] * SIZE, abs=0.01)  # version 1 is 1.0, and the fifth step is kept
+    assert world.values[1].tolist() == [1.0] * SIZE
+    world.check_accounts()
+    assert [(state.delta.steps, state.delta.tokens, state.delta.lost_tokens) for state in learner.fragments] == [(1, 10, 0)] * 2
+
+
 @given(SCHEDULES, st.booleans())
 def test_every_token_is_merged_or_lost_or_held(schedule: list[Any], overlap: bool) -> None:
     world = World(settings(carry__overlap=overlap))

@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from diloco.core import codec, outer, quantise
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment, TensorSpec, build_map
-from diloco.core.merging import accumulate, make_marker, make_rollback, make_version
+from diloco.core.merging import accumulate, make_marker, make_rollback, make_version, sound
 from diloco.core.round import Held, Merge
 from diloco.errors import NonFiniteError
 from diloco.settings.presets import run_settings
@@ -325,6 +327,58 @@ def test_a_parameter_that_overflows_makes_no_version() -> None:
     replica = replica_of(vector(3e38, 1))
     with pytest.raises(NonFiniteError, match="fragment 0, version 4"):
         version(replica, vector(0, 0), settings, held("ann", vector(-1e38, 0), tokens=1))
+
+
+def state_version(theta: Vector, settings: RunSettings, *offers: Held) -> tuple[Record, Replica]:
+    """A version of state as its owner makes it; a reader has folded it to the same bits."""
+    fragment = build_map([TensorSpec("t", (3,)), TensorSpec("u", (theta.size,), state=True)], 2).fragments[1]
+    owner, reader = replica_of(theta), replica_of(theta)
+    owner.optimizer = outer.optimizer(settings, fragment)
+    owner.momentum[:] = reader.momentum[:] = 1.0  # of the merge before: it must not go on
+    merge = Merge(4, offers, False, quorum_s=0.5, round_s=1.5)
+    delta = sound(fragment, settings, merge, {3: theta, 2: theta + 50}.get, owner, {"ann", "bob"}, b"r" * 8)
+    bits = fragment.bits(settings.codec.record_bits)
+    residual = np.zeros_like(theta)
+    record, inline, parts = make_version(
+        owner, residual, delta, merge, settings, bits=bits, syncer="syncer-0", attempt=ATTEMPT, now_s=17.0
+    )
+    assert not residual.any()
+    reader.fold(record, b"n" * 32, 10, body_of(record, inline, parts, theta.size))
+    assert reader.theta.tobytes() == owner.theta.tobytes()
+    return record, reader
+
+
+@pytest.mark.parametrize("changes", [{}, {"merge.against": "current"}, {"outer.momentum": 0.9, "codec.record_bits": 4}])
+def test_a_version_of_state_is_the_weighted_average_of_values_by_hand(changes: dict[str, Any]) -> None:
+    ann = held("ann", vector(3, 4, 0, 1e-6), tokens=10)
+    bob = held("bob", vector(1, 6, 8, 1e-6), tokens=30, base_version=2)  # of an older base: of no account
+    record, reader = state_version(vector(100, 0, 5, 2), settings_of(**changes), ann, bob)
+    assert reader.theta.tolist() == pytest.approx([1.5, 5.5, 6, 1e-6], abs=1e-7)
+    assert (record.learning_rate, record.momentum, record.bits) == (1.0, 0.0, 32)
+
+
+def test_under_an_outer_adamw_state_is_averaged_all_the_same() -> None:
+    settings = run_settings("data-parallel", {"fragments.count": 2, "shards": 1, "tokens": 10_000})
+    record, reader = state_version(
+        vector(1, 2), settings, held("ann", vector(3, 4), tokens=10), held("bob", vector(5, 8), tokens=10)
+    )
+    assert reader.theta.tolist() == [4, 6]
+    assert (record.learning_rate, record.momentum) == (1.0, 0.0)
+
+
+VARIANCES = st.floats(0, 2.0**10, width=32)
+
+
+@given(st.lists(st.tuples(VARIANCES, VARIANCES, VARIANCES), min_size=1, max_size=40), st.tuples(*2 * [st.integers(1, 10**6)]))
+def test_no_variance_becomes_negative_and_each_is_within_rounding_of_the_average(
+    values: list[tuple[float, float, float]], tokens: tuple[int, int]
+) -> None:
+    theta, ann, bob = (np.array(column, np.float32) for column in zip(*values, strict=True))
+    settings = settings_of(**{"quarantine.merge_factor": 0})
+    _, reader = state_version(theta, settings, held("ann", ann, tokens=tokens[0]), held("bob", bob, tokens=tokens[1]))
+    assert (reader.theta >= 0).all()
+    exact = np.average(np.stack([ann, bob]).astype(np.float64), axis=0, weights=tokens)
+    assert (np.abs(reader.theta - exact) <= 2.0**-21 * np.maximum(theta, exact) + 1e-38).all()
 
 
 @pytest.mark.parametrize(("entry", "epoch", "closing"), [("takeover", 3, False), ("close", 2, True)])

@@ -299,6 +299,21 @@ def test_without_error_feedback_nothing_is_kept() -> None:
     assert quantise.dequantise(raw, 64, 4)[:2].tolist() == [7, 0]
 
 
+def test_a_region_sends_the_average_of_values_of_state_as_they_are() -> None:
+    combining = combining_of("ann", "bob", **{"merge.method": "rda", "codec.error_feedback": True})
+    combining.fragment = build_map([TensorSpec("t", (9,)), TensorSpec("u", (2,), state=True)], 2).fragments[1]
+    combining.usual = 1e3
+    values = {"ann": ([100, 1e-6], 10), "bob": ([60, 5e-6], 30)}
+    offers = [
+        HeldOffer(offer(name, tokens=tokens, bits=32), quantise.quantise(np.array(value, np.float32), 32))
+        for name, (value, tokens) in values.items()
+    ]
+    raw, rest = combining.combine(offers, None)
+    assert raw.view(np.float32).tolist() == pytest.approx([70, 4e-6])
+    assert rest is not None
+    assert not rest.any()
+
+
 def test_offers_that_add_up_to_what_is_not_finite_are_dropped() -> None:
     combining = combining_of("ann", "bob", **{"codec.offer_bits": 32, "merge.weights": "equal"})
     held = [HeldOffer(offer(name, bits=32), quantise.quantise(values_of(3e38), 32)) for name in ("ann", "bob")]

@@ -69,13 +69,13 @@ def show(found: dict[str, Any], settings: RunSettings, console: Console) -> None
     for title in ("tensor", "shape", "type", "size", "fragments", "merged by", "matrices"):
         table.add_column(title, justify="right" if title in ("size", "matrices") else "left", no_wrap=title != "tensor")
     for tensor in found["tensors"]:
-        fragments = tensor["fragments"]
-        placed = str(fragments[0]) if len(fragments) == 1 else f"{len(fragments)}: {fragments[0]} to {fragments[-1]}"
-        shape = "x".join(map(str, tensor["shape"])) or "number"
-        table.add_row(
-            tensor["path"], shape, tensor["dtype"], size(tensor["size_bytes"]), placed, tensor["merge"], str(tensor["matrices"])
-        )
+        row = tensor["path"], _shape(tensor), tensor["dtype"], size(tensor["size_bytes"]), _placed(tensor), tensor["merge"]
+        table.add_row(*row, str(tensor["matrices"]))
     console.print(table)
+    for array in found["state"]:
+        where = f"in fragment {_placed(array)}" if array["fragments"] else "each learner's own"
+        about = f"state {array['path']}, {_shape(array)} {array['dtype']}: {array['merge']}, {where}"
+        console.print(about, markup=False, highlight=False, soft_wrap=True)
     offers = [fragment["offer_bytes"] for fragment in found["fragments"]]
     console.print(
         f"\n{count(found['parameters'])} parameters in {len(found['tensors'])} tensors, {len(offers)} fragments; "
@@ -89,3 +89,13 @@ def show(found: dict[str, Any], settings: RunSettings, console: Console) -> None
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     if not found["warnings"]:
         console.print(f"nothing unusual: diloco up --set task.name={settings.task.name}")
+
+
+def _placed(tensor: dict[str, Any]) -> str:
+    """Return the fragments that a tensor lies in."""
+    fragments = tensor["fragments"]
+    return str(fragments[0]) if len(fragments) == 1 else f"{len(fragments)}: {fragments[0]} to {fragments[-1]}"
+
+
+def _shape(tensor: dict[str, Any]) -> str:
+    return "x".join(map(str, tensor["shape"])) or "number"

@@ -53,7 +53,7 @@ class RemadeMerges:
         if not held or not self._residuals:
             self._residuals, self.unknown = [], self.unknown + 1
             return
-        merged = merging.accumulate(self.fragment, self.settings, held, self._older.get, replica.theta).result()
+        merged = merging.merged(self.fragment, self.settings, held, self._older.get, replica.theta)
         for residual in self._residuals:
             left = residual.copy()
             again = merging.encode(merged.copy(), left, self.settings, record.bits)

@@ -163,9 +163,9 @@ class ReplayedLearner:
         self._cursors = [history.cursor() for history in histories]
         if len(life.start.versions) != len(self._cursors):
             raise RunError(f"its tape begins with {len(life.start.versions)} fragments, the run has {len(self._cursors)}")
-        for cursor, version in zip(self._cursors, life.start.versions, strict=True):
+        for cursor, version, fragment in zip(self._cursors, life.start.versions, model.map.fragments, strict=True):
             cursor.to(version)
-            self.learner.seat(Version.of(cursor.replica))
+            self.learner.seat(Version.of(cursor.replica), state=fragment.state)
         self.learner.take_up_accounts()
 
     def begin(self, life: Life, kept: _Kept) -> None:

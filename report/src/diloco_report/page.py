@@ -341,7 +341,7 @@ def _fragments(report: Report) -> str:
         [
             str(int(fragment.get("fragment", 0))),
             count(fragment.get("parameters")),
-            "average" if fragment.get("embedding") else "direction",
+            "average" if fragment.get("embedding") or fragment.get("state") else "direction",
             escape(str(fragment.get("owner", ""))),
             *(_last_merge(fragment, rounds) if lives else ()),
             count(fragment.get("versions")),

@@ -160,6 +160,7 @@ def _fragments(found: Findings, processed: int) -> list[dict[str, Any]]:
             "fragment": fragment.index,
             "parameters": fragment.size,
             "embedding": fragment.embedding,
+            "state": fragment.state,
             "owner": owner,
             "versions": chain.version,
             "tokens_merged": chain.tokens_merged,

@@ -21,10 +21,11 @@ from diloco.settings.validation import parse
 from diloco_learner import members, options
 from diloco_learner.data import open_data
 from diloco_learner.mix.mix import Mix
-from diloco_learner.task_api import GPT, first_batch, units_of
+from diloco_learner.task_api import GPT, first_batches, units_of
 
 if TYPE_CHECKING:
     from diloco_learner.frameworks import Loaded
+    from diloco_learner.model import Model
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,16 @@ class Found:
     units: str | None
     torch: bool
     mix: MixSettings | None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A task that is fit, and all that was made to find that out: its model, and the first two batches of the first share."""
+
+    found: Found
+    loaded: Loaded
+    model: Model
+    batches: list[Any]
 
 
 def check(
@@ -68,13 +79,26 @@ def check(
         own.validation()
         if mesh is None and init is None and not (isinstance(own, Mix) and fragment_map):
             return _found(settings, own.units, own, torch=False)
+    return checked(settings, data, mesh, init, names, fragment_map).found
 
+
+def checked(
+    settings: RunSettings,
+    data: str | None,
+    mesh: MeshSettings | None = None,
+    init: Path | None = None,
+    names: Path | None = None,
+    fragment_map: FragmentMap | None = None,
+) -> Checked:
+    """Return the same as :func:`check`, of the built-in task too, with all that was made; raise as it does."""
     from diloco_learner import frameworks, weights
 
+    cache_dir = LearnerSettings(name="check").cache_dir
     with members.users_errors(settings.task):
         loaded = frameworks.load(settings.task, data, cache_dir)
         model = frameworks.make_model(loaded, settings, mesh)
-        model.check(_first_batch(loaded, settings))
+        batches = _first_batches(loaded, settings)
+        model.check(batches[0])
         if not loaded.torch:
             _check_numbers(model)
         fragments = model.fragments()
@@ -83,16 +107,18 @@ def check(
         if init is not None:
             weights.put(init, model, fragments, names)
         model.check_evaluation()
-        return _found(settings, units_of(loaded.task)["loss"], getattr(loaded.task, "mix", None), torch=loaded.torch)
+        found = _found(settings, units_of(loaded.task)["loss"], getattr(loaded.task, "mix", None), torch=loaded.torch)
+        return Checked(found, loaded, model, batches)
 
 
-def _first_batch(loaded: Loaded, settings: RunSettings) -> Any:
-    """Return the first batch, of which those of a task of JAX have to have the shapes; a task of PyTorch may change them."""
-    if loaded.torch:
-        return first_batch(loaded.task, settings)
-    from diloco_learner.task import first_of_alike
+def _first_batches(loaded: Loaded, settings: RunSettings) -> list[Any]:
+    """Return the first two batches, which of a task of JAX are of the same shapes; a task of PyTorch may change them."""
+    batches = first_batches(loaded.task, settings)
+    if not loaded.torch:
+        from diloco_learner.task import check_alike
 
-    return first_of_alike(loaded.task, settings)
+        check_alike(loaded.task, settings.task, batches)
+    return batches
 
 
 def _check_numbers(island: Any) -> None:
@@ -104,6 +130,8 @@ def _check_numbers(island: Any) -> None:
     from diloco_learner import fixed
 
     fixed.check_finite(island.task.init, island.params())
+    if merged := island.task_state.merged():
+        fixed.check_finite(island.task.init_state, merged)
     if hasattr(island.task, "constants"):
         fixed.check_finite(island.task.constants, island.constants)
 

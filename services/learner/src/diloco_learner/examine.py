@@ -12,9 +12,8 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import jax
@@ -25,15 +24,14 @@ from diloco.core.fragments import FragmentMap
 from diloco.errors import SettingsError
 from diloco.process import observe
 from diloco.settings.run import RunSettings
-from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import parse
 from diloco_learner import members
-from diloco_learner.check import check
+from diloco_learner.check import checked
 from diloco_learner.island import Island
 from diloco_learner.leaves import path_of
 from diloco_learner.loss import Given, Loss
-from diloco_learner.task import Task, load_task
-from diloco_learner.task_api import next_batch
+from diloco_learner.task import Task
+from diloco_learner.task_api import STATE, next_batch
 from diloco_learner.tensors import tensor_of
 
 BATCHES, BATCHES_S = 64, 3.0  # looked for the end of a share's data: so many, or for so long, so that a person can wait for it
@@ -55,12 +53,24 @@ class TensorFacts:
 
 
 @dataclass(frozen=True)
+class StateFacts:
+    """An array of a task's state as the run treats it."""
+
+    path: str
+    shape: list[int]
+    dtype: str
+    fragments: list[int]  # none: it is its learner's own
+    merge: str  # average, or local
+
+
+@dataclass(frozen=True)
 class Examination:
     """All that is known of a task before it is trained; sizes in bytes."""
 
     task: str
     parameters: int
     tensors: list[TensorFacts]
+    state: list[StateFacts]
     fragments: list[dict[str, Any]]  # index, parameters, bytes of an offer
     memory: dict[str, int]  # of the compiled step: arguments, results, temporaries, program
     constants: list[dict[str, Any]]  # shape, dtype and bytes of arrays that the loss has closed over
@@ -78,16 +88,16 @@ def examine(settings: RunSettings, data: str | None) -> Examination:
             finite loss or gradients; or it is a task of PyTorch.
         DataError: its data is missing, unreadable or too short.
     """
-    found = check(settings, data)
-    if found.torch:
+    made = checked(settings, data)
+    if made.loaded.torch:
         raise SettingsError(
             f"task.name = {settings.task.name!r}: a task of PyTorch, of which diloco check says no more than diloco up: "
             "nothing stands in its way"
         )
     with members.users_errors(settings.task):
-        task = load_task(settings.task, data, LearnerSettings(name="check").cache_dir)
-        island, first = Island(task, settings), next_batch(_share(task, settings, 0), settings.task, 0, 0)
-        warnings = [*_unsteady_data(task, settings)]
+        task, island, first = made.loaded.task, made.model, made.batches[0]
+        assert isinstance(island, Island)
+        warnings = [*_unsteady_data(task, settings, made.batches)]
         [program] = island.trace(first)
         memory = program.compile().memory_analysis()
         constants = list(_constants(task, settings, island, first))
@@ -103,13 +113,14 @@ def examine(settings: RunSettings, data: str | None) -> Examination:
         fragments = island.fragments()
         return Examination(
             task=settings.task.name,
-            parameters=fragments.parameters,
+            parameters=sum(tensor.size for tensor in island.tensors()),
             tensors=_tensors(task, settings, island, fragments),
+            state=_state(island, fragments),
             fragments=[
                 {
                     "index": one.index,
                     "parameters": one.size,
-                    "offer_bytes": quantise.body_bytes(one.size, settings.codec.offer_bits),
+                    "offer_bytes": quantise.body_bytes(one.size, one.bits(settings.codec.offer_bits)),
                 }
                 for one in fragments.fragments
             ],
@@ -117,7 +128,7 @@ def examine(settings: RunSettings, data: str | None) -> Examination:
             constants=constants,
             step_s=step_s,
             loss=loss,
-            units=found.units,
+            units=made.found.units,
             warnings=warnings,
         )
 
@@ -126,20 +137,23 @@ def _share(task: Task, settings: RunSettings, share: int, start: int = 0) -> Ite
     return task.batches(share, settings.learners, settings.seed, start)
 
 
-def _unsteady_data(task: Task, settings: RunSettings) -> Iterator[str]:
+def _unsteady_data(task: Task, settings: RunSettings, first: Sequence[Any]) -> Iterator[str]:
     """Yield what is unusual in a task's batches: a batch is to depend on seed, share and number alone.
+
+    ``first`` are the first two of the first share, as they were made before.
 
     Raises:
         SettingsError: a share's batches end.
     """
     where, began_s = members.place(task.batches), time.monotonic()
     batches = _share(task, settings, 0)
-    kept = [_bytes(next_batch(batches, settings.task, 0, 0)), _bytes(next_batch(batches, settings.task, 0, 1))]
+    kept = [_bytes(batch) for batch in first]
+    again = [_bytes(next_batch(batches, settings.task, 0, index)) for index in range(2)]
     for index in range(2, BATCHES):
         if time.monotonic() - began_s > BATCHES_S:
             break
         next_batch(batches, settings.task, 0, index)
-    if [_bytes(batch) for batch in islice(_share(task, settings, 0), 2)] != kept:
+    if again != kept:
         yield f"batches() gives other batches when it is called again: a learner that comes back trains others{where}"
     elif _bytes(next(_share(task, settings, 0, 1))) != kept[1]:
         yield f"batches(start=1) does not begin with the second batch: a learner that comes back trains others{where}"
@@ -231,10 +245,7 @@ def _two_steps(settings: RunSettings, island: Island, batch: Any) -> tuple[float
 
 
 def _tensors(task: Task, settings: RunSettings, island: Island, fragments: FragmentMap) -> list[TensorFacts]:
-    lies: dict[str, list[int]] = {}
-    for fragment in fragments.fragments:
-        for piece in fragment.pieces:
-            lies.setdefault(piece.path, []).append(fragment.index)
+    lies = _lies(fragments)
     rounded = set(island.rounded_tensors())
     return [
         TensorFacts(
@@ -242,12 +253,29 @@ def _tensors(task: Task, settings: RunSettings, island: Island, fragments: Fragm
             shape=list(tensor.model_shape),
             dtype="bfloat16" if tensor.path in rounded else "float32",
             size_bytes=4 * tensor.size,
-            fragments=sorted(set(lies[tensor.path])),
+            fragments=lies[tensor.path],
             merge=_merge(settings, tensor.shape, embedding=tensor.embedding),
             matrices=len(tensor_of(task, tensor.path, tensor.model_shape).matrices(tensor.model_shape)),
         )
         for tensor in island.tensors()
     ]
+
+
+def _state(island: Island, fragments: FragmentMap) -> list[StateFacts]:
+    lies, state = _lies(fragments), island.task_state
+    return [
+        StateFacts(path, list(array.shape), array.dtype.name, lies.get(STATE + path, []), state.rules[path])
+        for path, array in zip(state.rules, jax.tree.leaves(state.values), strict=True)
+    ]
+
+
+def _lies(fragments: FragmentMap) -> dict[str, list[int]]:
+    """Return by tensor the fragments that it lies in."""
+    found: dict[str, set[int]] = {}
+    for fragment in fragments.fragments:
+        for piece in fragment.pieces:
+            found.setdefault(piece.path, set()).add(fragment.index)
+    return {path: sorted(indexes) for path, indexes in found.items()}
 
 
 def _merge(settings: RunSettings, shape: tuple[int, ...], *, embedding: bool) -> str:

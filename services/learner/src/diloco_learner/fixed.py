@@ -1,7 +1,7 @@
-"""Arrays that a step is given besides parameters and batch, and never compiled into it: frozen tensors, constants, state.
+"""Arrays that a step is given besides parameters and batch, and never compiled into it: frozen tensors and constants.
 
 Frozen tensors and constants are in no message. Each learner has its own, and their hashes are in the fragment map, tensor by
-tensor, so that a learner that has others is not admitted. A state is its learner's own, and its steps change it.
+tensor, so that a learner that has others is not admitted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from diloco_learner.leaves import path_of
 from diloco_learner.loss import Given
 from diloco_learner.mesh import CONSTANTS, Placement
 from diloco_learner.task import Task
-
-RULES = ("average", "latest", "local")
 
 
 class Fixed:
@@ -58,56 +56,6 @@ def check_finite(make: Any, arrays: Any) -> None:
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.isfinite(leaf).all()):
             name, place = f"{make.__name__}()", members.place(make)
             raise SettingsError(f"task: {name} returned {path_of(keys)!r} with NaN or infinity, expected numbers{place}")
-
-
-def check_state(task: Task, state: Any) -> None:
-    """Find out that each array of a task's state stays its learner's own, and that the task has one if its loss takes one.
-
-    Raises:
-        SettingsError: one is to be merged, which is not built, or has no rule; or there is none.
-    """
-    say = getattr(task, "merge_state", None)
-    keyed, _ = jax.tree_util.tree_flatten_with_path(state)
-    for keys, leaf in keyed:
-        path, floats = path_of(keys), jnp.issubdtype(leaf.dtype, jnp.floating)
-        rule = ("average" if floats else "latest") if say is None else say(path)
-        if rule == "local":
-            continue
-        place = members.place(task.init_state if say is None else say)  # type: ignore[attr-defined]
-        if rule not in RULES:
-            raise SettingsError(f"task: merge_state({path!r}) is {rule!r}, expected 'local'{place}")
-        default = ", the default," if say is None else ""
-        raise SettingsError(
-            f"task: state {path!r} is to be merged by {rule!r}{default} which is not built yet: return 'local' from "
-            f"merge_state(path), and each learner keeps its own{place}"
-        )
-
-
-def first_state(task: Task, key: jax.Array) -> Any:
-    """Return a task's state to begin with, arrays that nobody else has; None if it has none.
-
-    Raises:
-        SettingsError: something in it is no array.
-    """
-    if not hasattr(task, "init_state"):
-        return None
-    return jax.tree_util.tree_map_with_path(_array_of(members.place(task.init_state)), task.init_state(key))
-
-
-def _array_of(place: str) -> Any:
-    def array(keys: Any, leaf: Any) -> jax.Array:
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float):
-            came = type(leaf).__name__
-            raise SettingsError(f"task: init_state() returned {path_of(keys)!r} as a {came}, expected an array{place}")
-        made = jnp.array(leaf, copy=True)
-        if not (jnp.issubdtype(made.dtype, jnp.number) or made.dtype == jnp.bool_):
-            raise SettingsError(
-                f"task: init_state() returned {path_of(keys)!r} as {made.dtype}, which cannot be saved: keep numbers there, "
-                f"of a random key jax.random.key_data{place}"
-            )
-        return jax.lax.convert_element_type(made, made.dtype)  # of no weak type, which steps would return otherwise
-
-    return array
 
 
 def _arrays(task: Task, loaded: Any) -> Iterator[tuple[str, NDArray[Any]]]:

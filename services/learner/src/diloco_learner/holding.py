@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
 from diloco.member.state import Content
+from diloco_learner.leaves import path_of
 from diloco_learner.model import COPY_BYTES
 
 Values = NDArray[Any]
@@ -95,6 +96,15 @@ def write(array: jax.Array, chunk: Chunk, values: Values) -> jax.Array:
     if _is_alone(array):
         return shards[0]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def written(kind: str, tree: Any, chunk: Chunk, values: Values) -> Any:
+    """Return a tree of arrays with a chunk written, any dtype [its lengths]; ``kind`` begins the arrays' names."""
+
+    def of(path: Any, array: jax.Array) -> jax.Array:
+        return write(array, chunk, values) if f"{kind}/{path_of(path)}" == chunk.name else array
+
+    return jax.tree_util.tree_map_with_path(of, tree)
 
 
 def fits(arrays: Sequence[jax.Array]) -> bool:

@@ -8,9 +8,8 @@ therefore first copied on the device, which the device does between two steps.
 from __future__ import annotations
 
 import copy
-import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +31,14 @@ from diloco_learner import holding, shards
 from diloco_learner.arithmetic import Arithmetic
 from diloco_learner.evaluating import Evaluating
 from diloco_learner.evaluation import Evaluation
-from diloco_learner.fixed import Fixed, check_state, first_state
+from diloco_learner.fixed import Fixed
 from diloco_learner.inner import BuiltIn, optimizer
 from diloco_learner.leaves import part, path_of, write_rows
 from diloco_learner.loss import Given, Loss
 from diloco_learner.mesh import Placement, copies
 from diloco_learner.model import Capture, Vector, compare_states
 from diloco_learner.own_optimizer import OwnOptimizer
+from diloco_learner.state import State
 from diloco_learner.task import Task
 
 
@@ -108,9 +108,7 @@ class Island:
         if not self._leaves:
             raise SettingsError(f"task {settings.task.name!r}: the model has no parameters that are trained")
         self._fixed = Fixed(task, self._placement, frozen)
-        self._first_state = functools.partial(self._placement.state, functools.partial(first_state, task))
-        self._state = self._first_state()
-        check_state(task, self._state)
+        self.task_state = State(task, self._placement)
         if hasattr(task, "optimizer"):
             inner: BuiltIn | OwnOptimizer = OwnOptimizer(task, settings, self._model)
         else:
@@ -136,8 +134,8 @@ class Island:
         """
         other = copy.copy(self)
         gradients = None if self._gradients is None else [jnp.zeros_like(leaf) for leaf in self._leaves]
-        state = jax.tree.map(jnp.copy, self._state)
-        vars(other).update(_leaves=copies(self._leaves), _optimizer_state=None, _gradients=gradients, _state=state)
+        state = self.task_state.twin()
+        vars(other).update(_leaves=copies(self._leaves), _optimizer_state=None, _gradients=gradients, task_state=state)
         return other
 
     def tensors(self) -> list[TensorSpec]:
@@ -145,8 +143,8 @@ class Island:
         return self._model.specs()
 
     def fragments(self) -> FragmentMap:
-        """Return the fragments that the run cuts the model into, and the tensors that are in none."""
-        return build_map(self.tensors(), self._cut.count, self._cut.strategy, self._fixed.specs())
+        """Return the fragments that the run cuts the model into, state among them, and the tensors that are in none."""
+        return build_map([*self.tensors(), *self.task_state.specs()], self._cut.count, self._cut.strategy, self._fixed.specs())
 
     def rounded_tensors(self) -> list[str]:
         """Return the paths of the tensors that the task has in bfloat16."""
@@ -160,11 +158,11 @@ class Island:
         """
         self._placement.check_batch(batch)
         given, rate = self._given((0, 0)), np.float32(0)
-        jax.eval_shape(self._does.measure, self._leaves, self._state, batch, given)
-        jax.eval_shape(self._does.evaluate, self._leaves, self._state, batch, given)
+        jax.eval_shape(self._does.measure, self._leaves, self.task_state.values, batch, given)
+        jax.eval_shape(self._does.evaluate, self._leaves, self.task_state.values, batch, given)
         if isinstance(self._does.optimizer, OwnOptimizer):
             optimizer = jax.eval_shape(self._does.optimizer.init, self._leaves)
-            jax.eval_shape(self._does.step, self._leaves, None, optimizer, self._state, batch, given, rate)
+            jax.eval_shape(self._does.step, self._leaves, None, optimizer, self.task_state.values, batch, given, rate)
 
     @property
     def own_rows(self) -> range:
@@ -191,17 +189,20 @@ class Island:
         batch, given, rate = self._placement.batch(batch), self._given((0, 0)), np.float32(0)
         if not self.apart:
             return [self._step.lower(*self._values(), batch, given, rate)]
-        measured = self._placement.measured(self._leaves, self._state)
-        measure = self._measure.lower(self._leaves, self._state, batch, given)
+        measured = self._placement.measured(self._leaves, self.task_state.values)
+        measure = self._measure.lower(self._leaves, self.task_state.values, batch, given)
         return [measure, self._move.lower(*self._values(), *measured, rate)]
 
     def rehearse(self, batch: Any) -> None:
         """Take a step that changes no parameter, so that the first one takes no longer than others: memory is touched.
 
-        Optimizer and task's state begin afresh, no gradient is held. What the step needed says if a copy of all may be made.
+        Optimizer and task's state begin afresh, but for state that is merged, and no gradient is held. What the step needed
+        says if a copy of all may be made.
         """
+        merged = self.task_state.copies()
         self.step(batch, 0.0).wait()
-        self._optimizer_state, self._state = None, self._first_state()
+        self._optimizer_state = None
+        self.task_state.begin_again(merged)
         self._gradients = None if self._gradients is None else [jnp.zeros_like(leaf) for leaf in self._leaves]
         self._held = not holding.fits(list(self.arrays().values()))
 
@@ -227,11 +228,11 @@ class Island:
         """Dispatch the first program of a step; one that is not :attr:`apart` has no other."""
         placed, given, rate = self._placement.batch(batch), self._given(at), np.float32(learning_rate)
         if self.apart:
-            gradients, after, output = self._measure(self._leaves, self._state, placed, given)
+            gradients, after, output = self._measure(self._leaves, self.task_state.values, placed, given)
             self._begun = gradients, after, output[2], rate
             return StepOutput(*output)
         *values, output = self._step(*self._values(), placed, given, rate)
-        self._leaves, self._gradients, self._optimizer_state, self._state = values
+        self._leaves, self._gradients, self._optimizer_state, self.task_state.values = values
         return StepOutput(*output)
 
     def finish_step(self) -> None:
@@ -240,22 +241,23 @@ class Island:
             return
         begun, self._begun = self._begun, None
         moved = self._move(*self._values(), *begun)
-        self._leaves, self._gradients, self._optimizer_state, self._state = moved
+        self._leaves, self._gradients, self._optimizer_state, self.task_state.values = moved
 
     def _values(self) -> tuple[Any, ...]:
         """Return what a step takes for its own."""
-        return self._leaves, self._gradients, self._current_optimizer_state(), self._state
+        return self._leaves, self._gradients, self._current_optimizer_state(), self.task_state.values
 
     def _given(self, at: tuple[int, int]) -> Given:
         return self._does.loss.given(at) | self._fixed.given
 
     def read(self, fragment: Fragment) -> Reading:
         """Queue a copy of a fragment's values on the device, as of the steps and writes so far."""
-        return self._reading(fragment, self._leaves)
+        return _reading(fragment, self._leaf)
 
     def snapshot(self, fragment: Fragment) -> Reading:
         """Queue a copy of what an offer is made of: the values; for an outer AdamW the gradients since they were written."""
-        return self._reading(fragment, self._leaves if self._gradients is None else self._gradients)
+        held = None if fragment.state else self._gradients
+        return _reading(fragment, self._leaf if held is None else lambda path: held[self._index[path]])
 
     def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
         """Queue ``alpha * value + (1 - alpha) * kept``, where ``kept`` is ``theta + (value - reference)``, else ``theta``.
@@ -265,11 +267,15 @@ class Island:
         Both are float32 [size of the fragment], and made of what must not change until the next step has ended.
         """
         for piece in fragment.pieces:
-            at, known = self._index[piece.path], None if reference is None else part(reference, piece)
-            written = write_rows(self._leaves[at], piece, part(theta, piece), known, alpha)
+            known = None if reference is None else part(reference, piece)
+            written = write_rows(self._leaf(piece.path), piece, part(theta, piece), known, alpha)
             assert isinstance(written, jax.Array)
-            self._leaves[at] = written
-            if self._gradients is not None and reference is None:
+            if fragment.state:
+                self.task_state[piece.path] = written
+            else:
+                self._leaves[self._index[piece.path]] = written
+            if self._gradients is not None and reference is None and not fragment.state:
+                at = self._index[piece.path]
                 self._gradients[at] = shards.overwrite(self._gradients[at], piece, np.zeros(piece.shape, np.float32))
 
     def row_layout(self, fragment: Fragment, processes: int) -> RowLayout:
@@ -277,7 +283,7 @@ class Island:
         read: list[list[tuple[Piece, shards.Where]]] = [[] for _ in range(processes)]
         held: list[dict[tuple[Piece, str], shards.Where]] = [{} for _ in range(processes)]
         for piece in fragment.pieces:
-            for process, where, first in shards.places(self._leaves[self._index[piece.path]], piece):
+            for process, where, first in shards.places(self._leaf(piece.path), piece):
                 held[process].setdefault((piece, str(where)), where)  # replicas in one process have the same rows
                 if first:
                     read[process].append((piece, where))
@@ -307,7 +313,7 @@ class Island:
         """
 
         def trace(batch: Any) -> object:
-            return jax.eval_shape(self._does.evaluate, self._leaves, self._state, batch, self._fixed.given)
+            return jax.eval_shape(self._does.evaluate, self._leaves, self.task_state.values, batch, self._fixed.given)
 
         self._evaluating.check(trace, self.params(), self.company())
 
@@ -318,11 +324,11 @@ class Island:
 
     def company(self) -> dict[str, Any]:
         """Return the state and the constants that the task has beside its parameters; None for what it has not."""
-        return {"state": self._state, "constants": self.constants}
+        return {"state": self.task_state.values, "constants": self.constants}
 
     def _loss_and_metrics(self, batch: Any) -> tuple[float, dict[str, float]]:
         placed = self._placement.batch(batch)
-        loss, metrics = jax.device_get(self._loss(self._leaves, self._state, placed, self._fixed.given))
+        loss, metrics = jax.device_get(self._loss(self._leaves, self.task_state.values, placed, self._fixed.given))
         return float(loss), {name: float(value) for name, value in metrics.items()}
 
     def sample(self, seed: int, count: int, prompt: str | None = None) -> str | None:
@@ -336,12 +342,11 @@ class Island:
     def arrays(self, *, optimizer_only: bool = False) -> dict[str, jax.Array]:
         """Return the arrays of :meth:`state` by name, or the optimizer's alone; they are valid until the next step or write."""
         keyed, _ = jax.tree_util.tree_flatten_with_path(self._current_optimizer_state())
-        named = {_name("optimizer", path): leaf for path, leaf in keyed}
+        named = {f"optimizer/{path_of(keys)}": leaf for keys, leaf in keyed}
         if not optimizer_only:
             named |= {f"params/{path}": leaf for path, leaf in zip(self._index, self._leaves, strict=True)}
             named |= {f"gradients/{path}": leaf for path, leaf in zip(self._index, self._gradients or (), strict=False)}
-            keyed, _ = jax.tree_util.tree_flatten_with_path(self._state)
-            named |= {_name("state", path): leaf for path, leaf in keyed}
+            named |= self.task_state.arrays()
         return named
 
     def capture(self, *, optimizer_only: bool = False) -> Capture:
@@ -370,10 +375,10 @@ class Island:
         """Write a chunk of :meth:`wanted`: ``values``, any dtype [its lengths]."""
         kind, _, path = chunk.name.partition("/")
         if kind == "optimizer":
-            self._optimizer_state = _written(kind, self._current_optimizer_state(), chunk, values)
+            self._optimizer_state = holding.written(kind, self._current_optimizer_state(), chunk, values)
             return
         if kind == "state":
-            self._state = _written(kind, self._state, chunk, values)
+            self.task_state.values = holding.written(kind, self.task_state.values, chunk, values)
             return
         leaves = self._leaves if kind == "params" else self._gradients
         assert leaves is not None
@@ -421,18 +426,10 @@ class Island:
             self._optimizer_state = self._fresh_state(self._leaves)
         return self._optimizer_state
 
-    def _reading(self, fragment: Fragment, leaves: list[jax.Array]) -> Reading:
-        return Reading(fragment, tuple(shards.read(leaves[self._index[piece.path]], piece) for piece in fragment.pieces))
+    def _leaf(self, path: str) -> jax.Array:
+        """Return the array of a tensor of the log: a master, or one of the task's state."""
+        return self.task_state[path] if path in self.task_state else self._leaves[self._index[path]]
 
 
-def _name(kind: str, path: Any) -> str:
-    return f"{kind}/{path_of(path)}"
-
-
-def _written(kind: str, tree: Any, chunk: Chunk, values: NDArray[Any]) -> Any:
-    """Return a tree with a chunk written; it is of the array of its name."""
-
-    def written(path: Any, leaf: jax.Array) -> jax.Array:
-        return holding.write(leaf, chunk, values) if _name(kind, path) == chunk.name else leaf
-
-    return jax.tree_util.tree_map_with_path(written, tree)
+def _reading(fragment: Fragment, leaf: Callable[[str], jax.Array]) -> Reading:
+    return Reading(fragment, tuple(shards.read(leaf(piece.path), piece) for piece in fragment.pieces))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.errors import SettingsError
-from diloco.settings.run import RunSettings, TaskSettings
+from diloco.settings.run import TaskSettings
 from diloco_learner import gpt, members, options, tensors
 from diloco_learner.data import open_data
 from diloco_learner.leaves import path_of
 from diloco_learner.mix.mix import CACHE, Mix
-from diloco_learner.task_api import GPT, check_called, is_torch, made, next_batch
+from diloco_learner.task_api import GPT, check_called, is_torch, made
 from diloco_learner.task_api import Aux as Aux
 from diloco_learner.task_api import Units as Units
 from diloco_learner.tensors import Tensor
@@ -212,22 +212,19 @@ def _rows_parameter(task: Any) -> inspect.Parameter | None:
     return next((parameter for parameter in members.parameters(task.batches) if parameter.name == "rows"), None)
 
 
-def first_of_alike(task: Task, settings: RunSettings) -> Any:
-    """Return the first batch of a run's first share, after the second one was made, which has the same arrays.
+def check_alike(task: Task, settings: TaskSettings, batches: Sequence[Any]) -> None:
+    """Find out that a task's first two batches have the same arrays.
 
     Raises:
-        SettingsError: they have not, or there is only one.
+        SettingsError: they have not.
     """
-    batches = task.batches(0, settings.learners, settings.seed, 0)
-    made = [next_batch(batches, settings.task, 0, index) for index in range(2)]
-    first, second = map(_shapes, made)
+    first, second = map(_shapes, batches)
     changed = next((path for path in sorted(first.keys() | second.keys()) if first.get(path) != second.get(path)), None)
     if changed is not None:
         raise SettingsError(
-            f"task.name = {settings.task.name!r}: batches() gave {changed or 'the batch'} as {first.get(changed, 'nothing')} "
+            f"task.name = {settings.name!r}: batches() gave {changed or 'the batch'} as {first.get(changed, 'nothing')} "
             f"and then as {second.get(changed, 'nothing')}: batches have the same shapes each time{members.place(task.batches)}"
         )
-    return made[0]
 
 
 def _shapes(batch: Any) -> dict[str, str]:

@@ -17,6 +17,8 @@ from diloco_learner import members, options
 GPT = "gpt"  # task.name of the built-in task
 METRIC_NAME = re.compile(r"[a-z0-9_]{1,48}")  # of all numbers that tasks name
 MAX_METRICS = 32  # of a loss
+RULES = ("average", "local")  # of state
+STATE = "state/"  # begins the paths of the arrays of a state that is merged
 EVALUATE_EVERY_S = 8.0  # often enough for a curve, seldom enough to leave the processor to learners
 
 
@@ -79,6 +81,17 @@ def first_batch(task: Batches, settings: RunSettings) -> Any:
         DataError: the data is missing, unreadable or too short.
     """
     return next_batch(task.batches(0, settings.learners, settings.seed, 0), settings.task, 0, 0)
+
+
+def first_batches(task: Batches, settings: RunSettings) -> list[Any]:
+    """Return the first two batches of a run's first share.
+
+    Raises:
+        SettingsError: there are fewer.
+        DataError: the data is missing, unreadable or too short.
+    """
+    batches = task.batches(0, settings.learners, settings.seed, 0)
+    return [next_batch(batches, settings.task, 0, index) for index in range(2)]
 
 
 def next_batch(batches: Iterator[Any], settings: TaskSettings, share: int, index: int) -> Any:
@@ -153,6 +166,31 @@ def said_of_files(task: object, member: str) -> dict[str, Any] | None:
     except (TypeError, ValueError, RecursionError) as error:
         raise SettingsError(f"task: {member}() is no mapping that JSON has: {error}{members.place(function)}") from None
     return found
+
+
+def is_merged(task: object, path: str, dtype: str, place: str) -> bool:
+    """Return whether an array of a task's state is averaged between learners; else each has its own.
+
+    ``dtype`` is its type's name, ``place`` where it is made. By default floats are averaged.
+
+    Raises:
+        SettingsError: the task's ``merge_state`` says another thing, or has a type averaged that is not float32.
+    """
+    say = getattr(task, "merge_state", None)
+    rule = ("average" if "float" in dtype else "local") if say is None else say(path)
+    where = place if say is None else members.place(say)
+    if rule not in RULES:
+        more = ""
+        if rule == "latest":
+            more = ": the latest of several learners' values is left to chance, keep each learner's own, or average floats"
+        raise SettingsError(f"task: merge_state({path!r}) is {rule!r}, expected 'average' or 'local'{more}{where}")
+    if rule == "average" and dtype != "float32":
+        default = " by default" if say is None else ""
+        raise SettingsError(
+            f"task: state {path!r} is {dtype}, and to be averaged{default}, expected float32: make it that, or return 'local' "
+            f"from merge_state(path), and each learner keeps its own{where}"
+        )
+    return bool(rule == "average")
 
 
 def is_torch(task: object) -> bool:

@@ -117,7 +117,7 @@ class FragmentOwner:
         return self._norms.judge(judged, live, settings)
 
     async def commit(self, merge: Merge, bits: Bits) -> None:
-        """Append the version that a merge makes, with ``bits`` a value, or the entry that closes the log.
+        """Append the version that a merge makes, with ``bits`` a value where its fragment has no others, or close the log.
 
         Raises:
             UnmergeableError: some offers cannot be in the version; nothing has changed.
@@ -172,7 +172,7 @@ class FragmentOwner:
             merging.sound(self.fragment, settings, merge, self._older.get, replica, awaited, self.context.run.identity),
             merge,
             settings,
-            bits=bits,
+            bits=self.fragment.bits(bits),
             syncer=self.context.settings.name,
             attempt=self.context.transport.random_bytes(ATTEMPT_BYTES),
             now_s=self.context.transport.wall_s(),

@@ -251,7 +251,8 @@ async def find_map(run: Run) -> FragmentMap:
                 return unpack_map(stored[0])
             except FormatError as error:
                 raise RunError(
-                    f"run {run.name!r}: the bucket's key 'map' is damaged ({error}); diloco repair RUN --key map"
+                    f"run {run.name!r}: the bucket's key 'map' is damaged, or of a newer version than {__version__} ({error}); "
+                    "update it, or diloco repair RUN --key map"
                 ) from None
         await asyncio.sleep(POLL_S)
 

@@ -14,6 +14,9 @@ Steps, tokens and batches follow: they are merged, or stay with the displacement
 dropped may still be merged by a later version; its tokens are counted back then. Quantisation errors of merged offers are added
 to the next offer, and live apart from the parameters, where they measured worse.
 
+State that is merged is Theta after either: an average of values, and progress since an offer is no difference to be added to
+another one. Its counts are those of a parameter.
+
 :class:`DeltaState` holds the counts and decides; it needs no arrays (the simulator has none). :class:`DeltaValues` holds the
 arrays and carries out the decision. All of it is pure; the caller serialises the calls for one fragment.
 """
@@ -30,6 +33,7 @@ from numpy.typing import NDArray
 
 from diloco.core import quantise, ranges
 from diloco.core.chain import Chain
+from diloco.settings.run import RunSettings
 from diloco.wire.body import Body
 from diloco.wire.entries import Record
 from diloco.wire.fields import Bits, Range
@@ -176,6 +180,7 @@ class DeltaState:
     data: list[Range] = field(default_factory=list)  # batches that the displacement holds; never changed in place
     next_number: int = 1
     pending: list[PendingDelta] = field(default_factory=list)
+    state: bool = False  # of state that is merged: counts go on as ever, and each version replaces the value
 
     def step(self, tokens: int, share: int | None, batch: int, steps: int = 1) -> None:
         """Count inner steps on consecutive batches of a share of the data; ``tokens`` are those of all of them.
@@ -282,7 +287,7 @@ class DeltaState:
 
     def _keep(self, merged: PendingDelta | None = None) -> Carried:
         # without tokens there is nothing to keep: what differs from the base may be what a newcomer began with
-        return Carried(self.tokens > 0, merged)
+        return Carried(self.tokens > 0 and not self.state, merged)
 
     def _drop(self, *, merged: PendingDelta | None = None, forgotten: bool = False, cleared: bool = False) -> Carried:
         self.lost_tokens += self.tokens
@@ -294,8 +299,8 @@ class DeltaState:
 class DeltaValues:
     """The arrays of one fragment's pending delta: ``base``, float32 [size of the fragment], and ``error``, uint8 [bytes].
 
-    Snapshots are the learner's values; with ``gradients`` they are the gradients of its steps since the base, which its value
-    need not hold: ``theta - (theta - g)`` would round a small ``g`` to the precision of ``theta``.
+    Snapshots are the learner's values. With ``as_read`` they are offered as they are: state, or the gradients of steps since
+    the base, which its value need not hold (``theta - (theta - g)`` would round a small ``g`` to the precision of ``theta``).
 
     ``base`` is never written to; it may be shared with the replica that folds the log. Kept of a pending offer, until it is
     dropped, are its body and its quantisation error: that becomes the error as it is, and the displacement follows from both.
@@ -308,10 +313,15 @@ class DeltaValues:
 
     base: Vector
     error_feedback: bool
-    gradients: bool
+    as_read: bool
     error_bits: Bits = ERROR_BITS
     error: Raw | None = None
     held: dict[tuple[int, int], Encoded] = field(default_factory=dict)  # by incarnation and number of an offer
+
+    @classmethod
+    def of(cls, base: Vector, settings: RunSettings, error_bits: Bits = ERROR_BITS, *, state: bool) -> DeltaValues:
+        """Return those of a fragment that begins with ``base``, float32 [size]; ``state``: of state that is merged."""
+        return cls(base, settings.codec.error_feedback, state or settings.outer.optimizer == "adamw", error_bits)
 
     def encode(self, snapshot: Vector, bits: Bits) -> Encoded:
         """Quantise the outer gradient of ``snapshot``, float32 [size], which is overwritten.
@@ -319,7 +329,7 @@ class DeltaValues:
         Raises:
             NonFiniteError: the snapshot holds NaN or infinity.
         """
-        gradient = snapshot if self.gradients else np.subtract(self.base, snapshot, out=snapshot)
+        gradient = snapshot if self.as_read else np.subtract(self.base, snapshot, out=snapshot)
         if self.error is not None:
             _add(self.error, self.error_bits, gradient)
         body = quantise.quantise(gradient, bits, error=gradient)

@@ -4,7 +4,8 @@ A merge may move a fragment by ``merge_factor`` times the usual, and as many tim
 lie between two rounds: n times the steps move at most n times as far. The usual is the norm that the outer optimizer's moments
 remember of the merges before; it is in the log's state, so every owner decides alike. It is never less than ``REST`` of the
 fragment's own norm, since a fragment may have rested. Up to version ``FIRST`` it is that norm at least, and ``START`` in every
-value: first rounds have few steps, of a learning rate that rises, and a fragment may begin as zeros.
+value: first rounds have few steps, of a learning rate that rises, and a fragment may begin as zeros. So it is of state in any
+version: its offers are values, and no displacements.
 
 If a merge moves further, or is not finite, the offers with the largest norms are left out one by one until the rest is sound.
 The last live learner's is left out only if it cannot be merged at all: what everybody does is the usual.
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from diloco.core import quantise
 from diloco.core.fold import Replica
-from diloco.core.outer import norm
+from diloco.core.outer import Average, norm
 from diloco.core.round import Held
 from diloco.settings.run import RunSettings
 
@@ -42,7 +43,7 @@ def norm_of(body: NDArray[np.uint8], size: int, bits: int) -> float:
 def usual(replica: Replica) -> float:
     """Return the norm that a merge of a fragment usually has; 0: it has moved nowhere."""
     moved, own = replica.optimizer.moved(replica.momentum), norm(replica.theta)
-    if replica.chain.version < FIRST:
+    if replica.chain.version < FIRST or isinstance(replica.optimizer, Average):
         return max(moved, own, START * math.sqrt(replica.theta.size))
     return max(moved, REST * own)
 

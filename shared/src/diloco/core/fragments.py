@@ -7,8 +7,8 @@ the model.
 Balanced fragmentation (Decoupled DiLoCo, arXiv 2604.21428; algorithm.md section 4): largest piece first into the currently
 smallest of P bins, ties by path, first row, then bin index. Tensors larger than a fragment's even share are split by rows
 first, since a scan-stacked model has few, huge tensors. Embedding-like tensors get fragments of their own, as many as is
-their share of the parameters, because they are merged differently. ``strided`` deals tensors in path order, ``layer`` deals
-whole layers; both are the paper's alternatives, with rougher traffic.
+their share of the parameters, because they are merged differently, and so does state that is merged. ``strided`` deals tensors
+in path order, ``layer`` deals whole layers; both are the paper's alternatives, with rougher traffic.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from numpy.typing import NDArray
 
 from diloco.core.arrangement import Arrangement
 from diloco.errors import AdmissionError, FormatError, SettingsError
+from diloco.settings.run import Bits
 
 MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 16
 MAX_PATH_CHARACTERS = 512
 MAX_PARAMETERS = 2**44
+STATE_BITS: Bits = 32  # of bodies with state: a variance beside a large value of its block must not become negative
 
 Strategy = Literal["balanced", "strided", "layer"]
 _Path = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_CHARACTERS)]
@@ -48,6 +50,7 @@ class _Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     shape: _Shape
     embedding: bool
     arrangement: tuple[_Shape, _Axes] | None = None
+    state: bool = False
 
 
 class _Fixed(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -75,13 +78,15 @@ _MAP_DECODER = msgspec.msgpack.Decoder(_Map)
 class TensorSpec:
     """A tensor of the model: path, shape in the log, and whether it is embedding-like (merged by direct average).
 
-    ``arrangement``: the way of the model's own tensor in the log; None: the log has it as the model has it.
+    ``arrangement``: the way of the model's own tensor in the log; None: the log has it as the model has it. ``state``: it is
+    not trained; a version of it is the average of the learners' values.
     """
 
     path: str
     shape: tuple[int, ...]
     embedding: bool = False
     arrangement: Arrangement | None = None
+    state: bool = False
 
     @property
     def model_shape(self) -> tuple[int, ...]:
@@ -130,16 +135,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class Fragment:
-    """One unit of synchronisation; ``embedding``: all of its tensors are embedding-like."""
+    """One unit of synchronisation; ``embedding``: all of its tensors are embedding-like; ``state``: they are state."""
 
     index: int
     pieces: tuple[Piece, ...]
     embedding: bool
+    state: bool = False
 
     @cached_property
     def size(self) -> int:
         """Parameters in the fragment: the length of its vector."""
         return sum(piece.size for piece in self.pieces)
+
+    def bits(self, usual: Bits) -> Bits:
+        """Return the bits of a value in its offers and records, which are the ``usual`` ones unless it is state."""
+        return STATE_BITS if self.state else usual
 
     def segments(self, granularity: Literal["row", "tensor"]) -> NDArray[np.int64]:
         """Return the boundaries of the norm groups of radial-directional averaging: int64 [groups + 1], from 0 to ``size``.
@@ -220,7 +230,8 @@ def unpack_map(data: bytes) -> FragmentMap:
 
 def _entry(tensor: TensorSpec) -> list[Any]:
     kept = tensor.arrangement
-    more = [] if kept is None else [[list(kept.shape), list(kept.outputs)]]
+    arrangement = None if kept is None else [list(kept.shape), list(kept.outputs)]
+    more = [arrangement, True] if tensor.state else [] if arrangement is None else [arrangement]
     return [tensor.path, list(tensor.shape), tensor.embedding, *more]
 
 
@@ -230,7 +241,9 @@ def _spec(entry: _Entry) -> TensorSpec:
         kept = Arrangement(tuple(entry.arrangement[0]), tuple(entry.arrangement[1]))
         if not kept.is_sound or kept.stored_shape != shape:
             raise FormatError(f"fragment map: tensor {entry.path!r} of shape {shape} is not arranged as it says")
-    return TensorSpec(entry.path, shape, entry.embedding, kept)
+    if entry.state and (entry.embedding or kept is not None):
+        raise FormatError(f"fragment map: tensor {entry.path!r} is state, and embedding-like or arranged as a parameter")
+    return TensorSpec(entry.path, shape, entry.embedding, kept, entry.state)
 
 
 def build_map(
@@ -239,10 +252,11 @@ def build_map(
     """Cut ``tensors`` into ``count`` fragments, beside ``fixed`` ones.
 
     Raises:
-        SettingsError: no tensors, two of one path, an empty tensor, or more fragments than rows.
+        SettingsError: no tensors that are trained, two of one path, an empty tensor, more fragments than rows, or one fragment
+            for parameters and state.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.path)
-    if not ordered:
+    if all(tensor.state for tensor in ordered):
         raise SettingsError("fragments: the model has no tensors")
     paths = [tensor.path for tensor in tensors] + [each.path for each in fixed]
     for path, following in itertools.pairwise(sorted(paths)):
@@ -251,19 +265,37 @@ def build_map(
     for tensor in ordered:
         if tensor.size == 0:
             raise SettingsError(f"fragments: tensor {tensor.path!r} of shape {tensor.shape} is empty")
-    embedding = [tensor for tensor in ordered if tensor.embedding]
-    other = [tensor for tensor in ordered if not tensor.embedding]
-    if not embedding or not other or count == 1:
-        groups = [(ordered, count)]
-    else:
-        share = sum(t.size for t in embedding) / sum(t.size for t in ordered)
-        own = min(max(1, round(count * share)), count - 1)
-        groups = [(embedding, own), (other, count - own)]
+    groups = _grouped(ordered, count)
     bins: list[list[tuple[TensorSpec, int, int]]] = []
     for group, group_count in groups:
         bins += _deal(group, group_count, strategy)
     fragments = tuple(_fragment(i, b) for i, b in enumerate(bins))
     return FragmentMap(tuple(ordered), fragments, strategy, tuple(sorted(fixed, key=lambda each: each.path)))
+
+
+def _grouped(ordered: Sequence[TensorSpec], count: int) -> list[tuple[list[TensorSpec], int]]:
+    """Return the tensors that are cut together, and into how many fragments."""
+    state = [tensor for tensor in ordered if tensor.state]
+    trained = [tensor for tensor in ordered if not tensor.state]
+    if state:
+        if count == 1:
+            raise SettingsError(
+                f"fragments.count = 1: state {state[0].path!r}, which is merged, is in a fragment of its own: take 2 at least"
+            )
+        own = _own(state, ordered, count)
+        return [*_grouped(trained, count - own), (state, own)]
+    embedding = [tensor for tensor in ordered if tensor.embedding]
+    other = [tensor for tensor in ordered if not tensor.embedding]
+    if not embedding or not other or count == 1:
+        return [(trained, count)]
+    own = _own(embedding, ordered, count)
+    return [(embedding, own), (other, count - own)]
+
+
+def _own(some: Sequence[TensorSpec], ordered: Sequence[TensorSpec], count: int) -> int:
+    """Return how many of ``count`` fragments some tensors get: by their share of the values, but not all."""
+    share = sum(tensor.size for tensor in some) / sum(tensor.size for tensor in ordered)
+    return min(max(1, round(count * share)), count - 1)
 
 
 def check_same_map(ours: FragmentMap, theirs: FragmentMap, run: str) -> None:
@@ -305,7 +337,8 @@ def _describe(tensor: TensorSpec | FixedSpec | None) -> str:
         return f"a {tensor.dtype} of shape {tensor.shape}, not trained, with values of hash {tensor.hash.hex()[:16]}"
     kept = tensor.arrangement
     axes = "" if kept is None else f" with the output axes {', '.join(map(str, kept.outputs)) or 'none'}"
-    return f"shape {tensor.model_shape}{axes}" + (", embedding-like" if tensor.embedding else "")
+    kind = ", embedding-like" if tensor.embedding else ", state that is merged" if tensor.state else ""
+    return f"shape {tensor.model_shape}{axes}{kind}"
 
 
 def _deal(tensors: Sequence[TensorSpec], count: int, strategy: str) -> list[list[tuple[TensorSpec, int, int]]]:
@@ -324,7 +357,7 @@ def _deal(tensors: Sequence[TensorSpec], count: int, strategy: str) -> list[list
         for key, piece in zip(keys, pieces, strict=True):
             bins[order[key] % count].append(piece)
     if not all(bins):
-        kind = "embedding-like tensors" if tensors[0].embedding else "tensors"
+        kind = "embedding-like tensors" if tensors[0].embedding else "tensors of state" if tensors[0].state else "tensors"
         raise SettingsError(
             f"fragments.count: {count} fragments are more than the {len(pieces)} pieces that {len(tensors)} {kind} can be cut "
             f"into by {strategy!r}; take fewer fragments"
@@ -355,7 +388,7 @@ def _fragment(index: int, members: Sequence[tuple[TensorSpec, int, int]]) -> Fra
         shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
         pieces.append(Piece(tensor.path, start, stop, shape, offset, tensor.embedding))
         offset += pieces[-1].size
-    return Fragment(index, tuple(pieces), all(piece.embedding for piece in pieces))
+    return Fragment(index, tuple(pieces), all(piece.embedding for piece in pieces), members[0][0].state)
 
 
 def _groups(piece: Piece, granularity: Literal["row", "tensor"]) -> int:

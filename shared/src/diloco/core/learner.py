@@ -22,6 +22,7 @@ from diloco.core.accounts import Accounts, StepDone, Traffic
 from diloco.core.changes import Effective
 from diloco.core.delta import ERROR_BITS, DeltaState, DeltaValues, Encoded, PendingDelta
 from diloco.core.fragment_state import Answer, Event, FragmentState, Phase, Reader, Snapshot, Version
+from diloco.core.fragments import STATE_BITS
 from diloco.core.markers import Markers
 from diloco.core.work import Work
 from diloco.errors import MessageError
@@ -65,19 +66,19 @@ class Learner:
 
     # ---- joining
 
-    def seat(self, version: Version) -> FragmentState:
-        """Begin the next fragment with the log's state, which the first boundary applies."""
+    def seat(self, version: Version, *, state: bool = False) -> FragmentState:
+        """Begin the next fragment with the log's state, which the first boundary applies; ``state``: it is of state."""
         chain, settings = version.chain, self.settings
         after = chain.cursor(self.name)
         counts = DeltaState(self.name, self.incarnation, settings.carry.overlap, chain.version, chain.state_hash, after)
-        gradients = settings.outer.optimizer == "adamw"
+        counts.state = state
         values = None
         if version.theta is not None:
-            values = DeltaValues(version.theta, settings.codec.error_feedback, gradients, self.error_bits)
-        state = FragmentState(len(self.fragments), counts, version, values)
-        state.pending.append(version)
-        self.fragments.append(state)
-        return state
+            values = DeltaValues.of(version.theta, settings, self.error_bits, state=state)
+        begun = FragmentState(len(self.fragments), counts, version, values)
+        begun.pending.append(version)
+        self.fragments.append(begun)
+        return begun
 
     def take_up_accounts(self) -> None:
         """Count on from what the log says of this learner; work beyond that before a crash is not known here."""
@@ -167,6 +168,8 @@ class Learner:
         Raises:
             MessageError: the announcement asks for bits that the run's settings do not allow.
         """
+        if self.fragments[announced.fragment].delta.state:
+            return STATE_BITS
         settings, best = self.in_force.settings, self.settings.codec.offer_bits
         if not announced.offer_bits:
             return best  # as usual: links are not too slow

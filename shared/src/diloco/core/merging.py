@@ -38,19 +38,33 @@ def accumulate(
     ``theta_at`` gives the fragment at an older version, float32 [size], for ``merge.against = "current"``: there every outer
     gradient is taken against ``theta``, float32 [size], the newest version, however old the learner's base (Decoupled DiLoCo,
     arXiv 2604.21428). Embedding-like tensors are averaged (ibid.). A regional offer weighs as much as its members together.
+    Offers of state are values, whatever their base; their average is one, too (:func:`merged`).
     """
     merge = Accumulator.of(fragment, settings.merge)
     for item in held:
         offer, members = item.offer, item.offer.members
         share = sum(weight(member.tokens, member.steps, settings.merge.weights) for member in members)
         # the settings refuse this together with regional offers, whose members may have several bases
-        base = theta_at(members[0].base_version) if settings.merge.against == "current" else None
+        against_current = settings.merge.against == "current" and not fragment.state
+        base = theta_at(members[0].base_version) if against_current else None
         if base is None:
             merge.add(item.body, offer.bits, share)
         else:
             moved = np.subtract(theta, base)
             merge.add_values(np.add(moved, quantise.dequantise(item.body, fragment.size, offer.bits), out=moved), share)
     return merge
+
+
+def merged(
+    fragment: Fragment, settings: RunSettings, held: Sequence[Held], theta_at: Callable[[int], Vector | None], theta: Vector
+) -> Vector:
+    """Return the merged outer gradient that an owner makes of offers, float32 [size]; arguments as of :func:`accumulate`.
+
+    Of state it is ``theta`` less the average of the values. A version is ``theta`` less that, so it is negative nowhere where
+    no value is: each of these operations rounds monotonically, and ``theta`` itself is a float32.
+    """
+    delta = accumulate(fragment, settings, held, theta_at, theta).result()
+    return np.subtract(theta, delta, out=delta) if fragment.state else delta
 
 
 def sound(
@@ -76,7 +90,7 @@ def sound(
         raise UnmergeableError("merge_unreadable", names, f"{what}: nobody could read the entry with offers of {_list(names)}")
 
     def together(held: Sequence[Held]) -> Vector:
-        return accumulate(fragment, settings, held, theta_at, replica.theta).result()
+        return merged(fragment, settings, held, theta_at, replica.theta)
 
     delta, moved = together(merge.held), replica.optimizer.moved(replica.momentum)
     if moved and outer.norm(delta) <= excess.room(moved, merge.held, settings):
@@ -170,13 +184,16 @@ def encode(delta: Vector, residual: Vector, settings: RunSettings, bits: Bits) -
     return quantise.quantise(residual, bits, error=residual)
 
 
-def outer_rates(settings: RunSettings, tokens_done: int) -> tuple[float, float]:
-    """Return the learning rate and momentum of the outer step after ``tokens_done`` of all learners, merged or lost.
+def outer_rates(replica: Replica, settings: RunSettings) -> tuple[float, float]:
+    """Return the learning rate and momentum of the next outer step of a fragment.
 
-    Those of AdamW are the inner settings'; its momentum is beta1. Readers take both from the record: a cosine may have other
-    bits elsewhere.
+    Those of state are its rule's. Those of AdamW are the inner settings', after the tokens of all learners, merged or lost; its
+    momentum is beta1. Readers take both from the record: a cosine may have other bits elsewhere.
     """
+    if isinstance(replica.optimizer, outer.Average):
+        return replica.optimizer.rates
     if settings.outer.optimizer == "adamw":
+        tokens_done = replica.chain.tokens_merged + replica.chain.tokens_lost
         return scheduled_rate(settings.inner, tokens_done, settings.tokens), settings.inner.beta1
     return settings.outer.learning_rate, settings.outer.momentum
 
@@ -204,7 +221,7 @@ def make_version(
     """
     chain = replica.chain
     body = encode(delta, residual, settings, bits)
-    learning_rate, momentum = outer_rates(settings, chain.tokens_merged + chain.tokens_lost)
+    learning_rate, momentum = outer_rates(replica, settings)
     step = replica.optimizer.at(chain.version + 1, learning_rate, momentum)
     state_hash = outer.fold(replica.theta, replica.momentum, body, bits, step)
     if not (np.isfinite(kernels.absmax(replica.theta)) and np.isfinite(kernels.absmax(replica.momentum))):
@@ -325,7 +342,7 @@ def make_marker(
     chain = replica.chain
     if epoch is None:
         epoch = chain.epoch + (entry == "takeover")
-    learning_rate, momentum = outer_rates(settings, chain.tokens_merged + chain.tokens_lost)
+    learning_rate, momentum = outer_rates(replica, settings)
     return Record(
         fragment=chain.fragment,
         entry=entry,

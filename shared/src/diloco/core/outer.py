@@ -3,6 +3,8 @@
 Nesterov: ``momentum = mu * momentum + delta``; ``theta -= learning_rate * (delta + mu * momentum)`` (algorithm.md section 3).
 AdamW (arXiv 1711.05101): ``delta`` is a gradient, and the momentum two vectors, one after the other: the running means of
 gradients and of their squares.
+
+State that is merged takes no step: its new value is the average of the learners' (:class:`Average`).
 """
 
 from __future__ import annotations
@@ -107,11 +109,23 @@ class AdamW:
         return step
 
 
-NESTEROV = Nesterov()
+@dataclass(frozen=True)
+class Average(Nesterov):
+    """The rule of state that is merged: Nesterov's at a rate of 1 without momentum, which the owner states in each record.
+
+    So a version is the parameters before less the body, and the moment is the last body.
+    """
+
+    rates = 1.0, 0.0
+
+
+NESTEROV, AVERAGE = Nesterov(), Average()
 
 
 def optimizer(settings: RunSettings, fragment: Fragment) -> Optimizer:
     """Return the outer optimizer of a fragment."""
+    if fragment.state:
+        return AVERAGE
     return AdamW.of(settings, fragment) if settings.outer.optimizer == "adamw" else NESTEROV
 
 

@@ -108,7 +108,8 @@ class LogStream:
         self._two_bits = TWO_BITS in settings.requires
         self.epoch_step = EPOCH_STEP if self.regions else 1
         self.optimizers = [outer.optimizer(settings, fragment) for fragment in fragment_map.fragments]
-        versions = [quantise.body_bytes(fragment.size, settings.codec.record_bits) for fragment in fragment_map.fragments]
+        bits = settings.codec.record_bits
+        versions = [quantise.body_bytes(fragment.size, fragment.bits(bits)) for fragment in fragment_map.fragments]
         # parts that a reader keeps: an entry of each fragment at once, or any one that is larger
         self.most_parts_bytes = max(sum(map(codec.packed_limit, versions)), *map(self.most_body_bytes, range(len(versions))))
 

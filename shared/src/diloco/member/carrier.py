@@ -114,8 +114,8 @@ class Carrier:
         created = self.run.created
         for copy in await self._following.load(genesis):
             replica = copy.replica
-            gradients = created.outer.optimizer == "adamw"
-            values = DeltaValues(replica.theta, created.codec.error_feedback, gradients)
+            fragment = self.store.map.fragments[replica.chain.fragment]
+            values = DeltaValues.of(replica.theta, created, state=fragment.state)
             self._carried[replica.chain.fragment] = _Carried(values, replica.chain.version)
             self._tell(copy, None, False)
         if self.fragments:

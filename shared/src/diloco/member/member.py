@@ -120,8 +120,9 @@ class Member:
             self.learner.incarnation = self.shares.incarnation = self.admission.incarnation
         founder = self.settings.name if learns and self.transport.founds else None
         begin = partial(await_genesis, self.run, self.store, founder, partial(self._initial, initial), self.log)
-        for version in await self._load(await until_available(begin, self.log)):
-            self.learner.seat(version)
+        loaded = await self._load(await until_available(begin, self.log))
+        for fragment, version in zip(self.map.fragments, loaded, strict=True):
+            self.learner.seat(version, state=fragment.state)
         self.learner.take_up_accounts()
         if learns:
             await self.transport.subscribe(self.subjects.heartbeat(), self._hear_alive)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
 from diloco.core.delta import Reference
-from diloco.core.fragments import Fragment, FragmentMap, build_map
+from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, build_map
 from diloco.errors import SettingsError
 from diloco.member.peer import Layout
 from diloco.member.state import Content
@@ -32,7 +32,8 @@ from diloco_learner.model import COPY_BYTES, Capture, Vector, compare_states
 from diloco_learner.pytorch.device import Queue
 from diloco_learner.pytorch.inner import Inner
 from diloco_learner.pytorch.task import Task, loss_of
-from diloco_learner.pytorch.tensors import Rows, check_types, check_views, on_host, paths_of
+from diloco_learner.pytorch.tensors import Rows, check_types, check_views, merged_buffers, on_host, paths_of
+from diloco_learner.task_api import STATE
 from diloco_learner.tensors import tensor_of
 
 
@@ -81,19 +82,22 @@ class TorchIsland:
         check_types(self._module, source)
         rounds = any(tensor.dtype != torch.float32 for tensor in self._module.parameters() if tensor.requires_grad)
         self._masters = copy.deepcopy(self._module).float() if rounds else self._module
-        views = paths_of(self._masters)
+        views, of_state = paths_of(self._masters), {}
         if hasattr(task, "tensors"):
-            views = check_views(task.tensors(self._masters), self._masters, source)
+            views = check_views(_of(task.tensors(self._masters), state=False), self._masters, source)
+            of_state = _of(task.tensors(self._module), state=True)
         self._rows = Rows(views)
         self._inner = Inner(settings, task, _masters(self._masters, views))
         persistent = self._module.state_dict().keys()
         self._buffers = {name: buffer for name, buffer in self._module.named_buffers() if name in persistent}
+        self._state = Rows(merged_buffers(task, self._buffers, of_state, source))
         self._layout: dict[str, Chunk] = {}
 
     def fragments(self) -> FragmentMap:
         """Return the fragments that the run cuts the model into."""
         cut = self._run.fragments
-        return build_map(self._rows.specs(self._is_embedding), cut.count, cut.strategy)
+        state = [TensorSpec(path, tuple(buffer.shape), state=True) for path, buffer in self._state.views.items()]
+        return build_map([*self._rows.specs(self._is_embedding), *state], cut.count, cut.strategy)
 
     def _is_embedding(self, path: str) -> bool:
         """Return whether the task calls a tensor an embedding.
@@ -180,13 +184,16 @@ class TorchIsland:
 
     def read(self, fragment: Fragment) -> Reading:
         """Queue a copy of a fragment's values, as of the steps and writes so far."""
-        return Reading(self._queue.add(self._rows.read, fragment))
+        return Reading(self._queue.add(self._rows_of(fragment).read, fragment))
 
     snapshot = read  # an offer is made of the values
 
     def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
         """Queue the writing of a fragment, as :class:`diloco_learner.model.Carried` says; vectors are float32 [its size]."""
-        self._queue.add(self._rows.write, fragment, theta, reference, alpha)
+        self._queue.add(self._rows_of(fragment).write, fragment, theta, reference, alpha)
+
+    def _rows_of(self, fragment: Fragment) -> Rows:
+        return self._state if fragment.state else self._rows
 
     # ---- state
 
@@ -290,6 +297,13 @@ class TorchIsland:
         torch.manual_seed(seed)
         self._round()
         self._module.eval()
+
+
+def _of(named: Any, *, state: bool) -> Any:
+    """Return those of a task's ``tensors`` that are of its state, or the others; what is no mapping as it is."""
+    if not isinstance(named, Mapping):
+        return {} if state else named
+    return {path: view for path, view in named.items() if str(path).startswith(STATE) is state}
 
 
 def _masters(module: torch.nn.Module, views: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:

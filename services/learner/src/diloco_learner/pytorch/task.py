@@ -23,6 +23,7 @@ CALLED: dict[str, tuple[int, tuple[str, ...]]] = {
     "matrices": (1, ()),
     "tensor": (2, ()),
     "tensors": (1, ()),
+    "merge_state": (1, ()),
     "optimizer": (2, ()),
     "evaluate": (1, ()),
     "sample": (2, ("prompt",)),

@@ -15,6 +15,7 @@ from diloco.core.delta import Reference
 from diloco.core.fragments import Fragment, Piece, TensorSpec
 from diloco.errors import SettingsError
 from diloco_learner.model import Vector
+from diloco_learner.task_api import STATE, is_merged
 
 Views = dict[str, torch.Tensor]
 FLOATS = (torch.float32, torch.bfloat16)
@@ -24,6 +25,31 @@ def paths_of(module: torch.nn.Module) -> Views:
     """Return the trained parameters of a module by their paths."""
     named = module.named_parameters()
     return {name.replace(".", "/"): tensor.detach() for name, tensor in named if tensor.requires_grad}
+
+
+def merged_buffers(task: object, buffers: Views, named: Mapping[str, Any], source: str) -> Views:
+    """Return the buffers of a module that are merged, by their paths in the log.
+
+    ``buffers`` are those that are saved, by name; ``named`` are the task's ``tensors``, of which some may be views of buffers.
+    Errors begin with the ``source``.
+
+    Raises:
+        SettingsError: a view is of no such buffer, or the task has one averaged that is not float32.
+    """
+    paths = {buffer.data_ptr(): name.replace(".", "/") for name, buffer in buffers.items()}
+    for path, view in named.items():
+        if not isinstance(view, torch.Tensor) or view.data_ptr() not in paths or view.ndim > 1:
+            raise SettingsError(
+                f"{source}: tensors() has {path!r}, which begins with {STATE!r} and is no buffer of the module of at most one "
+                "axis: give one itself, such as module.norm.running_mean"
+            )
+        paths[view.data_ptr()] = path.removeprefix(STATE)
+    found = {}
+    for buffer in buffers.values():
+        path = paths[buffer.data_ptr()]
+        if is_merged(task, path, shown(buffer.dtype), ""):
+            found[STATE + path] = buffer
+    return found
 
 
 def check_types(module: torch.nn.Module, source: str) -> None:
