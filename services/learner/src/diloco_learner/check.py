@@ -73,6 +73,10 @@ def check(
 
     with members.users_errors(settings.task):
         loaded = frameworks.load(settings.task, data, cache_dir)
+        if not loaded.torch:
+            from diloco_learner import programs
+
+            programs.keep(cache_dir)  # learners need the same ones
         model = frameworks.make_model(loaded, settings, mesh)
         model.check(_first_batch(loaded, settings))
         if not loaded.torch:
