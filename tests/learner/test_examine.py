@@ -10,7 +10,8 @@ import pytest
 
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
-from diloco_learner.examine import Examination, examine
+from diloco_learner.examination import Examination
+from diloco_learner.examine import examine
 
 TASK = """
 import itertools

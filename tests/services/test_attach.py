@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.services.cluster import small, some_versions
 from tests.services.conftest import Launch
 
+import diloco
 from diloco.errors import RunError
 from diloco.service import rundir
 from diloco_ops import verify
@@ -32,6 +34,25 @@ async def test_a_run_that_others_started_is_verified_with_the_tapes_of_all_place
     assert verdict.live
     states = {check.name: check.state for check in verdict.checks}
     assert (states["log"], states["tapes"]) == ("holds", "holds")
+
+
+async def test_a_run_elsewhere_is_opened_by_its_address(launch: Launch) -> None:
+    cluster = launch(small(tokens=10**9))
+    with pytest.raises(RunError, match=f"run '{cluster.name}': not at nats://"):
+        await asyncio.to_thread(diloco.open, cluster.url, run=cluster.name)
+    await cluster.begin()
+    await some_versions(cluster)
+    run = await asyncio.to_thread(diloco.open, cluster.url, run=cluster.name)
+    status = await asyncio.to_thread(run.status)
+    assert {"toy-0", "toy-1"} <= set(status["learners"])
+    assert {row["owner"] for row in await asyncio.to_thread(run.metrics)} >= {"run", "toy-0", "toy-1"}
+    versions = await asyncio.to_thread(run.versions)
+    assert [one["fragment"] for one in versions] == list(range(cluster.settings.fragments.count))
+    assert all(one["version"] > 0 and not one["closed"] for one in versions)
+    first, last = await asyncio.to_thread(run.params, 0), await asyncio.to_thread(run.params)
+    assert first.keys() == last.keys()
+    assert any(np.any(first[path] != last[path]) for path in first)
+    cluster.gate.close()
 
 
 async def test_what_cannot_be_attached_to_is_refused_and_nothing_is_written(

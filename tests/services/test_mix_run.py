@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
-from tests.services.cluster import DEADLINE_S
-from tests.services.conftest import Diloco
+from tests.services.cluster import DEADLINE_S, small
+from tests.services.conftest import Diloco, Launch
+
+import diloco as api
+from diloco.errors import AdmissionError
 
 pytest.importorskip("grain", reason="the extra `data` is not installed: make extras")
 
@@ -43,13 +49,86 @@ def process_of(directory: Path, name: str) -> psutil.Process | None:
     return None
 
 
+TASK = """
+import jax, jax.numpy as jnp
+from diloco_learner.mix.mix import Mix
+
+class Bigrams:
+    def __init__(self, settings, data):
+        self.mix = Mix(settings, data)
+        self.batches, self.validation = self.mix.batches, self.mix.validation
+        self.tokens_per_batch = settings.batch * settings.context
+    def init(self, key): return {"table": jnp.zeros((self.mix.vocabulary, self.mix.vocabulary))}
+    def loss(self, params, batch):
+        scores = jax.nn.log_softmax(params["table"][batch[:, :-1]])
+        return -jnp.mean(jnp.take_along_axis(scores, batch[:, 1:, None], -1))
+    def is_embedding(self, path): return True
+
+def make(settings, data): return Bigrams(settings, data)
+"""
+
+
+def write_mix(folder: Path) -> Path:
+    """Write a mix of two sources, of words that differ."""
+    for name, words in {"verse": "to be or not to be that is the question", "prose": "it was the best of times"}.items():
+        (folder / name).mkdir()
+        for i in range(60):
+            (folder / name / f"{i:02}.txt").write_text(f"{words} {i}\n" * 40)
+    (folder / "mix.toml").write_text(MIX)
+    return folder / "mix.toml"
+
+
+async def test_a_loop_of_one_s_own_has_the_run_s_mix(launch: Launch, tmp_path: Path) -> None:
+    from diloco_learner.mix.mix import Mix
+
+    file = str(write_mix(tmp_path))
+    settings = small(learners=1, task__batch=4, task__context=16)
+    mix = Mix(settings.task, file)
+    cluster = launch(settings.with_mix(mix.settings))
+    cluster.coordinator()
+    cluster.syncers()
+    await cluster.link()
+    seen: list[np.ndarray] = []
+
+    def train() -> None:
+        params = {"weights": np.zeros((64, 8), np.float32)}
+        with api.join(cluster.url, run=cluster.name, name="lab", params=params, tokens=64) as run:
+            assert run.task.mix == mix.settings
+            for batch in run.batches(Mix(run.task, file).batches):
+                seen.append(batch)
+                params = run.step(run.params)
+            (tmp_path / "prose" / "00.txt").write_text("it was the worst of times\n")
+            with pytest.raises(AdmissionError, match="the content of source 'prose' is"):
+                Mix(run.task, file)
+
+    await asyncio.to_thread(train)
+    await cluster.ended()
+    expected = list(islice(mix.batches(0, 1, settings.seed, 0), len(seen)))
+    assert len(seen) >= settings.tokens // 64
+    np.testing.assert_array_equal(np.stack(seen), np.stack(expected))
+
+
+@pytest.mark.slow
+def test_a_task_of_one_s_own_and_a_learner_of_two_processes_train_on_a_mix(tmp_path: Path) -> None:
+    (tmp_path / "bigrams.py").write_text(TASK)
+    settings = {"task.batch": 4, "task.context": 16, "fragments.count": 2, "round.steps": 4, "shards": 1}
+    arguments = [
+        *("--run-dir", str(tmp_path / "run"), "--data", str(write_mix(tmp_path)), "--plain", "--learners", "1"),
+        *("--devices-per-learner", "2", "--processes-per-learner", "2", "--tokens", str(100 * TOKENS_PER_STEP)),
+        *(f"--set={key}={value}" for key, value in (settings | {"task.name": "bigrams:make"}).items()),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    assert subprocess.run([DILOCO, "up", *arguments], env=environment, check=False).returncode == 0
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert set(report["values"]) == {"val_loss/verse", "val_loss/prose"}
+    assert report["val_loss"] < report["val_loss_initial"]
+    assert report["data"]["errors"] == []
+    assert set(report["data"]["epochs"]) == {"verse", "prose"}
+
+
 @pytest.mark.slow
 def test_a_killed_learner_goes_on_exactly_and_its_training_is_replayed(diloco: Diloco, tmp_path: Path) -> None:
-    for name, words in {"verse": "to be or not to be that is the question", "prose": "it was the best of times"}.items():
-        (tmp_path / name).mkdir()
-        for i in range(60):
-            (tmp_path / name / f"{i:02}.txt").write_text(f"{words} {i}\n" * 40)
-    (tmp_path / "mix.toml").write_text(MIX)
+    write_mix(tmp_path)
     directory = tmp_path / "run"
     arguments = [
         *("--run-dir", str(directory), "--data", str(tmp_path / "mix.toml"), "--learners", "2", "--shards", "1", "--plain"),

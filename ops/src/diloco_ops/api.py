@@ -204,8 +204,16 @@ class Started(Run):
                 self._process.kill()
 
 
-def open_(place: str | os.PathLike[str], run: str | None = None) -> Run:
+def open_(
+    place: str | os.PathLike[str],
+    run: str | None = None,
+    *,
+    bulk: str | None = None,
+    identity: str | os.PathLike[str] | None = None,
+) -> Run:
     """Return the run in a directory, or the ``run`` of this name at the server of an address (``nats://host:port``).
+
+    ``bulk``: of a run with regions, the server of one. ``identity``: the file of an operator or observer (``diloco keys``).
 
     Raises:
         RunError: there is none.
@@ -214,8 +222,9 @@ def open_(place: str | os.PathLike[str], run: str | None = None) -> Run:
     """
     text = os.fspath(place)
     if "://" not in text:
-        if run is not None:
-            raise SettingsError(f"diloco.open({text!r}, run={run!r}): a directory is of one run; leave the name out")
+        for name, given in (("run", run), ("bulk", bulk), ("identity", identity)):
+            if given is not None:
+                raise SettingsError(f"diloco.open({text!r}, {name}={given!r}): a directory is of one run; leave {name} out")
         rundir.load(Path(text))
         return Run(Path(text))
     if run is None:
@@ -223,7 +232,8 @@ def open_(place: str | os.PathLike[str], run: str | None = None) -> Run:
     folder = tempfile.TemporaryDirectory(prefix="diloco-")
     atexit.register(folder.cleanup)
     path = Path(folder.name) / run
-    _in_a_loop(lambda: attach.attached(path, run, text))
+    file = None if identity is None else str(Path(identity).resolve())
+    _in_a_loop(lambda: attach.attached(path, run, text, bulk, file))
     return Run(path)
 
 

@@ -259,4 +259,6 @@ async def _mean(seen: RunReader, fragment: int, version: int, average: int) -> V
         raise RunError(
             f"run {seen.run.name!r}, fragment {fragment}: its log ends with version {replica.chain.version}, expected {version}"
         )
-    return (total / average).astype(np.float32)
+    del replica  # before its mean is rounded
+    total /= average
+    return total.astype(np.float32)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import shutil
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -11,27 +13,54 @@ import typer
 
 from diloco.errors import RunError
 
-TEMPLATES = Path(__file__).parent / "templates"
-COMMON = "common"  # the files that all have
+FOLDER = Path(__file__).parent / "templates"
+COMMON, IMAGES = "common", "images"  # the files that all have; those that have images to train on
 
 
 class Template(enum.StrEnum):
     """The templates that there are."""
 
     GPT = "gpt"
+    FLAX = "flax"
+    EQUINOX = "equinox"
+    TORCH = "torch"
     VISION = "vision"
 
 
-ABOUT = {Template.GPT: "a small GPT on text", Template.VISION: "a small network that tells shapes in images"}
+@dataclass(frozen=True)
+class Project:
+    """A template as people see it."""
+
+    about: str
+    folders: tuple[str, ...] = ()  # whose files it has, beside its own and the common ones
+    needs: str = ""  # the package of this name, which diloco[all] does not bring
+    install: str = ""  # how to install it
+
+    def missing(self) -> str:
+        """Return how to install the package that it needs, where that is not there; else nothing."""
+        return self.install if self.needs and find_spec(self.needs) is None else ""
+
+
+PROJECTS = {
+    Template.GPT: Project("a small GPT on text, in plain JAX"),
+    Template.FLAX: Project("a small network in Flax NNX that tells shapes in images", (IMAGES,), "flax", "pip install flax"),
+    Template.EQUINOX: Project(
+        "a small network in Equinox that tells shapes in images", (IMAGES,), "equinox", "pip install equinox"
+    ),
+    Template.TORCH: Project(
+        "a small network in PyTorch that tells shapes in images", (IMAGES,), "torch", "pip install 'diloco[torch]'"
+    ),
+    Template.VISION: Project("a small network in plain JAX that tells shapes in images", (IMAGES,)),
+}
 README = """# {name}
 
 {about}, trained by several learners with Decoupled DiLoCo.
 
-    python -m pytest            # the task is fit (pip install pytest)
+    python -m pytest            # the task is fit (pip install pytest{install})
     diloco check task.py        # its tensors, memory, and what is unusual
     python train.py             # train it on this machine; Ctrl-C stops in order, the report is in runs/
 
-`task.py` has model, loss and data; `settings.py` has tokens, learners and settings.
+`task.py` has {parts}; `settings.py` has tokens, learners and settings.
 Take the weights with `diloco export runs/... model.safetensors`.
 """
 
@@ -43,11 +72,20 @@ def init(
     """Make a project that trains and tests itself."""
     if folder.exists():
         raise RunError(f"{folder}: exists; name a new folder")
+    project = PROJECTS[template]
     try:
         folder.mkdir(parents=True)
-        for source in sorted([*(TEMPLATES / COMMON).glob("*.py"), *(TEMPLATES / template).glob("*.py")]):
-            shutil.copyfile(source, folder / source.name)
-        (folder / "README.md").write_text(README.format(name=folder.name, about=ABOUT[template].capitalize()), encoding="utf-8")
+        for name in (COMMON, *project.folders, template):
+            for source in sorted((FOLDER / name).glob("*.py")):
+                shutil.copyfile(source, folder / source.name)
+        (folder / "README.md").write_text(_readme(folder.name, project), encoding="utf-8")
     except OSError as error:
         raise RunError(f"{folder}: was not made: {error}") from None
-    print(f"{folder}: {ABOUT[template]}; next: cd {folder} && python train.py")
+    first = f"{project.missing()} && " if project.missing() else ""
+    print(f"{folder}: {project.about}; next: {first}cd {folder} && python train.py")
+
+
+def _readme(name: str, project: Project) -> str:
+    install = f"; {project.install}" if project.install else ""
+    parts = "the model and its loss, `images.py` the data" if IMAGES in project.folders else "the model, its loss and its data"
+    return README.format(name=name, about=project.about[0].upper() + project.about[1:], install=install, parts=parts)

@@ -21,6 +21,7 @@ from diloco.member.statefile import header_of
 Precision = Literal["float32", "bfloat16", "float16"]
 Vector = NDArray[np.float32]
 
+CHUNK = 1 << 20  # values rounded at a time
 SHARD_BYTES = 5 * 10**9  # as transformers cut them for years; any size is read
 _TYPES: dict[Precision, tuple[str, int]] = {
     "float32": ("F32", 4),
@@ -186,5 +187,10 @@ def converted(values: Vector, precision: Precision, name: str) -> NDArray[Any]:
                 f"tensor {name!r}: {float(np.abs(values).max()):g} is more than float16 can be; export it as bfloat16"
             )
         return halves
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    bits = np.ascontiguousarray(values).view(np.uint32).reshape(-1)
+    rounded = np.empty(bits.size, np.uint16)
+    for start in range(0, bits.size, CHUNK):  # each line below makes an array of its own
+        part = bits[start : start + CHUNK]
+        to_even = (part >> np.uint32(16)) & np.uint32(1)
+        rounded[start : start + CHUNK] = (part + np.uint32(0x7FFF) + to_even) >> np.uint32(16)
+    return rounded.reshape(values.shape)

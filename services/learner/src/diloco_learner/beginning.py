@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from diloco.core.fragments import FragmentMap
-from diloco.settings.service import LearnerSettings
 from diloco_learner import programs
 from diloco_learner.island import Island
 from diloco_learner.process import Process, begin_with_file
@@ -19,14 +17,6 @@ from diloco_learner.task import Task, load_task
 from diloco_learner.task_api import first_batch
 
 Turn = Callable[[str], AbstractContextManager[None]]  # waits until this process is to compile the programs of a name
-
-
-def set_up_jax(settings: LearnerSettings) -> None:
-    """Have JAX keep compiled programs."""
-    update: Callable[[str, Any], None] = jax.config.update
-    update("jax_compilation_cache_dir", str(settings.cache_dir))
-    update("jax_persistent_cache_min_compile_time_secs", 0.02)
-    update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 class Beginning:

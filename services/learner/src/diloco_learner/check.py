@@ -96,6 +96,10 @@ def checked(
     cache_dir = LearnerSettings(name="check").cache_dir
     with members.users_errors(settings.task):
         loaded = frameworks.load(settings.task, data, cache_dir)
+        if not loaded.torch:
+            from diloco_learner import programs
+
+            programs.keep(cache_dir)  # learners need the same ones
         model = frameworks.make_model(loaded, settings, mesh)
         batches = _first_batches(loaded, settings)
         model.check(batches[0])

@@ -33,9 +33,9 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
     with members.users_errors(settings.task):
         loaded = frameworks.load(settings.task, data, own.cache_dir)
         if not loaded.torch:
-            from diloco_learner.beginning import set_up_jax
+            from diloco_learner import programs
 
-            set_up_jax(own)
+            programs.keep(own.cache_dir)
         island = frameworks.make_model(loaded, settings, own.mesh)
         weights.put(path, island, island.fragments(), setting="")
         if sample is None:

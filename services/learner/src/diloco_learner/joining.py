@@ -30,6 +30,7 @@ from diloco.member.member import Boundary, Member
 from diloco.member.shares import OwnData
 from diloco.process import observe
 from diloco.service import skeleton
+from diloco.settings.run import TaskSettings
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import nearest, parse
 from diloco_learner.feed import Batch, Feed
@@ -116,6 +117,11 @@ class JoinedRun:
     def params(self) -> Any:
         """The parameters as of the last boundary; at first those of the run."""
         return self._parameters.tree
+
+    @property
+    def task(self) -> TaskSettings:
+        """The run's settings of its task: with them ``Mix(run.task, "mix.toml")`` has the run's batches, or is refused."""
+        return self._member.run.created.task
 
     @property
     def steps(self) -> int:

@@ -13,13 +13,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import jax
 from blake3 import blake3
 
 LOOK_S = 0.05  # small beside the second that loading takes, and 20 looks a second cost nothing
 PATIENCE_S = 300.0  # a process that compiles may be frozen; the others then compile, too
+
+
+def keep(cache_dir: Path) -> None:
+    """Have JAX keep compiled programs in a folder, for all processes that compile the same."""
+    update: Callable[[str, Any], None] = jax.config.update
+    update("jax_compilation_cache_dir", str(cache_dir))
+    update("jax_persistent_cache_min_compile_time_secs", 0.02)
+    update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def name_of(*about: str) -> str:

@@ -14,7 +14,7 @@ from diloco.process import observe
 from diloco.service import skeleton as service
 from diloco.settings.service import LearnerSettings
 from diloco_learner import agreement, alone, programs, replay, together
-from diloco_learner.beginning import Beginning, set_up_jax
+from diloco_learner.beginning import Beginning
 from diloco_learner.mesh import make_mesh
 from diloco_learner.process import Process, begun, until_asked
 
@@ -37,7 +37,7 @@ def _work_alone(process: Process, mesh: Mesh | None) -> None:
 
 def work(settings: LearnerSettings, stopping: Callable[[], bool]) -> None:
     """Join the run and train, or evaluate, until it is over or this process is asked to end."""
-    set_up_jax(settings)
+    programs.keep(settings.cache_dir)
     alone_ = settings.processes.count == 1
     if not alone_:
         agreement.check(settings)

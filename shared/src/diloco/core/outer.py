@@ -10,6 +10,7 @@ State that is merged takes no step: its new value is the average of the learners
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -147,18 +148,34 @@ def fold(
 
     ``momentum``, float32 [moments * size], changes in place; ``theta``, float32 [size], too unless ``theta_out`` is given.
     """
-    out = theta if theta_out is None else theta_out
-    vectors = [out, *_moments(theta, momentum)]
-    hashes = [blake3() for _ in vectors]
-    delta = np.empty(min(CHUNK, theta.size), np.float32)
-    for start in range(0, theta.size, CHUNK):
-        stop = min(start + CHUNK, theta.size)
-        part = quantise.dequantise(body, theta.size, bits, delta[: stop - start], start=start)
-        if theta_out is not None:
-            out[start:stop] = theta[start:stop]
-        slices = [vector[start:stop] for vector in vectors]
-        step(start, slices[0], slices[1:], part)
-        for hashed, values in zip(hashes, slices, strict=True):
+    moments = _moments(theta, momentum)
+
+    def slices(start: int, stop: int) -> list[Vector]:
+        if theta_out is None:
+            return [vector[start:stop] for vector in (theta, *moments)]
+        theta_out[start:stop] = theta[start:stop]
+        return [vector[start:stop] for vector in (theta_out, *moments)]
+
+    return _stepped(theta.size, slices, body, bits, step)
+
+
+def folded_hash(theta: Vector, momentum: Vector, body: NDArray[np.uint8], bits: int, step: Step) -> bytes:
+    """Return the state hash that :func:`fold` would give, of ``theta`` float32 [size] and the rest alike; nothing changes."""
+    vectors = theta, *_moments(theta, momentum)
+    return _stepped(theta.size, lambda start, stop: [vector[start:stop].copy() for vector in vectors], body, bits, step)
+
+
+def _stepped(size: int, slices: Callable[[int, int], list[Vector]], body: NDArray[np.uint8], bits: int, step: Step) -> bytes:
+    """Take the outer step on slices of theta and moments, one after another; return the state hash of the results."""
+    hashes: list[blake3] = []
+    delta = np.empty(min(CHUNK, size), np.float32)
+    for start in range(0, size, CHUNK):
+        stop = min(start + CHUNK, size)
+        part = quantise.dequantise(body, size, bits, delta[: stop - start], start=start)
+        stepped = slices(start, stop)
+        step(start, stepped[0], stepped[1:], part)
+        hashes = hashes or [blake3() for _ in stepped]
+        for hashed, values in zip(hashes, stepped, strict=True):
             hashed.update(values.view(np.uint8).data)
     return _hash_of([hashed.digest() for hashed in hashes])
 

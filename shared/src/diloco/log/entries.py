@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
-from functools import partial
 from typing import TypeVar
 
 from diloco.core.chain import Chain, WrongEntries
@@ -127,13 +126,12 @@ class Entries:
         refuse: Refuse,
         wrong: WrongEntries,
         *,
-        in_place: bool = True,
         judge: bool = False,
         doubtful: int | None = None,
     ) -> AsyncIterator[Entry]:
-        """Fold the entries after a replica's, up to a message of the stream; yield each that was folded.
+        """Fold the entries after a replica's into its arrays, up to a message of the stream; yield each that was folded.
 
-        ``judge``: tell wrong entries, which costs a copy of the replica for each entry; they are refused like others that do
+        ``judge``: tell wrong entries, which takes the time of a second fold of each; they are refused like others that do
         not follow. ``wrong`` receives them, and those that follow them. ``doubtful``: the replica is of a keyframe after the
         entry with this sequence, which may be a wrong one; a takeover that does not follow the replica says so.
 
@@ -151,8 +149,8 @@ class Entries:
                 continue
             follows_wrong = wrong.note(entry.record, entry.entry_hash)
             try:
-                fold_one = partial(judged, replica, entry) if judge else partial(fold, replica, entry, in_place=in_place)
-                await unbroken(asyncio.to_thread(fold_one))
+                fold_one = judged if judge else fold
+                await unbroken(asyncio.to_thread(fold_one, replica, entry))
             except ChainError as error:
                 if isinstance(error, WrongEntryError):
                     wrong.add(entry.record, entry.entry_hash)

@@ -176,7 +176,9 @@ class LogFollower:
                 return copy
 
     async def to_end(self, copy: Copy, stop_sequence: int | None = None, *, judge: bool = False) -> None:
-        """Fold the entries that a copy lacks, up to its log's end or to a message of it; ``judge`` them all, or none.
+        """Fold the entries that a loaded copy lacks, up to its log's end or to a message of it; ``judge`` them all, or none.
+
+        Nobody else has its arrays yet, so that they are folded in place.
 
         Raises:
             StateError: folding gives another state than an entry states; the copy is worth nothing.
@@ -186,7 +188,7 @@ class LogFollower:
         fragment, entries = copy.replica.chain.fragment, self.store.entries
         end = await self.store.reader.end_sequence(fragment) if stop_sequence is None else stop_sequence
         async for entry in entries.fold_missed(
-            copy.replica, end, self.refuse, self.wrong[fragment], in_place=self.in_place, judge=judge, doubtful=copy.doubtful
+            copy.replica, end, self.refuse, self.wrong[fragment], judge=judge, doubtful=copy.doubtful
         ):
             _note(copy, entry)
         copy.fence = end

@@ -190,11 +190,11 @@ class Reader:
                     continue
                 oldest = keyframe.version
                 if oldest <= version:
-                    loaded = await self._load(keyframe, chain, inline, stored.sequence)
+                    loaded = await self._load(keyframe, chain, inline, stored.sequence, residual=False)
                     break
         with contextlib.suppress(MessageError):
             if loaded is None and await self.begins_with(fragment, genesis_check):
-                loaded, oldest = await self.load_first(fragment, genesis, genesis_check), 0
+                loaded, oldest = await self.load_first(fragment, genesis, genesis_check, residual=False), 0
         end = await self.end_sequence(fragment)
         replica = loaded.replica if loaded else None
         if replica is not None and replica.chain.version < version:

@@ -1,20 +1,16 @@
-"""A small convolutional network that tells shapes in noisy images, which are drawn as they are needed."""
+"""A small convolutional network that tells shapes in noisy images."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from images import CLASSES, Images
 
 from diloco.settings.run import TaskSettings
-from diloco_learner.task import Aux, Units
-
-SIZE, CLASSES = 16, 4  # pixels of a side; square, cross, diagonal cross, ring
+from diloco_learner.task import Aux
 
 
 @dataclass(frozen=True)
@@ -26,12 +22,10 @@ class Options:
     batch: int = 64
 
 
-class Task:
-    units = Units(item="image", loss="nats per image")
-
+class Task(Images):
     def __init__(self, options: Options) -> None:
+        super().__init__(options.batch, options.noise)
         self.options = options
-        self.tokens_per_batch = options.batch
 
     def init(self, key: jax.Array) -> Any:
         a, b, c = jax.random.split(key, 3)
@@ -51,33 +45,6 @@ class Task:
         scores = x.mean((2, 3)) @ params["head"].T + params["bias"]
         right = jnp.mean(jnp.argmax(scores, -1) == batch["y"])
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(scores), batch["y"][:, None], -1)), Aux({"accuracy": right})
-
-    def images(self, seed: tuple[int, ...]) -> dict[str, Any]:
-        rng = np.random.default_rng(seed)
-        y = rng.integers(CLASSES, size=self.options.batch)
-        x = rng.normal(0, self.options.noise, (len(y), SIZE, SIZE))
-        for image, kind in zip(x, y, strict=True):
-            row, column = rng.integers(SIZE - 7, size=2)
-            image[row : row + 7, column : column + 7] += SHAPES[kind]
-        return {"x": x.astype(np.float32), "y": y.astype(np.int32)}
-
-    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[Any]:
-        return (self.images((seed, share, number)) for number in itertools.count(start))
-
-    def validation(self) -> list[Any]:
-        return [self.images((2**32, number)) for number in range(8)]
-
-
-def shapes() -> Any:
-    """Return the shapes to tell, float32 [4, 7, 7]."""
-    square, cross, diagonal = np.ones((7, 7)), np.zeros((7, 7)), np.eye(7)
-    cross[3], cross[:, 3] = 1, 1
-    ring = square.copy()
-    ring[2:5, 2:5] = 0
-    return 2 * np.stack([square, cross, np.maximum(diagonal, diagonal[::-1]), ring])
-
-
-SHAPES = shapes()
 
 
 def make(settings: TaskSettings, data: str | None, options: Options) -> Task:

@@ -124,6 +124,28 @@ class TorchIsland:
         """
         self.rehearse(batch)
 
+    def rounded_tensors(self) -> list[str]:
+        """Return the paths of the trained parameters that the module has in bfloat16."""
+        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        pairs = zip(self._inner.masters, trained, strict=True)
+        return [path for path, parameter in pairs if parameter.dtype == torch.bfloat16]
+
+    def without_gradient(self, batch: Any) -> list[str]:
+        """Return the trained parameters on which a batch's loss does not depend, near the first values, where zeros hide none.
+
+        The model has other values then, and is not to be trained.
+        """
+
+        def move() -> None:
+            with torch.no_grad():
+                for view in self._rows.views.values():
+                    view.add_(torch.randn_like(view), alpha=0.01)
+
+        self._queue.do(move)
+        self.begin_step(batch, 0.0).wait()
+        masters = self._inner.masters.items()
+        return [path for path, master in masters if master.grad is None or not bool(master.grad.any())]
+
     # ---- steps
 
     def rehearse(self, batch: Any) -> None:

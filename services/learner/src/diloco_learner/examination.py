@@ -1,0 +1,155 @@
+"""All that ``diloco check`` says of a task before it is trained, and the part of finding it out that knows no framework."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from diloco.core import quantise
+from diloco.core.fragments import FragmentMap
+from diloco.settings.run import RunSettings
+from diloco_learner import members
+from diloco_learner.task_api import Batches, next_batch
+from diloco_learner.tensors import tensor_of
+
+BATCHES, BATCHES_S = 64, 3.0  # looked for the end of a share's data: so many, or for so long, so that a person can wait for it
+SHARES = 4  # compared with each other
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """A tensor as the run treats it."""
+
+    path: str
+    shape: list[int]
+    dtype: str
+    size_bytes: int  # of float32, as offers and versions have it
+    fragments: list[int]
+    merge: str
+    matrices: int  # that the built-in optimizer of matrices sees
+
+
+@dataclass(frozen=True)
+class StateFacts:
+    """An array of a task's state as the run treats it."""
+
+    path: str
+    shape: list[int]
+    dtype: str
+    fragments: list[int]  # none: it is its learner's own
+    merge: str  # average, or local
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All that is known of a task before it is trained; sizes in bytes."""
+
+    task: str
+    parameters: int
+    tensors: list[TensorFacts]
+    state: list[StateFacts]
+    fragments: list[dict[str, Any]]  # index, parameters, bytes of an offer
+    memory: dict[str, int]  # of the compiled step: arguments, results, temporaries, program; empty where nobody knows
+    constants: list[dict[str, Any]]  # shape, dtype and bytes of arrays that the loss has closed over
+    step_s: float  # of the second step, on this machine
+    loss: float  # of the first batch, with the first parameters
+    units: str | None
+    warnings: list[str]
+
+
+def share_of(task: Batches, settings: RunSettings, share: int, start: int = 0) -> Iterator[Any]:
+    """Return a share's batches from the ``start``-th on."""
+    return task.batches(share, settings.learners, settings.seed, start)
+
+
+def unsteady_data(
+    task: Batches, settings: RunSettings, first: Sequence[Any], as_bytes: Callable[[Any], bytes]
+) -> Iterator[str]:
+    """Yield what is unusual in a task's batches: a batch is to depend on seed, share and number alone.
+
+    ``first`` are the first two of the first share, as they were made before.
+
+    Raises:
+        SettingsError: a share's batches end.
+    """
+    where, began_s = members.place(task.batches), time.monotonic()
+    batches = share_of(task, settings, 0)
+    kept = [as_bytes(batch) for batch in first]
+    again = [as_bytes(next_batch(batches, settings.task, 0, index)) for index in range(2)]
+    for index in range(2, BATCHES):
+        if time.monotonic() - began_s > BATCHES_S:
+            break
+        next_batch(batches, settings.task, 0, index)
+    if again != kept:
+        yield f"batches() gives other batches when it is called again: a learner that comes back trains others{where}"
+    elif as_bytes(next(share_of(task, settings, 0, 1))) != kept[1]:
+        yield f"batches(start=1) does not begin with the second batch: a learner that comes back trains others{where}"
+    if kept[0] == kept[1]:
+        yield f"batches() gives the same batch twice, the first and the second of share 0{where}"
+    seen = {kept[0]: 0}
+    for share in range(1, min(SHARES, settings.learners)):
+        same = seen.setdefault(as_bytes(next_batch(share_of(task, settings, share), settings.task, share, 0)), share)
+        if same != share:
+            yield f"shares {same} and {share} begin with the same batch: learners train on the same data{where}"
+
+
+def without_gradient(path: str, where: str) -> str:
+    """Return the warning of a tensor that nothing trains; ``where`` the loss is written ends the sentence."""
+    return f"tensor {path!r} has no gradient: the loss of the first batch does not depend on it{where}"
+
+
+def two_results(losses: tuple[float, float], differing: list[str]) -> list[str]:
+    """Return a warning if the same step gave two losses, or arrays that differ, by name."""
+    if losses[0] == losses[1] and not differing:
+        return []
+    named = f"; {differing[0]} differs" if differing else ""
+    return [f"the same step gives two results (losses {losses[0]!r}, {losses[1]!r}{named}): no replay can agree"]
+
+
+def fragment_facts(fragments: FragmentMap, settings: RunSettings) -> list[dict[str, Any]]:
+    """Return of each fragment its index, parameters, and bytes of an offer."""
+    bits = settings.codec.offer_bits
+    return [
+        {"index": one.index, "parameters": one.size, "offer_bytes": quantise.body_bytes(one.size, one.bits(bits))}
+        for one in fragments.fragments
+    ]
+
+
+def tensor_facts(task: object, settings: RunSettings, fragments: FragmentMap, rounded: set[str]) -> list[TensorFacts]:
+    """Return the trained tensors as the run treats them; those ``rounded`` are bfloat16 in the model."""
+    found = lies(fragments)
+    return [
+        TensorFacts(
+            path=tensor.path,
+            shape=list(tensor.model_shape),
+            dtype="bfloat16" if tensor.path in rounded else "float32",
+            size_bytes=4 * tensor.size,
+            fragments=found[tensor.path],
+            merge=_merge(settings, tensor.shape, embedding=tensor.embedding),
+            matrices=len(tensor_of(task, tensor.path, tensor.model_shape).matrices(tensor.model_shape)),
+        )
+        for tensor in fragments.tensors
+        if not tensor.state
+    ]
+
+
+def lies(fragments: FragmentMap) -> dict[str, list[int]]:
+    """Return by tensor the fragments that it lies in."""
+    found: dict[str, set[int]] = {}
+    for fragment in fragments.fragments:
+        for piece in fragment.pieces:
+            found.setdefault(piece.path, set()).add(fragment.index)
+    return {path: sorted(indexes) for path, indexes in found.items()}
+
+
+def _merge(settings: RunSettings, shape: tuple[int, ...], *, embedding: bool) -> str:
+    """Say how offers of a tensor are merged; a row, along the last axis, is one output unit."""
+    if embedding or settings.merge.method == "average":
+        return "average"
+    if settings.merge.granularity == "tensor" or len(shape) < 2:
+        return "one norm"
+    return f"row: {int(np.prod(shape[:-1]))} norms"

@@ -1,0 +1,83 @@
+"""All that ``diloco check`` says of a task of PyTorch: :mod:`diloco_learner.examine`, but for what a compiled program has."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from diloco.errors import SettingsError
+from diloco.settings.run import RunSettings
+from diloco_learner import examination, members
+from diloco_learner.check import Checked
+from diloco_learner.examination import Examination, StateFacts
+from diloco_learner.model import parameters_digest
+from diloco_learner.pytorch.island import TorchIsland
+from diloco_learner.task_api import STATE
+
+
+def examine(settings: RunSettings, made: Checked) -> Examination:
+    """Make a task that is known to be fit, and take its first step twice.
+
+    Raises:
+        SettingsError: batches end, or the first step has no finite loss or gradients.
+    """
+    with members.users_errors(settings.task):
+        task, first = made.loaded.task, made.batches[0]
+        warnings = list(examination.unsteady_data(task, settings, made.batches, _bytes))
+        where = members.place(task.loss)
+        untrained = TorchIsland(task, settings).without_gradient(first)
+        warnings += [examination.without_gradient(path, where) for path in untrained]
+        island, other = TorchIsland(task, settings), TorchIsland(task, settings)
+        loss = _step(island, first, settings)
+        began_s = time.monotonic()
+        again = _step(other, first, settings)
+        step_s = time.monotonic() - began_s
+        fragments = island.fragments()
+        lies = examination.lies(fragments)
+        differing = [] if parameters_digest(island, fragments) == parameters_digest(other, fragments) else ["a parameter"]
+        return Examination(
+            task=settings.task.name,
+            parameters=sum(tensor.size for tensor in island.tensors()),
+            tensors=examination.tensor_facts(task, settings, fragments, set(island.rounded_tensors())),
+            state=[
+                StateFacts(tensor.path.removeprefix(STATE), list(tensor.shape), "float32", lies[tensor.path], "average")
+                for tensor in fragments.tensors
+                if tensor.state
+            ],
+            fragments=examination.fragment_facts(fragments, settings),
+            memory={},
+            constants=[],
+            step_s=step_s,
+            loss=loss,
+            units=made.found.units,
+            warnings=warnings + examination.two_results((loss, again), differing),
+        )
+
+
+def _step(island: TorchIsland, batch: Any, settings: RunSettings) -> float:
+    """Take a step; return its loss.
+
+    Raises:
+        SettingsError: loss or gradients are not finite.
+    """
+    loss = island.begin_step(batch, settings.inner.learning_rate).wait()
+    if not math.isfinite(loss):
+        raise SettingsError(
+            f"task.name = {settings.task.name!r}: the first step's loss, or its gradient, is not finite: no step is ever "
+            f"taken{members.place(island.task.loss)}"
+        )
+    return loss
+
+
+def _bytes(batch: Any) -> bytes:
+    """Return the bytes of all arrays in a batch: dicts, lists and tuples of arrays of torch or NumPy."""
+    if isinstance(batch, Mapping):
+        return b"".join(_bytes(batch[key]) for key in sorted(batch))
+    if isinstance(batch, list | tuple):
+        return b"".join(map(_bytes, batch))
+    return np.asarray(batch.cpu() if isinstance(batch, torch.Tensor) else batch).tobytes()
