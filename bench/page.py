@@ -22,6 +22,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from diloco.control.history import Past
 from diloco.core.changes import Changes
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.process import observe
@@ -31,7 +32,6 @@ from diloco.wire.entries import Record
 from diloco.wire.offers import Member
 from diloco_coordinator import history, overview
 from diloco_coordinator.alerts import Alerts
-from diloco_coordinator.history import Past
 from diloco_coordinator.merges import MAX_MERGES
 from diloco_coordinator.monitor import MAX_POINTS, Monitor
 from diloco_coordinator.page.drawing import Drawing

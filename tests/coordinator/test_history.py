@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.coordinator.test_monitor import heartbeat, monitor, record, settings, story
 
+from diloco.control.history import MAX_BYTES, MAX_PLAIN_BYTES, Past, unpack
 from diloco.core.changes import Changes
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.errors import FenceError, FormatError
 from diloco.settings.presets import run_settings
 from diloco_coordinator import history, overview
 from diloco_coordinator.alerts import Alerts
-from diloco_coordinator.history import History, Past
+from diloco_coordinator.history import History
 from diloco_coordinator.monitor import Monitor
 from diloco_coordinator.thinning import evenly, fewer
 from diloco_report.page import parts
@@ -33,7 +34,7 @@ def past_of(made: Monitor, now_s: float, term: int = 1, alerts: Alerts | None = 
 def test_what_is_stored_goes_on_at_another_coordinator() -> None:
     first, alerts = story(), Alerts()
     alerts.note(first, 33.0)
-    found = history.unpack(history.pack(past_of(first, 33.0, 7, alerts)))
+    found = unpack(history.pack(past_of(first, 33.0, 7, alerts)))
     assert (found.term, found.at_s) == (7, 1.7e9)
     second, again = monitor("us", "eu"), Alerts()
     second.resume(found.curves)
@@ -52,7 +53,7 @@ def test_what_is_stored_goes_on_at_another_coordinator() -> None:
 
 def test_a_page_of_what_is_stored_is_drawn_as_the_leaders_own() -> None:
     first = story()
-    found = history.unpack(history.pack(past_of(first, 33.0)))
+    found = unpack(history.pack(past_of(first, 33.0)))
     drawn = parts(overview.report(found.picture, settings("us", "eu"), 4.0) | {"series": overview.series(found.curves)})
     own = past_of(first, 33.0)
     series = overview.series(overview.thinned(own.curves))
@@ -87,8 +88,8 @@ def large(learners: int, fragments: int, versions: int, points: int) -> Monitor:
 def test_a_large_and_long_run_is_stored_within_the_bound() -> None:
     made = large(learners=64, fragments=16, versions=40, points=1500)
     packed = history.pack(past_of(made, 604_800.0))
-    assert len(packed) <= history.MAX_BYTES
-    curves = history.unpack(packed).curves
+    assert len(packed) <= MAX_BYTES
+    curves = unpack(packed).curves
     assert len(curves["learners"]) == 64
     for learner in curves["learners"].values():
         assert learner["points"][-1][0] == 1499  # the newest point stays
@@ -109,15 +110,15 @@ def test_a_run_whose_members_alone_are_too_many_is_refused_in_words() -> None:
         (b"", "zstd|frame"),
         (zstandard.compress(b"[]"), "another version"),
         (zstandard.compress(b'{"format": 2}'), "another version"),
-        (zstandard.compress(bytes(history.MAX_PLAIN_BYTES + 1)), "bytes when unpacked"),
-        (bytes(history.MAX_BYTES + 1), "at most"),
+        (zstandard.compress(bytes(MAX_PLAIN_BYTES + 1)), "bytes when unpacked"),
+        (bytes(MAX_BYTES + 1), "at most"),
         (zstandard.compress(b'{"format": 1, "picture": [], "curves": {}}'), "objects"),
         (zstandard.compress(b"[" * 100_000), "damaged"),
     ],
 )
 def test_what_is_no_history_is_refused(stored: bytes, said: str) -> None:
     with pytest.raises(FormatError, match=said):
-        history.unpack(stored)
+        unpack(stored)
 
 
 @given(st.lists(st.integers(), max_size=300), st.integers(1, 100))
@@ -183,4 +184,4 @@ async def test_a_damaged_history_is_written_over() -> None:
     with pytest.raises(FormatError):
         await own.read()
     await own.write(history.pack(past_of(story(), 33.0, 1)), 1)
-    assert history.unpack(key.value).term == 1
+    assert unpack(key.value).term == 1

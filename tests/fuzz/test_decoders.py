@@ -52,6 +52,7 @@ from tests.shared.test_tape import ANY_EVENT, HEADER, written
 from diloco.control import admission, creation, tables
 from diloco.control.admission import Admission
 from diloco.control.creation import Run
+from diloco.control.history import Past, unpack
 from diloco.core import changes, codec, fold, leases, outer, quantise, tape
 from diloco.core.chain import Chain
 from diloco.core.changes import Changes, Quarantine, Set, in_force
@@ -591,12 +592,12 @@ def _(data: bytes) -> None:
     SeriesFile(file(data, "series/series.json").parent, cast(Any, Silent())).resume(monitor("us", "eu"))
 
 
-HISTORY = just(history.pack(history.Past(3, 1.0, {"facts": {}}, story().curves(33.0))))
+HISTORY = just(history.pack(Past(3, 1.0, {"facts": {}}, story().curves(33.0))))
 
 
 @decoder("coordinator: the history", sources(HISTORY, _json(SERIES).map(zstandard.compress)), FormatError)
 def _(data: bytes) -> None:
-    past = history.unpack(data)
+    past = unpack(data)
     SeriesFile(Path(folder().name) / "none", cast(Any, Silent())).resume(monitor("us", "eu"), past.curves)
 
 

@@ -15,6 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from diloco_ops.live.screen import LiveView, plain_line, render
+from diloco_ops.live.watched import Watched
 
 
 def fake_status(learners: int = 4, shards: int = 2, progress: float = 0.63, **changed: Any) -> dict[str, Any]:
@@ -225,7 +226,7 @@ def test_plain_line() -> None:
 def test_live_view_leaves_the_last_picture() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80, height=24, legacy_windows=False)
-    with LiveView(console) as view:
+    with LiveView(console, Watched("run", 5.0)) as view:
         view.update(fake_status(progress=0.1))
         view.update(fake_status(progress=0.5))
     after = out.getvalue().rpartition("\x1b[?1049l")[2]

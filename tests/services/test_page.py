@@ -9,8 +9,9 @@ import urllib.request
 from tests.services.cluster import Cluster, Service, small
 from tests.services.conftest import Launch
 
+from diloco.control.history import unpack
 from diloco.errors import FenceError
-from diloco_coordinator.history import History, unpack
+from diloco_coordinator.history import History
 
 STEPS = 400
 

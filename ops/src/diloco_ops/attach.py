@@ -11,6 +11,8 @@ import typer
 
 from diloco.control import creation
 from diloco.errors import BrokerError, RunError
+from diloco.nats.opening import checked, shown
+from diloco.nats.transport import NatsTransport
 from diloco.service.rundir import RunDirectory
 from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
@@ -46,21 +48,30 @@ async def attached(directory: Path, run: str, nats_url: str, bulk_url: str | Non
         BrokerError: the server does not answer.
     """
     seen = RunDirectory(directory, run, nats_url, None, RunSettings(), nats_bulk_url=bulk_url, identity=identity)
-    replace(seen, settings=await _settings(seen)).save()
-
-
-async def _settings(seen: RunDirectory) -> RunSettings:
-    run, nats_url = seen.name, seen.nats_url
     transport = await run_reader.connect(seen, "attach", run_reader.ANSWER_TIMEOUT_S)
     try:
-        try:
-            settings = await creation.stored_settings(await transport.bucket(Subjects(run).bucket, create=False), run)
-        except BrokerError as error:
-            raise RunError(f"run {run!r}: not at {nats_url}: {error}") from None
-        if settings is None:
-            raise RunError(f"run {run!r}: {nats_url} does not have its settings: no coordinator has created it yet")
+        settings = await stored_settings(transport, seen)
     finally:
         await transport.close()
-    if settings.regions.names and seen.nats_bulk_url is None:
+    if settings.regions.names and bulk_url is None:
         raise RunError(f"run {run!r} has the regions {', '.join(settings.regions.names)}: give the server of one with --bulk")
+    replace(seen, settings=settings).save()
+
+
+async def stored_settings(transport: NatsTransport, seen: RunDirectory) -> RunSettings:
+    """Return the settings of a run, as its server has them.
+
+    Raises:
+        RunError: the server does not have the run.
+        SettingsError: they are no settings of this version.
+    """
+    run = seen.name
+    try:
+        settings = await creation.stored_settings(await transport.bucket(Subjects(run).bucket, create=False), run)
+    except BrokerError as error:
+        raise RunError(f"run {run!r}: not at {shown(checked(seen.nats_url))}: {error}") from None
+    if settings is None:
+        raise RunError(
+            f"run {run!r}: {shown(checked(seen.nats_url))} does not have its settings: no coordinator has created it yet"
+        )
     return settings

@@ -1,7 +1,8 @@
 """The environment of the services that a command starts: threads, and the devices that each learner sees.
 
-A value that the user has set stays. Of ``DILOCO_*`` only settings that all learners may share are handed on, to learners alone:
-the others are of single services, or the command says them itself.
+A value that the user has set stays. Of ``DILOCO_*`` only settings that all learners may share are handed on, to learners alone,
+and ``DILOCO_METRICS_ADDRESS``, to each service with a port of its own: the others are of single services, or the command says
+them itself.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 
 from diloco.errors import SettingsError
 from diloco.nats.connection import malloc_environment
-from diloco.settings.service import MeshSettings
+from diloco.settings.service import MeshSettings, host_and_port
 from diloco.settings.validation import parse, shown
+from diloco_ops import pages
 
 ONE_THREAD = {  # of computation, for a process that shares this machine's cores with others
     "OMP_NUM_THREADS": "1",
@@ -23,6 +25,8 @@ ONE_THREAD = {  # of computation, for a process that shares this machine's cores
     "PJRT_NPROC": "1",  # JAX 0.10 has a pool of a thread a core else, whatever XLA_FLAGS says
 }
 MESH = "DILOCO_MESH"
+METRICS = "DILOCO_METRICS_ADDRESS"
+MOST_PORT = 65535
 OF_LEARNERS = ("DILOCO_CACHE_DIR", "DILOCO_CHECKPOINT_S", "DILOCO_LEAVE_S")
 CPU_DEVICES, CPU_DEVICES_FLAG = "JAX_NUM_CPU_DEVICES", "--xla_force_host_platform_device_count"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -105,6 +109,34 @@ def mesh_of(devices: int | None, replicas: int = 1) -> dict[str, int] | None:
     if mesh.fsdp is None and devices is not None:
         mesh = mesh.model_copy(update={"fsdp": max(1, devices // (mesh.data * mesh.tensor))})
     return mesh.model_dump(exclude_none=True)
+
+
+def metrics_addresses(count: int) -> list[str]:
+    """Return addresses for the metrics of so many services: DILOCO_METRICS_ADDRESS and the ports after it; without it, none.
+
+    Raises:
+        SettingsError: it is no address, or one of the ports is taken, or is none.
+    """
+    text = os.environ.get(METRICS, "")
+    if not text:
+        return []
+    try:
+        host, first = host_and_port(text)
+    except ValueError as error:
+        raise SettingsError(f"environment: {error}") from None
+    if first == 0:
+        return [pages.address(host, 0)] * count
+    last = first + count - 1
+    if last > MOST_PORT:
+        raise SettingsError(
+            f"environment: {METRICS} = {text}: {count} services take a port each from there on, and {MOST_PORT} is the last one"
+        )
+    if taken := [port for port in range(first, last + 1) if not pages.is_free(host, port)]:
+        raise SettingsError(
+            f"environment: {METRICS} = {text}: the run's {count} services take ports {first} to {last}, and {taken[0]} "
+            "cannot be listened at; give another first port, or 0 for any"
+        )
+    return [pages.address(host, port) for port in range(first, last + 1)]
 
 
 def gpus(values: Mapping[str, str]) -> list[str]:

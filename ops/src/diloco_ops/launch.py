@@ -28,6 +28,7 @@ from diloco.process.retry import Complaint
 from diloco.process.tasks import end
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
+from diloco.settings.run import RunSettings
 from diloco.settings.service import may_lead
 from diloco.wire.subjects import Subjects
 from diloco_ops import inspect, pages, region_logs
@@ -35,6 +36,7 @@ from diloco_ops.broker.server import CONNECT_TIMEOUT_S, free_ports
 from diloco_ops.embedded import Embedded
 from diloco_ops.environment import learner_environment, mesh_of, per_process, service_environment
 from diloco_ops.live import screen
+from diloco_ops.live.watched import Watched
 from diloco_ops.report import build, reference
 from diloco_ops.report.reference import Reference
 from diloco_ops.run_reader import read_chains
@@ -65,6 +67,19 @@ class Asked:
     track: Sequence[str] = ()  # kinds of trackers
     pages: Sequence[str] = ()  # addresses of the coordinators' pages, the first one's first; none: no page
     open: bool = False  # open the page in a browser
+    metrics: Sequence[str] = ()  # addresses of the services' metrics, in the order in which they are started; none: no metrics
+
+
+def service_count(directory: RunDirectory, standbys: int, coordinators: int) -> int:
+    """Return the number of a run's services, each process of a learner being one."""
+    torch, processes = directory.torch or {}, directory.processes_per_learner or 1
+    learners = sum(1 if name in torch else processes for name in directory.learner_names)
+    return coordinators + syncer_count(directory.settings) + standbys + learners + 1
+
+
+def syncer_count(settings: RunSettings) -> int:
+    """Return the number of a run's syncers without those that stand by: one a shard, and one a region at least."""
+    return max(settings.shards, len(settings.regions.names))
 
 
 class Launcher:
@@ -81,6 +96,7 @@ class Launcher:
         self.wan_control = self.embedded.wan_control if self.embedded else None
         self.console = Console()
         self.live = not asked.quiet and not asked.plain and self.console.is_terminal
+        self._metrics = iter(asked.metrics)
         self.stopping = False
         self.log = observe.get_logger()
         self.services = Supervisor(self.log)
@@ -99,6 +115,8 @@ class Launcher:
         self._say(f"run {directory.name} in {directory.path}" + self._began(resumed))
         if self.asked.pages:
             self._say(f"page: {', '.join(map(pages.link, self.asked.pages))}")
+        if self.asked.metrics:
+            self._say(f"metrics: {self.asked.metrics[0]} (coordinator) to {self.asked.metrics[-1]} (evaluator)")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
@@ -165,7 +183,7 @@ class Launcher:
             name = f"coordinator-{index}" if index else "coordinator"
             values = place(index) | {"settings": settings.model_dump()}
             self._start_service(name, "diloco_coordinator", values | {"page_address": next(addresses, "")})
-        for index in range(max(settings.shards, len(settings.regions.names)) + self.asked.standbys):
+        for index in range(syncer_count(settings) + self.asked.standbys):
             self._start_service(f"syncer-{index}", "diloco_syncer", place(index, syncer=True))
         before = state.weights_before(self.directory.path)  # it may have been moved since it was begun
         given = {"data": self.directory.data, "init": self.directory.init, "init_names": self.directory.init_names}
@@ -210,7 +228,8 @@ class Launcher:
         group: str = "",
     ) -> None:
         clock_file = self.directory.path / "services" / f"{name}.clock"
-        self._start(name, module, {"name": name, "clock_file": str(clock_file)} | values, environment, cores, group=group)
+        own = {"name": name, "clock_file": str(clock_file), "metrics_address": next(self._metrics, "")}
+        self._start(name, module, own | values, environment, cores, group=group)
 
     def _start(
         self,
@@ -318,7 +337,8 @@ class Launcher:
     @contextmanager
     def _view(self) -> Iterator[screen.LiveView | None]:
         if self.live:
-            with screen.LiveView(self.console) as view:
+            watched = Watched(self.directory.name, self.directory.settings.liveness.dead_s)
+            with screen.LiveView(self.console, watched) as view:
                 yield view
         else:
             yield None

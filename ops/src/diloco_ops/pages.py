@@ -29,12 +29,16 @@ def addresses(wanted: str, coordinators: int) -> list[str]:
     except ValueError:
         raise SettingsError(f"--page {wanted}: expected HOST:PORT, for example 127.0.0.1:8420, or {NOWHERE}") from None
     first, *others = free_ports(coordinators)
-    if port and _is_free(host, port):
+    if port and is_free(host, port):
         first = port
     elif port:
         print(f"note: --page {wanted}: somebody listens there; the run's page is at port {first}", file=sys.stderr)
-    shown = f"[{host}]" if ":" in host else host
-    return [f"{shown}:{each}" for each in (first, *others)]
+    return [address(host, each) for each in (first, *others)]
+
+
+def address(host: str, port: int) -> str:
+    """Return host and port as settings have them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def link(address: str) -> str:
@@ -48,7 +52,8 @@ def show(address: str) -> None:
         webbrowser.open(link(address))
 
 
-def _is_free(host: str, port: int) -> bool:
+def is_free(host: str, port: int) -> bool:
+    """Whether a service could listen at an address now."""
     try:
         family, kind, number, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, number) as probe:

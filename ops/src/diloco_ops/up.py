@@ -30,8 +30,8 @@ from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
 from diloco_ops import continuing, pages, resume, task_check
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
-from diloco_ops.environment import check_least, per_process
-from diloco_ops.launch import Asked, Launcher
+from diloco_ops.environment import check_least, metrics_addresses, per_process
+from diloco_ops.launch import Asked, Launcher, service_count
 from diloco_ops.manifest import Checkpoint
 from diloco_ops.track import trackers
 from diloco_ops.track.trackers import TRACKERS
@@ -107,12 +107,13 @@ def up(
     _check_server(nats_url, directory.settings)
     slowed = _slow_factors(slow or [], directory.learner_names)
     directory = _shaped(directory, devices_per_learner, processes_per_learner, least_processes, torch or [])
+    metrics = metrics_addresses(service_count(directory, standbys, coordinators))
     directory, resumed = _begin(directory, source, resume_at, nats_url)
     with rundir.locked(directory.path):
         if not resumed:
             directory.save()
         served = pages.addresses(page or (pages.NOWHERE if json_ else pages.ANYWHERE), coordinators)
-        asked = Asked(standbys, coordinators, nats_url is None, json_, plain, track or [], served, open_)
+        asked = Asked(standbys, coordinators, nats_url is None, json_, plain, track or [], served, open_, metrics)
         report = asyncio.run(Launcher(directory, slowed, asked).run(resumed))
     return _tell(report, directory, json_)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -53,30 +54,35 @@ class _Canvas:
 
 
 def loss_curve(status: Status, width: int, lines: int) -> RenderableType:
-    units = status.get("units")
-    learners = {name: _points(points) for name, points in sorted((status.get("loss") or {}).items())}
-    validation = _points(status.get("validation") or [])
-    drawn = [points for points in (*learners.values(), validation) if points]
-    rows, columns = lines - 3, width - 4 - 6
+    units, validation = status.get("units"), status.get("validation") or []
+    body = loss_lines(status.get("loss") or {}, validation, width - 4, lines - 2)
+    legend = Text().append("● each learner  ", "default dim").append("━ global", _GLOBAL) if _points(validation) else ""
+    return panel(body, f"loss, {units}" if units else "loss", width, legend)
+
+
+def loss_lines(loss: Mapping[str, Sequence[Any]], points: Sequence[Any], width: int, lines: int) -> list[Text]:
+    """Draw learners' losses by name, and ``points`` of the global model, each (seconds, tokens, loss), over time."""
+    learners, validation = {name: _points(each) for name, each in sorted(loss.items())}, _points(points)
+    drawn = [each for each in (*learners.values(), validation) if each]
+    rows, columns = lines - 1, width - 6
     if not drawn:
         body = [Text("")] * (rows // 2) + [Text("no loss yet", "dim", justify="center")]
-        return panel(body + [Text("")] * (rows + 1 - len(body)), "loss", width, "")
-    end_s = max(max(points[-1][0] for points in drawn), 1e-9)
+        return body + [Text("")] * (lines - len(body))
+    end_s = max(max(each[-1][0] for each in drawn), 1e-9)
     low, high = _range(drawn)
     canvas = _Canvas(columns, rows)
-    for name, points in learners.items():
-        canvas.line([_place(point, end_s, low, high) for point in points], service_colour(name))
+    for name, each in learners.items():
+        canvas.line([_place(point, end_s, low, high) for point in each], service_colour(name))
     canvas.line([_place(point, end_s, low, high) for point in validation], _GLOBAL)
     ticks = {0, rows // 2, rows - 1} if rows > 4 else {0, rows - 1}
-    labelled = {row: high - (high - low) * row / (rows - 1) for row in ticks}
+    labelled = {row: high - (high - low) * row / max(1, rows - 1) for row in ticks}
     body = []
     for row in range(rows):
         label = f"{labelled[row]:5.2f}" if row in labelled else " " * 5
         body.append(Text(label, "dim").append("┤" if row in labelled else "│", FRAME).append_text(canvas.text(row)))
     axis = f"{' ' * 5}└0:00"
-    body.append(Text(axis + f"{duration(end_s):>{width - 4 - len(axis)}}", "dim"))
-    legend = Text().append("● each learner  ", "default dim").append("━ global", _GLOBAL) if validation else ""
-    return panel(body, f"loss, {units}" if units else "loss", width, legend)
+    body.append(Text(axis + f"{duration(end_s):>{width - len(axis)}}", "dim"))
+    return body
 
 
 def _points(points: Iterable[Sequence[float | None]]) -> list[tuple[float, float]]:

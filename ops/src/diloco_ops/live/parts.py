@@ -61,9 +61,9 @@ def ends(left: Text, right: Text, width: int) -> Text:
     return left.append(" " * max(1, width - left.cell_len - right.cell_len)).append_text(right)
 
 
-def clean(value: object) -> str:
+def clean(value: object, most: int = 48) -> str:
     text = printable(str(value))
-    return text if len(text) <= 48 else set_cell_size(text, 47).rstrip() + "…"
+    return text if len(text) <= most else set_cell_size(text, most - 1).rstrip() + "…"
 
 
 def speed(learners: Mapping[str, Any]) -> float:

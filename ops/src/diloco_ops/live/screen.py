@@ -23,6 +23,7 @@ The status (all keys but the first may be missing) is what the coordinator answe
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -34,18 +35,26 @@ from rich.text import Text
 
 from diloco.process.logs import printable
 from diloco_ops.live.curve import loss_curve
-from diloco_ops.live.parts import ACCENT, STATES, Status, bar, clean, ends, mean, speed, states_text, total
-from diloco_ops.live.tables import make_tables, share_rows
+from diloco_ops.live.lanes import LEGEND, lane
+from diloco_ops.live.parts import ACCENT, STATES, Status, bar, clean, ends, mean, panel, speed, states_text, total
+from diloco_ops.live.rows import Shown, window_text
+from diloco_ops.live.tables import make_tables, natural, share_rows
+from diloco_ops.live.watched import Watched
 from diloco_report.units import count, decimal, duration, share, size
 
 MIN_WIDTH = 32
 _WIDE = 112  # from here on the curve stands beside the tables
+_LEAST_LANES = 3  # fewer of many say little
+_LANE_NAME = 16
 
 
-def render(status: Status, width: int, height: int) -> RenderableType:
-    """Draw the whole view, at most ``width`` cells wide and ``height`` lines high (at least 32 by 4)."""
+def render(status: Status, width: int, height: int, watched: Watched | None = None) -> RenderableType:
+    """Draw the whole view, at most ``width`` cells wide and ``height`` lines high (at least 32 by 4).
+
+    ``watched``, where the run has been followed: lanes are drawn of it, if there is room.
+    """
     width = max(width, MIN_WIDTH)
-    head = _header(status, width, roomy=height >= 26)
+    head = glance(status, width, roomy=height >= 26)
     left = max(0, height - len(head))
     learners: Mapping[str, Any] = status.get("learners") or {}
     shards: Mapping[str, Any] = status.get("shards") or {}
@@ -59,6 +68,8 @@ def render(status: Status, width: int, height: int) -> RenderableType:
             grid = Table.grid(padding=0)
             grid.add_row(Group(*tables), loss_curve(status, width - column, curve_lines))
             parts.append(grid)
+        if watched is not None:
+            parts += _lanes(watched, status, width, left - max(rows.lines, curve_lines))
     else:
         rows = share_rows(left, len(learners), len(shards), curve=7)
         parts = make_tables(learners, shards, width, rows)
@@ -93,14 +104,30 @@ def plain_line(status: Status) -> str:
     return printable(" | ".join(parts))
 
 
+def _lanes(watched: Watched, status: Status, width: int, height: int) -> list[RenderableType]:
+    """Draw what each learner did, as many of them as fit; nothing if hardly any would."""
+    names = sorted(status.get("learners") or {}, key=natural)
+    shown, rows = Shown(), min(len(names), height - 2)
+    if rows < max(1, min(len(names), _LEAST_LANES)):
+        return []
+    from_s, to_s = shown.span(float(status.get("wall_s") or 0.0))
+    room = width - 5 - _LANE_NAME
+    lines = [
+        Text(f"{clean(name, _LANE_NAME):<{_LANE_NAME}} ").append_text(lane(watched.lane(name), from_s, to_s, room))
+        for name in names[:rows]
+    ]
+    return [panel(lines, f"learners, {window_text(shown.window_s)}", width, LEGEND)]
+
+
 class LiveView:
     """The view kept up to date on a terminal's alternate screen; the last picture stays on the normal one.
 
     A context manager. Without :meth:`update` nothing is drawn; a new size of the terminal is taken over at the next one.
+    ``watched``: the run, of which nothing else is told.
     """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, watched: Watched) -> None:
+        self._console, self._watched = console, watched
         self._live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._last: Status | None = None
 
@@ -111,15 +138,17 @@ class LiveView:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._live.stop()
         if self._last is not None:
-            self._console.print(render(self._last, self._console.width, min(self._console.height - 1, 32)))
+            self._console.print(render(self._last, self._console.width, min(self._console.height - 1, 32), self._watched))
 
     def update(self, status: Status) -> None:
         """Draw this status now."""
         self._last = status
-        self._live.update(render(status, self._console.width, self._console.height), refresh=True)
+        self._watched.answer(status, time.monotonic())
+        self._live.update(render(status, self._console.width, self._console.height, self._watched), refresh=True)
 
 
-def _header(status: Status, width: int, *, roomy: bool) -> list[RenderableType]:
+def glance(status: Status, width: int, *, roomy: bool = False) -> list[Text]:
+    """Draw the run in three lines, or four with regions: name and state, progress, and the most important figures."""
     state = str(status.get("state", "waiting"))
     title = Text(" ").append("diloco", f"bold {ACCENT}").append(f"  {clean(status.get('run', 'run'))}", "bold")
     if preset := status.get("preset"):
@@ -134,7 +163,7 @@ def _header(status: Status, width: int, *, roomy: bool) -> list[RenderableType]:
     if width >= 56:
         figures.append(f"  {tokens} ", "not bold")
     progress = bar(_progress(status), max(4, width - figures.cell_len - 1), ACCENT)
-    lines: list[RenderableType] = [ends(title, right, width), Text(" ").append_text(progress).append_text(figures)]
+    lines = [ends(title, right, width), Text(" ").append_text(progress).append_text(figures)]
     facts = [_facts(status, width)]
     if regions := status.get("regions"):
         facts.append(_regions(regions, width))

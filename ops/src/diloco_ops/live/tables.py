@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.cells import cell_len
@@ -55,7 +55,7 @@ def make_tables(learners: Mapping[str, Any], shards: Mapping[str, Any], width: i
 
 
 @dataclass(frozen=True)
-class _Column:
+class Column:
     """A column of a fixed width; ``rank`` 0 always stays, the highest goes first where the terminal is narrow."""
 
     key: str
@@ -65,55 +65,56 @@ class _Column:
     right: bool = True
 
 
-_REGION = _Column("region", "region", 6, 3, right=False)  # in a run with regions
-_LEARNER_COLUMNS = (
-    _Column("name", "learner", 11, 0, right=False),
-    _Column("state", "doing", 10, 0, right=False),
-    _REGION,
-    _Column("step", "step", 6, 1),
-    _Column("speed", "tok/s", 6, 2),
-    _Column("loss", "loss", 6, 0),
-    _Column("busy", "busy", 5, 6),
-    _Column("up", "up", 7, 4),
-    _Column("down", "down", 7, 5),
-    _Column("merged", "merg/miss", 9, 3),
+LANE = "lane"
+REGION = Column("region", "region", 6, 3, right=False)  # in a run with regions
+LEARNER_COLUMNS = (
+    Column("name", "learner", 11, 0, right=False),
+    Column("state", "doing", 10, 0, right=False),
+    REGION,
+    Column("step", "step", 6, 1),
+    Column("speed", "tok/s", 6, 2),
+    Column("loss", "loss", 6, 0),
+    Column("busy", "busy", 5, 6),
+    Column("up", "up", 7, 4),
+    Column("down", "down", 7, 5),
+    Column("merged", "merg/miss", 9, 3),
 )
-_SHARD_COLUMNS = (
-    _Column("name", "syncer", 11, 0, right=False),
-    _REGION,
-    _Column("fragments", "frag.", 5, 5),
-    _Column("rounds", "rounds", 6, 1),
-    _Column("in", "in", 7, 3),
-    _Column("out", "out", 7, 4),
-    _Column("open", " open rounds", 12, 0, right=False),
+SHARD_COLUMNS = (
+    Column("name", "syncer", 11, 0, right=False),
+    REGION,
+    Column("fragments", "frag.", 5, 5),
+    Column("rounds", "rounds", 6, 1),
+    Column("in", "in", 7, 3),
+    Column("out", "out", 7, 4),
+    Column("open", " open rounds", 12, 0, right=False),
 )
 
 
-def _fit(columns: Sequence[_Column], members: Mapping[str, Any], width: int, *, flexible: str) -> list[_Column]:
+def fit(columns: Sequence[Column], members: Mapping[str, Any], width: int, *, flexible: str) -> list[Column]:
     """Return the columns that fit, the name as wide as it needs; ``flexible`` takes the remaining width."""
-    name_width = _name_width(members)
+    longest = name_width(members)
     placed = any(member.get("region") for member in members.values())
-    chosen = [column for column in columns if placed or column is not _REGION]
+    chosen = [column for column in columns if placed or column is not REGION]
     while sum(column.width + 1 for column in chosen) - 1 > width and any(column.rank for column in chosen):
         chosen.remove(max(chosen, key=lambda column: column.rank))
     spare = width - (sum(column.width + 1 for column in chosen) - 1)
     fitted = []
     for column in chosen:
         if column.key == "name":
-            extra = min(max(0, name_width - column.width), max(0, spare))
+            extra = min(max(0, longest - column.width), max(0, spare))
             spare -= extra
-            column = _Column("name", column.header, column.width + extra + min(0, spare), 0, right=False)
+            column = replace(column, width=column.width + extra + min(0, spare))
             spare = max(0, spare)
         fitted.append(column)
     return [
-        _Column(column.key, column.header, column.width + min(spare, 60), column.rank, column.right)
+        replace(column, width=column.width + (spare if column.key == LANE else min(spare, 60)))
         if column.key == flexible
         else column
         for column in fitted
     ]
 
 
-def _row(columns: Sequence[_Column], cells: Mapping[str, Text]) -> Text:
+def row_of(columns: Sequence[Column], cells: Mapping[str, Text]) -> Text:
     line = Text(no_wrap=True, overflow="crop")
     for number, column in enumerate(columns):
         if number:
@@ -126,36 +127,38 @@ def _row(columns: Sequence[_Column], cells: Mapping[str, Text]) -> Text:
     return line
 
 
-def _heading(columns: Sequence[_Column]) -> Text:
-    return _row(columns, {column.key: Text(column.header, "dim") for column in columns})
+def heading(columns: Sequence[Column]) -> Text:
+    return row_of(columns, {column.key: Text(column.header, "dim") for column in columns})
 
 
 def _learners(learners: Mapping[str, Any], width: int, rows: int) -> list[Text]:
     if not learners:
         return [Text("waiting for the first learner …", "dim")]
-    columns = _fit(_LEARNER_COLUMNS, learners, width, flexible="busy")
-    shown, hidden = _cut(learners, rows)
+    columns = fit(LEARNER_COLUMNS, learners, width, flexible="busy")
+    shown, hidden = cut(learners, rows)
     busy_width = next((column.width for column in columns if column.key == "busy"), 0)
-    lines = [_heading(columns)]
-    for name, learner in shown.items():
-        state = str(learner.get("state", ""))
-        quiet = "dim" if state in ("gone", "finished") else ""
-        cells = {
-            "name": _name(name),
-            "state": Text(clean(state), STATES.get(state, "")),
-            "region": Text(clean(learner.get("region") or "")),
-            "step": Text(str(learner.get("step", 0)), quiet),
-            "speed": Text(count(learner.get("tokens_per_s")), quiet),
-            "loss": Text(decimal(learner.get("loss")), quiet or "bold"),
-            "busy": _busy(learner.get("busy_fraction"), busy_width),
-            "up": Text(size(learner.get("bytes_up")), quiet),
-            "down": Text(size(learner.get("bytes_down")), quiet),
-            "merged": _merged(learner),
-        }
-        lines.append(_row(columns, cells))
+    lines = [heading(columns)]
+    lines += [row_of(columns, learner_cells(name, learner, busy_width)) for name, learner in shown.items()]
     if hidden:
         lines.append(Text(f"+ {len(hidden)} more: {states_text(hidden)}", "dim", no_wrap=True, overflow="ellipsis"))
     return lines
+
+
+def learner_cells(name: str, learner: Mapping[str, Any], busy_width: int) -> dict[str, Text]:
+    state = str(learner.get("state", ""))
+    quiet = "dim" if state in ("gone", "finished") else ""
+    return {
+        "name": name_cell(name),
+        "state": Text(clean(state), STATES.get(state, "")),
+        "region": Text(clean(learner.get("region") or "")),
+        "step": Text(clean(learner.get("step", 0)), quiet),
+        "speed": Text(count(learner.get("tokens_per_s")), quiet),
+        "loss": Text(decimal(learner.get("loss")), quiet or "bold"),
+        "busy": _busy(learner.get("busy_fraction"), busy_width),
+        "up": Text(size(learner.get("bytes_up")), quiet),
+        "down": Text(size(learner.get("bytes_down")), quiet),
+        "merged": _merged(learner),
+    }
 
 
 def _merged(learner: Mapping[str, Any]) -> Text:
@@ -172,47 +175,42 @@ def _busy(fraction: float | None, width: int) -> Text:
 def _shard_activity(shard: Mapping[str, Any], width: int) -> Text:
     state = shard.get("state", "owner")
     if state == "owner":
-        return _open_rounds(shard.get("open") or [], width)
+        return open_rounds(shard.get("open") or [], width)
     return Text("stands by" if state == "standby" else state, "dim", no_wrap=True)
 
 
 def _shards(shards: Mapping[str, Any], width: int, rows: int) -> list[Text]:
     if not shards:
         return [Text("waiting for the first syncer …", "dim")]
-    columns = _fit(_SHARD_COLUMNS, shards, width, flexible="open")
-    shown, hidden = _cut(shards, rows)
+    columns = fit(SHARD_COLUMNS, shards, width, flexible="open")
+    shown, hidden = cut(shards, rows)
     open_width = next(column.width for column in columns if column.key == "open")
-    lines = [_heading(columns)]
-    for name, shard in shown.items():
-        cells = {
-            "name": _name(name),
-            "region": Text(clean(shard.get("region") or "")),
-            "fragments": Text(str(shard.get("fragments", 0))),
-            "rounds": Text(str(shard.get("rounds", 0))),
-            "in": Text(size(shard.get("bytes_in"))),
-            "out": Text(size(shard.get("bytes_out"))),
-            "open": Text(" ").append_text(_shard_activity(shard, open_width - 1)),
-        }
-        lines.append(_row(columns, cells))
+    lines = [heading(columns)]
+    lines += [row_of(columns, shard_cells(name, shard, open_width)) for name, shard in shown.items()]
     if hidden:
         lines.append(Text(f"+ {len(hidden)} more", "dim"))
     return lines
 
 
-def _open_rounds(rounds: Sequence[Mapping[str, Any]], width: int) -> Text:
-    """Draw each open round as ``f12 ●●○``, offers that came and those missing to the quorum; with its age if it fits."""
+def shard_cells(name: str, shard: Mapping[str, Any], open_width: int) -> dict[str, Text]:
+    return {
+        "name": name_cell(name),
+        "region": Text(clean(shard.get("region") or "")),
+        "fragments": Text(clean(shard.get("fragments", 0))),
+        "rounds": Text(clean(shard.get("rounds", 0))),
+        "in": Text(size(shard.get("bytes_in"))),
+        "out": Text(size(shard.get("bytes_out"))),
+        "open": Text(" ").append_text(_shard_activity(shard, open_width - 1)),
+    }
+
+
+def open_rounds(rounds: Sequence[Mapping[str, Any]], width: int) -> Text:
+    """Draw each open round as ``f12 ●●○ 0.4s``, as many as fit."""
     if not rounds:
         return Text("none", "dim")
     line = Text()
     for number, opened in enumerate(rounds):
-        answers, quorum = int(opened.get("answers", 0)), int(opened.get("quorum", 1))
-        part = Text("  " if number else "").append(f"f{opened.get('fragment')} ", "dim")
-        style = STATES["stepping"] if answers >= quorum else STATES["sending"]
-        if max(answers, quorum) <= 6:
-            part.append("●" * answers, style).append("○" * max(0, quorum - answers), "dim")
-        else:
-            part.append(f"{answers}/{quorum}", style)
-        part.append(f" {opened.get('waited_s', 0.0):.1f}s", "dim")
+        part = Text("  " if number else "").append(f"f{opened.get('fragment')} ", "dim").append_text(open_round(opened))
         rest = len(rounds) - number
         reserve = len(f" +{rest - 1}") if rest > 1 else 0
         if line.cell_len + part.cell_len + reserve > width:
@@ -221,20 +219,31 @@ def _open_rounds(rounds: Sequence[Mapping[str, Any]], width: int) -> Text:
     return line
 
 
-def _name(name: str) -> Text:
+def open_round(opened: Mapping[str, Any]) -> Text:
+    """Draw a round as ``●●○ 0.4s``: offers that came and those missing to the quorum, and its age."""
+    answers, quorum = int(opened.get("answers", 0)), int(opened.get("quorum", 1))
+    style = STATES["stepping"] if answers >= quorum else STATES["sending"]
+    if max(answers, quorum) <= 6:
+        line = Text("●" * answers, style).append("○" * max(0, quorum - answers), "dim")
+    else:
+        line = Text(f"{answers}/{quorum}", style)
+    return line.append(f" {opened.get('waited_s', 0.0):.1f}s", "dim")
+
+
+def name_cell(name: str) -> Text:
     return Text("● ", service_colour(name)).append(clean(name), "default")
 
 
-def _name_width(names: Iterable[str]) -> int:
-    return min(24, max(cell_len(clean(name)) for name in names) + 2)
+def name_width(names: Iterable[str]) -> int:
+    return min(24, max((cell_len(clean(name)) for name in names), default=0) + 2)
 
 
-def _cut(members: Mapping[str, Any], rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    items = sorted(members.items(), key=lambda item: _natural(item[0]))
+def cut(members: Mapping[str, Any], rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    items = sorted(members.items(), key=lambda item: natural(item[0]))
     kept = len(items) if len(items) <= rows else max(0, rows - 1)
     return dict(items[:kept]), dict(items[kept:])
 
 
-def _natural(name: str) -> tuple[str, int, str]:
+def natural(name: str) -> tuple[str, int, str]:
     stem, _, number = name.rpartition("-")
     return (stem, int(number), name) if stem and number.isdecimal() and len(number) < 10 else (name, -1, name)

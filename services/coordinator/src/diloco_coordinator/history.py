@@ -8,31 +8,15 @@ leader. A writer that finds a value of a later term has been replaced, and never
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import zstandard
 
+from diloco.control.history import FORMAT, KEY, MAX_BYTES, MAX_PLAIN_BYTES, Past, unpack
 from diloco.errors import FenceError, FormatError
 from diloco.transport import Bucket
 from diloco_coordinator.overview import MAX_POINTS, thinned
 
-KEY = "history"
-FORMAT = 1
-MAX_BYTES = 1 << 18  # compressed: a run of any length and size
-MAX_PLAIN_BYTES = 1 << 22
 LEVEL = 3  # of zstd
-
-
-@dataclass(frozen=True)
-class Past:
-    """A run's history as a coordinator stored it; ``curves`` continue a monitor."""
-
-    term: int
-    at_s: float  # Unix time by the writer's clock
-    picture: Mapping[str, Any]
-    curves: Mapping[str, Any]
 
 
 def pack(past: Past) -> bytes:
@@ -50,29 +34,6 @@ def pack(past: Past) -> bytes:
             return packed
         most //= 4
     raise FormatError(f"history: {len(packed)} bytes without its curves, at most {MAX_BYTES} are stored")
-
-
-def unpack(stored: bytes) -> Past:
-    """Return the history in a stored value.
-
-    Raises:
-        FormatError: it is damaged, too large, or of another version.
-    """
-    try:
-        if len(stored) > MAX_BYTES:
-            raise ValueError(f"{len(stored)} bytes, at most {MAX_BYTES}")
-        stated = zstandard.get_frame_parameters(stored).content_size
-        if stated > MAX_PLAIN_BYTES:
-            raise ValueError(f"{stated} bytes when unpacked, at most {MAX_PLAIN_BYTES}")
-        value = json.loads(zstandard.ZstdDecompressor().decompress(stored, max_output_size=MAX_PLAIN_BYTES))
-        if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise ValueError("of another version, or none")
-        picture, curves = value["picture"], value["curves"]
-        if not isinstance(picture, dict) or not isinstance(curves, dict):
-            raise ValueError("picture and curves are to be objects")
-        return Past(int(value["term"]), float(value["at_s"]), picture, curves)
-    except (zstandard.ZstdError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-        raise FormatError(f"the bucket's key {KEY!r} is damaged ({error}); the leading coordinator writes it again") from None
 
 
 class History:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco.control.status import activity, extend, of_learner, of_syncer
 from diloco.core.changes import Effective
 from diloco.core.fragments import FragmentMap
 from diloco.core.ledger import Ledger
@@ -111,7 +112,9 @@ class Monitor:
             known.heartbeat.tokens,
         ):
             return
-        _extend(known.activity, now_s, _activity(heartbeat), known.seen_s if now_s - known.seen_s < self.gone_s else None)
+        extend(known.activity, now_s, activity(heartbeat), known.seen_s if now_s - known.seen_s < self.gone_s else None)
+        if len(known.activity) > MAX_POINTS:  # a learner may say another state in each heartbeat: of two spans one is kept
+            known.activity[:] = halved(known.activity)
         fresh = heartbeat.step != known.heartbeat.step or heartbeat.incarnation != known.heartbeat.incarnation
         known.heartbeat, known.seen_s = heartbeat, now_s
         if fresh and heartbeat.loss is not None:
@@ -245,7 +248,7 @@ class Monitor:
             "ejected": {name: change.label for name, change in sorted(self.now.ejected.items())},
             "quarantined": {name: change.label for name, change in sorted(self.now.quarantined.items())},
             "learners": {name: self._learner(learner, now_s) for name, learner in sorted(self.learners.items())},
-            "shards": {name: _shard(heartbeat, now_s - seen_s) for name, (heartbeat, seen_s) in sorted(self.shards.items())},
+            "shards": {name: of_syncer(heartbeat, now_s - seen_s) for name, (heartbeat, seen_s) in sorted(self.shards.items())},
             "fragments": [
                 {"fragment": i, "version": self.versions[i], "tokens_merged": self.tokens[i], "owner": self.owners[i]}
                 for i in range(len(self.versions))
@@ -272,7 +275,7 @@ class Monitor:
                 }
                 for name, learner in sorted(self.learners.items())
             },
-            "shards": {name: _shard(heartbeat, now_s - seen_s) for name, (heartbeat, seen_s) in sorted(self.shards.items())},
+            "shards": {name: of_syncer(heartbeat, now_s - seen_s) for name, (heartbeat, seen_s) in sorted(self.shards.items())},
             "validation": self.validation[:],
             "traffic": self.traffic.until(now_s),
             **self.merges.dump(),
@@ -307,30 +310,19 @@ class Monitor:
             self._ranges[learner] += max(1, len(trained))
 
     def _learner(self, learner: _Learner, now_s: float) -> dict[str, Any]:
-        heartbeat, alive_s = learner.heartbeat, max(learner.heartbeat.busy_s + learner.heartbeat.blocked_s, 1e-9)
+        heartbeat = learner.heartbeat
         merged = self.merged.get(heartbeat.learner, {})
         rounds_merged = sum(versions for versions, _ in merged.values())
-        gone = now_s - learner.seen_s > self.gone_s and heartbeat.state != "finished"
+        said = of_learner(heartbeat, now_s - learner.seen_s, self.gone_s)
         by_kind = (("ejected", self.now.ejected), ("quarantined", self.now.quarantined))
         excluded = next((kind for kind, learners in by_kind if heartbeat.learner in learners), None)
-        return {
-            "state": excluded or ("gone" if gone else _activity(heartbeat)),
-            "region": heartbeat.region or None,
-            "step": heartbeat.step,
-            "tokens": heartbeat.tokens,
+        return said | {
+            "state": excluded or said["state"],
             "tokens_merged": self._mean({index: tokens for index, (_, tokens) in merged.items()}),
             "lost_tokens": self._mean(dict(enumerate(heartbeat.lost_tokens))),
             "tokens_per_s": learner.rate.get(),
-            "loss": heartbeat.loss,
-            "step_s": heartbeat.step_s,
-            "busy_fraction": heartbeat.busy_s / alive_s,
-            "blocked_fraction": heartbeat.blocked_s / alive_s,
-            "bytes_up": heartbeat.bytes_up,
-            "bytes_down": heartbeat.bytes_down,
             "rounds_merged": rounds_merged,
             "rounds_missed": sum(self.versions) - rounds_merged,
-            "seen_s_ago": now_s - learner.seen_s,
-            "software": heartbeat.software,
         }
 
     def _regions(self, now_s: float) -> dict[str, Any]:
@@ -359,42 +351,6 @@ def _points(learner: Mapping[str, Any]) -> list[tuple[float, int, int, float]]:
 
 def _activity_of(learner: Mapping[str, Any]) -> list[tuple[float, float, str]]:
     return [(float(a), float(b), str(c)) for a, b, c in learner["activity"]]
-
-
-def _activity(heartbeat: Heartbeat) -> str:
-    return "sending" if heartbeat.sending and heartbeat.state == "stepping" else heartbeat.state
-
-
-def _extend(spans: list[tuple[float, float, str]], now_s: float, state: str, seen_s: float | None) -> None:
-    """Continue the last span, or begin one when the learner was heard last (``seen_s``); at ``now_s`` after a gap (None)."""
-    if spans and spans[-1][2] == state and seen_s is not None:
-        spans[-1] = (spans[-1][0], now_s, state)
-    else:
-        spans.append((now_s if seen_s is None or not spans else seen_s, now_s, state))
-        if len(spans) > MAX_POINTS:  # a learner may say another state in each heartbeat: of two spans one is kept
-            spans[:] = halved(spans)
-
-
-def _shard(heartbeat: ShardHeartbeat, ago_s: float) -> dict[str, Any]:
-    return {
-        "state": heartbeat.state,
-        "region": heartbeat.region or None,
-        "fragments": len(heartbeat.fragments),
-        "rounds": heartbeat.rounds,
-        "versions": heartbeat.versions,
-        "open": [
-            {"fragment": fragment, "answers": answers, "quorum": quorum, "waited_s": waited_s}
-            for fragment, answers, quorum, waited_s in heartbeat.open
-        ],
-        "refused": heartbeat.refused,
-        "bytes_in": heartbeat.bytes_down,
-        "bytes_out": heartbeat.bytes_up,
-        "record_bits": heartbeat.record_bits,
-        "pace": heartbeat.pace,
-        "offer_bits": dict(heartbeat.offer_bits),
-        "seen_s_ago": ago_s,
-        "software": heartbeat.software,
-    }
 
 
 def _rounded(at_s: float, tokens: int, loss: float) -> list[float]:

@@ -19,6 +19,7 @@ from diloco.control.changes import ChangesFollower
 from diloco.control.creation import Run
 from diloco.control.gate import HeartbeatGate
 from diloco.control.hearing import hear
+from diloco.control.history import Past
 from diloco.core import tape as events
 from diloco.core.leadership import Leadership
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError, RewoundError
@@ -39,7 +40,7 @@ from diloco.wire.fields import MemberName
 from diloco.wire.subjects import Subjects
 from diloco_coordinator import overview
 from diloco_coordinator.alerts import Alerts
-from diloco_coordinator.history import History, Past, pack
+from diloco_coordinator.history import History, pack
 from diloco_coordinator.metrics import ObservedCoordinator
 from diloco_coordinator.monitor import Monitor
 from diloco_coordinator.series import SeriesFile, as_text

@@ -27,7 +27,7 @@ def make_member(process: Process, fragments: FragmentMap) -> Member:
 async def _member(process: Process, fragments: FragmentMap) -> Member:
     settings, run, log = process.settings, process.run, process.log
     tape = TapeFile(settings.state_dir, settings.name, run.identity, log) if settings.role == "learner" else None
-    return Member(process.transport, run, fragments, settings, log, tape)
+    return Member(process.transport, run, fragments, settings, log, tape, process.exporter.telemetry)
 
 
 def work(

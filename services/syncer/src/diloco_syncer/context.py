@@ -13,6 +13,7 @@ from diloco.core.roster import Roster
 from diloco.errors import MessageError
 from diloco.log.log import Log
 from diloco.process.observe import Counted, Logger
+from diloco.process.telemetry import Telemetry
 from diloco.service.metrics import Histogram
 from diloco.settings.service import SyncerSettings
 from diloco.transport import Transport
@@ -46,6 +47,7 @@ class Context:
     roster: Roster
     refused: Counted
     counts: Counts = field(default_factory=Counts)
+    telemetry: Telemetry | None = None  # None: nothing is told of rounds
 
     @property
     def region(self) -> str:

@@ -30,6 +30,7 @@ from diloco_syncer.context import Context, clock_s
 from diloco_syncer.fence import append_behind, holds
 from diloco_syncer.keyframes import Keyframes
 from diloco_syncer.replication import Replication
+from diloco_syncer.tracing import RoundTrace, stage
 
 Vector = NDArray[np.float32]
 
@@ -125,16 +126,20 @@ class FragmentOwner:
             FenceError: another process has appended; the replica is invalid.
         """
         context, copy = self.context, self.copy
+        trace = RoundTrace.begin(context, self.index, self.round, merge)
         if any(member.base_version >= copy.keyframe_version for held in merge.held for member in held.offer.members):
             copy.vouched = copy.keyframe_sequence  # its learner has folded that version, or a later one, to the same state
         if merge.held:
             await self.archive(merge)
-            record, inline, parts = await asyncio.to_thread(self._merge, merge, bits, self._awaited())
+            record, inline, parts = await asyncio.to_thread(self._merge, merge, bits, self._awaited(), trace)
         else:
             record = self.marker("close")
             inline, parts = b"", []
-        await self.append(record, inline, parts)
+        with stage(trace, "publish"):
+            await self.append(record, inline, parts)
         self.round.committed(clock_s())
+        if trace is not None:
+            trace.committed(record)
         if record.entry == "version":
             counts = context.counts
             counts.versions += 1
@@ -159,24 +164,29 @@ class FragmentOwner:
         heard = {seen.heartbeat.learner for seen in self.context.roster.live(now_s)} - self.round.left_out
         return heard if now_s - self._began_s >= self.context.run.in_force.liveness.dead_s else heard | {UNHEARD}
 
-    def _merge(self, merge: Merge, bits: Bits, awaited: Collection[str]) -> tuple[Record, bytes, list[bytes]]:
+    def _merge(
+        self, merge: Merge, bits: Bits, awaited: Collection[str], trace: RoundTrace | None
+    ) -> tuple[Record, bytes, list[bytes]]:
         """Make the next version; in a thread: nothing else touches the fragment while it is busy."""
         settings, replica = self.context.run.in_force, self.replica
         if settings.merge.against == "current":
             self._older[replica.chain.version] = replica.theta.copy()
             oldest = replica.chain.version - settings.round.max_staleness_versions
             self._older = {version: theta for version, theta in self._older.items() if version >= oldest}
-        return merging.make_version(
-            replica,
-            self.residual,
-            merging.sound(self.fragment, settings, merge, self._older.get, replica, awaited, self.context.run.identity),
-            merge,
-            settings,
-            bits=self.fragment.bits(bits),
-            syncer=self.context.settings.name,
-            attempt=self.context.transport.random_bytes(ATTEMPT_BYTES),
-            now_s=self.context.transport.wall_s(),
-        )
+        with stage(trace, "merge"):
+            merged = merging.sound(self.fragment, settings, merge, self._older.get, replica, awaited, self.context.run.identity)
+        with stage(trace, "outer step"):
+            return merging.make_version(
+                replica,
+                self.residual,
+                merged,
+                merge,
+                settings,
+                bits=self.fragment.bits(bits),
+                syncer=self.context.settings.name,
+                attempt=self.context.transport.random_bytes(ATTEMPT_BYTES),
+                now_s=self.context.transport.wall_s(),
+            )
 
     async def archive(self, merge: Merge) -> None:
         """Keep the offers before they are merged: every merge in the log can be made again."""

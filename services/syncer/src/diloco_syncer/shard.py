@@ -28,6 +28,7 @@ from diloco.process.observe import Counted, Logger, Progress
 from diloco.process.retry import until_available
 from diloco.process.tape import Recorder, Unrecorded
 from diloco.process.tasks import end
+from diloco.process.telemetry import Telemetry
 from diloco.settings.service import SyncerSettings
 from diloco.transport import Heard, Transport
 from diloco.wire import framing
@@ -61,6 +62,7 @@ class Shard:
         log: Logger,
         tape: Recorder | None = None,
         connect: Mapping[str, Connect] | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         """Make the parts; ``connect`` has the ways to the other regions, in a run with regions."""
         self.transport, self.run, self.settings, self.log = transport, run, settings, log
@@ -69,7 +71,8 @@ class Shard:
         region = settings.region or ""
         regions = Regions(region, store, run, fragment_map, connect or {}) if run.regions else None
         roster, refused = Roster(run.in_force), Counted(log)
-        self.context = Context(transport, run, fragment_map, settings, log, store, regions, roster, refused)
+        shared = (transport, run, fragment_map, settings, log, store, regions, roster, refused)
+        self.context = Context(*shared, telemetry=telemetry)
         sizes = [fragment.size for fragment in fragment_map.fragments]
         incarnation, takeover_s = int(transport.wall_s() * 1000), run.created.liveness.takeover_s
         away_s = run.created.regions.away_s

@@ -72,6 +72,7 @@ class Folded:
 
     copy: Copy
     entry: Entry
+    came_s: float  # when all of it was there, by the loop's clock
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,7 @@ class LogFollower:
 
     async def _take_in(self, copy: Copy, entry: Entry) -> Event | None:
         """Fold an entry, pass it over, or load the fragment again up to it."""
+        came_s = asyncio.get_running_loop().time()
         record, before = entry.record, copy.replica.chain
         index = record.fragment
         if self.store.entries.is_repeated(before, entry):
@@ -260,7 +262,7 @@ class LogFollower:
             reason = error
             load = partial(self.load_once, index, entry.known_sequence, error.sequence)
         else:
-            return Folded(copy, entry)
+            return Folded(copy, entry, came_s)
         del self.copies[index]
         self.log.warning("log_reloaded", fragment=index, version=record.version, reason=str(reason))
         again = await self._keep(load)

@@ -14,6 +14,7 @@ from diloco.core.fragment_state import Answer
 from diloco.errors import BrokerError, NonFiniteError, StorageFullError
 from diloco.log.offers import append_offer
 from diloco.member.shared import SharedLearner
+from diloco.member.tracing import MemberTraces
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
 from diloco.process.tape import Recorder
@@ -38,8 +39,16 @@ class Answers(Protocol):
 class Answering:
     """Makes and sends the offers of one learner, in the loop thread."""
 
-    def __init__(self, transport: Transport, run: Run, shared: SharedLearner, tape: Recorder, log: Logger) -> None:
-        self.transport, self.run, self.shared, self.tape, self.log = transport, run, shared, tape, log
+    def __init__(
+        self,
+        transport: Transport,
+        run: Run,
+        shared: SharedLearner,
+        tape: Recorder,
+        log: Logger,
+        traces: MemberTraces,
+    ) -> None:
+        self.transport, self.run, self.shared, self.tape, self.log, self.traces = transport, run, shared, tape, log, traces
         self.learner, self.subjects = shared.learner, Subjects(run.name)
 
     def begin(self, index: int) -> None:
@@ -58,6 +67,9 @@ class Answering:
 
     async def _answer(self, answer: Answer) -> None:
         index, began_s = answer.fragment, self.shared.loop.time()
+        trace = self.traces.offer(answer)
+        if trace is not None:
+            answer = trace.take(answer)
         try:
             encoded, packed, content_hash = await asyncio.to_thread(self._encode, answer)
         except NonFiniteError as error:
@@ -66,6 +78,8 @@ class Answering:
                 self.learner.not_finite(index)
                 self.shared.tell()
             return
+        if trace is not None:
+            trace.encoded()
         with self.shared.lock:
             pending = self.learner.encoded(answer, encoded)
             ago, digest = self.learner.accounts.step - answer.snapshot.step, content_hash[: events.DIGEST_BYTES]
@@ -76,6 +90,8 @@ class Answering:
         del answer, encoded, packed  # the snapshot, and copies of what is kept elsewhere: to send may take long
         offer = pending.message(index, body)
         sequence = await store_answer(self.transport, self.subjects, self.run.identity, offer, inline, parts, self.log)
+        if trace is not None:
+            trace.stored(offer)
         with self.shared.lock:
             self.learner.sent(index, sequence)
             self.tape.record(events.Sent(index, int(1000 * (self.shared.loop.time() - began_s))))

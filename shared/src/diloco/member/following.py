@@ -42,6 +42,7 @@ class Following:
         """Begin without fragments; ``others`` is the number of the run's other learners."""
         self.store, self.run, self.name, self.fragments, self.refused, self.log = store, run, name, fragments, refused, log
         self.others, self._spawn, self._tell = others, spawn, tell
+        self.folded: Callable[[Record, float], None] | None = None  # told of each entry, and when it had come
         self._follower: LogFollower
         self._task: asyncio.Task[None]
 
@@ -72,6 +73,8 @@ class Following:
     async def _follow(self) -> None:
         async for event in self._follower.follow(self.fragments):
             if isinstance(event, Folded):
+                if self.folded is not None:
+                    self.folded(event.entry.record, event.came_s)
                 self._tell(event.copy, event.entry.record, False)
             elif not isinstance(event, Wrong):  # else the versions that were told are right
                 self._tell(event.copy, None, event.rewound)

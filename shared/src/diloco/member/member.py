@@ -43,9 +43,11 @@ from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan
 from diloco.member.shared import SharedLearner
 from diloco.member.shares import LeaseClient, Leases
 from diloco.member.taping import LearnerTape
+from diloco.member.tracing import MemberTraces
 from diloco.process.observe import Counted, Logger, Progress
 from diloco.process.retry import until_available
 from diloco.process.tape import Recorder, Unrecorded
+from diloco.process.telemetry import Telemetry
 from diloco.settings.service import LearnerSettings
 from diloco.transport import Heard, Transport
 from diloco.wire import framing
@@ -83,6 +85,7 @@ class Member:
         settings: LearnerSettings,
         log: Logger,
         tape: Recorder | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self.transport, self.run, self.map, self.settings, self.log = transport, run, fragment_map, settings, log
         self.tape = tape or Unrecorded()
@@ -94,7 +97,8 @@ class Member:
         self.shares: Leases = LeaseClient(run, settings, self.admission.incarnation, fragment_map.digest, self.refused, log)
         self.learner = Learner(settings.name, settings.role, settings.region or "", self.admission.incarnation, run.created)
         self._shared = SharedLearner(self.learner)
-        self._answering: Answers = Answering(transport, run, self._shared, self.tape, log)
+        self._traces = MemberTraces(telemetry, run.identity, settings.name, self._shared.loop.time, transport.wall_s)
+        self._answering: Answers = Answering(transport, run, self._shared, self.tape, log, self._traces)
         self._changes = ChangesFollower(transport, run, log, self._change)
         self._taped = LearnerTape(self.tape)
         self._leave_by_s: float | None = None  # when it ends whatever is unmerged; None: it was not asked to end
@@ -149,6 +153,7 @@ class Member:
         self._following = Following(
             self.store, self.run, self.settings.name, indexes, self.refused, self.log, others=others, spawn=spawn, tell=tell
         )
+        self._following.folded = self._traces.folded
         return [Version.of(copy.replica) for copy in await self._following.load(genesis)]
 
     async def _serve(self) -> None:
@@ -297,6 +302,7 @@ class Member:
             decision = decide(self.learner, now_s)
             self._taped.decision(decision)
             applied = apply(self.learner, decision)
+        self._traces.applied([each.application for each in applied], decision.step)
         self._shared.loop.call_soon_threadsafe(self._heartbeat_soon)
         writes = [(each.application.fragment, each.write) for each in applied if each.write is not None]
         ended = self._may_end(now_s)

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 from diloco import __version__
 from diloco.errors import MessageError, SettingsError
 from diloco.nats.transport import NatsTransport
+from diloco.process import telemetry
 from diloco.process.observe import Counted, Logger
+from diloco.process.telemetry import Telemetry
 from diloco.settings.service import ServiceSettings, host_and_port
 from diloco.wire import framing
 
@@ -137,6 +139,7 @@ class Exporter:
     observed: Observed | None = None
     starting: str = "its run to be created"  # the thing waited for until ``observed`` is set
     port: int | None = None  # of the listener
+    telemetry: Telemetry | None = None  # None: no endpoint is set for it
     _server: asyncio.Server | None = None
     _connections: dict[asyncio.Task[None], asyncio.StreamWriter] = field(default_factory=dict)  # the oldest first
 
@@ -144,8 +147,9 @@ class Exporter:
         """Begin to answer, in the running loop.
 
         Raises:
-            SettingsError: the address cannot be used.
+            SettingsError: the address cannot be used; or telemetry is set, and its libraries are not installed.
         """
+        self.telemetry = telemetry.begin(self.settings, self.kind, self.log)
         if not self.settings.metrics_address:
             return
         import prometheus_client.exposition  # noqa: F401  # here rather than at the first scrape, which would hold up the loop
@@ -162,7 +166,9 @@ class Exporter:
         self.log.info("metrics_served", host=host, port=self.port)
 
     async def close(self) -> None:
-        """Stop answering."""
+        """Stop answering, and send the spans that wait."""
+        if self.telemetry is not None:
+            await asyncio.to_thread(self.telemetry.close)
         if self._server is not None:
             self._server.close()
             for connection in self._connections:
@@ -286,6 +292,11 @@ def _connections(exporter: Exporter, value: Callable[[Any], float]) -> Labelled:
     return {("control",): value(exporter.transport.control), ("bulk",): value(exporter.transport.bulk)}
 
 
+def _spans(exporter: Exporter) -> Labelled | None:
+    kept = exporter.telemetry
+    return None if kept is None else {("exported",): float(kept.exported), ("dropped",): float(kept.dropped)}
+
+
 COMMON: tuple[Metric[Exporter], ...] = (
     Metric(
         "diloco_build_info",
@@ -295,6 +306,13 @@ COMMON: tuple[Metric[Exporter], ...] = (
         ("service", "version", "protocol"),
     ),
     Metric("diloco_healthy", "gauge", "1 if `/healthz` answers 200", lambda exporter: float(exporter.silent_s() is None)),
+    Metric(
+        "diloco_telemetry_spans_total",
+        "counter",
+        "Spans that a collector took, or that were dropped",
+        _spans,
+        ("outcome",),
+    ),
     Metric("diloco_ready", "gauge", "1 if `/readyz` answers 200", lambda exporter: float(exporter.waits_for() is None)),
     Metric(
         "diloco_broker_connected",

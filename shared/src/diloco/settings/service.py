@@ -45,6 +45,37 @@ def host_and_port(address: str, setting: str = "metrics_address") -> tuple[str, 
     return host, port
 
 
+class TelemetrySettings(BaseModel):
+    """Where a service's spans go."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    endpoint: str = Field(
+        "", description="collector that takes OTLP over HTTP, for example http://127.0.0.1:4318; empty: nowhere"
+    )
+    sample: float = Field(0.01, ge=0, le=1, description="share of the versions whose way is told; all services have the same")
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_url(cls, value: str) -> str:
+        if value:
+            try:
+                parts = urlsplit(value)
+                known = (
+                    parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+                )
+            except ValueError:
+                known = False
+            if not known or any(map(str.isspace, value)):
+                raise ValueError("expected http:// or https://, a host and a port, for example http://127.0.0.1:4318")
+        return value
+
+    @property
+    def traces_url(self) -> str:
+        """The address for spans: the endpoint's path, or OTLP's own."""
+        return self.endpoint if urlsplit(self.endpoint).path.strip("/") else self.endpoint.rstrip("/") + "/v1/traces"
+
+
 class ServiceSettings(BaseSettings):
     """Settings of every service, from its TOML file (``--config``) and from ``DILOCO_*`` in the environment, which wins."""
 
@@ -70,6 +101,7 @@ class ServiceSettings(BaseSettings):
         "file", description="where JSON goes: state_dir/logs/NAME.jsonl, or standard error (for containers and journald)"
     )
     metrics_address: str = Field("", description="HOST:PORT that /metrics, /healthz and /readyz are served at; empty: nowhere")
+    telemetry: TelemetrySettings = Field(TelemetrySettings(), description="traces of versions and offers (watching.md)")
 
     @field_validator("metrics_address")
     @classmethod

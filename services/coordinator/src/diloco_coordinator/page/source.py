@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from diloco.control.history import Past
 from diloco.errors import BrokerError, FormatError
 from diloco.process.retry import Complaint
 from diloco_coordinator import overview
-from diloco_coordinator.history import History, Past
+from diloco_coordinator.history import History
 
 if TYPE_CHECKING:
     from diloco_coordinator.service import Coordinator

@@ -1,0 +1,1 @@
+"""``diloco top``: any run in a terminal, with keys."""

@@ -1,0 +1,116 @@
+"""A member's spans: an offer being made (snapshot, encode, upload), and a version being read (fetch, fold, apply)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.core.fragment_state import Answer, Application
+from diloco.core.tracing import Ids, Span, offer_ids, version_ids
+from diloco.process.telemetry import Telemetry
+from diloco.wire.entries import Record
+from diloco.wire.offers import Offer
+
+Vector = NDArray[np.float32]
+
+MAX_READS = 4096  # versions that are folded and not applied yet: as many as fragments have
+
+
+class MemberTraces:
+    """The spans of one member of a run; without telemetry there are none.
+
+    Times are the loop's, and turned into Unix time when a span is told.
+    """
+
+    def __init__(
+        self, telemetry: Telemetry | None, run: bytes, name: str, clock: Callable[[], float], wall: Callable[[], float]
+    ) -> None:
+        self.telemetry, self.run, self.name, self.clock, self._wall = telemetry, run, name, clock, wall
+        self._reads: dict[tuple[int, int], tuple[Record, float, float]] = {}  # by fragment and version: fetched, folded
+
+    def offer(self, answer: Answer) -> OfferTrace | None:
+        """Return the trace of an offer that is being made, if it answers a version whose way is told."""
+        if self.telemetry is None:
+            return None
+        version = version_ids(self.run, answer.fragment, answer.version)
+        return OfferTrace(self, self.telemetry, version) if self.telemetry.wants(version) else None
+
+    def folded(self, record: Record, came_s: float) -> None:
+        """Note a version that was folded; all of it was there at ``came_s``."""
+        if self.telemetry is None or not record.makes_version:
+            return
+        if self.telemetry.wants(version_ids(self.run, record.fragment, record.version)):
+            if len(self._reads) >= MAX_READS:
+                self._reads.pop(next(iter(self._reads)))
+            self._reads[record.fragment, record.version] = record, came_s, self.clock()
+
+    def applied(self, applications: Iterable[Application], step: int) -> None:
+        """Tell of versions that were applied at the boundary after ``step`` steps. Callable from any thread."""
+        for application in applications:
+            found = self._reads.pop((application.fragment, application.version), None)
+            if found is not None and self.telemetry is not None:
+                self._tell_of(self.telemetry, *found, step)
+
+    def _tell_of(self, telemetry: Telemetry, record: Record, came_s: float, folded_s: float, step: int) -> None:
+        root = version_ids(self.run, record.fragment, record.version)
+        read, came, folded, now = root.child("read", self.name), self.wall_s(came_s), self.wall_s(folded_s), self._wall()
+        committed = min(record.committed_at_s, came)  # by another machine's clock
+        about: dict[str, str | int | float] = {
+            "diloco.member": self.name,
+            "diloco.fragment": record.fragment,
+            "diloco.version": record.version,
+            "diloco.step": step,
+        }
+        telemetry.add(Span("read", read, root.span, committed, now, about))
+        for name, began, ended in (("fetch", committed, came), ("fold", came, folded), ("apply", folded, now)):
+            telemetry.add(Span(name, read.child(name), read.span, began, ended))
+
+    def wall_s(self, moment_s: float) -> float:
+        """Return a moment of the loop's clock as Unix time."""
+        return self._wall() - (self.clock() - moment_s)
+
+
+class OfferTrace:
+    """An offer that is being made."""
+
+    def __init__(self, traces: MemberTraces, telemetry: Telemetry, version: Ids) -> None:
+        self._traces, self._telemetry, self._version = traces, telemetry, version
+        self._began_s = self._snapshot_s = self._encoded_s = traces.clock()
+
+    def take(self, answer: Answer) -> Answer:
+        """Return the same answer; its reader says when it has read. The snapshot is not kept here."""
+        reader = answer.snapshot.reader
+        if reader is None:
+            return answer
+
+        def read() -> Vector:
+            values = reader()
+            self._snapshot_s = self._traces.clock()
+            return values
+
+        return replace(answer, snapshot=replace(answer.snapshot, reader=read))
+
+    def encoded(self) -> None:
+        """Note that the offer was read and quantised."""
+        self._encoded_s = self._traces.clock()
+
+    def stored(self, offer: Offer) -> None:
+        """Tell of the offer, which is stored."""
+        traces, at = self._traces, self._traces.wall_s
+        ids = offer_ids(traces.run, offer.learner, offer.incarnation, offer.fragment, offer.number)
+        now_s, add = traces.clock(), self._telemetry.add
+        about: dict[str, str | int | float] = {
+            "diloco.member": offer.learner,
+            "diloco.fragment": offer.fragment,
+            "diloco.number": offer.number,
+            "diloco.base_version": offer.base_version,
+            "diloco.bits": offer.bits,
+            "diloco.bytes": offer.body.size_bytes,
+        }
+        add(Span("offer", ids, None, at(self._began_s), at(now_s), about, (self._version,)))
+        add(Span("snapshot", ids.child("snapshot"), ids.span, at(self._began_s), at(self._snapshot_s)))
+        add(Span("encode", ids.child("encode"), ids.span, at(self._snapshot_s), at(self._encoded_s)))
+        add(Span("upload", ids.child("upload"), ids.span, at(self._encoded_s), at(now_s)))
