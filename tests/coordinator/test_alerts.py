@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 from tests.coordinator.test_monitor import heartbeat, monitor, record
 
+from diloco.transport import Room
 from diloco_coordinator.alerts import MAX_EVENTS, Alerts, conditions
 from diloco_coordinator.monitor import Monitor
 
@@ -71,3 +72,9 @@ def test_events_are_bounded() -> None:
         alerts.tell("x" * 10_000 + str(number), float(number))
     assert len(alerts.events) == MAX_EVENTS
     assert len(alerts.events[0][1]) == 200
+
+
+def test_a_stream_that_is_nearly_full() -> None:
+    made = monitor()
+    made.rooms = [Room("OFFERS", 899_999_999, 10**9), Room("ARCHIVE", 900_000_000, 10**9)]
+    assert list(conditions(made, 1.0)) == ["ARCHIVE: nearly as full as it may be; at its bound of 1.00 GB versions wait"]

@@ -43,3 +43,15 @@ def test_series_of_an_older_version_name_their_newest_by_what_they_hold() -> Non
     assert Merges.load(2, old).newest == [1, 0]
     with pytest.raises(ValueError, match="3 fragments, expected 2"):
         Merges.load(2, {"merges": [], "newest": [1, 1, 1]})
+
+
+def test_versions_that_the_log_had_dropped_are_counted_and_told_of() -> None:
+    kept = Merges(2)
+    kept.note(record(0, 11, "s", "ann"), 2.0)  # 1 to 10 were dropped before anybody read them
+    kept.note(record(0, 12, "s", "ann"), 3.0)
+    kept.note(record(1, 1, "s", "ann"), 3.5)
+    assert (kept.missed, kept.missed_until_s) == (10, 2.0)
+    later = Merges.load(2, kept.dump())
+    later.note(record(1, 5, "s", "ann"), 60.0)  # nobody was there for 2 to 4
+    assert (later.missed, later.missed_until_s) == (13, 60.0)
+    assert merges.thinned(later.dump(), 1)["merges_missed"] == 13

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from diloco.errors import SettingsError
 from diloco_coordinator.page import drawing as pace
@@ -47,10 +49,24 @@ class Log:
         return lambda event, **values: self.said.append(f"{level} {event} {values}")
 
 
+class Acts:
+    """Actions that only note that they were taken."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+
+    def form(self, report: Mapping[str, Any]) -> str:
+        return "<p>actions</p>"
+
+    async def act(self, request: Request) -> Response:
+        self.taken.append(request.path_params["name"])
+        return JSONResponse({"lines": [], "code": 0})
+
+
 @contextlib.asynccontextmanager
-async def served(run: Run, token: str | None = None) -> AsyncIterator[PageServer]:
+async def served(run: Run, token: str | None = None, acting: Acts | None = None) -> AsyncIterator[PageServer]:
     log: Any = Log()
-    server = PageServer(Drawing(run, "feed", log), "127.0.0.1:0", token, log)
+    server = PageServer(Drawing(run, "feed", log), "127.0.0.1:0", token, log, acting=acting)
     await server.start()
     try:
         yield server
@@ -259,6 +275,42 @@ async def test_with_a_token_nobody_sees_anything_without_it() -> None:
         assert TOKEN not in cookie
         assert (await fetched(server, "/page.js", Cookie=cookie.split(";")[0]))[0] == 200
         assert (await fetched(server, "/page.js", Cookie=cookie.split(";")[0][:-1]))[0] == 401
+
+
+async def test_actions_need_the_token_itself_from_this_page_on_this_machine() -> None:
+    acts = Acts()
+    async with served(Run(), TOKEN, acts) as server:
+        here = {"Authorization": f"Bearer {TOKEN}", "Origin": f"http://127.0.0.1:{server.port}"}
+        _, headers, _ = await fetched(server, "/token", method="POST", body=f"token={TOKEN}")
+        cookie = {"Cookie": headers["set-cookie"].split(";")[0]}
+        assert f"diloco_page_{server.port}=" in cookie["Cookie"]  # pages at several ports keep each other's
+        page = (await fetched(server, **cookie))[2]
+        assert "<p>actions</p>" in page
+        assert "act.js" in page
+        assert TOKEN not in page
+        refused: list[tuple[dict[str, str], int]] = [
+            ({}, 401),
+            (cookie, 401),  # a browser sends it to every port of this machine, and so to any program that listens there
+            ({"Authorization": f"Bearer {TOKEN}0"}, 401),
+            (here | {"Origin": "https://evil.example"}, 403),
+            (here | {"Origin": "null"}, 403),
+            (here | {"Origin": f"http://127.0.0.1:{(server.port or 0) + 1}"}, 403),
+            (here | {"Sec_Fetch_Site": "cross-site"}, 403),
+            (here | {"Host": "evil.example", "Origin": "http://evil.example"}, 421),
+        ]
+        for headers, expected in refused:
+            assert (await fetched(server, "/act/eject", method="POST", **headers))[0] == expected, headers
+        assert (await fetched(server, "/act/eject", **here))[0] == 405
+        assert acts.taken == []
+        assert (await fetched(server, "/act/eject", method="POST", **here))[0] == 200
+        assert acts.taken == ["eject"]
+
+
+async def test_a_page_without_actions_has_no_way_to_act() -> None:
+    async with served(Run(), TOKEN) as server:
+        bearer = {"Authorization": f"Bearer {TOKEN}"}
+        assert (await fetched(server, "/act/eject", method="POST", **bearer))[0] == 405
+        assert (await fetched(server, "/act.js", **bearer))[0] == 404
 
 
 async def test_who_holds_connections_keeps_nobody_from_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

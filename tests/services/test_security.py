@@ -568,8 +568,8 @@ async def test_a_whole_run_needs_nothing_that_it_may_not(launch: Launch, keys: F
             as_whom(cluster, keys, "operator")
             taken, problems = await checkpoint.take(cluster.directory)
             assert sorted(taken.manifest.learners) == ["toy-0", "toy-1", "toy-2"], problems
-            await operate._set(cluster.directory, ["round.grace_factor=0.5"], "tried")
-            await rollback._rollback(cluster.directory, 1, "tried too")
+            await operate.apply_settings(cluster.directory, {"round.grace_factor": 0.5}, "tried")
+            await rollback.go_back(cluster.directory, 1, "tried too")
             [listed] = await runs._found(server.url, [], identity.load(keys.identity_file("operator")), RUN)
             assert (listed.state, listed.facts["changes"]) == ("going on", 2)
         await cluster.ended()

@@ -15,18 +15,19 @@ from diloco.core.changes import MAX_AUTHOR, Action, Change, Effective, text_of
 from diloco.nats.transport import NatsTransport
 
 Reason = Annotated[str, typer.Option(help="Why: one line, which is kept with the change.")]
+Say = Callable[[str], object]  # takes a line for the person who changes the run
 
 
 async def make_changes(
-    transport: NatsTransport, run: Run, decide: Callable[[Effective], Sequence[Action]], reason: str
+    transport: NatsTransport, run: Run, decide: Callable[[Effective], Sequence[Action]], reason: str, say: Say = print
 ) -> list[Change]:
-    """Append the changes that ``decide`` gives for those in force, print and return them.
+    """Append the changes that ``decide`` gives for those in force, say and return them.
 
     Raises: as :func:`diloco.control.changes.append_changes`.
     """
     made = await append_changes(transport, run, decide, author=author(transport), reason=reason)
     for one in made:
-        print(f"change {one.number}: {text_of(one)}")
+        say(f"change {one.number}: {text_of(one)}")
     return made
 
 

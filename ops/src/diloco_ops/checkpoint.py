@@ -40,6 +40,7 @@ from diloco.process import files
 from diloco_ops import manifest, residuals, run_reader
 from diloco_ops.broker import snapshot
 from diloco_ops.broker.snapshot import Snapshot
+from diloco_ops.changing import Say
 from diloco_ops.manifest import Checkpoint, Cut, Manifest, SavedFile, SavedLearner, SavedStream, hash_of
 from diloco_ops.marker import Marking, States, heads
 from diloco_ops.run_reader import RunReader
@@ -209,18 +210,27 @@ def checkpoint(
     out: Annotated[Path | None, typer.Option(help="Where to put it; default: the next number in DIR/whole.")] = None,
 ) -> None:
     """Take a checkpoint of a whole run, without a pause."""
+    asyncio.run(take_and_tell(directory, out))
+
+
+async def take_and_tell(path: Path, out: Path | None = None, say: Say = print) -> None:
+    """Take a checkpoint, and say which, and how one goes on from it.
+
+    Raises:
+        RunError, BrokerError: as :func:`take`; or the disk is full.
+    """
     began_s = time.monotonic()
     try:
-        taken, problems = asyncio.run(take(directory, out))
+        taken, problems = await take(path, out)
     except OSError as error:
-        raise RunError(f"{directory}: no checkpoint was taken: {error}; the run goes on") from None
+        raise RunError(f"{path}: no checkpoint was taken: {error}; the run goes on") from None
     saved = taken.manifest
     versions = [cut.version for cut in saved.fragments]
     for problem in problems:
-        print(f"note: {problem}")
-    print(
+        say(f"note: {problem}")
+    say(
         f"checkpoint of run {saved.run}: versions {min(versions)} to {max(versions)} of {len(versions)} fragments, "
         f"{len(saved.learners)} learners' states, {size(sum(file.size_bytes for file in saved.files))}, "
         f"in {duration(time.monotonic() - began_s)}"
     )
-    print(f"go on from it with: diloco up --resume {taken.path} --run-dir NEW")
+    say(f"go on from it with: diloco up --resume {taken.path} --run-dir NEW")

@@ -291,7 +291,7 @@ class Launcher:
                     status = {} if answer is None else inspect.answered(answer, self.directory)
                     if status and not opened and self.asked.open and self.asked.pages:
                         opened = True
-                        await asyncio.to_thread(pages.show, self.asked.pages[0])
+                        await asyncio.to_thread(pages.show, pages.link(self.asked.pages[0]))
                     if "learners" in status:
                         self._keep_status(status)
                         tracking.note(status)

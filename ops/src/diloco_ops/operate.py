@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +40,7 @@ from diloco.wire.control import Announcement
 from diloco.wire.fields import MemberName
 from diloco.wire.subjects import Subjects
 from diloco_ops import run_reader
-from diloco_ops.changing import Reason, make_changes
+from diloco_ops.changing import Reason, Say, make_changes
 from diloco_ops.run_reader import LiveRun
 from diloco_report import units
 
@@ -59,17 +59,18 @@ def set_(
     reason: Reason = "",
 ) -> None:
     """Change settings of a run that goes on, or its token budget. Without any: what can be set, and what was changed."""
-    asyncio.run(_set(directory, assignments or [], reason))
+    wanted = parse_assignments(assignments or [], COMMAND)
+    asyncio.run(apply_settings(directory, wanted, reason) if wanted else _list(directory))
 
 
 def eject(directory: Directory, learner: Learner, reason: Reason = "") -> None:
     """Let a learner take no part any more: its offers are refused, nobody waits for it, and its process ends."""
-    asyncio.run(_eject(directory, _name(learner), reason))
+    asyncio.run(exclude(directory, learner, reason))
 
 
 def readmit(directory: Directory, learner: Learner, reason: Reason = "") -> None:
     """Let a learner that was ejected or quarantined take part again."""
-    asyncio.run(_readmit(directory, _name(learner), reason))
+    asyncio.run(take_back(directory, learner, reason))
 
 
 def _name(learner: str) -> str:
@@ -79,12 +80,19 @@ def _name(learner: str) -> str:
         raise SettingsError(f"learner {learner!r}: a name has lower-case letters, digits, - and _, at most 48") from None
 
 
-async def _set(path: Path, assignments: Sequence[str], reason: str) -> None:
-    wanted = parse_assignments(assignments, COMMAND)
+async def _list(path: Path) -> None:
     async with run_reader.reached(path) as live:
-        if not wanted:
-            _show(live.run.created, live.run.now, await read_changes(live.run))
-            return
+        _show(live.run.created, live.run.now, await read_changes(live.run))
+
+
+async def apply_settings(path: Path, wanted: Mapping[str, Any], reason: str, say: Say = print) -> None:
+    """Give settings of a run that goes on, or its token budget, the values that are wanted.
+
+    Raises:
+        SettingsError: one cannot be set, or not so.
+        RunError: the run is not going on, or has begun to close.
+    """
+    async with run_reader.reached(path) as live:
         budget = wanted.get("tokens")
         processed = await _processed(live) if budget is not None else 0
 
@@ -101,7 +109,7 @@ async def _set(path: Path, assignments: Sequence[str], reason: str) -> None:
                 settings = changed
             return actions
 
-        await _change(live, decide, reason)
+        await _change(live, decide, reason, say)
 
 
 def _extended(settings: RunSettings, value: Any, processed: int) -> tuple[RunSettings, Action]:
@@ -113,14 +121,28 @@ def _extended(settings: RunSettings, value: Any, processed: int) -> tuple[RunSet
     return changed, Tokens(changed.tokens)
 
 
-async def _eject(path: Path, learner: str, reason: str) -> None:
+async def exclude(path: Path, learner: str, reason: str, say: Say = print) -> None:
+    """Eject a learner.
+
+    Raises:
+        SettingsError: it is no name.
+        RunError: no such learner was ever admitted, or the run is not going on.
+    """
+    learner = _name(learner)
     async with run_reader.reached(path) as live:
         if await live.run.registry.get(f"member.{learner}") is None:
             raise RunError(f"run {live.run.name!r}: no learner {learner!r} was ever admitted; diloco status {path} names them")
-        await _change(live, lambda now: [] if learner in now.ejected else [Eject(learner)], reason)
+        await _change(live, lambda now: [] if learner in now.ejected else [Eject(learner)], reason, say)
 
 
-async def _readmit(path: Path, learner: str, reason: str) -> None:
+async def take_back(path: Path, learner: str, reason: str, say: Say = print) -> None:
+    """Readmit a learner.
+
+    Raises:
+        SettingsError: it is no name.
+        RunError: it is neither ejected nor quarantined, or the run is not going on.
+    """
+    learner = _name(learner)
     async with run_reader.reached(path) as live:
 
         def decide(now: Effective) -> list[Action]:
@@ -130,12 +152,12 @@ async def _readmit(path: Path, learner: str, reason: str) -> None:
                 raise RunError(f"run {live.run.name!r}: learner {learner!r} takes part; ejected or quarantined: {names}")
             return [Readmit(learner)]
 
-        await _change(live, decide, reason)
+        await _change(live, decide, reason, say)
 
 
-async def _change(live: LiveRun, decide: Callable[[Effective], Sequence[Action]], reason: str) -> None:
-    if not await make_changes(live.transport, live.run, decide, reason):
-        print("nothing to change: it is so already")
+async def _change(live: LiveRun, decide: Callable[[Effective], Sequence[Action]], reason: str, say: Say) -> None:
+    if not await make_changes(live.transport, live.run, decide, reason, say):
+        say("nothing to change: it is so already")
 
 
 def _show(created: RunSettings, now: Effective, listed: Changes) -> None:

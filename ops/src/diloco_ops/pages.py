@@ -46,10 +46,10 @@ def link(address: str) -> str:
     return f"http://{address}/"
 
 
-def show(address: str) -> None:
-    """Open the page in this machine's browser, where there is one."""
+def show(where: str) -> None:
+    """Open a page's :func:`link` in this machine's browser, where there is one."""
     with contextlib.suppress(webbrowser.Error):
-        webbrowser.open(link(address))
+        webbrowser.open(where)
 
 
 def is_free(host: str, port: int) -> bool:

@@ -7,7 +7,7 @@ which has the state of that version (:func:`diloco.core.merging.make_rollback`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,46 +20,99 @@ from diloco.errors import RunError
 from diloco.log.stream import pass_over
 from diloco.wire.entries import RolledBack
 from diloco_ops import run_reader
-from diloco_ops.changing import Reason, make_changes
+from diloco_ops.changing import Reason, Say, make_changes
 from diloco_ops.run_reader import RunReader, read_chains
+from diloco_report.units import count
 
 CARRIED_OUT_S = 60.0  # so long an owner may take, until the command stops waiting for it
 MAX_NAMED = 5
+MAX_LISTED = 16  # fragments that a preview lists one by one
 
 
 def rollback(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory; the run is going on.")],
     to_version: Annotated[int, typer.Option(min=0, help="Every fragment that is beyond this version goes back to it.")],
     reason: Reason = "",
+    preview: Annotated[bool, typer.Option("--preview", help="Say what would be lost, and order nothing.")] = False,
 ) -> int:
     """Take a run back to an earlier version, by new records in its log. Exit code 1 if that is not done within a minute."""
-    return asyncio.run(_rollback(directory, to_version, reason))
+    if preview:
+        asyncio.run(foretell(directory, to_version))
+        return 0
+    return asyncio.run(go_back(directory, to_version, reason))
 
 
-async def _rollback(path: Path, version: int, reason: str) -> int:
+async def foretell(path: Path, version: int, say: Say = print) -> None:
+    """Say what would be lost if a run went back to a version; nothing is ordered.
+
+    Raises: as :func:`order`.
+    """
     async with run_reader.opened(path) as seen:
-        number, chains = await order(seen, version, reason, print)
+        _, beyond = await _examine(seen, version)
+        then = await _states(seen, version, beyond)
+        tokens = {chain.fragment: chain.tokens_merged - then[chain.fragment].tokens_merged for chain in beyond}
+        for chain in beyond[:MAX_LISTED]:
+            say(f"fragment {chain.fragment}: versions {version + 1} to {chain.version}, {count(tokens[chain.fragment])} tokens")
+        if len(beyond) > MAX_LISTED:
+            say(f"and {len(beyond) - MAX_LISTED} more fragments")
+        lost = sum(seen.map.fragments[index].size * each for index, each in tokens.items()) / seen.map.parameters
+        versions, kept = sum(chain.version - version for chain in beyond), len(seen.map.fragments) - len(beyond)
+        stay = f"; {kept} fragments are not beyond version {version} and stay" if kept else ""
+        say(
+            f"lost in all: {versions} versions of {len(beyond)} fragments, {count(round(lost))} tokens of the whole model{stay}"
+        )
+        say("the budget counts these tokens as used; all that is merged until the order is carried out is lost as well")
+
+
+async def go_back(path: Path, version: int, reason: str, say: Say = print) -> int:
+    """Take a run back to a version, and say what each fragment does; return 1 if it is not done within a minute.
+
+    Raises: as :func:`order`.
+    """
+    async with run_reader.opened(path) as seen:
+        number, chains = await order(seen, version, reason, say)
         left = {chain.fragment for chain in chains}
-        print(f"{len(left)} fragments go back to version {version}")
+        say(f"{len(left)} fragments go back to version {version}")
         try:
             async with asyncio.timeout(CARRIED_OUT_S):
                 async for fragment, made in carried_out(seen, number, chains):
                     left.discard(fragment)
-                    print(f"fragment {fragment}: version {made.version} is what version {version} was")
+                    say(f"fragment {fragment}: version {made.version} is what version {version} was")
         except TimeoutError:
             named = ", ".join(map(str, sorted(left)))
-            print(
+            say(
                 f"not done yet for fragments {named}: their owners do it as soon as they can; diloco logs {path} says what "
                 "they wait for (rollback_failed: the version was dropped meanwhile)"
             )
     return 1 if left else 0
 
 
-async def order(seen: RunReader, version: int, reason: str, say: Callable[[str], object]) -> tuple[int, list[Chain]]:
+async def order(seen: RunReader, version: int, reason: str, say: Say) -> tuple[int, list[Chain]]:
     """Order a run back; return the number of the change, and the present heads of the fragments that it is for.
 
     Raises:
         RunError: it cannot, and nothing was ordered.
+    """
+    before, beyond = await _examine(seen, version)
+    say(f"looking whether the log has version {version} of {len(beyond)} fragments")
+    await _states(seen, version, beyond)
+
+    def decide(now: Effective) -> Sequence[Action]:
+        if now.rollbacks != before.rollbacks:
+            raise RunError(
+                f"run {seen.run.name!r}: somebody else orders it back at this moment; look at diloco set {seen.directory.path}"
+            )
+        return [Rollback(version, [chain.fragment for chain in beyond])]
+
+    [made] = await make_changes(seen.transport, seen.run, decide, reason, say)
+    return made.number, beyond
+
+
+async def _examine(seen: RunReader, version: int) -> tuple[Effective, list[Chain]]:
+    """Return the changes in force, and the heads of the fragments that are beyond a version.
+
+    Raises:
+        RunError: the run cannot go back to it.
     """
     run = seen.run
     if not seen.live:
@@ -77,26 +130,27 @@ async def order(seen: RunReader, version: int, reason: str, say: Callable[[str],
     before, chains = in_force(run.created, listed.records), await read_chains(seen.log)
     beyond = [chain for chain in chains if chain.version > version]
     _check(seen, version, before, chains, beyond)
-    say(f"looking whether the log has version {version} of {len(beyond)} fragments")
-    missing = []
+    return before, beyond
+
+
+async def _states(seen: RunReader, version: int, beyond: Sequence[Chain]) -> dict[int, Chain]:
+    """Return by fragment its head as of a version, having folded its state there.
+
+    Raises:
+        RunError: the log does not have all of them any more.
+    """
+    missing, found = [], {}
     for chain in beyond:
         try:
-            await seen.log.reader.state_at(chain.fragment, version, seen.genesis, seen.genesis_check)
+            replica = await seen.log.reader.state_at(chain.fragment, version, seen.genesis, seen.genesis_check)
         except RunError as error:
             missing.append(str(error))
+        else:
+            found[chain.fragment] = replica.chain
     if missing:
         more = f"; {len(missing) - MAX_NAMED} more fragments lack it" if len(missing) > MAX_NAMED else ""
         raise RunError("; ".join(missing[:MAX_NAMED]) + more)
-
-    def decide(now: Effective) -> Sequence[Action]:
-        if now.rollbacks != before.rollbacks:
-            raise RunError(
-                f"run {run.name!r}: somebody else orders it back at this moment; look at diloco set {seen.directory.path}"
-            )
-        return [Rollback(version, [chain.fragment for chain in beyond])]
-
-    [made] = await make_changes(seen.transport, run, decide, reason)
-    return made.number, beyond
+    return found
 
 
 def _resumed_at(seen: RunReader, version: int) -> str:

@@ -32,9 +32,10 @@ def inlined(script: str = "") -> Assets:
     return Assets(head, f"{_TIP}\n<script>{script}</script>" if script else "")
 
 
-def linked() -> Assets:
+def linked(scripts: Sequence[str]) -> Assets:
     """Have the page fetch both from where it came from; the server's headers say what the browser may do."""
-    return Assets('<link rel="stylesheet" href="page.css">\n<script src="page.js" defer></script>', _TIP)
+    run = "".join(f'\n<script src="{script}" defer></script>' for script in scripts)
+    return Assets(f'<link rel="stylesheet" href="page.css">{run}', _TIP)
 
 
 _TIP = '<div id="tip" hidden></div>'

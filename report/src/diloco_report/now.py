@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from diloco_report import html
-from diloco_report.facts import Report, learners_of, natural
+from diloco_report.facts import Report, learners_of, natural, ratio
 from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
 
 MAX_EVENTS = 50  # that are shown, of those known
@@ -40,10 +40,14 @@ def _working(report: Report) -> int:
 
 
 def _standing_by(now: Mapping[str, Any]) -> str:
-    """Say that another coordinator leads the run, where one does."""
+    """Say that another coordinator leads the run, where one does, or that none answers."""
     if now.get("known_s_ago") is None:
         return ""
     known = duration(now["known_s_ago"])
+    if now.get("silent"):
+        return html.note(
+            f"No coordinator answers, and learners may train on without one. All here is as one stored it {known} ago."
+        )
     return html.note(f"This coordinator stands by: another one leads the run. All here is as that one stored it {known} ago.")
 
 
@@ -87,6 +91,24 @@ def syncers(report: Report) -> str:
         for name, each in sorted(found.items(), key=lambda item: natural(str(item[0])))
     ]
     return html.section("Syncers", "", html.wide(html.table(head, rows)))
+
+
+def storage(report: Report) -> str:
+    """Draw how full the streams are that have a bound."""
+    found: Sequence[Mapping[str, Any]] = (report.get("now") or {}).get("storage") or []
+    if not found:
+        return ""
+    rows = [
+        [
+            escape(str(each.get("name", ""))),
+            size(each.get("size_bytes")),
+            size(each.get("max_bytes")),
+            share(ratio(each.get("size_bytes"), each.get("max_bytes"))),
+        ]
+        for each in found
+    ]
+    said = "Streams of the server that the leading coordinator uses. At a bound learners train on, and versions wait."
+    return html.section("Storage", said, html.wide(html.table(("stream", "holds", "may hold", "full"), rows)))
 
 
 def events(report: Report) -> str:

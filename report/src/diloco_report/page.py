@@ -14,11 +14,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from diloco_report import charts, compared, html, now
+from diloco_report import changed, charts, compared, html, now
 from diloco_report.facts import COLOURS, Report, learners_of, natural, until_s
 from diloco_report.facts import colours as colours_of
 from diloco_report.facts import ratio as ratio_of
-from diloco_report.units import MISSING, count, decimal, duration, finite, moment, share, size
+from diloco_report.islands import islands
+from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
 
 MAX_PERIODS = 9
 MAX_OPEN = 16  # fragments whose table is shown without being asked for, while a run goes on
@@ -38,16 +39,19 @@ def render_html(report: Report) -> str:
     return html.document(_title(report), _header(report), _body(parts(report)), html.inlined(_script("page.js")))
 
 
-def render_live(report: Report, drawn: Mapping[str, str], state: str) -> str:
+def render_live(report: Report, drawn: Mapping[str, str], state: str, actions: str | None = None) -> str:
     """Return the same page as a server gives it out, which goes on by itself.
 
     Args:
         report: a run's report as of now.
         drawn: its parts as :func:`parts` drew them, perhaps a moment ago.
         state: name of what is drawn; the page asks for all that comes after it.
+        actions: the part of :func:`diloco_report.actions.form`, where the server has actions.
     """
-    body = f'<p id="link" role="status" hidden></p>\n<div id="parts" data-state="{escape(state)}">\n{_body(drawn)}\n</div>'
-    return html.document(_title(report), _header(report), body, html.linked())
+    parts = f'<div id="parts" data-state="{escape(state)}">\n{_body(drawn)}\n</div>'
+    scripts = ("page.js",) if actions is None else ("page.js", "act.js")
+    body = f'<p id="link" role="status" hidden></p>\n{actions or ""}{parts}'
+    return html.document(_title(report), _header(report), body, html.linked(scripts))
 
 
 def parts(report: Report) -> dict[str, str]:
@@ -56,10 +60,14 @@ def parts(report: Report) -> dict[str, str]:
 
 
 def asset(name: str) -> bytes:
-    """Return a file that :func:`render_live` links to: ``page.css``, or ``page.js``, which has the script of both pages."""
-    if name == "page.js":
-        return (_script("page.js") + _script("live.js")).encode()
-    return html.style().encode()
+    """Return a file that a served page links to.
+
+    ``page.css``; ``page.js``, which has the script of both pages; ``act.js``, that of actions; ``enter.js``, that of the form
+    of a token.
+    """
+    if name == "page.css":
+        return html.style().encode()
+    return "".join(_script(part) for part in (("page.js", "live.js") if name == "page.js" else (name,))).encode()
 
 
 def _script(name: str) -> str:
@@ -212,12 +220,22 @@ def _merges(report: Report) -> str:
         colours[name] = "var(--soft)"
     picture, drawn = charts.merges(rounds, colours, until_s(report))
     every = int((report.get("series") or {}).get("merges_every") or 1)
+    known = _known_from(report) if (report.get("series") or {}).get("merges_missed") else ""
     some = f" {drawn} of {every * len(rounds)} are drawn." if 0 < drawn < every * len(rounds) else ""
     return html.section(
         "Who was in each merge",
         "One column of marks for each version of a fragment, one mark for each learner; grey: it had no part. Pale: its offer "
-        f"was made from an older version. Point at one for weights and times.{some}",
+        f"was made from an older version. Point at one for weights and times.{some}{known}",
         html.toggles(colours.items()) + html.wide(picture),
+    )
+
+
+def _known_from(report: Report) -> str:
+    """Say from where the merges are known, where the log had dropped some before they were read."""
+    series = report["series"]
+    return (
+        f" {count(series['merges_missed'])} older versions are not here: the log had dropped them before a coordinator read "
+        f"it, the last time at {duration(series.get('merges_missed_until_s'))}."
     )
 
 
@@ -424,34 +442,6 @@ def _sample(report: Report) -> str:
     return html.section("A sample", "Text that the trained model made up.", f"<pre>{escape(str(sample))}</pre>")
 
 
-def _settings(report: Report) -> str:
-    settings: Mapping[str, Any] = report.get("settings") or {}
-    if not settings:
-        return ""
-    groups = {"run": {key: value for key, value in settings.items() if not isinstance(value, Mapping)}}
-    groups |= {key: dict(value) for key, value in settings.items() if isinstance(value, Mapping)}
-    body = "".join(
-        f"<div><h3>{escape(str(group))}</h3><dl>"
-        + "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>" for key, value in values.items())
-        + "</dl></div>"
-        for group, values in groups.items()
-        if values
-    )
-    return html.section("Settings", "As the run was created with them.", f'<div class="settings">{body}</div>')
-
-
-def _changes(report: Report) -> str:
-    changes: Sequence[Mapping[str, Any]] = report.get("changes") or []
-    if not changes:
-        return ""
-    rows = [
-        [moment(change.get("at_s")), *(escape(str(change.get(key, ""))) for key in ("text", "author", "reason"))]
-        for change in changes
-    ]
-    head = ["when", "what", "by", "why"]
-    return html.section("Changes", "What was changed while the run went on.", html.wide(html.table(head, rows)))
-
-
 # --- small parts ----------------------------------------------------------------------------------------------------
 
 
@@ -467,13 +457,15 @@ PARTS: dict[str, Callable[[Report], str]] = {
     "others": _others_and_traffic,
     "activity": _activity,
     "merges": _merges,
+    "islands": islands,
     "regions": _regions,
     "learners": _learners,
     "syncers": now.syncers,
+    "storage": now.storage,
     "fragments": _fragments,
     "events": now.events,
     "data": _data,
     "sample": _sample,
-    "settings": _settings,
-    "changes": _changes,
+    "settings": changed.settings,
+    "changes": changed.changes,
 }

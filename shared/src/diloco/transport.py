@@ -35,6 +35,15 @@ class Stored:
     stored_at_s: float = field(default=math.inf, kw_only=True, compare=False)  # Unix time of its server; inf: not known
 
 
+@dataclass(frozen=True)
+class Room:
+    """Bytes that a stream, or all streams of an account, holds, and may hold."""
+
+    name: str
+    size_bytes: int
+    max_bytes: int
+
+
 class Heard(Protocol):
     """A message that is not stored."""
 
@@ -134,6 +143,12 @@ class Transport(Protocol):
         self, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1
     ) -> int | None:
         """Make a stream, or find that it exists as it should; return the bytes it may hold if fewer than asked for."""
+
+    async def rooms(self, names: Sequence[str]) -> list[Room]:
+        """Return how full those of these streams are that have a bound, and the account of this process if it has one.
+
+        Streams that do not exist are left out. AppendUncertainError: the server is silent.
+        """
 
     async def append(
         self,

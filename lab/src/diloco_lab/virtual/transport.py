@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.core.bandwidth import Moved
 from diloco.errors import AppendUncertainError, BrokerError, RewoundError
-from diloco.transport import Fence, Stored
+from diloco.transport import Fence, Room, Stored
 from diloco.wire.grants import SignedGrant
 from diloco_lab.virtual.server import Append, Keys, Stream
 
@@ -186,6 +186,9 @@ class VirtualTransport:
             self.process.crash(f"after {what}")
         elif fate != "unanswered":
             self.world.answer(self.loop, self._settle, future, result, error)
+
+    async def rooms(self, names: Sequence[str]) -> list[Room]:
+        return []  # nothing has a bound here
 
     async def ensure_stream(
         self, stream: str, subjects: list[str], *, max_msgs_per_subject: int = -1, max_bytes: int = -1, replicas: int = 1

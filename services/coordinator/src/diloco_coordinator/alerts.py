@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from diloco_coordinator.monitor import Monitor
+from diloco_report.units import size
 
 MAX_EVENTS = 200  # the oldest are forgotten
 MAX_TEXT = 200  # characters of an event
 STALLED_S = 30.0  # without a version of a fragment, at least: a takeover and a round take less
 STALLED_INTERVALS = 10  # and so many times as long as a version of it usually takes
 UNMERGED_ROUNDS = 5  # versions of each fragment without a learner that steps
+NEARLY_FULL = 0.9  # of a stream's bound
 SPIKE = 1.5  # times a learner's usual loss
 USUAL_POINTS = 50  # last points of a loss that say what is usual, of which there have to be SPIKE_POINTS
 SPIKE_POINTS = 10
@@ -67,6 +69,9 @@ def conditions(monitor: Monitor, now_s: float) -> Iterator[str]:
     yield from _of_learners(monitor, now_s)
     for region in sorted(monitor.presence.away()):
         yield f"region {region}: nobody is heard"
+    for room in monitor.rooms:
+        if room.size_bytes >= NEARLY_FULL * room.max_bytes:
+            yield f"{room.name}: nearly as full as it may be; at its bound of {size(room.max_bytes)} versions wait"
     if monitor.state != "training":
         return
     for fragment in sorted(_stalled(monitor, now_s)):
@@ -80,7 +85,7 @@ def _of_learners(monitor: Monitor, now_s: float) -> Iterator[str]:
         if heartbeat.state in ("finished", "left"):
             continue
         if name in monitor.now.ejected or name in monitor.now.quarantined:
-            yield f"{name}: {'ejected' if name in monitor.now.ejected else 'quarantined'}"
+            yield f"{name}: {'ejected' if name in monitor.now.ejected else 'quarantined, its outer gradients were outliers'}"
             continue
         if now_s - learner.seen_s > monitor.gone_s:
             yield f"{name}: not heard"

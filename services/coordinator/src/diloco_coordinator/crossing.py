@@ -10,6 +10,7 @@ from typing import Any
 
 from diloco.wire.control import ShardHeartbeat
 
+RATE_EVERY_S = 5.0  # shorter times between two marks say little: offers and records come in bursts
 MAX_PROCESSES = 16  # of one syncer whose bytes by region are told apart; those of the oldest are added up
 
 
@@ -21,6 +22,8 @@ class Crossing:
         self.places: dict[str, str] = {}  # by learner and syncer: its region
         # by syncer and incarnation, since each counts from 0: by other region, bytes sent there and received from there
         self.processes: dict[tuple[str, int], dict[str, tuple[int, int]]] = {}
+        self.rates: dict[tuple[str, str], float] = {}  # by border: bytes a second between the last two marks
+        self._marked: tuple[float, dict[tuple[str, str], int]] | None = None  # when, and the bytes by then
 
     def place(self, member: str, region: str) -> None:
         """Note where a member is; regions that the run does not have are ignored."""
@@ -42,6 +45,17 @@ class Crossing:
             for region, (sent, received) in oldest.items():
                 known = kept.get(region, (0, 0))
                 kept[region] = known[0] + sent, known[1] + received
+
+    def mark(self, now_s: float) -> None:
+        """Take the rates again, if that is due."""
+        since_s, before = self._marked or (now_s, None)
+        if before is not None and now_s - since_s < RATE_EVERY_S:
+            return
+        sizes = self.borders()
+        if before is not None:
+            passed_s = now_s - since_s
+            self.rates = {border: max(0, total - before.get(border, total)) / passed_s for border, total in sizes.items()}
+        self._marked = now_s, sizes
 
     def borders(self) -> dict[tuple[str, str], int]:
         """Return payload bytes by border (from one region to another), as counted by the syncers on both sides."""

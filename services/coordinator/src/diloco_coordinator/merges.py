@@ -18,20 +18,25 @@ class Merges:
     """Merges in the order in which they were heard of.
 
     ``every``: versions that it divides are kept. It doubles when there are too many. An entry that an earlier process of this
-    run has counted is passed over: :attr:`newest` has each fragment's newest version.
+    run has counted is passed over: :attr:`newest` has each fragment's newest version. ``missed``: versions that the log had
+    dropped before they were read here, the last of them noticed at ``missed_until_s``.
     """
 
     def __init__(self, fragments: int) -> None:
         self.kept: list[dict[str, Any]] = []
         self.every = 1
         self.newest = [0] * fragments
+        self.missed, self.missed_until_s = 0, 0.0
 
     def note(self, record: Record, now_s: float) -> None:
         """Take in a version."""
-        if record.version <= self.newest[record.fragment]:
+        before = self.newest[record.fragment]
+        if record.version <= before:
             return
+        if record.version > before + 1:
+            self.missed, self.missed_until_s = self.missed + record.version - before - 1, round(now_s, 1)
         self.newest[record.fragment] = record.version
-        if record.version % self.every:
+        if record.version % self.every or record.rolled_back is not None:
             return
         self.kept.append(_described(record, now_s))
         if len(self.kept) > MAX_MERGES:
@@ -40,7 +45,8 @@ class Merges:
 
     def dump(self) -> dict[str, Any]:
         """Return all that :meth:`load` needs, as JSON has it."""
-        return {"merges": self.kept[:], "merges_every": self.every, "newest": self.newest[:]}
+        missed = {"merges_missed": self.missed, "merges_missed_until_s": self.missed_until_s}
+        return {"merges": self.kept[:], "merges_every": self.every, "newest": self.newest[:], **missed}
 
     @classmethod
     def load(cls, fragments: int, series: Mapping[str, Any]) -> Merges:
@@ -57,6 +63,8 @@ class Merges:
         if len(newest) != fragments:
             raise ValueError(f"newest versions of {len(newest)} fragments, expected {fragments}")
         made.newest = newest
+        made.missed = int(series.get("merges_missed", 0))
+        made.missed_until_s = float(series.get("merges_missed_until_s", 0.0))
         return made
 
 
@@ -66,7 +74,11 @@ def thinned(series: Mapping[str, Any], most: int) -> dict[str, Any]:
     while len(kept) > min(MAX_DRAWN, most) or sum(len(merge["members"]) for merge in kept) > most:
         every *= 2
         kept = _of_versions(kept, every)
-    return {"merges": kept, "merges_every": every, "newest": series["newest"]}
+    return {**_missed(series), "merges": kept, "merges_every": every, "newest": series["newest"]}
+
+
+def _missed(series: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: series[key] for key in ("merges_missed", "merges_missed_until_s") if key in series}
 
 
 def _of_versions(kept: Iterable[dict[str, Any]], every: int) -> list[dict[str, Any]]:

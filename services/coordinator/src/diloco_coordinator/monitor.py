@@ -16,6 +16,7 @@ from diloco.core.fragments import FragmentMap
 from diloco.core.ledger import Ledger
 from diloco.core.pace import Average
 from diloco.settings.run import RunSettings
+from diloco.transport import Room
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Record
 from diloco.wire.fields import MAX_SYNCERS
@@ -67,6 +68,7 @@ class Monitor:
         self._ranges: Counter[str] = Counter()  # by learner: of its processes, in the ledger
         self.epochs = [0] * len(fragment_map.fragments)
         self.last_merges: dict[int, tuple[float, list[str]]] = {}  # by fragment: when, and of whom
+        self.rooms: list[Room] = []  # of streams that have a bound, as their server said last
 
     @property
     def settings(self) -> RunSettings:
@@ -134,6 +136,7 @@ class Monitor:
         self.presence.hear(heartbeat.region, now_s)
         self.crossing.place(heartbeat.syncer, heartbeat.region)
         self.crossing.hear(heartbeat)
+        self.crossing.mark(now_s)
 
     def _train(self, heartbeat: Heartbeat) -> None:
         """Enter what a learner trained, up to a bound for all its processes: it may begin again as often as it likes."""
@@ -153,6 +156,7 @@ class Monitor:
         if not record.makes_version or record.version <= self.versions[index]:
             return
         self.versions[index], self.tokens[index] = record.version, record.tokens_merged
+        self.merges.note(record, now_s)
         if record.rolled_back is not None:  # the first fragment that goes back counts
             change, version = record.rolled_back.change, record.rolled_back.to_version
             rollback = {"wall_s": round(now_s, 3), "tokens": self.tokens_processed(), "change": change, "to_version": version}
@@ -163,7 +167,6 @@ class Monitor:
             versions, tokens = self.merged.setdefault(member.learner, {}).get(index, (0, 0))
             self.merged[member.learner][index] = (versions + 1, tokens + member.tokens)
         self.last_merges[index] = (now_s, [member.learner for member in record.members])
-        self.merges.note(record, now_s)
 
     # ---- output
 

@@ -7,10 +7,13 @@ Pure: no clock, no network, no file. A coordinator that stands by makes it of wh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from diloco.core.changes import Changes, text_of
+from diloco.core.changes import SETTABLE, Changes, text_of
 from diloco.settings.run import RunSettings
+from diloco.settings.validation import value_of
+from diloco.wire.control import ShardHeartbeat
 from diloco_coordinator import merges
 from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.monitor import Monitor
@@ -45,8 +48,57 @@ def picture(monitor: Monitor, alerts: Alerts, changes: Changes, now_s: float) ->
             for each in changes.records
         ],
         "absences": [[absence.region, absence.from_s, absence.to_s] for absence in monitor.presence.absences()],
+        "in_force": {key: value_of(monitor.settings, key) for key in ("tokens", *SETTABLE)},
+        "storage": [asdict(room) for room in monitor.rooms],
+        "links": links(monitor),
         **monitor.crossing.dump(),
         **alerts.dump(now_s),
+    }
+
+
+def links(monitor: Monitor) -> list[dict[str, Any]]:
+    """Return what goes from each region to each other: bytes, as syncers count them, and the bits and the pace in use.
+
+    Offers go to the owners in the other region, who say with how many bits; versions come from those in the first one.
+    """
+    sizes, settings = monitor.crossing.borders(), monitor.settings
+    owners: dict[str, list[ShardHeartbeat]] = {name: [] for name in monitor.presence.regions}
+    for heartbeat, _ in monitor.shards.values():
+        if heartbeat.region in owners and heartbeat.state == "owner":
+            owners[heartbeat.region].append(heartbeat)
+    usual = settings.codec.offer_bits
+    return [
+        {
+            "from": source,
+            "to": to,
+            "bytes": sizes.get((source, to), 0),
+            "bytes_per_s": monitor.crossing.rates.get((source, to)),
+            "offer_bits": min((dict(owner.offer_bits).get(source, usual) for owner in owners[to]), default=None),
+            "record_bits": min((owner.record_bits for owner in owners[source]), default=None),
+            "pace": max((owner.pace for owner in owners[to]), default=None),
+        }
+        for source in owners
+        for to in owners
+        if source != to
+    ]
+
+
+def _islands(seen: Mapping[str, Any], settings: RunSettings) -> dict[str, Any]:
+    """Return the regions as of now, each with offers under way, open rounds, and the bytes that a ring would have sent.
+
+    A ring all-reduce between D regions sends 2 (D - 1) / D of the model from each of them, a cycle.
+    """
+    facts, regions = seen["facts"], seen["facts"]["regions"]
+    cycles = facts["versions"] / max(1, len(facts["fragments"]))
+    ring = 2 * max(0, len(regions) - 1) / max(1, len(regions)) * facts["parameters"] * settings.codec.record_bits / 8
+    return {
+        name: {
+            **region,
+            "sending": sum(each["region"] == name and each["state"] == "sending" for each in facts["learners"].values()),
+            "open": sum(len(shard["open"]) for shard in facts["shards"].values() if shard["region"] == name),
+            "bound_bytes": cycles * ring,
+        }
+        for name, region in regions.items()
     }
 
 
@@ -93,15 +145,24 @@ def report(seen: Mapping[str, Any], settings: RunSettings, known_s_ago: float | 
         "regions": regions.describe(names, {**seen, "learners": learners}, owners),
         "settings": settings.model_dump(),
         "changes": seen["changes"],
+        "in_force": {key: value for key, value in seen.get("in_force", {}).items() if value != value_of(settings, key)},
         "now": {
             **{key: seen[key] for key in ("tokens_per_s", "busy_fraction", "alerts", "events")},
             "state": facts["state"],
             "eta_s": facts["eta_s"],
             "known_s_ago": known_s_ago,
             "syncers": facts["shards"],
+            "regions": _islands(seen, settings),
+            "links": seen.get("links", []),
+            "storage": seen.get("storage", []),
             "open": [opened | {"syncer": name} for name, shard in facts["shards"].items() for opened in shard["open"]],
         },
     }
+
+
+def ended(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a report of a run that is over: it has no ``now``."""
+    return {key: value for key, value in report.items() if key != "now"}
 
 
 _SAME = (
@@ -119,6 +180,8 @@ def series(curves: Mapping[str, Any]) -> dict[str, Any]:
         "global": curves["validation"],
         "merges": curves["merges"],
         "merges_every": curves["merges_every"],
+        "merges_missed": curves.get("merges_missed", 0),
+        "merges_missed_until_s": curves.get("merges_missed_until_s", 0.0),
         "rollbacks": curves["rollbacks"],
     }
 

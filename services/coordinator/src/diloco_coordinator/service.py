@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 HISTORY_EVERY_S = 10.0  # at least: a standby's page may be so old, and a successor knows no more of losses
 HISTORY_BYTES_S = 8192  # on average, which a thin link to the control store has room for
+LAST_HISTORY_S = 5.0  # for the history as of the run's end: then the process ends without it
+STORAGE_EVERY_S = 15.0  # between two looks at how full the streams are, which fill over hours
 SAVE_EVERY_S = 5.0  # at most so much of the series is lost with a process; writing a long one takes a tenth of a second
 LAST_HEARTBEATS_S = 1.0  # two heartbeats of every member, which say that it has finished
 TICK_S = 0.5  # between the leader's own heartbeats: four fit into leadership.SILENCE_S
@@ -129,6 +131,7 @@ class Coordinator:
         if self._leadership.leads:
             self.save()
             await self.write_page()
+            await self._end_history()
             self.finished = True
             await self._heartbeat()
         else:
@@ -190,6 +193,7 @@ class Coordinator:
                 self._follow(monitor),
                 self._save_regularly(monitor),
                 self._note_presence(monitor),
+                self._note_storage(monitor),
                 self._keep_history(monitor, self._leadership.revision),
                 self.follower.follow(),
                 gate.work(),
@@ -267,6 +271,17 @@ class Coordinator:
             self._note_regions(monitor)
             self._alerts.note(monitor, self.now_s())
 
+    async def _note_storage(self, monitor: Monitor) -> None:
+        names = (self.subjects.log_stream, self.subjects.offer_stream, self.subjects.archive_stream)
+        complaint = Complaint(self.log)
+        while True:
+            try:
+                monitor.rooms = await self.transport.rooms(names)
+                complaint.over()
+            except BrokerError as error:
+                complaint.warn("storage_unknown", reason=str(error))
+            await asyncio.sleep(STORAGE_EVERY_S)
+
     def _note_members(self, monitor: Monitor) -> None:
         """Note on the tape which members came, and which are gone."""
         heard = monitor.heard(self.now_s())
@@ -332,11 +347,8 @@ class Coordinator:
         while True:
             size = 0
             try:
-                if self._leadership.sure(self._clock()) and (picture := self.picture()) is not None:
-                    past = Past(term, self.transport.wall_s(), picture, monitor.curves(self.now_s()))
-                    packed = await asyncio.to_thread(pack, past)
-                    await self.history.write(packed, term)
-                    size = len(packed)
+                if self._leadership.sure(self._clock()):
+                    size = await self._write_history(monitor, term)
                     complaint.over()
             except FenceError:
                 self.log.warning("history_fenced", revision=term)
@@ -345,13 +357,31 @@ class Coordinator:
                 complaint.warn("history_not_stored", reason=str(error))
             await asyncio.sleep(max(HISTORY_EVERY_S, size / HISTORY_BYTES_S))
 
+    async def _write_history(self, monitor: Monitor, term: int) -> int:
+        """Store the history as of now; return its size in bytes."""
+        picture = overview.picture(monitor, self._alerts, self.follower.known, self.now_s())
+        past = Past(term, self.transport.wall_s(), picture, monitor.curves(self.now_s()))
+        packed = await asyncio.to_thread(pack, past)
+        await self.history.write(packed, term)
+        return len(packed)
+
+    async def _end_history(self) -> None:
+        """Store the history as of the run's end, which pages on operators' machines show from then on."""
+        if self.monitor is None:
+            return
+        try:
+            async with asyncio.timeout(LAST_HISTORY_S):
+                await self._write_history(self.monitor, self._leadership.revision)
+        except (BrokerError, FormatError, TimeoutError) as error:
+            self.log.warning("history_not_stored", reason=str(error) or "no answer")
+
     async def write_page(self) -> None:
         """Write the page as of the run's end, with its data inside; ``diloco up`` writes one that knows more in its place."""
         picture, monitor = self.picture(), self.monitor
         if picture is None or monitor is None:
             return
-        report, curves = overview.report(picture, self.run.created, None), monitor.curves(self.now_s())
-        del report["now"]
+        report = overview.ended(overview.report(picture, self.run.created, None))
+        curves = monitor.curves(self.now_s())
 
         def write() -> None:
             page.write_html(report | {"series": overview.series(curves)}, self.settings.state_dir / "report.html")

@@ -7,7 +7,7 @@ import base64
 import enum
 import json
 import math
-from collections.abc import Awaitable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import nats.errors
@@ -18,7 +18,7 @@ from diloco.errors import AppendUncertainError, BrokerError, RunError
 from diloco.nats.client import Client
 from diloco.nats.connection import Link
 from diloco.nats.received import headers
-from diloco.transport import Stored
+from diloco.transport import Room, Stored
 from diloco.wire.plain import json_object
 
 TIMEOUT_S = 5.0  # for an answer of JetStream: a cluster elects another leader meanwhile
@@ -28,6 +28,7 @@ MAX_VALUE_BYTES = MAX_MESSAGE_BYTES - (1 << 10)  # of a bucket's key: readers ta
 CONSUMER_IDLE_S = 60.0  # no consumer stays longer without a reader, whatever its maker asked for
 MAX_CONSUMERS = 1 << 15  # 8 for each of 4096 processes; a server's own limit is 1000
 DROPS_AT_ONCE = 64
+ACCOUNT = "account"  # name of the room of all streams together
 
 # settings of an existing stream: these must be equal, those may be larger (a limit of zero or less is none)
 _EXACT = ("subjects", "retention", "discard", "max_msgs_per_subject", "allow_direct", "allow_batched")
@@ -84,6 +85,26 @@ async def ensure(
         room_bytes = _limit(info.config.max_bytes)
         return int(room_bytes) if room_bytes < _limit(max_bytes) else None
     return None
+
+
+async def rooms(link: Link, names: Sequence[str]) -> list[Room]:
+    """Return how full streams are that have a bound, and the account if it has one; what does not exist is left out.
+
+    Raises:
+        BrokerError: the server refuses, or is silent.
+    """
+    api, found = link.bulk.jetstream(timeout=TIMEOUT_S), []
+    for name in names:
+        try:
+            info = await _answer(api.stream_info(name), name)
+        except nats.js.errors.NotFoundError:
+            continue
+        if (info.config.max_bytes or -1) > 0:
+            found.append(Room(name, int(info.state.bytes), int(info.config.max_bytes)))
+    account = await _answer(api.account_info(), ACCOUNT)
+    if account.limits.max_storage > 0:
+        found.append(Room(ACCOUNT, int(account.storage), int(account.limits.max_storage)))
+    return found
 
 
 def _difference(wanted: nats.js.api.StreamConfig, existing: nats.js.api.StreamConfig) -> str | None:

@@ -16,7 +16,7 @@ from diloco.nats import append, streams
 from diloco.nats.connection import POLL_S, Link, ask, subscribe, wait_connected
 from diloco.nats.pull import Puller
 from diloco.nats.registry import Registry
-from diloco.transport import Fence, Heard, Stored
+from diloco.transport import Fence, Heard, Room, Stored
 from diloco.wire.grants import SignedGrant
 
 T = TypeVar("T")
@@ -87,6 +87,9 @@ class NatsTransport(Link):
         return await streams.ensure(
             self, stream, subjects, max_msgs_per_subject=max_msgs_per_subject, max_bytes=max_bytes, replicas=replicas
         )
+
+    async def rooms(self, names: Sequence[str]) -> list[Room]:
+        return await streams.rooms(self, names)
 
     async def append(
         self,

@@ -1,7 +1,10 @@
-"""The right to see a page: on loopback all of the machine have it; elsewhere those with the run's token.
+"""The right to see a page: on loopback all of the machine have it; elsewhere those with the run's token or identities.
 
 A browser reaches a server of this machine for any site that it shows. So requests of other sites are refused, and those for a
 name that is not this machine's: a site may have its own name lead here.
+
+A page may have actions. They need the token itself in a header: a browser sends a cookie to all ports of a host, so who has
+only that may look, and no more.
 """
 
 from __future__ import annotations
@@ -20,16 +23,21 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from diloco.errors import SettingsError
 from diloco.settings.service import host_and_port
 
-COOKIE = "diloco_page"
+COOKIE = "diloco_page"  # begins the cookie's name
 LEAST_TOKEN = 16  # characters
 MAX_TOKEN_BYTES = 4096
 MAX_FORM_BYTES = 8192
+ACT = "/act/"  # begins the path of each action
 OTHERS_MODES = stat.S_IRWXG | stat.S_IRWXO
+
+OPEN = ("/token", "/page.css", "/enter.js")  # what the form of the token needs
+_SETTING = "It is the text of the file that the setting page_token_file names on the coordinator's machine."
+_PRINTED = "The command that serves this page has printed it."
 
 _FORM = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>diloco</title><link rel="stylesheet" href="page.css"></head><body><main><section><h1>This page needs a token</h1>
-<p>{said} It is the text of the file that the setting page_token_file names on the coordinator's machine.</p>
+<link rel="icon" href="data:,"><title>diloco</title><link rel="stylesheet" href="page.css">
+<script src="enter.js" defer></script></head><body><main><section><h1>This page needs a token</h1><p>{said} {where}</p>
 <form method="post" action="token"><label>Token <input name="token" type="password" autocomplete="off" autofocus required>
 </label> <button type="submit">Open the page</button></form></section></main></body></html>
 """
@@ -40,21 +48,24 @@ class Guard:
 
     Args:
         address: HOST:PORT that it is served at.
-        token: that is asked for; None: nobody is asked, on loopback.
+        token: that is asked for; None: nobody is asked.
+        acts: whether the page has actions; then it is served to this machine alone, and has a token.
+        identified: whether all who connect have shown a certificate of the run.
     """
 
-    def __init__(self, address: str, token: str | None) -> None:
+    def __init__(self, address: str, token: str | None, *, acts: bool = False, identified: bool = False) -> None:
         self.host, _ = host_and_port(address, "page_address")
         self._proof = None if token is None else _proof(token)
+        self._acts, self._only_here = acts, acts or (token is None and not identified)
 
     def refusal(self, request: Request) -> Response | None:
         """Return the answer to a request that is refused, or None."""
-        gives_token = request.url.path == "/token" and self._proof is not None
-        allowed = ("POST",) if gives_token else ("GET", "HEAD")
+        host, path = request.headers.get("host", ""), str(request.scope["path"])
+        allowed = self._methods(path)
         if request.method not in allowed:
-            return PlainTextResponse("this page is read-only\n", 405, headers={"Allow": ", ".join(allowed)})
-        host = request.headers.get("host", "")
-        if self._proof is None and not self._is_here(host):
+            said = "" if self._acts else "this page is read-only\n"
+            return PlainTextResponse(said, 405, headers={"Allow": ", ".join(allowed)})
+        if self._only_here and not self._is_here(host):
             said = f"this page is served as {self.host}, not as {host[:100]!r}; open it by that name\n"
             return PlainTextResponse(said, 421)
         origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
@@ -62,11 +73,17 @@ class Guard:
             if request.method == "GET" and request.headers.get("sec-fetch-mode") == "navigate":
                 return None if self._may_see(request) else self._ask("")  # a link from elsewhere shows the page, and no more
             return PlainTextResponse("other sites may not read this page\n", 403)
-        if self._may_see(request) or request.url.path in ("/token", "/page.css"):
+        if path.startswith(ACT):
+            return None if self._bears(request) else PlainTextResponse("needs the page's token in a header\n", 401)
+        if self._may_see(request) or path in OPEN:
             return None
-        if request.url.path == "/":
+        if path == "/":
             return self._ask("")
         return PlainTextResponse("needs the run's token: load the page again and give it\n", 401)
+
+    def _methods(self, path: str) -> tuple[str, ...]:
+        posted = (path == "/token" and self._proof is not None) or (self._acts and path.startswith(ACT))
+        return ("POST",) if posted else ("GET", "HEAD")
 
     async def take_token(self, request: Request) -> Response:
         """Answer the form in which somebody gives the token."""
@@ -79,25 +96,32 @@ class Guard:
         if self._proof is None or not hmac.compare_digest(_proof(token), self._proof):
             return self._ask("That is not the token of this run.")
         answer = Response(status_code=303, headers={"Location": "."})
-        answer.set_cookie(COOKIE, self._proof, httponly=True, samesite="strict", path="/")
+        secure = request.url.scheme == "https"
+        answer.set_cookie(_cookie(request), self._proof, httponly=True, samesite="strict", path="/", secure=secure)
         return answer
 
     def _may_see(self, request: Request) -> bool:
-        if self._proof is None:
+        if self._proof is None or self._bears(request):
             return True
+        return hmac.compare_digest(request.cookies.get(_cookie(request), "").encode(), self._proof.encode())
+
+    def _bears(self, request: Request) -> bool:
+        """Whether a request brings the token itself."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        given = _proof(token.strip()) if scheme.lower() == "bearer" else request.cookies.get(COOKIE, "")
-        return hmac.compare_digest(given.encode(), self._proof.encode())
+        return (
+            self._proof is not None and scheme.lower() == "bearer" and hmac.compare_digest(_proof(token.strip()), self._proof)
+        )
 
     def _is_here(self, host: str) -> bool:
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
-        return name in (self.host, "localhost") or _is_loopback(name)
+        return name == self.host or is_loopback(name)
 
     def _ask(self, said: str) -> Response:
-        return HTMLResponse(_FORM.format(said=said), 401, headers={"WWW-Authenticate": "Bearer"})
+        form = _FORM.format(said=said, where=_PRINTED if self._acts else _SETTING)
+        return HTMLResponse(form, 401, headers={"WWW-Authenticate": "Bearer"})
 
 
 def check(address: str, token_file: Path | None) -> str | None:
@@ -109,7 +133,7 @@ def check(address: str, token_file: Path | None) -> str | None:
     host, _ = host_and_port(address, "page_address")
     if token_file is not None:
         return _read(token_file)
-    if host == "localhost" or _is_loopback(host):
+    if is_loopback(host):
         return None
     raise SettingsError(
         f"page_address = {address!r}: others reach this address, so set page_token_file to a file with a token of at least "
@@ -141,12 +165,24 @@ def _proof(token: str) -> str:
     return hashlib.blake2b(token.encode(errors="replace"), person=b"diloco page").hexdigest()
 
 
+def _cookie(request: Request) -> str:
+    """Return a cookie's name: pages at several ports of a host have one each."""
+    try:
+        port = urlsplit(f"//{request.headers.get('host', '')}").port
+    except ValueError:
+        port = None
+    return f"{COOKIE}_{port or 0}"
+
+
 def _field(form: bytes) -> str:
     fields = parse_qs(form.decode("latin-1"), max_num_fields=4) if form.count(b"&") < 4 else {}
     return fields.get("token", [""])[0].strip()
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches an address of this host."""
+    if host == "localhost":
+        return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

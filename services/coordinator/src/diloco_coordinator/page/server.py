@@ -1,6 +1,7 @@
 """The HTTP server of a run's page: the page, its style and script, and the events that it goes on by.
 
-Read-only, in the coordinator's own loop. uvicorn speaks HTTP; connections are few, and the oldest gives way.
+In its process's own loop. uvicorn speaks HTTP; connections are few, and the oldest gives way. A coordinator's page is
+read-only; the one that ``diloco page`` serves has actions.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -24,8 +26,8 @@ from diloco.errors import SettingsError
 from diloco.process.observe import Logger
 from diloco.process.tasks import end
 from diloco.settings.service import host_and_port
-from diloco_coordinator.page.drawing import Drawing
-from diloco_coordinator.page.guard import Guard
+from diloco_coordinator.page.drawing import Drawing, Report
+from diloco_coordinator.page.guard import ACT, Guard
 from diloco_coordinator.page.viewers import Viewers
 from diloco_report import page
 
@@ -38,21 +40,51 @@ HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; "
     "img-src data:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # with no-referrer a browser sends the form of the token with the origin "null"
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 
 
-class PageServer:
-    """A page at one address; ``await start()``, and ``await close()``."""
+class Acting(Protocol):
+    """Actions of a page."""
 
-    def __init__(self, drawing: Drawing, address: str, token: str | None, log: Logger) -> None:
+    def form(self, report: Report) -> str:
+        """Return their part of the page, as HTML."""
+
+    async def act(self, request: Request) -> Response:
+        """Carry out the action that the path names, which the guard has let pass."""
+
+
+class PageServer:
+    """A page at one address; ``await start()``, and ``await close()``.
+
+    Args:
+        drawing: its parts.
+        address: HOST:PORT.
+        token: that it asks for; None: none.
+        log: for defects.
+        acting: its actions; None: it is read-only.
+        tls: context of its connections; None: they are in the clear.
+    """
+
+    def __init__(
+        self,
+        drawing: Drawing,
+        address: str,
+        token: str | None,
+        log: Logger,
+        *,
+        acting: Acting | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.drawing, self.address, self.log = drawing, address, log
         self.viewers = Viewers(drawing)
         self.port: int | None = None
-        self._guard = Guard(address, token)
+        self._acting, self._tls = acting, tls
+        identified = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED
+        self._guard = Guard(address, token, acts=acting is not None, identified=identified)
         self._task: asyncio.Task[None] | None = None
         self._server: _Server | None = None
         self._opened: dict[asyncio.Protocol, asyncio.Transport] = {}
@@ -86,6 +118,8 @@ class PageServer:
             timeout_graceful_shutdown=0,
             h11_max_incomplete_event_size=MAX_REQUEST_BYTES,
         )
+        config.load()
+        config.ssl = self._tls
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         self.log.info("page_served", host=host, port=self.port)
@@ -105,9 +139,12 @@ class PageServer:
             Route("/", self._page),
             Route("/page.css", self._asset),
             Route("/page.js", self._asset),
+            Route("/enter.js", self._asset),
             Route("/events", self._events),
             Route("/token", self._guard.take_token, methods=["POST"]),
         ]
+        if self._acting is not None:
+            routes += [Route("/act.js", self._asset), Route(f"{ACT}{{name}}", self._acting.act, methods=["POST"])]
         inner = Starlette(routes=routes)
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,7 +161,9 @@ class PageServer:
 
     async def _page(self, _: Request) -> Response:
         await self.drawing.draw()
-        return HTMLResponse(page.render_live(self.drawing.report, self.drawing.parts, self.drawing.state))
+        drawing, acting = self.drawing, self._acting
+        form = None if acting is None else acting.form(drawing.report)
+        return HTMLResponse(page.render_live(drawing.report, drawing.parts, drawing.state, form))
 
     async def _asset(self, request: Request) -> Response:
         name = request.url.path.removeprefix("/")

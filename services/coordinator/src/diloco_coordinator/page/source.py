@@ -38,7 +38,8 @@ class CoordinatorSource:
         coordinator = self._coordinator
         seen = coordinator.picture()
         if seen is not None:
-            return overview.report(seen, coordinator.run.created, None)
+            report = overview.report(seen, coordinator.run.created, None)
+            return overview.ended(report) if self.over else report
         past = await self._stored()
         if past is None:
             return {"run": coordinator.run.name, "preset": coordinator.run.created.preset, "now": {"state": "waiting"}}

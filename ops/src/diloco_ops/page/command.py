@@ -1,0 +1,107 @@
+"""``diloco page``: the page of any run on this machine, with the actions that the operator's identity may do."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.errors import RunError, SettingsError
+from diloco.nats.opening import checked
+from diloco.process import observe
+from diloco.service import rundir
+from diloco.service.skeleton import until_stopped
+from diloco.settings.service import host_and_port
+from diloco_coordinator.page import guard
+from diloco_coordinator.page.drawing import Drawing
+from diloco_coordinator.page.server import PageServer
+from diloco_ops import run_reader
+from diloco_ops.attach import attached
+from diloco_ops.changing import author
+from diloco_ops.page.acting import OperatorActions
+from diloco_ops.page.source import OperatorSource
+from diloco_ops.pages import ANYWHERE, link, show
+
+TOKEN_BYTES = 16
+RUNS = Path("runs")  # where the directory of a run that a URL names is made
+
+
+def page(
+    run_at: Annotated[str, typer.Argument(metavar="DIR|URL", help="The run's directory, or the NATS server that has it.")],
+    run: Annotated[str, typer.Option(envvar="DILOCO_RUN", help="With a URL: the run's name.")] = "run",
+    bulk_url: Annotated[
+        str | None, typer.Option("--bulk", envvar="DILOCO_NATS_BULK_URL", help="In a run with regions: the server of one.")
+    ] = None,
+    identity: Annotated[
+        Path | None, typer.Option(envvar="DILOCO_IDENTITY", help="With a URL: file that `diloco keys` made, an operator's.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="With a URL: where run.json and checkpoints are put; default: runs/NAME.")
+    ] = None,
+    address: Annotated[str, typer.Option(help="HOST:PORT of this machine that it is served at.")] = ANYWHERE,
+    open_: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+) -> None:
+    """Serve a run's page on this machine, with actions: checkpoint, set, eject, readmit, rollback. Ctrl-C ends it."""
+    _check_address(address)
+    if "://" in run_at:
+        directory = run_dir or RUNS / run
+        _attach(directory, run, run_at, bulk_url, identity)
+    else:
+        directory = Path(run_at)
+        _refuse_given({"--bulk": bulk_url, "--identity": identity, "--run-dir": run_dir}, directory)
+    asyncio.run(until_stopped(lambda: _serve(directory, address, open_), observe.get_logger()))
+
+
+def _check_address(address: str) -> None:
+    try:
+        host, _ = host_and_port(address, "--address")
+    except ValueError:
+        raise SettingsError(f"--address {address}: expected HOST:PORT, for example 127.0.0.1:8421") from None
+    if not guard.is_loopback(host):
+        raise SettingsError(
+            f"--address {address}: others reach it, and this page changes the run in your name: give one of this machine's "
+            "own, such as 127.0.0.1:8421, and reach it from elsewhere through ssh -L"
+        )
+
+
+def _attach(directory: Path, run: str, url: str, bulk_url: str | None, identity: Path | None) -> None:
+    if url.startswith(("http://", "https://")):
+        raise SettingsError(f"{url}: give the run's NATS server (nats://HOST:4222), not its page: actions need it")
+    checked(url)
+    if (directory / "run.json").exists():
+        there = rundir.load(directory)
+        if (there.name, there.nats_url) != (run, url) or there.finished:
+            raise RunError(
+                f"{directory}: is of run {there.name!r} at {there.nats_url}: choose another --run-dir, or give it as DIR"
+            )
+    asyncio.run(attached(directory, run, url, bulk_url, None if identity is None else str(identity.resolve())))
+
+
+def _refuse_given(given: dict[str, object], directory: Path) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise SettingsError(f"{option}: goes with a URL; {directory / 'run.json'} says it (diloco attach writes that)")
+
+
+async def _serve(directory: Path, address: str, open_: bool) -> None:
+    log, token = observe.get_logger(), secrets.token_hex(TOKEN_BYTES)
+    async with run_reader.reached(directory) as live:
+        operator, identity = author(live.transport), live.transport.identity
+        acting = OperatorActions(directory, live, operator, log)
+        drawing = Drawing(OperatorSource(live, log), secrets.token_hex(6), log)
+        looks_only = identity is not None and identity.role != "operator"
+        server = PageServer(drawing, address, token, log, acting=None if looks_only else acting)
+        await server.start()
+        try:
+            host, _ = host_and_port(address, "--address")
+            place = f"{link(f'[{host}]:{server.port}' if ':' in host else f'{host}:{server.port}')}#{token}"
+            does = f"read-only, as {operator} is no operator" if looks_only else f"with actions, as {operator}"
+            print(f"page of run {live.run.name}, {does}: {place}", flush=True)
+            if open_:
+                await asyncio.to_thread(show, place)
+            await asyncio.Event().wait()
+        finally:
+            await server.close()

@@ -1,0 +1,93 @@
+"""The report of a run as an operator's machine has it: the history that a coordinator stored, and its answers beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from diloco.control.changes import read_changes
+from diloco.errors import DilocoError
+from diloco.nats import connection
+from diloco.process.observe import Logger
+from diloco.process.retry import Complaint
+from diloco.wire.plain import json_object
+from diloco.wire.subjects import Subjects
+from diloco_coordinator import overview
+from diloco_coordinator.history import History, Past
+from diloco_coordinator.page.source import ANSWER_S, READ_EVERY_S
+from diloco_ops.run_reader import LiveRun
+
+Facts = Mapping[str, Any]
+
+
+class OperatorSource:
+    """A run, as a page on an operator's machine sees it: without a coordinator's process of its own."""
+
+    def __init__(self, live: LiveRun, log: Logger) -> None:
+        self.live = live
+        self._history = History(live.run.registry)
+        self._past: Past | None = None
+        self._read_s: float | None = None
+        self._over = False
+        self._complaint = Complaint(log)
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    async def report(self) -> Mapping[str, Any]:
+        """Return the run's report as of now, without its series."""
+        run = self.live.run
+        facts, past = await asyncio.gather(self._answer(), self._stored())
+        if past is None:
+            return {"run": run.name, "preset": run.created.preset, "now": {"state": "waiting"}}
+        age_s = max(0.0, self.live.transport.wall_s() - past.at_s)
+        report = overview.report(_newest(past.picture, facts), run.created, age_s if facts is None else None)
+        self._over = report["now"]["state"] == "finished"
+        if facts is None and not self._over:
+            report["now"]["silent"] = True
+        return overview.ended(report) if self._over else report
+
+    async def series(self) -> Callable[[], Mapping[str, Any]]:
+        """Return a function that makes the report's ``series``."""
+        past = self._past
+        return lambda: {} if past is None else overview.series(past.curves)
+
+    async def _answer(self) -> Facts | None:
+        """Return the status that the leading coordinator answers; None, if none does."""
+        transport = self.live.transport
+        raw = await connection.ask(transport.control, transport.name, Subjects(self.live.run.name).status, b"", ANSWER_S)
+        if raw is None:
+            return None
+        answered = json_object(raw)
+        return answered if answered is not None and "fragments" in answered else None
+
+    async def _stored(self) -> Past | None:
+        now_s = asyncio.get_running_loop().time()
+        if self._read_s is None or now_s - self._read_s >= READ_EVERY_S:
+            self._read_s = now_s
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    self._past = await self._history.read() or self._past
+                    self.live.run.adopt((await read_changes(self.live.run)).records)
+            except (DilocoError, TimeoutError) as error:
+                self._complaint.warn("history_unreadable", reason=str(error) or "no answer")
+            else:
+                self._complaint.over()
+        return self._past
+
+
+def _newest(picture: Mapping[str, Any], answered: Facts | None) -> dict[str, Any]:
+    """Return a stored picture with the facts of an answer in it, which are newer."""
+    if answered is None:
+        return dict(picture)
+    stored = picture["facts"]
+    rows = {row["fragment"]: row for row in stored["fragments"]}
+    facts = {key: answered.get(key, value) for key, value in stored.items()}
+    facts["fragments"] = [rows.get(row["fragment"], {}) | row for row in answered["fragments"]]
+    gone = {name: learner for name, learner in stored["learners"].items() if learner["state"] == "gone"}
+    facts["learners"] = gone | dict(answered["learners"])
+    rates = [learner["tokens_per_s"] for learner in facts["learners"].values() if learner["state"] != "gone"]
+    loss = answered["validation"][-1][2] if answered.get("validation") else picture["val_loss"]
+    return {**picture, "facts": facts, "val_loss": loss, "tokens_per_s": sum(rates)}

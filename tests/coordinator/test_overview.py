@@ -1,0 +1,82 @@
+"""The report of a run that goes on: its regions and links, its storage, its settings in force."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+from tests.coordinator.test_monitor import heartbeat, monitor, record, settings, shard
+
+from diloco.core.changes import Changes, Effective
+from diloco.transport import Room
+from diloco_coordinator import overview
+from diloco_coordinator.alerts import Alerts
+from diloco_coordinator.monitor import Monitor
+from diloco_report.page import parts
+
+
+def report_of(made: Monitor, now_s: float) -> dict[str, Any]:
+    seen = overview.picture(made, Alerts(), Changes(bytes(16)), now_s)
+    return overview.report(seen, settings(*made.presence.regions), None)
+
+
+def in_two_regions() -> Monitor:
+    """Owners in both, of 16 parameters in 2 fragments; us has sent 1000 bytes by 10 s, and 400 more within the next 5 s."""
+    made = monitor("us", "eu")
+    made.hear(replace(heartbeat("ann", "us", 3), sending=True), 14.0)
+    made.hear(heartbeat("bob", "eu", 3), 14.0)
+    us = replace(shard("s-us", "us", ("eu", 1000, 50)), state="owner", record_bits=4, pace=1.0, open=[(0, 1, 2, 0.5)])
+    eu = replace(shard("s-eu", "eu"), state="owner", record_bits=8, pace=2.0, offer_bits=[("us", 2)])
+    made.hear_shard(us, 10.0)
+    made.hear_shard(eu, 10.0)
+    made.hear_shard(replace(us, crossing=[("eu", 1400, 50)]), 15.0)
+    for version in (1, 2, 3):
+        for fragment in (0, 1):
+            made.entry(record(fragment, version, "s-us", "ann"), 10.0)
+    return made
+
+
+def test_links_have_their_rate_and_the_bits_that_their_owners_ask_for() -> None:
+    now = report_of(in_two_regions(), 15.0)["now"]
+    there, back = now["links"]
+    # offers of us go to the owner in eu, which asks for 2 bits; versions come from the one in us
+    assert there == {
+        "from": "us", "to": "eu", "bytes": 1400, "bytes_per_s": 80.0, "offer_bits": 2, "record_bits": 4, "pace": 2.0,
+    }  # fmt: skip
+    assert (back["from"], back["bytes"], back["bytes_per_s"], back["record_bits"]) == ("eu", 50, 0.0, 8)
+    assert back["offer_bits"] == settings("us", "eu").codec.offer_bits  # nobody asks for fewer
+    us = now["regions"]["us"]
+    assert (us["sending"], us["open"], us["heard"], us["members"]) == (1, 1, 2, 2)
+    # 3 cycles of a ring between two: 2 (2 - 1) / 2 of 16 parameters of 4 bits each are 8 bytes
+    assert us["bound_bytes"] == 24.0
+
+
+def test_the_page_draws_them_and_marks_a_region_that_is_away() -> None:
+    made = in_two_regions()
+    drawn = parts(report_of(made, 15.0))["islands"]
+    assert "us → eu" in drawn
+    assert "80 B/s" in drawn
+    assert 'class="island cut"' not in drawn
+    for at_s in range(16, 62, 2):
+        made.hear(heartbeat("ann", "us", 4), float(at_s))
+    drawn = parts(report_of(made, 60.0))["islands"]
+    assert drawn.count('class="island cut"') == 1
+    assert drawn.count('class="link cut"') == 2
+    assert parts(report_of(monitor(), 1.0))["islands"] == ""
+
+
+def test_storage_and_settings_that_were_changed() -> None:
+    made = monitor()
+    made.rooms = [Room("OFFERS", 250, 1000)]
+    made.change(Effective(made.settings.model_copy(update={"tokens": 77})))
+    drawn = parts(report_of(made, 1.0))
+    assert "25 %" in drawn["storage"]
+    assert f"<del>{settings().tokens}</del> <ins>77</ins>" in drawn["settings"]
+    assert drawn["settings"].count("<ins>") == 1
+
+
+def test_a_page_says_from_where_it_knows_a_run() -> None:
+    made = monitor()
+    made.entry(record(0, 41, "s", "ann"), 5.0)
+    series = overview.series(overview.thinned(made.curves(6.0)))
+    assert "40 older versions are not here" in parts(report_of(made, 6.0) | {"series": series})["merges"]

@@ -1,0 +1,150 @@
+"""``diloco page``: an operator acts on a run by the page of the own machine, in its own name, and nobody else does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.services.cluster import Cluster, Service, small, some_versions
+from tests.services.conftest import Launch
+from tests.services.secured import make_keys, members, serving
+from tests.services.toy import SAMPLES
+
+from diloco.control.changes import read_changes
+from diloco.errors import EjectedError
+from diloco_ops import run_reader
+
+RUN = "paged"
+
+
+class Page:
+    """A process of ``diloco page``, and a client of it that has its token."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "diloco_ops.cli", "page", *arguments]
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=folder, text=True, env=environment)
+        assert self.process.stdout is not None
+        self.said = next(line for line in self.process.stdout if "http" in line)
+        found = re.search(r"(http://\S+)#(\w+)", self.said)
+        assert found is not None
+        self.url, self.token = found.groups()
+
+    def fetch(self, path: str = "", values: dict[str, str] | None = None, **headers: str) -> tuple[int, str]:
+        """Status and text of an answer; ``values``: of a form that is posted."""
+        given = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        given |= {name.replace("_", "-"): value for name, value in headers.items()}
+        body = None if values is None else json.dumps(values).encode()
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, body, given), timeout=90) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def act(self, name: str, **values: str) -> Any:
+        """The lines of an action, or the text of its error."""
+        _, text = self.fetch(f"act/{name}", values)
+        answered = json.loads(text)
+        return answered.get("lines") or answered["error"]
+
+    async def shows(self, *texts: str) -> str:
+        """Wait until the page has all of these."""
+        found = ""
+        for _ in range(300):
+            _, found = await asyncio.to_thread(self.fetch)
+            if all(text in found for text in texts):
+                return found
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"{texts} not in {found}")
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait(20)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+async def acted(page: Page, name: str, **values: str) -> Any:
+    return await asyncio.to_thread(page.act, name, **values)
+
+
+async def test_an_operator_acts_by_the_page_in_its_own_name(launch: Launch, tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys", RUN, members(3, 2))
+    with serving(keys, tmp_path / "nats") as server:
+        cluster = launch(small(tokens=10**9), server.url, RUN)
+        cluster.identity = str(keys.path / "identities" / "{name}.identity")
+        cluster.toy(0)
+        cluster.toy(1)
+        third = cluster.toy_process(2)
+        await cluster.begin()
+        await cluster.until(lambda: "toy-2" in cluster.heartbeats, "the third takes part")
+        await some_versions(cluster, 2)
+        file = str(keys.identity_file("operator"))
+        page = await asyncio.to_thread(Page, tmp_path, server.url, "--run", RUN, "--identity", file, "--run-dir", "own")
+        try:
+            with cluster.slowly():
+                await act_on(page, cluster, tmp_path / "own", third)
+                await acted(page, "set", key="tokens", value=str(cluster.tokens() + 300 * SAMPLES))
+            await cluster.ended()
+            shown = await page.shows("Steps blocked", "round.grace_factor")  # figures of a run that is over: the report
+            assert "stepped too fast" in shown
+        finally:
+            page.end()
+        await demand_authors(tmp_path / "own")
+        assert "denied" not in json.dumps(cluster.events("permission_denied"))
+
+
+async def act_on(page: Page, cluster: Cluster, own: Path, third: Service) -> None:
+    """Take every action, and meet each of its errors as the command's own line."""
+    assert f"page of run {RUN}, with actions, as operator" in page.said
+    shown = await page.shows("Roll back", "toy-2", "syncer-0", "data-chart")
+    assert "stands by" not in shown
+    assert await acted(page, "set", key="round.grace_factor", value="0.5", reason="tried") == [
+        "change 1: round.grace_factor = 0.5"
+    ]
+    assert "no setting 'round.grace' (did you mean" in await acted(page, "set", key="round.grace", value="1")
+    assert await acted(page, "set", key="round.grace_factor", value="") == "value: is missing"
+    assert await acted(page, "eject", learner="toy-2", reason="stepped too fast") == ["change 2: eject toy-2"]
+    [(code, _)] = await cluster.refused(third)
+    assert code == EjectedError.exit_code
+    assert "no learner 'nobody' was ever admitted" in await acted(page, "eject", learner="nobody")
+    assert await acted(page, "readmit", learner="toy-2") == ["change 3: readmit toy-2"]
+    assert "toy-0' takes part" in await acted(page, "readmit", learner="toy-0")
+    told = await acted(page, "preview", version="1")
+    assert re.match(r"fragment 0: versions 2 to \d+, \d+", told[0])
+    assert re.match(r"lost in all: \d+ versions of 4 fragments", told[-2])
+    assert "nothing is beyond version 99999" in await acted(page, "rollback", version="99999")
+    assert "expected a whole number" in await acted(page, "rollback", version="-1")
+    back = await acted(page, "rollback", version="1", reason="a spike")
+    assert "4 fragments go back to version 1" in back
+    taken = await acted(page, "checkpoint", out="")
+    assert str(own.name) in taken[-1]
+    assert (own / "whole" / "1" / "manifest.json").exists()
+
+
+async def demand_authors(own: Path) -> None:
+    """All that was done stands in the run's changes, in the operator's name."""
+    async with run_reader.reached(own) as live:
+        changes = (await read_changes(live.run)).records
+    assert {change.author for change in changes} == {"operator"}
+    assert [change.reason for change in changes[:4]] == ["tried", "stepped too fast", "", "a spike"]
+
+
+def test_what_cannot_be_served_is_refused_in_words(tmp_path: Path) -> None:
+    def said(*arguments: str) -> str:
+        command = [sys.executable, "-m", "diloco_ops.cli", "page", *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert ended.returncode
+        return ended.stderr
+
+    assert "not a run's directory" in said("nothing")
+    assert "give the run's NATS server" in said("http://127.0.0.1:8420/")
+    assert "others reach it" in said("run", "--address", "0.0.0.0:8421")
