@@ -14,7 +14,7 @@ from diloco.process.retry import Complaint
 from diloco.wire.plain import json_object
 from diloco.wire.subjects import Subjects
 from diloco_coordinator import overview
-from diloco_coordinator.history import History, Past
+from diloco_coordinator.history import History
 from diloco_coordinator.page.source import ANSWER_S, READ_EVERY_S
 from diloco_ops.run_reader import LiveRun
 

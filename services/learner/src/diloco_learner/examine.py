@@ -48,7 +48,7 @@ def examine(settings: RunSettings, data: str | None) -> Examination:
     if made.loaded.torch:
         from diloco_learner.pytorch.examine import examine as examine_torch
 
-        return examine_torch(settings, made)
+        return examine_torch(settings, made.loaded.task, made.batches, made.found.units)
     with members.users_errors(settings.task):
         task, island, first = made.loaded.task, made.model, made.batches[0]
         assert isinstance(island, Island)

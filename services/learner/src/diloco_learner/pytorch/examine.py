@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,22 +13,22 @@ import torch
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings
 from diloco_learner import examination, members
-from diloco_learner.check import Checked
 from diloco_learner.examination import Examination, StateFacts
 from diloco_learner.model import parameters_digest
 from diloco_learner.pytorch.island import TorchIsland
+from diloco_learner.pytorch.task import Task
 from diloco_learner.task_api import STATE
 
 
-def examine(settings: RunSettings, made: Checked) -> Examination:
-    """Make a task that is known to be fit, and take its first step twice.
+def examine(settings: RunSettings, task: Task, batches: Sequence[Any], units: str | None) -> Examination:
+    """Take the first step of a task that is known to be fit twice; ``batches`` are the first two of its first share.
 
     Raises:
         SettingsError: batches end, or the first step has no finite loss or gradients.
     """
     with members.users_errors(settings.task):
-        task, first = made.loaded.task, made.batches[0]
-        warnings = list(examination.unsteady_data(task, settings, made.batches, _bytes))
+        first = batches[0]
+        warnings = list(examination.unsteady_data(task, settings, batches, _bytes))
         where = members.place(task.loss)
         untrained = TorchIsland(task, settings).without_gradient(first)
         warnings += [examination.without_gradient(path, where) for path in untrained]
@@ -42,7 +42,7 @@ def examine(settings: RunSettings, made: Checked) -> Examination:
         differing = [] if parameters_digest(island, fragments) == parameters_digest(other, fragments) else ["a parameter"]
         return Examination(
             task=settings.task.name,
-            parameters=sum(tensor.size for tensor in island.tensors()),
+            parameters=sum(tensor.size for tensor in fragments.tensors if not tensor.state),
             tensors=examination.tensor_facts(task, settings, fragments, set(island.rounded_tensors())),
             state=[
                 StateFacts(tensor.path.removeprefix(STATE), list(tensor.shape), "float32", lies[tensor.path], "average")
@@ -54,7 +54,7 @@ def examine(settings: RunSettings, made: Checked) -> Examination:
             constants=[],
             step_s=step_s,
             loss=loss,
-            units=made.found.units,
+            units=units,
             warnings=warnings + examination.two_results((loss, again), differing),
         )
 
