@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco.control.changes import read_changes
+from diloco.control.history import Past
 from diloco.errors import DilocoError
 from diloco.nats import connection
 from diloco.process.observe import Logger
