@@ -276,7 +276,7 @@ class TorchIsland:
             self._begin_to_evaluate(self._run.seed)
             sets = validation_sets(self.task, self._run.task)
             found = {name: [self._loss_and_metrics(batch) for batch in batches] for name, batches in sets.items()}
-            return evaluated(found, self._own_values())
+            return evaluated(found, self._own_values, self._run.task)
 
     def _own_values(self) -> dict[str, float]:
         with torch.no_grad(), members.users_errors(self._run.task):
