@@ -109,3 +109,22 @@ def test_statistics_are_those_of_the_data_in_the_log_the_evaluation_and_the_expo
     said = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert said["val_loss"] == pytest.approx(np.mean(losses), rel=1e-3)
     assert said["val_loss"] < 0.7 * said["val_loss_initial"]
+
+
+@pytest.mark.slow
+def test_a_torch_task_of_another_model_is_refused_by_name_before_services_start(
+    diloco: Diloco, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: make torch")
+    local = TORCH.replace("    def module", "    def merge_state(self, path): return 'local'\n    def module")
+    for name, text in (("normed_data", DATA), ("normed", JAX), ("normed_torch", local)):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    options = ["--set", "task.name=normed:make", "--set", "fragments.count=3", "--torch", "learner-1=normed_torch:make"]
+    ended = diloco("up", "--run-dir", "run", "--learners", "2", "--tokens", "60000", "--plain", *options)
+    assert ended.code == 6
+    assert (
+        "--torch: normed_torch:make: run 'run': tensor 'state/norm/running_mean' differs: the run has shape (4,), state that "
+        "is merged, this learner's model has no such tensor"
+    ) in ended.err
+    assert not (tmp_path / "run").exists()

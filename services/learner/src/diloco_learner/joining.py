@@ -85,7 +85,7 @@ def parameters_of(params: Any) -> Parameters:
 
 @dataclass(frozen=True)
 class _Said:
-    """What a loop says of its tensors, as a task does."""
+    """A loop's word on its tensors, as a task has it."""
 
     tensor: Say
 
