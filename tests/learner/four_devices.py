@@ -297,7 +297,7 @@ def test_the_state_of_an_optimizer_of_the_task_s_own_is_split_like_the_parameter
 
 
 class Turned(Curve):
-    """Kernels of shape (in, out), a frozen stack, a constant, and a state."""
+    """Kernels of shape (in, out), a frozen stack, a constant, and a state that is merged."""
 
     def init(self, key: jax.Array) -> Any:
         made = super().init(key)
@@ -308,9 +308,6 @@ class Turned(Curve):
 
     def init_state(self, key: jax.Array) -> Any:
         return {"mean": jnp.zeros(64)}
-
-    def merge_state(self, path: str) -> str:
-        return "local"
 
     def loss(self, params: Any, batch: Any, *, state: Any, constants: Any, weights: Any) -> Any:  # type: ignore[override]
         turned = {"first": params["first"].T + constants["shift"], "second": params["second"].T}
@@ -333,9 +330,13 @@ def test_turned_kernels_frozen_tensors_constants_and_a_state_are_those_of_one_de
     single = Island(Turned(), SETTINGS)
     assert island.fragments() == single.fragments()  # frozen values and constants are gathered for their hashes
     assert island.arrays()["params/first"].sharding.shard_shape((128, 64)) == (64, 32)
-    for fragment in fragments_of(island).fragments:
+    for fragment in island.fragments().fragments:
         # where init is traced, XLA may round a quotient otherwise
         np.testing.assert_allclose(island.read(fragment).to_host(), single.read(fragment).to_host(), rtol=1e-6)
+    state = island.fragments().fragments[-1]
+    assert state.state
+    for each in (island, single):
+        each.write(state, np.full(64, 0.25, np.float32))
     assert train(island, 3) == pytest.approx(train(single, 3), rel=1e-4)
     for name, values in island.state().items():
         if not name.startswith("optimizer/"):

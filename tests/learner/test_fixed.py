@@ -1,4 +1,4 @@
-"""Arrays beside parameters and batches: frozen tensors, constants, and a state that each learner keeps."""
+"""Arrays beside parameters and batches: frozen tensors, constants, and a state, of which some is merged."""
 
 from __future__ import annotations
 
@@ -151,9 +151,16 @@ def test_a_map_that_is_damaged_there_is_refused() -> None:
 @pytest.mark.parametrize(
     ("members", "says"),
     [
-        ({"merge_state": lambda self, path: "average"}, "state 'mean' is to be merged by 'average' which is not built yet"),
-        ({"merge_state": lambda self, path: "newest"}, r"merge_state\('mean'\) is 'newest', expected 'local' \(.*line"),
-        ({"merge_state": None}, "state 'mean' is to be merged by 'average', the default, which is not built"),
+        (
+            {"merge_state": lambda self, path: "average"},
+            r"state 'steps' is int32, and to be averaged, expected float32: make it that, or return 'local'.*\(.*line",
+        ),
+        ({"merge_state": lambda self, path: "newest"}, r"merge_state\('mean'\) is 'newest', expected 'average' or 'local' \("),
+        ({"merge_state": lambda self, path: "latest"}, r"merge_state\('mean'\) is 'latest', .* left to chance"),
+        (
+            {"merge_state": None, "init_state": lambda self, key: {"mean": jnp.zeros(3, jnp.bfloat16)}},
+            r"state 'mean' is bfloat16, and to be averaged by default, expected float32.*\(.*line",
+        ),
         ({"init_state": lambda self, key: {"mean": "none"}}, r"init_state\(\) returned 'mean' as a str, expected an array"),
         ({"init_state": lambda self, key: {"key": key}}, r"returned 'key' as key<fry>, which cannot be saved.*key_data"),
         ({"constants": lambda self: {"scale": "two"}}, r"constants\(\) returned 'scale' as a str, expected an array"),
@@ -165,7 +172,8 @@ def test_what_cannot_be_is_named(members: Mapping[str, Any], says: str) -> None:
     kept = {name: value for name, value in members.items() if value is not None}
     made: Any = type("Made", (Adapted,), kept)
     if len(kept) < len(members):
-        made = type("Bare", (), {n: v for n, v in vars(Adapted).items() if n not in {*members, "__dict__", "__weakref__"}})
+        bare = {n: v for n, v in vars(Adapted).items() if n not in {*members, "__dict__", "__weakref__"}}
+        made = type("Bare", (), bare | kept)
     with pytest.raises(SettingsError, match=says):
         Island(made(), SETTINGS).check(BATCH)
 

@@ -18,8 +18,11 @@ from tests.services.conftest import Launch
 from tests.services.toy import LEARNING_RATE, SAMPLES, STEP_S, Regression
 
 import diloco
+from diloco.core.fragments import build_map
 from diloco.errors import AdmissionError, BrokerError, RunError, SettingsError
+from diloco_learner import kernels
 from diloco_learner.joining import JoinedRun
+from diloco_learner.tensors import Tensor
 from diloco_learner.trees import Tree
 
 Samples = tuple[int, int]
@@ -33,7 +36,7 @@ def _join(cluster: Cluster, params: Any, **given: Any) -> JoinedRun:
     own: dict[str, Any] = {
         "run": cluster.name,
         "tokens": SAMPLES,
-        "is_embedding": lambda path: path == "table",
+        "tensor": lambda path, shape: Tensor(kind="embedding" if path == "table" else "matrix" if len(shape) > 1 else "vector"),
         "within_s": 20.0,
     }
     run: JoinedRun = diloco.join(cluster.url, params=params, **own | given)
@@ -244,6 +247,40 @@ async def test_what_cannot_join_is_refused(launch: Launch) -> None:
 def test_parameters_that_are_none(params: Any, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         Tree(params)
+
+
+class Flax:
+    tensor = staticmethod(kernels.flax)
+
+
+@pytest.mark.parametrize("array", [np.array, jnp.asarray])
+def test_kernels_of_a_loop_lie_in_the_log_as_a_task_s_do(array: Callable[[Any], Any]) -> None:
+    kernel = array(np.array([[1, 2, 3], [4, 5, 6]], np.float32))  # (in, out)
+    parameters = Tree({"dense": {"kernel": kernel}, "embed": {"embedding": array(np.zeros((2, 1), np.float32))}})
+    specs = parameters.tensors(Flax())
+    assert [(each.path, each.shape, each.model_shape, each.embedding) for each in specs] == [
+        ("dense/kernel", (3, 2), (2, 3), False),
+        ("embed/embedding", (2, 1), (2, 1), True),
+    ]
+    fragment = build_map(specs, 2).fragments[1]
+    assert parameters.snapshot(fragment).to_host().tolist() == [1, 4, 2, 5, 3, 6]
+    theta = np.array([10, 40, 20, 50, 30, 60], np.float32)
+    parameters.write(fragment, theta)
+    assert np.asarray(parameters.tree["dense"]["kernel"]).tolist() == [[10, 20, 30], [40, 50, 60]]
+    parameters.write(fragment, 2 * theta, theta - 1)  # a version, with progress of 1 since the offer
+    assert np.asarray(parameters.tree["dense"]["kernel"]).tolist() == [[21, 41, 61], [81, 101, 121]]
+    if isinstance(kernel, np.ndarray):
+        assert parameters.tree["dense"]["kernel"] is kernel, "NumPy arrays are written in place"
+
+
+def test_what_a_loop_says_of_its_tensors_is_checked_before_it_joins() -> None:
+    params = {"a": np.zeros((2, 3), np.float32)}
+    for tensor, said in {
+        Tensor(kind="frozen"): r"tensor\('a'\) is frozen, which a loop says by not handing it over",
+        Tensor(kind="vector", parts=(1,)): r"tensor\('a', \(2, 3\)\) has parts",
+    }.items():
+        with pytest.raises(SettingsError, match=said):
+            diloco.join("nats://127.0.0.1:9", run="x", params=params, tokens=1, tensor=lambda path, shape, t=tensor: t)
 
 
 def test_parameters_that_change() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from diloco.core.fragments import FragmentMap
-from diloco.errors import SettingsError
+from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
+from diloco.errors import AdmissionError, SettingsError
 from diloco.service.rundir import RunDirectory
 from diloco.settings.run import MixSettings, RunSettings
 from diloco.settings.validation import parse
@@ -24,15 +24,22 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
     Raises:
         ServiceFailed: they are not; the message and the exit code are a learner's.
         SettingsError: a torch learner's task is none of PyTorch, or is to have several devices.
+        AdmissionError: its model is not the run's; the first differing tensor is named.
     """
-    found = _found(directory, directory.settings, fragment_map)
+    others = sorted({*(directory.torch or {}).values()} - {directory.settings.task.name})
+    found = _found(directory, directory.settings, fragment_map, whole=bool(others))
     torch = dict(directory.torch or {})
     if found["torch"]:
         torch = dict.fromkeys([*directory.learner_names, "evaluator"], directory.settings.task.name) | torch
-    for task in sorted({*torch.values()} - {directory.settings.task.name}):
+    for task in others:
         own = directory.settings.model_copy(update={"task": directory.settings.task.model_copy(update={"name": task})})
-        if not _found(directory, own, fragment_map)["torch"]:
+        its = _found(directory, own, fragment_map, whole=True)
+        if not its["torch"]:
             raise SettingsError(f"--torch: {task} makes a task of JAX (it has init()), expected one of PyTorch, with module()")
+        try:
+            check_same_map(unpack_map(bytes.fromhex(its["map"])), unpack_map(bytes.fromhex(found["map"])), directory.name)
+        except AdmissionError as error:
+            raise AdmissionError(f"--torch: {task}: {error}") from None
     if torch and (directory.devices_per_learner or directory.processes_per_learner):
         raise SettingsError(
             "--devices-per-learner, --processes-per-learner: a torch learner is one process, and the device is its module's"
@@ -41,14 +48,15 @@ def check_task(directory: RunDirectory, fragment_map: FragmentMap | None = None)
     return replace(directory, units=found["units"], torch=torch or None, settings=directory.settings.with_mix(mix))
 
 
-def _found(directory: RunDirectory, settings: RunSettings, fragment_map: FragmentMap | None) -> dict[str, Any]:
-    """Return the facts that ``diloco_learner.check`` finds of the task of these settings."""
+def _found(directory: RunDirectory, settings: RunSettings, fragment_map: FragmentMap | None, *, whole: bool) -> dict[str, Any]:
+    """Return the facts that ``diloco_learner.check`` finds of the task of these settings; ``whole``: with its fragment map."""
     devices = directory.devices_per_learner
     environment = learner_environment(0, len(directory.learner_names), devices)
     mesh = mesh_of(devices, 1 if devices is None else directory.replicas)
     request = {
         "settings": settings.model_dump(), "data": directory.data, "mesh": mesh, "init": directory.init,
         "names": directory.init_names, "map": None if fragment_map is None else fragment_map.pack().hex(),
+        "whole": whole,
     }  # fmt: skip
     return ask("check", request, environment)
 

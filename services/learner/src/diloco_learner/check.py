@@ -1,8 +1,9 @@
 """``python -m diloco_learner.check``: find out, before a run begins, that its task and data can be trained on.
 
-Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ..., "names": ..., "map": ...}`` from stdin. The built-in task is
-known to be right, so that only its data is looked at, without JAX, which takes a second to import, unless learners are to have
-a mesh (``mesh`` is not null), or the run begins with weights (``init``). The last line on stdout is a :class:`Found` as JSON.
+Reads ``{"settings": ..., "data": ..., "mesh": ..., "init": ..., "names": ..., "map": ..., "whole": ...}`` from stdin. The
+built-in task is known to be right, so that only its data is looked at, without JAX, which takes a second to import, unless
+learners are to have a mesh (``mesh`` is not null), the run begins with weights (``init``), or its fragment map is asked for
+(``whole``). The last line on stdout is a :class:`Found` as JSON, with that ``map``.
 """
 
 from __future__ import annotations
@@ -154,9 +155,12 @@ def _main() -> None:
     init = None if request["init"] is None else Path(request["init"])
     names = None if request["names"] is None else Path(request["names"])
     fragment_map = None if request["map"] is None else unpack_map(bytes.fromhex(request["map"]))
-    found = check(parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init, names, fragment_map)
+    about = parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init, names, fragment_map
+    made = checked(*about) if request["whole"] else None
+    found = check(*about) if made is None else made.found
     mix = None if found.mix is None else found.mix.model_dump()
-    print(json.dumps({"units": found.units, "torch": found.torch, "mix": mix}))
+    packed = None if made is None else made.model.fragments().pack().hex()
+    print(json.dumps({"units": found.units, "torch": found.torch, "mix": mix, "map": packed}))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
         weights.put(path, island, island.fragments(), setting="")
         if sample is None:
             found = island.evaluation()
+            if found.failure is not None:
+                raise found.failure
             if found.loss is None and not found.values:
                 raise SettingsError(f"task.name = {settings.task.name!r}: it has neither validation() nor evaluate()")
             loss = found.loss if found.loss is not None and math.isfinite(found.loss) else None

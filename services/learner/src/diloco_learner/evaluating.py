@@ -27,7 +27,7 @@ class Evaluating:
         """
         sets = validation_sets(self.task, self._settings)
         found = {name: [measure(batch) for batch in batches] for name, batches in sets.items()}
-        return evaluated(found, self._own_values(params, company))
+        return evaluated(found, lambda: self._own_values(params, company), self._settings)
 
     def check(self, trace: Callable[[Any], object], params: Any, company: Mapping[str, Any]) -> None:
         """Find out that validation sets and values of the task's own are what they can be; no loss is computed.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from diloco.settings.run import TaskSettings
 from diloco_learner import members
 from diloco_learner.task_api import METRIC_NAME
 
+Found: TypeAlias = Sequence[tuple[float, Mapping[str, float]]]  # loss and metrics of each batch of a set
 UNNAMED = ""  # the set of a task whose validation() returns a list
 
 
@@ -22,11 +23,13 @@ class Evaluation:
     """How good a model is.
 
     ``loss`` is the mean of the validation sets' losses; None where the task has no set. ``values`` are by name:
-    ``val_loss/SET`` of named sets, ``val/METRIC`` or ``val/SET/METRIC`` of the loss's metrics, and those of ``evaluate``.
+    ``val_loss/SET`` of named sets, ``val/METRIC`` or ``val/SET/METRIC`` of the loss's metrics, and those of ``evaluate``. Where
+    that raised the ``failure``, its values are missing.
     """
 
     loss: float | None
     values: Mapping[str, float]
+    failure: SettingsError | None = None
 
     def finite_values(self) -> dict[str, float | None]:
         """Return the values for JSON: None for one that is not finite."""
@@ -65,8 +68,8 @@ def validation_sets(task: object, settings: TaskSettings) -> dict[str, Sequence[
     return sets
 
 
-def evaluated(sets: Mapping[str, Sequence[tuple[float, Mapping[str, float]]]], own: Mapping[str, float]) -> Evaluation:
-    """Return the evaluation of a model whose batches have these losses and metrics; ``own`` are the values of ``evaluate``."""
+def evaluated(sets: Mapping[str, Found], own: Callable[[], Mapping[str, float]], settings: TaskSettings) -> Evaluation:
+    """Return the evaluation of a model whose batches have these losses; ``own`` gives the values of ``evaluate``."""
     losses, values = [], {}
     for name, found in sets.items():
         losses.append(_mean(loss for loss, _ in found))
@@ -74,7 +77,12 @@ def evaluated(sets: Mapping[str, Sequence[tuple[float, Mapping[str, float]]]], o
             values[f"val_loss/{name}"] = losses[-1]
         for metric in found[0][1]:
             values["/".join(filter(None, ("val", name, metric)))] = _mean(metrics[metric] for _, metrics in found)
-    return Evaluation(_mean(losses) if losses else None, values | dict(own))
+    loss = _mean(losses) if losses else None
+    try:
+        with members.users_errors(settings):
+            return Evaluation(loss, values | dict(own()))
+    except SettingsError as error:
+        return Evaluation(loss, values, error)
 
 
 def own_values(task: object, given: Mapping[str, Any], params: Any) -> dict[str, float]:

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from diloco.errors import SettingsError
 from diloco.member.member import Boundary, Member
 from diloco.process.observe import Logger
 from diloco.service import rundir
 from diloco.settings.run import RunSettings
 from diloco_learner.evaluation import Evaluation
+from diloco_learner.members import users_errors
 from diloco_learner.model import Evaluated
 from diloco_learner.ngram import ngram_losses
 from diloco_learner.task_api import evaluate_every_s, units_of
@@ -38,26 +40,54 @@ class Evaluator:
     ) -> None:
         self.island, self.member, self.settings, self.log, self.stopping = island, member, settings, log, stopping
         self.file = state_dir / "evaluation.json"
+        self._initial: Evaluation | None = None
+        self._newest: Evaluation | None = None
 
     def run(self) -> None:
-        """Evaluate until the run is over or this process is asked to end."""
+        """Evaluate until the run is over or this process is asked to end.
+
+        Raises:
+            SettingsError: the task's own code raised an error; the losses that were found before it are told and saved.
+        """
         self._tell_of_text()
-        # before a version of the log is written into it: learners may be far ahead of this process
-        initial, every_s = self.island.evaluation(), evaluate_every_s(self.island.task)
-        evaluated_s, changed = -math.inf, True
+        self._evaluate()  # before a version of the log is written into it: learners may be far ahead of this process
+        evaluated_s, changed, every_s = -math.inf, True, evaluate_every_s(self.island.task)
         while not self.stopping():
             boundary = self.member.boundary(None)
             changed |= self._apply(boundary)
             now_s = time.monotonic()
             if boundary.finished or (changed and now_s - evaluated_s >= every_s):
                 evaluated_s, changed = now_s, False
-                found = self.island.evaluation()
-                self.member.report_loss(found.loss)
-                self.log.debug("evaluated", val_loss=_rounded(found.loss), values=_shown(found), finished=boundary.finished)
+                self._evaluate()
+                self._tell(finished=boundary.finished)
                 if boundary.finished:
-                    self._save(initial, found)
+                    self._save(samples=True)
                     return
             self.member.wait(IDLE_S)
+
+    def _evaluate(self) -> None:
+        """Evaluate the model; if the task's own code raises an error, tell and save the losses that are known.
+
+        Raises:
+            SettingsError: it did.
+        """
+        failure: SettingsError | None = None
+        try:
+            with users_errors(self.settings.task):
+                found = self.island.evaluation()
+            self._initial, self._newest, failure = self._initial or found, found, found.failure
+        except SettingsError as error:
+            failure = error
+        if failure is not None:
+            self._tell(finished=False)
+            self._save(samples=False)
+            raise failure
+
+    def _tell(self, *, finished: bool) -> None:
+        found = self._newest
+        if found is not None:
+            self.member.report_loss(found.loss)
+            self.log.debug("evaluated", val_loss=_rounded(found.loss), values=_shown(found), finished=finished)
 
     def _tell_of_text(self) -> None:
         """Log how much text is evaluated on; warn if a model may know all of it by heart."""
@@ -88,8 +118,20 @@ class Evaluator:
             self.island.write(self.member.map.fragments[fragment], applied.theta)
         return bool(boundary.applies)
 
-    def _save(self, initial: Evaluation, final: Evaluation) -> None:
-        """Write for the report how good the global model is: as it was initialised, and as the log ends."""
+    def _save(self, *, samples: bool) -> None:
+        """Write for the report how good the global model is: as it was initialised, and as it was last.
+
+        Raises:
+            SettingsError: the task's ``sample`` raised an error; all else is written.
+        """
+        initial, final, sample, failure = self._initial, self._newest, None, None
+        if initial is None or final is None:
+            return
+        try:
+            with users_errors(self.settings.task):
+                sample = self.island.sample(self.settings.seed, SAMPLE_TOKENS) if samples else None
+        except SettingsError as error:
+            failure = error
         result = {
             "val_loss_initial": initial.loss,
             "val_loss": final.loss,
@@ -97,9 +139,11 @@ class Evaluator:
             "values": final.finite_values(),
             "units": units_of(self.island.task)["loss"],
             "item": units_of(self.island.task)["item"],
-            "sample": self.island.sample(self.settings.seed, SAMPLE_TOKENS),
+            "sample": sample,
         } | self._text()
         rundir.write_json(self.file, result)
+        if failure is not None:
+            raise failure
 
 
 def _rounded(value: float | None) -> float | None:

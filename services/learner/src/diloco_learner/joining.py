@@ -36,9 +36,11 @@ from diloco.settings.validation import nearest, parse
 from diloco_learner.feed import Batch, Feed
 from diloco_learner.model import Carried
 from diloco_learner.process import LoopThread
+from diloco_learner.tensors import Tensor
 from diloco_learner.trainer import IDLE_S, carry_out
 
 Make = Callable[[int, int, int, int], Iterator[Any]]  # share, shares, seed, start
+Say = Callable[[str, tuple[int, ...]], Tensor]  # path, shape
 Data: TypeAlias = Literal["dealt", "own"]
 T = TypeVar("T")
 
@@ -50,8 +52,12 @@ class Parameters(Carried, Protocol):
     def tree(self) -> Any:
         """The parameters, as they were handed over."""
 
-    def tensors(self, is_embedding: Callable[[str], bool]) -> list[TensorSpec]:
-        """Return path and shape of each array."""
+    def tensors(self, said: object) -> list[TensorSpec]:
+        """Return each array as the log has it; ``said`` may have the task API's ``tensor``.
+
+        Raises:
+            SettingsError: it says what cannot be.
+        """
 
     def take(self, params: Any) -> None:
         """Take over the values of the same model.
@@ -79,6 +85,13 @@ def parameters_of(params: Any) -> Parameters:
 
 
 @dataclass(frozen=True)
+class _Said:
+    """A loop's word on its tensors, as a task has it."""
+
+    tensor: Say
+
+
+@dataclass(frozen=True)
 class _Loop:
     """The batches of a loop, as a task has them."""
 
@@ -96,13 +109,14 @@ class JoinedRun:
         settings: LearnerSettings,
         params: Any,
         tokens: int,
-        is_embedding: Callable[[str], bool],
+        tensor: Say | None,
         within_s: float,
         data: Data,
     ) -> None:
         self.settings, self.tokens, self.log = settings, tokens, observe.get_logger()
         self.over = False  # whether the run's budget is used up: take no further step
-        self._parameters, self._is_embedding, self._within_s = parameters_of(params), is_embedding, within_s
+        self._parameters, self._within_s = parameters_of(params), within_s
+        self._tensors = self._parameters.tensors(None if tensor is None else _Said(tensor))
         self._stack = ExitStack()
         self._thread: LoopThread
         self._member: Member
@@ -176,7 +190,7 @@ class JoinedRun:
                 "takes its own steps does not have: join a run of another preset"
             )
         cut = run.created.fragments
-        fragments = build_map(self._parameters.tensors(self._is_embedding), cut.count, cut.strategy)
+        fragments = build_map(self._tensors, cut.count, cut.strategy)
         member = Member(transport, run, fragments, self.settings, self.log)
         if self._own_data:
             member.shares = OwnData(member.admission.incarnation)
@@ -292,7 +306,7 @@ def join(
     tokens: int,
     data: Data = "dealt",
     name: str | None = None,
-    is_embedding: Callable[[str], bool] = lambda path: False,
+    tensor: Say | None = None,
     share: int | None = None,
     region: str | None = None,
     bulk_url: str | None = None,
@@ -311,7 +325,8 @@ def join(
         data: "dealt": :meth:`JoinedRun.batches` gives the batches of shares that are this learner's; "own": it has a loader of
             its own. Then it holds no share, and the run's ledger says that its data are not accounted for.
         name: of this learner; by default that of the host and process.
-        is_embedding: says of a tensor's path whether it is an embedding, which is merged by the plain average.
+        tensor: ``tensor(path, shape)`` says of each array what a task says of it (docs/task-api.md, Tensors), such as
+            ``diloco_learner.kernels.flax``; by default its shape does. All learners of a run say the same.
         share: of the data, that this learner takes if it is free.
         region: in which this learner is, in a run with regions.
         identity: file that ``diloco keys`` made.
@@ -331,7 +346,7 @@ def join(
         "leave_s": leave_s,
     }  # fmt: skip
     settings = parse(LearnerSettings, {key: value for key, value in given.items() if value is not None}, "join")
-    return JoinedRun(settings, params, tokens, is_embedding, within_s, data)
+    return JoinedRun(settings, params, tokens, tensor, within_s, data)
 
 
 def _number(loss: Any) -> float | None:

@@ -77,7 +77,8 @@ class State:
 
     def copies(self) -> dict[str, jax.Array]:
         """Queue copies of the arrays that are merged."""
-        return dict(zip(self._merged, copies(list(self.merged().values())), strict=True))
+        arrays = list(self.merged().values())
+        return dict(zip(self._merged, copies(arrays) if arrays else [], strict=True))
 
     def twin(self) -> State:
         """Return a state of the same values."""

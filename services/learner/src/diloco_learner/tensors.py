@@ -75,6 +75,18 @@ def tensor_of(task: object, path: str, shape: Shape) -> Tensor:
     return tensor
 
 
+def trained(said: object, path: str, shape: Shape, instead: str) -> Tensor:
+    """Return what a task, or a loop of one's own, says of a tensor that is trained.
+
+    Raises:
+        SettingsError: it says what cannot be, or that the tensor is frozen, which it says by ``instead``.
+    """
+    tensor = tensor_of(said, path, shape)
+    if tensor.kind == "frozen":
+        raise SettingsError(f"task: tensor({path!r}) is frozen, which {instead}")
+    return tensor
+
+
 def check_members(task: object) -> None:
     """Find out that a task says of its tensors in one way alone.
 

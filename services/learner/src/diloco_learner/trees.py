@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.core.arrangement import Arrangement
 from diloco.core.delta import Reference
 from diloco.core.fragments import Fragment, TensorSpec
 from diloco.errors import SettingsError
 from diloco_learner.island import Reading
 from diloco_learner.leaves import Leaf, part, path_of, read_rows, write_rows
+from diloco_learner.tensors import trained
 
 Vector = NDArray[np.float32]
 
@@ -31,6 +32,7 @@ class Tree:
         self._index = {path: at for at, path in enumerate(self._paths)}
         self._leaves = [_checked(path, leaf) for path, (_, leaf) in zip(self._paths, keyed, strict=True)]
         self._shapes = [leaf.shape for leaf in self._leaves]
+        self._arrangements: list[Arrangement | None] = [None] * len(self._leaves)
         if not self._leaves:
             raise SettingsError("join: params have no arrays: hand over the model's parameters, a pytree of float32 arrays")
 
@@ -39,10 +41,19 @@ class Tree:
         """The parameters, as they were handed over."""
         return jax.tree_util.tree_unflatten(self._structure, self._leaves)
 
-    def tensors(self, is_embedding: Callable[[str], bool]) -> list[TensorSpec]:
-        """Return path and shape of each array."""
-        pairs = zip(self._paths, self._shapes, strict=True)
-        return [TensorSpec(path, shape, is_embedding(path)) for path, shape in pairs]
+    def tensors(self, said: object) -> list[TensorSpec]:
+        """Return each array as the log has it, in which it is read and written from now on.
+
+        Raises:
+            SettingsError: ``said``, by its ``tensor``, says of one what cannot be.
+        """
+        specs = []
+        for at, (path, shape) in enumerate(zip(self._paths, self._shapes, strict=True)):
+            tensor = trained(said, path, shape, "a loop says by not handing it over")
+            self._arrangements[at] = kept = tensor.arrangement(shape)
+            stored = shape if kept is None else kept.stored_shape
+            specs.append(TensorSpec(path, stored, tensor.kind == "embedding", kept))
+        return specs
 
     def take(self, params: Any) -> None:
         """Take over the values of the same model.
@@ -65,13 +76,23 @@ class Tree:
 
     def snapshot(self, fragment: Fragment) -> Reading:
         """Queue a copy of a fragment's values."""
-        return Reading(fragment, tuple(read_rows(self._leaves[self._index[piece.path]], piece) for piece in fragment.pieces))
+        return Reading(fragment, tuple(read_rows(self._stored(self._index[piece.path]), piece) for piece in fragment.pieces))
 
     def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
         """Write a fragment, as :func:`diloco_learner.leaves.write_rows` does; vectors are float32 [size of the fragment]."""
         for piece in fragment.pieces:
             at, known = self._index[piece.path], None if reference is None else part(reference, piece)
-            self._leaves[at] = write_rows(self._leaves[at], piece, part(theta, piece), known, alpha)
+            written, kept = write_rows(self._stored(at), piece, part(theta, piece), known, alpha), self._arrangements[at]
+            leaf = self._leaves[at]
+            if kept is None or isinstance(leaf, jax.Array):
+                self._leaves[at] = written if kept is None else kept.restored(written)
+            else:
+                leaf[...] = kept.restored(written)
+
+    def _stored(self, at: int) -> Leaf:
+        """Return an array as the log has it."""
+        kept = self._arrangements[at]
+        return self._leaves[at] if kept is None else kept.stored(self._leaves[at])
 
 
 def _checked(path: str, leaf: Any) -> Leaf:

@@ -34,7 +34,6 @@ from diloco_learner.pytorch.inner import Inner
 from diloco_learner.pytorch.task import Task, loss_of
 from diloco_learner.pytorch.tensors import Rows, check_types, check_views, merged_buffers, on_host, paths_of
 from diloco_learner.task_api import STATE
-from diloco_learner.tensors import tensor_of
 
 
 @dataclass(frozen=True)
@@ -97,24 +96,8 @@ class TorchIsland:
         """Return the fragments that the run cuts the model into."""
         cut = self._run.fragments
         state = [TensorSpec(path, tuple(buffer.shape), state=True) for path, buffer in self._state.views.items()]
-        return build_map([*self._rows.specs(self._is_embedding), *state], cut.count, cut.strategy)
-
-    def _is_embedding(self, path: str) -> bool:
-        """Return whether the task calls a tensor an embedding.
-
-        Raises:
-            SettingsError: it says of it what a task of torch says otherwise.
-        """
-        shape = tuple(self._rows.views[path].shape)
-        tensor = tensor_of(self.task, path, shape)
-        if tensor.kind == "frozen":
-            raise SettingsError(f"task: tensor({path!r}) is frozen, which a task of torch says by requires_grad_(False)")
-        if tensor.arrangement(shape) is not None:
-            raise SettingsError(
-                f"task: tensor({path!r}, {shape}) has its output axes elsewhere than first: give a view that has them "
-                "first, by tensors(module), such as parameter.T"
-            )
-        return tensor.kind == "embedding"
+        trained = self._rows.specs(self.task, "a task of torch says by requires_grad_(False)")
+        return build_map([*trained, *state], cut.count, cut.strategy)
 
     def check(self, batch: Any) -> None:
         """Find out that the task's loss of a batch is one number that can be differentiated.
@@ -298,7 +281,7 @@ class TorchIsland:
             self._begin_to_evaluate(self._run.seed)
             sets = validation_sets(self.task, self._run.task)
             found = {name: [self._loss_and_metrics(batch) for batch in batches] for name, batches in sets.items()}
-            return evaluated(found, self._own_values())
+            return evaluated(found, self._own_values, self._run.task)
 
     def _own_values(self) -> dict[str, float]:
         with torch.no_grad(), members.users_errors(self._run.task):

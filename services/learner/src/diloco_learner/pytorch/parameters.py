@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +36,13 @@ class TorchParameters:
         self.tree = params
         self._rows = Rows(_views(params))
 
-    def tensors(self, is_embedding: Callable[[str], bool]) -> list[TensorSpec]:
-        """Return path and shape of each tensor."""
-        return self._rows.specs(is_embedding)
+    def tensors(self, said: object) -> list[TensorSpec]:
+        """Return each tensor as the log has it.
+
+        Raises:
+            SettingsError: ``said``, by its ``tensor``, says of one what cannot be.
+        """
+        return self._rows.specs(said, "a loop says by not handing it over")
 
     def take(self, params: Any) -> None:
         """Take over the values of the same model: those of the module that joined, or tensors of the same names.

@@ -6,7 +6,7 @@ a task's ``tensors(module)`` gives for each path a view of a parameter, such as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from diloco.core.fragments import Fragment, Piece, TensorSpec
 from diloco.errors import SettingsError
 from diloco_learner.model import Vector
 from diloco_learner.task_api import STATE, is_merged
+from diloco_learner.tensors import trained
 
 Views = dict[str, torch.Tensor]
 FLOATS = (torch.float32, torch.bfloat16)
@@ -102,9 +103,23 @@ class Rows:
     def __init__(self, views: Views) -> None:
         self.views = views
 
-    def specs(self, is_embedding: Callable[[str], bool]) -> list[TensorSpec]:
-        """Return path, shape and whether it is embedding-like, of every tensor."""
-        return [TensorSpec(path, tuple(view.shape), is_embedding(path)) for path, view in self.views.items()]
+    def specs(self, said: object, frozen: str) -> list[TensorSpec]:
+        """Return every tensor as the log has it; a task or loop has ``said`` what each is; ``frozen`` is how it says of one so.
+
+        Raises:
+            SettingsError: it says of one what cannot be.
+        """
+        specs = []
+        for path, view in self.views.items():
+            shape = tuple(view.shape)
+            tensor = trained(said, path, shape, frozen)
+            if tensor.arrangement(shape) is not None:
+                raise SettingsError(
+                    f"task: tensor({path!r}, {shape}) has its output axes elsewhere than first: give a view that has them "
+                    "first, such as parameter.T: by tensors(module) of a task, by the tensors that a loop hands over"
+                )
+            specs.append(TensorSpec(path, shape, tensor.kind == "embedding"))
+        return specs
 
     def read(self, fragment: Fragment) -> torch.Tensor:
         """Return a copy of a fragment's values, float32 [its size], on their device."""
