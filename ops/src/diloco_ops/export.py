@@ -1,7 +1,7 @@
 """``diloco export``: the weights of a run, going on or over, as safetensors, for Hugging Face's libraries, or for Orbax.
 
 Fragments are read from the log one after another, as every learner folds them, and their state hashes are compared. Each is
-written at once. So a fragment's parameters and momentum are in memory, and buffers of some 30 MB, whatever the model's size.
+written at once. So a fragment's parameters and momentum are in memory, and the entry that is folded, whatever the model's size.
 """
 
 from __future__ import annotations
