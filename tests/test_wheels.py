@@ -38,6 +38,15 @@ def test_a_run_of_installed_wheels(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_services_share_says_alone_what_is_missing(tmp_path: Path) -> None:
+    python = _installed("diloco", tmp_path) / "python"
+    for words in (("-m", "diloco", "up"), ("-c", "import diloco; diloco.up()")):
+        ended = subprocess.run([python, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert ended.returncode == 1
+        assert "pip install 'diloco[all]'" in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_a_syncer_alone_installs_no_jax(tmp_path: Path) -> None:
     commands = _installed("diloco-syncer", tmp_path)
     assert "--config" in _run(commands / "diloco-syncer", "--help", folder=tmp_path)

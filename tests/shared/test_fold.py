@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from diloco.core import outer, quantise
 from diloco.core.chain import Chain
 from diloco.core.fold import Replica, keyframe_body, keyframe_bytes, load_keyframe
 from diloco.core.outer import AdamW
-from diloco.errors import ChainError, HashError, NonFiniteError
+from diloco.errors import ChainError, HashError, NonFiniteError, WrongEntryError
 from diloco.wire.body import Body
 from diloco.wire.entries import Keyframe, Record, RolledBack
 from diloco.wire.fields import Bits
@@ -125,6 +126,24 @@ def test_not_in_place_leaves_the_version_before_to_its_holder() -> None:
     assert replica.theta is not before
     np.testing.assert_array_equal(before, theta)
     assert not np.array_equal(replica.theta, theta)
+
+
+def test_judging_folds_a_right_entry_into_the_same_arrays_and_a_wrong_one_not_at_all() -> None:
+    theta = np.random.default_rng(5).standard_normal(70_001).astype(np.float32)  # more than a chunk
+    [first, _, second] = reference_log(theta, 4, 2, seed=5)[0]
+    replica = fresh(theta)
+    arrays = replica.theta, replica.momentum
+    replica.judge(*first)
+    state, chain = replica.state(), deepcopy(replica.chain)
+    wrong = replace(second[0], previous=chain.head, epoch=chain.epoch, state_hash=b"w" * 32)
+    with pytest.raises(WrongEntryError, match="fragment 0, version 2: folding gives state"):
+        replica.judge(wrong, *second[1:])
+    assert replica.state().tobytes() == state.tobytes()
+    assert replica.chain == chain
+    right = replace(wrong, state_hash=second[0].state_hash)
+    replica.judge(right, *second[1:])
+    assert replica.chain.state_hash == hash_of(*arrays)
+    assert (replica.theta is arrays[0], replica.momentum is arrays[1]) == (True, True)
 
 
 @pytest.mark.parametrize(("where", "byte", "bit"), [("body", 2, 0x20), ("theta", 2, 0x20), ("momentum", 3, 0x40)])

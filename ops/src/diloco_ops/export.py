@@ -1,15 +1,16 @@
 """``diloco export``: the weights of a run, going on or over, as safetensors, for Hugging Face's libraries, or for Orbax.
 
 Fragments are read from the log one after another, as every learner folds them, and their state hashes are compared. Each is
-written at once, so that two fragments at most are in memory, whatever the model's size.
+written at once. So a fragment's parameters and momentum are in memory, and the entry that is folded, whatever the model's size.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,6 +35,7 @@ from diloco_ops.weights_file import SHARD_BYTES, Precision, Weights
 from diloco_report.units import count, size
 
 LATEST = "latest"
+M_MMAP_THRESHOLD, BUFFER_BYTES = -3, 128 << 10  # glibc's mallopt; buffers of parts are larger
 TASK = "diloco_task"  # in a file's metadata: the settings of the task, as JSON
 
 Vector = NDArray[np.float32]
@@ -79,6 +81,7 @@ def export(
     if format_ == "orbax":
         orbax_weights.load()
     asked = Asked(out, format_, parsed_version(version), average, precision, names, config, shard_bytes)
+    _give_buffers_back()
     write_draft = _new_folder if format_ != "safetensors" else _new_file
     try:
         write_draft(out, lambda draft: asyncio.run(_export(directory, draft, asked)))
@@ -86,6 +89,12 @@ def export(
         raise RunError(f"{out}: was not written: {error}") from None
     written = [out] if out.is_file() else [each for each in out.rglob("*") if each.is_file()]
     print(f"{out}: {size(sum(each.stat().st_size for each in written))}")
+
+
+def _give_buffers_back() -> None:
+    """Have this process's buffers go back to the system when they are free: kept ones would be as much as a fragment."""
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, BUFFER_BYTES)
 
 
 def _new_file(path: Path, write: Callable[[Path], None]) -> None:

@@ -20,7 +20,7 @@ from diloco_learner.task import Aux
 class Options:
     """Values that `diloco up --task KEY=VALUE` may change."""
 
-    channels: int = 16
+    channels: int = 32
     noise: float = 0.5
     batch: int = 64
 
