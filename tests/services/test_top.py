@@ -1,47 +1,153 @@
-"""``diloco top`` over a real run: its views with the keyboard alone, with a coordinator and without, and what it refuses."""
+"""``diloco top`` over real runs: with the keyboard alone, with a coordinator and without one, and the command's refusals."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.services.cluster import Cluster, small, some_versions
+from tests.services.cluster import DEADLINE_S, Cluster, small, some_versions
 from tests.services.conftest import Launch
 
 from diloco.service.rundir import RunDirectory
 from diloco_ops.top.app import Top
 from diloco_ops.top.feed import reached
 
+CURSOR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
+COLOUR = re.compile(rb"\x1b\[[0-9;]*(3[0-8]|4[0-8]|9[0-7])[0-9;]*m")
 
-def shown(app: Top) -> str:
-    """What a person sees, as text."""
+
+def seen(app: Top) -> str:
+    """The screen as text."""
     return "\n".join(strip.text.rstrip() for strip in app.screen._compositor.render_strips())
 
 
 async def until(cluster: Cluster, app: Top, *texts: str) -> str:
-    """Wait until a screen has all of these texts."""
-    deadline_s = time.monotonic() + 60
-    while not all(text in (seen := shown(app)) for text in texts):
-        cluster.check_alive()
-        assert time.monotonic() < deadline_s, f"{texts} not in:\n{seen}"
-        await asyncio.sleep(0.05)
-    return seen
+    """Wait until the screen has all of these texts."""
+    await cluster.until(lambda: all(text in seen(app) for text in texts), f"{texts} on the screen")
+    return seen(app)
 
 
-async def test_views(launch: Launch, tmp_path: Path) -> None:
+async def test_a_run_is_watched_by_keys_and_also_when_its_coordinator_is_dead(launch: Launch, tmp_path: Path) -> None:
     cluster = launch(small(tokens=10**9))
     await cluster.begin()
     await some_versions(cluster)
+    cluster.gate.close()  # a version costs all processes time, and the views need few
     directory = RunDirectory(tmp_path, cluster.name, cluster.url, None, cluster.settings)
     async with reached(directory, local=False) as feed:
         app = Top(feed)
         async with app.run_test(size=(80, 24)) as pilot:
-            await asyncio.sleep(3)
-            for key in ("", "enter", "escape", "2", "enter", "3", "enter", "4", "v", "5", "6", "1", "w", "w", "?"):
-                if key:
-                    await pilot.press(key)
-                await pilot.pause(0.6)
-                print("=====", key)
-                print(shown(app))
-            app.save_screenshot("/tmp/top/shot.svg")
+            first = await until(cluster, app, "toy-2", "stepping", "● training")
+            assert [line[:10].strip() for line in first.splitlines() if "toy-" in line] == ["▸ ● toy-0", "● toy-1", "● toy-2"]
+            await pilot.press("down", "enter")
+            await until(cluster, app, "learner toy-1", "processed", "whole run")
+            await pilot.press("down")
+            await until(cluster, app, "learner toy-2")
+            await pilot.press("escape", "2")
+            assert "f3" in await until(cluster, app, "fragment version", "syncer-0", "syncer-1")
+
+            # of what was merged before, the history tells; of versions from now on, the log
+            await pilot.press("enter")
+            await until(cluster, app, "fragment 0", "of syncer-", "version 1")
+            before = app.watched.fragments[0].version
+            cluster.gate.open()
+            await cluster.until(lambda: app.watched.fragments[0].version > before + 1, "versions are heard")
+            await pilot.press("escape", "4", "v")
+            await until(cluster, app, "fragment 0", ", round ")
+            await pilot.press("6")
+            await until(cluster, app, "loss", "└0:00")
+
+            coordinator = next(service for service in cluster.services if service.name == "coordinator")
+            coordinator.kill()
+            await pilot.press("1")
+            await until(cluster, app, "! no coordinator answers for 0:0", "toy-2")
+            step = app.watched.status(asyncio.get_running_loop().time())["learners"]["toy-0"]["step"]
+
+            def goes_on() -> bool:
+                status = app.watched.status(asyncio.get_running_loop().time())
+                return bool(status["learners"]["toy-0"]["step"] > step and status["versions"] > 0)
+
+            await cluster.until(goes_on, "learners are heard without a coordinator")
+            await pilot.press("4")
+            await until(cluster, app, "no coordinator answers")
+
+
+@dataclass
+class Ended:
+    """A command that ended on a terminal, and all that it wrote there."""
+
+    code: int
+    out: bytes
+
+    @property
+    def text(self) -> str:
+        """The text without control sequences."""
+        return CURSOR.sub(b"", self.out).decode(errors="replace").replace("\r\n", "\n")
+
+
+async def on_terminal(*arguments: str, size: tuple[int, int] = (80, 24), keys: bytes = b"", after: str = "") -> Ended:
+    """Run ``diloco top`` on a terminal of its own without colours; press ``keys`` once it shows ``after``."""
+    mine, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("DILOCO_", "COLUMNS", "LINES"))}
+    environment |= {"TERM": "xterm-256color", "NO_COLOR": "1"}
+    command = (sys.executable, "-m", "diloco_ops.cli", "top", *arguments)
+    process = await asyncio.create_subprocess_exec(*command, stdin=its, stdout=its, stderr=its, env=environment)
+    os.close(its)
+    out, pressed = bytearray(), False
+    reading = asyncio.Event()
+
+    def read() -> None:
+        try:
+            out.extend(os.read(mine, 1 << 16))
+        except OSError:  # the command has ended
+            asyncio.get_running_loop().remove_reader(mine)
+            reading.set()
+
+    asyncio.get_running_loop().add_reader(mine, read)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while not reading.is_set():
+                if keys and not pressed and after in Ended(0, bytes(out)).text:
+                    pressed = True
+                    os.write(mine, keys)
+                await asyncio.sleep(0.02)
+            return Ended(await process.wait(), bytes(out))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        os.close(mine)
+
+
+async def test_the_command_on_a_terminal_and_its_refusals(launch: Launch, tmp_path: Path) -> None:
+    cluster = launch(small(tokens=10**9))
+    await cluster.begin()
+    await some_versions(cluster)
+    cluster.gate.close()
+    run, missing = ("--run", cluster.name), str(tmp_path / "none.toml")
+    served, small_one, nobodys, silent, without, nowhere = await asyncio.gather(
+        on_terminal(cluster.url, *run, keys=b"2q", after="toy-2"),
+        on_terminal(cluster.url, *run, size=(40, 10)),
+        on_terminal(cluster.url, "--run", "nobodys"),
+        on_terminal("nats://127.0.0.1:9", *run),
+        on_terminal(cluster.url, *run, "--identity", missing),
+        on_terminal(str(tmp_path)),
+    )
+    assert served.code == 0
+    assert "[1 learners]" in served.text
+    assert not COLOUR.search(served.out)
+    assert [ended.code for ended in (small_one, nobodys, silent, without, nowhere)] == [2, 5, 4, 2, 5]
+    assert "this terminal is 40 x 10; at least 66 x 12 is needed" in small_one.text
+    assert "run 'nobodys': not at nats://127.0.0.1" in nobodys.text
+    assert "nats://127.0.0.1:9 (tried for 5 s)" in silent.text
+    assert f"identity {missing}: cannot be read" in without.text
+    assert f"{tmp_path}: not a run's directory" in nowhere.text
+    for ended in (small_one, nobodys, silent, without, nowhere):
+        assert ended.text.count("\n") == 1, ended.text

@@ -24,6 +24,7 @@ from diloco.log.stream import Head, pass_over
 from diloco.nats.identity import of_command
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe
+from diloco.process.observe import Logger
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.wire.entries import Genesis
@@ -56,8 +57,8 @@ class RunReader:
         return await self.log.reader.load_first(fragment, self.genesis, self.genesis_check)
 
 
-async def connect(directory: RunDirectory, name: str, give_up_after_s: float) -> NatsTransport:
-    """Connect to a run's servers as a command of this ``name``.
+async def connect(directory: RunDirectory, name: str, give_up_after_s: float, log: Logger | None = None) -> NatsTransport:
+    """Connect to a run's servers as a command of this ``name``; ``log`` hears of lost connections, by default the process's.
 
     Raises:
         SettingsError: the identity that the directory names cannot be used.
@@ -65,7 +66,7 @@ async def connect(directory: RunDirectory, name: str, give_up_after_s: float) ->
     """
     identity = None if directory.identity is None else of_command(Path(directory.identity), directory.name)
     url, bulk_url = directory.nats_url, directory.nats_bulk_url or directory.nats_url
-    return await NatsTransport.open(url, bulk_url, name, observe.get_logger(), give_up_after_s, identity)
+    return await NatsTransport.open(url, bulk_url, name, log or observe.get_logger(), give_up_after_s, identity)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Pure. Rows are exactly as wide as asked; the chosen one has a mark, so that it i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.text import Text
@@ -29,9 +29,9 @@ from diloco_ops.live.tables import (
 from diloco_ops.live.watched import Fragment, Watched
 from diloco_report.units import MISSING, count, duration, finite
 
-MIN_WIDTH, MIN_HEIGHT = 60, 12  # of a terminal that these fit
+MIN_WIDTH, MIN_HEIGHT = 66, 12  # of a terminal that these fit
 MARK = "▸ "
-MIN_LANE = 30
+MIN_LANE, MIN_MERGE_LANE = 30, 20  # cells: of learners, whose other figures are in detail; of fragments
 WINDOWS = (60.0, 600.0, 3600.0, None)  # seconds that a lane shows; None: the whole run
 
 
@@ -70,7 +70,7 @@ _FRAGMENT_COLUMNS = (
     Column("size", "size", 6, 5),
     Column("round", "round", 12, 0, right=False),
     Column("merged", "last merge", 11, 2, right=False),
-    _LANE_COLUMN,
+    replace(_LANE_COLUMN, width=MIN_MERGE_LANE),
 )
 
 

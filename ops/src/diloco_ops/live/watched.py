@@ -16,6 +16,7 @@ from diloco.control.status import Span, activity, extend, of_learner, of_syncer
 from diloco.wire.control import Heartbeat, ShardHeartbeat
 from diloco.wire.entries import Record
 from diloco_ops.live.lanes import behind
+from diloco_ops.live.shaping import shaped
 
 SILENT_S = 3.0  # an answer comes twice a second; without one for so long, what is heard is shown
 OLD_S = 60.0  # a history that is older says nothing about now; it is stored every ten seconds or less often
@@ -274,21 +275,6 @@ class Watched:
 
     def _tell(self, now_s: float, who: str, text: str, *, minor: bool = False) -> None:
         self.events.append(Event(self.run_s(now_s), who, text, minor))
-
-
-def shaped(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a status whose tables are tables, whatever came in their place: it is shown, and comes from the network."""
-    made = dict(status)
-    for key in ("learners", "shards", "regions", "epochs", "loss"):
-        if key in made or key == "learners":
-            value = made.get(key)
-            made[key] = dict(value) if isinstance(value, Mapping) else {}
-    for key in ("learners", "shards", "regions"):
-        made[key] = {str(name): row for name, row in (made.get(key) or {}).items() if isinstance(row, Mapping)}
-    fragments = made.get("fragments")
-    made["fragments"] = [row for row in fragments if isinstance(row, Mapping)] if isinstance(fragments, list) else []
-    made["run"], made["state"] = str(made.get("run", "run")), str(made.get("state", "waiting"))
-    return made
 
 
 def _fragment(row: Mapping[str, Any]) -> Fragment:

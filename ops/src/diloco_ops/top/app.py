@@ -76,8 +76,10 @@ class Top(App[None]):
         Binding("q,ctrl+c,ctrl+q", "quit", show=False, priority=True),
     ]
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Feed, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: the one by which ``feed`` tells its times."""
         super().__init__(ansi_color=True)
+        self._clock_s = clock
         self.feed, self.watched = feed, feed.watched
         self.failure: DilocoError | None = None
         self.view = 0
@@ -100,8 +102,8 @@ class Top(App[None]):
         self.draw()
 
     def on_resize(self, _: Resize) -> None:
-        """Draw for the new size."""
-        self.draw()
+        """Draw for the new size, once it is in force."""
+        self.call_after_refresh(self.draw)
 
     async def on_unmount(self) -> None:
         """Listen no more."""
@@ -134,7 +136,7 @@ class Top(App[None]):
         if width < MIN_WIDTH or height < MIN_HEIGHT:
             head = [Text(f"{width} x {height}: too small, {MIN_WIDTH} x {MIN_HEIGHT} at least")]
         else:
-            head, body, foot = self.picture(width, height, time.monotonic())
+            head, body, foot = self.picture(width, height, self._clock_s())
         for name, lines in (("#head", head), ("#body", body), ("#foot", foot)):
             self.query_one(name, Static).update(Text("\n").join(lines))
 
@@ -148,11 +150,8 @@ class Top(App[None]):
 
     def _body(self, status: Status, run_s: float, width: int, room: int) -> list[Text]:
         if self.helping:
-            return [
-                *(Text(f" {keys:<31}").append(said, "dim") for keys, said in KEYS),
-                Text(),
-                *(Text(f" {line}", no_wrap=True) for line in LEGENDS),
-            ]
+            lines = [Text(f" {keys:<31}").append(said, "dim") for keys, said in KEYS]
+            return [_cut(line, width) for line in (*lines, Text(), *(Text(f" {said}") for said in LEGENDS))]
         name = VIEWS[self.view]
         if name in TABLES:
             return self._table(name, status, run_s, width, room)
@@ -203,18 +202,14 @@ class Top(App[None]):
             said.insert(0, "! no connection to the server; this is the run as it was heard last")
         elif (silent_s := self.watched.silent_s(now_s)) > SILENT_S:
             said.insert(0, f"! no coordinator answers for {duration(silent_s)}; members as they are heard")
-        lines = [Text(f" {clean(text, width)}", "bold #e5873a", no_wrap=True) for text in said]
-        for line in lines:
-            line.truncate(width, overflow="ellipsis")
-        return lines
+        return [_cut(Text(f" {clean(text, width)}", "bold #e5873a"), width) for text in said]
 
     def _tabs(self, width: int) -> Text:
         line = Text(" ", no_wrap=True)
         for number, name in enumerate(VIEWS):
             mine = number == self.view
             line.append(f"[{number + 1} {name}]" if mine else f" {number + 1} {name} ", "bold reverse" if mine else "dim")
-        line.truncate(width)
-        return line
+        return _cut(line, width)
 
     def _foot(self, width: int) -> Text:
         name = VIEWS[self.view]
@@ -229,8 +224,7 @@ class Top(App[None]):
         elif name == "events":
             said.insert(0, "↑↓  v " + ("without versions" if self.with_versions else "with versions"))
         line = Text(" " + "   ".join(said), "dim", no_wrap=True)
-        line.truncate(width)
-        return line
+        return _cut(line, width)
 
     # ---- keys
 
@@ -247,7 +241,7 @@ class Top(App[None]):
         """Choose another row, or show other lines."""
         name = VIEWS[self.view]
         if name in TABLES:
-            now_s = time.monotonic()
+            now_s = self._clock_s()
             table = self._rows(name, self.watched.status(now_s), self.watched.run_s(now_s), self.size.width)
             if table.names:
                 shown = self.tables[name]
@@ -297,7 +291,10 @@ class Top(App[None]):
 
 
 def _log_line(entry: logs.Entry, width: int) -> Text:
-    line = logs.render(entry).split("\n")[0]
+    return _cut(logs.render(entry).split("\n")[0], width)
+
+
+def _cut(line: Text, width: int) -> Text:
     line.no_wrap = True
     if line.cell_len > width:
         line.truncate(width, overflow="ellipsis")

@@ -150,10 +150,11 @@ async def reached(directory: RunDirectory, *, local: bool) -> AsyncIterator[Feed
         BrokerError: the server does not answer, or turns us away.
         RunError, SettingsError: it does not have the run, or one that this version cannot read; the identity cannot be used.
     """
-    transport = await run_reader.connect(directory, "top", run_reader.ANSWER_TIMEOUT_S)
+    watched = Watched(directory.name, directory.settings.liveness.dead_s)
+    transport = await run_reader.connect(directory, "top", run_reader.ANSWER_TIMEOUT_S, _teller(watched))
     try:
         settings = await attach.stored_settings(transport, directory)
-        watched = Watched(directory.name, settings.liveness.dead_s)
+        watched.dead_s = settings.liveness.dead_s
         yield Feed(replace(directory, settings=settings), transport, watched, local and (directory.path / "logs").is_dir())
     finally:
         await transport.close()

@@ -90,9 +90,8 @@ class Member:
         self.transport, self.run, self.map, self.settings, self.log = transport, run, fragment_map, settings, log
         self.tape = tape or Unrecorded()
         self.store = Log(transport, run.name, run.identity, fragment_map, run.created)
-        self.subjects = Subjects(run.name)
+        self.subjects, self.refused = Subjects(run.name), Counted(log)
         self.lender = Lender(transport, run.identity, self.subjects, settings.name, self._may_lend, log)
-        self.refused = Counted(log)
         self.admission = AdmissionClient(transport, run, settings.name, fragment_map, log)
         self.shares: Leases = LeaseClient(run, settings, self.admission.incarnation, fragment_map.digest, self.refused, log)
         self.learner = Learner(settings.name, settings.role, settings.region or "", self.admission.incarnation, run.created)
