@@ -7,20 +7,28 @@ import contextlib
 import json
 import os
 import socket
+import ssl
+import tomllib
 from collections.abc import AsyncIterator, Callable, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.serialization import pkcs12
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from tests.services.secured import make_keys
 
 from diloco.errors import SettingsError
+from diloco.nats import identity
 from diloco_coordinator.page import drawing as pace
 from diloco_coordinator.page import server as serving
 from diloco_coordinator.page.drawing import Drawing
 from diloco_coordinator.page.guard import check
 from diloco_coordinator.page.server import PageServer
+from diloco_ops.keys import pki
+from diloco_ops.keys.permissions import Who
 from diloco_report.page import PARTS
 
 TOKEN = "0123456789abcdef0123"
@@ -346,9 +354,8 @@ async def test_an_address_that_is_taken_is_named() -> None:
 
 
 def test_others_reach_no_page_without_a_token(tmp_path: Path) -> None:
-    assert check("127.0.0.1:1", None) is None
-    assert check("[::1]:1", None) is None
-    assert check("localhost:1", None) is None
+    for here in ("127.0.0.1:1", "[::1]:1", "localhost:1"):
+        assert check(here, None) == (None, None)
     with pytest.raises(SettingsError, match=r"page_address = '0.0.0.0:1': others reach this address"):
         check("0.0.0.0:1", None)
     file = tmp_path / "token"
@@ -359,7 +366,63 @@ def test_others_reach_no_page_without_a_token(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="5 characters, expected at least 16"):
         check("0.0.0.0:1", file)
     file.write_text(TOKEN + "\n")
-    assert check("0.0.0.0:1", file) == TOKEN
+    assert check("0.0.0.0:1", file) == (TOKEN, None)
     os.chmod(file, 0o644)
     with pytest.raises(SettingsError, match=f"its mode is 0644, .* chmod 600 {file}"):
         check("127.0.0.1:1", file)
+
+
+async def test_over_tls_the_runs_identities_are_let_in_and_nobody_else(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys", "run", [Who("watcher", "observer")])
+    others = make_keys(tmp_path / "others", "run", [Who("stranger", "observer")])
+    folder = keys.put_page("page", ["127.0.0.1"], datetime.now(UTC) + timedelta(hours=1))
+    token, tls = check("0.0.0.0:0", None, folder)
+    assert token is None
+    log: Any = Log()
+    server = PageServer(Drawing(Run(), "feed", log), "127.0.0.1:0", token, log, tls=tls)
+    await server.start()
+    try:
+
+        async def status(client: ssl.SSLContext) -> str:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=client)
+            writer.write(b"GET / HTTP/1.1\r\nHost: any.name\r\nConnection: close\r\n\r\n")
+            answer = (await reader.read()).decode()
+            writer.close()
+            return answer.split("\r\n")[0]
+
+        assert await status(identity.load(keys.identity_file("watcher")).tls) == "HTTP/1.1 200 OK"
+        nobody = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+        stranger = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+        stranger.load_cert_chain(others.identity_file("stranger"))
+        for client in (nobody, stranger):
+            said = ""  # in TLS 1.3 a client learns of its refusal when it reads, or finds the connection closed
+            with contextlib.suppress(ssl.SSLError, ConnectionError):
+                said = await status(client)
+            assert said == ""
+    finally:
+        await server.close()
+
+
+async def test_over_tls_a_token_does_in_place_of_an_identity(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys", "run", [])
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_text(TOKEN)
+    folder = keys.put_page("page", ["127.0.0.1"], datetime.now(UTC) + timedelta(hours=1))
+    token, tls = check("0.0.0.0:0", file, folder)
+    assert (token, tls is not None and tls.verify_mode) == (TOKEN, ssl.CERT_NONE)
+    (folder / "server.key").chmod(0o644)
+    with pytest.raises(SettingsError, match=r"page_tls .*: the mode of server.key is 0644"):
+        check("0.0.0.0:0", None, folder)
+    with pytest.raises(SettingsError, match=r"page_tls .*: server.pem, server.key or ca.pem cannot be used"):
+        check("0.0.0.0:0", None, tmp_path)
+
+
+def test_an_identity_is_given_to_a_browser(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys", "run", [Who("watcher", "observer")])
+    text = keys.identity_file("watcher").read_text()
+    data = pki.for_browser(tomllib.loads(text)["certificate"], tomllib.loads(text)["private_key"], "watcher", b"secret")
+    key, certificate, _ = pkcs12.load_key_and_certificates(data, b"secret")
+    assert key is not None
+    assert certificate is not None
+    assert "CN=watcher" in certificate.subject.rfc4514_string()

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.test_page import HOSTILE, fake_report
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, sync_playwright
+from tests.report.test_page import HOSTILE, fake_report, with_regions
 
 from diloco_coordinator.page.server import HEADERS
-from diloco_report import page
+from diloco_report import actions, page
+from diloco_report.actions import WHY, Action, Field
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
@@ -54,16 +56,73 @@ def hostile(number: int) -> dict[str, Any]:
     return report | {"run": attack, "preset": attack, "sample": attack, "settings": {attack: {attack: attack}}, "units": attack}
 
 
-class Site:
-    """A page as the coordinator serves it, by its own renderer, style, script and headers, with frames that a test gives."""
+def lively() -> dict[str, Any]:
+    """A report of a run in three regions that goes on, with all that its page can show."""
+    report = with_regions()
+    learners = list(report["learners"])
+    for number, learner in enumerate(report["learners"].values()):
+        learner |= {
+            "state": ("stepping", "sending", "gone", "ejected")[number % 4],
+            "loss": 2.0,
+            "seen_s_ago": 1.0,
+            "tokens_per_s": 9e3,
+        }
+    for fragment in report["fragments"]:
+        fragment |= {"epoch": 3, "merged_at_s": 100.0, "members": learners, "members_count": 4}
+    region = {"members": 3, "heard": 3, "away_s": None, "fragments": 4, "sending": 1, "open": 2, "bytes_in": 10**8}
+    regions = {name: region | {"bytes_out": 9 * 10**7, "bound_bytes": 10**8} for name in ("us", "eu", "ap")}
+    regions["ap"] |= {"away_s": 12.0, "heard": 0}
+    link = {"bytes": 5 * 10**7, "bytes_per_s": 40_000.0, "offer_bits": 4, "record_bits": 4, "pace": 1.0}
+    links = [link | {"from": a, "to": b, "bytes_per_s": 4e4 * n} for n, (a, b) in enumerate(permutations(regions, 2))]
+    report["now"] = {
+        "state": "training",
+        "tokens_per_s": 36_000.0,
+        "busy_fraction": 0.97,
+        "eta_s": 3600,
+        "alerts": [{"text": "region ap: nobody is heard", "since_s": 12}],
+        "events": [{"at_s": 118.0, "text": "region ap: nobody is heard"}],
+        "syncers": {"syncer-us": {"state": "owner", "fragments": 1, "rounds": 9, "versions": 9, "seen_s_ago": 0.2}},
+        "open": [{"fragment": 0, "answers": 1, "quorum": 2, "waited_s": 0.4}],
+        "regions": regions,
+        "links": links,
+        "storage": [{"name": "OFFERS", "size_bytes": 9 * 10**8, "max_bytes": 10**9}],
+    }
+    report["changes"] = [{"number": 1, "at_s": 1.7e9, "author": "ann", "reason": "it oscillates", "text": "round.steps = 12"}]
+    report["series"]["merges_missed"] = 40
+    return report | {"in_force": {"round.steps": 12}}
 
-    def __init__(self, report: dict[str, Any], frames: list[dict[str, str]]) -> None:
-        self.report, self.frames, self.asked = report, frames, 0
+
+VERSION = Field("version", "Version", kind="number")
+FIELD = Field("name", "Label", suggested=[HOSTILE])
+FORM = actions.form(
+    "ann",
+    [
+        Action(
+            "checkpoint", "Checkpoint", "Of the whole run.", "Take one into {out}?", [Field("out", "Folder", required=False)]
+        ),
+        Action("eject", "Eject", "A learner.", "Eject {learner}?", [Field("learner", "Learner", suggested=["learner-0"]), WHY]),
+        Action("rollback", "Roll back", "To a version.", "Go back to version {version}?", [VERSION, WHY], preview="preview"),
+    ],
+)
+
+
+class Site:
+    """A page as it is served, by its own renderer, style, script and headers, with frames and answers that a test gives."""
+
+    def __init__(self, report: dict[str, Any], frames: list[dict[str, str]], form: str | None = None) -> None:
+        self.report, self.frames, self.form, self.asked = report, frames, form, 0
+        self.answers: dict[str, Any] = {}  # by action
+        self.posted: list[tuple[str, str, dict[str, Any]]] = []  # action, token, fields
+
+    def post(self, path: str, token: str, body: bytes) -> bytes:
+        name = path.removeprefix("/act/")
+        self.posted.append((name, token, json.loads(body)))
+        return json.dumps({"code": 0} | self.answers[name]).encode()
 
     def answer(self, path: str) -> tuple[str, bytes]:
         name = path.partition("?")[0]
         if name == "/":
-            return "text/html; charset=utf-8", page.render_live(self.report, page.parts(self.report), "a.1").encode()
+            return "text/html; charset=utf-8", page.render_live(self.report, page.parts(self.report), "a.1", self.form).encode()
         if name == "/events":
             self.asked += 1
             sent = "".join(f"id: a.{n + 2}\nevent: parts\ndata: {json.dumps(parts)}\n\n" for n, parts in enumerate(self.frames))
@@ -76,7 +135,13 @@ class Site:
 def served(site: Site) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            media, body = site.answer(self.path)
+            self.give(*site.answer(self.path))
+
+        def do_POST(self) -> None:
+            sent = self.rfile.read(int(self.headers["Content-Length"]))
+            self.give("application/json", site.post(self.path, self.headers["Authorization"], sent))
+
+        def give(self, media: str, body: bytes) -> None:
             self.send_response(200)
             for name, value in {**HEADERS, "Content-Type": media, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
@@ -97,52 +162,108 @@ def served(site: Site) -> Iterator[str]:
         server.server_close()
 
 
-def dumped(url: str, folder: Path) -> str:
-    """The page's elements as the browser has them after its script has run."""
-    assert CHROMIUM is not None
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={folder}",
-        "--virtual-time-budget=3000",
-    ]
-    environment = {**os.environ, "DBUS_SESSION_BUS_ADDRESS": "unix:path=/dev/null"}
-    ended = subprocess.run(
-        [*command, "--dump-dom", url], capture_output=True, text=True, timeout=120, check=True, env=environment
-    )
-    return ended.stdout
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield started
+        started.close()
 
 
-def test_names_and_texts_of_a_run_do_nothing_in_a_browser(tmp_path: Path) -> None:
+@contextmanager
+def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
+    """A page that has run its script, without a complaint of the browser's."""
+    context = browser.new_context(**options)
+    try:
+        shown = context.new_page()
+        errors: list[str] = []
+        shown.on("pageerror", lambda error: errors.append(str(error)))
+        shown.goto(url)
+        yield shown
+        assert errors == []
+    finally:
+        context.close()
+
+
+def test_names_and_texts_of_a_run_do_nothing_in_a_browser(browser: Browser) -> None:
     frames = [page.parts(hostile(number)) for number in range(len(ATTACKS))]
-    with served(Site(hostile(0), frames)) as url:
-        shown = dumped(url, tmp_path / "browser")
-    title = shown.partition("<title>")[2].partition("</title>")[0]
-    assert title.endswith("· diloco")
-    assert title != "owned"
-    assert "constructor.constructor" in shown  # the last frame is there, as text
-    for element in ("<img", "<iframe", "onload=document", 'onerror="document'):
-        assert element not in shown.replace("&lt;", "")
-    assert shown.count("<script") == 1
+    site = Site(hostile(0), frames, actions.form(HOSTILE, [Action(HOSTILE, HOSTILE, HOSTILE, HOSTILE, [FIELD])]))
+    with served(site) as url, opened(browser, url) as shown:
+        shown.get_by_text("The run is over").wait_for()
+        assert shown.title().endswith("· diloco")
+        text = shown.content()
+        assert "constructor.constructor" in text  # the last frame is there, as text
+        for element in ("img", "iframe", "[onload]", "[onerror]"):
+            assert shown.locator(element).count() == 0
+        assert shown.locator("script").count() == 2
 
 
-def test_a_report_with_its_data_inside_does_nothing_either(tmp_path: Path) -> None:
+def test_a_report_with_its_data_inside_does_nothing_either(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     page.write_html(hostile(1), file)
-    shown = dumped(file.as_uri(), tmp_path / "browser")
-    assert shown.count("<script") == 1
-    assert "<title>owned" not in shown
+    with opened(browser, file.as_uri()) as shown:
+        assert shown.locator("script").count() == 1
+        assert shown.title().endswith("· diloco")
 
 
-def test_the_page_goes_on_where_it_was_when_its_connection_breaks(tmp_path: Path) -> None:
+def test_the_page_goes_on_where_it_was_when_its_connection_breaks(browser: Browser) -> None:
     report = fake_report(learners=2, fragments=2) | {"now": {"state": "training"}}
     later = page.parts(report | {"tokens_processed": 42, "sample": "the newest sample"})
     site = Site(report, [{"headline": later["headline"]}, {"sample": later["sample"]}])
-    with served(site) as url:
-        shown = dumped(url, tmp_path / "browser")
-    assert site.asked == 2
-    assert "42 of" in shown
-    assert "the newest sample" in shown
-    assert "The run is over" in shown
+    with served(site) as url, opened(browser, url) as shown:
+        shown.get_by_text("The run is over").wait_for()
+        assert site.asked == 2
+        assert shown.get_by_text("42 of").count() == 1
+        assert shown.get_by_text("the newest sample").count() == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_axe_finds_nothing_in_a_live_page_with_actions(browser: Browser, scheme: Any, width: int) -> None:
+    site = Site(lively(), [], FORM)
+    with served(site) as url, opened(browser, url, color_scheme=scheme, viewport={"width": width, "height": 900}) as shown:
+        shown.get_by_text("The run is over").wait_for()
+        shown.locator("#actions summary").click()
+        assert problems(shown) == []
+        wide = shown.evaluate("document.documentElement.scrollWidth")
+        assert wide <= width  # what is wide scrolls within its part
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_in_a_report(browser: Browser, tmp_path: Path, scheme: Any) -> None:
+    file = tmp_path / "report.html"
+    page.write_html(with_regions(), file)
+    with opened(browser, file.as_uri(), color_scheme=scheme) as shown:
+        assert problems(shown) == []
+        shown.emulate_media(media="print")
+        assert not shown.locator("#theme").is_visible()
+        assert shown.locator("section").first.is_visible()
+
+
+def test_an_action_is_asked_about_and_sent_with_the_token_and_can_be_done_by_keyboard(browser: Browser) -> None:
+    site = Site(lively(), [], FORM)
+    site.answers = {"preview": {"lines": ["lost in all: 7 versions"]}, "rollback": {"error": "run 'run': <b>ends</b>"}}
+    with served(site) as url, opened(browser, f"{url}#secret") as shown:
+        assert shown.url == url  # the token is in no history
+        shown.locator("#actions summary").focus()
+        shown.keyboard.press("Enter")
+        shown.locator("form[data-act=rollback] [name=version]").focus()
+        shown.keyboard.type("3")
+        shown.keyboard.press("Enter")
+        dialog = shown.locator("#confirm")
+        dialog.get_by_text("lost in all: 7 versions").wait_for()
+        assert dialog.get_by_text("Go back to version 3").is_visible()
+        shown.keyboard.press("Escape")
+        assert [name for name, *_ in site.posted] == ["preview"]
+        shown.locator("form[data-act=rollback] button").click()
+        dialog.get_by_role("button", name="Yes").click()
+        shown.get_by_text("run 'run': <b>ends</b>").wait_for()
+        assert site.posted[-1] == ("rollback", "Bearer secret", {"version": "3", "reason": ""})
+
+
+def problems(shown: Page) -> list[str]:
+    """What axe finds: each violation, and where."""
+    found = Axe().run(shown).response["violations"]
+    return [
+        f"{one['id']} ({one['impact']}): {node['target']} {node['failureSummary']}" for one in found for node in one["nodes"]
+    ]

@@ -16,6 +16,7 @@ MAX_DRAWN = 12  # regions that a map has room for; the tables have all
 WIDTH, HIGH = 760.0, 380.0
 RADIUS = 34.0  # of a region
 BEND = 26.0  # by which a link leaves the straight line, so that the one back is beside it
+ASIDE = 13.0  # from a link to the text beside it
 THINNEST, THICKEST = 1.0, 9.0  # of a link's line, by its rate
 
 Region = Mapping[str, Any]
@@ -70,11 +71,12 @@ def _line(link: Link, places: Mapping[str, tuple[float, float]], most: float, aw
     width = THINNEST + (THICKEST - THINNEST) * (rate / most if most else 0)
     css = "link cut" if {link["from"], link["to"]} & away else "link"
     tip = f"{link['from']} → {link['to']}\n{_rate(link)}, {size(link.get('bytes'))} in all\n{_bits(link)}"
-    middle = ((x1 + x2) / 4 + bend_x / 2, (y1 + y2) / 4 + bend_y / 2)
+    middle = ((x1 + x2) / 4 + bend_x / 2 + ASIDE * across[0], (y1 + y2) / 4 + bend_y / 2 + ASIDE * across[1])
+    anchor = "middle" if abs(across[0]) < 0.5 else "start" if across[0] > 0 else "end"
     path = f"M{x1:.1f} {y1:.1f}Q{bend_x:.1f} {bend_y:.1f} {x2:.1f} {y2:.1f}"
     return (
         f'<path class="{css}" d="{path}" stroke-width="{width:.1f}" marker-end="url(#tip-of-link)" data-tip="{escape(tip)}"/>'
-        + text_at("rate", middle[0], middle[1] - 6, "middle", _rate(link))
+        + text_at("rate", middle[0], middle[1] + 4, anchor, _rate(link))
     )
 
 

@@ -274,7 +274,7 @@ def _periods(report: Report) -> str:
     tables = "".join(_period(period) for period in periods[:MAX_PERIODS])
     left_out = f" The first {MAX_PERIODS} of {len(periods)} periods are here." if len(periods) > MAX_PERIODS else ""
     said = "In how many versions two learners were merged together; with itself: in how many a learner was merged." + left_out
-    return f'<h3>Merged together</h3>{html.note(said)}<div class="periods">{tables}</div>' if tables else ""
+    return f"<h3>Merged together</h3>{html.note(said)}" + html.wide(f'<div class="periods">{tables}</div>') if tables else ""
 
 
 def _period(period: Mapping[str, Any]) -> str:

@@ -13,14 +13,14 @@ from diloco.errors import SettingsError
 from diloco.nats.identity import ROLES, Role
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import nearest, parse
-from diloco_ops.keys.folder import Folder
+from diloco_ops.keys.folder import Folder, write_for_browser
 from diloco_ops.keys.permissions import CONTROL
 from diloco_ops.keys.roster import IdentityEntry, Roster, ServerEntry
 
 DAYS = 365
 SOON_DAYS = 30
 MAX_DAYS = 3650
-KINDS = ("server", *ROLES)
+KINDS = ("server", "page", *ROLES)
 
 keys = typer.Typer(no_args_is_help=True, help="Who may take part in a run: certificates and NATS keys, made and taken back.")
 
@@ -72,6 +72,8 @@ def add(
     given: dict[str, object] = {"--host": host, "--serves": serves}
     if kind == "server":
         given = {"--region": region, "--founder": founder}
+    elif kind == "page":
+        given = {"--region": region, "--founder": founder, "--serves": serves}
     if kind != "learner":
         given |= {"--batch-tokens": batch_tokens, "--min-step-s": min_step_s, "--processes": processes}
     if kind not in KINDS:
@@ -79,11 +81,23 @@ def add(
     for option, value in given.items():
         if value:
             raise SettingsError(f"{option} is nothing that a {kind} has")
-    if kind == "server":
+    if kind == "page":
+        _add_page(opened, name, host or [], expires)
+    elif kind == "server":
         _add_server(opened, name, host or [], serves or [], expires)
     else:
         granted = {"batch_tokens": batch_tokens, "min_step_s": min_step_s}
         _add_identity(opened, name, kind, region, founder, expires, granted | {"processes": processes})
+
+
+def _add_page(opened: Folder, name: str, hosts: list[str], expires: datetime) -> None:
+    if not hosts:
+        raise SettingsError(f"page {name}: its names and addresses are missing: give each with --host, as browsers use it")
+    parse(ServerEntry, {"name": name, "hosts": hosts, "serves": [], "serial": "0", "expires": expires}, "diloco keys add")
+    target = opened.put_page(name, hosts, expires)
+    print(
+        f"page {name}: good until {expires:%Y-%m-%d}, for {', '.join(hosts)}; the coordinator gets all of {target}, as page_tls"
+    )
 
 
 def _add_server(opened: Folder, name: str, hosts: list[str], serves: list[str], expires: datetime) -> None:
@@ -195,6 +209,16 @@ def refresh(folder: Where) -> None:
     opened.refresh()
     for server in opened.roster.servers:
         print(f"server {server.name} gets all of {opened.server_folder(server.name)}")
+
+
+@keys.command()
+def browser(
+    file: Annotated[Path, typer.Argument(metavar="IDENTITY", help="File of an identity: an observer's, best.")],
+    out: Annotated[Path, typer.Option(help="File to be written, NAME.p12.")],
+) -> None:
+    """Write an identity's certificate as a browser takes it, to see a page that asks for one (page_tls)."""
+    password = write_for_browser(file, out)
+    print(f"{out}: import it into the browser's own certificates, with the password {password}, and remove it then")
 
 
 @keys.command("list")

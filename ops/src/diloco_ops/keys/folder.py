@@ -5,11 +5,13 @@ ca.pem  ca.key                 the authority, whose key stays here
 grants.key                     its key that signs grants, which stays here too
 identities/NAME.identity       for one process
 servers/NAME/                  for one server: ca.pem, server.pem, server.key, auth.conf; of control servers, routes.conf
+pages/NAME/                    for a page that is served over TLS: ca.pem, server.pem, server.key
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -26,11 +28,12 @@ from diloco.nats.nkey import NatsKey
 from diloco.process import files
 from diloco.wire.grants import Grant
 from diloco_ops.keys import accounts, roster
-from diloco_ops.keys.pki import Authority, Issued, pin
+from diloco_ops.keys.pki import Authority, Issued, for_browser, pin
 from diloco_ops.keys.roster import IdentityEntry, Roster, ServerEntry
 
 SECRET, PUBLIC = 0o600, 0o644
 SIGNER = "grants.key"
+PASSWORD_BYTES = 12  # of a file for a browser
 
 
 class Folder:
@@ -87,15 +90,24 @@ class Folder:
 
     def put_server(self, name: str, hosts: list[str], serves: list[str], expires: datetime) -> ServerEntry:
         """Make a server's keys, in the place of those that it has."""
-        issued = self._authority.server(name, self.roster.run, hosts, expires)
+        issued = self._put_certificate(self.server_folder(name), name, hosts, expires)
         entry = ServerEntry(name=name, serial=issued.serial, expires=issued.expires, hosts=hosts, serves=serves)
-        target = self.server_folder(name)
-        _write(target / "ca.pem", self._authority.certificate, PUBLIC)
-        _write(target / "server.pem", issued.certificate, PUBLIC)
-        _write(target / "server.key", issued.private_key, SECRET)
         others = [server for server in self.roster.servers if server.name != name]
         self._save(self.roster.model_copy(update={"servers": sorted([*others, entry], key=lambda server: server.name)}))
         return entry
+
+    def put_page(self, name: str, hosts: list[str], expires: datetime) -> Path:
+        """Make the keys of a page; return its folder. It is in no roster: no NATS server knows of it, or lets it in."""
+        target = self.path / "pages" / name
+        self._put_certificate(target, name, hosts, expires)
+        return target
+
+    def _put_certificate(self, target: Path, name: str, hosts: list[str], expires: datetime) -> Issued:
+        issued = self._authority.server(name, self.roster.run, hosts, expires)
+        _write(target / "ca.pem", self._authority.certificate, PUBLIC)
+        _write(target / "server.pem", issued.certificate, PUBLIC)
+        _write(target / "server.key", issued.private_key, SECRET)
+        return issued
 
     def put_identity(self, entry: IdentityEntry) -> IdentityEntry:
         """Make an identity's keys, in place of those that it has. ``entry``'s own keys are ignored."""
@@ -201,14 +213,30 @@ def _new_signer(folder: Path) -> NatsKey:
     return key
 
 
-def _write(path: Path, text: str, mode: int) -> None:
+def write_for_browser(file: Path, out: Path) -> str:
+    """Write the certificate of an identity file as a browser takes it, under a password; return that.
+
+    Raises:
+        SettingsError: it is no identity that can be used, or ``out`` cannot be written.
+    """
+    known = identity.load(file)
+    values, password = tomllib.loads(file.read_text(encoding="utf-8")), secrets.token_hex(PASSWORD_BYTES)
+    try:
+        data = for_browser(values["certificate"], values["private_key"], known.name, password.encode())
+    except ValueError as error:
+        raise SettingsError(f"identity {file}: {error}; make it again with 'diloco keys add'") from None
+    _write(out, data, SECRET)
+    return password
+
+
+def _write(path: Path, text: str | bytes, mode: int) -> None:
     """Write a file that nobody can read meanwhile who may not read it afterwards."""
 
     def write(draft: Path) -> None:
         draft.unlink(missing_ok=True)
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             os.fchmod(file.fileno(), mode)
-            file.write(text)
+            file.write(text.encode() if isinstance(text, str) else text)
 
     try:
         files.replace(path, write)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import pkcs12
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from diloco.errors import SettingsError
@@ -120,6 +121,20 @@ def pin(certificate: bytes) -> str:
     key = x509.load_pem_x509_certificate(certificate).public_key()
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     return hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
+
+
+def for_browser(certificate: str, private_key: str, name: str, password: bytes) -> bytes:
+    """Return a certificate and its key, both PEM, as a browser takes them: PKCS #12 under a password.
+
+    Raises:
+        ValueError: they are damaged.
+    """
+    key = serialization.load_pem_private_key(private_key.encode(), None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("the key is of another kind")
+    loaded = x509.load_pem_x509_certificate(certificate.encode())
+    form = serialization.BestAvailableEncryption(password)
+    return pkcs12.serialize_key_and_certificates(name.encode(), key, loaded, None, form)
 
 
 def _builder(

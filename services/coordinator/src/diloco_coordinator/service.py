@@ -452,9 +452,9 @@ async def page_of(coordinator: Coordinator, settings: CoordinatorSettings, log: 
     from diloco_coordinator.page.server import PageServer
     from diloco_coordinator.page.source import CoordinatorSource
 
-    token = check(settings.page_address, settings.page_token_file)
+    token, tls = check(settings.page_address, settings.page_token_file, settings.page_tls)
     drawing = Drawing(CoordinatorSource(coordinator), coordinator.transport.random_bytes(6).hex(), log)
-    server = PageServer(drawing, settings.page_address, token, log)
+    server = PageServer(drawing, settings.page_address, token, log, tls=tls)
     await server.start()
     try:
         yield server

@@ -267,7 +267,14 @@ class CoordinatorSettings(ServiceSettings):
     settings: RunSettings = RunSettings()
     page_address: str = Field("", description="HOST:PORT that the run's page is served at; empty: nowhere (watching.md)")
     page_token_file: Path | None = Field(
-        None, description="file of the token that the page asks for; needed where others than this machine reach its address"
+        None,
+        description="file of the token that the page asks for; where others than this machine reach its address, this or "
+        "page_tls is needed",
+    )
+    page_tls: Path | None = Field(
+        None,
+        description="folder that `diloco keys add DIR page` made: the page is served over TLS, without a token to the run's "
+        "identities alone",
     )
 
     @field_validator("page_address")

@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import ssl
 import stat
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -124,21 +125,46 @@ class Guard:
         return HTMLResponse(form, 401, headers={"WWW-Authenticate": "Bearer"})
 
 
-def check(address: str, token_file: Path | None) -> str | None:
-    """Return the token of a page's address; None where none is asked for.
+def check(address: str, token_file: Path | None, tls_folder: Path | None = None) -> tuple[str | None, ssl.SSLContext | None]:
+    """Return the token of a page's address, None where none is asked for, and the TLS context of its connections, if any.
 
     Raises:
-        SettingsError: an address that others reach has none, or its file will not do.
+        SettingsError: an address that others reach has neither, or a file of theirs will not do.
     """
     host, _ = host_and_port(address, "page_address")
-    if token_file is not None:
-        return _read(token_file)
-    if is_loopback(host):
-        return None
+    token = None if token_file is None else _read(token_file)
+    if tls_folder is not None:
+        return token, _tls(tls_folder, identities=token is None)
+    if token is not None or is_loopback(host):
+        return token, None
     raise SettingsError(
         f"page_address = {address!r}: others reach this address, so set page_token_file to a file with a token of at least "
-        f"{LEAST_TOKEN} characters, or serve the page at 127.0.0.1 and reach it through ssh -L"
+        f"{LEAST_TOKEN} characters, or page_tls to a folder of diloco keys, which lets the run's identities in; or serve the "
+        "page at 127.0.0.1 and reach it through ssh -L"
     )
+
+
+def _tls(folder: Path, *, identities: bool) -> ssl.SSLContext:
+    """Return a server's context; ``identities``: all who connect have to show a certificate of the run's authority."""
+    key = folder / "server.key"
+    try:
+        mode = stat.S_IMODE(key.stat().st_mode)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_cert_chain(folder / "server.pem", key)
+        if identities:
+            context.load_verify_locations(folder / "ca.pem")
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"page_tls {folder}: server.pem, server.key or ca.pem cannot be used: {error}; make them with 'diloco keys add DIR "
+            "page NAME --host HOST'"
+        ) from None
+    if mode & OTHERS_MODES:
+        raise SettingsError(
+            f"page_tls {folder}: the mode of server.key is {mode:04o}, others here can read it: chmod 600 {key}"
+        )
+    return context
 
 
 def _read(path: Path) -> str:
