@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from diloco.errors import IslandError, SettingsError
 from diloco.member.group import Group
+from diloco_learner.beginning import room_for_steps
 from diloco_learner.together import own_errors_first
 
 GLOO = "Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:7050: Connection reset"
@@ -72,3 +74,22 @@ def test_an_error_of_its_own_is_what_it_ends_with(error: BaseException) -> None:
     assert kind is type(error)
     assert others.told is None
     assert others.leaves
+
+
+@pytest.mark.parametrize(
+    ("present", "kind", "says"),
+    [
+        (3, SettingsError, r"no room for a step \(RESOURCE_EXHAUSTED.*: take fewer rows a batch"),
+        (2, IslandError, r"^of 3 processes 2 have come, .*train on once more have come; processes.least = 3 has them wait"),
+    ],
+)
+def test_devices_without_room_for_a_step_end_the_learner_or_wait_for_the_missing_ones(
+    present: int, kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says), room_for_steps(present, 3):
+        jnp.ones(1 << 46).block_until_ready()  # more bytes than a process can have addresses for
+
+
+def test_other_errors_of_jax_are_no_lack_of_room() -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), room_for_steps(1, 1):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")

@@ -1,4 +1,4 @@
-"""A learner of two processes: trained by ``diloco up``, made again in one process on the same mesh, and killed in part."""
+"""A learner of several processes: trained by ``diloco up``, made again by ``diloco replay``, and killed in part."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ from diloco.wire.body import describe_body
 from diloco.wire.entries import Record
 from diloco_ops import replay, verify
 from diloco_ops.broker.server import Server
+from diloco_ops.retraining import State
 from diloco_ops.run_reader import opened, read_chains
 
 
@@ -346,14 +347,14 @@ class ToyModel:
     def parameters_digest(self) -> bytes:
         return self.task.digest(self.map)
 
-    def state(self) -> replay.State:
+    def state(self) -> State:
         return {name: tensor.copy() for name, tensor in self.task.tensors.items()}
 
-    def load_state(self, state: replay.State) -> None:
+    def load_state(self, state: State) -> None:
         for name, tensor in state.items():
             self.task.tensors[name][:] = tensor
 
-    def load_optimizer(self, state: replay.State) -> None:
+    def load_optimizer(self, state: State) -> None:
         raise AssertionError("a toy has no optimizer state")
 
 

@@ -330,8 +330,11 @@ def test_a_replay_computes_with_the_threads_and_flags_of_the_tape() -> None:
     flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     made = Machine.of("cpu", "4", flags)
     assert made.flags == f"PJRT_NPROC=4 {flags}"
-    assert made.environment() == {"PJRT_NPROC": "4", "XLA_FLAGS": flags}
-    assert Machine.of("cpu", "16", "").environment() == {"PJRT_NPROC": "16", "XLA_FLAGS": ""}
+    assert made.environment(1) == {"PJRT_NPROC": "4", "XLA_FLAGS": flags}
+    assert Machine.of("cpu", "16", "").environment(1) == {"PJRT_NPROC": "16", "XLA_FLAGS": ""}
     # tapes written before name no threads, and leave them to the environment
-    assert Machine("cpu", flags).environment() == {"XLA_FLAGS": flags}
-    assert Machine("cpu", "").environment() == {"XLA_FLAGS": ""}
+    assert Machine("cpu", flags).environment(1) == {"XLA_FLAGS": flags}
+    assert Machine("cpu", "").environment(1) == {"XLA_FLAGS": ""}
+    # and those of several processes may have the devices of one
+    one = Machine.of("cpu", "4", f"{tape.CPU_DEVICES}=2 {flags}")
+    assert one.environment(6) == {"PJRT_NPROC": "4", "XLA_FLAGS": f"{tape.CPU_DEVICES}=6 {flags}"}

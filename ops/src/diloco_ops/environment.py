@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from diloco.core import tape
 from diloco.errors import SettingsError
 from diloco.nats.connection import malloc_environment
 from diloco.settings.service import MeshSettings, host_and_port
@@ -28,7 +29,7 @@ MESH = "DILOCO_MESH"
 METRICS = "DILOCO_METRICS_ADDRESS"
 MOST_PORT = 65535
 OF_LEARNERS = ("DILOCO_CACHE_DIR", "DILOCO_CHECKPOINT_S", "DILOCO_LEAVE_S")
-CPU_DEVICES, CPU_DEVICES_FLAG = "JAX_NUM_CPU_DEVICES", "--xla_force_host_platform_device_count"
+CPU_DEVICES = "JAX_NUM_CPU_DEVICES"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -45,7 +46,7 @@ def learner_environment(index: int, learners: int, devices: int | None) -> dict[
     """
     values = service_environment()
     values |= {name: os.environ[name] for name in OF_LEARNERS if name in os.environ}
-    if devices is not None and CPU_DEVICES_FLAG not in values["XLA_FLAGS"]:
+    if devices is not None and tape.CPU_DEVICES not in values["XLA_FLAGS"]:
         values.setdefault(CPU_DEVICES, str(devices))
     found = gpus(values)
     if found:

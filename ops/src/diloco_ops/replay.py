@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Protocol, get_args
+from typing import Annotated, get_args
 
-import numpy as np
 import typer
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -31,64 +26,18 @@ from diloco.core import tape as events
 from diloco.core.accounts import StepDone
 from diloco.core.boundary import apply_version
 from diloco.core.changes import Changes, in_force
-from diloco.core.delta import Apply
 from diloco.core.fold import Replica
 from diloco.core.fragment_state import Application, How, Phase, Version
-from diloco.core.fragments import FragmentMap
 from diloco.core.learner import Dump, Learner
 from diloco.core.lives import Life
-from diloco.core.schedule import Moment
 from diloco.errors import ChainError, RunError, SettingsError
 from diloco.log.stream import Entry
 from diloco.member import state
 from diloco.process import observe, tape
-from diloco.settings.run import Bits, RunSettings
+from diloco.settings.run import Bits
 from diloco_ops.refold import FragmentLog, refold
+from diloco_ops.retraining import MakeModel, Model, Retraining, State
 from diloco_ops.run_reader import opened
-
-Vector = NDArray[np.float32]
-State = Mapping[str, NDArray[Any]]
-MODELS = "diloco.models"  # entry points of what can be trained again
-
-MakeModel = Callable[[RunSettings, str | None, Life], "Model"]
-
-
-class Model(Protocol):
-    """A model that can be trained again.
-
-    An entry point of the group ``diloco.models`` makes it, from the run's settings and data, and the mesh of its devices.
-    """
-
-    map: FragmentMap
-
-    @property
-    def machine(self) -> events.Machine:
-        """All that its bits depend on here."""
-
-    @property
-    def tokens_per_batch(self) -> int:
-        """Tokens of a step."""
-
-    def step(self, share: int, batch: int, at: Moment) -> None:
-        """Take an inner step on a batch, at the learning rate of that moment."""
-
-    def write(self, fragment: int, applied: Apply) -> None:
-        """Write a version into the model."""
-
-    def snapshot(self, fragment: int) -> Vector:
-        """Return what an offer is made of, float32 [size of the fragment]: values; gradients for an outer AdamW."""
-
-    def parameters_digest(self) -> bytes:
-        """Return the digest of all parameters, as a learner's tape has it."""
-
-    def state(self) -> State:
-        """Return parameters and optimizer state by name, any dtype [...], copied."""
-
-    def load_state(self, state: State) -> None:
-        """Take over a :meth:`state`: arrays by name, any dtype [...]."""
-
-    def load_optimizer(self, state: State) -> None:
-        """Take over the optimizer state alone, any dtype [...] by name."""
 
 
 @dataclass
@@ -260,7 +209,8 @@ def replay(
 ) -> int:
     """Fold a run's log again and compare every state; redo its training. Exit code 1 if any bit differs."""
     folded = asyncio.run(fold(directory, fragment, keep=learners))
-    redone = redo(directory, folded, installed) if learners else []
+    with Retraining() as make:
+        redone = redo(directory, folded, make) if learners else []
     holds = not folded.wrong and all(life.holds for life in redone)
     if json_:
         log = {"versions": folded.versions, "wall_s": folded.wall_s, "wrong": folded.wrong}
@@ -420,26 +370,6 @@ def _batches(life: Life) -> Iterator[tuple[int, int]]:
     for _, share, first, count in life.data:
         for batch in range(first, first + count):
             yield share, batch
-
-
-def installed(settings: RunSettings, data: str | None, life: Life) -> Model:
-    """Return the model that the learners of ``diloco up`` train, on a machine like the one of that life.
-
-    Raises:
-        RunError: nothing that is installed can train it, or it computed with PyTorch.
-    """
-    if life.machine is not None and life.machine.text.startswith(f"{events.TORCH} "):
-        raise RunError("a learner of PyTorch is not trained again: replay does so for those of JAX; verify checks its offers")
-    if life.machine is not None and "jax" not in sys.modules:
-        os.environ.update(life.machine.environment())
-    found = [point for point in entry_points(group=MODELS) if point.name == "learner"]
-    if not found:
-        raise RunError("the distribution diloco-learner is not installed, which trains the models of runs")
-    factory: Callable[[RunSettings, str | None, events.Mesh | None, bool], Model] = found[0].load()
-    model = factory(settings, data, life.mesh, life.apart)
-    if life.machine is not None and model.machine != life.machine:
-        observe.get_logger().warning("other_machine", here=model.machine.text, tape=life.machine.text)
-    return model
 
 
 def _show(folded: Folded, redone: Sequence[ReplayResult]) -> None:

@@ -3,20 +3,67 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from diloco.core.fragments import FragmentMap
+from diloco.errors import IslandError, SettingsError
 from diloco_learner import programs
 from diloco_learner.island import Island
 from diloco_learner.process import Process, begin_with_file
 from diloco_learner.task import Task, load_task
 from diloco_learner.task_api import first_batch
 
+FULL = "RESOURCE_EXHAUSTED"  # how JAX's errors begin where a device's memory is full
 Turn = Callable[[str], AbstractContextManager[None]]  # waits until this process is to compile the programs of a name
+
+
+def connect_jax(address: str, processes: int, place: int, within_s: float) -> None:
+    """Have JAX connect this process with others: it has all their devices then. The one at place 0 listens at ``address``.
+
+    Raises:
+        RuntimeError: it cannot, or not within this time; or JAX has begun before.
+    """
+    update: Callable[[str, Any], None] = jax.config.update
+    update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    jax.distributed.initialize(
+        address,
+        processes,
+        place,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=address if place == 0 else None,
+        initialization_timeout=int(within_s),
+    )
+
+
+@contextmanager
+def room_for_steps(present: int, count: int) -> Iterator[None]:
+    """Have an error say so where devices have no room for a step, of ``present`` of the ``count`` processes of a learner.
+
+    Raises:
+        SettingsError: they have none.
+        IslandError: they have none, and would have more with the processes that are missing, which take rows of the batch.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        said = str(error).partition("\n")[0]
+        if not said.startswith(FULL):
+            raise
+        if present == count:
+            raise SettingsError(
+                f"the devices have no room for a step ({said}): take fewer rows a batch (task.batch of the built-in task), a "
+                "smaller model, or more devices (mesh.fsdp)"
+            ) from None
+        raise IslandError(
+            f"of {count} processes {present} have come, and their devices have no room for a step ({said}): each takes more "
+            "rows of the batch than with all. They begin again, and train on once more have come; "
+            f"processes.least = {present + 1} has them wait, and with fewer rows a batch they go on"
+        ) from None
 
 
 class Beginning:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,25 +19,30 @@ from diloco.core.delta import Apply
 from diloco.core.leases import data_of
 from diloco.core.schedule import Moment, learning_rate
 from diloco.errors import RunError
+from diloco.member.meeting import free_port
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings, MeshSettings
+from diloco_learner.beginning import connect_jax
 from diloco_learner.island import Island
 from diloco_learner.mesh import AXES, make_mesh
 from diloco_learner.model import parameters_digest
 from diloco_learner.task import load_task
 
-CPU_DEVICES = "--xla_force_host_platform_device_count"
+LOOPBACK = "127.0.0.1"
+CONNECT_S = 60.0  # of a process with itself: only ends what hangs
 
 
 def machine() -> tape.Machine:
-    """Return all that this process's bits depend on besides the program and the mesh.
+    """Return all that this process's bits depend on besides the program, the mesh, and the number of its learner's processes.
 
-    A process with these flags has as many devices, whether this one was given them by its flags or by JAX_NUM_CPU_DEVICES.
+    A process with these flags has as many devices as the learner, whether they were given by flags or by JAX_NUM_CPU_DEVICES.
     """
     device = jax.devices()[0]
-    flags = os.environ.get(tape.XLA_FLAGS, "")
-    if device.platform == "cpu" and jax.device_count() > 1 and CPU_DEVICES not in flags:
-        flags = f"{CPU_DEVICES}={jax.device_count()} {flags}".rstrip()  # XLA reads no further than a word without dashes
+    flags, count = os.environ.get(tape.XLA_FLAGS, ""), f"{tape.CPU_DEVICES}={jax.device_count()}"
+    if device.platform == "cpu" and tape.CPU_DEVICES in flags:
+        flags = re.sub(rf"{tape.CPU_DEVICES}=\d+", count, flags)
+    elif device.platform == "cpu" and jax.device_count() > 1:
+        flags = f"{count} {flags}".rstrip()  # XLA reads no further than a word without dashes
     text = f"{device.platform} {device.device_kind}, {_processor()}, jax {jax.__version__}, {jax.device_count()} devices"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get(tape.THREADS) or str(cores)
@@ -48,16 +54,32 @@ def mesh_event(mesh: Mesh | None) -> tape.Mesh:
     return tape.Mesh(*(1 if mesh is None else mesh.shape[axis] for axis in AXES))
 
 
+def add_up_as_processes() -> None:
+    """Have this process's devices add up as those of several processes do, from here on, before JAX begins.
+
+    A sum over a CPU's devices is taken in another order within a process than between processes, where Gloo takes it around a
+    ring of all devices. A process that JAX connects with others does the latter, even where it is the only one.
+    """
+    if not jax.distributed.is_initialized():
+        connect_jax(f"{LOOPBACK}:{free_port(LOOPBACK)}", 1, 0, CONNECT_S)
+
+
 class Redo:
-    """An island, driven by a tape instead of a trainer (:class:`diloco_ops.replay.Model`); ``apart``: a step is two programs.
+    """An island, driven by a tape instead of a trainer (:class:`diloco_ops.retraining.Model`).
+
+    ``apart``: a step is two programs. ``processes``: the learner was so many, and this process has the devices of all.
 
     Raises:
         RunError: there are too few devices for the ``mesh`` on the tape.
     """
 
-    def __init__(self, settings: RunSettings, data: str | None, mesh: tape.Mesh | None, apart: bool) -> None:
+    def __init__(
+        self, settings: RunSettings, data: str | None, mesh: tape.Mesh | None, apart: bool, processes: int = 1
+    ) -> None:
         update: Callable[[str, Any], None] = jax.config.update
         update("jax_compilation_cache_dir", str(LearnerSettings.model_fields["cache_dir"].default))
+        if processes > 1:
+            add_up_as_processes()
         self.settings = settings
         self.task = load_task(settings.task, data)
         self.island = Island(self.task, settings, _mesh(mesh), apart=apart)
@@ -111,7 +133,7 @@ class Redo:
 def _mesh(event: tape.Mesh | None) -> Mesh | None:
     if event is None:
         return None
-    count = event.data * event.fsdp * event.tensor
+    count = event.devices
     if count > jax.device_count():
         raise RunError(
             f"it was trained on a mesh of {count} devices, and there are {jax.device_count()}: replay it where there are more, "

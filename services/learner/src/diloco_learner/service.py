@@ -14,7 +14,7 @@ from diloco.process import observe
 from diloco.service import skeleton as service
 from diloco.settings.service import LearnerSettings
 from diloco_learner import agreement, alone, programs, replay, together
-from diloco_learner.beginning import Beginning
+from diloco_learner.beginning import Beginning, room_for_steps
 from diloco_learner.mesh import make_mesh
 from diloco_learner.process import Process, begun, until_asked
 
@@ -28,8 +28,9 @@ def _work_alone(process: Process, mesh: Mesh | None) -> None:
     member = alone.make_member(process, fragments)
     if learns:
         member.admission.check_batch(task.tokens_per_batch)
-        beginning.compile_step(island.trace(beginning.first))
-        island.rehearse(beginning.first)
+        with room_for_steps(1, 1):
+            beginning.compile_step(island.trace(beginning.first))
+            island.rehearse(beginning.first)
     beginning.over()
     about = [replay.machine()] if mesh is None else [replay.machine(), replay.mesh_event(mesh)]
     alone.work(process, island, member, task, task.tokens_per_batch, about)

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -34,7 +35,7 @@ from diloco.settings.run import RunSettings
 from diloco.wire.island import Ping, Told
 from diloco.wire.subjects import Subjects
 from diloco_learner import agreement, checkpoint, parts, replay
-from diloco_learner.beginning import Beginning
+from diloco_learner.beginning import Beginning, connect_jax, room_for_steps
 from diloco_learner.feed import Batch, Feed, Streams
 from diloco_learner.island import Island
 from diloco_learner.mesh import make_mesh
@@ -58,19 +59,10 @@ def begin_jax(group: Group) -> None:
     """
     if group.size == 1:
         return
-    update: Callable[[str, Any], None] = jax.config.update
-    update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     host, port = group.coordinator
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        jax.distributed.initialize(
-            address,
-            group.size,
-            group.place,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=address if group.place == LEADER else None,
-            initialization_timeout=int(group.settings.start_s),
-        )
+        connect_jax(address, group.size, group.place, group.settings.start_s)
     except RuntimeError as error:
         raise IslandError(f"learner {group.name}, process {group.index}: JAX cannot connect its processes: {error}") from None
 
@@ -100,10 +92,13 @@ def work(process: Process) -> None:
         member.admission.check_batch(task.tokens_per_batch)
     step = island.trace(beginning.first)
     process.wait(group.agree("program", agreement.program_facts(step)))
-    beginning.compile_step(step)
+    room = partial(room_for_steps, group.size, group.count)
+    with room():
+        beginning.compile_step(step)
     process.wait(group.agree("compiled", {}))  # collectives connect at the first step, and wait for one another no minute long
     process.stack.enter_context(own_errors_first(group))
-    island.rehearse(beginning.first)
+    with room():
+        island.rehearse(beginning.first)
     if process.wait(group.difference("room", {"steps wait for captures": island.holds})):
         island.hold()
     beginning.over()

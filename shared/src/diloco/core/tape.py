@@ -15,6 +15,7 @@ another place is thus refused. A process that dies leaves at most one block that
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_type_hints
@@ -31,7 +32,7 @@ RUN_BYTES = 8
 CHECK_BYTES = 4
 MAX_BLOCK_BYTES = (1 << 14) - 1  # the largest length of two bytes
 MAX_TEXT_BYTES = 1024
-XLA_FLAGS, THREADS = "XLA_FLAGS", "PJRT_NPROC"
+XLA_FLAGS, THREADS, CPU_DEVICES = "XLA_FLAGS", "PJRT_NPROC", "--xla_force_host_platform_device_count"
 TORCH = "torch"  # how the machine of a learner begins that computes with PyTorch
 MAX_ITEMS = 4096
 _MAX_INT_BYTES = 9  # 63 bits
@@ -63,12 +64,12 @@ class Machine(Event):
         most = MAX_TEXT_BYTES // 4
         return cls(text[:most], f"{THREADS}={threads} {xla_flags}".rstrip()[:most])
 
-    def environment(self) -> dict[str, str]:
-        """Return the variables of the environment under which a process computes like this one; older tapes name no threads."""
+    def environment(self, devices: int) -> dict[str, str]:
+        """Return the environment of a process with a learner's ``devices``; older tapes have one process's, or no threads."""
         first, _, rest = self.flags.partition(" ")
-        if not first.startswith(f"{THREADS}="):
-            return {XLA_FLAGS: self.flags}
-        return {XLA_FLAGS: rest, THREADS: first.removeprefix(f"{THREADS}=")}
+        named = first.startswith(f"{THREADS}=")
+        flags = re.sub(rf"{CPU_DEVICES}=\d+", f"{CPU_DEVICES}={devices}", rest if named else self.flags)
+        return {XLA_FLAGS: flags} | ({THREADS: first.removeprefix(f"{THREADS}=")} if named else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,11 @@ class Mesh(Event):
     data: int
     fsdp: int
     tensor: int
+
+    @property
+    def devices(self) -> int:
+        """Their number."""
+        return self.data * self.fsdp * self.tensor
 
 
 @dataclass(frozen=True, slots=True)
