@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
+from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-untyped]
 from playwright.sync_api import Browser, Page, sync_playwright
 from tests.report.test_page import HOSTILE, fake_report, with_regions
 
@@ -69,7 +69,15 @@ def lively() -> dict[str, Any]:
         }
     for fragment in report["fragments"]:
         fragment |= {"epoch": 3, "merged_at_s": 100.0, "members": learners, "members_count": 4}
-    region = {"members": 3, "heard": 3, "away_s": None, "fragments": 4, "sending": 1, "open": 2, "bytes_in": 10**8}
+    region: dict[str, Any] = {
+        "members": 3,
+        "heard": 3,
+        "away_s": None,
+        "fragments": 4,
+        "sending": 1,
+        "open": 2,
+        "bytes_in": 10**8,
+    }
     regions = {name: region | {"bytes_out": 9 * 10**7, "bound_bytes": 10**8} for name in ("us", "eu", "ap")}
     regions["ap"] |= {"away_s": 12.0, "heard": 0}
     link = {"bytes": 5 * 10**7, "bytes_per_s": 40_000.0, "offer_bits": 4, "record_bits": 4, "pace": 1.0}
