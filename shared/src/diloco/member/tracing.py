@@ -28,7 +28,7 @@ class MemberTraces:
     def __init__(
         self, telemetry: Telemetry | None, run: bytes, name: str, clock: Callable[[], float], wall: Callable[[], float]
     ) -> None:
-        self.telemetry, self.run, self.name, self.clock, self._wall = telemetry, run, name, clock, wall
+        self.telemetry, self.run, self.name, self.clock, self.wall = telemetry, run, name, clock, wall
         self._reads: dict[tuple[int, int], tuple[Record, float, float]] = {}  # by fragment and version: fetched, folded
 
     def offer(self, answer: Answer) -> OfferTrace | None:
@@ -56,7 +56,7 @@ class MemberTraces:
 
     def _tell_of(self, telemetry: Telemetry, record: Record, came_s: float, folded_s: float, step: int) -> None:
         root = version_ids(self.run, record.fragment, record.version)
-        read, came, folded, now = root.child("read", self.name), self.wall_s(came_s), self.wall_s(folded_s), self._wall()
+        read, came, folded, now = root.child("read", self.name), self.wall_s(came_s), self.wall_s(folded_s), self.wall()
         committed = min(record.committed_at_s, came)  # by another machine's clock
         about: dict[str, str | int | float] = {
             "diloco.member": self.name,
@@ -70,7 +70,7 @@ class MemberTraces:
 
     def wall_s(self, moment_s: float) -> float:
         """Return a moment of the loop's clock as Unix time."""
-        return self._wall() - (self.clock() - moment_s)
+        return self.wall() - (self.clock() - moment_s)
 
 
 class OfferTrace:
@@ -99,9 +99,11 @@ class OfferTrace:
 
     def stored(self, offer: Offer) -> None:
         """Tell of the offer, which is stored."""
-        traces, at = self._traces, self._traces.wall_s
+        traces = self._traces
         ids = offer_ids(traces.run, offer.learner, offer.incarnation, offer.fragment, offer.number)
-        now_s, add = traces.clock(), self._telemetry.add
+        now_s, now_wall_s, add = traces.clock(), traces.wall(), self._telemetry.add
+        moments = (self._began_s, self._snapshot_s, self._encoded_s, now_s)
+        began, snapshot, encoded, now = (now_wall_s - (now_s - moment_s) for moment_s in moments)
         about: dict[str, str | int | float] = {
             "diloco.member": offer.learner,
             "diloco.fragment": offer.fragment,
@@ -110,7 +112,6 @@ class OfferTrace:
             "diloco.bits": offer.bits,
             "diloco.bytes": offer.body.size_bytes,
         }
-        add(Span("offer", ids, None, at(self._began_s), at(now_s), about, (self._version,)))
-        add(Span("snapshot", ids.child("snapshot"), ids.span, at(self._began_s), at(self._snapshot_s)))
-        add(Span("encode", ids.child("encode"), ids.span, at(self._snapshot_s), at(self._encoded_s)))
-        add(Span("upload", ids.child("upload"), ids.span, at(self._encoded_s), at(now_s)))
+        add(Span("offer", ids, None, began, now, about, (self._version,)))
+        for name, begin, end in (("snapshot", began, snapshot), ("encode", snapshot, encoded), ("upload", encoded, now)):
+            add(Span(name, ids.child(name), ids.span, begin, end))
