@@ -123,8 +123,7 @@ class Member:
             self.learner.incarnation = self.shares.incarnation = self.admission.incarnation
         founder = self.settings.name if learns and self.transport.founds else None
         begin = partial(await_genesis, self.run, self.store, founder, partial(self._initial, initial), self.log)
-        loaded = await self._load(await until_available(begin, self.log))
-        for fragment, version in zip(self.map.fragments, loaded, strict=True):
+        for fragment, version in zip(self.map.fragments, await self._load(await until_available(begin, self.log)), strict=True):
             self.learner.seat(version, state=fragment.state)
         self.learner.take_up_accounts()
         if learns:
