@@ -32,9 +32,10 @@ from diloco.member import state
 from diloco.member.member import Boundary, Member
 from diloco.member.state import Content
 from diloco.nats.transport import NatsTransport
-from diloco.process import observe
+from diloco.process import observe, telemetry
 from diloco.process.observe import Logger
 from diloco.process.tape import TapeFile
+from diloco.process.telemetry import Telemetry
 from diloco.service import skeleton as service
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
@@ -182,19 +183,22 @@ class Toy:
     async def serve(self) -> None:
         """Join the run, and train to its end."""
         self._loop, self._main = asyncio.get_running_loop(), cast("asyncio.Task[None]", asyncio.current_task())
+        kept = telemetry.begin(self.settings, self.settings.role, self.log)
         link = await service.connect(self.settings, self.settings.role, self.log)
         try:
-            await self._take_part(link)
+            await self._take_part(link, kept)
         finally:
             await link.close()
+            if kept is not None:
+                await asyncio.to_thread(kept.close)
 
-    async def _take_part(self, link: NatsTransport) -> None:
+    async def _take_part(self, link: NatsTransport, kept: Telemetry | None) -> None:
         run = await service.find_run(link, self.settings, self.log)
         task = self.task = Regression(run.created)
         self.initialise(task)
         fragments = build_map(self.specs(task), run.created.fragments.count, run.created.fragments.strategy)
         tape = TapeFile(self.settings.state_dir, self.settings.name, run.identity, self.log)
-        member = self.member = Member(link, run, fragments, self.settings, self.log, tape)
+        member = self.member = Member(link, run, fragments, self.settings, self.log, tape, kept)
         try:
             await member.join(lambda fragment: fragment.gather(task.tensors))
             self._restore(member, task)

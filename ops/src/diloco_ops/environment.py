@@ -1,8 +1,8 @@
 """The environment of the services that a command starts: threads, and the devices that each learner sees.
 
 A value that the user has set stays. Of ``DILOCO_*`` only settings that all learners may share are handed on, to learners alone,
-and ``DILOCO_METRICS_ADDRESS``, to each service with a port of its own: the others are of single services, or the command says
-them itself.
+``DILOCO_TELEMETRY``, to all services, and ``DILOCO_METRICS_ADDRESS``, to each with a port of its own: the others are of single
+services, or the command says them itself.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ ONE_THREAD = {  # of computation, for a process that shares this machine's cores
     "PJRT_NPROC": "1",  # JAX 0.10 has a pool of a thread a core else, whatever XLA_FLAGS says
 }
 MESH = "DILOCO_MESH"
+OF_ALL = ("DILOCO_TELEMETRY",)
 METRICS = "DILOCO_METRICS_ADDRESS"
 MOST_PORT = 65535
 OF_LEARNERS = ("DILOCO_CACHE_DIR", "DILOCO_CHECKPOINT_S", "DILOCO_LEAVE_S")
@@ -34,7 +35,7 @@ NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 def service_environment() -> dict[str, str]:
     """Return the environment of a service: this machine's cores are shared, so each has one thread of computation."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_") or name in OF_ALL}
     return malloc_environment() | ONE_THREAD | own | {"XLA_FLAGS": _flags(own.get("XLA_FLAGS", ""))}
 
 

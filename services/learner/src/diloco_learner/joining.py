@@ -28,7 +28,7 @@ from diloco.core.fragments import TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
 from diloco.member.member import Boundary, Member
 from diloco.member.shares import OwnData
-from diloco.process import observe
+from diloco.process import observe, telemetry
 from diloco.service import skeleton
 from diloco.settings.service import LearnerSettings
 from diloco.settings.validation import nearest, parse
@@ -171,7 +171,10 @@ class JoinedRun:
             )
         cut = run.created.fragments
         fragments = build_map(self._parameters.tensors(self._is_embedding), cut.count, cut.strategy)
-        member = Member(transport, run, fragments, self.settings, self.log)
+        kept = telemetry.begin(self.settings, "learner", self.log)
+        if kept is not None:
+            self._stack.callback(kept.close)
+        member = Member(transport, run, fragments, self.settings, self.log, telemetry=kept)
         if self._own_data:
             member.shares = OwnData(member.admission.incarnation)
         return member

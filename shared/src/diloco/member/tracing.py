@@ -56,7 +56,8 @@ class MemberTraces:
 
     def _tell_of(self, telemetry: Telemetry, record: Record, came_s: float, folded_s: float, step: int) -> None:
         root = version_ids(self.run, record.fragment, record.version)
-        read, came, folded, now = root.child("read", self.name), self.wall_s(came_s), self.wall_s(folded_s), self._wall()
+        read, shift_s = root.child("read", self.name), self.shift_s()
+        came, folded, now = came_s + shift_s, folded_s + shift_s, self.clock() + shift_s
         committed = min(record.committed_at_s, came)  # by another machine's clock
         about: dict[str, str | int | float] = {
             "diloco.member": self.name,
@@ -68,9 +69,9 @@ class MemberTraces:
         for name, began, ended in (("fetch", committed, came), ("fold", came, folded), ("apply", folded, now)):
             telemetry.add(Span(name, read.child(name), read.span, began, ended))
 
-    def wall_s(self, moment_s: float) -> float:
-        """Return a moment of the loop's clock as Unix time."""
-        return self._wall() - (self.clock() - moment_s)
+    def shift_s(self) -> float:
+        """Return how much Unix time is ahead of the loop's clock now: one number for a trace, or its spans would overlap."""
+        return self._wall() - self.clock()
 
 
 class OfferTrace:
@@ -99,9 +100,12 @@ class OfferTrace:
 
     def stored(self, offer: Offer) -> None:
         """Tell of the offer, which is stored."""
-        traces, at = self._traces, self._traces.wall_s
+        traces = self._traces
         ids = offer_ids(traces.run, offer.learner, offer.incarnation, offer.fragment, offer.number)
-        now_s, add = traces.clock(), self._telemetry.add
+        add, shift_s = self._telemetry.add, traces.shift_s()
+        began, read, encoded, now = (
+            at_s + shift_s for at_s in (self._began_s, self._snapshot_s, self._encoded_s, traces.clock())
+        )
         about: dict[str, str | int | float] = {
             "diloco.member": offer.learner,
             "diloco.fragment": offer.fragment,
@@ -110,7 +114,7 @@ class OfferTrace:
             "diloco.bits": offer.bits,
             "diloco.bytes": offer.body.size_bytes,
         }
-        add(Span("offer", ids, None, at(self._began_s), at(now_s), about, (self._version,)))
-        add(Span("snapshot", ids.child("snapshot"), ids.span, at(self._began_s), at(self._snapshot_s)))
-        add(Span("encode", ids.child("encode"), ids.span, at(self._snapshot_s), at(self._encoded_s)))
-        add(Span("upload", ids.child("upload"), ids.span, at(self._encoded_s), at(now_s)))
+        add(Span("offer", ids, None, began, now, about, (self._version,)))
+        add(Span("snapshot", ids.child("snapshot"), ids.span, began, read))
+        add(Span("encode", ids.child("encode"), ids.span, read, encoded))
+        add(Span("upload", ids.child("upload"), ids.span, encoded, now))
