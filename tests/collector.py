@@ -75,7 +75,7 @@ def collecting() -> Iterator[Collector]:
 
 
 def _seen(resource: dict[str, str], span: Any) -> Seen:
-    about = {pair.key: pair.value.string_value or pair.value.int_value or pair.value.double_value for pair in span.attributes}
+    about = {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in span.attributes}
     return Seen(
         resource["service.name"],
         resource["service.instance.id"],

@@ -54,7 +54,7 @@ def learner_rows() -> list[str]:
     """A line for every setting that only learners have."""
     rows = ["| setting | default | allowed | meaning |", "|---" * 4 + "|"]
     for name in all_names(TorchLearnerSettings):
-        if name in ServiceSettings.model_fields:
+        if name.partition(".")[0] in ServiceSettings.model_fields:
             continue
         field = _field(name, TorchLearnerSettings)
         default = "" if field.default is None else f"`{field.default}`".replace(str(Path.home()), "~")

@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import SettingsError
-from diloco_ops import environment
-from diloco_ops.environment import check_least, dealt, learner_environment, mesh_of, per_process, service_environment
+from diloco_ops import environment, pages
+from diloco_ops.environment import (
+    check_least,
+    dealt,
+    learner_environment,
+    mesh_of,
+    metrics_addresses,
+    per_process,
+    service_environment,
+)
 
 OURS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
@@ -108,3 +116,28 @@ def test_the_mesh_is_the_users_or_as_many_as_asked_for(monkeypatch: pytest.Monke
         monkeypatch.setenv("DILOCO_MESH", text)
         with pytest.raises(SettingsError, match=says):
             mesh_of(4)
+
+
+def test_each_service_of_up_has_a_port_of_its_own_for_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DILOCO_METRICS_ADDRESS", raising=False)
+    assert metrics_addresses(3) == []
+    monkeypatch.setenv("DILOCO_METRICS_ADDRESS", "127.0.0.1:0")
+    assert metrics_addresses(2) == ["127.0.0.1:0", "127.0.0.1:0"]
+    monkeypatch.setattr(pages, "is_free", lambda host, port: port != 9466)
+    monkeypatch.setenv("DILOCO_METRICS_ADDRESS", "[::1]:9464")
+    assert metrics_addresses(2) == ["[::1]:9464", "[::1]:9465"]
+    with pytest.raises(SettingsError, match="the run's 3 services take ports 9464 to 9466, and 9466 cannot be listened at"):
+        metrics_addresses(3)
+    monkeypatch.setenv("DILOCO_METRICS_ADDRESS", "127.0.0.1:65535")
+    with pytest.raises(SettingsError, match="2 services take a port each from there on, and 65535 is the last one"):
+        metrics_addresses(2)
+    monkeypatch.setenv("DILOCO_METRICS_ADDRESS", "nowhere")
+    with pytest.raises(SettingsError, match="expected HOST:PORT"):
+        metrics_addresses(2)
+
+
+def test_telemetry_is_handed_to_all_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_TELEMETRY", "{}")
+    monkeypatch.setenv("DILOCO_METRICS_ADDRESS", "127.0.0.1:1")
+    assert service_environment()["DILOCO_TELEMETRY"] == "{}"
+    assert "DILOCO_METRICS_ADDRESS" not in service_environment()

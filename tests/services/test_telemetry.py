@@ -8,15 +8,35 @@ import pytest
 from tests.services.cluster import small
 from tests.services.conftest import Launch
 
+from diloco.core.tracing import version_ids
+from diloco.wire.framing import run_id
+
 pytest.importorskip("opentelemetry.proto.collector.trace.v1", reason="needs diloco[otel]")
-from tests.collector import Seen, collecting
+from tests.collector import Collector, Seen, collecting
 
 LEARNERS = {"toy-0", "toy-1", "toy-2"}
+WANTED = 3  # versions of which all is told
+
+
+def whole(collector: Collector) -> list[tuple[Seen, list[Seen], list[Seen]]]:
+    """The versions of which all has come: the round, the spans of its trace, and the offers that it merged."""
+    by_trace: defaultdict[bytes, list[Seen]] = defaultdict(list)
+    for span in list(collector.spans):
+        by_trace[span.trace].append(span)
+    found = []
+    for root in [span for span in list(collector.spans) if span.name == "round"]:
+        trace = by_trace[root.trace]
+        offers = [span for link, _ in root.links for span in by_trace[link] if span.name == "offer"]
+        applied = [span for span in trace if span.name == "apply"]
+        if len(applied) == len(LEARNERS) and len(offers) == len(root.links):
+            found.append((root, trace, [*offers, *(span for link, _ in root.links for span in by_trace[link])]))
+    return found
 
 
 async def test_the_spans_of_a_version_hang_together(launch: Launch) -> None:
-    settings = small()
+    settings = small(tokens=10**9)
     cluster = launch(settings)
+    run = run_id(cluster.name, settings.digest())
     with collecting() as collector:
         telemetry = {"endpoint": collector.url, "sample": 1.0}
         cluster.start("coordinator", "diloco_coordinator", settings=settings.model_dump(), telemetry=telemetry)
@@ -24,41 +44,36 @@ async def test_the_spans_of_a_version_hang_together(launch: Launch) -> None:
             cluster.start(f"syncer-{index}", "diloco_syncer", telemetry=telemetry)
         for share in range(settings.learners):
             cluster.toy_process(share, telemetry=telemetry)
-        await cluster.ended()
-        folded = await cluster.folded()
+        await cluster.until(lambda: len(whole(collector)) >= WANTED, "versions are told of by all")
+        found = whole(collector)
+        await cluster.close()
 
     assert collector.paths == {"/v1/traces"}
-    spans = collector.spans
-    by_trace: defaultdict[bytes, list[Seen]] = defaultdict(list)
-    for span in spans:
-        by_trace[span.trace].append(span)
-        assert span.began_ns <= span.ended_ns
-    assert len({(span.trace, span.span) for span in spans}) == len(spans)  # no id is made twice
-
-    rounds = {(span.about["diloco.fragment"], span.about["diloco.version"]): span for span in spans if span.name == "round"}
-    offers = {(span.trace, span.span): span for span in spans if span.name == "offer"}
-    merged = {(log.index, record.version): record for log in folded for record in log.versions}
-    assert rounds.keys() == merged.keys()
-    for place, root in rounds.items():
-        record, trace = merged[place], by_trace[root.trace]
-        assert (root.service, root.member, root.parent) == ("diloco-syncer", record.syncer, b"")
-        stages = [span.name for span in sorted(trace, key=lambda span: span.began_ns) if span.parent == root.span]
-        assert [name for name in stages if name != "read"] == ["quorum", "grace", "merge", "outer step", "publish"]
-        # a version is read by all learners; the last one, which closes the log, by those that still apply it
+    assert all(span.began_ns <= span.ended_ns for span in collector.spans)
+    for root, trace, told in found:
+        fragment, version = root.about["diloco.fragment"], root.about["diloco.version"]
+        ids = version_ids(run, fragment, version)
+        assert (root.service, root.trace, root.span, root.parent) == ("diloco-syncer", ids.trace, ids.span, b"")
+        assert root.member in ("syncer-0", "syncer-1")
+        stages = sorted((span for span in trace if span.service == "diloco-syncer" and span.parent), key=lambda s: s.began_ns)
+        assert [span.name for span in stages] == ["quorum", "grace", "merge", "outer step", "publish"]
+        assert {span.parent for span in stages} == {root.span}
+        assert (stages[0].began_ns, stages[-1].ended_ns <= root.ended_ns) == (root.began_ns, True)
         reads = {span.member: span for span in trace if span.name == "read"}
-        assert all(span.parent == root.span and span.service == "diloco-learner" for span in reads.values())
-        assert record.closing or reads.keys() == LEARNERS
+        assert reads.keys() == LEARNERS
         for read in reads.values():
-            assert {span.name for span in trace if span.parent == read.span} == {"fetch", "fold", "apply"}
+            assert (read.service, read.parent) == ("diloco-learner", root.span)
+            parts = [span for span in trace if span.parent == read.span]
+            assert {span.name for span in parts} == {"fetch", "fold", "apply"}
+            assert max(span.ended_ns for span in parts) == read.ended_ns
         # the offers that it merged, each told by its learner in a trace of its own, which names the round that it answered
-        assert len(root.links) == len(record.members)
-        for link, member in zip(root.links, record.members, strict=True):
-            offer = offers[link]
-            told = (offer.member, offer.about["diloco.member"], offer.about["diloco.number"], offer.about["diloco.fragment"])
-            assert told == (member.learner, member.learner, member.number, place[0])
-            answered = rounds[place[0], member.round]
-            assert offer.links == ((answered.trace, answered.span),)
-            parts = sorted((span for span in by_trace[offer.trace] if span is not offer), key=lambda span: span.began_ns)
+        assert 1 <= root.about["diloco.members"] == len(root.links) <= len(LEARNERS)
+        for offer in told[: len(root.links)]:
+            assert (offer.service, offer.about["diloco.member"]) == ("diloco-learner", offer.member)
+            assert offer.about["diloco.fragment"] == fragment
+            answered = {version_ids(run, fragment, before).span for before in range(1, version + 1)}
+            assert [span in answered for _, span in offer.links] == [True]
+            parts = sorted((s for s in told if s.trace == offer.trace and s.parent), key=lambda span: span.began_ns)
             assert [span.name for span in parts] == ["snapshot", "encode", "upload"]
-            assert all(span.parent == offer.span for span in parts)
+            assert {span.parent for span in parts} == {offer.span}
             assert (parts[0].began_ns, parts[-1].ended_ns) == (offer.began_ns, offer.ended_ns)

@@ -28,7 +28,7 @@ class MemberTraces:
     def __init__(
         self, telemetry: Telemetry | None, run: bytes, name: str, clock: Callable[[], float], wall: Callable[[], float]
     ) -> None:
-        self.telemetry, self.run, self.name, self.clock, self.wall = telemetry, run, name, clock, wall
+        self.telemetry, self.run, self.name, self.clock, self._wall = telemetry, run, name, clock, wall
         self._reads: dict[tuple[int, int], tuple[Record, float, float]] = {}  # by fragment and version: fetched, folded
 
     def offer(self, answer: Answer) -> OfferTrace | None:
@@ -56,7 +56,8 @@ class MemberTraces:
 
     def _tell_of(self, telemetry: Telemetry, record: Record, came_s: float, folded_s: float, step: int) -> None:
         root = version_ids(self.run, record.fragment, record.version)
-        read, came, folded, now = root.child("read", self.name), self.wall_s(came_s), self.wall_s(folded_s), self.wall()
+        read, shift_s = root.child("read", self.name), self.shift_s()
+        came, folded, now = came_s + shift_s, folded_s + shift_s, self.clock() + shift_s
         committed = min(record.committed_at_s, came)  # by another machine's clock
         about: dict[str, str | int | float] = {
             "diloco.member": self.name,
@@ -68,9 +69,9 @@ class MemberTraces:
         for name, began, ended in (("fetch", committed, came), ("fold", came, folded), ("apply", folded, now)):
             telemetry.add(Span(name, read.child(name), read.span, began, ended))
 
-    def wall_s(self, moment_s: float) -> float:
-        """Return a moment of the loop's clock as Unix time."""
-        return self.wall() - (self.clock() - moment_s)
+    def shift_s(self) -> float:
+        """Return how much Unix time is ahead of the loop's clock now: one number for a trace, or its spans would overlap."""
+        return self._wall() - self.clock()
 
 
 class OfferTrace:
@@ -101,9 +102,10 @@ class OfferTrace:
         """Tell of the offer, which is stored."""
         traces = self._traces
         ids = offer_ids(traces.run, offer.learner, offer.incarnation, offer.fragment, offer.number)
-        now_s, now_wall_s, add = traces.clock(), traces.wall(), self._telemetry.add
-        moments = (self._began_s, self._snapshot_s, self._encoded_s, now_s)
-        began, snapshot, encoded, now = (now_wall_s - (now_s - moment_s) for moment_s in moments)
+        add, shift_s = self._telemetry.add, traces.shift_s()
+        began, read, encoded, now = (
+            at_s + shift_s for at_s in (self._began_s, self._snapshot_s, self._encoded_s, traces.clock())
+        )
         about: dict[str, str | int | float] = {
             "diloco.member": offer.learner,
             "diloco.fragment": offer.fragment,
@@ -113,5 +115,6 @@ class OfferTrace:
             "diloco.bytes": offer.body.size_bytes,
         }
         add(Span("offer", ids, None, began, now, about, (self._version,)))
-        for name, begin, end in (("snapshot", began, snapshot), ("encode", snapshot, encoded), ("upload", encoded, now)):
-            add(Span(name, ids.child(name), ids.span, begin, end))
+        add(Span("snapshot", ids.child("snapshot"), ids.span, began, read))
+        add(Span("encode", ids.child("encode"), ids.span, read, encoded))
+        add(Span("upload", ids.child("upload"), ids.span, encoded, now))
