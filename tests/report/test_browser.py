@@ -69,7 +69,15 @@ def lively() -> dict[str, Any]:
         }
     for fragment in report["fragments"]:
         fragment |= {"epoch": 3, "merged_at_s": 100.0, "members": learners, "members_count": 4}
-    region = {"members": 3, "heard": 3, "away_s": None, "fragments": 4, "sending": 1, "open": 2, "bytes_in": 10**8}
+    region: dict[str, Any] = {
+        "members": 3,
+        "heard": 3,
+        "away_s": None,
+        "fragments": 4,
+        "sending": 1,
+        "open": 2,
+        "bytes_in": 10**8,
+    }
     regions = {name: region | {"bytes_out": 9 * 10**7, "bound_bytes": 10**8} for name in ("us", "eu", "ap")}
     regions["ap"] |= {"away_s": 12.0, "heard": 0}
     link = {"bytes": 5 * 10**7, "bytes_per_s": 40_000.0, "offer_bits": 4, "record_bits": 4, "pace": 1.0}
