@@ -183,6 +183,27 @@ def test_a_chunk_is_asked_for_when_the_one_before_is_on_its_way_to_the_disk(tmp_
     np.testing.assert_array_equal(loaded.read(column), array[1:4, 3:5], strict=True)
 
 
+def test_a_state_stays_what_was_checked_when_the_next_one_takes_its_place(tmp_path: Path) -> None:
+    values = np.arange(12, dtype=np.float32)
+    halves = list(Chunk.whole("a", (12,), "float32").cut(24))
+
+    def save_parts(set_name: str, values: NDArray[Any], note: str) -> None:
+        for index, half in enumerate(halves):
+            path, content = state.generations(tmp_path, "ann", index)[0], Content([half], [values[half.where]])
+            state.save(path, RUN, "ann", {"note": note}, content, part=Part(index, 2, set_name))
+
+    save_parts("step 1", values, "")
+    own, other = (state.generations(tmp_path, "ann", index)[0] for index in (0, 1))
+    loaded = state.load(own, RUN, "ann")
+    for half in halves:
+        loaded.check(half)
+    save_parts("step 2", values + 1, 1000 * "longer accounts, so that arrays begin elsewhere; ")
+    np.testing.assert_array_equal(loaded.arrays()["a"], values, strict=True)
+    own.unlink()
+    other.unlink()
+    np.testing.assert_array_equal(loaded.arrays()["a"], values, strict=True)
+
+
 def test_the_parts_of_several_processes_are_one_state(tmp_path: Path) -> None:
     array = np.arange(12, dtype=np.float32).reshape(4, 3)
     halves = [Chunk("a", (4, 3), "float32", (first, 0), (first + 2, 3)) for first in (0, 2)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from tests.simulation.play import happens, play, play_all, survived, world
 from tests.simulation.test_mutations import lost_tokens_forgotten
 
 from diloco.control.shares import Claims
+from diloco.core.chunks import Chunk
 from diloco.core.decisions import Decisions
 from diloco.core.learner import Learner
 from diloco.core.saving import Ended, Saves
@@ -22,6 +24,7 @@ from diloco.member import carrier, rescue, restoring, state
 from diloco.member.links import Links
 from diloco.member.meeting import Meeting
 from diloco.member.part import Follower, Part
+from diloco.member.statefile import OpenFile, Stored
 from diloco.wire.island import Decided, PartSaved
 
 Patch = pytest.MonkeyPatch
@@ -228,6 +231,16 @@ def saved_though_the_others_have_gone_on(patch: Patch) -> None:
     patch.setattr(restoring, "own_place", lambda *about, missed: own_place(*about))
 
 
+def read_from_what_is_there_by_now(patch: Patch) -> None:
+    """A process reads the model that it begins with from the file that has the checked one's place by now."""
+    read = Stored.read
+
+    def by_name(self: Stored, wanted: Chunk) -> Any:
+        return read(replace(self, within=OpenFile(self.path)), wanted)
+
+    patch.setattr(Stored, "read", by_name)
+
+
 MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (written_a_boundary_late, "writes .* decided was"),
     (another_batch, "takes .* takes"),
@@ -250,6 +263,7 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (ghosts_are_there, "is there already"),
     (saved_though_the_others_have_gone_on, "have no part of it"),
     (kept_is_removed_by_its_own_generation, "begins from the log, and .* counted"),
+    (read_from_what_is_there_by_now, "takes .* takes"),
 ]
 
 
@@ -264,6 +278,7 @@ FOUND_BY: dict[Callable[[Patch], None], int] = {
     ghosts_are_there: 8,
     kept_is_removed_by_its_own_generation: 2143,
     saved_though_the_others_have_gone_on: 500119,
+    read_from_what_is_there_by_now: 902503,
 }
 QUICK = (written_a_boundary_late, counted_with_a_part_missing, losses_unnoticed, parts_from_the_leaders_boundary_on)
 

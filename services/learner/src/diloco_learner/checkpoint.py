@@ -134,7 +134,8 @@ class Lent:
     """An optimizer state in a file, which is lent from there."""
 
     def __init__(self, path: Path, saved: State) -> None:
-        self._path, self._saved = path, saved
+        self._path = path
+        self._saved: State | None = saved  # it keeps the file open, and its room on the disk taken
         self.layout, self.content_hash = Layout.of(saved.layout()), saved.state_hash
 
     def read(self, wanted: Chunk) -> NDArray[Any]:
@@ -143,10 +144,14 @@ class Lent:
         Raises:
             RunError: it is not there any more.
         """
-        return self._saved.read(wanted)
+        saved = self._saved
+        if saved is None:
+            raise RunError(f"{self._path}: array {wanted.name!r} cannot be read: it is lent no more")
+        return saved.read(wanted)
 
     def drop(self) -> None:
         """Remove the file."""
+        self._saved = None
         self._path.unlink(missing_ok=True)
 
 

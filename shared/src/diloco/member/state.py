@@ -275,15 +275,17 @@ def load(path: Path, run: bytes, learner: str) -> State:
     state.check_all()
     index, _, count = metadata.get("part", "0/1").partition("/")
     for other in range(int(count)):
-        places = _kept(path.parent, learner, other), *_generations(path.parent, learner, other)
-        siblings = places if other != int(index) else (path,)
-        found = next((sibling for sibling in siblings if set_of(sibling, run, learner) == set_name), None)
-        if found is None:
-            state.missing += 1
+        if other == int(index):
+            state.files.append(path)
             continue
-        state.files.append(found)
-        if found != path:
-            state.add(statefile.open_file(found, run, learner)[1])
+        for sibling in (_kept(path.parent, learner, other), *_generations(path.parent, learner, other)):
+            part = _part_of(sibling, run, learner, set_name)
+            if part is not None:
+                state.files.append(sibling)
+                state.add(part)
+                break
+        else:
+            state.missing += 1
     return state
 
 
@@ -310,6 +312,15 @@ def set_of(path: Path, run: bytes, learner: str) -> str | None:
     except RunError:
         return None
     return metadata.get("set", "")
+
+
+def _part_of(path: Path, run: bytes, learner: str, set_name: str) -> list[statefile.Stored] | None:
+    """Return the chunks of a file that is a part of a learner's state of that name; None if there is no such file."""
+    try:
+        metadata, stored = statefile.open_file(path, run, learner)
+    except RunError:
+        return None
+    return stored if metadata.get("set", "") == set_name else None
 
 
 def is_of(path: Path, run: bytes, learner: str, set_name: str) -> bool:

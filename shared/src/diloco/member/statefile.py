@@ -8,6 +8,8 @@ BLAKE3 of every chunk) and ``hash``, the BLAKE3 hash over the others, so that da
 from __future__ import annotations
 
 import json
+import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,22 +48,43 @@ _NAMES = {short: name for name, short in _TYPES.items()}
 Values = NDArray[Any]
 
 
+class OpenFile:
+    """A file that is the same while anything refers to it, though another one is put in its place.
+
+    A learner's leader may save its next state while other processes still read the one that all begin from.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, path.open("rb")
+        weakref.finalize(self, self.file.close)
+
+    def header(self) -> tuple[dict[str, Any], int]:
+        """Return what a safetensors file says of its tensors, and where the first one begins."""
+        self.file.seek(0)
+        length = int.from_bytes(self.file.read(8), "little")
+        return json.loads(self.file.read(length)), 8 + length
+
+
 @dataclass(frozen=True)
 class Stored:
     """A chunk in a file."""
 
     chunk: Chunk
-    path: Path
+    within: OpenFile
     offset: int
     content_hash: str
 
+    @property
+    def path(self) -> Path:
+        return self.within.path
+
     def read(self, wanted: Chunk) -> Values:
-        """Return the values of a part of it, any dtype [lengths of the part].
+        """Return the values of a part of it, any dtype [lengths of the part]: of the file that was checked.
 
         Raises:
-            OSError, ValueError: the file is gone, or cut short.
+            OSError, ValueError: the file cannot be read, or is cut short.
         """
-        mapped = np.memmap(self.path, self.chunk.dtype, "r", self.offset, self.chunk.lengths)
+        mapped = np.memmap(self.within.file, self.chunk.dtype, "r", self.offset, self.chunk.lengths)
         return np.array(mapped[wanted.within(self.chunk)])
 
     def check(self) -> None:
@@ -71,9 +94,7 @@ class Stored:
             RunError: it differs, or the file cannot be read.
         """
         try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                found = hash_of(file, self.chunk.size_bytes).hex()
+            found = hash_of(self.within.file, self.chunk.size_bytes, self.offset).hex()
         except OSError as error:
             raise RunError(f"{self.path}: array {self.chunk.name!r} cannot be read: {error}") from None
         if found != self.content_hash:
@@ -87,22 +108,20 @@ def open_file(path: Path, run: bytes, learner: str) -> tuple[dict[str, str], lis
         RunError: it cannot be read, is damaged, of another format version, or of another run or learner.
     """
     try:
-        with safe_open(path, "numpy") as file:
-            metadata = file.metadata() or {}
+        file = OpenFile(path)
+        with safe_open(path, "numpy"):
+            described, begin = file.header()
+        metadata = described.pop("__metadata__", {})
         _check_metadata(metadata, run, learner)
-        stored = list(chunks_in(path, metadata))
+        stored = list(_chunks_in(file, described, begin, metadata))
         json.loads(metadata["accounts"])
         return metadata, stored
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise RunError(f"{path}: not a whole state of learner {learner}: {error}") from None
 
 
-def chunks_in(path: Path, metadata: Mapping[str, str]) -> Iterator[Stored]:
-    """Yield the chunks of a file whose header is known to be one."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        described = json.loads(file.read(length))
-    del described["__metadata__"]
+def _chunks_in(file: OpenFile, described: Mapping[str, Any], begin: int, metadata: Mapping[str, str]) -> Iterator[Stored]:
+    """Yield the chunks of a file of which is known that the others described them, and where the first one begins."""
     hashes, partial = json.loads(metadata["hashes"]), json.loads(metadata.get("chunks", "{}"))
     if sorted(described) != sorted(hashes) or not partial.keys() <= described.keys():
         raise ValueError("its arrays are not those that it lists")
@@ -115,7 +134,7 @@ def chunks_in(path: Path, metadata: Mapping[str, str]) -> Iterator[Stored]:
         if not isinstance(name, str) or any(last > whole for last, whole in zip(stop, shape, strict=True)):
             raise ValueError(f"array {entry!r} lies nowhere in one of shape {shape}")
         chunk = Chunk(name, tuple(shape), dtype, tuple(start), stop)
-        yield Stored(chunk, path, 8 + length + about["data_offsets"][0], hashes[entry])
+        yield Stored(chunk, file, begin + about["data_offsets"][0], hashes[entry])
 
 
 def _check_metadata(metadata: Mapping[str, str], run: bytes, learner: str) -> None:
@@ -147,12 +166,12 @@ def put(file: BinaryIO, chunk: Chunk, values: Values) -> str:
     return blake3(data).hexdigest()
 
 
-def hash_of(file: BinaryIO, size_bytes: int) -> bytes:
-    """Return the hash of the next bytes of a file, or of as many as there are."""
-    hasher = blake3()
-    while size_bytes > 0 and (block := file.read(min(size_bytes, BLOCK_BYTES))):
+def hash_of(file: BinaryIO, size_bytes: int, begin: int = 0) -> bytes:
+    """Return the hash of a file's bytes from ``begin`` on, or of as many as there are. Other threads may read it, too."""
+    hasher, end = blake3(), begin + size_bytes
+    while begin < end and (block := os.pread(file.fileno(), min(end - begin, BLOCK_BYTES), begin)):
         hasher.update(block)
-        size_bytes -= len(block)
+        begin += len(block)
     return hasher.digest()
 
 
