@@ -292,9 +292,10 @@ def _connections(exporter: Exporter, value: Callable[[Any], float]) -> Labelled:
     return {("control",): value(exporter.transport.control), ("bulk",): value(exporter.transport.bulk)}
 
 
-def _spans(exporter: Exporter) -> Labelled | None:
+def _spans(exporter: Exporter) -> Labelled:
     kept = exporter.telemetry
-    return None if kept is None else {("exported",): float(kept.exported), ("dropped",): float(kept.dropped)}
+    exported, dropped = (0, 0) if kept is None else (kept.exported, kept.dropped)
+    return {("exported",): float(exported), ("dropped",): float(dropped)}
 
 
 COMMON: tuple[Metric[Exporter], ...] = (
