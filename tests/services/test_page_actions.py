@@ -13,14 +13,16 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.services.cluster import Cluster, Service, small, some_versions
 from tests.services.conftest import Launch
 from tests.services.secured import make_keys, members, serving
 from tests.services.toy import SAMPLES
 
 from diloco.control.changes import read_changes
-from diloco.errors import EjectedError
+from diloco.errors import EjectedError, RunError, SettingsError
 from diloco_ops import run_reader
+from diloco_ops.page import command
 
 RUN = "paged"
 
@@ -29,9 +31,9 @@ class Page:
     """A process of ``diloco page``, and a client of it that has its token."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "diloco_ops.cli", "page", *arguments]
+        words = [sys.executable, "-m", "diloco_ops.cli", "page", *arguments]
         environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=folder, text=True, env=environment)
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=folder, text=True, env=environment)
         assert self.process.stdout is not None
         self.said = next(line for line in self.process.stdout if "http" in line)
         found = re.search(r"(http://\S+)#(\w+)", self.said)
@@ -139,12 +141,11 @@ async def demand_authors(own: Path) -> None:
 
 
 def test_what_cannot_be_served_is_refused_in_words(tmp_path: Path) -> None:
-    def said(*arguments: str) -> str:
-        command = [sys.executable, "-m", "diloco_ops.cli", "page", *arguments]
-        ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-        assert ended.returncode
-        return ended.stderr
-
-    assert "not a run's directory" in said("nothing")
-    assert "give the run's NATS server" in said("http://127.0.0.1:8420/")
-    assert "others reach it" in said("run", "--address", "0.0.0.0:8421")
+    with pytest.raises(RunError, match="not a run's directory"):
+        command.page(str(tmp_path))
+    with pytest.raises(SettingsError, match="give the run's NATS server"):
+        command.page("http://127.0.0.1:8420/")
+    with pytest.raises(SettingsError, match="others reach it"):
+        command.page(str(tmp_path), address="0.0.0.0:8421")
+    with pytest.raises(SettingsError, match="--bulk: goes with a URL"):
+        command.page(str(tmp_path), bulk_url="nats://127.0.0.1:4222")
