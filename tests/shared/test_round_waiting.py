@@ -116,6 +116,37 @@ def test_a_learner_that_took_its_steps_and_does_not_answer_leaves_the_quorum_unt
     assert names(round_.poll(now_s)) == [("ann", 2), ("eve", 1)]
 
 
+def test_a_learner_that_comes_back_when_its_time_was_over_makes_up_a_quorum_that_nobody_else_can() -> None:
+    """Two must answer, and there are two: bob is away for a minute, and ann is ready all the while."""
+    round_, now_s = in_full_swing("ann", "bob", **{"round.quorum": 2})
+    for step in range(STEPS, STEPS + 60):
+        now_s += 1
+        step_on(round_, "ann", step, now_s)
+        assert not round_.due(now_s, STEPS)
+    step_on(round_, "bob", 3, now_s, incarnation=2)
+    assert not round_.due(now_s, STEPS), "it has a step to take yet"
+    assert round_.in_vain == {"bob"}
+    step_on(round_, "bob", STEPS, now_s + 1, incarnation=2)
+    assert round_.due(now_s + 1, STEPS), "it delivers nothing before a round is open"
+    open_at(round_, now_s + 1)
+    hold(round_, offer("ann"))
+    assert round_.poll(now_s + 1) is None
+    hold(round_, offer("bob"))
+    assert round_.in_vain == set()
+    assert names(round_.poll(now_s + 1)) == [("ann", 1), ("bob", 1)]
+
+
+def test_a_learner_whose_time_is_over_opens_no_round_that_others_can() -> None:
+    """Two of three must answer: eve was given up, and is ready before bob."""
+    round_, now_s = in_full_swing("ann", "bob", "eve", **{"round.quorum": 2})
+    round_.in_vain.add("eve")
+    for learner in ("ann", "eve"):
+        step_on(round_, learner, STEPS, now_s)
+    assert not round_.due(now_s, STEPS)
+    step_on(round_, "bob", STEPS, now_s)
+    assert round_.due(now_s, STEPS)
+
+
 def test_nobody_is_to_blame_where_nobody_answers() -> None:
     """A server is away for ten minutes: none of the learners can store an offer, and all of them stay in the quorum."""
     round_, now_s = in_full_swing("ann", "bob")

@@ -216,7 +216,10 @@ class Round:
             self._blame(missing, now_s)
         else:
             self.wanted_at_s = None
-        if ready >= max(1, self.quorum(now_s)):
+        quorum = max(1, self.quorum(now_s))
+        if len(present) < quorum:  # those given up count once they are ready, or no round would open any more
+            ready += sum(self._is_ready(seen, needed) for seen in self._given_up(now_s))
+        if ready >= quorum:
             return True
         # after a rollback learners count from different steps: some may wait for this fragment, and the others for another one
         expected = self.roster.expected(self.chain, now_s)
@@ -364,6 +367,10 @@ class Round:
         Not of those that take no further step and hold none of this fragment, nor of those that stopped long before the end.
         """
         return self._look(now_s).present
+
+    def _given_up(self, now_s: float) -> list[Seen]:
+        """Return the live learners that were waited for in vain: they deliver nothing before a round opens."""
+        return [seen for seen in self.roster.live(now_s) if seen.heartbeat.learner in self.in_vain]
 
     def _leavers(self, now_s: float) -> list[Seen]:
         """Return the learners that take no further step, know the newest version and hold steps beyond it."""
