@@ -50,6 +50,7 @@ def test_training_of_several_processes_is_repeated_to_the_last_bit(processes: in
         assert model.machine == machine, "the devices of all processes, and their threads"
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_while_it_trains_again_is_named_and_the_next_life_is_trained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import termios
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from tests.services.cluster import DEADLINE_S, Cluster, small, some_versions
 from tests.services.conftest import Launch
 
@@ -126,6 +127,7 @@ async def on_terminal(*arguments: str, size: tuple[int, int] = (80, 24), keys: b
         os.close(mine)
 
 
+@pytest.mark.slow
 async def test_the_command_on_a_terminal_and_its_refusals(launch: Launch, tmp_path: Path) -> None:
     cluster = launch(small(tokens=10**9))
     await cluster.begin()

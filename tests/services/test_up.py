@@ -290,6 +290,7 @@ async def test_validation_loss_is_that_of_the_model_folded_from_the_log(nursery:
     assert np.mean(losses) == pytest.approx(report["val_loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_new_run_begins_with_the_weights_of_one_that_is_over(story: Story, diloco: Diloco, tmp_path: Path) -> None:
     first, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
     assert diloco("export", str(story.directory), str(first)).code == 0

@@ -129,11 +129,11 @@ def of_the_heaviest(patch: Patch) -> None:
 # with the schedule that has found it, which is played first; whether offers are merged in their regions
 MUTATIONS: list[tuple[Callable[[Patch], None], int, bool, str]] = [
     (one_is_a_majority, 0, False, r"only \['..'\] hold the entry"),
-    (own_log_gone_on_with, 88, False, "fork|is not over|does not follow"),
+    (own_log_gone_on_with, 19, False, "fork|is not over|does not follow"),
     (notices_not_waited_for, 0, False, r"no version of the log|only \['..'\] hold the entry"),
     (held_beside_one_another, 0, True, "merged before|merged twice|made without knowing|made of|each may be named once"),
-    (left_over_twice, 0, True, "merged before|merged twice|made without knowing|made of"),
-    (of_the_heaviest, 0, True, "is not the mean"),
+    (left_over_twice, 1, True, "merged before|merged twice|made without knowing|made of"),
+    (of_the_heaviest, 1, True, "is not the mean"),
 ]
 
 

@@ -32,14 +32,14 @@ FOUND = {
 }
 
 
-@in_blocks(1500, 100)
+@in_blocks(1500, 60)
 def test_no_schedule_breaks_an_invariant_or_hangs(seeds: range) -> None:
     total = survived(play_all(seeds).outcomes)
     kinds = ("state restored", "state borrowed", "state marked", "keyframe", "takeover", "purge")
     happens(total, (*(f"fault {kind}" for kind in FAULTS), *kinds), seeds)
 
 
-@in_blocks(50, 10)  # each as dear as several others: a version of every fragment for every step
+@in_blocks(50, 5)  # each as dear as several others: a version of every fragment for every step
 def test_gradients_of_learners_in_lockstep_are_averaged_whatever_goes_wrong(seeds: range) -> None:
     outcomes = [World(seed, number=LOCKSTEP).run() for seed in seeds]
     failed = {outcome.seed: repr(outcome.error) for outcome in outcomes if outcome.error is not None}
