@@ -20,7 +20,7 @@ from diloco.core.chunks import Chunk
 from diloco.core.decisions import Decisions
 from diloco.core.learner import Learner
 from diloco.core.saving import Ended, Saves
-from diloco.member import carrier, rescue, restoring, state
+from diloco.member import carrier, meeting, rescue, restoring, state
 from diloco.member.links import Links
 from diloco.member.meeting import Meeting
 from diloco.member.part import Follower, Part
@@ -214,10 +214,10 @@ def never_taken_back(patch: Patch) -> None:
 def ghosts_are_there(patch: Patch) -> None:
     """A process that was lost with its host while it waited is taken for one that is there."""
 
-    async def careless(self: Meeting, arrived: Any) -> bool:
+    async def careless(self: Any) -> bool:
         return True
 
-    patch.setattr(Meeting, "_is_there", careless)
+    patch.setattr(meeting._Arrived, "is_there", careless)
 
 
 def kept_is_removed_by_its_own_generation(patch: Patch) -> None:
