@@ -19,7 +19,6 @@ from diloco_ops.live.lanes import behind
 from diloco_ops.live.shaping import shaped
 
 SILENT_S = 3.0  # an answer comes twice a second; without one for so long, what is heard is shown
-OLD_S = 60.0  # a history that is older says nothing about now; it is stored every ten seconds or less often
 MAX_EVENTS = 1000
 MAX_SPANS = 2000  # of one learner, seen since the history; that one has the older ones, thinned
 MAX_MERGES = 2000  # of one fragment that are kept; the history has the older ones, thinned

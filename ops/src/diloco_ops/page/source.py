@@ -7,16 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco.control.changes import read_changes
-from diloco.control.history import Past
-from diloco.errors import DilocoError
 from diloco.nats import connection
 from diloco.process.observe import Logger
-from diloco.process.retry import Complaint
 from diloco.wire.plain import json_object
 from diloco.wire.subjects import Subjects
 from diloco_coordinator import overview
-from diloco_coordinator.history import History
-from diloco_coordinator.page.source import ANSWER_S, READ_EVERY_S
+from diloco_coordinator.page.source import ANSWER_S, StoredHistory, waiting
 from diloco_ops.run_reader import LiveRun
 
 Facts = Mapping[str, Any]
@@ -27,11 +23,8 @@ class OperatorSource:
 
     def __init__(self, live: LiveRun, log: Logger) -> None:
         self.live = live
-        self._history = History(live.run.registry)
-        self._past: Past | None = None
-        self._read_s: float | None = None
+        self._stored = StoredHistory(live.run.registry, log, self._adopt_changes)
         self._over = False
-        self._complaint = Complaint(log)
 
     @property
     def over(self) -> bool:
@@ -40,9 +33,9 @@ class OperatorSource:
     async def report(self) -> Mapping[str, Any]:
         """Return the run's report as of now, without its series."""
         run = self.live.run
-        facts, past = await asyncio.gather(self._answer(), self._stored())
+        facts, past = await asyncio.gather(self._answer(), self._stored.read())
         if past is None:
-            return {"run": run.name, "preset": run.created.preset, "now": {"state": "waiting"}}
+            return waiting(run)
         age_s = max(0.0, self.live.transport.wall_s() - past.at_s)
         report = overview.report(_newest(past.picture, facts), run.created, age_s if facts is None else None)
         self._over = report["now"]["state"] == "finished"
@@ -52,7 +45,7 @@ class OperatorSource:
 
     async def series(self) -> Callable[[], Mapping[str, Any]]:
         """Return a function that makes the report's ``series``."""
-        past = self._past
+        past = self._stored.past
         return lambda: {} if past is None else overview.series(past.curves)
 
     async def _answer(self) -> Facts | None:
@@ -64,19 +57,8 @@ class OperatorSource:
         answered = json_object(raw)
         return answered if answered is not None and "fragments" in answered else None
 
-    async def _stored(self) -> Past | None:
-        now_s = asyncio.get_running_loop().time()
-        if self._read_s is None or now_s - self._read_s >= READ_EVERY_S:
-            self._read_s = now_s
-            try:
-                async with asyncio.timeout(ANSWER_S):
-                    self._past = await self._history.read() or self._past
-                    self.live.run.adopt((await read_changes(self.live.run)).records)
-            except (DilocoError, TimeoutError) as error:
-                self._complaint.warn("history_unreadable", reason=str(error) or "no answer")
-            else:
-                self._complaint.over()
-        return self._past
+    async def _adopt_changes(self) -> None:
+        self.live.run.adopt((await read_changes(self.live.run)).records)
 
 
 def _newest(picture: Mapping[str, Any], answered: Facts | None) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class Feed:
 
     async def _read_logs(self) -> None:
         """Read the logs of the run's directory, and go on with what is written."""
-        going, new = True, asyncio.Event()
+        going = True
 
         def wait() -> bool:
             time.sleep(LOGS_S)
@@ -136,7 +136,7 @@ class Feed:
 
         reading = asyncio.ensure_future(asyncio.to_thread(follow))
         try:
-            await new.wait()
+            await asyncio.Event().wait()  # until cancelled
         finally:
             going = False
             await end(reading)

@@ -21,7 +21,6 @@ from diloco.errors import BrokerError, FormatError, MessageError, RewoundError
 from diloco.log.stream import open_body
 from diloco.process.retry import RETRY_S, Complaint, until_available
 from diloco.process.tasks import end
-from diloco.settings.run import Bits
 from diloco.transport import Stored, Transport
 from diloco.wire import framing, subjects
 from diloco.wire.assemble import ChunkAssembler, part_index
@@ -71,6 +70,9 @@ class Collector:
         self.run, self.log = context.run, context.log
         self.subjects = context.store.subjects
         self.learners: set[str] = set()  # whose offers come from this region
+        created = context.run.created
+        allowed = bandwidth.possible(created.codec.offer_bits, created)
+        self._precisions = [sorted({each.bits(bits) for bits in allowed}) for each in context.map.fragments]  # of offers
         self._takers: dict[int, Taker] = {}
         self._again = False
         self.regional = False  # whether regional offers are read, and no others
@@ -100,12 +102,6 @@ class Collector:
         }
         self._start(kept, read, group)
         self._start(takers.keys() - set(kept), None, group)
-
-    def _precisions(self, fragment: int) -> list[Bits]:
-        """Return the bits that offers of a fragment may have."""
-        settings = self.run.created
-        allowed = bandwidth.possible(settings.codec.offer_bits, settings)
-        return sorted({self.context.map.fragments[fragment].bits(bits) for bits in allowed})
 
     def again(self) -> None:
         """Read everything again at the next :meth:`serve`: offers that were refused may be wanted by now."""
@@ -152,7 +148,7 @@ class Collector:
         if not subjects.is_head(message.subject):
             number, size = part_index(message.subject), self._takers[index].fragment.size
             if number is not None:
-                largest = quantise.body_bytes(size, max(self._precisions(index)))
+                largest = quantise.body_bytes(size, max(self._precisions[index]))
                 parts.add(sender, number, message.data, codec.packed_limit(largest))
             return
         try:
@@ -201,7 +197,7 @@ class Collector:
             ClaimError: it states more than a learner can have done.
             MessageError: the content is damaged.
         """
-        precisions = self._precisions(offer.fragment)
+        precisions = self._precisions[offer.fragment]
         if offer.bits not in precisions:
             raise FormatError(f"{what}: {offer.bits} bits; the run has {' or '.join(map(str, precisions))}")
         pieces = parts.take(sender, offer.body)

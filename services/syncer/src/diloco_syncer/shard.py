@@ -71,8 +71,9 @@ class Shard:
         region = settings.region or ""
         regions = Regions(region, store, run, fragment_map, connect or {}) if run.regions else None
         roster, refused = Roster(run.in_force), Counted(log)
-        shared = (transport, run, fragment_map, settings, log, store, regions, roster, refused)
-        self.context = Context(*shared, telemetry=telemetry)
+        self.context = Context(
+            transport, run, fragment_map, settings, log, store, regions, roster, refused, telemetry=telemetry
+        )
         sizes = [fragment.size for fragment in fragment_map.fragments]
         incarnation, takeover_s = int(transport.wall_s() * 1000), run.created.liveness.takeover_s
         away_s = run.created.regions.away_s
