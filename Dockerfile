@@ -7,8 +7,8 @@ FROM python:3.11-slim-bookworm AS base
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /state --shell /usr/sbin/nologin diloco \
  && install -d -o diloco -g diloco /state \
  && python -m venv --without-pip /opt/venv
-# The allocator's settings are those of diloco.nats.connection.malloc_environment. A service's files are in /state, a volume
-# that begins with what the image has there.
+COPY --chmod=755 deploy/images/start /opt/start
+# The allocator's settings are those of diloco.nats.connection.malloc_environment. A service's files are in /state, a volume.
 ENV PATH=/opt/venv/bin:$PATH \
     MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648 MALLOC_TOP_PAD_=1048576 \
     NUMBA_CACHE_DIR=/state/cache/numba \
@@ -17,6 +17,7 @@ ENV PATH=/opt/venv/bin:$PATH \
 HEALTHCHECK --interval=15s --timeout=10s --retries=3 --start-period=120s \
     CMD test -n "$(find /tmp/alive -newermt '15 seconds ago')"
 WORKDIR /state
+ENTRYPOINT ["/opt/start"]
 
 # ---- packages; their tests and debugging symbols are left out
 
@@ -64,27 +65,27 @@ RUN for part in shared services/learner services/syncer services/coordinator rep
 # compiled for the machine that builds; another kind of processor compiles them once more, into the volume
 FROM packages AS kernels
 COPY --from=code /code/shared /
-RUN python -c "import diloco.core.kernels"
+RUN NUMBA_CACHE_DIR=/opt/kernels python -c "import diloco.core.kernels"
 
 # ---- the images
 
 FROM packages AS syncer
 COPY --from=code /code/shared /code/services/syncer /
-COPY --from=kernels --chown=diloco:diloco /state /state
+COPY --from=kernels /opt/kernels /opt/kernels
 USER diloco
 CMD ["diloco-syncer"]
 
 # also the relay between the regions, and the command line
 FROM coordinator-packages AS coordinator
 COPY --from=code /code/shared /code/services/coordinator /code/report /code/ops /
-COPY --from=kernels --chown=diloco:diloco /state /state
+COPY --from=kernels /opt/kernels /opt/kernels
 USER diloco
 CMD ["diloco-coordinator"]
 
 FROM learner-packages AS learner
 ENV DILOCO_CACHE_DIR=/state/cache/jax
 COPY --from=code /code/shared /code/services/learner /
-COPY --from=kernels --chown=diloco:diloco /state /state
+COPY --from=kernels /opt/kernels /opt/kernels
 USER diloco
 CMD ["diloco-learner"]
 

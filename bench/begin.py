@@ -4,6 +4,7 @@
     python bench/begin.py --cold                # an empty cache
     python bench/begin.py --runs 3              # so many at once
     python bench/begin.py --loops 8             # beside so many busy loops
+    python bench/begin.py --cold --template gpt # diloco init and python train.py of its project, from an empty folder
 
 ``compiled`` is when a learner has its programs, and ``CPU`` the processor time of its process by then, imports included;
 ``first step`` is when its first step had ended, by its tape. ``versions`` is the share of the run's versions that it is in.
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,24 +29,34 @@ import script
 from diloco.process.tape import load_all
 from diloco_ops.run_reader import opened
 
-UP = [sys.executable, "-c", "from diloco_ops.cli import main; main()", "up"]
+DILOCO = [sys.executable, "-c", "from diloco_ops.cli import main; main()"]
 
 
-def train(home: Path, directories: list[Path], tokens: int, loops: int) -> float:
-    """Do runs at once with the cache of this home, beside busy loops; return the wall time in seconds."""
+def train(home: Path, directories: list[Path], tokens: int, loops: int) -> None:
+    """Do runs at once with the cache of this home, beside busy loops."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
-    environment, began_s = os.environ | {"HOME": str(home)}, time.monotonic()
-    commands = [[*UP, "--run-dir", str(directory), "--tokens", str(tokens), "--plain"] for directory in directories]
+    environment = os.environ | {"HOME": str(home)}
+    commands = [[*DILOCO, "up", "--run-dir", str(directory), "--tokens", str(tokens), "--plain"] for directory in directories]
     try:
         ups = [subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) for command in commands]
         codes = [up.wait() for up in ups]
         if any(codes):
             raise SystemExit("bench/begin.py: diloco up failed")
-        return time.monotonic() - began_s
     finally:
         for process in busy:
             process.kill()
             process.wait()
+
+
+def train_template(home: Path, template: str) -> Path:
+    """Make a project with the caches of this home, that of the kernels too, and train it; return its run's directory."""
+    environment = os.environ | {"HOME": str(home), "NUMBA_CACHE_DIR": str(home / "kernels")}
+    folder = home / f"project-{time.monotonic_ns()}"
+    init = [*DILOCO, "init", str(folder), "--template", template]
+    for command, place in ((init, home), ([sys.executable, "train.py"], folder)):
+        subprocess.run(command, cwd=place, env=environment, stdout=subprocess.DEVNULL, check=True)
+    [directory] = (folder / "runs").iterdir()
+    return directory
 
 
 async def first_steps_s(directory: Path) -> dict[str, float]:
@@ -56,10 +68,13 @@ async def first_steps_s(directory: Path) -> dict[str, float]:
 
 
 def compiled(directory: Path, name: str) -> tuple[float, float]:
-    """Return when a learner had its programs, by the wall clock, and its process's CPU time by then; seconds."""
+    """Return when a learner had its programs, by the wall clock, and its process's CPU time by then; seconds.
+
+    A learner of PyTorch compiles none, and says when it has its model, and no CPU time.
+    """
     lines = (directory / "logs" / f"{name}.jsonl").read_text().splitlines()
-    event = next(json.loads(line) for line in lines if '"compiled"' in line)
-    return datetime.fromisoformat(event["time"]).timestamp(), event["process_cpu_s"]
+    event = [json.loads(line) for line in lines if '"compiled"' in line or '"island_ready"' in line][-1]
+    return datetime.fromisoformat(event["time"]).timestamp(), event.get("process_cpu_s", float("nan"))
 
 
 def learners(directory: Path, began_s: float) -> dict[str, dict[str, float]]:
@@ -77,20 +92,34 @@ def learners(directory: Path, began_s: float) -> dict[str, dict[str, float]]:
     return found
 
 
-def measure(tokens: int, runs: int, loops: int, *, cold: bool) -> dict[str, Any]:
+def measure(tokens: int, runs: int, loops: int, template: str | None, *, cold: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:
         home = Path(folder)
+        if template is not None:
+            if not cold:
+                train_template(home, template)
+            return measured(lambda: [train_template(home, template)])
         directories = [home / f"run-{number}" for number in range(runs)]
         if not cold:
             train(home, [home / "before"], 1, 0)
-        load, began_s = os.getloadavg()[0], time.time()
-        wall_s = train(home, directories, tokens, loops)
-        return {
-            "machine": script.machine(),
-            "load": [load, os.getloadavg()[0]],
-            "wall_s": wall_s,
-            "runs": [learners(directory, began_s) for directory in directories],
-        }
+
+        def trained() -> list[Path]:
+            train(home, directories, tokens, loops)
+            return directories
+
+        return measured(trained)
+
+
+def measured(work: Callable[[], list[Path]]) -> dict[str, Any]:
+    """Return how the runs began that ``work`` does, and the loads before and after."""
+    load, began_s = os.getloadavg()[0], time.time()
+    directories = work()
+    return {
+        "machine": script.machine(),
+        "load": [load, os.getloadavg()[0]],
+        "wall_s": time.time() - began_s,
+        "runs": [learners(directory, began_s) for directory in directories],
+    }
 
 
 def show(result: dict[str, Any]) -> None:
@@ -110,9 +139,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=150_000)
     parser.add_argument("--runs", type=int, default=1, help="at once")
     parser.add_argument("--loops", type=int, default=0, help="busy processes besides")
+    parser.add_argument("--template", help="of a project, which is made and trained instead")
     parser.add_argument("--cold", action="store_true", help="begin with an empty cache")
     arguments = parser.parse_args()
-    result = measure(arguments.tokens, arguments.runs, arguments.loops, cold=arguments.cold)
+    result = measure(arguments.tokens, arguments.runs, arguments.loops, arguments.template, cold=arguments.cold)
     script.print_result(result, arguments, show)
 
 

@@ -94,7 +94,7 @@ def timed(
 
 def open_body(packed: bytes, content_hash: bytes, n: int, bits: int) -> NDArray[np.uint8]:
     """Open a body as its receiver does."""
-    body = codec.unpack(packed, quantise.body_bytes(n, bits))
+    body = codec.unpack([packed], quantise.body_bytes(n, bits))
     if codec.content_hash(body) != content_hash:
         raise SystemExit("core: a body came back as another")
     quantise.validate(body, n, bits)

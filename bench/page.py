@@ -4,8 +4,9 @@
 
 The monitor is given as much as it keeps of such a run, a heartbeat of every learner twice a second goes on, and the page is
 served at a port of this machine to viewers that read, and to one that does not. A Chromium, where there is one, says when it
-first paints the page. Before that the same is opened of a small run. Prints JSON; processor time as shares of a core. Takes
-two minutes.
+first paints the page: the leader's, and a standby's, which is made of the stored history. Before that the same is opened of a
+small run, whose page moves twice a second, also beside a viewer that never reads. Prints JSON; processor time as shares of a
+core. Takes three minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 from msgspec.structs import replace
 from playwright.async_api import async_playwright
 
-from diloco.control.history import Past
+from diloco.control.history import Past, unpack
 from diloco.core.changes import Changes
 from diloco.core.fragments import TensorSpec, build_map
 from diloco.process import observe
@@ -42,11 +43,12 @@ from diloco_coordinator.alerts import Alerts
 from diloco_coordinator.merges import MAX_MERGES
 from diloco_coordinator.monitor import MAX_POINTS, Monitor
 from diloco_coordinator.page.drawing import Drawing
-from diloco_coordinator.page.server import PageServer
+from diloco_coordinator.page.server import STALLED_S, PageServer
 from diloco_report import page
 
 WEEK_S = 604_800.0
 HEARTBEAT_S = 0.5
+SCRIPTS = ("page.js", "act.js", "enter.js")  # all that a server gives out
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -55,6 +57,7 @@ def heartbeat(learner: str, step: int, loss: float) -> Heartbeat:
     values: dict[str, Any] = dict.fromkeys(Heartbeat.__struct_fields__, 0)
     values |= {name: [] for name in ("versions", "steps", "fragment_tokens", "lost_tokens", "trained")}
     values |= {"learner": learner, "region": "", "role": "learner", "state": "stepping", "sending": False, "loss": loss}
+    values["failure"] = None
     return Heartbeat(**values | {"step": step, "tokens": 2048 * step, "incarnation": 1, "software": "0.0.0"})
 
 
@@ -86,8 +89,8 @@ def filled(learners: int, fragments: int, versions: int) -> Monitor:
     return made
 
 
-class Bench:
-    """A coordinator without a server, as its page sees it."""
+class Source:
+    """A coordinator without a server, as its page sees it while it leads."""
 
     over = False
 
@@ -107,7 +110,23 @@ class Bench:
         return partial(lambda curves: overview.series(overview.thinned(curves)), self.monitor.curves(self.now_s()))
 
 
-async def beat(bench: Bench) -> None:
+class Standby(Source):
+    """The same, while another one leads: it has the history as the leader stored it."""
+
+    def __init__(self, monitor: Monitor, packed: bytes) -> None:
+        super().__init__(monitor)
+        self.packed, self.curves = packed, dict[str, Any]()
+
+    async def report(self) -> Mapping[str, Any]:
+        past = unpack(self.packed)
+        self.curves = overview.series(past.curves)
+        return overview.report(past.picture, self.monitor.settings, 4.0)
+
+    async def series(self) -> Callable[[], Mapping[str, Any]]:
+        return lambda: self.curves
+
+
+async def beat(bench: Source) -> None:
     step = 10**6
     while True:
         step += 1
@@ -170,23 +189,39 @@ async def painted(port: int) -> dict[str, float | None]:
     return {"paint": round(paint["startTime"] / 1000, 3), "loaded": round(load["loadEventEnd"] / 1000, 3)}
 
 
-async def held_up(server: PageServer, seconds: float) -> float:
-    """Have a viewer that never reads; return by how much the loop was late at most, in seconds."""
-    with socket.create_connection(("127.0.0.1", server.port)) as stalled:
+async def late_s(seconds: float) -> float:
+    """Return by how much the loop was late at most."""
+    most_s, until_s = 0.0, time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        began_s = time.monotonic()
+        await asyncio.sleep(0.01)
+        most_s = max(most_s, time.monotonic() - began_s - 0.01)
+    return round(most_s, 3)
+
+
+async def beside_one_that_stalls(server: PageServer, seconds: float) -> dict[str, Any]:
+    """Have a viewer that never reads; return how late the loop was with it and before, and the frames that it did not take."""
+    reading, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1 << 26)
+    writer.write(f"GET /events HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
+    taking = asyncio.create_task(reading.read(-1))
+    found = {"loop late at most before, s": await late_s(seconds)}
+    with socket.socket() as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # or the two sockets' buffers take minutes of frames
+        stalled.connect(("127.0.0.1", server.port or 0))
         stalled.sendall(f"GET /events HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
-        late_s, until_s = 0.0, time.monotonic() + seconds
-        while time.monotonic() < until_s:
-            began_s = time.monotonic()
-            await asyncio.sleep(0.01)
-            late_s = max(late_s, time.monotonic() - began_s - 0.01)
-    return round(late_s, 3)
+        began = server.viewers.frames
+        found["loop late at most with it, s"] = await late_s(seconds + STALLED_S)
+    found |= {"frames drawn meanwhile": server.viewers.frames - began, "of them dropped": server.viewers.dropped}
+    writer.close()
+    await asyncio.wait([taking])
+    return found
 
 
 @contextlib.asynccontextmanager
-async def serving(bench: Bench) -> AsyncIterator[PageServer]:
+async def serving(bench: Source) -> AsyncIterator[PageServer]:
     log = observe.get_logger()
     beating = asyncio.create_task(beat(bench))
-    server = PageServer(Drawing(bench, "bench", log), "127.0.0.1:0", None, log)
+    server = PageServer(Drawing(bench, "bench-1", log), "127.0.0.1:0", None, log)
     await server.start()
     try:
         yield server
@@ -195,7 +230,7 @@ async def serving(bench: Bench) -> AsyncIterator[PageServer]:
         await server.close()
 
 
-async def opening(bench: Bench, bound_s: float) -> dict[str, Any]:
+async def opening(bench: Source, bound_s: float) -> dict[str, Any]:
     """Measure what it takes to open the page of a run, the first time and again."""
     async with serving(bench) as server:
         assert server.port is not None
@@ -214,15 +249,19 @@ def bounded(value: float | None, most: float) -> dict[str, Any]:
 
 
 async def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    script = len(gzip.compress(b"".join(page.asset(name) for name in ("page.js", "act.js"))))
+    script = len(gzip.compress(b"".join(page.asset(name) for name in SCRIPTS)))
     found: dict[str, Any] = {"script, compressed, bytes": bounded(script, 60_000)}
-    found["small run"] = await opening(Bench(filled(4, 24, 20_000)), 1.0)
-    bench = Bench(filled(asked.learners, asked.fragments, asked.versions))
+    small = Source(filled(4, 24, 20_000))
+    found["small run"] = await opening(small, 1.0)
+    async with serving(small) as server:
+        found["small run, a viewer that never reads"] = await beside_one_that_stalls(server, asked.seconds)
+    bench = Source(filled(asked.learners, asked.fragments, asked.versions))
     found["merges kept"] = len(bench.monitor.merges.kept)
     began_s = time.thread_time()
     packed = history.pack(Past(1, 0.0, bench.picture(), bench.monitor.curves(WEEK_S)))
     found["history"] = {"bytes": len(packed), "processor s": round(time.thread_time() - began_s, 3)}
     found["large run"] = await opening(bench, 2.0)
+    found["large run, a standby's page"] = await opening(Standby(bench.monitor, packed), 2.0)
     async with serving(bench) as server:
         idle = await share(asked.seconds)
         found["core, no viewer"] = round(idle, 4)
@@ -233,7 +272,7 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
             found[f"core, {viewers} viewers more than none"] = bounded(more, most)
             process.kill()
             await process.wait()
-        found["loop late at most beside a viewer that never reads, s"] = await held_up(server, asked.seconds)
+        found["large run, a viewer that never reads"] = await beside_one_that_stalls(server, asked.seconds)
     found["load"] = os.getloadavg()[0]
     return found
 

@@ -396,7 +396,8 @@ def _trace_learner(tracer: Tracer) -> None:
 
 
 def _trace_syncer(tracer: Tracer) -> None:
-    from diloco.core import codec, kernels, merge, merging, outer, quantise
+    from diloco.core import codec, merge, merging, outer, quantise
+    from diloco.core.compiled import kernels
     from diloco.log import writer
     from diloco_syncer import collector
 

@@ -152,9 +152,9 @@ class Project:
         self.changes = folder / "override.json"  # which is YAML too
         self.changes.write_text(json.dumps(changes))
         self.name = f"diloco-rolling-{uuid.uuid4().hex[:8]}"
-        control, nats, wan = free_ports(3)
-        self.control, self.bulk = f"nats://127.0.0.1:{control}", f"nats://127.0.0.1:{nats}"
-        self.environment = {"CONTROL_PORT": str(control), "NATS_PORT": str(nats), "WAN_PORT": str(wan)}
+        ports = dict(zip(("CONTROL_PORT", "NATS_PORT", "WAN_PORT", "PAGE_PORT"), map(str, free_ports(4)), strict=True))
+        self.environment = ports
+        self.control, self.bulk = (f"nats://127.0.0.1:{ports[name]}" for name in ("CONTROL_PORT", "NATS_PORT"))
 
     def compose(self, *arguments: str) -> str:
         return _docker("compose", "-p", self.name, *self._files(), *arguments, **self.environment)

@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from diloco.nats.connection import malloc_environment
+from diloco.process import observe
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that shows a module's text as it is, with ``--json``, which :func:`print_result` obeys."""
+    """Return a parser that shows a module's text as it is, with ``--json``, which :func:`print_result` obeys.
+
+    Events go to stderr from now on: stdout has the result alone, also where a connection of the bench's own is lost.
+    """
+    observe.configure("bench", "", level="warning", fmt="console")
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", action="store_true")
     return made
@@ -42,13 +47,22 @@ def folder(given: Path | None) -> Iterator[Path]:
         yield Path(name)
 
 
+def held_bytes(pid: int) -> int:
+    """Return the memory of a process that the system cannot take back: not pages of files; 0 where it is gone."""
+    return _status_bytes(pid, "RssAnon") + _status_bytes(pid, "RssShmem")
+
+
 def peak_rss_bytes(pid: int) -> int:
     """Return the peak of a process's resident memory so far, as the kernel counts it; 0 where it is gone."""
+    return _status_bytes(pid, "VmHWM")
+
+
+def _status_bytes(pid: int, name: str) -> int:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def machine() -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+import asyncio
+import functools
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ SPREAD = ("services", "simulation")  # their tests take long, and begin first; w
 # services' files whose tests share what takes long to make
 TOGETHER = ("damage", "doctor", "insider_limits", "security", "up", "verify")
 LONGEST_S = 1800  # of a test that is slow or makes containers
+EARLIER_S = 40  # an event loop ends its test so much before pytest-timeout would
 
 
 class Spread(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist is not typed
@@ -57,6 +61,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") or item.get_closest_marker("compose"):
             item.add_marker(pytest.mark.timeout(LONGEST_S))
+        own = item.get_closest_marker("timeout")
+        limit_s = float(item.config.getini("timeout") if own is None else own.args[0]) - EARLIER_S
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.obj = _limited(item.obj, limit_s)
+
+
+def _limited(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[..., Awaitable[None]]:
+    """End a test in its own event loop: an error that pytest-timeout raises from a signal is lost if a callback runs."""
+
+    @functools.wraps(test)
+    async def limited(*args: Any, **kwargs: Any) -> None:
+        async with asyncio.timeout(limit_s):
+            await test(*args, **kwargs)
+
+    return limited
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,8 @@ LEARNERS = """
 
 Its own, beside those of every service ([operations.md](operations.md)). `mesh.data` is `data` below `[mesh]` in its TOML file;
 in the environment it is `DILOCO_MESH='{"data": 2}'`. Learners of one run may have different ones. `diloco up` hands these on to
-all its learners: `DILOCO_CACHE_DIR`, `DILOCO_CHECKPOINT_S`, `DILOCO_LEAVE_S` and `DILOCO_MESH`.
+all its learners: `DILOCO_CACHE_DIR`, `DILOCO_CHECKPOINT_S`, `DILOCO_LEAVE_S` and `DILOCO_MESH`; and to
+the evaluator `DILOCO_SAMPLE_EVERY_S`.
 
 """
 
@@ -182,6 +183,16 @@ def test_commands_and_settings_that_the_docs_name_exist(page: str) -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)", text):
         base = ROOT if page == "README.md" else ROOT / "docs"
         assert (base / target).exists(), f"{page} links to {target}"
+
+
+def test_every_picture_is_made_by_a_command_that_is_named() -> None:
+    docs = ROOT / "docs"
+    section = (docs / "maintainers.md").read_text().split("## Pictures in docs\n")[1].split("\n## ")[0]
+    made = [name for row in re.findall(r"^\| (`.*?) \| `", section, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
+    files = {str(path.relative_to(docs)) for path in docs.rglob("*") if path.suffix in (".svg", ".png")}
+    found = {pattern: {str(path.relative_to(docs)) for path in docs.glob(pattern)} for pattern in made}
+    assert all(found.values()), found
+    assert set.union(*found.values()) == files
 
 
 if __name__ == "__main__":

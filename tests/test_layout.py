@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -53,3 +55,9 @@ def test_every_shared_module_is_reached_by_a_service() -> None:
     packages = {name for name, path in known.items() if path.name == "__init__.py"}
     programs = {name for name in known if name.endswith(PROGRAMS)}
     assert known.keys() - reached - packages - programs == set()
+
+
+def test_commands_import_neither_the_kernels_nor_jax() -> None:
+    program = "import sys, diloco_ops.api; print(*{'numba', 'jax', 'torch'} & sys.modules.keys())"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == []

@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -123,6 +125,7 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
     for name in ("requirements", "shared", "services", "report", "ops"):
         shutil.copytree(ROOT / name, published / name, ignore=shutil.ignore_patterns("__pycache__"))
     left_out = shutil.ignore_patterns(".env", "run.toml", "keys", "operator", "data")
+    shutil.copytree(ROOT / "deploy" / "images", published / "deploy" / "images")
     shutil.copytree(ROOT / "deploy" / "datacenter", published / "deploy" / "datacenter", ignore=left_out)
     bin_.mkdir()
     for name, text in STANDINS.items():
@@ -130,9 +133,11 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
         (bin_ / name).chmod(0o755)
     address = docker("network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Gateway}}").strip()
     address = address or "172.17.0.1"  # a daemon that does not say has its own default
-    marked, ports = uuid.uuid4().hex[:8], free_ports(4)
+    marked, ports = uuid.uuid4().hex[:8], free_ports(6)
     places = dict(
-        zip(("us.example.org:4222", "us.example.org:4223", "eu.example.org:4222", "ap.example.org:4222"), ports, strict=True)
+        zip(
+            ("us.example.org:4222", "us.example.org:4223", "eu.example.org:4222", "ap.example.org:4222"), ports[:4], strict=True
+        )
     )
 
     def rewritten(block: str) -> str:
@@ -141,7 +146,7 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
         return re.sub(r"(--host )\w+\.example\.org", rf"\g<1>{address}", block)
 
     made = {}
-    for host, nats, control in (("us", ports[0], ports[1]), ("eu", ports[2], 0)):
+    for host, nats, control, page in (("us", ports[0], ports[1], ports[4]), ("eu", ports[2], 0, ports[5])):
         environment = {
             "PATH": f"{bin_}:{os.environ['PATH']}",
             "PUBLISHED": str(published),
@@ -149,6 +154,7 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
             "COMPOSE_PROJECT_NAME": f"diloco-test-{marked}-{host}",
             "TAG": f"test-{marked}",
             "SYNCERS": "1",
+            "PAGE_PORT": str(page),
             "NATS_PORT": str(nats),
         }
         made[host] = Machine(host, hosts / host, environment | ({"CONTROL_PORT": str(control)} if control else {}), rewritten)
@@ -178,11 +184,25 @@ def test_what_the_page_says_brings_a_learner_of_a_second_datacenter_into_the_mer
             merged = machine.until("its work is merged", "./diloco status seen --json", merges("learner-eu-0"))
             assert json.loads(merged)["learners"]["learner-us-0"]["region"] == "us"
             check_apart(us, eu)
+        elif "page.token" in block:
+            check_page(machine, machine.type(block).stdout.strip())
         else:
             machine.type(block)
         typed.append(commands(block)[0].split()[0])
     assert typed.count("git") == 2
     check_nothing_secret(us, eu)
+
+
+def check_page(machine: Machine, token: str) -> None:
+    """The page shows the run to this machine, to those who have the token that the coordinator made."""
+    address = f"http://127.0.0.1:{machine.environment['PAGE_PORT']}/"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(address, timeout=30)
+    request = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        shown = answer.read().decode()
+    assert "learner-eu-0" in shown
+    assert token not in machine.type("docker compose logs; docker compose ps -aq | xargs docker inspect").stdout
 
 
 def merges(learner: str) -> Callable[[str], bool]:

@@ -14,6 +14,8 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +33,7 @@ BASES = ("python:3.11-slim-bookworm", "nats:2-alpine")
 REGIONS = ("us", "eu", "ap")
 LEARNERS = [f"learner-{region}-0" for region in REGIONS]
 DEADLINE_S = 600.0
+MORE_TOKENS = 100_000  # until the end, for a change to be known before
 POLL_S = 1.0
 
 CONNECT = """
@@ -69,7 +72,7 @@ class Project:
     def __init__(self, directory: Path) -> None:
         self.name = f"diloco-test-{uuid.uuid4().hex[:8]}"
         self.directory = directory
-        ports = dict(zip(("CONTROL_PORT", "NATS_PORT", "WAN_PORT"), map(str, free_ports(3)), strict=True))
+        ports = dict(zip(("CONTROL_PORT", "NATS_PORT", "WAN_PORT", "PAGE_PORT"), map(str, free_ports(4)), strict=True))
         self.environment = ports
         self.wan = f"127.0.0.1:{ports['WAN_PORT']}"
 
@@ -107,6 +110,17 @@ class Project:
         shown = {key: status.get(key) for key in ("state", "learners", "shards", "fragments")}
         raise AssertionError(f"{what}: not within {DEADLINE_S:g} s; {shown}\n{self.compose('logs', '--tail', '15')[-12000:]}")
 
+    def page(self, token: str | None) -> tuple[int, str]:
+        """Status and text of the run's page, as this machine's browser gets it."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.environment['PAGE_PORT']}/")
+        if token is not None:
+            request.add_header("Authorization", f"Bearer {token}")
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, ""
+
     def container(self, service: str, number: int = 1) -> str:
         return f"{self.name}-{service}-{number}"
 
@@ -131,6 +145,16 @@ def project(tmp_path: Path) -> Iterator[Project]:
         yield made
     finally:
         made.compose("down", "--volumes", "--timeout", "5")
+
+
+def extended(project: Project) -> Callable[[Status], bool]:
+    """Whether the budget could be set to a little more than was processed."""
+
+    def set_so(status: Status) -> bool:
+        tokens = status["tokens_processed"] + MORE_TOKENS
+        return bool(project.diloco("set", str(project.directory), f"tokens={tokens}"))
+
+    return set_so
 
 
 def versions(status: Status) -> list[int]:
@@ -171,6 +195,7 @@ def test_three_regions_train_through_cuts_kills_and_a_restart(project: Project) 
     began = project.until("all learners are merged", lambda s: all(merged(s, name) > 1 for name in LEARNERS))
 
     check_isolated(project)
+    check_page(project)
     while set(project.health().values()) != {"healthy"}:
         assert time.monotonic() < end_s + DEADLINE_S, project.health()
         time.sleep(POLL_S)
@@ -217,6 +242,17 @@ def test_three_regions_train_through_cuts_kills_and_a_restart(project: Project) 
     for name in ("log", "tapes", "offers", "data"):
         assert found[name][0] == "holds", found
 
+    # the run ends, and its report is in the coordinator's volume
+    project.until("a busy coordinator has answered that the budget is larger", extended(project))
+    end_s = time.monotonic() + DEADLINE_S
+    while project.health()[project.container("coordinator")] != "exited":
+        assert time.monotonic() < end_s, project.compose("logs", "--tail", "20", "coordinator")
+        time.sleep(POLL_S)
+    project.compose("cp", "coordinator:/state/report.html", str(project.directory))
+    report = (project.directory / "report.html").read_text()
+    assert all(name in report for name in LEARNERS)
+    assert "Steps blocked" in report  # a figure of a run that is over
+
 
 def check_isolated(project: Project) -> None:
     """From one region no other is reached, but for the ways through the relay that are this region's."""
@@ -236,6 +272,17 @@ def check_isolated(project: Project) -> None:
     assert reached(address("nats-us", "operator"), 4222) != "connected"
     assert reached(address("wan", "us"), 4202) != "connected"
     assert reached(address("wan", "operator"), 4300) != "connected"
+
+
+def check_page(project: Project) -> None:
+    """The page shows the run to this machine, with the token that this deployment made."""
+    assert project.page(None)[0] == project.page("0123456789abcdef0123456789abcdef")[0] == 401
+    token = project.compose("exec", "-T", "coordinator", "cat", "/state/page.token").strip()
+    assert len(token) == 32
+    assert token not in project.compose("logs", "coordinator")
+    status, shown = project.page(token)
+    assert status == 200
+    assert all(name in shown for name in (*LEARNERS, *REGIONS, "data-chart"))
 
 
 def owners(status: Status, region: str) -> list[str]:

@@ -7,7 +7,7 @@ from tests.coordinator.test_monitor import heartbeat, monitor, record
 
 from diloco.transport import Room
 from diloco_coordinator.alerts import MAX_EVENTS, Alerts, conditions
-from diloco_coordinator.monitor import Monitor
+from diloco_coordinator.monitor import MAX_FAILURES, Monitor
 
 
 def stepping(made: Monitor, until_s: int, loss: float = 2.0) -> None:
@@ -50,11 +50,26 @@ def test_a_learner_that_is_in_no_merge() -> None:
     assert list(conditions(made, 19.0)) == []
 
 
+def test_an_evaluator_whose_task_fails_and_is_well_again() -> None:
+    made = monitor()
+    said = replace(heartbeat("evaluator", "", 0), role="evaluator", failure="OSError: gone (mine.py, line 7)")
+    made.hear_evaluator(said, 1.0)
+    assert made.status(1.0)["failures"] == {"evaluator": "OSError: gone (mine.py, line 7)"}
+    assert list(conditions(made, 1.0)) == ["evaluator: OSError: gone (mine.py, line 7)"]
+    for number in range(100):  # any identity may say that it is one
+        made.hear_evaluator(replace(said, learner=f"mallory-{number}"), 2.0)
+    assert len(made.failures) == MAX_FAILURES
+    made.hear_evaluator(replace(said, failure=None), 3.0)
+    assert "evaluator" not in made.failures
+
+
 def test_a_loss_that_jumps() -> None:
     made = monitor()
     stepping(made, 30)
-    made.hear(replace(heartbeat("ann", "", 30), loss=3.1), 30.0)
-    assert list(conditions(made, 30.0)) == ["ann: its loss is far above what it was"]
+    for at_s in (30, 31, 32):  # one step, or two, may be anything
+        assert list(conditions(made, float(at_s))) == []
+        made.hear(replace(heartbeat("ann", "", at_s), loss=3.1), float(at_s))
+    assert list(conditions(made, 32.0)) == ["ann: its loss is far above what it was"]
 
 
 def test_a_fragment_that_makes_no_version_while_another_does() -> None:

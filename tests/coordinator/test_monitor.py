@@ -31,7 +31,7 @@ def heartbeat(learner: str, region: str, step: int) -> Heartbeat:
     values: dict[str, Any] = dict.fromkeys(Heartbeat.__struct_fields__, 0)
     values |= {name: [] for name in ("versions", "steps", "fragment_tokens", "lost_tokens", "trained")}
     values |= {"learner": learner, "region": region, "role": "learner", "state": "stepping", "sending": False, "loss": None}
-    values["software"] = "0.1.0"
+    values |= {"software": "0.1.0", "failure": None}
     return Heartbeat(**values | {"step": step, "incarnation": 1})
 
 
@@ -97,6 +97,18 @@ def test_another_coordinator_goes_on_with_what_the_first_knew_of_regions() -> No
     assert second.crossing.places == {"ann": "us", "bob": "eu", "s-us": "us", "s-eu": "eu"}
     assert [merge["syncer"] for merge in series["merges"]] == ["s-us", "s-eu", "s-us"]
     assert series["merges"][0]["members"] == [["ann", 0.5, 0, 24], ["bob", 0.5, 0, 24]]
+
+
+def test_a_validation_has_the_tokens_of_its_model_also_while_a_new_coordinator_reads_the_log() -> None:
+    made = monitor()
+    said = replace(heartbeat("evaluator", "", 1), role="evaluator", loss=2.5, versions=[1, 1])
+    made.hear_evaluator(said, 1.0)
+    made.entry(replace(record(0, 1, "s", "ann"), tokens_merged=300), 2.0)
+    made.hear_evaluator(said, 2.5)
+    made.entry(replace(record(1, 1, "s", "ann"), tokens_merged=100), 3.0)
+    assert made.validation == []
+    made.hear_evaluator(said, 3.5)
+    assert made.validation == [(3.5, 200, 2.5)]  # two fragments of one size
 
 
 def test_a_fragment_is_without_owner_while_no_syncer_that_is_heard_says_that_it_owns_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from msgspec.structs import replace
@@ -36,6 +37,14 @@ def in_two_regions() -> Monitor:
     return made
 
 
+def test_a_picture_that_an_older_version_stored_is_read() -> None:
+    """Such a one has no count of the state that is merged, nor of versions since the first cycle."""
+    made = in_two_regions()
+    seen = overview.picture(made, Alerts(), Changes(bytes(16)), 15.0)
+    del seen["facts"]["state_values"], seen["steady"]
+    assert overview.report(seen, settings(*made.presence.regions), 4.0)["state_values"] == 0
+
+
 def test_links_have_their_rate_and_the_bits_that_their_owners_ask_for() -> None:
     now = report_of(in_two_regions(), 15.0)["now"]
     there, back = now["links"]
@@ -47,8 +56,30 @@ def test_links_have_their_rate_and_the_bits_that_their_owners_ask_for() -> None:
     assert back["offer_bits"] == settings("us", "eu").codec.offer_bits  # nobody asks for fewer
     us = now["regions"]["us"]
     assert (us["sending"], us["open"], us["heard"], us["members"]) == (1, 1, 2, 2)
-    # 3 cycles of a ring between two: 2 (2 - 1) / 2 of 16 parameters of 4 bits each are 8 bytes
-    assert us["bound_bytes"] == 24.0
+    assert us["of_bound"] is None  # the syncers themselves have told of no version
+
+
+def test_bytes_are_compared_with_a_rings_from_the_end_of_the_first_cycle_on() -> None:
+    """A ring between two: (2 - 1) / 2 of 16 parameters, of 4 bits there and 4 back, are 8 bytes a cycle of two versions."""
+    made = monitor("us", "eu")
+
+    def of_bound(us_versions: int, us_sent: int, eu_versions: int, eu_sent: int) -> list[float | None]:
+        made.hear_shard(replace(shard("s-us", "us", ("eu", us_sent, 0)), versions=us_versions), 1.0)
+        made.hear_shard(replace(shard("s-eu", "eu", ("us", eu_sent, 0)), versions=eu_versions), 1.0)
+        return [region["of_bound"] for region in report_of(made, 1.0)["now"]["regions"].values()]
+
+    assert of_bound(0, 1000, 0, 5) == [None, None]  # the initial model, and offers of the first rounds
+    assert of_bound(1, 1005, 1, 10) == [None, None]  # the first cycle ends
+    assert of_bound(2, 1009, 1, 14) == [None, None]
+    assert of_bound(2, 1015, 2, 16) == [10 / 8, 6 / 8]
+    assert of_bound(3, 1023, 3, 26) == [18 / 16, 16 / 16]
+    # another coordinator goes on with what this one stored, and a syncer begins again
+    stored = json.loads(json.dumps(made.series(2.0)))
+    made = monitor("us", "eu")
+    made.resume(stored)
+    assert of_bound(3, 1023, 3, 26) == [18 / 16, 16 / 16]
+    made.hear_shard(replace(shard("s-us", "us", ("eu", 7, 0), incarnation=2), versions=1), 2.0)
+    assert of_bound(3, 1023, 4, 33) == [25 / 24, 23 / 24]
 
 
 def test_the_page_draws_them_and_marks_a_region_that_is_away() -> None:
@@ -62,6 +93,9 @@ def test_the_page_draws_them_and_marks_a_region_that_is_away() -> None:
     drawn = parts(report_of(made, 60.0))["islands"]
     assert drawn.count('class="island cut"') == 1
     assert drawn.count('class="link cut"') == 2
+    unheard = monitor("us", "eu")  # no syncer has said a pace
+    assert "×" not in parts(report_of(unheard, 15.0))["islands"]
+    assert "2.0×" in drawn
     assert parts(report_of(monitor(), 1.0))["islands"] == ""
 
 

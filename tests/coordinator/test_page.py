@@ -25,7 +25,7 @@ from diloco.nats import identity
 from diloco_coordinator.page import drawing as pace
 from diloco_coordinator.page import server as serving
 from diloco_coordinator.page.drawing import Drawing
-from diloco_coordinator.page.guard import check
+from diloco_coordinator.page.guard import LEAST_TOKEN, check, make_token
 from diloco_coordinator.page.server import PageServer
 from diloco_ops.keys import pki
 from diloco_ops.keys.permissions import Who
@@ -137,6 +137,38 @@ async def test_the_page_is_whole_without_its_script_and_lets_the_browser_do_noth
         assert (await fetched(server, "/events", method="DELETE"))[0] == 405
 
 
+async def test_the_figures_come_before_the_curves_are_drawn() -> None:
+    class Slow(Run):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drawn = asyncio.Event()
+
+        async def series(self) -> Callable[[], Mapping[str, Any]]:
+            await self.drawn.wait()
+            return dict
+
+    run = Slow()
+    run.tokens, run.sample = 4321, "the end"
+    async with served(run) as server:
+        writer, *_, reader = await opened(server)
+        begun = (await asyncio.wait_for(reader.readuntil(b'id="part-alerts"'), 20)).decode()
+        assert "4.32k" in begun
+        assert "page.css" in begun
+        run.tokens = 8765
+        async with asyncio.timeout(20):
+            while "8.77k" not in server.drawing.parts["headline"]:  # drawn again, as for a viewer
+                await server.drawing.draw(curves=False)
+                await asyncio.sleep(0.01)
+        run.drawn.set()
+        rest = (await reader.read()).decode()
+        assert "the end" in rest
+        assert "8.77k" not in rest
+        # the page asks for all that came after its figures
+        state = rest.split('data-state="')[1].split('"')[0]
+        assert "8.77k" in server.drawing.since(state)["headline"]
+        writer.close()
+
+
 async def test_viewers_are_sent_what_changed_and_no_more() -> None:
     run = Run()
     async with served(run) as server:
@@ -199,7 +231,7 @@ async def test_a_viewer_that_never_reads_holds_up_nobody_and_gets_no_old_frames(
         last = ""
         while not last.startswith("59"):
             shown = (await frame(unread))[1].get("sample", "")
-            last = shown.partition("<pre>")[2]
+            last = shown.partition('<pre tabindex="0">')[2]
         assert server.viewers.dropped > 10
         stalled.close()
         other.close()
@@ -220,6 +252,7 @@ async def test_a_viewer_that_takes_nothing_for_long_is_cut_off(monkeypatch: pyte
                 number += 1
                 run.sample = str(number) * 200_000
                 await asyncio.sleep(0.02)
+        assert server.viewers.dropped > 0  # it never came to take those that were drawn meanwhile
         assert (await fetched(server))[0] == 200
         writer.close()
 
@@ -372,7 +405,25 @@ def test_others_reach_no_page_without_a_token(tmp_path: Path) -> None:
         check("127.0.0.1:1", file)
 
 
-async def test_over_tls_the_runs_identities_are_let_in_and_nobody_else(tmp_path: Path) -> None:
+def test_each_deployment_makes_a_token_of_its_own(tmp_path: Path) -> None:
+    tokens = set()
+    for name in ("a", "b"):
+        file = tmp_path / name
+        assert make_token(file)
+        assert file.stat().st_mode & 0o777 == 0o600
+        token, _ = check("0.0.0.0:1", file)
+        assert token is not None
+        assert len(token) >= 2 * LEAST_TOKEN
+        assert not make_token(file)
+        assert check("0.0.0.0:1", file) == (token, None)
+        tokens.add(token)
+    assert len(tokens) == 2
+    with pytest.raises(SettingsError, match=r"page_token_file .*: is not there, and cannot be made: .*No such file"):
+        make_token(tmp_path / "nowhere" / "token")
+
+
+async def test_over_tls_the_runs_identities_are_let_in_and_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 8)
     keys = make_keys(tmp_path / "keys", "run", [Who("watcher", "observer")])
     others = make_keys(tmp_path / "others", "run", [Who("stranger", "observer")])
     folder = keys.put_page("page", ["127.0.0.1"], datetime.now(UTC) + timedelta(hours=1))
@@ -390,7 +441,14 @@ async def test_over_tls_the_runs_identities_are_let_in_and_nobody_else(tmp_path:
             writer.close()
             return answer.split("\r\n")[0]
 
-        assert await status(identity.load(keys.identity_file("watcher")).tls) == "HTTP/1.1 200 OK"
+        watcher = identity.load(keys.identity_file("watcher")).tls
+        assert await status(watcher) == "HTTP/1.1 200 OK"
+        # who connects and shakes no hands keeps nobody away: the oldest give way
+        held = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2 * serving.MAX_CONNECTIONS)]
+        assert await status(watcher) == "HTTP/1.1 200 OK"
+        assert await asyncio.wait_for(held[0][0].read(), 10) == b""
+        for _, writer in held:
+            writer.close()
         nobody = ssl.create_default_context(cafile=str(folder / "ca.pem"))
         stranger = ssl.create_default_context(cafile=str(folder / "ca.pem"))
         stranger.load_cert_chain(others.identity_file("stranger"))

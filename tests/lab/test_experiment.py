@@ -14,13 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco.errors import FormatError, SettingsError
+from diloco.settings.run import RunSettings
 from diloco_lab.commands.experiment import lab
 from diloco_lab.experiment import answer, findings, record, spec, tuning
 from diloco_lab.experiment.methods import Measured
-from diloco_lab.experiment.runner import ENVIRONMENT, Results, jobs
+from diloco_lab.experiment.runner import ENVIRONMENT, Results, jobs, pool
 from diloco_lab.experiment.spec import Arm, Change
 from diloco_lab.experiment.statistics import paired, seeds_for
-from diloco_lab.experiment.store import Store
+from diloco_lab.experiment.store import Store, task_digest
 from diloco_lab.paces.spec import PaceSpec
 from diloco_ops.report import reference
 
@@ -344,6 +345,29 @@ print(names.count("tf_XLAEigen"))
         [sys.executable, "-c", code], env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=True
     )
     assert ended.stdout.strip() == "1"
+
+
+def test_a_trial_finds_a_task_in_the_folder_of_the_command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_task_of_mine.py").write_text("LAYERS = 7")
+    monkeypatch.chdir(tmp_path)
+    experiment, store = spec.load(str(tiny)), Store(tmp_path / "out")
+    name = next(iter(experiment.arms))
+    settings = experiment.settings_of(name, 0)
+    path = store.path(experiment.arms[name], settings, None)
+    mine, lost = (with_task(settings, task) for task in ("a_task_of_mine:make", "another:make"))
+    with pool(1) as processes:
+        assert processes.submit(eval, "__import__('a_task_of_mine').LAYERS").result() == 7
+        before = store.path(experiment.arms[name], mine, None)
+        assert before != path
+        with pytest.raises(SettingsError, match="'another:make': no module 'another'"):
+            store.path(experiment.arms[name], lost, None)
+        (tmp_path / "a_task_of_mine.py").write_text("LAYERS = 8")
+        task_digest.cache_clear()  # another command
+        assert store.path(experiment.arms[name], mine, None) != before, "a result of other code"
+
+
+def with_task(settings: RunSettings, name: str) -> RunSettings:
+    return settings.model_copy(update={"task": settings.task.model_copy(update={"name": name})})
 
 
 def test_no_process_of_trials_is_left_behind_by_a_command_that_is_killed(tmp_path: Path) -> None:

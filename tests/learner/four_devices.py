@@ -26,6 +26,7 @@ from diloco.member import state
 from diloco.settings.presets import run_settings
 from diloco.settings.run import TaskSettings
 from diloco.settings.service import MeshSettings
+from diloco_learner.beginning import prepare_copies
 from diloco_learner.evaluation import UNNAMED, validation_sets
 from diloco_learner.island import Island
 from diloco_learner.mesh import ROWS as ROW_SPEC
@@ -156,7 +157,8 @@ def test_a_mesh_trains_as_one_device_does_and_compiles_once(
     island = made(mesh).twin()
     fragments, first = fragments_of(island), held_out(island)
     island.check(first)
-    island.prepare(fragments, trains=True)
+    island.prepare(fragments)
+    prepare_copies(island)
     island.trace(first)[0].compile()
     island.rehearse(first)
     places = {name: leaf.sharding for name, leaf in island.arrays().items()}
@@ -219,7 +221,8 @@ def test_pieces_are_read_and_written_wherever_their_rows_lie(mesh: str) -> None:
 def test_gradients_for_an_outer_adamw_are_split_too_and_axes_may_be_explicit() -> None:
     island, single = Island(Explicit(), GRADIENTS, make_mesh(MeshSettings())), Island(Curve(), GRADIENTS)
     fragments = fragments_of(island)
-    island.prepare(fragments, trains=True)
+    island.prepare(fragments)
+    prepare_copies(island)
     step = island.trace(held_out(island))[0].compile()
     for each in (island, single):
         train(each, 2)

@@ -12,12 +12,14 @@ import pytest
 from diloco.errors import DataError, SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.service import MeshSettings
-from diloco_learner.check import Found, check
+from diloco_learner.check import Found, Plan, check
 
 TASK = """
 import itertools
+import json
 import jax
 import jax.numpy as jnp
+import optax
 from diloco_learner.task import Aux
 
 class Mine:
@@ -82,6 +84,47 @@ class HalfPrecision(Mine):
 
 class Broken(Mine):
     def loss(self, params, batch): return params["wieght"]
+
+class Counter(Mine):
+    def init(self, key): return {"weight": jnp.ones((2, 3)), "steps": jnp.int32(0)}
+
+class Short(Mine):
+    def batches(self, share, shares, seed, start): return itertools.repeat(jnp.float32(1), 20 - start)
+
+class LastOfAnEpoch(Changing):
+    def batches(self, share, shares, seed, start):
+        return ({"x": jnp.ones((4 - (number == 30), 2))} for number in itertools.count())
+
+class NotANumber(Mine):
+    def loss(self, params, batch): return super().loss(params, batch) + jnp.log(-jnp.sum(params["weight"]))
+
+class NoGradient(Mine):
+    def init(self, key): return {"weight": jnp.ones((2, 3)), "bias": jnp.zeros(3)}
+    def loss(self, params, batch): return super().loss(params, batch) + jnp.sum(jnp.sqrt(params["bias"]))
+
+class Beyond(Mine):
+    def loss(self, params, batch): return super().loss(params, batch) + jnp.take(params["weight"], 7)
+
+class Words(Mine):
+    tokens_per_batch = "4"
+
+class Elsewhere(Mine):
+    def init(self, key): return json.loads("weights")  # fails in Python's own code
+
+class NoWhere(Mine):
+    def batches(self, share, shares, seed, start): return [jnp.float32(1)] * 9
+
+class Text(Mine):
+    def batches(self, share, shares, seed, start): return itertools.repeat({"x": jnp.float32(1), "text": ["a", "b"]})
+
+class Searching(Mine):
+    def optimizer(self, rate): return optax.lbfgs()  # wants the loss
+
+class Nothing(Mine):
+    def init(self, key): return {}
+
+class Leaving(Mine):
+    def __init__(self): raise SystemExit("no corpus")
 """
 
 
@@ -94,7 +137,7 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     makers = "".join(f"def make{name}(settings, data): return {name}()\n" for name in names)
     (tmp_path / "mine.py").write_text(TASK + makers)
     small = {"shards": 1, "fragments.count": 2}
-    return lambda name: check(run_settings(overrides=small | {"task.name": f"mine:make{name}"}), "hf://corpus")
+    return lambda name: check(Plan(run_settings(overrides=small | {"task.name": f"mine:make{name}"}), "hf://corpus"))
 
 
 @pytest.mark.parametrize("name", ["Mine", "Rounded", "WithAux"])
@@ -111,15 +154,15 @@ def test_a_task_that_is_right(checked: Callable[[str], Found], name: str) -> Non
         ),
         (
             "ThreeParts",
-            r"loss\(\) returned a tuple of float32\[\], a Aux, a int, expected a float32 scalar.* \(.*mine\.py, line 27\)",
+            r"loss\(\) returned a tuple of float32\[\], a Aux, a int, expected a float32 scalar.* \(.*mine\.py, line 29\)",
         ),
         (
             "Unknown",
-            r"loss\(\) needs 'keys', which nobody gives it: it may name key, train, .* beyond its first 2 .*line 24\)",
+            r"loss\(\) needs 'keys', which nobody gives it: it may name key, train, .* beyond its first 2 .*line 26\)",
         ),
         (
             "MetricOfEach",
-            r"loss\(\) returned metric 'weight' as float32\[2, 3\], expected a scalar, the mean of its rows \(.*line 30",
+            r"loss\(\) returned metric 'weight' as float32\[2, 3\], expected a scalar, the mean of its rows \(.*line 32",
         ),
         ("MetricNamed", "returned a metric named 'Top-1', expected 1 to 48 lower-case letters, digits and _"),
         ("ManyMetrics", "returned 33 metrics, expected at most 32"),
@@ -134,7 +177,20 @@ def test_a_task_that_is_right(checked: Callable[[str], Found], name: str) -> Non
         ("NothingHeldOut", r"validation\(\) returned no batch; give at least one"),
         ("RoundedLoss", r"loss\(\) returned bfloat16\[\], expected a float32 scalar: cast logits to float32 before the loss"),
         ("HalfPrecision", "parameter 'weight' is float16, expected float32 or bfloat16: gradients below 6e-8 .* use bfloat16"),
-        ("Broken", r"KeyError: 'wieght' \(.*mine\.py, line 68\)"),
+        ("Broken", r"KeyError: 'wieght' \(.*mine\.py, line 70\)"),
+        ("Counter", r"parameter 'steps' is int32, expected float32 or bfloat16: .* \(.*mine\.py, line 73\)"),
+        ("Short", r"batches\(\) of share 0 ended before batch 20; they go on without end: .* \(.*mine\.py, line 76\)"),
+        ("LastOfAnEpoch", r"batches\(\) gave x as float32\[4, 2\] and then as float32\[3, 2\]: .* \(.*mine\.py, line 79\)"),
+        ("NotANumber", r"loss\(\) of the first batch is nan: no step is taken with NaN or infinity \(.*mine\.py, line 83\)"),
+        ("NoGradient", r"loss\(\) of the first batch is 6, and its gradient of 'bias' is NaN or infinity: .* line 87\)"),
+        ("Beyond", r"first batch is nan, since index 7 is out of bounds for axis 0 with size 6, in an array of shape \(6,\): "),
+        ("Words", r"tokens_per_batch = '4', expected an int above 0 \(.*mine\.py, line 92\)"),
+        ("Elsewhere", r"JSONDecodeError: Expecting value: line 1 column 1 \(char 0\) \(.*mine\.py, line 96\)"),
+        ("NoWhere", r"TypeError: 'list' object is not an iterator \(.*mine\.py, line 99\)"),
+        ("Text", r"batches\(\) gave text/0 as a str, expected an array of numbers \(.*mine\.py, line 102\)"),
+        ("Searching", r"TypeError: .* missing 3 required keyword-only arguments: .* \(.*mine\.py, line 105\)"),
+        ("Nothing", r"the model has no parameters that are trained \(.*mine\.py, line 108\)"),
+        ("Leaving", r"SystemExit: no corpus \(.*mine\.py, line 111\)"),
         ("Nobody", "'makeNobody' does not exist in mine"),
     ],
 )
@@ -148,16 +204,16 @@ def test_a_mesh_that_does_not_fit_is_found_of_the_built_in_task_too(tmp_path: Pa
     text.write_text("some words\n" * 200)
     settings = run_settings(overrides={"learners": 2, "task.context": 8, "task.batch": 2, "task.layers": 1, "task.width": 16})
     with pytest.raises(SettingsError, match=r"mesh\.fsdp = 4 .* are 4 devices, and JAX gives this learner 1 \(cpu\)"):
-        check(settings, str(text), MeshSettings(fsdp=4))
+        check(Plan(settings, str(text), MeshSettings(fsdp=4)))
 
 
 def test_the_built_in_task_s_data(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     settings = run_settings(overrides={"learners": 2, "task.context": 8, "task.batch": 2})
     text.write_text("some words\n" * 200)
-    check(settings, str(text))
+    check(Plan(settings, str(text)))
     text.write_text("too few")
     with pytest.raises(DataError, match="one batch of 2 windows of 8 bytes"):
-        check(settings, str(text))
+        check(Plan(settings, str(text)))
     with pytest.raises(DataError, match="there is no such file or folder"):
-        check(settings, "hf://corpus")
+        check(Plan(settings, "hf://corpus"))

@@ -143,7 +143,7 @@ class Fragments:
                 owner, residual, delta, merge, self.settings, bits=16, syncer="syncer", attempt=bytes(8), now_s=0.0
             )
             owner.chain.advance(record, bytes([step]) * 32, step)
-            reader.fold(record, bytes([step]) * 32, step, codec.unpack(inline, 2 * fragment.size), in_place=False)
+            reader.fold(record, bytes([step]) * 32, step, codec.unpack([inline], 2 * fragment.size), in_place=False)
             assert [member.steps for member in record.members] == [1] * LEARNERS
             for own, island in zip(deltas, islands, strict=True):
                 applied = own.apply(record, reader.theta)

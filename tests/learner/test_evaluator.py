@@ -46,38 +46,49 @@ class Mine:
     def evaluate(self, params: Any) -> Any:
         return {"hits": 1 // (self.broken != "evaluate")}
 
+    def while_sampling(self) -> None:
+        pass
+
     def sample(self, params: Any, key: Any, count: int) -> str:
+        self.while_sampling()
         return "text"[0 if self.broken != "sample" else 9]
 
 
 class FakeMember:
-    """Each boundary brings a version; before the second one a member of the task breaks."""
+    """Each boundary brings a version; from the second one on a member of the task is broken, until the one that heals it."""
 
     map: Any
+    boundaries_until_the_end = 3
 
-    def __init__(self, task: Mine, broken: str) -> None:
-        self.task, self.broken, self.losses, self.boundaries = task, broken, list[Any](), 0
+    def __init__(self, task: Mine, broken: str, healed: int) -> None:
+        self.task, self.broken, self.healed, self.boundaries = task, broken, healed, 0
+        self.losses, self.failures = list[Any](), list[Any]()
+        self.samples: list[str] = []
 
     def boundary(self, done: None) -> Any:
         self.boundaries += 1
-        if self.boundaries == 2:
-            self.task.broken = self.broken
+        self.task.broken = self.broken if 2 <= self.boundaries < self.healed else ""
         applied = SimpleNamespace(theta=np.array([self.boundaries], np.float32))
-        return SimpleNamespace(applies=[(0, applied)], finished=self.boundaries == 3)
+        return SimpleNamespace(applies=[(0, applied)], finished=self.boundaries == self.boundaries_until_the_end)
 
-    def report_loss(self, loss: float | None) -> None:
+    def report_evaluation(self, loss: float | None, failure: str | None) -> None:
         self.losses.append(loss)
+        self.failures.append(failure)
+
+    def report_sample(self, text: str) -> None:
+        self.samples.append(text)
 
     def wait(self, timeout_s: float) -> None:
         pass
 
 
-def play(path: Path, broken: str) -> tuple[FakeMember, str]:
+def play(path: Path, broken: str, healed: int = 4, sample_every_s: float = 0) -> tuple[FakeMember, str]:
     """Evaluate to the end; return the member, and the error of the task's own code."""
     task = Mine()
-    island, member = Island(task, SETTINGS), FakeMember(task, broken)
+    island, member = Island(task, SETTINGS), FakeMember(task, broken, healed)
     member.map = island.fragments()
-    evaluator = Evaluator(island, member, SETTINGS, path, get_logger(), stopping=lambda: False)  # type: ignore[arg-type]
+    log, timing = get_logger(), {"sample_every_s": sample_every_s, "stopping": lambda: False}
+    evaluator = Evaluator(island, member, SETTINGS, path, log, **timing)  # type: ignore[arg-type]
     try:
         evaluator.run()
     except SettingsError as error:
@@ -87,27 +98,66 @@ def play(path: Path, broken: str) -> tuple[FakeMember, str]:
 
 def saved(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((path / "evaluation.json").read_text())
-    return {key: found[key] for key in ("val_loss_initial", "val_loss", "values_initial", "values", "sample")}
+    return {key: found[key] for key in ("val_loss_initial", "val_loss", "values_initial", "values", "sample", "failure")}
+
+
+RIGHT = {"val_loss_initial": 2, "val_loss": 3, "values_initial": {"hits": 1}, "values": {"hits": 1}, "sample": "t"}
 
 
 def test_the_first_and_the_last_model_are_saved(tmp_path: Path) -> None:
     member, said = play(tmp_path, "")
-    assert (member.losses, said) == ([1, 2, 3], "")
-    values = {"val_loss_initial": 2, "val_loss": 3, "values_initial": {"hits": 1}, "values": {"hits": 1}, "sample": "t"}
-    assert saved(tmp_path) == values
+    assert (member.losses, member.failures, said) == ([1, 2, 3], [None] * 3, "")
+    assert saved(tmp_path) == RIGHT | {"failure": None}
+
+
+class Clock:
+    """The evaluator's: 10 s pass at each boundary, ``sample_s`` with each sample."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sample_s: float) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr("diloco_learner.evaluator.time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(FakeMember, "wait", lambda *_: self.passes(10.0))
+        monkeypatch.setattr(Mine, "while_sampling", lambda _: self.passes(sample_s))
+
+    def passes(self, time_s: float) -> None:
+        self.now_s += time_s
+
+
+def test_samples_are_told_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeMember, "boundaries_until_the_end", 12)
+    Clock(monkeypatch, 0.0)
+    assert play(tmp_path, "", sample_every_s=0)[0].samples == []
+    assert len(play(tmp_path, "", sample_every_s=30)[0].samples) == 3  # at 30, 60 and 90 s; the run ends at 110 s
+
+
+def test_samples_that_take_long_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeMember, "boundaries_until_the_end", 12)
+    Clock(monkeypatch, 1.0)
+    # at 10 and at 61 s: 50 s after it began the next one may
+    assert play(tmp_path, "", sample_every_s=10)[0].samples == ["t", "t"]
+
+
+def test_an_error_of_sample_in_mid_run_is_told_and_the_evaluator_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock(monkeypatch, 0.0)
+    member, said = play(tmp_path, "sample", sample_every_s=5)
+    assert said.startswith("task.name = 'mine:make': IndexError: string index out of range")
+    assert (member.losses, member.failures) == ([1, 2, 2, 3], [None, None, said, None])
+    assert saved(tmp_path) == RIGHT | {"sample": None, "failure": said}
 
 
 @pytest.mark.parametrize(
-    ("broken", "error", "losses", "last"),
+    ("broken", "error", "losses", "failed", "last"),
     [
-        # what was found before evaluate() raised is told and saved: the second version's loss
-        ("evaluate", r"ZeroDivisionError: integer division or modulo by zero", [1, 2], (2, {})),
-        ("validation", r"OSError: the file is gone", [1, 1], (1, {"hits": 1})),
-        ("sample", r"IndexError: string index out of range", [1, 2, 3], (3, {"hits": 1})),
+        # what evaluate() does not find is missing, and nothing else
+        ("evaluate", r"ZeroDivisionError: integer division or modulo by zero", [1, 2, 3], 2, {"values": {}}),
+        ("validation", r"OSError: the file is gone", [1, 1, 1], 2, {"val_loss": 1}),
+        ("sample", r"IndexError: string index out of range", [1, 2, 3], 0, {"sample": None}),
     ],
 )
 def test_an_error_of_the_task_s_own_code_is_named_and_nothing_is_lost(
-    tmp_path: Path, broken: str, error: str, losses: list[float], last: tuple[float, dict[str, float]]
+    tmp_path: Path, broken: str, error: str, losses: list[float], failed: int, last: dict[str, Any]
 ) -> None:
     member, said = play(tmp_path, broken)
     line = next(
@@ -118,10 +168,12 @@ def test_an_error_of_the_task_s_own_code_is_named_and_nothing_is_lost(
     assert said.startswith(f"task.name = 'mine:make': {error} (")
     assert said.endswith(f"test_evaluator.py, line {line})")
     assert member.losses == losses
-    assert saved(tmp_path) == {
-        "val_loss_initial": 2,
-        "val_loss": last[0],
-        "values_initial": {"hits": 1},
-        "values": last[1],
-        "sample": None,
-    }
+    assert member.failures == [None] * (3 - failed) + [said] * failed
+    assert saved(tmp_path) == RIGHT | {"failure": said} | last
+
+
+def test_an_error_that_is_over_is_forgotten(tmp_path: Path) -> None:
+    member, said = play(tmp_path, "evaluate", healed=3)
+    assert (member.losses, [failure is None for failure in member.failures]) == ([1, 2, 3], [True, False, True])
+    assert said == ""
+    assert saved(tmp_path) == RIGHT | {"failure": None}

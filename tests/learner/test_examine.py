@@ -72,6 +72,9 @@ class Counted(Mine):
         Counted.first += (share, number) == (0, 0)
         return super().batch(share, number)
 
+class Beyond(Mine):
+    def loss(self, params, batch): return super().loss(params, batch) + params["embed"][jnp.arange(2, 4)].sum()
+
 class NotANumber(Mine):
     def loss(self, params, batch): return jnp.log(-1.0 - jnp.sum(params["weight"] ** 2)) + super().loss(params, batch)
 """
@@ -132,6 +135,10 @@ def test_a_task_and_its_first_batch_are_made_once(examined: Callable[[str], Exam
         ("Deaf", "batches(start=1) does not begin with the second batch"),
         ("Same", "batches() gives the same batch twice, the first and the second of share 0"),
         ("Unsteady", "the same step gives two results (losses "),
+        (
+            "Beyond",
+            "takes another element where index 3 is out of bounds for axis 0 with size 3, in an array of shape (3, 2)",
+        ),
     ],
 )
 def test_faults_that_a_run_would_get_through(examined: Callable[[str], Examination], name: str, said: str) -> None:
@@ -145,7 +152,7 @@ def test_faults_that_a_run_would_get_through(examined: Callable[[str], Examinati
         ("Short", r"batches\(\) of share 0 ended before batch 20; they go on without end"),
         (
             "NotANumber",
-            r"the first step's loss is nan, its gradient's norm .*with NaN or infinity no step is ever taken \(.*own\.py",
+            r"loss\(\) of the first batch is nan: no step is taken with NaN or infinity \(.*own\.py",
         ),
     ],
 )

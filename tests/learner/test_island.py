@@ -20,6 +20,7 @@ from diloco.errors import RunError, SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_learner import holding
+from diloco_learner.beginning import prepare_copies
 from diloco_learner.island import Island
 
 
@@ -151,7 +152,8 @@ def test_write_keeps_progress_and_mixes(island: Island, fragments: FragmentMap) 
 
 def test_prepare_compiles_and_changes_nothing(island: Island, fragments: FragmentMap) -> None:
     before = values(island, fragments)
-    island.prepare(fragments, trains=True)
+    island.prepare(fragments)
+    prepare_copies(island)
     island.trace(np.float32(1))[0].compile()
     made: list[str] = []  # programs that were traced, lowered or compiled
 
@@ -299,7 +301,8 @@ def test_for_an_outer_adamw_a_step_makes_a_gradient_alone(fragments: FragmentMap
         return [island.snapshot(fragment).to_host() for fragment in fragments.fragments]
 
     island = Island(Quadratic(), run_settings("data-parallel", {"inner.clip_norm": 1e3}))
-    island.prepare(fragments, trains=True)
+    island.prepare(fragments)
+    prepare_copies(island)
     before = values(island, fragments)
     assert not any(vector.any() for vector in gradients(island))
     assert island.step(np.float32(0.5), 1.0).wait() > 0
@@ -326,3 +329,12 @@ def test_for_an_outer_adamw_a_step_makes_a_gradient_alone(fragments: FragmentMap
     assert (values(other, fragments)[0] == 1).all()
     for fragment in others:
         np.testing.assert_array_equal(gradients(other)[fragment.index], gradients(island)[fragment.index])
+
+
+def test_a_batch_that_is_another_one_than_the_first_is_refused_when_it_comes(island: Island) -> None:
+    island.check(np.float32(1))
+    island.step(np.float64(2), 0.1)  # which JAX has as float32
+    island.evaluation()  # whose batches may have other shapes
+    said = r"batches\(\) gave the batch as float32\[\] and then as float32\[2\]: .* each time \(.*test_island\.py, line \d+\)"
+    with pytest.raises(SettingsError, match=said):
+        island.step(np.zeros(2, np.float32), 0.1)

@@ -110,7 +110,7 @@ def small(text: Path, **inner: str) -> tuple[RunSettings, GptTask]:
     return settings, task
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("kind", [pytest.param("muon", marks=pytest.mark.slow), "adamw"])
 def test_the_built_in_task_takes_the_steps_that_it_took_before_there_were_keywords(tmp_path: Path, kind: str) -> None:
     """The step of that time is written out here. Bits are compared."""
     settings, task = small(tmp_path / "text.txt", optimizer=kind)

@@ -20,7 +20,7 @@ from diloco.settings.run import MixSettings, TaskSettings
 
 pytest.importorskip("grain", reason="the extra `data` is not installed: make extras")
 
-from diloco_learner.check import check
+from diloco_learner.check import Plan, check
 from diloco_learner.mix import file, pipeline
 from diloco_learner.mix import mix as mixes
 from diloco_learner.mix.describe import describe
@@ -368,12 +368,12 @@ def test_a_run_that_would_go_over_a_source_more_often_than_allowed_is_refused(ma
     (tmp_path / "mix.toml").write_text(TWO + "most_epochs = 2\n")
     os.environ["DILOCO_CACHE_DIR"] = str(tmp_path / "cache")
     try:
-        found = check(run_settings(overrides=small | {"tokens": 2 * tokens}), str(tmp_path / "mix.toml"))
+        found = check(Plan(run_settings(overrides=small | {"tokens": 2 * tokens}), str(tmp_path / "mix.toml")))
         assert found.units == "nats per token"
         assert found.mix is not None
         assert found.mix.epochs(2 * tokens)["two"] == 1.5  # three windows in four are its
         with pytest.raises(DataError, match=r"source 'two': ends before the run does: \d+ tokens go over it 2\.25 times, and"):
-            check(run_settings(overrides=small | {"tokens": 3 * tokens}), str(tmp_path / "mix.toml"))
+            check(Plan(run_settings(overrides=small | {"tokens": 3 * tokens}), str(tmp_path / "mix.toml")))
         described = describe(run_settings(overrides=small | {"tokens": tokens}), str(tmp_path / "mix.toml"))
     finally:
         del os.environ["DILOCO_CACHE_DIR"]

@@ -88,6 +88,15 @@ def test_hyperparameters_and_parts_of_the_tree() -> None:
     assert values(parts) == [0.5, 1.0, 3.0]
 
 
+def test_a_rehearsal_moves_no_parameter_also_where_the_optimizer_has_a_rate_of_its_own() -> None:
+    Bowl.make = staticmethod(lambda rate: optax.sgd(0.5))
+    island = Island(Bowl(), SETTINGS)
+    assert island.rehearse(np.float32(0)) == 0.5 * (1 + 4 + 9)
+    assert [leaf.tolist() for leaf in jax.tree.leaves(island.params())] == [[1, 2], [[3]]]
+    island.step(np.float32(0), 0.0).wait()
+    assert [leaf.tolist() for leaf in jax.tree.leaves(island.params())] == [[0.5, 1], [[1.5]]]
+
+
 def test_a_step_compiles_once_and_one_that_is_not_finite_changes_nothing() -> None:
     island = island_of(lambda rate: optax.adam(rate))
     for target in (1.0, 2.0):
@@ -130,7 +139,7 @@ def keyed(rate: optax.Schedule) -> Any:
 )
 def test_what_cannot_be_kept_is_refused_by_name(make: Any, says: str) -> None:
     with pytest.raises(SettingsError, match=says):
-        island_of(make).check(np.float32(0))
+        island_of(make).rehearse(np.float32(0))
 
 
 def test_an_outer_adamw_has_no_other_beside_it() -> None:

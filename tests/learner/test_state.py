@@ -13,6 +13,7 @@ import pytest
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
+from diloco_learner.beginning import prepare_copies
 from diloco_learner.check import _check_numbers as check_numbers
 from diloco_learner.island import Island
 from diloco_learner.task import Aux
@@ -77,7 +78,8 @@ def test_what_others_need_is_compiled_without_a_change_and_a_rehearsal_keeps_wha
     island = Island(Centred(), SETTINGS)
     fragments = island.fragments()
     island.write(fragments.fragments[1], np.array([5, 6, 7], np.float32))
-    island.prepare(fragments, trains=True)
+    island.prepare(fragments)
+    prepare_copies(island)
     island.rehearse(BATCH)
     assert values_of(island) == {"state/mean": [5, 6], "state/size": [7], "state/steps": [0]}
     twin = island.twin()

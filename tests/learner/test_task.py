@@ -79,10 +79,10 @@ def test_users_task(user_module: Path) -> None:
         ("Model = 1", "'Model' is not callable in my_model"),
         (
             "class Model:\n    init = loss = tokens_per_batch = None\n    def __init__(self, *_): pass",
-            "what Model returns lacks batches$",
+            r"what Model returns lacks batches \(.*/my_model\.py, line 1\)$",
         ),
         (
-            "class Model:\n    init = loss = tokens_per_batch = validation = is_embedding = None\n"
+            "class Model:\n    init = loss = validation = is_embedding = None\n    tokens_per_batch = 1\n"
             "    def __init__(self, *_): pass\n    def batches(self, share, shares, seed, start, rows): pass",
             r"batches\(\.\.\., rows\) needs the default None: whole batches",
         ),

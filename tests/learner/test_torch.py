@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ from diloco_learner.task import GptTask
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make torch")
 
 from diloco_learner.pytorch import Aux  # noqa: E402
+from diloco_learner.pytorch.inner import AdamW  # noqa: E402
 from diloco_learner.pytorch.island import TorchIsland  # noqa: E402
 from diloco_learner.pytorch.task import checked, load_task  # noqa: E402
 
@@ -80,6 +83,40 @@ def test_steps_are_those_of_the_same_model_in_jax(monkeypatch: pytest.MonkeyPatc
         loss = ours.begin_step(batch, 0.01, (0, number)).wait()
         assert loss == pytest.approx(theirs.step(batch, 0.01, (0, number)).wait(), abs=2e-5)
     np.testing.assert_allclose(values(ours), values(theirs), atol=5e-5)
+
+
+def test_adamw_takes_the_steps_of_torch_s_own_to_the_bit() -> None:
+    draw = np.random.default_rng(0).normal
+    begun, gradients = draw(size=(3, 5, 2)).astype(np.float32), draw(size=(4, 3, 5, 2)).astype(np.float32)
+    ours, theirs = ([torch.nn.Parameter(torch.from_numpy(one.copy())) for one in begun] for _ in range(2))
+    groups = [{"params": theirs[:2], "weight_decay": 0.1}, {"params": theirs[2:], "weight_decay": 0.0}]
+    pair = (
+        AdamW([(ours[:2], 0.1), (ours[2:], 0.0)], 0.01, 0.9, 0.95),
+        torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True),
+    )
+    for step in gradients:
+        for params, optimizer in zip((ours, theirs), pair, strict=True):
+            for parameter, gradient in zip(params, step, strict=True):
+                parameter.grad = torch.from_numpy(gradient.copy())
+            optimizer.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+        assert {key: value.tolist() for key, value in pair[0].state[mine].items()} == {
+            key: value.tolist() for key, value in pair[1].state[other].items()
+        }
+
+
+def test_the_built_in_optimizers_load_no_compiler() -> None:
+    steps = """
+import sys, torch
+from diloco_learner.pytorch.inner import AdamW, Muon
+weight = torch.nn.Parameter(torch.eye(3))
+weight.grad = torch.ones(3, 3)
+AdamW([([weight], 0.0)], 0.01, 0.9, 0.95).step()
+Muon([weight], [(3,)], 0.01, 0.0).step()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", steps], check=True)
 
 
 def test_a_version_is_written_in_place_as_its_carry_says() -> None:
@@ -257,6 +294,54 @@ class _Fails(Slope):
         return torch.nn.functional.linear(torch.ones(3), module.x)
 
 
+class _Detached(Slope):
+    def loss(self, module: Any, batch: Any) -> Any:
+        return super().loss(module, batch).detach()
+
+
+class _Lazy(Slope):
+    def module(self) -> Any:
+        return torch.nn.LazyLinear(3)
+
+
+class _Late(Slope):
+    def loss(self, module: Any, batch: Any) -> Any:
+        module.y = getattr(module, "y", None) or torch.nn.Parameter(torch.zeros(()))
+        return super().loss(module, batch) + module.y
+
+
+class _Growing(Slope):
+    def optimizer(self, parameters: Any, rate: float) -> Any:
+        class Growing(torch.optim.SGD):  # type: ignore[name-defined,misc]
+            def step(self, closure: Any = None) -> None:
+                state = self.state[parameters[0]]
+                state["seen"] = torch.zeros(1 + len(state.get("seen", ())))
+
+        return Growing(parameters, rate)
+
+
+class _GrowingLater(Slope):
+    def optimizer(self, parameters: Any, rate: float) -> Any:
+        class Growing(torch.optim.SGD):  # type: ignore[name-defined,misc]
+            steps = 0
+
+            def step(self, closure: Any = None) -> None:
+                self.steps += 1
+                self.state[parameters[0]]["seen"] = torch.zeros(1 + (self.steps > 3))
+
+        return Growing(parameters, rate)
+
+
+class _OthersOptimizer(Slope):
+    def optimizer(self, parameters: Any, rate: float) -> Any:
+        return torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], rate)
+
+
+class _OtherValidation(Slope):
+    def validation(self) -> Any:
+        return [np.zeros(3, np.float32)]
+
+
 class _NoOptimizer(Slope):
     def optimizer(self, parameters: Any, rate: float) -> Any:
         return "adam"
@@ -267,17 +352,69 @@ class _NoOptimizer(Slope):
     [
         (_Half, "parameter 'x' is float16, expected float32 or bfloat16"),
         (_Frozen, "no parameter that requires a gradient"),
-        (_Copy, "tensors\\(\\) has 'x', which shares no memory with a trained parameter"),
+        (_Copy, r"tensors\(\) has 'x', which shares no memory with a trained parameter: .*\(.*test_torch\.py, line \d+\)"),
         (_Part, "tensors\\(\\) lacks 1 of the values of parameter 'x'"),
         (_Vector, r"loss\(\) returned float32\[4\], expected a float32 scalar.*test_torch.py, line \d+"),
         (_Metrics, "metric named 'Wrong Name'"),
         (_Fails, r"RuntimeError: .*\(.*test_torch\.py, line \d+\)"),
+        (_Detached, r"RuntimeError: element 0 of tensors does not require grad .*\(.*test_torch\.py, line \d+\)"),
+        (_Lazy, r"ValueError: Attempted to use an uninitialized parameter .*\(.*test_torch\.py, line \d+\)"),
+        (_Late, r"parameter 'y' came with the first step: make all of them in module\(\), .*\(.*test_torch\.py, line \d+\)"),
+        (_Growing, r"its state has x/seen of shape \[2\], expected \[1\], as before the step \(.*test_torch\.py, line \d+\)"),
+        (_OthersOptimizer, r"optimizer\(\) has a parameter of shape \[3\], which is none of those .*\(.*test_torch\.py, line"),
+        (_OtherValidation, r"TypeError: only .*\(.*test_torch\.py, line \d+\)"),
         (_NoOptimizer, "optimizer\\(\\) returned a str, expected a torch.optim.Optimizer"),
     ],
 )
 def test_a_task_that_is_none_is_refused(task: type[Slope], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
-        island(task())
+        checked_and_rehearsed(task())
+
+
+def checked_and_rehearsed(task: Slope) -> TorchIsland:
+    """A model as it is before a run, after all that ``diloco up`` looks at."""
+    model = TorchIsland(task, PLAIN)
+    model.check(np.float32(1))
+    model.rehearse(np.float32(1))
+    model.check_evaluation()
+    return model
+
+
+def test_two_steps_show_that_a_task_is_fit_and_leave_nothing() -> None:
+    class Counted(Slope):
+        taken = 0
+
+        def loss(self, module: Any, batch: Any) -> Any:
+            self.taken += 1
+            return super().loss(module, batch)
+
+    task = Counted()
+    model = checked_and_rehearsed(task)
+    assert task.taken == 2
+    held = list(model.capture().content.values)  # parameters that begin at zero, and AdamW's state
+    assert len(held) > 1
+    assert not any(array.any() for array in held)
+
+
+def test_an_optimizer_whose_state_changes_its_shape_in_mid_run_is_named() -> None:
+    model = island(_GrowingLater())
+    for _ in range(3):
+        model.begin_step(np.float32(1), 0.1).wait()
+    list(model.capture().content.values)
+    model.begin_step(np.float32(1), 0.1).wait()
+    with pytest.raises(SettingsError, match=r"state has x/seen of shape \[2\], expected \[1\], as before .* \(.*line \d+\)"):
+        list(model.capture().content.values)
+
+
+def test_an_evaluation_that_fails_leaves_the_model_to_be_trained() -> None:
+    class Fails(Slope):
+        def evaluate(self, module: Any) -> Any:
+            raise OSError("gone")
+
+    model = island(Fails())
+    with pytest.raises(SettingsError, match=r"OSError: gone \(.*test_torch\.py, line \d+\)"):
+        model.check_evaluation()
+    assert math.isfinite(model.begin_step(np.float32(1), 0.1).wait())
 
 
 def test_a_task_of_another_framework_is_told_from_one_of_this() -> None:

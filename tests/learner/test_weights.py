@@ -62,8 +62,8 @@ def island() -> Island:
     return Island(Model(), SETTINGS)
 
 
-def put(path: Path, island: Island) -> Mapping[str, Any]:
-    weights.put(path, island, island.fragments())
+def put(path: Path, island: Island, names: Path | None = None) -> Mapping[str, Any]:
+    weights.put(path, island, island.fragments(), names)
     found: Mapping[str, Any] = island.params()
     return found
 
@@ -91,8 +91,7 @@ def test_a_names_map_says_where_tensors_lie_in_a_file_of_others(island: Island, 
     save_file(others, tmp_path / "w")
     names = {"a/matrix": {"transposed": "kernel"}, "list/1": "scale", "list/0": {"rows": {"low": 2, "high": 3}}}
     (tmp_path / "names.json").write_text(json.dumps(names))
-    weights.put(tmp_path / "w", island, island.fragments(), tmp_path / "names.json")
-    check_values(island.params())
+    check_values(put(tmp_path / "w", island, tmp_path / "names.json"))
     with pytest.raises(SettingsError, match="it lacks tensor 'a/matrix'"):
         put(tmp_path / "w", island)
 
@@ -149,6 +148,26 @@ def test_another_models_weights_are_refused_by_name(tensors: Tensors, said: str,
     save_file(tensors, tmp_path / "w")
     with pytest.raises(SettingsError, match=f"init = .*w: .*{said}"):
         put(tmp_path / "w", island)
+
+
+def test_the_line_that_gives_a_tensor_its_name_is_named(island: Island, tmp_path: Path) -> None:
+    names = tmp_path / "names.json"
+    names.write_text('{\n "list/0": "bias",\n "a/matrix": {"transposed": "weight"}\n}')
+    theirs = {"bias": values()["list/0"], "list/1": values()["list/1"], "weight": values()["a/matrix"].T.copy()}
+    for odd, line, said in (
+        ({"weight": None}, 3, r"it lacks tensor 'weight' of shape \(3, 4\)"),
+        ({"bias": np.zeros(4, np.float32)}, 2, r"tensor 'bias' has the shape \(4,\), the model's has \(5,\)"),
+        ({"bias": np.zeros(5, np.int32)}, 2, "tensor 'bias' is I32"),
+        ({"weight": np.full((3, 4), np.inf, np.float32)}, 3, "tensor 'weight' holds NaN"),
+    ):
+        save_file({name: value for name, value in (theirs | odd).items() if value is not None}, tmp_path / "w")
+        path = {2: "list/0", 3: "a/matrix"}[line]
+        with pytest.raises(
+            SettingsError, match=rf"init = .*w: {said}.*; names of .*names\.json, line {line}: .* model's '{path}'"
+        ):
+            put(tmp_path / "w", island, names)
+    save_file(theirs, tmp_path / "w")
+    check_values(put(tmp_path / "w", island, names))
 
 
 def test_no_file_or_another_one_is_refused(island: Island, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_memory() -> None:
         assert verdict(verdicts.memory("syncer", ONE_SITE, model, available)) == ("memory", expected)
     said = verdicts.memory("syncer", ONE_SITE, model, usual).text()
     assert said == (
-        "330 MB available; needed: 330 MB for 6.40M parameters, 359 MB alone with all fragments; more memory, or more syncers"
+        "330 MB available; needed: 330 MB for 6.40M values, 359 MB alone with all fragments; more memory, or more syncers"
     )
 
 

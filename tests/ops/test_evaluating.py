@@ -61,4 +61,3 @@ def test_the_task_is_the_files_with_what_is_set(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "file", {TASK: '{"width": 32, "heads": 2}'})
     settings = task_of(tmp_path / "file", ["task.layers=1"])
     assert (settings.task.width, settings.task.heads, settings.task.layers) == (32, 2, 1)
-    assert settings.fragments.count == 1

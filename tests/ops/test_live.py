@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from diloco_ops.live.screen import LiveView, plain_line, render
+from diloco_ops.live.screen import LiveView, failure_lines, plain_line, render
 from diloco_ops.live.watched import Watched
 
 
@@ -149,6 +149,16 @@ def test_regions_and_who_is_away() -> None:
     assert any("us 2/2 12 fragments   eu away 0:34 0 fragments   ap 2/2 12 fragments" in line for line in narrow)
     assert any("us 2/2   eu away 0:34   ap 2/2" in line for line in drawn(in_regions(), 50, 24))
     assert not any("region" in line for line in drawn(fake_status(), 140, 40))
+
+
+def test_an_error_is_there_in_full() -> None:
+    failure = "task.name = 'mine:make': ZeroDivisionError: division by zero (/home/ann/of/the/lab/projects/mine.py, line 7)"
+    status = fake_status(failures={"evaluator": failure})
+    assert failure_lines(status) == [f"evaluator: {failure}"]
+    for width, height in ((80, 24), (140, 40)):
+        text = " ".join(line.strip() for line in drawn(status, width, height))
+        assert f"evaluator: {failure}" in text
+    assert len(drawn(fake_status(failures={"evaluator": "x " * 250}), 40, 4)) <= 4
 
 
 def test_no_learners_yet() -> None:

@@ -56,7 +56,9 @@ def report(
     settings = run_settings("decoupled", {"tokens": 1000, "learners": 2, "regions.names": places.pop("names", [])})
     links = places.pop("links", {})
     directory = RunDirectory(tmp_path, "run", "nats://127.0.0.1:4222", None, settings)
-    found = build.Findings(directory, fragments, chains, ["s", "s"], series | places, ledger, {}, links, changes, references=[])
+    found = build.Findings(
+        directory, fragments, chains, ["s", "s"], series | places, ledger, {}, links, changes, references=[], failures={}
+    )
     return build.build(found)
 
 
@@ -139,4 +141,7 @@ def test_the_budget_is_the_one_in_force_at_the_end(tmp_path: Path) -> None:
     assert (made["tokens_budget"], made["tokens_overshoot"]) == (900, 60)
     [change] = made["changes"]
     assert change == {"number": 1, "at_s": 1.5, "author": "ann", "reason": "enough", "text": "tokens = 900"}
-    assert "<td>1970-01-01 00:00:01</td><td>tokens = 900</td><td>ann</td><td>enough</td>" in render_html(made)
+    assert made["in_force"] == {"tokens": 900}
+    page = render_html(made)
+    assert "<td>1970-01-01 00:00:01</td><td>tokens = 900</td><td>ann</td><td>enough</td>" in page
+    assert "</del> <ins>900</ins>" in page

@@ -57,10 +57,11 @@ class Mortals:
         self.folder, self.events = folder, Events()
         self.supervisor = Supervisor(cast(Logger, self.events))
 
-    def start(self, name: str, *fates: str, group: str = "") -> None:
+    def start(self, name: str, *fates: str, group: str = "", dispensable: bool = False) -> None:
         config = self.folder / f"{name}.toml"
         config.write_text(",".join(fates))
-        self.supervisor.start(name, "mortal", config, os.environ | {"PYTHONPATH": str(self.folder)}, group=group)
+        environment = os.environ | {"PYTHONPATH": str(self.folder)}
+        self.supervisor.start(name, "mortal", config, environment, group=group, dispensable=dispensable)
 
     def lives(self, name: str) -> int:
         file = self.folder / f"{name}.lives"
@@ -156,6 +157,24 @@ def test_an_error_code_ends_the_run_with_what_the_service_said(mortals: Mortals)
         mortals.tend_until(lambda: False)
     assert failed.value.exit_code == 2
     assert mortals.lives("b") == 1
+
+
+@pytest.mark.parametrize(
+    ("fates", "lives", "said", "code"),
+    [(["2"], 1, "a: it was my fate", 2), (["-9"] * 10, 3, "a: killed by SIGKILL 3 times in a row", 1)],
+)
+def test_a_run_goes_on_without_a_service_that_is_dispensable(
+    mortals: Mortals, monkeypatch: pytest.MonkeyPatch, fates: list[str], lives: int, said: str, code: int
+) -> None:
+    monkeypatch.setattr(supervise, "RETRY_S", 0.01)
+    monkeypatch.setattr(supervise, "QUICK_DEATHS", 3)
+    mortals.start("a", *fates, dispensable=True)
+    mortals.start("b", "-9", "0")
+    mortals.tend_until(mortals.supervisor.tend)
+    assert (mortals.lives("a"), mortals.lives("b")) == (lives, 2)  # what it waits for is done as ever
+    [(name, failure)] = mortals.supervisor.failures.items()
+    assert (name, str(failure).startswith(said), failure.exit_code) == ("a", True, code)
+    assert [values["failed"] for _, event, values in mortals.events.entries if event == "service_failed"] == ["a"]
 
 
 def test_a_service_that_cannot_live_ends_the_run(mortals: Mortals, monkeypatch: pytest.MonkeyPatch) -> None:

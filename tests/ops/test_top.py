@@ -131,6 +131,21 @@ def test_the_history_comes_before_all_that_was_heard_since() -> None:
     assert made.lane("ann")[-1] == (60.0, 62.0, "stepping")
 
 
+def test_the_newest_sample_stands_below_the_loss() -> None:
+    made = watched()
+    picture, curves = history(activity=[], events=[])
+    samples = [[10.0, 1, 2, "old"], [40.0, 900, 17, "To be, or\nnot to \x1b[2Jbe" + "!" * 100]]
+    made.past(picture, curves | {"samples": samples}, 0.5, 1000.0)
+    app = top(made)
+    app.view = VIEWS.index("loss")
+    lines = plain(app.picture(80, 40, 1000.0)[1])
+    at = lines.index(" a sample of version 17, 0:34 ago")
+    assert lines[at + 1 : at + 4] == [" To be, or", " not to \\x1b[2Jbe" + "!" * 62, " " + "!" * 38]
+    app = top(watched())
+    app.view = VIEWS.index("loss")
+    assert not [line for line in plain(app.picture(80, 40, 1000.0)[1]) if "sample" in line]
+
+
 def test_tables_are_sorted_by_any_column() -> None:
     made = watched()
     status = made.status(1000.0)
@@ -187,6 +202,7 @@ def test_every_view_fits(made: Watched, width: int, height: int, hostile: bool) 
         made.answer(status, 1000.0)
         made.tell(1000.0, "\x1b[31m", "red\n" * 100)
         made.alerts = ["\x1b]0;title\x07" * 90] * 5
+        made.sample = (5.0, 3, "\x1b[2J長い\n" * 300)
     app = top(made)
     for view in range(len(VIEWS)):
         for app.in_detail in (False, True):

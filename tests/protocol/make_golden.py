@@ -269,6 +269,8 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     idle = [[0, 0, 0]] * 4
     evaluator = ["evaluator", "", 1, "evaluator", "starting", False, 0, 0, 0.0, None, *idle, [], 0, 0.0, 0.0, 0, 0, 0, ""]
     golden.add("heartbeat_evaluator", "heartbeat", evaluator)
+    golden.add("heartbeat_failure", "heartbeat", [*evaluator, "ZeroDivisionError: division by zero (task.py, line 7)"])
+    golden.add("sample", "sample", ["evaluator", [3, 3, 0], "To be, \u00e9 \U0001f600\n"])
     shard = ["syncer-1", "us", 1700000000000, 1200, "owner", 7, [0, 2], [1], 9, 8, [[2, 1, 2, 0.75]], 0, 65536, 255]
     crossing = [["eu", 4096, 200], ["ap", 0, 70000]]
     golden.add("shard", "shard", [*shard, crossing, 8, 1.5, [["ap", 4], ["eu", 8]], "0.1.0"])
@@ -451,6 +453,36 @@ def make() -> tuple[dict[str, bytes], dict[str, Any], list[bytes]]:
     cursors = [["learner-0", 1700000000000, 2, 2, 2048, 0, 2]]
     fields = [1, 2, 0, previous, 14, 2048, 0, cursors, [[0, 2]], state, False, body]
     golden.add("keyframe_adamw_2", "keyframe", fields, inline)
+
+    # the last fragment as of a run whose list is `map_full`: state, whose offers are values; the example of section 8
+    theta, momentum = np.array([100, 0, 5, 2], np.float32), np.zeros(4, np.float32)
+    base, members, tokens = state_hash(theta, momentum), [], [10, 30]
+    offered = [np.array(values, np.float32) for values in ([3, 4, 0, 1], [1, 6, 8, 1])]
+    for number, (values, count) in enumerate(zip(offered, tokens, strict=True)):
+        raw, learner = encode(values, 32), f"learner-{number}"
+        body, inline, _ = describe(raw, attempt(11 + number))
+        offer = [FRAGMENT, learner, 7, 1, [0, 0], 1, 0, base, 32, 1, count, 0, [[number, 0, 1]], body]
+        golden.add(f"offer_state_{number}", "offer", offer, inline, raw=raw, values=4)
+        members.append([learner, 7, 1, 1, 0, 1, count, 0, float(count), [[number, 0, 1]]])
+    mean = sum(np.float32(count) * values for values, count in zip(offered, tokens, strict=True)) / np.float32(sum(tokens))
+    raw = encode(theta - mean, 32)
+    theta, momentum = fold(theta, momentum, decode(raw, 4, 32), 1.0, 0.0)
+    state = state_hash(theta, momentum)
+    body, inline, _ = describe(raw, attempt(13))
+    entry = [FRAGMENT, "version", 1, 0, "syncer-1", genesis, members, [], 32, 1.0, 0.0, 40, 0, state, False]
+    entry_hash = golden.add(
+        "record_state",
+        "record",
+        [*entry, 1700000003.0, 0.25, 0.5, body],
+        inline,
+        raw=raw,
+        values=4,
+        vectors=[[float(x) for x in vector] for vector in (theta, momentum)],
+    )
+    body, inline, _ = describe(np.concatenate([theta, momentum, np.zeros_like(theta)]).astype("<f4").tobytes(), attempt(14))
+    cursors = [["learner-0", 7, 1, 1, 10, 0, 1], ["learner-1", 7, 1, 1, 30, 0, 1]]
+    fields = [FRAGMENT, 1, 0, entry_hash, 15, 40, 0, cursors, [[0, 1], [1, 1]], state, False, body]
+    golden.add("keyframe_state", "keyframe", fields, inline)
 
     kind_and_key = bytes([20 << 3]) + bytes(SigningKey(AUTHORITY).verify_key)
     expected = {

@@ -17,14 +17,16 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from diloco.control.admission import Admission
-from diloco.core import codec, fold, leases, outer, quantise
+from diloco.core import codec, fold, leases, merging, outer, quantise
 from diloco.core.chain import Chain
 from diloco.core.fragments import FixedSpec, unpack_map
 from diloco.core.leases import ClaimedShare, ShareClaim
 from diloco.core.ownership import OwnersTable
+from diloco.core.round import Held
 from diloco.errors import ChainError, FormatError, HashError, WrongEntryError
 from diloco.log.stream import open_body
 from diloco.nats import grants
+from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire import framing, subjects
 from diloco.wire.assemble import ChunkAssembler
@@ -108,7 +110,7 @@ def test_encoder_writes_the_same_bytes(name: str) -> None:
 def test_bodies(name: str) -> None:
     """Content, not zstd's bytes, is what has to be alike."""
     message, _, inline = read(name)
-    n = SIZES[message.fragment]
+    n = MESSAGES[name].get("values", SIZES[message.fragment])
     raw = np.frombuffer(MESSAGES[name]["raw"], np.uint8)
     body = open_body(message.body, inline, [], quantise.body_bytes(n, message.bits), name)
     np.testing.assert_array_equal(body, raw)
@@ -116,7 +118,7 @@ def test_bodies(name: str) -> None:
     packed = codec.pack(body, -1)
     description, _, parts = describe_body(packed, codec.content_hash(body), message.body.attempt)
     assert (description.content_hash, parts) == (message.body.content_hash, [])
-    np.testing.assert_array_equal(codec.unpack(packed, raw.size), raw)
+    np.testing.assert_array_equal(codec.unpack([packed], raw.size), raw)
     np.testing.assert_array_equal(quantise.quantise(MAKER["decode"](raw.tobytes(), n, message.bits), message.bits), raw)
     np.testing.assert_array_equal(quantise.dequantise(body, n, message.bits), MAKER["decode"](raw.tobytes(), n, message.bits))
 
@@ -205,6 +207,35 @@ def test_folding_the_log_of_an_outer_adamw_gives_the_golden_states() -> None:
     raw = open_body(keyframe.body, inline, [], 16 * 96, "keyframe_adamw_2")
     loaded, residual = fold.load_keyframe(keyframe, Chain.from_keyframe(keyframe), raw, adamw)
     assert loaded.chain == chain
+    np.testing.assert_array_equal(fold.keyframe_body(replica, residual), raw)
+
+
+def test_offers_of_state_are_merged_and_folded_to_the_golden_values() -> None:
+    genesis, check, _ = read("genesis")
+    fragment = unpack_map(golden("map_full")).fragments[2]
+    settings = run_settings(overrides={"merge.weights": "tokens"})
+    rule = outer.optimizer(settings, fragment)
+    replica = fold.Replica(
+        Chain.from_genesis(2, genesis, check), np.array([100, 0, 5, 2], np.float32), np.zeros(4, np.float32), rule
+    )
+    held = []
+    for name in ("offer_state_0", "offer_state_1"):
+        offer, _, inline = read(name)
+        assert offer.base_hash == outer.state_hash(replica.theta, replica.momentum)
+        held.append(Held(offer, open_body(offer.body, inline, [], 16, name)))
+    record, check, inline = read("record_state")
+    body = open_body(record.body, inline, [], 16, "record_state")
+    merged = merging.merged(fragment, settings, held, lambda version: None, replica.theta)
+    assert merged.tolist() == [98.5, -5.5, -1, 1]  # the example of docs/protocol.md, section 8
+    assert merging.encode(merged, np.zeros(4, np.float32), settings, fragment.bits(4)).tobytes() == body.tobytes()
+    assert merging.outer_rates(replica, settings) == (record.learning_rate, record.momentum)
+    replica.fold(record, check, 15, body)
+    assert [replica.theta.tolist(), replica.momentum.tolist()] == MESSAGES["record_state"]["vectors"]
+    assert replica.theta.tolist() == [1.5, 5.5, 6, 1]
+    keyframe, _, inline = read("keyframe_state")
+    raw = open_body(keyframe.body, inline, [], 48, "keyframe_state")
+    loaded, residual = fold.load_keyframe(keyframe, Chain.from_keyframe(keyframe), raw, rule)
+    assert loaded.chain == replica.chain
     np.testing.assert_array_equal(fold.keyframe_body(replica, residual), raw)
 
 

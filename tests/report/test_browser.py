@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ def lively() -> dict[str, Any]:
         "open": 2,
         "bytes_in": 10**8,
     }
-    regions = {name: region | {"bytes_out": 9 * 10**7, "bound_bytes": 10**8} for name in ("us", "eu", "ap")}
+    regions = {name: region | {"bytes_out": 9 * 10**7, "of_bound": 0.9} for name in ("us", "eu", "ap")}
     regions["ap"] |= {"away_s": 12.0, "heard": 0}
     link = {"bytes": 5 * 10**7, "bytes_per_s": 40_000.0, "offer_bits": 4, "record_bits": 4, "pace": 1.0}
     links = [link | {"from": a, "to": b, "bytes_per_s": 4e4 * n} for n, (a, b) in enumerate(permutations(regions, 2))]
@@ -117,8 +118,14 @@ FORM = actions.form(
 class Site:
     """A page as it is served, by its own renderer, style, script and headers, with frames and answers that a test gives."""
 
-    def __init__(self, report: dict[str, Any], frames: list[dict[str, str]], form: str | None = None) -> None:
+    def __init__(
+        self, report: dict[str, Any], frames: list[dict[str, str]], form: str | None = None, breaks: float = 1
+    ) -> None:
         self.report, self.frames, self.form, self.asked = report, frames, form, 0
+        self.breaks = breaks  # so often its connection breaks off before the run is over
+        self.process, self.status = "a-1", 200  # the process that draws, and what it answers
+        self.freezes = False  # it takes connections, and answers none of its events
+        self.thaw = threading.Event()
         self.answers: dict[str, Any] = {}  # by action
         self.posted: list[tuple[str, str, dict[str, Any]]] = []  # action, token, fields
 
@@ -127,14 +134,25 @@ class Site:
         self.posted.append((name, token, json.loads(body)))
         return json.dumps({"code": 0} | self.answers[name]).encode()
 
+    def page(self) -> bytes:
+        if self.status != 200:
+            return b"<!doctype html><html lang=en><title>token</title><h1>This page needs a token</h1></html>"
+        begun, drawn = page.begin_live(self.report, self.form), page.body(page.parts(self.report))
+        return (begun + drawn + page.end_live(f"{self.process}.1")).encode()
+
     def answer(self, path: str) -> tuple[str, bytes]:
         name = path.partition("?")[0]
         if name == "/":
-            return "text/html; charset=utf-8", page.render_live(self.report, page.parts(self.report), "a.1", self.form).encode()
+            return "text/html; charset=utf-8", self.page()
         if name == "/events":
             self.asked += 1
-            sent = "".join(f"id: a.{n + 2}\nevent: parts\ndata: {json.dumps(parts)}\n\n" for n, parts in enumerate(self.frames))
-            over = "event: over\ndata:\n\n" if self.asked > 1 else "retry: 10\n\n"  # the first time it breaks off
+            if self.freezes:
+                self.thaw.wait(30)
+            sent = "".join(
+                f"id: {self.process}.{n + 2}\nevent: parts\ndata: {json.dumps(parts)}\n\n"
+                for n, parts in enumerate(self.frames)
+            )
+            over = "event: over\ndata:\n\n" if self.asked > self.breaks else "retry: 10\n\n"  # else it breaks off
             return "text/event-stream", (sent + over).encode()
         return ("text/css" if name.endswith("css") else "text/javascript"), page.asset(name.removeprefix("/"))
 
@@ -145,12 +163,15 @@ def served(site: Site) -> Iterator[str]:
         def do_GET(self) -> None:
             self.give(*site.answer(self.path))
 
+        def do_HEAD(self) -> None:
+            self.give("text/javascript", b"")
+
         def do_POST(self) -> None:
             sent = self.rfile.read(int(self.headers["Content-Length"]))
             self.give("application/json", site.post(self.path, self.headers["Authorization"], sent))
 
         def give(self, media: str, body: bytes) -> None:
-            self.send_response(200)
+            self.send_response(site.status)
             for name, value in {**HEADERS, "Content-Type": media, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
             self.end_headers()
@@ -223,6 +244,60 @@ def test_the_page_goes_on_where_it_was_when_its_connection_breaks(browser: Brows
         assert site.asked == 2
         assert shown.get_by_text("42 of").count() == 1
         assert shown.get_by_text("the newest sample").count() == 1
+
+
+def test_the_page_loads_itself_again_where_its_address_is_another_runs_by_now(browser: Browser) -> None:
+    report = fake_report(learners=2, fragments=2) | {"now": {"state": "training"}}
+    site = Site(report, [], breaks=math.inf)
+    with served(site) as url, opened(browser, url) as shown:
+        assert shown.locator("h1").text_content() == report["run"]
+        site.report, site.process, site.frames = report | {"run": "another"}, "b-1", [page.parts(report)]
+        shown.locator("h1", has_text="another").wait_for()
+
+
+def test_the_page_goes_on_with_another_process_of_its_run_and_is_not_loaded_again(browser: Browser) -> None:
+    report = fake_report(learners=2, fragments=2) | {"now": {"state": "training"}}
+    site = Site(report, [], breaks=math.inf)
+    with served(site) as url, opened(browser, url) as shown:
+        shown.evaluate("document.kept = true")
+        site.process, site.frames = "a-2", [page.parts(report | {"tokens_processed": 42})]
+        shown.get_by_text("42 of").wait_for()
+        assert shown.evaluate("document.kept")
+
+
+def test_the_page_says_so_when_nothing_comes_over_a_connection_that_stands(browser: Browser) -> None:
+    """As behind a coordinator that is frozen, or a network that was cut without a word."""
+    site = Site(fake_report(learners=2, fragments=2) | {"now": {"state": "training"}}, [], breaks=0)
+    site.freezes = True
+    context = browser.new_context()
+    shown = context.new_page()
+    shown.clock.install()
+    with served(site) as url:
+        shown.goto(url)
+        assert not shown.locator("#link").is_visible()
+        shown.clock.fast_forward(46_000)
+        shown.get_by_text("Nothing comes from the coordinator").wait_for()
+        site.thaw.set()
+        shown.get_by_text("The run is over").wait_for()
+        assert site.asked == 2  # over another connection
+        shown.clock.fast_forward(46_000)
+        assert shown.get_by_text("The run is over").is_visible()  # nothing more is expected
+    context.close()
+
+
+def test_the_page_asks_for_the_token_where_it_is_another_one_by_now(browser: Browser) -> None:
+    site = Site(fake_report(learners=2, fragments=2) | {"now": {"state": "training"}}, [], breaks=math.inf)
+    with served(site) as url, opened(browser, url) as shown:
+        site.status = 401
+        shown.locator("h1", has_text="This page needs a token").wait_for()
+
+
+def test_a_browser_that_does_not_run_the_script_shows_all_and_says_that_it_stays_as_it_is(browser: Browser) -> None:
+    site = Site(lively(), [])
+    with served(site) as url, opened(browser, url, java_script_enabled=False) as shown:
+        assert not shown.get_by_text("This page does not move by itself").is_visible()
+        shown.get_by_text("This page does not move by itself").wait_for()
+        assert shown.locator("svg.map").is_visible()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

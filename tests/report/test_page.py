@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from diloco.settings.run import RunSettings
 from diloco_report import charts
 from diloco_report.page import render_html, write_html
-from diloco_report.units import count, decimal, duration, share, size
+from diloco_report.units import count, decimal, duration, share, size, times
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 
@@ -198,7 +198,7 @@ def test_the_page_is_whole_and_says_the_headline() -> None:
     for part in ("1.621", "10.0 % below", "4-gram (1.80)", "1:58", "95.3 %", "2.86M", "36.7×", "0.42 %", "77.6 MB up"):
         assert part in text
     assert "self.assertEqual(len(value), 2)" in text
-    for title in ("Loss", "What each learner did", "Who was in each merge", "Learners", "Fragments", "A sample", "Settings"):
+    for title in ("Loss", "What each learner did", "Who was in each merge", "Learners", "Fragments", "Samples", "Settings"):
         assert title in page.text
 
 
@@ -261,6 +261,14 @@ def test_values_of_the_task_are_shown_beside_those_of_the_beginning() -> None:
     shown = " ".join(" ".join(page.text).split())
     assert "val_loss/code 1.2500 2.5000 val/code/accuracy 0.5000 0.1250 exact_match – –" in shown
     assert "val_loss/" not in " ".join(_Page(render_html(fake_report())).text)
+
+
+def test_models_are_compared_where_another_one_is_known() -> None:
+    alone = fake_report(baselines={}, val_loss_initial=None)
+    for report, known in ((fake_report(), True), (fake_report(baselines={}), True), (alone, False)):
+        page = render_html(report)
+        assert ("Against other models" in page) == known
+        assert "Bytes over each learner's link" in page
 
 
 def test_losses_that_are_not_finite_are_left_out() -> None:
@@ -435,6 +443,14 @@ def test_a_rollback_is_marked_in_both_pictures_of_the_loss() -> None:
     html = render_html(report)
     assert html.count(">back to 9</text>") == 2
     assert "Upright: the run was rolled back" in html
+
+
+def test_more_traffic_than_data_parallel_is_not_called_less() -> None:
+    assert [times(ratio) for ratio in (22.08, 1.0, 0.5)] == [("22.1", "less"), ("1.0", "less"), ("2.0", "more")]
+    report = fake_report()
+    report["traffic"]["ratio"] = 0.5
+    assert "2.0×" in (page := render_html(report))
+    assert "more</" in page
 
 
 def test_the_loss_has_units_where_the_task_names_them() -> None:

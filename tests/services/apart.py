@@ -51,6 +51,7 @@ class Region(Cluster):
     ) -> None:
         super().__init__(nursery, directory, embedded.url, name, settings)
         self.embedded, self.relay, self.clocks = embedded, relay, dict(clocks)
+        self.of_syncers: dict[str, Any] = {}  # further settings of theirs
 
     def save(self) -> None:
         """Write what a command wants to know of the run, as ``diloco up`` does."""
@@ -80,7 +81,7 @@ class Region(Cluster):
         return self.start("coordinator", "diloco_coordinator", settings=self.settings.model_dump(), **self.place(2))
 
     def syncer(self, index: int) -> Service:
-        return self.start(f"syncer-{index}", "diloco_syncer", **self.place(index, syncer=True))
+        return self.start(f"syncer-{index}", "diloco_syncer", **self.place(index, syncer=True), **self.of_syncers)
 
     def toy(self, share: int, **behaviour: Any) -> Toy:
         settings = LearnerSettings(

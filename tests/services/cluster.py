@@ -166,6 +166,7 @@ class Cluster:
         self.forged = False  # whether anybody's may be, but for a reason that no forger and no damage can bring about
         self.identity: str | None = None  # as the setting: where each process's is, and the test's own
         self._link: NatsTransport | None = None
+        self._identity: tuple[RunSettings, bytes] | None = None  # of the settings at that time
         self._read: dict[Path, int] = {}  # of each log file, as far as it was read
         self._logged: list[tuple[str, str, Mapping[str, Any]]] = []  # service, event and values of what was read
         directory.mkdir(parents=True, exist_ok=True)
@@ -290,8 +291,15 @@ class Cluster:
         await link.control.subscribe(self.subjects.heartbeat(), cb=self._hear)
         await link.control.subscribe(self.subjects.shard(), cb=self._hear)
 
+    @property
+    def run_id(self) -> bytes:
+        """Of the settings, worked out once: every heartbeat asks, and a busy machine would fall behind hearing them."""
+        if self._identity is None or self._identity[0] is not self.settings:
+            self._identity = self.settings, framing.run_id(self.name, self.settings.digest())
+        return self._identity[1]
+
     async def _hear(self, message: Any) -> None:
-        run = framing.run_id(self.name, self.settings.digest())
+        run = self.run_id
         try:
             if ".heartbeat." in message.subject:
                 heartbeat, _, _ = framing.unpack(message.data, Heartbeat, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 import uuid
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from tests.services.apart import REGIONS, Region
 from tests.services.cluster import Cluster
+from tests.services.finished import Finished, finish
 from tests.services.forking import Nursery
 
 from diloco.process import observe
@@ -43,6 +45,12 @@ def nursery() -> Iterator[Nursery]:
     made = Nursery()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def finished(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run that is over, which nobody changes: three toys, one of which was killed with kill -9 and begun again."""
+    return asyncio.run(finish(nursery, tmp_path_factory.mktemp("finished") / "run"))
 
 
 @pytest.fixture

@@ -142,7 +142,9 @@ def _parent() -> None:
 
     import diloco_coordinator.service
     import diloco_syncer.service
+    from diloco.core.compiled import kernels
 
+    kernels.load()  # a second of processor time, which no import brings with it
     running: set[int] = set()
     print(json.dumps({"ready": [diloco_coordinator.__name__, diloco_syncer.__name__]}), flush=True)
     for line in sys.stdin:

@@ -24,6 +24,7 @@ from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import run_settings
 from diloco_ops.broker.server import find_binary, free_port
+from diloco_ops.supervise import last_words
 
 STORAGE_BYTES = 8 << 20
 
@@ -67,6 +68,32 @@ def test_wrong_settings_are_named_before_anything_is_started(
     for text in says:
         assert text in ended.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_that_is_not_named_is_shown_the_others(diloco: Diloco) -> None:
+    ended = diloco()
+    assert (ended.code, ended.err) == (2, "")
+    assert "Train one model with several learners" in ended.out
+
+
+def test_a_task_that_ends_its_process_is_named(diloco: Diloco, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit(print('usage: leaving.py DATA'))\n")
+    ended = diloco("check", "leaving.py")
+    said = f"task.name = 'leaving:make': leaving cannot be imported: SystemExit ({tmp_path}/leaving.py, line 2)"
+    assert (ended.code, ended.err) == (2, f"diloco: {said}\n")
+    (tmp_path / "leaving.py").write_text("import os\ndef make(settings, data):\n    print('[]', flush=True)\n    os._exit(0)\n")
+    ended = diloco("check", "leaving.py")
+    assert (ended.code, ended.err) == (
+        1, "diloco: diloco_learner.examine ended without an answer: the task has ended the process, by os._exit or the like\n"
+    )  # fmt: skip
+
+
+def test_the_last_line_of_ours_is_told_of_a_process_that_goes_on_to_write() -> None:
+    said = "a warning: of a library\ndiloco-learner: task: loss() returned a float: take the mean\ndone: bye\n"
+    assert last_words(said, 2) == "task: loss() returned a float: take the mean"
+    assert last_words("Killed: 9\n", 137) == "9"
+    assert last_words("", 137) == "ended with code 137, see the logs of the run"
 
 
 def test_data_that_is_not_there_is_named_before_anything_is_started(diloco: Diloco, tmp_path: Path) -> None:

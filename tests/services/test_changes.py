@@ -56,7 +56,7 @@ async def test_settings_change_while_the_run_goes_on(launch: Launch, capsys: pyt
     async def hear_round(message: Heard) -> None:
         steps.append(framing.unpack(message.data, Announcement, identity)[0].steps)
 
-    identity = framing.run_id(cluster.name, cluster.settings.digest())
+    identity = cluster.run_id
     await (await cluster.link()).subscribe(cluster.subjects.round(), hear_round)
     await cluster.begin()
     await some_versions(cluster)

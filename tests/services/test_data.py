@@ -40,8 +40,20 @@ async def reported(cluster: Cluster) -> dict[str, Any]:
     directory = RunDirectory(cluster.directory, cluster.name, cluster.url, None, cluster.settings)
     series = json.loads((cluster.directory / "series.json").read_text())
     ledger = build.read_ledger(directory, store.run, series, len(chains))
-    owners = [""] * len(chains)
-    return build.build(build.Findings(directory, fragments, chains, owners, series, ledger, {}, {}, Changes(bytes(8)), []))
+    found = build.Findings(
+        directory=directory,
+        map=fragments,
+        chains=chains,
+        owners=[""] * len(chains),
+        series=series,
+        ledger=ledger,
+        evaluation={},
+        links={},
+        changes=Changes(bytes(8)),
+        references=[],
+        failures={},
+    )
+    return build.build(found)
 
 
 def whole(batches: Counter[Batch], share: int) -> bool:

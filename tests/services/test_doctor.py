@@ -119,7 +119,7 @@ async def test_a_process_of_a_learner_of_two_whose_mesh_does_not_divide_its_batc
     assert found["meeting"].verdict == "warning", "an address of this host alone"
     assert "jax " in found["facts"].found
     # of 64,000 parameters it carries half
-    assert "32.0k parameters" in found["memory"].needed
+    assert "32.0k values" in found["memory"].needed
 
 
 async def test_a_learner_that_may_join(link: NatsTransport, nats_server: Server, name: str, tmp_path: Path) -> None:

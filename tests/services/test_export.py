@@ -26,7 +26,7 @@ from diloco.core.arrangement import Arrangement
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
 from diloco.member import naming
-from diloco.member.naming import Naming
+from diloco.member.naming import Names, Naming
 from diloco.service.rundir import RunDirectory
 from diloco_ops import run_reader
 from diloco_ops.export import in_one_file, write
@@ -40,7 +40,7 @@ SPECS = [TensorSpec("embed", (50, 8), embedding=True), TensorSpec("w", (33, 4)),
 
 def written(path: Path, precision: str, values: Tensors, names: Mapping[str, str] | None = None) -> Path:
     fragment_map = build_map(SPECS, 5)
-    named = Naming(fragment_map.tensors, names or {}, "--names")
+    named = Naming(fragment_map.tensors, Names(names or {}, "--names"))
     with one_file(path, named, precision, {"of": "a test"}) as weights:  # type: ignore[arg-type]
         for fragment in reversed(fragment_map.fragments):
             weights.put(fragment, fragment.gather(values))
@@ -88,7 +88,7 @@ def check_fused(read: Mapping[str, NDArray[Any]], values: Tensors) -> None:
 
 def test_fused_transposed_and_stacked_tensors_are_written_as_others_have_them(tmp_path: Path) -> None:
     fragment_map, values, names = fused()
-    with one_file(tmp_path / "a", Naming(fragment_map.tensors, names, "--names"), "float32", {}) as weights:
+    with one_file(tmp_path / "a", Naming(fragment_map.tensors, Names(names, "--names")), "float32", {}) as weights:
         for fragment in reversed(fragment_map.fragments):
             weights.put(fragment, fragment.gather(values))
     check_fused(load_file(tmp_path / "a"), values)
@@ -96,7 +96,7 @@ def test_fused_transposed_and_stacked_tensors_are_written_as_others_have_them(tm
 
 def test_a_folder_of_several_files_has_an_index_of_them(tmp_path: Path) -> None:
     fragment_map, values, names = fused()
-    named = Naming(fragment_map.tensors, names, "--names")
+    named = Naming(fragment_map.tensors, Names(names, "--names"))
     with hugging_face(tmp_path, named, "float32", {"format": "pt"}, {"model_type": "mine"}, shard_bytes=144) as weights:
         for fragment in fragment_map.fragments:
             weights.put(fragment, fragment.gather(values))
@@ -117,7 +117,7 @@ def orbax_s() -> Any:
 def test_an_orbax_checkpoint_is_restored_by_orbax(precision: Precision, tmp_path: Path) -> None:
     ocp = orbax_s()
     fragment_map, values, names = fused()
-    named = Naming(fragment_map.tensors, names | {"b": "layer/0/bias"}, "--names")
+    named = Naming(fragment_map.tensors, Names(names | {"b": "layer/0/bias"}, "--names"))
     with orbax(tmp_path / "o", named, precision, {"diloco_run": "mine"}) as weights:
         for fragment in reversed(fragment_map.fragments):
             weights.put(fragment, fragment.gather(values))
@@ -131,7 +131,7 @@ def test_an_orbax_checkpoint_is_restored_by_orbax(precision: Precision, tmp_path
 def test_an_orbax_checkpoint_that_was_not_finished_is_refused_by_orbax(tmp_path: Path) -> None:
     orbax_s()
     fragment_map, values, names = fused()
-    with orbax(tmp_path / "o", Naming(fragment_map.tensors, names, "--names"), "float32", {}) as weights:
+    with orbax(tmp_path / "o", Naming(fragment_map.tensors, Names(names, "--names")), "float32", {}) as weights:
         for fragment in fragment_map.fragments[1:]:
             weights.put(fragment, fragment.gather(values))
     # in a process of its own: Orbax leaves the reads of its other arrays to themselves, and their errors to whatever runs next
@@ -150,7 +150,10 @@ def test_an_orbax_checkpoint_that_was_not_finished_is_refused_by_orbax(tmp_path:
 )
 def test_names_that_are_no_tree(names: dict[str, str], said: str, tmp_path: Path) -> None:
     orbax_s()
-    with pytest.raises(SettingsError, match=said), orbax(tmp_path / "o", Naming(fused()[0].tensors, names, ""), "float32", {}):
+    with (
+        pytest.raises(SettingsError, match=said),
+        orbax(tmp_path / "o", Naming(fused()[0].tensors, Names(names, "")), "float32", {}),
+    ):
         pass
 
 
@@ -160,7 +163,7 @@ def test_a_tensor_that_the_log_has_turned_is_written_as_the_model_has_it(tmp_pat
     specs = [TensorSpec(path, kept.stored_shape, arrangement=kept) for path, kept in kinds.items()]
     model = {path: np.arange(math.prod(kept.shape), dtype=np.float32).reshape(kept.shape) for path, kept in kinds.items()}
     there = build_map(specs, 7)
-    with one_file(tmp_path / "a", Naming(there.tensors, {}, "--names"), precision, {}) as weights:
+    with one_file(tmp_path / "a", Naming(there.tensors, Names({}, "--names")), precision, {}) as weights:
         for fragment in there.fragments:
             weights.put(fragment, fragment.gather({path: kept.stored(model[path]) for path, kept in kinds.items()}))
     for path, values in load_file(tmp_path / "a").items():
@@ -175,14 +178,16 @@ def test_a_turned_matrix_may_be_transposed_and_others_keep_their_axes(tmp_path: 
         for path, each in (("kernel", kept), ("cube", cube))
     }
     there = build_map(specs, 5)
-    with one_file(tmp_path / "a", Naming(there.tensors, {"kernel": {"transposed": "w"}}, "--names"), "float32", {}) as weights:
+    with one_file(
+        tmp_path / "a", Naming(there.tensors, Names({"kernel": {"transposed": "w"}}, "--names")), "float32", {}
+    ) as weights:
         for fragment in there.fragments:
             weights.put(fragment, fragment.gather({"kernel": kept.stored(model["kernel"]), "cube": cube.stored(model["cube"])}))
     read = load_file(tmp_path / "a")
     np.testing.assert_array_equal(read["w"], model["kernel"].T)
     np.testing.assert_array_equal(read["cube"], model["cube"])
     with pytest.raises(SettingsError, match=r"'cube' of shape \(3, 4, 5\): its entry is .*expected \"NAME\": its output axes"):
-        Naming(there.tensors, {"cube": {"transposed": "w"}}, "--names")
+        Naming(there.tensors, Names({"cube": {"transposed": "w"}}, "--names"))
 
 
 def test_half_precision_is_rounded_to_the_nearest(tmp_path: Path) -> None:
@@ -205,7 +210,7 @@ def test_half_precision_is_rounded_to_the_nearest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "expected an object"),
+        ("[]", "--names: expected a JSON object"),
         ("{", "cannot be read"),
         ('{"w": 3}', r"tensor 'w' of shape \(33, 4\): its entry is 3, expected "),
         ('{"w": {"transposed": "x", "rows": 3}}', "its entry is "),
@@ -213,8 +218,10 @@ def test_half_precision_is_rounded_to_the_nearest(tmp_path: Path) -> None:
         ('{"w": {"rows": {"x": 30, "y": 2}}}', "its parts have 32 rows together, expected 33"),
         ('{"b": {"stacked": ["x", "y"]}}', "2 are stacked in it, expected 7"),
         ('{"scale": {"stacked": ["x"]}}', "1 are stacked in it, expected an axis"),
-        ('{"ww": "x"}', r"the model has no tensor 'ww' \(did you mean 'w'\?\)"),
-        ('{"w": "b"}', "'b' is the name of '.' and of '.'"),
+        ('{\n "b": "b",\n "ww": "x"}', r"--names, line 3: the model has no tensor 'ww' \(did you mean 'w'\?\)"),
+        ('{"b": "c", "w":\n"c"}', "--names, line 1: 'c' is the name of '.' and of '.'"),
+        ('{"b": {"rows": {"b": 7}},\n\n"scale": ["}"]}', "--names, line 3: tensor 'scale' of shape"),
+        ('{ "b" : "x" ,\n"b" : "y" }', "--names, line 2: 'b' is in line 1 already"),
         ('{"w": "__metadata__"}', "the file's own table"),
     ],
 )
@@ -222,7 +229,7 @@ def test_names_that_fit_no_model(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "names.json"
     path.write_text(text)
     with pytest.raises(SettingsError, match=said):
-        Naming(SPECS, naming.read(path, "--names"), "--names")
+        Naming(SPECS, naming.read_names(path, "--names"))
 
 
 async def tensors_at(cluster: Cluster, version: int) -> Tensors:
@@ -265,7 +272,7 @@ async def test_weights_of_a_run_that_goes_on_and_of_one_that_is_over(launch: Lau
         np.testing.assert_allclose(load_file(mean)[path], np.mean([one[path] for one in by_version], axis=0), rtol=1e-6, atol=0)
 
     for wrong, code, said in (
-        (["--version", "9999"], 5, "version 9999 is not in the log, which has those from 0 to"),
+        (["--version", "9999"], 5, "version 9999 is not in the log, whose newest version is"),
         (
             ["--version", "2", "--average", "4"],
             5,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+import pytest
 from tests import raw
 from tests.services.cluster import Cluster, small, some_versions
 from tests.services.forking import Nursery
@@ -17,6 +18,7 @@ RUN, LIAR, MESSAGES = "headed", "liar", 40
 LOST = ("ownership_lost", "version_fenced", "takeover_retried", "handed_over")
 
 
+@pytest.mark.slow  # schedules in virtual time have such syncers, too
 async def test_what_a_syncer_stores_on_heads_takes_no_fragment_from_its_owner(nursery: Nursery, tmp_path: Path) -> None:
     """Of each message an owner had to take its fragment over again: 0.65 s, and a round's offers."""
     keys = make_keys(tmp_path / "keys", RUN, [*members(3, 2), Who(LIAR, "syncer")])

@@ -1,14 +1,30 @@
-"""Batch normalisation in a run of two learners: its statistics are merged, evaluated, exported and replayed."""
+"""State in a run of two learners: batch normalisation, merged, evaluated, exported, replayed; a run that is killed goes on."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+from numpy.typing import NDArray
 from safetensors.numpy import load_file
+from tests.services.cluster import DEADLINE_S
 from tests.services.conftest import Diloco
+
+from diloco.member import state
+from diloco.process import tape
+from diloco.wire.entries import Record
+from diloco_ops import export, run_reader
+from diloco_ops.refold import refold
 
 MEAN, DEVIATION = np.array([1, -2, 30, 0], np.float32), np.array([2, 0.5, 0.01, 3], np.float32)
 DATA = """
@@ -92,6 +108,9 @@ def test_statistics_are_those_of_the_data_in_the_log_the_evaluation_and_the_expo
         assert ended.code == 0, ended.out + ended.err
     assert diloco("export", "run", "weights.safetensors").code == 0
 
+    evaluated = diloco("eval", "weights.safetensors")
+    assert evaluated.code == 0, evaluated.err
+
     found = load_file(tmp_path / "weights.safetensors")
     mean, var = found["state/norm/running_mean"], found["state/norm/running_var"]
     assert found.keys() == {"head/weight", "head/bias", "state/norm/running_mean", "state/norm/running_var"}
@@ -109,6 +128,7 @@ def test_statistics_are_those_of_the_data_in_the_log_the_evaluation_and_the_expo
     said = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert said["val_loss"] == pytest.approx(np.mean(losses), rel=1e-3)
     assert said["val_loss"] < 0.7 * said["val_loss_initial"]
+    assert evaluated.out.startswith(f"loss {said['val_loss']:.4f}")
 
 
 @pytest.mark.slow
@@ -128,3 +148,197 @@ def test_a_torch_task_of_another_model_is_refused_by_name_before_services_start(
         "is merged, this learner's model has no such tensor"
     ) in ended.err
     assert not (tmp_path / "run").exists()
+
+
+# a step adds RATES to an array that is merged; each learner counts its own steps, and has a running mean of its own
+RATES = np.array([1, 2, 4])
+COUNTED_DATA = """
+import itertools
+import numpy as np
+
+def drawn(*seed):
+    x = np.random.default_rng(seed).normal(size=(8, 4)).astype(np.float32)
+    return x, x[:, :2] + x[:, 2:]
+
+class Data:
+    tokens_per_batch = 8
+    evaluate_every_s = 0.5
+    def batches(self, share, shares, seed, start): return (drawn(share, number) for number in itertools.count(start))
+    def validation(self): return [drawn(2**31)]
+"""
+COUNTED = """
+import jax.numpy as jnp
+from counted_data import Data
+from diloco_learner.task import Aux
+
+class Task(Data):
+    def init(self, key): return {"head": {"weight": jnp.zeros((2, 4)), "bias": jnp.zeros(2)}}
+    def init_state(self, key): return {"seen": jnp.zeros(3), "own": {"steps": jnp.int32(0), "mean": jnp.zeros(4)}}
+    def merge_state(self, path): return "average" if path == "seen" else "local"
+
+    def loss(self, params, batch, *, state):
+        (x, y), own = batch, state["own"]
+        # what a step does depends on both kinds: other state makes other parameters
+        away = x - own["mean"] * (1 + own["steps"] % 3) + jnp.log1p(state["seen"][0])
+        out = away @ params["head"]["weight"].T + params["head"]["bias"]
+        own = {"steps": own["steps"] + 1, "mean": own["mean"] / 2 + jnp.mean(x, 0) / 2}
+        return jnp.mean((out - y) ** 2), Aux(state={"seen": state["seen"] + jnp.array([1.0, 2.0, 4.0]), "own": own})
+
+    def evaluate(self, params, *, state): return {"seen": state["seen"][0], "steps": state["own"]["steps"]}
+
+def make(settings, data): return Task()
+"""
+COUNTED_TORCH = """
+import torch
+from counted_data import Data
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.own = torch.nn.Linear(4, 2), torch.nn.Module()
+        self.register_buffer("seen", torch.zeros(3))
+        self.own.register_buffer("steps", torch.zeros((), dtype=torch.int32))
+        self.own.register_buffer("mean", torch.zeros(4))
+
+class Task(Data):
+    def module(self): return Net()
+    def merge_state(self, path): return "average" if path == "seen" else "local"
+
+    def loss(self, module, batch):
+        (x, y), own = map(torch.from_numpy, batch), module.own
+        away = x - own.mean * (1 + own.steps % 3) + torch.log1p(module.seen[0])
+        loss = torch.mean((module.head(away) - y) ** 2)
+        own.steps.add_(1)
+        own.mean.copy_(own.mean / 2 + x.mean(0) / 2)
+        module.seen.add_(torch.tensor([1.0, 2.0, 4.0]))
+        return loss
+
+def make(settings, data): return Task()
+"""
+COUNTING = {
+    "task.name": "counted:make",
+    "fragments.count": 2,
+    "round.steps": 6,
+    "carry.overlap": "false",  # so an offer's steps are those since the version that its learner holds
+    "inner.optimizer": "adamw",
+    "inner.learning_rate": 0.01,
+    "log.archive": "true",
+}
+NAMES = ("learner-0", "learner-1")
+
+
+def slowly(factor: int) -> list[str]:
+    return [option for name in NAMES for option in ("--slow", f"{name}={factor}")]
+
+
+def killed_in_the_middle(run: Path, options: Sequence[str]) -> None:
+    """Start a run, and kill all its processes once each learner has saved its state twice."""
+    up = subprocess.Popen([str(Path(sys.executable).parent / "diloco"), "up", *options], stdout=subprocess.DEVNULL)
+    files = [state.generations(run, name)[1] for name in NAMES]  # the states before the newest
+    until_s = time.monotonic() + 5 * DEADLINE_S
+    try:
+        while not all(file.exists() for file in files):
+            assert up.poll() is None
+            assert time.monotonic() < until_s
+            time.sleep(0.1)
+    finally:
+        others = psutil.Process(up.pid).children(recursive=True)
+        up.kill()
+        for process in others:
+            process.kill()
+        up.wait()
+
+
+@dataclass(frozen=True)
+class Left:
+    """A run that is over, as it is found: the averages by version, computed here, and each learner's steps and batches."""
+
+    first: NDArray[Any]  # of the state that is merged, as the log begins with it
+    merged: NDArray[np.float32]  # as it ends
+    expected: NDArray[Any]
+    learners: dict[str, tuple[int, int, NDArray[Any]]]  # steps that it says, steps in its state, and its own mean
+    batches: dict[str, list[tuple[int, int]]]  # by learner the last of its shares and batches
+
+    @classmethod
+    def of(cls, path: Path) -> Left:
+        return asyncio.run(cls._of(path))
+
+    @classmethod
+    async def _of(cls, path: Path) -> Left:
+        records: list[Record] = []
+        async with run_reader.opened(path) as seen:
+            identity = seen.run.identity
+            [index] = [fragment.index for fragment in seen.map.fragments if fragment.state]
+            first = (await seen.log.reader.load_first(index, seen.genesis, seen.genesis_check)).replica.theta
+            await refold(seen, index, lambda entry: records.append(entry.record))
+            newest = await export.newest(seen, index)
+        values = {0: first.astype(np.float64)}
+        for record in records:
+            if record.entry == "version":
+                made = [values[member.base_version] + member.steps * RATES for member in record.members]
+                values[record.version] = np.average(made, axis=0, weights=[member.weight for member in record.members])
+        learners = {}
+        for name in NAMES:
+            file = state.generations(path, name)[0]
+            saved, said = load_file(file), state.load(file, identity, name).accounts["step"]
+            kind = "state/own/" if "state/own/steps" in saved else "buffers/own."
+            learners[name] = said, int(saved[f"{kind}steps"]), saved[f"{kind}mean"]
+        batches: dict[str, list[tuple[int, int]]] = {}
+        for read in tape.load_all(path, identity)[0]:
+            for life in read.lives():
+                ranges = [(share, batch) for _, share, at, count in life.data for batch in range(at, at + count)]
+                batches[read.name] = ranges  # of the last life
+        return cls(first, newest.theta, values[max(values)], learners, batches)
+
+    def check(self) -> None:
+        """Find the averages and each learner's own values to be those that are computed here."""
+        np.testing.assert_allclose(self.merged, self.expected, rtol=1e-5)
+        for name, (said, counted, mean) in self.learners.items():
+            assert counted == said > 0
+            own = np.zeros(4)
+            for share, number in self.batches[name][-40:]:  # older ones have weights below 1e-12
+                x = np.random.default_rng((share, number)).normal(size=(8, 4)).astype(np.float32)
+                own = own / 2 + x.mean(0, np.float64) / 2
+            np.testing.assert_allclose(mean, own, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["jax", "torch"])
+def test_a_run_of_which_all_was_killed_goes_on_with_its_averages_and_each_learner_s_own_state(
+    diloco: Diloco, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: str
+) -> None:
+    if beside == "torch":
+        pytest.importorskip("torch", reason="torch is not installed: make torch")
+    for name, text in (("counted_data", COUNTED_DATA), ("counted", COUNTED), ("counted_torch", COUNTED_TORCH)):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))  # what is trained again is so in this process
+    monkeypatch.setenv("DILOCO_CHECKPOINT_S", "0.3")
+    options = [part for key, value in COUNTING.items() for part in ("--set", f"{key}={value}")]
+    options += ["--torch", "learner-1=counted_torch:make"] if beside == "torch" else []
+    killed_in_the_middle(Path("run"), ["--run-dir", "run", "--learners", "2", "--tokens", "6000", *options, *slowly(60)])
+    # the same state goes on in a new directory, and where it was
+    for goes_on in (["--resume", "run", "--run-dir", "again"], ["--run-dir", "run"]):
+        ended = diloco("up", "--plain", *goes_on, *slowly(10))
+        assert ended.code == 0, ended.err
+        path = Path(goes_on[-1])
+        assert "checkpoint_restored" in (path / "logs" / "learner-0.jsonl").read_text()
+        assert diloco("verify", str(path)).code == 0
+        left = Left.of(path)
+        left.check()
+        assert not left.first.any()
+        values = json.loads((path / "evaluation.json").read_text())["values"]
+        assert values == {"seen": pytest.approx(left.merged[0]), "steps": 0}
+    replayed = diloco("replay", "run", "--learners", "--json")
+    assert replayed.code == 0
+    lives = json.loads(replayed.out)["learners"]
+    assert [life["unchecked"] for life in lives] == [""] * len(lives)
+    assert sum(life["parameters"] is True for life in lives) == len(NAMES), lives
+
+    ended = diloco("up", "--plain", "--continue", "run", "--run-dir", "on", "--tokens", "2000", "--archive", *slowly(10))
+    assert ended.code == 0, ended.err
+    on = Left.of(Path("on"))
+    on.check()  # each counts its steps from 0
+    np.testing.assert_array_equal(on.first, left.merged)
+    for command in (["verify", "on"], ["replay", "on", "--learners"]):
+        assert diloco(*command).code == 0

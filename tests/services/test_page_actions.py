@@ -121,8 +121,8 @@ async def act_on(page: Page, cluster: Cluster, own: Path, third: Service) -> Non
     assert await acted(page, "readmit", learner="toy-2") == ["change 3: readmit toy-2"]
     assert "toy-0' takes part" in await acted(page, "readmit", learner="toy-0")
     told = await acted(page, "preview", version="1")
-    assert re.match(r"fragment 0: versions 2 to \d+, \d+", told[0])
-    assert re.match(r"lost in all: \d+ versions of 4 fragments", told[-2])
+    assert re.match(r"fragment 0: versions 2 to \d+, \d+", told[0]), told
+    assert re.match(r"lost in all: \d+ versions of 4 fragments", told[-2]), told
     assert "nothing is beyond version 99999" in await acted(page, "rollback", version="99999")
     assert "expected a whole number" in await acted(page, "rollback", version="-1")
     back = await acted(page, "rollback", version="1", reason="a spike")

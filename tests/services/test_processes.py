@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from tests.collector import Collector, collecting
 
 from diloco.member.meeting import free_port
 
@@ -82,16 +83,33 @@ def accounts_hold(directory: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def trained(directory: Path, steps: int) -> None:
+def trained(directory: Path, steps: int, **environment: str) -> None:
     """Train a run to its end."""
-    ended = subprocess.run(arguments(directory, steps), capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRONMENT)
+    given, known = arguments(directory, steps), ENVIRONMENT | environment
+    ended = subprocess.run(given, capture_output=True, text=True, timeout=PATIENCE_S, env=known)
     assert ended.returncode == 0, ended.stderr
+
+
+def check_spans(collector: Collector) -> None:
+    """The carriers of fragments tell of offers and reads as one learner."""
+    reads = [span for span in collector.spans if span.name == "read" and span.member == "learner-0"]
+    offers = {span.trace: span for span in collector.spans if span.name == "offer"}
+    assert {span.about["diloco.fragment"] for span in reads} == {0, 1, 2, 3}
+    assert len({span.span for span in reads}) == len(reads), "each version is read once"
+    rounds = [span for span in collector.spans if span.name == "round" and span.links]
+    assert rounds
+    for round_ in rounds:
+        [(offered, _)] = round_.links
+        parts = {span.name for span in collector.spans if span.parent == offers[offered].span}
+        assert (offers[offered].member, parts) == ("learner-0", {"snapshot", "encode", "upload"})
 
 
 @pytest.mark.timeout(900)
 def test_two_processes_are_one_learner(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    trained(directory, 60)
+    with collecting() as collector:
+        trained(directory, 60, DILOCO_TELEMETRY=json.dumps({"endpoint": collector.url, "sample": 1}))
+    check_spans(collector)
     report = report_of(directory)
     assert list(report["learners"]) == ["learner-0"]
     assert report["val_loss"] < report["val_loss_initial"]
@@ -310,20 +328,20 @@ def test_a_learner_goes_on_without_a_lost_process_and_takes_it_back(tmp_path: Pa
         running.trains()
         with island(running, 2) as begin:
 
-            def steps_on() -> None:
+            def steps_in(*generations: list[int]) -> None:
+                """Wait until the last one steps; what was heard of the one before may come when all have met already."""
+                running.until(lambda: island_met(directory) == list(generations))
+                running.until(lambda: len(restored(directory, "island")) == len(generations) - 1)
                 taken = island_steps(directory)
                 running.until(lambda: island_steps(directory) > taken + 20)
 
             leader, other = begin(0), begin(1)
-            running.until(lambda: island_met(directory) == [[0, 1]])
-            steps_on()
+            steps_in([0, 1])
             other.kill()
             other.wait(PATIENCE_S)
-            running.until(lambda: island_met(directory) == [[0, 1], [0]])
-            steps_on()
+            steps_in([0, 1], [0])
             again = begin(1)
-            running.until(lambda: island_met(directory) == [[0, 1], [0], [0, 1]])
-            steps_on()
+            steps_in([0, 1], [0], [0, 1])
             assert [leader.poll(), again.poll()] == [None, None]  # the leader is the same process still
         [planned] = named(directory, "island", "island_regroups")
         [kept] = named(directory, "island", "state_kept")

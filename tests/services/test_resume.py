@@ -17,8 +17,9 @@ import pytest
 from tests.conftest import MakeServer
 from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
 from tests.services.conftest import Launch
-from tests.services.toy import SAMPLES
+from tests.services.toy import SAMPLES, Regression, Toy
 
+from diloco.core.fragments import TensorSpec
 from diloco.errors import DilocoError, RunError
 from diloco.service.rundir import RunDirectory
 from diloco.settings.presets import changed_settings
@@ -54,9 +55,9 @@ async def checkpoint_of(run: Cluster) -> tuple[Checkpoint, list[str]]:
         return await checkpoint.take(as_directory(run))
 
 
-async def go_on(cluster: Cluster, learners: int = 3) -> list[Folded]:
+async def go_on(cluster: Cluster, learners: int = 3, **behaviour: Any) -> list[Folded]:
     for share in range(learners):
-        cluster.toy(share)
+        cluster.toy(share, **behaviour)
     await cluster.begin()
     await cluster.ended()
     return await whole(cluster)
@@ -102,6 +103,62 @@ async def whole(run: Cluster) -> list[Folded]:
         entries = [entry.record async for entry in store.entries.follow([log.index], 1, lambda refusal: None, stop)]
         folded.append(replace(log, entries=entries, before={}))
     return folded
+
+
+SEEN, RATES = "state/seen", np.array([1, 2, 4], np.float32)  # an array of state, and what each step adds to it
+
+
+def seeing(run: Cluster) -> dict[str, Any]:
+    """The behaviour of learners that have a state, which is merged, beside their parameters."""
+
+    def begins(task: Regression) -> None:
+        task.tensors[SEEN] = np.zeros(3, np.float32)
+
+    def sees(toy: Toy) -> None:
+        run.gate(toy)
+        assert toy.task is not None
+        toy.task.tensors[SEEN] += RATES
+
+    def specs(task: Regression) -> list[TensorSpec]:
+        return [TensorSpec(path, tensor.shape, path == "table", state=path == SEEN) for path, tensor in task.tensors.items()]
+
+    return {"initialise": begins, "before_step": sees, "specs": specs}
+
+
+async def test_state_that_is_merged_goes_on_from_where_it_was_when_all_were_killed(
+    make_server: MakeServer, launch: Launch, tmp_path: Path
+) -> None:
+    # without an overlap an offer's steps are those since the version that its learner holds, so its value follows from them
+    server = make_server()
+    run = launch(small(tokens=3 * 120 * SAMPLES, carry__overlap=False), server.url)
+    run.learners(checkpoint_s=0.1, **seeing(run))
+    await run.begin()
+    await some_versions(run)
+    await run.until(lambda: len(run.events("checkpoint_saved")) > len(NAMES), "checkpoints")
+    await stop(run)
+    server.kill()
+    (tmp_path / "nats-0").rename(run.directory / "nats")  # where the server of `diloco up` has its files
+
+    found = await asyncio.to_thread(resume.find, as_directory(run))
+
+    resumed = await restored(found.checkpoint, launch, make_server(), tmp_path / "resumed")
+    again = await go_on(resumed, **seeing(resumed))
+    assert len(resumed.events("checkpoint_restored")) == len(NAMES)
+    _, fragments = await resumed.store()
+    [log] = [again[fragment.index] for fragment in fragments.fragments if fragment.state]
+    cut = found.checkpoint.manifest.fragments[log.index].version
+    assert 0 < cut < log.versions[-1].version
+    values = {0: np.zeros(3)}
+    for record in log.versions:
+        merged = [values[member.base_version] + member.steps * RATES for member in record.members]
+        weights = [member.weight for member in record.members]
+        values[record.version] = np.average(merged, axis=0, weights=weights)
+    newest = log.versions[-1].version
+    np.testing.assert_allclose(log.theta, values[newest], rtol=1e-5)
+    assert (log.theta > values[cut] + RATES).all()
+    for toy in resumed.toys:
+        np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
+    check_accounts(await resumed.finished_heartbeats(), again)
 
 
 async def test_a_checkpoint_counts_on_from_marks_that_only_learners_know(launch: Launch) -> None:

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 from tests.services.cluster import DEADLINE_S, Cluster, small, some_versions
 from tests.services.conftest import Launch
+from tests.services.secured import make_keys, members, serving
 
 from diloco.service.rundir import RunDirectory
+from diloco_ops.keys.permissions import Who
 from diloco_ops.top.app import Top
 from diloco_ops.top.feed import reached
 
@@ -153,3 +155,32 @@ async def test_the_command_on_a_terminal_and_its_refusals(launch: Launch, tmp_pa
     assert f"{tmp_path}: not a run's directory" in nowhere.text
     for ended in (small_one, nobodys, silent, without, nowhere):
         assert ended.text.count("\n") == 1, ended.text
+
+
+@pytest.mark.slow
+async def test_an_observers_identity_is_enough(launch: Launch, tmp_path: Path) -> None:
+    who = [*members(3, 2), Who("watcher", "observer")]
+    keys = make_keys(tmp_path / "keys", "run", who)
+    with serving(keys, tmp_path / "server") as server:
+        cluster = launch(small(tokens=10**9), server.url, "run")
+        cluster.identity = str(keys.path / "identities" / "{name}.identity")
+        await cluster.begin()
+        await some_versions(cluster)
+        cluster.gate.close()
+        own = str(keys.identity_file("watcher"))
+        directory = RunDirectory(tmp_path, "run", server.url, None, cluster.settings, nats_bulk_url=server.url, identity=own)
+        async with reached(directory, local=True) as feed:  # a directory that `diloco attach` has made: it has no logs
+            app = Top(feed)
+            async with app.run_test(size=(80, 24)) as pilot:
+                await until(cluster, app, "toy-2", "● training")
+                await pilot.press("5")
+                await until(cluster, app, "the services' logs are not on this machine")
+                await pilot.press("6")
+                await until(cluster, app, "loss", "└0:00")
+                await pilot.press("2", "enter")
+                await until(cluster, app, "fragment 0", "of syncer-", "version 1")  # of the history
+                before = app.watched.fragments[0].version
+                cluster.gate.open()
+                await cluster.until(lambda: app.watched.fragments[0].version > before + 1, "versions are heard")
+                said = [event.text for event in app.watched.events if event.who in ("top", "coordinator")]
+                assert said == []

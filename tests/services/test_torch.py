@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.services.toy import SAMPLES, SLOW, STEP_S
 import diloco
 from diloco.errors import AdmissionError, SettingsError
 from diloco.wire.control import Heartbeat
+from diloco_learner.tensors import tensor_of
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed: make torch")
 
@@ -106,7 +108,7 @@ class _Loop:
         self.optimizer = self.task.optimizer(list(self.module.parameters()), 0.1)
 
     def train(self) -> None:
-        own = {"run": self.cluster.name, "tokens": SAMPLES, "is_embedding": self.task.is_embedding, "within_s": 20.0}
+        own = {"run": self.cluster.name, "tokens": SAMPLES, "tensor": partial(tensor_of, self.task), "within_s": 20.0}
         with diloco.join(self.cluster.url, params=self.module, **own | self.given) as run:
             for batch in run.batches(self.task.batches):
                 loss = self.task.loss(self.module, batch)
@@ -126,7 +128,8 @@ async def test_a_loop_of_pytorch_joins_by_its_module(launch: Launch) -> None:
     await cluster.link()
     loop = _Loop(cluster, name="loop", share=1)
     trained = asyncio.create_task(asyncio.to_thread(loop.train))
-    await cluster.until(lambda: any(beat.step for beat in cluster.heartbeats.get("loop", ())), "the loop steps")
+    steps = "the loop steps"
+    await cluster.until(lambda: trained.done() or any(beat.step for beat in cluster.heartbeats.get("loop", ())), steps)
     cluster.gate.open()
     await trained
     await cluster.ended()

@@ -292,22 +292,37 @@ async def test_validation_loss_is_that_of_the_model_folded_from_the_log(nursery:
 
 @pytest.mark.slow
 def test_a_new_run_begins_with_the_weights_of_one_that_is_over(story: Story, diloco: Diloco, tmp_path: Path) -> None:
-    first, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
-    assert diloco("export", str(story.directory), str(first)).code == 0
+    own, theirs, again = (tmp_path / f"{name}.safetensors" for name in ("own", "theirs", "again"))
+    assert diloco("export", str(story.directory), str(own)).code == 0
+    before = load_file(own)
+    one, other = sorted(path for path, values in before.items() if values.ndim == 2)[:2]
+    rows = len(before[other])
+    entries = {one: {"transposed": "one.weight"}, other: {"rows": {"upper.weight": 1, "lower.weight": rows - 1}}}
+    names = tmp_path / "names.json"
+    names.write_text(json.dumps(entries, indent=1))
+    named = ("--names", str(names))
+    assert diloco("export", str(story.directory), str(theirs), *named).code == 0
+    assert np.array_equal(load_file(theirs)["one.weight"], before[one].T)
     options = ["--learners", "2", "--tokens", str(BUDGET // 4), "--plain", "--data", str(story.directory.parent / "text.txt")]
     options += [text for name, value in SETTINGS.items() for text in ("--set", f"{name}={value}")]
 
-    wrong = Running("up", *options, "--run-dir", str(tmp_path / "wrong"), "--init", str(first), "--set", "task.width=32").end()
-    assert wrong.code == 2
-    assert "the model's has" in wrong.err
-    assert not (tmp_path / "wrong").exists()
-    ended = Running("up", *options, "--run-dir", str(tmp_path / "on"), "--init", str(first), *slow(15)).end()
+    to_wrong = ("--run-dir", str(tmp_path / "wrong"))
+    for wrong, said in (
+        (("--init", str(own), "--set", "task.width=32"), "the model's has"),
+        (("--init", str(own), *named), f"it lacks tensor 'lower.weight' of shape {(rows - 1, before[other].shape[1])}"),
+        (("--init", str(own), *named), f"{names}, line 5: it is the model's {other!r}"),
+    ):
+        ended = Running("up", *options, *to_wrong, *wrong).end()
+        assert ended.code == 2
+        assert said in ended.err.replace("\n", " ")
+        assert not (tmp_path / "wrong").exists()
+    ended = Running("up", *options, "--run-dir", str(tmp_path / "on"), "--init", str(theirs), *named, *slow(15)).end()
 
     assert ended.code == 0, ended.err
     report = json.loads((tmp_path / "on" / "report.json").read_text())
     assert report["val_loss_initial"] == pytest.approx(read_report(story)["val_loss"], rel=1e-6)
     assert diloco("export", str(tmp_path / "on"), str(again), "--version", "0").code == 0
-    before, after = load_file(first), load_file(again)
+    after = load_file(again)
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
 

@@ -52,7 +52,7 @@ def strategies(answer: Strategy, cursor: Strategy, record: Strategy, rolled_back
             island.Rows, FRAGMENT, COUNT, st.sampled_from(["whole", "snapshot", "theta", "reference"]), COUNT, COUNT, HASH
         ),
         island.Staged: st.builds(island.Staged, FRAGMENT, NUMBER),
-        island.Encode: st.builds(island.Encode, FRAGMENT, COUNT, BITS),
+        island.Encode: st.builds(island.Encode, FRAGMENT, COUNT, BITS, COUNT),
         island.Encoded: st.builds(island.Encoded, FRAGMENT, st.none() | HASH),
         island.Store: st.builds(island.Store, FRAGMENT, BITS, answer),
         island.Stored: st.builds(island.Stored, FRAGMENT, COUNT),
@@ -102,7 +102,7 @@ def examples(record: Message) -> dict[type[Message], Message]:
         island.Stage(5, 3, 4, True, pending, False, True, [pending]),
         island.Rows(3, 5, "theta", 0, 2, b"d" * 32),
         island.Staged(3, 5),
-        island.Encode(3, 6, 4),
+        island.Encode(3, 6, 4, 8),
         island.Encoded(3, b"c" * 32),
         island.Store(3, 4, answer),
         island.Stored(3, 12),

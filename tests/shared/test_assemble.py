@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.wire.assemble import ChunkAssembler, part_index
-from diloco.wire.body import ATTEMPT_BYTES, PART_BYTES, Body, describe_body, join_parts
+from diloco.wire.body import ATTEMPT_BYTES, PART_BYTES, Body, body_pieces, describe_body
 
 LIMIT = 10 * PART_BYTES
 OLD, NEW = b"attempt1", b"attempt2"
@@ -28,7 +28,7 @@ def test_parts_in_any_order_make_the_body() -> None:
         assert store.add(7, index, parts[index], LIMIT)
     taken = store.take(7, body)
     assert taken is not None
-    assert join_parts(body, inline, taken, "test") == packed
+    assert b"".join(body_pieces(body, inline, taken, "test")) == packed
 
 
 def test_a_missing_part_is_no_body_and_is_forgotten() -> None:

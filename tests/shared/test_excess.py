@@ -52,6 +52,10 @@ def test_the_usual_is_what_the_momentum_remembers() -> None:
     state = moved(vector(3, 4), vector(6, 8))
     state.optimizer = AVERAGE
     assert excess.usual(state) == 10
+    # and none before it has moved: a running variance begins as 1, whatever the data's is
+    begins = moved(vector(0, 0), vector(1, 1), version=0)
+    begins.optimizer = AVERAGE
+    assert excess.usual(begins) == 0
 
 
 def test_more_steps_have_more_room() -> None:

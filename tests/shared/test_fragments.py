@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from tests.tensors import scatter
 
 from diloco.core.arrangement import Arrangement
-from diloco.core.fragments import FixedSpec, Fragment, FragmentMap, TensorSpec, build_map, check_same_map, unpack_map
+from diloco.core.fragments import (
+    FixedSpec,
+    Fragment,
+    FragmentMap,
+    TensorSpec,
+    build_map,
+    build_whole,
+    check_same_map,
+    unpack_map,
+)
 from diloco.errors import AdmissionError, FormatError, SettingsError
 
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
@@ -87,8 +96,9 @@ def test_both_kinds_get_at_least_one_fragment(embedding_rows: int, count: int, o
 def test_a_single_fragment_holds_all_and_is_no_embedding() -> None:
     made = build_map([TensorSpec("e", (3, 2), embedding=True), TensorSpec("w", (2, 2))], 1)
     assert [pieces(f) for f in made.fragments] == [[("e", 0, 3), ("w", 0, 2)]]
+    assert build_whole([TensorSpec("e", (3, 2), embedding=True), TensorSpec("w", (2, 2))]) == made
     assert not made.fragments[0].embedding
-    assert made.parameters == 10
+    assert (made.parameters, made.state_values, made.size) == (10, 0, 10)
 
 
 def test_a_model_of_embeddings_alone() -> None:
@@ -103,9 +113,11 @@ def test_state_has_fragments_of_its_own_the_last_ones() -> None:
     made = build_map(model, 4)
     assert [(f.embedding, f.state) for f in made.fragments] == [(True, False), (False, False), (False, False), (False, True)]
     assert pieces(made.fragments[3]) == [("state/mean", 0, 4), ("state/var", 0, 4)]
+    assert (made.parameters, made.state_values, made.size) == (160, 8, 168)
     assert [f.bits(4) for f in made.fragments] == [4, 4, 4, 32]
     # with two fragments the embedding is with the others
     assert [(f.size, f.embedding, f.state) for f in build_map(model, 2).fragments] == [(160, False, False), (8, False, True)]
+    assert build_whole(model) == build_map(model, 2)
     with pytest.raises(SettingsError, match=r"fragments.count = 1: state 'state/mean', .* take 2 at least"):
         build_map(model, 1)
     with pytest.raises(SettingsError, match="the model has no tensors"):

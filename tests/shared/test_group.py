@@ -6,7 +6,7 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -17,18 +17,19 @@ from blake3 import blake3
 from diloco.core.fragments import Piece
 from diloco.core.rows import RowLayout, Rows
 from diloco.errors import FormatError, HashError, IslandError, SettingsError
-from diloco.member import links, proving
+from diloco.member import links, meeting, proving
 from diloco.member.group import Group
 from diloco.member.links import Links
 from diloco.member.meeting import free_port
-from diloco.member.proving import MAX_STRANGERS, PROVING_S, secret_of
+from diloco.member.proving import MAX_STRANGERS, PROVING_S, prove, secret_of
 from diloco.member.shipping import Shipping
+from diloco.member.stream import HELLO_BYTES, LENGTHS, Stream
 from diloco.process import renewal
 from diloco.process.observe import get_logger
-from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
+from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings, host_and_port
 from diloco.wire import island
 from diloco.wire.framing import Message
-from diloco.wire.island import Challenge, Greeting, Leaving, Proof, Staged, facts
+from diloco.wire.island import Arrival, Challenge, Greeting, Leaving, Proof, Staged, facts
 
 RUN = bytes(8)
 FACTS = facts({"mesh": "fsdp 2", "software": "1"})
@@ -71,6 +72,16 @@ async def met(count: int = 2) -> list[Group]:
     groups = [group(index, where, count) for index in range(count)]
     await asyncio.gather(*(each.meet(FACTS, 5) for each in groups))
     return groups
+
+
+async def served(talk: Callable[[Stream], Coroutine[Any, Any, None]], host: str, port: int) -> asyncio.Server:
+    """Talk with each who connects."""
+    talking = set[asyncio.Task[None]]()
+
+    def connected(stream: Stream) -> None:
+        talking.add(asyncio.get_running_loop().create_task(talk(stream)))
+
+    return await asyncio.get_running_loop().create_server(lambda: Stream(RUN, connected), host, port)
 
 
 async def until(reached: Callable[[], bool]) -> None:
@@ -133,6 +144,22 @@ async def test_a_doubled_index_is_refused_and_the_others_wait_on() -> None:
     with pytest.raises(SettingsError, match=r"processes\.index = 1 is there already"):
         await group(1, where, 3).meet(FACTS, 5)
     await asyncio.gather(leading, first, group(2, where, 3).meet(FACTS, 5))
+
+
+async def test_a_process_that_was_lost_with_its_host_while_it_waited_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "SIGNS_S", 0.2)
+    where = address()
+    leader = group(0, where, 3)
+    leading = asyncio.create_task(leader.meet(FACTS, 5))
+    await until(lambda: leader._meeting is not None and leader._meeting._server is not None)
+    lost = await Stream.connect(*host_and_port(where), RUN)  # stays open, and nothing more is said there
+    await prove(lost, leader._key)
+    await lost.send(Arrival(1, 3, ("127.0.0.1", 1), FACTS))
+    await until(lambda: leader._meeting is not None and leader._meeting.waiting == {1})
+    again = asyncio.create_task(group(1, where, 3).meet(FACTS, 5))
+    await lost.until_closed()
+    lost.abort()
+    await asyncio.gather(leading, again, group(2, where, 3).meet(FACTS, 5))
 
 
 async def test_another_count_is_refused() -> None:
@@ -411,8 +438,7 @@ async def test_a_welcome_that_does_not_fit_is_refused(members: list[int]) -> Non
     where = address()
     host, _, port = where.partition(":")
 
-    async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stream = links.Stream(reader, writer, RUN)
+    async def welcome(stream: Stream) -> None:
         await proving.Door(proving.OPEN).admit(stream)
         await stream.send(island.Standing(0, None))
         await stream.receive_one(island.Arrival)
@@ -420,7 +446,7 @@ async def test_a_welcome_that_does_not_fit_is_refused(members: list[int]) -> Non
         await stream.until_closed()
         stream.abort()
 
-    server = await asyncio.start_server(welcome, host, int(port))
+    server = await served(welcome, host, int(port))
     with pytest.raises(IslandError, match=rf"is no process 0: process 1 is welcomed to {re.escape(str(members))}"):
         await group(1, where).meet(FACTS, 0)
     server.close()
@@ -437,8 +463,8 @@ async def test_too_few_are_named_with_the_setting() -> None:
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff\xff\xff\xff" + b"x" * 100,
-        b"\x00\x00\x00\x00",
-        (5).to_bytes(4, "big") + b"12345",
+        bytes(8),
+        LENGTHS.pack(5, 0) + b"12345",
         b"",
     ],
 )
@@ -480,8 +506,7 @@ async def test_without_the_secret_nobody_gets_in() -> None:
 async def test_a_greeting_alone_opens_nothing() -> None:
     both, lost = await linked()
     port = both[0]._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    stranger = links.Stream(reader, writer, RUN)
+    stranger = await Stream.connect("127.0.0.1", port, RUN)
     await stranger.send(Greeting(1, 5, bytes(32)))
     with pytest.raises((EOFError, OSError)):
         await stranger.receive_one(Greeting)  # process 1 is here already
@@ -496,11 +521,20 @@ async def test_a_connection_that_ends_without_farewell_is_a_loss() -> None:
     assert "process 1 is gone: its connection has ended" in str(lost[0][0])
 
 
-async def test_damaged_messages_end_the_generation() -> None:
+@pytest.mark.parametrize(
+    ("damaged", "reason"),
+    [
+        (LENGTHS.pack(1 << 30, 0), "a frame of 1073741824 bytes"),
+        (LENGTHS.pack(0, 0), "a frame of 0 bytes"),
+        (LENGTHS.pack(100, island.PIECE_BYTES + 1), f"content of {island.PIECE_BYTES + 1} bytes"),
+        (LENGTHS.pack(5, 3) + bytes(8), "a message None"),
+    ],
+)
+async def test_damaged_messages_end_the_generation(damaged: bytes, reason: str) -> None:
     both, lost = await linked()
-    both[1]._streams[0]._writer.write((1 << 30).to_bytes(4, "big"))
+    both[1]._streams[0]._transport.write(damaged)
     await until(lambda: bool(lost[0]))
-    assert "process 1 sends damaged messages: a frame of 1073741824 bytes" in str(lost[0][0])
+    assert f"process 1 sends damaged messages: {reason}" in str(lost[0][0])
 
 
 async def test_a_farewell_is_no_loss() -> None:
@@ -547,30 +581,59 @@ PIECE = Piece("w", 0, SIZE, (SIZE,), 0, embedding=False)
 HALVES = [Rows(((PIECE, (slice(0, SIZE // 2),)),)), Rows(((PIECE, (slice(SIZE // 2, SIZE),)),))]
 
 
+def ships(links_: Links) -> Shipping:
+    return Shipping(links_, [RowLayout(HALVES, HALVES)], [SIZE])
+
+
 async def test_rows_arrive_where_they_belong() -> None:
     took: list[Any] = []
     shippings: list[Shipping] = []
 
-    def handle(source: int, message: Message, inline: bytes) -> None:
+    def handle(source: int, message: Message, content: memoryview) -> None:
         if isinstance(message, island.Rows):
-            came = shippings[1].take(source, message, inline)
+            came = shippings[1].take(source, message, content)
             if came is not None:
                 took.append(came)
 
     pairs = [made(), made(handle)]
     both = [pair[0] for pair in pairs]
     await connected(both)
-    shippings += [Shipping(each, [RowLayout(HALVES, HALVES)]) for each in both]
+    shippings += [ships(each) for each in both]
     theta = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
-    await shippings[0].send(1, 0, 3, "theta", HALVES[1].take(theta))
+    assert shippings[0].sharing(0) == [[1]]
+    await shippings[0].send([1], 0, 3, "theta", theta)
     await until(lambda: bool(took))
-    np.testing.assert_array_equal(took[0], theta[SIZE // 2 :])
+    np.testing.assert_array_equal(took[0][SIZE // 2 :], theta[SIZE // 2 :])
+
+
+@pytest.mark.parametrize("first", ["the own ones", "the other's"])
+async def test_rows_of_a_reading_of_all_processes_come_together(first: str) -> None:
+    each, _ = made()
+    shipping = ships(each)
+    theta = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
+    own = np.full(SIZE, np.nan, np.float32)
+    HALVES[0].put(HALVES[0].take(theta), own)
+    pieces = [piece.take(theta).tobytes() for piece in HALVES[1].cut(island.PIECE_BYTES)]
+
+    def take(piece: int, number: int = 7) -> Any:
+        content = pieces[piece]
+        head = island.Rows(0, number, "snapshot", piece, len(pieces), blake3(content).digest())
+        return shipping.take(1, head, memoryview(content))
+
+    if first == "the own ones":
+        shipping.add(0, "snapshot", 7, own)
+    assert take(0) is None
+    assert take(0, number=6) is None, "an older one is passed over"
+    assert take(1) is not None
+    if first != "the own ones":
+        shipping.add(0, "snapshot", 7, own)
+    np.testing.assert_array_equal(shipping.release(0, "snapshot"), theta)
 
 
 async def test_rows_that_do_not_fit_are_refused() -> None:
     each, _ = made()
-    shipping = Shipping(each, [RowLayout(HALVES, HALVES)])
-    content = bytes(island.PIECE_BYTES)
+    shipping = ships(each)
+    content = memoryview(bytes(island.PIECE_BYTES))
     digest = blake3(content).digest()
     with pytest.raises(FormatError, match="rows of fragment 9"):
         shipping.take(0, island.Rows(9, 1, "theta", 0, 2, digest), content)
@@ -612,11 +675,11 @@ async def test_who_overhears_the_meeting_does_not_know_the_secret_of_the_links()
         await linked((secret_of(ANN, b"s" * 32), b"s" * 32))
 
 
-async def stranger(where: str) -> links.Stream:
+async def stranger(where: str) -> Stream:
     host, _, port = where.partition(":")
     for _ in range(100):  # until the leader listens
         try:
-            return links.Stream(*await asyncio.open_connection(host, int(port)), RUN)
+            return await Stream.connect(host, int(port), RUN)
         except OSError:
             await asyncio.sleep(0.05)
     raise TimeoutError
@@ -654,11 +717,12 @@ async def test_strangers_without_a_word_keep_no_process_from_meeting() -> None:
         each.abort()
 
 
-async def test_a_large_frame_of_a_stranger_is_refused_before_it_is_read() -> None:
+@pytest.mark.parametrize("lengths", [(HELLO_BYTES + 1, 0), (100, 1)])
+async def test_a_large_frame_or_content_of_a_stranger_is_refused_before_it_is_read(lengths: tuple[int, int]) -> None:
     where = address()
     leading = asyncio.create_task(keyed(0, where, ANN).meet(FACTS, 5))
     one = await stranger(where)
-    one._writer.write((links.HELLO_BYTES + 1).to_bytes(4, "big"))
+    one._transport.write(LENGTHS.pack(*lengths))
     with pytest.raises((EOFError, OSError)):
         await one.receive_one(Challenge)
     one.abort()
@@ -669,8 +733,7 @@ async def test_a_leader_that_is_none_gets_nothing_of_a_process() -> None:
     """It is told neither the learner's facts nor anything that serves it at the true leader."""
     heard: list[Message] = []
 
-    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stream = links.Stream(reader, writer, RUN)
+    async def pretend(stream: Stream) -> None:
         heard.append(await stream.receive_one(Challenge))
         await stream.send(Challenge(bytes(32)))
         heard.append(await stream.receive_one(Proof))
@@ -679,7 +742,7 @@ async def test_a_leader_that_is_none_gets_nothing_of_a_process() -> None:
             await stream.receive_one(island.Arrival)
         stream.abort()
 
-    server = await asyncio.start_server(pretend, "127.0.0.1", 0)
+    server = await served(pretend, "127.0.0.1", 0)
     where = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     with pytest.raises(SettingsError, match=f"process 0 at processes.address = {re.escape(where)} does not have the key"):
         await keyed(1, where, ANN).meet(FACTS, 5)

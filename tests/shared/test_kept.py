@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.shared.test_learner import FRAGMENTS, SCHEDULES, TOKENS, World, act, settings
 
@@ -33,7 +33,9 @@ def kept(world: World, *, in_flight: bool) -> Dump:
 def restored(world: World, dump: Dump, bare: set[int]) -> None:
     plain, arrays = dump
     left = {name: array for name, array in arrays.items() if not name.startswith(tuple(f"{ACCOUNTS}{i}/" for i in bare))}
+    values = world.values
     world.kill()
+    world.values = values  # which another process of the learner has
     world.learner.restore(msgspec.json.decode(msgspec.json.encode(plain)), left, bare)
 
 
@@ -45,6 +47,7 @@ def values_hold(world: World) -> None:
         np.testing.assert_allclose(values - state.values.base, STEP * state.delta.steps, atol=1e-4)
 
 
+@example([("step", 1), ("kill",), ("step", 1)], [], [], False, set())
 @given(SCHEDULES, MERGES, SCHEDULES, st.booleans(), BARE)
 def test_accounts_and_values_hold_whatever_was_carried_by_the_lost_process(
     before: list[Any], meanwhile: list[Any], after: list[Any], in_flight: bool, bare: set[int]

@@ -149,21 +149,23 @@ def test_every_kernel_is_tested_here() -> None:
 @pytest.mark.parametrize(
     ("blocks", "end"),
     [
-        ("010000", 3),  # the last one, raw, of nothing
-        ("0b0000 ff", 4),  # the last one, so many times the same byte
-        ("190000 aabbcc", 6),  # the last one, raw, three bytes
-        ("1c0000 aabbcc 020008 ff 010000", 13),  # compressed, run, raw
-        ("190000 aabbcc 00", 6),  # something follows
-        ("190000 aa", 6),  # beyond what is there
-        ("180000 aabbcc", 7),  # no last one: one byte beyond
-        ("0100", 3),  # no whole head
-        ("", 1),
+        ("010000", -1 - 3),  # the last one, raw, of nothing
+        ("0b0000 ff", -1 - 4),  # the last one, so many times the same byte
+        ("190000 aabbcc", -1 - 6),  # the last one, raw, three bytes
+        ("1c0000 aabbcc 020008 ff 010000", -1 - 13),  # compressed, run, raw
+        ("190000 aabbcc 00", -1 - 6),  # something follows
+        ("190000 aa", -1 - 6),  # ends beyond what is there
+        ("180000 aabbcc", 6),  # no last one: the next begins there
+        ("180000 aa", 6),  # and beyond what is there
+        ("0100", 0),  # no whole head
+        ("", 0),
     ],
 )
 def test_zstd_blocks_end(blocks: str, end: int) -> None:
     for before in (b"", b"header"):
         frame = np.frombuffer(before + bytes.fromhex(blocks), np.uint8)
-        assert kernels.zstd_blocks_end(frame, len(before)) == len(before) + end
+        moved = len(before) if end >= 0 else -len(before)
+        assert kernels.zstd_blocks_end(frame, len(before)) == end + moved
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -166,7 +166,9 @@ class World:
         self.learner.queue(index, version)
 
     def kill(self) -> None:
+        """The process is gone, and another one begins with the values of the log."""
         self.learner = self.joined(self.learner.incarnation + 1)
+        self.values = [np.full(SIZE, log.chain.version, np.float32) for log in self.logs]
         self.answers, self.sending = [], [None] * FRAGMENTS
 
     def check_accounts(self) -> None:

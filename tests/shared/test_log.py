@@ -240,7 +240,7 @@ async def test_the_state_at_a_version_is_what_it_was_then(link: NatsTransport) -
         past = await log.reader.state_at(0, version, *genesis)
         assert past.chain.version == version
         assert past.state().tobytes() == states[version].state().tobytes()
-    with pytest.raises(RunError, match="fragment 0: version 7 is not in the log, which has those from 4 to 6"):
+    with pytest.raises(RunError, match="fragment 0: version 7 is not in the log, whose newest version is 6"):
         await log.reader.state_at(0, 7, *genesis)
 
 

@@ -19,7 +19,7 @@ from diloco.core.round import Held, Merge
 from diloco.errors import NonFiniteError
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco.wire.body import Body, join_parts
+from diloco.wire.body import Body, body_pieces
 from diloco.wire.entries import Record, RolledBack
 from diloco.wire.fields import Bits
 from diloco.wire.offers import Answer, Member, Offer, RegionalMembers, RegionalOffer
@@ -212,8 +212,8 @@ def body_of(record: Record, inline: bytes, parts: list[bytes], n: int) -> NDArra
     """The body as a reader gets it, validated."""
     assert record.body is not None
     assert all(part.startswith(ATTEMPT) for part in parts)
-    joined = join_parts(record.body, inline, [part[len(ATTEMPT) :] for part in parts], "test")
-    body = codec.unpack(joined, quantise.body_bytes(n, record.bits))
+    pieces = body_pieces(record.body, inline, [part[len(ATTEMPT) :] for part in parts], "test")
+    body = codec.unpack(pieces, quantise.body_bytes(n, record.bits))
     quantise.validate(body, n, record.bits)
     assert codec.content_hash(body) == record.body.content_hash
     return body
@@ -438,7 +438,7 @@ def test_a_rollback_states_what_a_reader_comes_to() -> None:
     assert (record.bits, record.rolled_back, record.state_hash) == (32, RolledBack(9, 1, 4), past.chain.state_hash)
     assert residual.tolist() == [0, 0]
     assert record.body is not None
-    body = codec.unpack(join_parts(record.body, inline, parts, "body"), 16)
+    body = codec.unpack(body_pieces(record.body, inline, parts, "body"), 16)
     assert body.view("<f4").tolist() == [1, 2, 3, 4]
     reader.fold(record, b"n" * 32, 10, body)
     for own in (reader, replica):

@@ -17,12 +17,13 @@ from tests.shared import island_messages
 from diloco.core.ranges import normal
 from diloco.errors import FormatError, HashError, MessageError
 from diloco.wire import framing, subjects
-from diloco.wire.body import ATTEMPT_BYTES, PART_BYTES, Body, check_body_size, describe_body, join_parts
+from diloco.wire.body import ATTEMPT_BYTES, PART_BYTES, Body, body_pieces, check_body_size, describe_body
 from diloco.wire.control import (
     Announcement,
     CoordinatorHeartbeat,
     Heartbeat,
     MarkerAnswer,
+    Sample,
     ShardHeartbeat,
     SnapshotMarker,
     StateLoan,
@@ -105,6 +106,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         COUNT,
         COUNT,
         SOFTWARE,
+        st.none() | st.text(max_size=500),
     ),
     ShardHeartbeat: st.builds(
         ShardHeartbeat,
@@ -193,6 +195,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
     Genesis: st.builds(Genesis, NAME, HASH, HASH, st.lists(HASH, min_size=1, max_size=3), SECONDS),
     Claim: st.builds(Claim, FRAGMENT, st.integers(1, 2**62), NAME, COUNT, COUNT, st.booleans(), HASH, COUNT),
     CommitNotice: st.builds(CommitNotice, FRAGMENT, COUNT, COUNT, HASH, COUNT),
+    Sample: st.builds(Sample, NAME, COUNTS, st.text(max_size=20)),
     SnapshotMarker: st.builds(SnapshotMarker, COUNT, COUNTS),
     MarkerAnswer: st.builds(
         MarkerAnswer, NAME, COUNT, COUNT, COUNTS, COUNT, HASH, st.none() | st.lists(st.tuples(COUNT, HASH))
@@ -230,6 +233,7 @@ EXAMPLES: dict[type[Message], Message] = {
         8,
         9,
         "0.1.0",
+        "OSError: gone",
     ),
     ShardHeartbeat: ShardHeartbeat(
         "syncer-0",
@@ -305,6 +309,7 @@ EXAMPLES: dict[type[Message], Message] = {
     Genesis: Genesis("ann", b"s" * 32, b"m" * 32, [b"0" * 32], 2.0),
     Claim: Claim(3, 2, "syncer-1", 1, 4, False, b"e" * 32, 9),
     CommitNotice: CommitNotice(3, 4, 1, b"e" * 32, 9),
+    Sample: Sample("judge", [1, 2], "x\u00e9\n"),
     SnapshotMarker: SnapshotMarker(7, [1, 2]),
     MarkerAnswer: MarkerAnswer("ann", 7, 8, [1, 2], 9, b"f" * 32),
     StateRequest: StateRequest("ann", b"copy....", 10, [11, 12], [13, 14]),
@@ -548,7 +553,7 @@ def test_a_field_out_of_bounds_is_refused(cls: type[Message], changes: dict[str,
 
 @pytest.mark.parametrize("cls", KINDS)
 def test_a_field_too_many_or_too_few_is_refused(cls: type[Message]) -> None:
-    absent = ("rolled_back", "repaired", "parts")  # last fields that may be
+    absent = ("rolled_back", "repaired", "parts", "failure")  # last fields that may be
     values = [getattr(EXAMPLES[cls], name) for name in EXAMPLES[cls].__struct_fields__ if name not in absent]
     for wrong in (values[:-1], [*values, 1]):
         with pytest.raises(FormatError):
@@ -585,7 +590,7 @@ def test_a_body_up_to_a_part_goes_into_the_head(size: int) -> None:
     body, inline, parts = describe_body(packed, b"h" * 32, b"attempt.")
     assert (body, inline, parts) == (Body(size, b"h" * 32, 0, b"attempt."), packed, [])
     check_body_size(body, size, "test")
-    assert join_parts(body, inline, [], "test") == packed
+    assert body_pieces(body, inline, [], "test") == [packed]
 
 
 @pytest.mark.parametrize(
@@ -603,9 +608,9 @@ def test_a_larger_body_goes_in_parts_that_name_their_attempt(size: int, count: i
     assert all(part.startswith(b"attempt.") and len(part) <= PART_BYTES for part in parts)
     check_body_size(body, size, "test")
     contents = [part[ATTEMPT_BYTES:] for part in parts]
-    assert join_parts(body, b"ignored", contents, "test") == packed
+    assert b"".join(body_pieces(body, b"ignored", contents, "test")) == packed
     with pytest.raises(FormatError, match=f"test: body of {size - len(contents[-1])} bytes, its head says {size}"):
-        join_parts(body, b"", contents[:-1], "test")
+        body_pieces(body, b"", contents[:-1], "test")
 
 
 @pytest.mark.parametrize(
@@ -631,7 +636,7 @@ def test_a_number_of_parts_that_cannot_be_is_refused(parts: int) -> None:
 
 def test_an_inline_body_of_another_size_is_refused() -> None:
     with pytest.raises(FormatError, match="test: body of 2 bytes, its head says 3"):
-        join_parts(Body(3, b"h" * 32, 0, b"attempt."), b"ab", [], "test")
+        body_pieces(Body(3, b"h" * 32, 0, b"attempt."), b"ab", [], "test")
 
 
 def test_members_of_a_combined_offer_are_named_in_order_and_once() -> None:

@@ -143,7 +143,7 @@ async def test_a_listener_that_says_nothing_is_given_up_and_its_socket_closed() 
 
 
 async def test_a_refused_identity_leaves_no_socket_behind(tmp_path: Path) -> None:
-    """Also where the server never says that it has closed its side of TLS."""
+    """Also where the server never says that it has closed its side of TLS; two refusals are believed."""
     keys = make_keys(tmp_path / "keys", "demo", [Who("a", "learner")])
     folder = keys.server_folder("nats")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -151,6 +151,10 @@ async def test_a_refused_identity_leaves_no_socket_behind(tmp_path: Path) -> Non
     gone: list[bytes] = []
 
     def refuse(listener: socket.socket) -> None:
+        for _ in range(2):
+            refuse_one(listener)
+
+    def refuse_one(listener: socket.socket) -> None:
         plain, _ = listener.accept()
         plain.sendall(b'INFO {"tls_required": true, "version": "2.12.0", "nonce": "abc", "auth_required": true}\r\n')
         with context.wrap_socket(plain, server_side=True, suppress_ragged_eofs=True) as secure:
@@ -171,6 +175,28 @@ async def test_a_refused_identity_leaves_no_socket_behind(tmp_path: Path) -> Non
         gc.collect()  # a warning of asyncio's for what is left open ends the test
         await refusing
     assert gone, "it said the end of TLS before that of the connection"
+
+
+async def test_a_server_that_reads_its_users_again_keeps_nobody_out(tmp_path: Path) -> None:
+    """Such a server refuses each client that has connected and has not said its name yet, known or not."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        opening = asyncio.create_task(opened(f"nats://me:right@127.0.0.1:{port}", 10))
+        plain, _ = await asyncio.to_thread(listener.accept)
+        with plain:
+            plain.sendall(b'INFO {"version": "2.12.0", "auth_required": true}\r\n')
+            plain.sendall(b"-ERR 'Authorization Violation'\r\n")
+            while await asyncio.to_thread(plain.recv, 1 << 16):  # until the client has read it
+                pass
+    user = "authorization { users: [{ user: me, password: right }] }\n"
+    process, _ = plain_server(tmp_path, user + f'jetstream {{ store_dir: "{tmp_path}" }}', port)
+    try:
+        link = await opening
+        assert link.control.is_connected
+        await link.close()
+    finally:
+        process.kill()
+        process.wait()
 
 
 async def test_the_first_connection_is_closed_when_the_second_fails(make_server: MakeServer) -> None:

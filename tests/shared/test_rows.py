@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.core.fragments import Piece
-from diloco.core.rows import Rows, carriers
+from diloco.core.rows import Rows, at, carriers
 
 
 def test_fragments_are_dealt_by_bytes_and_alike_everywhere() -> None:
@@ -55,6 +55,30 @@ def shared_out(draw: st.DrawFn) -> tuple[int, list[Rows]]:
         for own, ends in zip(parts, (slice(0, middle), slice(middle, shape[axis])), strict=True):
             own.append((piece, (*(slice(0, length) for length in shape[:axis]), ends)))
     return offset, [Rows(tuple(own)) for own in parts]
+
+
+@given(shared_out(), st.integers(1, 9))
+def test_pieces_of_rows_are_these_rows_in_their_order(drawn: tuple[int, list[Rows]], most: int) -> None:
+    size, processes = drawn
+    vector = np.arange(1, size + 1, dtype=np.float32)
+    for rows in processes:
+        pieces = list(rows.cut(4 * most))
+        assert all(0 < piece.size <= most for piece in pieces)
+        taken = [piece.take(vector) for piece in pieces]
+        np.testing.assert_array_equal(np.concatenate([np.empty(0, np.float32), *taken]), rows.take(vector))
+
+
+@pytest.mark.parametrize(
+    "where", [(slice(1, 3), slice(0, 2)), (slice(0, 4, 2),), (slice(0, 4, 2), slice(1, 2)), (slice(2, 2), slice(None))]
+)
+def test_values_at_a_place_are_those_of_the_piece(where: tuple[slice, ...]) -> None:
+    piece = Piece("w", 0, 4, (4, 3), 2, embedding=False)
+    vector = np.arange(20, dtype=np.float32)
+    expected = vector[2:14].reshape(4, 3)[where]
+    np.testing.assert_array_equal(at(vector, piece, where), expected)
+    taken = Rows(((piece, where),)).take(vector)
+    assert taken.flags.c_contiguous
+    np.testing.assert_array_equal(taken, expected.reshape(-1))
 
 
 @given(shared_out())

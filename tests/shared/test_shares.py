@@ -119,7 +119,8 @@ async def test_two_readings_at_once_find_the_same(run: Run, bucket: Keys, monkey
     get = bucket.get
 
     async def slow(key: str) -> tuple[bytes, int] | None:
-        await asyncio.sleep(0)
+        for _ in range(0 if key.startswith("share.") else 9):  # the admission comes when both ask for it
+            await asyncio.sleep(0)
         return await get(key)
 
     monkeypatch.setattr(bucket, "get", slow)

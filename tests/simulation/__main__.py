@@ -61,10 +61,13 @@ def main() -> int:
     parser.add_argument("--rollbacks", action="store_true", help="of clusters that are ordered back now and then")
     parser.add_argument("--faulty", action="store_true", help="of clusters in which a syncer's memory goes bad")
     parser.add_argument("--hostile", action="store_true", help="of clusters whose heads a stranger stores nonsense on")
+    parser.add_argument("--state", action="store_true", help="of clusters that merge state beside parameters")
     parser.add_argument("--islands", action="store_true", help="of clusters whose learners are islands of several processes")
     parser.add_argument("--replay", type=int, metavar="SEED", help="play one schedule, and print what happened")
     arguments = parser.parse_args()
-    kind = {name: getattr(arguments, name) for name in ("regions", "merged", "rollbacks", "faulty", "hostile", "islands")}
+    kind = {
+        name: getattr(arguments, name) for name in ("regions", "merged", "rollbacks", "faulty", "hostile", "state", "islands")
+    }
     kind["regions"] |= kind["merged"]
     if kind["islands"] and sum(kind.values()) > 1:
         parser.error("--islands goes with no other kind")

@@ -16,10 +16,12 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 from tests.services.cluster import adamw, decays, decode, fold, state_hash
-from tests.simulation.learner import FRAGMENTS, Step
+from tests.simulation import merged_state
+from tests.simulation.learner import Step
 
 from diloco.control.shares import PREFIX
 from diloco.core import leases
+from diloco.core.fragments import FragmentMap
 from diloco.core.ownership import OwnersTable
 from diloco.settings.run import RunSettings
 from diloco.wire import framing
@@ -112,7 +114,7 @@ def replace_body(archived: Offer, made: Offer) -> Offer:
 
 
 class Reference:
-    """``run`` is the identity that frames carry; ``steps`` those taken so far, by index.
+    """``run`` is the identity that frames carry, ``map`` the model's; ``steps`` those taken so far, by index.
 
     ``forgetful``: the server may lose what it has stored. ``archived``: every merge must be of offers that are kept.
     """
@@ -122,13 +124,14 @@ class Reference:
         name: str,
         run: bytes,
         settings: RunSettings,
+        map: FragmentMap,
         steps: list[Step],
         *,
         forgetful: bool,
         archived: bool,
         faulty: bool = False,
     ) -> None:
-        self.run, self.settings, self.steps = run, settings, steps
+        self.run, self.settings, self.map, self.steps = run, settings, map, steps
         self.subjects = Subjects(name)
         self.logs: list[FragmentLog] = []  # empty before genesis
         self.offers: dict[tuple[int, str, int, int], tuple[Offer, Vector]] = {}
@@ -137,7 +140,7 @@ class Reference:
         ) = 0
         self.bits: Counter[int] = Counter()  # versions by those that their bodies have
         self.orders: list[tuple[int, int, list[int]]] = []  # changes that order fragments back: number, version, fragments
-        self.rollbacks = 0
+        self.rollbacks = self.steps_in_states = 0
         self.forgetful, self.archived, self.faulty = forgetful, archived, faulty
         # entries that state another state than they fold to, and those that follow them: by fragment, with the states stated
         self.wrong: set[tuple[int, bytes]] = set()
@@ -192,7 +195,7 @@ class Reference:
     def _see_keyframe(self, data: bytes, sequence: int) -> str:
         keyframe, _, inline = framing.unpack(data, Keyframe, self.run)
         values = self._body(keyframe.body, inline).view("<f4")
-        theta, *moments, _ = values.reshape(-1, FRAGMENTS.fragments[keyframe.fragment].size)
+        theta, *moments, _ = values.reshape(-1, self.map.fragments[keyframe.fragment].size)
         momentum = np.concatenate(moments)
         what = f"keyframe of fragment {keyframe.fragment}, version {keyframe.version}"
         demand(state_hash(theta, momentum) == keyframe.state_hash, f"{what}: another state than it states")
@@ -227,7 +230,7 @@ class Reference:
         what = f"offer {offer.number} of {offer.learner}, fragment {offer.fragment}, round {offer.round}"
         identity = (offer.fragment, offer.learner, offer.incarnation, offer.number)
         log = self.logs[offer.fragment]
-        values = -decode(self._body(offer.body, inline), log.theta.size, offer.bits)
+        values = self._values(offer, inline)
         known = self.offers.get(identity)
         if known is not None:
             demand(known[0] == offer and np.array_equal(known[1], values), f"{what}: made twice, and not alike")
@@ -237,9 +240,30 @@ class Reference:
             came = writer.applied.get(index, -1)
             demand(came >= version, f"{what}: its learner began when fragment {index} was at {version}, and applied {came}")
         self._demand_base(log, offer, what)
-        if self.exact:
+        if self._is_state(offer.fragment):
+            self._see_state(log, offer, values, what)
+        elif self.exact:
             self._see_steps(offer, values, what)
         return f"{what}, {offer.steps} steps"
+
+    def _values(self, offer: Offer | RegionalOffer, inline: bytes) -> Vector:
+        """Return the displacement that an offer states, or its values where it is of state."""
+        values = decode(self._body(offer.body, inline), self.map.fragments[offer.fragment].size, offer.bits)
+        return values if self._is_state(offer.fragment) else -values
+
+    def _is_state(self, fragment: int) -> bool:
+        return self.map.fragments[fragment].state
+
+    def _is_mean(self, fragment: int) -> bool:
+        """Whether a merge is the mean of the members' offers, and these can be read off exactly."""
+        return self._is_state(fragment) or (self.settings.merge.method == "average" and self.exact)
+
+    def _see_state(self, log: FragmentLog, offer: Offer, values: Vector, what: str) -> None:
+        if log.has(offer.base_version, offer.base_hash):
+            base = log.thetas[offer.base_version]
+            wrong = merged_state.wrong_offer(offer, values, base, self.steps)
+            demand(not wrong, f"{what}: {wrong}")
+            self.steps_in_states += int(np.count_nonzero(values != base))
 
     def _demand_base(self, log: FragmentLog, offer: Offer, what: str) -> None:
         its = log.has(offer.base_version, offer.base_hash) or (offer.fragment, offer.base_hash) in self.lost | self.wrong
@@ -248,7 +272,7 @@ class Reference:
     def see_combined(self, combined: RegionalOffer, inline: bytes) -> str:
         """Look at a regional offer: it is what its members' offers are merged to, as far as that can be said exactly."""
         what = f"regional offer {combined.number} of {combined.syncer}, fragment {combined.fragment}"
-        values = -decode(self._body(combined.body, inline), self.logs[combined.fragment].theta.size, combined.bits)
+        values = self._values(combined, inline)
         expected, total = np.zeros_like(values), sum(member.tokens for member in combined.members)
         for member in combined.members:
             named = f"{what}: offer {member.number} of {member.learner}, incarnation {member.incarnation}"
@@ -257,7 +281,7 @@ class Reference:
             offer, its = self.offers[identity]
             demand(member == Answer.of(offer), f"{named}: states {member}, the offer {offer}")
             expected += np.float32(member.tokens / total) * its
-        if self.settings.merge.method == "average" and self.exact:
+        if self._is_mean(combined.fragment) and self.settings.merge.weights == "tokens":
             demand(bool(np.allclose(values, expected, atol=1e-5)), f"{what}: is not the mean of its members' offers")
         self.combined[combined.fragment, combined.syncer, combined.incarnation, combined.number] = combined, values
         return f"{what}: {', '.join(f'{m.learner}/{m.number} to {m.round}' for m in combined.members)}"
@@ -268,7 +292,7 @@ class Reference:
             identity = (combined.fragment, combined.syncer, combined.incarnation, combined.number)
             what = f"archived regional offer {combined.number} of {combined.syncer}, fragment {combined.fragment}"
             demand(identity in self.combined, f"{what}: was never made")
-            values = -decode(self._body(combined.body, inline), self.logs[combined.fragment].theta.size, combined.bits)
+            values = self._values(combined, inline)
             known, its = self.combined[identity]
             same = msgspec.structs.replace(combined, body=known.body) == known and np.array_equal(values, its)
             demand(same, f"{what}: another one than was made")
@@ -278,7 +302,7 @@ class Reference:
         identity = (offer.fragment, offer.learner, offer.incarnation, offer.number)
         what = f"archived offer {offer.number} of {offer.learner}, fragment {offer.fragment}"
         demand(identity in self.offers, f"{what}: was never made")
-        values = -decode(self._body(offer.body, inline), self.logs[offer.fragment].theta.size, offer.bits)
+        values = self._values(offer, inline)
         made, its = self.offers[identity]
         demand(replace_body(offer, made) == made and np.array_equal(values, its), f"{what}: another one than was made")
         self._archive.add(identity)
@@ -391,7 +415,7 @@ class Reference:
             kept = not self.archived or member.learner in together or identity in self._archive
             demand(kept, f"{named}: merged, and not in the archive")
             demand(not self.settings.round.lockstep or member.steps == 1, f"{named}: {member.steps} steps in lockstep")
-            if self.exact:
+            if self.exact and not self._is_state(record.fragment):
                 held = (self.steps[index].applied.get(record.fragment, 0) for index in np.flatnonzero(values))
                 demand(all(base >= floor for base in held), f"{named}: holds steps from before the rollback that made {floor}")
                 log.steps += values
@@ -409,13 +433,22 @@ class Reference:
             log.tokens[member.learner] = log.tokens.get(member.learner, 0) + member.tokens
             log.lost[member.learner] = member.lost_tokens
             log.merged_tokens += member.tokens
-        if self.settings.merge.method == "average" and self.exact and record.bits == 32:
+        if self._is_state(record.fragment):
+            self._fold_state(record, log, delta, what)
+            return
+        if self._is_mean(record.fragment) and record.bits == 32:
             demand(bool(np.allclose(delta, expected, atol=1e-5)), f"{what}: its body is not the mean of its members' offers")
         if self.settings.outer.optimizer == "adamw":
-            decay = decays(FRAGMENTS.fragments[record.fragment], self.settings)
+            decay = decays(self.map.fragments[record.fragment], self.settings)
             log.theta, log.momentum = adamw(log.theta, log.momentum, delta, record, self.settings.inner.beta2, decay)
         else:
             log.theta, log.momentum = fold(log.theta, log.momentum, delta, record.learning_rate, record.momentum)
+
+    def _fold_state(self, record: Record, log: FragmentLog, body: Vector, what: str) -> None:
+        merged = [self.offers[record.fragment, m.learner, m.incarnation, m.number][1] for m in record.members]
+        log.theta, log.momentum = fold(log.theta, log.momentum, body, record.learning_rate, record.momentum)
+        wrong = merged_state.wrong_version(record, log.theta, merged)
+        demand(not wrong, f"{what}: {wrong}")
 
     def _see_combinations(self, record: Record, what: str) -> set[str]:
         """The learners whose offers came as regional ones, each of which was stored and is whole in this version."""
@@ -563,4 +596,4 @@ class Reference:
                     processed == merged + held + lost,
                     f"{name}, fragment {index}: {processed} tokens processed, {merged} merged, {held} held, {lost} lost",
                 )
-        demand(len(self.logs) == len(FRAGMENTS.fragments), "the run never began")
+        demand(len(self.logs) == len(self.map.fragments), "the run never began")

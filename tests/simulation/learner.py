@@ -2,12 +2,14 @@
 
 A step adds 1 to one value of every fragment, a value that no other step of the run touches. So an offer of 32 bits shows
 which steps it holds, and the merged model how much of each step came in.
+
+In a run of the kind ``state`` the second fragment is of state that is merged: offers of it are its values as they are.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +33,7 @@ Vector = NDArray[np.float32]
 STEPS = 512  # most that a run may take: the size of a fragment
 SPECS = [TensorSpec("a", (16, 32)), TensorSpec("b", (512,))]
 FRAGMENTS = build_map(SPECS, 2, "balanced")
+STATEFUL = build_map([SPECS[0], replace(SPECS[1], state=True)], 2, "balanced")
 LAYOUT = Layout((("optimizer", (8,), "float32"),))
 IDLE_S = 0.2
 LEAVE_S = 2.0
@@ -55,9 +58,10 @@ class Learner:
 
     def __init__(self, process: Process) -> None:
         self.process, self.world = process, process.world
-        self.name = process.name
+        self.name, self.map = process.name, process.world.map
         self.values: list[Vector] = []
-        self.gradients: list[Vector] = []  # for an outer AdamW: since the versions that were written last, not in the values
+        # for an outer AdamW: since the versions that were written last, not in the values; of state they stay zero
+        self.gradients: list[Vector] = []
         self.applied: dict[int, int] = {}  # by fragment: version last written into the model
         self.done: StepDone | None = None
         self.round_robin = RoundRobin()
@@ -74,11 +78,11 @@ class Learner:
         """Join the run, and train to its end or until asked to stop."""
         process, world = self.process, self.world
         run = await creation.find(process.transport, world.run_name, world.logger)
-        member = self.member = Member(process.transport, run, FRAGMENTS, world.learner_settings(process), world.logger)
+        member = self.member = Member(process.transport, run, self.map, world.learner_settings(process), world.logger)
         # its own, and nothing of it may come into the run unless it founds it
-        self.values = [process.noise(fragment.size) for fragment in FRAGMENTS.fragments]
+        self.values = [process.noise(fragment.size) for fragment in self.map.fragments]
         if run.created.outer.optimizer == "adamw":
-            self.gradients = [np.zeros(fragment.size, np.float32) for fragment in FRAGMENTS.fragments]
+            self.gradients = [np.zeros(fragment.size, np.float32) for fragment in self.map.fragments]
         self.must_apply, self.must_pass = world.known(process), world.reference.ends() if world.regional is None else {}
         try:
             await member.join(lambda fragment: np.zeros(fragment.size, np.float32))
@@ -129,8 +133,12 @@ class Learner:
 
     def _hand_over(self, member: Member, boundary: Boundary) -> None:
         for index in boundary.reads:
-            snapshot = (self.gradients or self.values)[index].copy()
+            snapshot = (self.gradients if self._held(index) else self.values)[index].copy()
             member.submit(index, lambda snapshot=snapshot: snapshot)  # type: ignore[misc]
+
+    def _held(self, index: int) -> bool:
+        """Whether a step leaves a fragment's values as they are, and is held as a gradient."""
+        return bool(self.gradients) and not self.map.fragments[index].state
 
     def _write(self, index: int, applied: Apply, version: int | None) -> None:
         if applied.reset and self.marker is not None:
@@ -139,7 +147,7 @@ class Learner:
         if applied.reference is not None:
             new += self.values[index] - applied.reference[:]
         self.values[index] = new
-        if self.gradients and applied.reference is None:
+        if self._held(index) and applied.reference is None:
             self.gradients[index] = np.zeros_like(new)
         before, reference = self.applied.get(index, -1), self.world.reference
         self.applied[index] = reference.applied(self.name, index, applied.theta, before, version)
@@ -152,12 +160,11 @@ class Learner:
         )
         began_s = world.now_s
         await asyncio.sleep(process.step_s * (0.5 + process.rng.random()))
-        if self.gradients:
-            for gradient in self.gradients:
-                gradient[index] -= 1
-        else:
-            for values in self.values:
-                values[index] += 1
+        for fragment in range(len(self.values)):
+            if self._held(fragment):
+                self.gradients[fragment][index] -= 1
+            else:
+                self.values[fragment][index] += 1
         self.optimizer += 1
         self.done = StepDone(process.tokens, share, batch, 1.0, world.now_s - began_s, 0.0)
 

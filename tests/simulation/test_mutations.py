@@ -12,9 +12,10 @@ from msgspec.structs import replace
 from tests.simulation.invariants import Violation
 from tests.simulation.play import play
 
-from diloco.core import claims, excess, leases, merging
+from diloco.core import claims, excess, leases, merging, outer
 from diloco.core.chain import Chain
 from diloco.core.delta import Apply, Carried, DeltaState, DeltaValues
+from diloco.core.learner import Learner
 from diloco.core.markers import Markers
 from diloco.core.round import Round
 from diloco.log.follower import Copy
@@ -260,10 +261,45 @@ def merges_of_the_usual_norm(patch: Patch) -> None:
     patch.setattr(excess, "room", lambda usual, held, settings: usual)
 
 
+def progress_kept_in_state(patch: Patch) -> None:
+    """A learner adds what it has done since its offer to a version of state, too."""
+
+    def kept(self: DeltaState, merged: Any = None) -> Carried:
+        return Carried(self.tokens > 0, merged)
+
+    patch.setattr(DeltaState, "_keep", kept)
+
+
+def displacement_of_state(patch: Patch) -> None:
+    """A learner offers its displacement where its values are asked for."""
+    make = DeltaValues.of
+
+    def displaced(theta: Any, settings: Any, *others: Any, state: bool) -> DeltaValues:
+        return make(theta, settings, *others, state=False)
+
+    patch.setattr(DeltaValues, "of", displaced)
+
+
+def state_rounded(patch: Patch) -> None:
+    """Offers of state have the bits of any other."""
+    patch.setattr(Learner, "_checked_bits", lambda self, announced: self.settings.codec.offer_bits)
+
+
+def outer_step_on_state(patch: Patch) -> None:
+    """An owner takes the outer step of the settings on state."""
+    patch.setattr(outer.Average, "rates", (0.7, 0.9))
+
+
 ROLLBACK_MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (made_before_a_rollback, "made on .* before the rollback"),
     (kept_over_a_rollback, "holds steps from before the rollback"),
     (rolled_back_again, "again, or after"),
+]
+STATE_MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
+    (progress_kept_in_state, "steps since version .* states|holds a step taken on version|holds .* where its version has"),
+    (displacement_of_state, "holds .* where its version has"),
+    (state_rounded, "has 4 bits"),
+    (outer_step_on_state, "learning rate 0.7 and momentum 0.9"),
 ]
 MUTATIONS: list[tuple[Callable[[Patch], None], str]] = [
     (no_fence, "does not follow|never taken the fragment over|is closed|is not over|no version of the log"),
@@ -302,11 +338,14 @@ FOUND_BY: dict[Callable[[Patch], None], int] = {
 }
 
 
-@pytest.mark.parametrize(("mutate", "found"), MUTATIONS + ROLLBACK_MUTATIONS, ids=lambda value: getattr(value, "__name__", ""))
+ALL = MUTATIONS + ROLLBACK_MUTATIONS + STATE_MUTATIONS
+
+
+@pytest.mark.parametrize(("mutate", "found"), ALL, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_defect_is_found(mutate: Callable[[Patch], None], found: str, monkeypatch: Patch) -> None:
     mutate(monkeypatch)
     for seed in (FOUND_BY.get(mutate, 0), *range(SCHEDULES)):
-        error = play(seed, rollbacks=mutate in dict(ROLLBACK_MUTATIONS)).error
+        error = play(seed, rollbacks=mutate in dict(ROLLBACK_MUTATIONS), state=mutate in dict(STATE_MUTATIONS)).error
         if error is not None:
             with pytest.raises(Violation, match=found):
                 raise error

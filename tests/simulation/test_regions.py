@@ -28,7 +28,7 @@ SEARCHED = 400
 Patch = pytest.MonkeyPatch
 
 
-@in_blocks(120, 30)
+@in_blocks(120, 20)
 def test_no_schedule_forks_a_log_or_hangs(seeds: range) -> None:
     total = survived(play_all(seeds, regions=True).outcomes, "--regions ")
     faults = (f"fault {kind}" for kind in FAULTS_APART)
@@ -49,7 +49,7 @@ def test_precision_follows_the_links_whatever_goes_wrong(seeds: range) -> None:
         assert total[f"version of {bits} bits"] > least * len(seeds), total
 
 
-@in_blocks(100, 25)
+@in_blocks(100, 20)
 def test_where_offers_are_merged_in_their_regions_nothing_is_lost_nor_merged_twice(seeds: range) -> None:
     total = survived(play_all(seeds, regions=True, merged=True).outcomes, "--merged ")
     # states are hardly ever borrowed: a learner borrows from one of its own region, and in most of these each is alone

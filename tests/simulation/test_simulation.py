@@ -32,7 +32,7 @@ FOUND = {
 }
 
 
-@in_blocks(1500, 60)
+@in_blocks(1500, 25)
 def test_no_schedule_breaks_an_invariant_or_hangs(seeds: range) -> None:
     total = survived(play_all(seeds).outcomes)
     kinds = ("state restored", "state borrowed", "state marked", "keyframe", "takeover", "purge")
@@ -48,14 +48,21 @@ def test_gradients_of_learners_in_lockstep_are_averaged_whatever_goes_wrong(seed
     assert not any(outcome.stats["state borrowed"] for outcome in outcomes)  # there is none
 
 
-@in_blocks(60, 15)
+@in_blocks(300, 20)
+def test_state_is_averaged_and_no_learner_keeps_its_own_whatever_goes_wrong(seeds: range) -> None:
+    total = survived(play_all(seeds, state=True).outcomes, "--state ")
+    kinds = ("fault kill", "state restored", "state marked", "keyframe", "takeover", "purge", "step in a state")
+    happens(total, kinds, seeds)
+
+
+@in_blocks(60, 10)
 def test_a_run_goes_on_when_a_syncer_s_memory_goes_bad_whatever_else_goes_wrong(seeds: range) -> None:
     total = survived(play_all(seeds, faulty=True).outcomes, "--faulty ")
     assert total["wrong entry"] > len(seeds) / 4
     assert total["keyframe after a wrong entry"]
 
 
-@in_blocks(60, 15)
+@in_blocks(60, 10)
 @pytest.mark.parametrize("regions", [False, True])
 def test_nonsense_on_the_heads_of_fragments_takes_nothing_from_a_run_whatever_goes_wrong(seeds: range, regions: bool) -> None:
     total = survived(play_all(seeds, hostile=True, regions=regions).outcomes, f"--hostile {'--regions ' * regions}")
@@ -63,7 +70,7 @@ def test_nonsense_on_the_heads_of_fragments_takes_nothing_from_a_run_whatever_go
     assert total["version"] > 5 * len(seeds)
 
 
-@in_blocks(60, 15)
+@in_blocks(60, 10)
 def test_a_run_that_is_ordered_back_goes_back_once_whatever_goes_wrong(seeds: range) -> None:
     play_rollbacks(seeds, {})
 

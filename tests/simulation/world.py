@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 from tests.simulation.invariants import Reference, Violation, Writer, demand
-from tests.simulation.learner import STEPS, Learner, Step
+from tests.simulation.learner import FRAGMENTS, STATEFUL, STEPS, Learner, Step
 from tests.simulation.regional import Regional
 
 import diloco.log.writer
@@ -366,7 +366,8 @@ class World(virtual.World):
     """One schedule, of the variant with that number or (None) of the one that the seed draws; ``merged`` is for ``regions``.
 
     ``rollbacks``: somebody orders the run back now and then. ``faulty``: the memory of a syncer is bad for a moment.
-    ``hostile``: a syncer that is none of these stores what is no entry among the heads of fragments.
+    ``hostile``: a syncer that is none of these stores what is no entry among the heads of fragments. ``state``: the second
+    fragment is of state that is merged.
     """
 
     def __init__(
@@ -380,9 +381,10 @@ class World(virtual.World):
         rollbacks: bool = False,
         faulty: bool = False,
         hostile: bool = False,
+        state: bool = False,
     ) -> None:
         super().__init__(seed, REGIONS if regions else ())
-        self.seed = seed
+        self.seed, self.map = seed, STATEFUL if state else FRAGMENTS
         self.run_name = RUN
         self.trace: list[tuple[float, str, str]] = []
         self.logger = cast(Logger, Listener(self.note if verbose else None, self.failed, faulty=faulty))
@@ -396,8 +398,9 @@ class World(virtual.World):
         identity = framing.run_id(RUN, self.settings.digest())
         kinds = {kind for _, kind, _, _ in self.chaos.faults}
         archived = self.settings.log.archive and not kinds & {"full", "rewind"}
+        forgetful = "rewind" in kinds
         self.reference = Reference(
-            RUN, identity, self.settings, self.steps, forgetful="rewind" in kinds, archived=archived, faulty=faulty
+            RUN, identity, self.settings, self.map, self.steps, forgetful=forgetful, archived=archived, faulty=faulty
         )
         homes = REGIONS if regions else (CONTROL,)
         self.regional = Regional(self.reference, REGIONS) if regions else None
@@ -817,6 +820,7 @@ class World(virtual.World):
         self.stats["share taken over"] += self.reference.shares_taken_over
         self.stats["rolled back"] += self.reference.rollbacks
         self.stats["keyframe"] += self.reference.keyframes
+        self.stats["step in a state"] += self.reference.steps_in_states
         self.stats["wrong entry"] += self.reference.wrong_entries
         self.stats["keyframe after a wrong entry"] += self.reference.wrong_keyframes
         if self.settings.regions.merge:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import json
 import os
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 
 from diloco.errors import BrokerError, DilocoError, RunError, SettingsError
 from diloco.service import rundir
+from diloco.settings.loading import assignment
 from diloco_ops import attach, export, inspect, run_reader
 from diloco_ops.checking import found
 from diloco_ops.export import LATEST, parsed_version
@@ -266,7 +266,7 @@ def up(
     command += [] if name is None else ["--set", f"task.name={name}"]
     for option, assignments in (("--set", settings), ("--task", options)):
         for key, value in (assignments or {}).items():
-            command += [option, f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+            command += [option, assignment(key, value)]
     for key, value in given.items():
         command += _option(key, value)
     begun = _begin(command, environment, output=output)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,10 +17,10 @@ LEARNER = "diloco_learner"
 
 
 def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Have a module of the learner answer a request, both JSON; its answer is its last line, as the task may print others.
+    """Have a module of the learner answer a request, both JSON; its answer is a line, and the task may print others.
 
     Raises:
-        DilocoError: the learner is not installed.
+        DilocoError: the learner is not installed, or the task ended its process.
         ServiceFailed: it ended with an error; the message and the exit code are a learner's.
     """
     if find_spec(LEARNER) is None:
@@ -30,5 +31,9 @@ def ask(module: str, request: Mapping[str, Any], environment: Mapping[str, str])
     )
     if ended.returncode:
         raise ServiceFailed(last_words(ended.stderr, ended.returncode), ended.returncode)
-    answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return answer
+    for line in reversed(ended.stdout.splitlines()):
+        with suppress(ValueError):
+            answer = json.loads(line)
+            if isinstance(answer, dict):
+                return answer
+    raise DilocoError(f"{LEARNER}.{module} ended without an answer: the task has ended the process, by os._exit or the like")

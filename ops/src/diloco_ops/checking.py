@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.errors import SettingsError
+from diloco.settings.loading import assignment
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_ops.asking import ask
 from diloco_ops.environment import learner_environment
+from diloco_ops.project import project_in
 from diloco_ops.up import DEFAULT_PRESET, Data, Preset, Set, TaskOptions, data_source, overrides_of
 from diloco_report.units import count, decimal, size
 
@@ -32,18 +37,69 @@ def check(
     options: TaskOptions = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Compile one step of a task, take it twice, and say what a run would do with it; exit code 2: it cannot be trained."""
+    """Compile one step of a task, take it twice, and say what a run would do with it; exit code 2: it cannot be trained.
+
+    A run of the settings given here, or else of those in settings.py beside the task.
+    """
     name, folder = found(task)
-    settings = run_settings(preset, overrides_of(set_, options) | {"task.name": name}, "diloco check")
+    chosen = choose(folder, name, preset, overrides_of(set_, options))
     environment = learner_environment(0, 1, None)
     if folder is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
-    request = {"settings": settings.model_dump(), "data": data_source(data, settings)}
+    request = {"settings": chosen.settings.model_dump(), "data": data_source(data, chosen.settings)}
     examination = ask("examine", request, environment)
     if json_:
-        print(json.dumps(examination))
+        print(json.dumps(examination | {"settings": chosen.plain()}))
         return
-    show(examination, settings, Console(highlight=False))
+    show(examination, chosen, Console(highlight=False))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The settings that a task is checked with: those of a preset, but for those ``given``.
+
+    ``file`` has some of these; None: all are given with the command.
+    """
+
+    settings: RunSettings
+    given: Mapping[str, Any]
+    file: Path | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return where they are from, for JSON."""
+        file = None if self.file is None else str(self.file)
+        return {"preset": self.settings.preset, "given": dict(self.given), "file": file}
+
+    @property
+    def said(self) -> str:
+        """Where they are from, for people."""
+        preset = f"those of the preset {self.settings.preset}"
+        if not self.given:
+            return f"settings: {preset}; for others --preset, --set, --task, as for diloco up"
+        named = " ".join(assignment(key, value) for key, value in self.given.items())
+        source = "" if self.file is None else f", by {self.file.name}"
+        return f"settings: {named}{source}; else {preset}"
+
+    @property
+    def command(self) -> str:
+        """The command that trains the task with them."""
+        preset = [] if self.settings.preset == DEFAULT_PRESET else ["--preset", self.settings.preset]
+        assigned = {**self.given, "task.name": self.settings.task.name}
+        options = [word for key, value in assigned.items() for word in ("--set", assignment(key, value))]
+        return shlex.join(["diloco", "up", *preset, *options])
+
+
+def choose(folder: Path | None, task: str, preset: str, given: Mapping[str, Any]) -> Chosen:
+    """Return the settings of a task in a ``folder``: those of its project, and over them those ``given``.
+
+    Raises:
+        SettingsError: one is no setting, or out of range.
+    """
+    project = None if folder is None else project_in(folder)
+    if project is None:
+        return Chosen(run_settings(preset, {**given, "task.name": task}, "diloco check"), given)
+    both = {**project.given, **given}
+    return Chosen(run_settings(preset, both | {"task.name": task}, f"diloco check, by {project.file}"), both, project.file)
 
 
 def found(task: str) -> tuple[str, Path | None]:
@@ -63,8 +119,9 @@ def found(task: str) -> tuple[str, Path | None]:
     return f"{file.stem}:{make or MAKE}", file.resolve().parent
 
 
-def show(found: dict[str, Any], settings: RunSettings, console: Console) -> None:
+def show(found: dict[str, Any], chosen: Chosen, console: Console) -> None:
     """Print an examination for people; warnings last."""
+    console.print(chosen.said, markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for title in ("tensor", "shape", "type", "size", "fragments", "merged by", "matrices"):
         table.add_column(title, justify="right" if title in ("size", "matrices") else "left", no_wrap=title != "tensor")
@@ -88,7 +145,7 @@ def show(found: dict[str, Any], settings: RunSettings, console: Console) -> None
     for warning in found["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     if not found["warnings"]:
-        console.print(f"nothing unusual: diloco up --set task.name={settings.task.name}")
+        console.print(f"nothing unusual: {chosen.command}", markup=False, soft_wrap=True)
 
 
 def _placed(tensor: dict[str, Any]) -> str:

@@ -54,7 +54,8 @@ def _usage_errors_as_text() -> int | None:
     try:
         return _main()
     except typer.TyperException as error:
-        typer.echo(f"diloco: {error.format_message()} (diloco --help)", err=True)
+        if message := error.format_message():  # without one the help has been shown, in place of a command that was not named
+            typer.echo(f"diloco: {message} (diloco --help)", err=True)
         return error.exit_code
     except typer.Abort:
         return observe.EXIT_INTERRUPTED

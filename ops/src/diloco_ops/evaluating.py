@@ -20,7 +20,7 @@ from diloco.errors import RunError, SettingsError
 from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import changed_settings
 from diloco.settings.run import RunSettings
-from diloco_ops import export, run_reader
+from diloco_ops import export, run_reader, scratch
 from diloco_ops.asking import ask
 from diloco_ops.environment import learner_environment
 from diloco_ops.export import LATEST, TASK
@@ -115,7 +115,7 @@ async def _write(asked: Asked, version: int | None, file: Path) -> tuple[RunSett
     async with run_reader.opened(asked.path) as seen:
         try:
             with export.in_one_file(seen, file, version, asked.average) as weights:
-                await export.write(seen, weights, version, asked.average)
+                await export.write(seen, weights, version, asked.average, scratch.in_folder(file.parent))
         except OSError as error:
             raise RunError(f"{file}: was not written: {error}") from None
         return seen.run.created, seen.directory.data
@@ -144,9 +144,7 @@ def task_of(file: Path, assignments: list[str]) -> RunSettings:
             f"{file}: does not say of which task it is (its metadata has no {TASK}, as diloco export writes it); say so with "
             "--set task.name=..., --set task.width=... and so on"
         )
-    # one fragment: a task may have fewer tensors than the default has fragments
-    base = RunSettings.model_validate({"fragments": {"count": 1}, "shards": 1})
-    return changed_settings(base, {"task": stated} | given, str(file))
+    return changed_settings(RunSettings(), {"task": stated} | given, str(file))
 
 
 def _evaluated(

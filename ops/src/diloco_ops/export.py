@@ -1,7 +1,8 @@
 """``diloco export``: the weights of a run, going on or over, as safetensors, for Hugging Face's libraries, or for Orbax.
 
 Fragments are read from the log one after another, as every learner folds them, and their state hashes are compared. Each is
-written at once. So a fragment's parameters and momentum are in memory, and the entry that is folded, whatever the model's size.
+written at once. So a fragment's parameters are in memory, and the entry that is folded, whatever the model's size. Its
+momentum, and sums of versions, are in files beside the output; the system has them in memory as long as it has room.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from diloco.core.chain import WrongEntries
 from diloco.core.fold import Replica
 from diloco.errors import FormatError, HashError, RunError, SettingsError
 from diloco.log.follower import LogFollower
+from diloco.log.reader import Room, in_memory
 from diloco.log.stream import pass_over
 from diloco.member import naming
-from diloco.member.naming import Naming
+from diloco.member.naming import Names, Naming
 from diloco.process import files, observe
-from diloco_ops import orbax_weights, run_reader, weights_file
+from diloco_ops import orbax_weights, run_reader, scratch, weights_file
 from diloco_ops.asking import ask
 from diloco_ops.environment import learner_environment
 from diloco_ops.run_reader import RunReader
 from diloco_ops.weights_file import SHARD_BYTES, Precision, Weights
-from diloco_report.units import count, size
+from diloco_report.units import model_size, size
 
 LATEST = "latest"
 M_MMAP_THRESHOLD, BUFFER_BYTES = -3, 128 << 10  # glibc's mallopt; buffers of parts are larger
@@ -139,11 +141,12 @@ def parsed_version(version: str) -> int | None:
 async def _export(path: Path, draft: Path, asked: Asked) -> None:
     async with run_reader.opened(path) as seen:
         with await asyncio.to_thread(_opened, seen, draft, asked) as weights:
-            versions = await write(seen, weights, asked.version, asked.average)
+            versions = await write(seen, weights, asked.version, asked.average, scratch.in_folder(draft.parent))
         over = "over" if seen.directory.finished else "going on" if seen.live else "stopped"
         mean = f", each the mean of {asked.average}" if asked.average > 1 else ""
         print(
-            f"run {seen.run.name} ({over}): {count(seen.map.parameters)} parameters in {len(seen.map.tensors)} tensors, "
+            f"run {seen.run.name} ({over}): {model_size(seen.map.parameters, seen.map.state_values)} in "
+            f"{len(seen.map.tensors)} tensors, "
             f"versions {min(versions)} to {max(versions)} of {len(versions)} fragments{mean}"
         )
 
@@ -157,12 +160,12 @@ def _opened(seen: RunReader, draft: Path, asked: Asked) -> AbstractContextManage
     """
     metadata = metadata_of(seen, asked.version, asked.average)
     source = "task: names()" if asked.names is None else f"--names {asked.names}"
-    names = {} if asked.names is None else naming.read(asked.names, source)
+    names = Names({}, source) if asked.names is None else naming.read_names(asked.names, source)
     if asked.format == "hf":
-        config = None if asked.config is None else naming.read(asked.config, f"--config {asked.config}")
+        config = None if asked.config is None else naming.read_object(asked.config, f"--config {asked.config}")[0]
         if asked.names is None or config is None:
             said = _said_by_task(seen)
-            names = (said["names"] or {}) if asked.names is None else names
+            names = Names(said["names"] or {}, source) if asked.names is None else names
             config = said["config"] if config is None else config
         if config is None:
             raise SettingsError(
@@ -170,10 +173,10 @@ def _opened(seen: RunReader, draft: Path, asked: Asked) -> AbstractContextManage
                 "the model; give the config.json with --config FILE"
             )
         draft.mkdir()
-        named = Naming(seen.map.tensors, names, source)
+        named = Naming(seen.map.tensors, names)
         shard_bytes = asked.shard_bytes or SHARD_BYTES
         return weights_file.hugging_face(draft, named, asked.precision, metadata, config, shard_bytes)
-    named = Naming(seen.map.tensors, names, source)
+    named = Naming(seen.map.tensors, names)
     if asked.format == "orbax":
         return orbax_weights.orbax(draft, named, asked.precision, metadata)
     return weights_file.one_file(draft, named, asked.precision, metadata)
@@ -191,21 +194,24 @@ def in_one_file(seen: RunReader, path: Path, version: int | None = None, average
     Raises:
         OSError: it cannot be written.
     """
-    named = Naming(seen.map.tensors, {}, str(path))
+    named = Naming(seen.map.tensors, Names({}, str(path)))
     with weights_file.one_file(path, named, "float32", metadata_of(seen, version, average)) as weights:
         yield weights
 
 
-async def write(seen: RunReader, weights: Weights, version: int | None, average: int) -> list[int]:
+async def write(seen: RunReader, weights: Weights, version: int | None, average: int, room: Room = in_memory) -> list[int]:
     """Write a run's weights as of a version, None being the newest of each fragment; return the version of each.
+
+    ``room`` is for the arrays that are not written: momenta, and sums of versions.
 
     Raises:
         RunError: the log does not have a version, or not any more.
         OSError: they cannot be written.
     """
     versions = list[int]()
+    seen.log.reader.room_for_moments = room
     for fragment in seen.map.fragments:
-        theta, at = await _values(seen, fragment.index, version, average)
+        theta, at = await _values(seen, fragment.index, version, average, room)
         await asyncio.to_thread(weights.put, fragment, theta)
         del theta  # before the next one is read
         versions.append(at)
@@ -231,7 +237,7 @@ async def newest(seen: RunReader, fragment: int) -> Replica:
     return (await reading.load_once(fragment)).replica
 
 
-async def _values(seen: RunReader, fragment: int, version: int | None, average: int) -> tuple[Vector, int]:
+async def _values(seen: RunReader, fragment: int, version: int | None, average: int, room: Room) -> tuple[Vector, int]:
     """Return a fragment's values, float32 [its size], and the version that they are of."""
     genesis = seen.genesis, seen.genesis_check
     if version is None:
@@ -241,10 +247,10 @@ async def _values(seen: RunReader, fragment: int, version: int | None, average: 
         version = replica.chain.version
     if average == 1:
         return (await seen.log.reader.state_at(fragment, version, *genesis)).theta, version
-    return await _mean(seen, fragment, version, average), version
+    return await _mean(seen, fragment, version, average, room), version
 
 
-async def _mean(seen: RunReader, fragment: int, version: int, average: int) -> Vector:
+async def _mean(seen: RunReader, fragment: int, version: int, average: int, room: Room) -> Vector:
     """Return the mean of the versions up to one, float32 [size of the fragment]; it is summed up in float64."""
     first = version - average + 1
     if first < 0:
@@ -253,7 +259,8 @@ async def _mean(seen: RunReader, fragment: int, version: int, average: int) -> V
             f"version 0; ask for at most {version + 1}"
         )
     replica = await seen.log.reader.state_at(fragment, first, seen.genesis, seen.genesis_check)
-    total, summed = replica.theta.astype(np.float64), 1
+    total, summed = room(8 * replica.theta.size).view(np.float64), 1
+    total[:] = replica.theta
     end = await seen.log.reader.end_sequence(fragment)
     try:
         async for entry in seen.log.entries.fold_missed(replica, end, pass_over, WrongEntries(), judge=True):

@@ -102,6 +102,7 @@ class Launcher:
         self.services = Supervisor(self.log)
         self.server_restarts = 0
         self._saving = Complaint(self.log)
+        self._said_s, self._said_failures = -PLAIN_EVERY_S, list[str]()
 
     async def run(self, resumed: bool) -> dict[str, Any] | None:
         """Run to the end. Return the report, or None if it was interrupted.
@@ -166,10 +167,8 @@ class Launcher:
     # ---- processes
 
     def _start_services(self, embedded: Embedded | None) -> None:
-        from diloco.core import kernels  # compiles them once, so that not every service does so at the same time
-
         settings = self.directory.settings
-        self.log.info("starting", kernels=kernels.__name__, nats_url=self.url, learners=len(self.directory.learner_names))
+        self.log.info("starting", nats_url=self.url, learners=len(self.directory.learner_names))
         if embedded and embedded.regions:
             log_file = self.directory.path / "logs" / "wan.jsonl"
             self._start("wan", "diloco_ops.wan", {"log_file": str(log_file)} | dict(embedded.links()), endless=True)
@@ -245,7 +244,8 @@ class Launcher:
         config = self.directory.path / "services" / f"{name}.toml"
         files.replace_text(config, tomli_w.dumps(_without_none(values)))
         environment = environment or service_environment()
-        self.services.start(name, module, config, environment, cores, endless=endless, group=group)
+        dispensable = values.get("role") == "evaluator"  # nobody waits for what it finds
+        self.services.start(name, module, config, environment, cores, endless=endless, dispensable=dispensable, group=group)
 
     async def _tend(self, link: NatsTransport, tracking: Tracking) -> bool:
         """Keep the run going until it is finished (True) or interrupted (False).
@@ -283,12 +283,12 @@ class Launcher:
         its beginning and near its end it is asked more often: the last answer is kept.
         """
         subject = Subjects(self.directory.name).status
-        said_s, next_s, opened = -PLAIN_EVERY_S, POLL_S, False
+        next_s, opened = POLL_S, False
         with self._view() as view:
             while True:
                 with suppress(BrokerError):
                     answer = await ask(link.control, link.name, subject, b"", STATUS_TIMEOUT_S)
-                    status = {} if answer is None else inspect.answered(answer, self.directory)
+                    status = {} if answer is None else self._with_failures(inspect.answered(answer, self.directory))
                     if status and not opened and self.asked.open and self.asked.pages:
                         opened = True
                         await asyncio.to_thread(pages.show, pages.link(self.asked.pages[0]))
@@ -299,10 +299,23 @@ class Launcher:
                         next_s = PLAIN_EVERY_S if quiet else POLL_S
                         if view is not None:
                             view.update(status)
-                        elif time.monotonic() - said_s >= PLAIN_EVERY_S:
-                            said_s = time.monotonic()
-                            self._say(screen.plain_line(status))
+                        else:
+                            self._say_status(status)
                 await asyncio.sleep(next_s)
+
+    def _with_failures(self, status: dict[str, Any]) -> dict[str, Any]:
+        """Return a status that also has the errors of services without which the run goes on."""
+        ended = {name: str(failure).partition(": ")[2] for name, failure in self.services.failures.items()}
+        return status | {"failures": status.get("failures", {}) | ended}
+
+    def _say_status(self, status: dict[str, Any]) -> None:
+        """Say what a view would show, every few seconds; an error once, while it lasts."""
+        if time.monotonic() - self._said_s < PLAIN_EVERY_S:
+            return
+        before, self._said_failures = self._said_failures, screen.failure_lines(status)
+        for line in (screen.plain_line(status), *(line for line in self._said_failures if line not in before)):
+            self._say(line)
+        self._said_s = time.monotonic()
 
     def _keep_status(self, status: dict[str, Any]) -> None:
         try:
@@ -349,7 +362,7 @@ class Launcher:
         run = Run(directory.name, directory.settings, registry)
         fragment_map = await creation.find_map(run)
         chains = await read_chains(Log(link, run.name, run.identity, fragment_map, run.created))
-        status = build.load_json(directory.path / "status.json")
+        status = self._with_failures(build.load_json(directory.path / "status.json"))
         series = build.load_json(directory.path / "series.json")
         evaluation = build.load_json(directory.path / "evaluation.json")
         links = await asyncio.to_thread(self._links)
@@ -358,7 +371,17 @@ class Launcher:
             owners = [fragment["owner"] for fragment in status["fragments"]]
             ledger = build.read_ledger(directory, run.identity, series, len(chains))
             found = build.Findings(
-                directory, fragment_map, chains, owners, series, ledger, evaluation, links, changes, self._references()
+                directory=directory,
+                map=fragment_map,
+                chains=chains,
+                owners=owners,
+                series=series,
+                ledger=ledger,
+                evaluation=evaluation,
+                links=links,
+                changes=changes,
+                references=self._references(),
+                failures=status["failures"],
             )
             report = build.build(found)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -56,23 +56,16 @@ class OrbaxWeights:
 
     def put(self, fragment: Fragment, values: Vector) -> None:
         """Write a fragment, float32 [its size], as :meth:`diloco_ops.weights_file.Weights.put` does and raises."""
-        for piece in fragment.pieces:
-            for part in self._naming.parts(piece):
-                place, store = part.place, self._stores[part.place.name]
-                data = converted(values[part.values], self.precision, place.name).reshape(part.shape)
-                if self.precision == "bfloat16":
-                    data = data.view(store.dtype.numpy_dtype)
-                if place.arrangement is not None:
-                    index, its, rows = place.arrangement.box(part.first, part.stop)
-                    store[index].write(its.replaced(store[index].read().result(), rows, data)).result()
-                elif place.transposed:
-                    store[:, part.first : part.stop].write(data.T).result()
-                elif len(place.shape) < len(part.shape):
-                    store.write(data[0]).result()
-                elif place.shape:
-                    store[part.first - place.first : part.stop - place.first].write(data).result()
-                else:
-                    store.write(data).result()
+        for part in self._naming.parts(fragment):
+            place, store = part.place, self._stores[part.place.name]
+            data = converted(values[part.values], self.precision, place.name).reshape(part.shape)
+            if self.precision == "bfloat16":
+                data = data.view(store.dtype.numpy_dtype)
+            if place.arrangement is not None:
+                index, its, rows = place.arrangement.box(part.first, part.stop)
+                store[index].write(its.replaced(store[index].read().result(), rows, data)).result()
+            else:
+                store[part.index].write(part.theirs(data)).result()
 
 
 @contextmanager

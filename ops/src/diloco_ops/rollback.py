@@ -55,7 +55,7 @@ async def foretell(path: Path, version: int, say: Say = print) -> None:
             say(f"fragment {chain.fragment}: versions {version + 1} to {chain.version}, {count(tokens[chain.fragment])} tokens")
         if len(beyond) > MAX_LISTED:
             say(f"and {len(beyond) - MAX_LISTED} more fragments")
-        lost = sum(seen.map.fragments[index].size * each for index, each in tokens.items()) / seen.map.parameters
+        lost = sum(seen.map.fragments[index].size * each for index, each in tokens.items()) / seen.map.size
         versions, kept = sum(chain.version - version for chain in beyond), len(seen.map.fragments) - len(beyond)
         stay = f"; {kept} fragments are not beyond version {version} and stay" if kept else ""
         say(

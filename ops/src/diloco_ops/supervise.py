@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ RETRY_S = 0.5  # the first pause before a service that keeps dying
 RETRY_MAX_S = 10.0  # the longest one
 STEADY_S = 20.0  # a process that lived so long was well
 QUICK_DEATHS = 10  # in a row, and the process is taken to be unable to live
+OURS = re.compile(r"diloco[a-z-]*: ")  # begins a line of one of our programs
 GROUP_S = 15.0  # a learner's other processes notice within `processes.silent_s` that one is gone; a frozen one is killed then
 
 
@@ -90,6 +92,8 @@ class Group:
     """Services that begin and end together: the processes of one learner, or a single one."""
 
     services: list[Service] = field(default_factory=list)
+    dispensable: bool = False  # nobody waits for it: the run goes on without it once it has failed
+    failure: ServiceFailed | None = None  # of one that is dispensable
     quick_deaths: int = 0  # in a row
     due_s: float | None = None  # when they are begun again; None while they run or have ended by themselves
     lost_s: float | None = None  # since when some are missed
@@ -101,6 +105,7 @@ class Supervisor:
     A service that a signal killed is begun again with its own configuration: at once, and later and later if it keeps dying.
     One that ends with an error code ends the run, since wrong settings would only fail again; a learner that was ejected is
     begun again and waits. One that ends with 0 is done. Processes of one group are begun again together, once all have ended.
+    Where one that is dispensable fails, the run goes on without it.
     """
 
     def __init__(self, log: Logger) -> None:
@@ -122,6 +127,7 @@ class Supervisor:
         cores: Collection[int] | None = None,
         *,
         endless: bool = False,
+        dispensable: bool = False,
         group: str = "",
     ) -> None:
         """Begin ``python -m module --config FILE``; its pid is in the file of the same name with the ending ``.pid``.
@@ -130,7 +136,7 @@ class Supervisor:
         """
         process = _begin(module, config, environment, cores)
         service = Service(name, module, config, environment, cores, process, time.monotonic(), endless)
-        self.groups.setdefault(group or name, Group()).services.append(service)
+        self.groups.setdefault(group or name, Group(dispensable=dispensable)).services.append(service)
         self._watch()
 
     def tend(self) -> bool:
@@ -140,9 +146,21 @@ class Supervisor:
             ServiceFailed: a service ended with an error, what it said is the message; or was killed again and again.
         """
         now_s = time.monotonic()
-        for group in self.groups.values():
-            self._tend_group(group, now_s)
-        return all(service.endless or service.process.poll() == 0 for service in self.services)
+        going_on = [group for group in self.groups.values() if group.failure is None]
+        for group in going_on:
+            try:
+                self._tend_group(group, now_s)
+            except ServiceFailed as failure:
+                if not group.dispensable:
+                    raise
+                group.failure = failure
+                self.log.error("service_failed", failed=group.services[0].name, code=failure.code, reason=str(failure))
+        return all(service.endless or service.process.poll() == 0 for group in going_on for service in group.services)
+
+    @property
+    def failures(self) -> dict[str, ServiceFailed]:
+        """The errors of services without which the run goes on, by name."""
+        return {name: group.failure for name, group in self.groups.items() if group.failure is not None}
 
     def _tend_group(self, group: Group, now_s: float) -> None:
         failed = [(service, code) for service in group.services if (code := service.process.poll())]
@@ -236,9 +254,13 @@ def _begin(module: str, config: Path, environment: Mapping[str, str], cores: Col
 
 
 def last_words(said: str, code: int) -> str:
-    """Return the last line that a process wrote to stderr, without its program's name."""
+    """Return the last line of ours that a process wrote to stderr, or else its last one, without its program's name.
+
+    A user's code, and libraries, may write more at its end.
+    """
     lines = said.strip().splitlines()
-    last = lines[-1] if lines else f"ended with code {code}, see the logs of the run"
+    ours = [line for line in lines if OURS.match(line)]
+    last = (ours or lines)[-1] if lines else f"ended with code {code}, see the logs of the run"
     return last.partition(": ")[2] or last
 
 

@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,15 +28,16 @@ from diloco.settings.loading import parse_assignments
 from diloco.settings.presets import PRESETS, run_settings
 from diloco.settings.run import RunSettings
 from diloco.wire.subjects import Subjects
-from diloco_ops import continuing, pages, resume, task_check
+from diloco_ops import compiling, continuing, pages, resume, task_check
 from diloco_ops.broker.server import CONNECT_TIMEOUT_S
 from diloco_ops.environment import check_least, metrics_addresses, per_process
 from diloco_ops.launch import Asked, Launcher, service_count
 from diloco_ops.manifest import Checkpoint
+from diloco_ops.supervise import ServiceFailed
 from diloco_ops.track import trackers
 from diloco_ops.track.trackers import TRACKERS
 from diloco_report import compared
-from diloco_report.units import count, decimal, duration, share, size
+from diloco_report.units import count, decimal, duration, share, size, times
 
 MAX_LEARNERS = 4096
 DEFAULT_PRESET = "decoupled"
@@ -114,8 +115,8 @@ def up(
             directory.save()
         served = pages.addresses(page or (pages.NOWHERE if json_ else pages.ANYWHERE), coordinators)
         asked = Asked(standbys, coordinators, nats_url is None, json_, plain, track or [], served, open_, metrics)
-        report = asyncio.run(Launcher(directory, slowed, asked).run(resumed))
-    return _tell(report, directory, json_)
+        report = asyncio.run((launcher := Launcher(directory, slowed, asked)).run(resumed))
+    return _tell(report, directory, json_, launcher.services.failures.values())
 
 
 def overrides_of(set_: list[str] | None, options: list[str] | None) -> dict[str, Any]:
@@ -162,6 +163,7 @@ def _source(
     return None, _directory(path, settings, bool(overrides) or preset != DEFAULT_PRESET, data, nats_url)
 
 
+@compiling.kernels_compiled()
 def _begin(
     directory: RunDirectory, source: Checkpoint | continuing.Source | None, at: int | None, nats_url: str | None
 ) -> tuple[RunDirectory, bool]:
@@ -221,15 +223,23 @@ def _shaped(
     return replace(directory, devices_per_learner=devices, processes_per_learner=processes, least_processes=least, torch=tasks)
 
 
-def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool) -> int:
-    """Print how the run ended. Return the exit code."""
-    if report is None and not json_:
-        print(f"stopped; go on with: diloco up --run-dir {directory.path}")
-    elif json_ and report is not None:
+def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool, failures: Iterable[ServiceFailed]) -> int:
+    """Print how the run ended. Return the exit code.
+
+    Raises:
+        ServiceFailed: a service without which it went on had failed.
+    """
+    if report is None:
+        if not json_:
+            print(f"stopped; go on with: diloco up --run-dir {directory.path}")
+        return observe.EXIT_INTERRUPTED
+    if json_:
         print(json.dumps(report))
-    elif report is not None:
+    else:
         summarise(report, directory.path)
-    return observe.EXIT_INTERRUPTED if report is None else 0
+    for failure in failures:
+        raise failure
+    return 0
 
 
 def _check_installed(track: list[str]) -> None:
@@ -436,7 +446,7 @@ def summarise(report: dict[str, Any], path: Path) -> None:
     if continued := report["settings"].get("continues"):
         in_all = count(report["tokens_before"] + report["tokens_merged"])
         print(f"it continues run {continued['run']}, whose model had {count(report['tokens_before'])}: {in_all} merged in all")
-    ratio = f", {traffic['ratio']:.0f} times less than data-parallel" if traffic["ratio"] else ""
+    ratio = ", {} times {} than data-parallel".format(*times(traffic["ratio"])) if traffic["ratio"] else ""
     print(f"learners sent {size(traffic['bytes_up'])} and received {size(traffic['bytes_down'])}{ratio}")
     for name, learner in report["learners"].items():
         merged = learner["tokens_merged"] / max(1, learner["tokens_processed"])

@@ -108,9 +108,8 @@ class NamedWeights:
 
     def put(self, fragment: Fragment, values: Vector) -> None:
         """Write a fragment, float32 [its size], as :meth:`Weights.put` does and raises."""
-        for piece in fragment.pieces:
-            for part in self._naming.parts(piece):
-                self._files[part.place.name].put(part, values[part.values])
+        for part in self._naming.parts(fragment):
+            self._files[part.place.name].put(part, values[part.values])
 
 
 @contextmanager

@@ -43,6 +43,11 @@ _TIP = '<div id="tip" hidden></div>'
 
 def document(title: str, header: str, body: str, assets: Assets) -> str:
     """Return the page as text; ``title`` is text, ``header`` and ``body`` are HTML."""
+    return f"{opening(title, header, assets)}{body}{closing(assets)}"
+
+
+def opening(title: str, header: str, assets: Assets) -> str:
+    """Return the text of :func:`document` before its body."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -55,7 +60,12 @@ def document(title: str, header: str, body: str, assets: Assets) -> str:
 <body>
 <main>
 <header><span class="brand">diloco</span><h1>{escape(title)}</h1>{header}</header>
-{body}
+"""
+
+
+def closing(assets: Assets) -> str:
+    """Return the text of :func:`document` after its body."""
+    return f"""
 </main>
 {assets.foot}
 </body>

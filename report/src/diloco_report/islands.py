@@ -9,15 +9,16 @@ from typing import Any
 
 from diloco_report import html
 from diloco_report.charts import text_at
-from diloco_report.facts import COLOURS, Report, ratio
+from diloco_report.facts import COLOURS, Report
 from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
 
 MAX_DRAWN = 12  # regions that a map has room for; the tables have all
-WIDTH, HIGH = 760.0, 380.0
+WIDTH, HIGH, LOW = 760.0, 380.0, 150.0  # of a map; two regions are on one line, and need no more than LOW
 RADIUS = 34.0  # of a region
 BEND = 26.0  # by which a link leaves the straight line, so that the one back is beside it
 ASIDE = 13.0  # from a link to the text beside it
-THINNEST, THICKEST = 1.0, 9.0  # of a link's line, by its rate
+THINNEST, THICKEST = 1.0, 6.0  # of a link's line, by its rate
+TIP = 13.0  # of its arrow, where the line ends
 
 Region = Mapping[str, Any]
 Link = Mapping[str, Any]
@@ -33,13 +34,15 @@ def islands(report: Report) -> str:
     return html.section(
         "Regions and their links",
         "Lines are as thick as the bytes that go over them now. The bound: bytes that a ring all-reduce between the regions "
-        "sends for as many cycles, at the bits of the settings. Grey and dashed: nobody of the region is heard.",
+        "sends for as many versions, at the bits of the settings; from the end of the first cycle on, since before it the "
+        "initial model is brought to each region. Grey and dashed: nobody of the region is heard.",
         picture + html.wide(_regions(regions)) + "<h3>Links</h3>" + html.wide(_links(links)),
     )
 
 
 def _map(regions: Mapping[str, Region], links: Sequence[Link]) -> str:
-    places = _places(list(regions))
+    high = HIGH if len(regions) > 2 else LOW
+    places = _places(list(regions), high)
     most = max((float(link.get("bytes_per_s") or 0) for link in links), default=0.0)
     away = {name for name, region in regions.items() if region.get("away_s") is not None}
     drawn = [_line(link, places, most, away) for link in links if {link.get("from"), link.get("to")} <= places.keys()]
@@ -47,36 +50,44 @@ def _map(regions: Mapping[str, Region], links: Sequence[Link]) -> str:
     drawn += [_node(name, region, place, number) for number, ((name, region), place) in numbered]
     said = f"{len(regions)} regions" + (f", away: {', '.join(sorted(away))}" if away else "")
     return (
-        f'<svg class="map" viewBox="0 0 {WIDTH:g} {HIGH:g}" role="img" aria-label="{escape(said)}"><defs>'
-        '<marker id="tip-of-link" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto" '
-        f'markerUnits="userSpaceOnUse"><path d="M0 0L8 4L0 8z"/></marker></defs>{"".join(drawn)}</svg>'
+        f'<svg class="map" viewBox="0 0 {WIDTH:g} {high:g}" role="img" aria-label="{escape(said)}"><defs>'
+        f"{_tip('link')}{_tip('cut')}</defs>{''.join(drawn)}</svg>"
     )
 
 
-def _places(names: Sequence[str]) -> dict[str, tuple[float, float]]:
+def _tip(kind: str) -> str:
+    """Return the marker of a link's end."""
+    return (
+        f'<marker id="tip-of-{kind}" viewBox="0 0 8 8" refX="0" refY="4" markerWidth="{TIP:g}" markerHeight="{TIP:g}" '
+        f'orient="auto" markerUnits="userSpaceOnUse"><path class="{kind}-tip" d="M0 0L8 4L0 8z"/></marker>'
+    )
+
+
+def _places(names: Sequence[str], map_high: float) -> dict[str, tuple[float, float]]:
     """Return where each region is: on an ellipse, the first one on the left."""
-    wide, high = WIDTH / 2 - 2.6 * RADIUS, HIGH / 2 - 1.6 * RADIUS
+    wide, high = WIDTH / 2 - 2.6 * RADIUS, map_high / 2 - 1.6 * RADIUS
     turns = {name: math.pi + 2 * math.pi * number / len(names) for number, name in enumerate(names)}
-    return {name: (WIDTH / 2 + wide * math.cos(turn), HIGH / 2 + high * math.sin(turn)) for name, turn in turns.items()}
+    return {name: (WIDTH / 2 + wide * math.cos(turn), map_high / 2 + high * math.sin(turn)) for name, turn in turns.items()}
 
 
 def _line(link: Link, places: Mapping[str, tuple[float, float]], most: float, away: set[str]) -> str:
     (x1, y1), (x2, y2) = places[str(link["from"])], places[str(link["to"])]
     length = math.hypot(x2 - x1, y2 - y1) or 1.0
     along, across = ((x2 - x1) / length, (y2 - y1) / length), ((y1 - y2) / length, (x2 - x1) / length)
-    x1, y1, x2, y2 = x1 + RADIUS * along[0], y1 + RADIUS * along[1], x2 - RADIUS * along[0], y2 - RADIUS * along[1]
+    end = RADIUS + TIP
+    x1, y1, x2, y2 = x1 + RADIUS * along[0], y1 + RADIUS * along[1], x2 - end * along[0], y2 - end * along[1]
     x1, y1, x2, y2 = (value + 8 * across[i % 2] for i, value in enumerate((x1, y1, x2, y2)))
     bend_x, bend_y = (x1 + x2) / 2 + BEND * across[0], (y1 + y2) / 2 + BEND * across[1]
     rate = float(link.get("bytes_per_s") or 0)
     width = THINNEST + (THICKEST - THINNEST) * (rate / most if most else 0)
-    css = "link cut" if {link["from"], link["to"]} & away else "link"
+    kind = "cut" if {link["from"], link["to"]} & away else "link"
     tip = f"{link['from']} → {link['to']}\n{_rate(link)}, {size(link.get('bytes'))} in all\n{_bits(link)}"
     middle = ((x1 + x2) / 4 + bend_x / 2 + ASIDE * across[0], (y1 + y2) / 4 + bend_y / 2 + ASIDE * across[1])
     anchor = "middle" if abs(across[0]) < 0.5 else "start" if across[0] > 0 else "end"
     path = f"M{x1:.1f} {y1:.1f}Q{bend_x:.1f} {bend_y:.1f} {x2:.1f} {y2:.1f}"
-    return (
-        f'<path class="{css}" d="{path}" stroke-width="{width:.1f}" marker-end="url(#tip-of-link)" data-tip="{escape(tip)}"/>'
-        + text_at("rate", middle[0], middle[1] + 4, anchor, _rate(link))
+    shown = f'd="{path}" stroke-width="{width:.1f}" marker-end="url(#tip-of-{kind})"'
+    return f'<path class="link {kind}" {shown} data-tip="{escape(tip)}"/>' + text_at(
+        "rate", middle[0], middle[1] + 4, anchor, _rate(link)
     )
 
 
@@ -101,7 +112,7 @@ def _regions(regions: Mapping[str, Region]) -> str:
             duration(region.get("away_s")),
             *(count(region.get(key)) for key in ("fragments", "sending", "open")),
             size(region.get("bytes_out")),
-            share(ratio(region.get("bytes_out"), region.get("bound_bytes"))),
+            share(region.get("of_bound")),
             size(region.get("bytes_in")),
         ]
         for name, region in regions.items()
@@ -117,7 +128,7 @@ def _links(links: Sequence[Link]) -> str:
             _rate(link),
             size(link.get("bytes")),
             *(count(link.get(key)) for key in ("offer_bits", "record_bits")),
-            f"{decimal(link.get('pace'), 1)}×",
+            _pace(link),
         ]
         for link in links
     ]
@@ -127,6 +138,10 @@ def _links(links: Sequence[Link]) -> str:
 def _rate(link: Link) -> str:
     rate = link.get("bytes_per_s")
     return f"{size(rate)}/s" if finite(rate) else MISSING
+
+
+def _pace(link: Link) -> str:
+    return f"{decimal(link['pace'], 1)}×" if finite(link.get("pace")) else MISSING
 
 
 def _bits(link: Link) -> str:

@@ -1,7 +1,8 @@
 // Goes on with a page that a server gave out: takes over parts that were drawn again, and says when nothing comes.
 (() => {
-  const parts = document.getElementById("parts"), link = document.getElementById("link");
+  const link = document.getElementById("link");
   const say = (text) => {
+    link.classList.remove("late");
     link.hidden = !text;
     if (link.textContent !== text) link.textContent = text;
   };
@@ -21,12 +22,35 @@
     const again = focused && part.querySelectorAll(focused.tagName)[at];
     if (again) again.focus({ preventScroll: true });
   };
-  let state = parts.dataset.state;
+  let state = document.getElementById("state").dataset.state;
+  const runOf = (state) => state.split("-")[0];
   const AGAIN_MS = 3000;  // a browser does not try again by itself where a server refused, as one that begins may
+  const SILENT_MS = 45000;  // a server without news says so every 15 s: it is frozen, or the way to it is cut without a word
+  const LOST = "Nothing comes from the coordinator: it is restarted, or cannot be reached. The page goes on by itself when it is back.";
+  let silent;
   const listen = () => {
     const source = new EventSource("events?since=" + encodeURIComponent(state));
-    source.addEventListener("open", () => say(""));
+    const heard = () => {
+      clearTimeout(silent);
+      silent = setTimeout(() => {
+        source.close();
+        say(LOST);
+        listen();
+      }, SILENT_MS);
+    };
+    heard();
+    source.addEventListener("open", () => {
+      heard();
+      say("");
+    });
+    source.addEventListener("quiet", heard);
     source.addEventListener("parts", (event) => {
+      heard();
+      if (runOf(event.lastEventId) !== runOf(state)) {  // another run at this address by now, or a page with another script
+        source.close();
+        location.reload();
+        return;
+      }
       state = event.lastEventId;
       for (const [name, text] of Object.entries(JSON.parse(event.data))) {
         const part = document.getElementById("part-" + name);
@@ -34,12 +58,16 @@
       }
     });
     source.addEventListener("over", () => {
+      clearTimeout(silent);
       source.close();
       say("The run is over. This is its end as the coordinator knew it; report.html in the run's directory has all.");
     });
-    source.addEventListener("error", () => {
-      say("Nothing comes from the coordinator: it is restarted, or cannot be reached. The page goes on by itself when it is back.");
-      if (source.readyState === EventSource.CLOSED) setTimeout(listen, AGAIN_MS);
+    source.addEventListener("error", async () => {
+      say(LOST);
+      if (source.readyState !== EventSource.CLOSED) return;
+      const asked = await fetch("page.js", { method: "HEAD" }).catch(() => ({ status: 0 }));
+      if (asked.status === 401) location.reload();  // it wants another token by now, for which its form asks
+      else setTimeout(listen, AGAIN_MS);
     });
   };
   listen();

@@ -29,7 +29,7 @@ def headline(report: Report) -> str:
             "Time left",
             duration(now.get("eta_s")),
             "",
-            f"{escape(str(now.get('state', '')))} for {duration(report.get('wall_s'))}",
+            escape(str(now.get("state", ""))) + (f" for {duration(report['wall_s'])}" if report.get("wall_s") else ""),
         ),
     )
     return '<div class="figures">\n' + "\n".join(html.figure(*figure) for figure in figures) + "\n</div>" + _standing_by(now)
@@ -52,13 +52,13 @@ def _standing_by(now: Mapping[str, Any]) -> str:
 
 
 def alerts(report: Report) -> str:
-    """Draw what needs somebody's attention now; nothing, if all is well."""
+    """Draw what needs somebody's attention: now, or of a run that is over the errors that did not end it."""
     found: Sequence[Mapping[str, Any]] = (report.get("now") or {}).get("alerts") or []
-    if not found:
+    said = [f"{alert.get('text', '')}, since {duration(alert.get('since_s'))}" for alert in found[:MAX_EVENTS]]
+    said += [f"{name}: {failure}" for name, failure in sorted((report.get("failures") or {}).items())]
+    if not said:
         return ""
-    rows = "".join(
-        f"<li>{escape(str(alert.get('text', '')))}, since {duration(alert.get('since_s'))}</li>" for alert in found[:MAX_EVENTS]
-    )
+    rows = "".join(f"<li>{escape(text)}</li>" for text in said)
     return f'<section class="alerts"><h2>Needs attention</h2><ul>{rows}</ul></section>'
 
 

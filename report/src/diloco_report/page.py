@@ -19,11 +19,13 @@ from diloco_report.facts import COLOURS, Report, learners_of, natural, until_s
 from diloco_report.facts import colours as colours_of
 from diloco_report.facts import ratio as ratio_of
 from diloco_report.islands import islands
-from diloco_report.units import MISSING, count, decimal, duration, finite, share, size
+from diloco_report.samples import samples
+from diloco_report.units import MISSING, count, decimal, duration, finite, model_size, share, size, times
 
 MAX_PERIODS = 9
 MAX_OPEN = 16  # fragments whose table is shown without being asked for, while a run goes on
 MAX_MEMBERS = 8  # of a merge whose names a table has room for
+STILL = "This page does not move by itself: its script does not run in this browser. Load it again for the run as of then."
 _ACCENT, _PLAIN = "var(--accent)", "var(--parallel)"
 
 
@@ -36,22 +38,27 @@ def write_html(report: Report, path: Path) -> None:
 
 def render_html(report: Report) -> str:
     """Return the page as one file, with the report's data in it."""
-    return html.document(_title(report), _header(report), _body(parts(report)), html.inlined(_script("page.js")))
+    return html.document(_title(report), _header(report), body(parts(report)), html.inlined(_script("page.js")))
 
 
-def render_live(report: Report, drawn: Mapping[str, str], state: str, actions: str | None = None) -> str:
-    """Return the same page as a server gives it out, which goes on by itself.
+def begin_live(report: Report, actions: str | None = None) -> str:
+    """Return the beginning of the same page as a server gives it out, which goes on by itself.
+
+    Its parts follow, as :func:`body` has them, and then :func:`end_live`. So a browser may show the first ones while others are
+    still drawn.
 
     Args:
         report: a run's report as of now.
-        drawn: its parts as :func:`parts` drew them, perhaps a moment ago.
-        state: name of what is drawn; the page asks for all that comes after it.
         actions: the part of :func:`diloco_report.actions.form`, where the server has actions.
     """
-    parts = f'<div id="parts" data-state="{escape(state)}">\n{_body(drawn)}\n</div>'
-    scripts = ("page.js",) if actions is None else ("page.js", "act.js")
-    body = f'<p id="link" role="status" hidden></p>\n{actions or ""}{parts}'
-    return html.document(_title(report), _header(report), body, html.linked(scripts))
+    assets = html.linked(("page.js",) if actions is None else ("page.js", "act.js"))
+    note = f'<p id="link" class="late" role="status">{STILL}</p>\n{actions or ""}'
+    return f'{html.opening(_title(report), _header(report), assets)}{note}<div id="parts">\n'
+
+
+def end_live(state: str) -> str:
+    """Return the end of the page; ``state``: the name of the parts' state, after which the page asks for all that follows."""
+    return f'\n</div>\n<div id="state" data-state="{escape(state)}" hidden></div>{html.closing(html.linked(()))}'
 
 
 def parts(report: Report) -> dict[str, str]:
@@ -74,7 +81,8 @@ def _script(name: str) -> str:
     return files("diloco_report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _body(drawn: Mapping[str, str]) -> str:
+def body(drawn: Mapping[str, str]) -> str:
+    """Return parts as :func:`parts` drew them, each where it is found again by its name."""
     return "\n".join(f'<div class="part" id="part-{name}">{text}</div>' for name, text in drawn.items())
 
 
@@ -97,7 +105,7 @@ def _headline(report: Report) -> str:
     blocked = [learner.get("blocked_fraction") for learner in learners.values()]
     before = f", after {count(report['tokens_before'])}" if report.get("tokens_before") else ""
     worst = max((value for value in blocked if value is not None), default=None)
-    ratio = traffic.get("ratio")
+    ratio, word = times(traffic["ratio"]) if traffic.get("ratio") else (None, "")
     compared = ", ".join(filter(None, (escape(_units(report)), _against_others(report))))
     bytes_ = f"than data-parallel: {size(traffic.get('bytes_up'))} up, {size(traffic.get('bytes_down'))} down"
     rounds = f"{count(report.get('versions'))} versions from {count(report.get('rounds'))} rounds"
@@ -105,7 +113,7 @@ def _headline(report: Report) -> str:
         ("Validation loss", decimal(report.get("val_loss")), "", compared),
         ("Wall time", duration(wall_s), "", f"{count(ratio_of(processed, wall_s))} tokens/s, {len(learners)} learners"),
         ("Tokens merged", share(ratio_of(merged, processed), 1), "", f"{count(merged)} of {count(processed)}{before}"),
-        ("Traffic", f"{ratio:.1f}×" if ratio else MISSING, "less" if ratio else "", bytes_),
+        ("Traffic", f"{ratio}×" if ratio else MISSING, word, bytes_),
         ("Steps blocked", share(worst, 2), "at most", rounds),
     )
     return '<div class="figures">\n' + "\n".join(html.figure(*figure) for figure in figures) + "\n</div>"
@@ -181,20 +189,25 @@ def _others_and_traffic(report: Report) -> str:
     parallel = ratio_of(traffic.get("bytes_data_parallel"), len(learners))
     rate = ratio_of(parallel, report.get("wall_s"))
     links.append(("data-parallel", parallel, size(parallel), _PLAIN))
-    in_units = f" in {_units(report)}" if _units(report) else ""
-    body = html.pair(
-        "<h2>Against other models</h2>"
-        + html.note(f"Validation loss{in_units}; less is better.")
-        + charts.bars(rows)
-        + "".join(html.note(sentence) for sentence in compared.sentences(report)),
+    traffic_of_each = (
         "<h2>Bytes over each learner's link</h2>"
         + html.note(
             "Sent and received. Data-parallel: a ring all-reduce of bfloat16 gradients at each of the same steps"
             + (f", {size(rate)} each second on every link." if rate else ".")
         )
-        + charts.bars(links),
+        + charts.bars(links)
     )
-    return f"<section>{body}</section>"
+    sentences = compared.sentences(report)
+    if sum(finite(loss) for loss in losses.values()) < 2 and not sentences:  # while a run goes on no other model is known
+        return f"<section>{traffic_of_each}</section>"
+    in_units = f" in {_units(report)}" if _units(report) else ""
+    models = (
+        "<h2>Against other models</h2>"
+        + html.note(f"Validation loss{in_units}; less is better.")
+        + charts.bars(rows)
+        + "".join(map(html.note, sentences))
+    )
+    return f"<section>{html.pair(models, traffic_of_each)}</section>"
 
 
 def _activity(report: Report) -> str:
@@ -368,12 +381,15 @@ def _fragments(report: Report) -> str:
         ]
         for fragment in fragments
     ]
-    total = count(sum(fragment.get("parameters") or 0 for fragment in fragments))
+    state, trained = (
+        sum(fragment.get("parameters") or 0 for fragment in fragments if bool(fragment.get("state")) is kind)
+        for kind in (True, False)
+    )
     shown = " open" if lives and len(fragments) <= MAX_OPEN else ""
     return html.section(
         "Fragments",
-        f"{len(fragments)} fragments of {total} parameters. The state is the start of the hash of a fragment's last version, "
-        "which is the same on every machine.",
+        f"{len(fragments)} fragments of {model_size(trained, state)}. The state is the start of the hash of a fragment's last "
+        "version, which is the same on every machine.",
         f"<details{shown}><summary>Show all</summary>{html.wide(html.table(head, rows))}</details>",
     )
 
@@ -435,13 +451,6 @@ def _values(report: Report) -> str:
     )
 
 
-def _sample(report: Report) -> str:
-    sample = report.get("sample")
-    if not sample:
-        return ""
-    return html.section("A sample", "Text that the trained model made up.", f"<pre>{escape(str(sample))}</pre>")
-
-
 # --- small parts ----------------------------------------------------------------------------------------------------
 
 
@@ -465,7 +474,7 @@ PARTS: dict[str, Callable[[Report], str]] = {
     "fragments": _fragments,
     "events": now.events,
     "data": _data,
-    "sample": _sample,
+    "sample": samples,
     "settings": changed.settings,
     "changes": changed.changes,
 }

@@ -35,6 +35,11 @@ def count(value: object) -> str:
     return MISSING if number is None else _scaled(number, ("k", "M", "G", "T", "P"), ".0f")
 
 
+def model_size(parameters: object, state_values: object) -> str:
+    """Format a model's size with the state that is merged, if any: ``1.23M parameters and 40 values of state``."""
+    return f"{count(parameters)} parameters" + (f" and {count(state_values)} values of state" if state_values else "")
+
+
 def size(value_bytes: object) -> str:
     """Format ``1234567`` bytes as ``1.23 MB``."""
     number = _known(value_bytes)
@@ -43,6 +48,11 @@ def size(value_bytes: object) -> str:
         if number is None
         else _scaled(number, (" kB", " MB", " GB", " TB", " PB"), ".0f") + (" B" if abs(number) < 999.5 else "")
     )
+
+
+def times(ratio: float) -> tuple[str, str]:
+    """Return how many times less something is than another: ``("22.1", "less")``; of 0.5 ``("2.0", "more")``."""
+    return (f"{ratio:.1f}", "less") if ratio >= 1 else (f"{1 / ratio:.1f}", "more")
 
 
 def duration(value_s: object) -> str:

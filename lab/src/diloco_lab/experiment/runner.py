@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -117,13 +118,15 @@ def pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
     XLA reads the environment when it is loaded, so it is set as long as they may begin.
     """
-    before = {key: os.environ.get(key) for key in ENVIRONMENT}
+    before, here = {key: os.environ.get(key) for key in ENVIRONMENT}, str(Path.cwd())
     os.environ.update(ENVIRONMENT)
+    sys.path.insert(0, here)  # handed on to processes: a task of one's own is found as `diloco up` finds it
     processes = ProcessPoolExecutor(workers, get_context("spawn"), _set_up)
     try:
         yield processes
     finally:
         processes.shutdown(cancel_futures=True)
+        sys.path.remove(here)
         for key, value in before.items():
             os.environ.pop(key, None) if value is None else os.environ.update({key: value})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
@@ -13,7 +14,9 @@ from diloco.errors import FormatError, SettingsError
 from diloco.process import files
 from diloco.settings.run import RunSettings
 from diloco_lab.experiment.methods import Measured
+from diloco_lab.experiment.own_code import modules_of
 from diloco_lab.experiment.spec import Arm
+from diloco_learner.members import factory
 
 PACKAGES = ("diloco", "diloco_learner", "diloco_syncer", "diloco_lab")
 LIBRARIES = ("jax", "jaxlib", "optax", "numpy")
@@ -33,6 +36,31 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
+@cache
+def task_digest(name: str) -> str:
+    """Return a hash of the code of a task of somebody's own, ``MODULE:MAKE``; "" for one that comes with the learner.
+
+    That is the module, and all that it imports from the same folder (:mod:`diloco_lab.experiment.own_code`).
+
+    Raises:
+        SettingsError: no such module is found, or its code cannot be read.
+    """
+    module, _ = factory(name)
+    if not module:
+        return ""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        found = None
+    if found is None or found.origin is None:
+        raise SettingsError(f"task.name = {name!r}: no module {module!r}, here or where PYTHONPATH says")
+    digest = hashlib.blake2b(digest_size=16)
+    for own, file in sorted(modules_of(module, Path(found.origin)).items()):
+        code = file.read_bytes()
+        digest.update(f"{own} {len(code)}\0".encode() + code)
+    return digest.hexdigest()
+
+
 class Store:
     """A folder with a file for each trial. A result of other code has another name, so it is never taken for this one's."""
 
@@ -49,9 +77,14 @@ class Store:
             raise SettingsError(f"{folder}: cannot be made: {error.strerror}; name another folder with --out") from None
 
     def path(self, arm: Arm, settings: RunSettings, data: str | None) -> Path:
-        """Return the file of a trial."""
+        """Return the file of a trial.
+
+        Raises:
+            SettingsError: its task's module is not found.
+        """
         changes = [change.model_dump(mode="json") for change in arm.changes]
         values = [arm.method, arm.pace.said(), changes, settings.model_dump(mode="json"), data, code_digest()]
+        values += filter(None, [task_digest(settings.task.name)])
         said = msgspec.json.encode(values)
         return self.folder / f"{hashlib.blake2b(said, digest_size=16).hexdigest()}.json"
 

@@ -1,4 +1,4 @@
-"""Connections between processes in virtual time: what asyncio's streams ask of a loop, without sockets.
+"""Connections between processes in virtual time: what a buffered protocol asks of a loop, without sockets.
 
 Bytes come in order, late by what the network says. A process that ends closes its connections, as its system does for it; a
 host that is gone says nothing, and what is sent to it is lost. Where a way is cut, bytes wait for it, as TCP repeats them.
@@ -141,6 +141,8 @@ class End(asyncio.Transport):
         self._last_s = 0.0  # when the newest of these comes
         self._under_way = 0  # bytes that were sent, and have not come
         self._waits = False
+        self._unread = bytearray()  # came, and the protocol has not taken them
+        self._paused = self._ends = False  # the protocol takes nothing now; the other end is closed
 
     def begin(self) -> None:
         """Tell the protocol."""
@@ -173,10 +175,32 @@ class End(asyncio.Transport):
         if self.closed:
             return
         if data is None:
+            self._ends = True
+        else:
+            self._unread += data
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Have the protocol take what has come, as far as it does."""
+        while self._unread and not self._paused and not self.closed:
+            buffer = self.protocol.get_buffer(-1)
+            size = min(len(buffer), len(self._unread))
+            buffer[:size] = self._unread[:size]
+            del self._unread[:size]
+            self.protocol.buffer_updated(size)
+        if self._ends and not self._unread and not self.closed:
             self.closed = True
             self.protocol.connection_lost(None)
-        else:
-            self.protocol.data_received(data)
+
+    def pause_reading(self) -> None:
+        """Keep what comes."""
+        self._paused = True
+
+    def resume_reading(self) -> None:
+        """Hand over what was kept, and what comes."""
+        if self._paused:
+            self._paused = False
+            self.host.loop.call_soon(self._hand_over)
 
     def came(self, size: int) -> None:
         """Note that bytes have come to the other end."""

@@ -160,7 +160,7 @@ class Examination:
                 "state_dir", "failed", str(error), "", "let the service's user write there, or give it another state_dir"
             )
             return
-        needed = needs.disk_bytes(self.role, model.parameters if model else 0, self.settings.checkpoint_s > 0)
+        needed = needs.disk_bytes(self.role, model.size if model else 0, self.settings.checkpoint_s > 0)
         try:
             volume.check(path, self.settings.run)
         except RunError as error:
@@ -177,7 +177,7 @@ class Examination:
     def _carried(self) -> Model | None:
         """The part of the model that this process of a learner carries; of all other services the whole."""
         model, count = self._model, self.settings.processes.count if self.role == "learner" else 1
-        return None if model is None else Model(math.ceil(model.parameters / count), model.largest)
+        return None if model is None else Model(math.ceil(model.size / count), model.largest)
 
     # ---- servers
 
@@ -261,7 +261,7 @@ class Examination:
         """Return the bytes needed by stream; None: not known yet."""
         if self._run is None or self._map is None:
             return None
-        needed = needs.storage_bytes(self._run.in_force, self._map.parameters) if place.bulk else {}
+        needed = needs.storage_bytes(self._run.in_force, self._map.size) if place.bulk else {}
         return needed | ({"bucket": needs.CONTROL_BYTES} if place.control else {})
 
     async def _storage(self, opened: _Open) -> Check:
@@ -359,7 +359,7 @@ class Examination:
                 return Check(
                     "run", "failed", difference, "the settings that the run has", "correct them, or choose another run name"
                 )
-        return verdicts.run(name, settings, self._model)
+        return verdicts.run(name, settings, self._map)
 
     async def _look_at_island(self) -> AsyncIterator[Check]:
         """Check the mesh of a learner's devices, and the way between its processes."""

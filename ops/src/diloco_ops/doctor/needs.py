@@ -37,13 +37,13 @@ CONTROL_BYTES = 10_000_000  # of the store that spans the regions: settings, mem
 class Model:
     """The sizes of a run's model."""
 
-    parameters: int
-    largest: int  # parameters of the largest fragment
+    size: int  # values: parameters, and state that is merged
+    largest: int  # values of the largest fragment
 
     @classmethod
     def of(cls, fragment_map: FragmentMap) -> Model:
         """Return the sizes of a fragment map."""
-        return cls(fragment_map.parameters, max(fragment.size for fragment in fragment_map.fragments))
+        return cls(fragment_map.size, max(fragment.size for fragment in fragment_map.fragments))
 
 
 @dataclass(frozen=True)
@@ -63,49 +63,49 @@ def region_learners(settings: RunSettings) -> int:
     return math.ceil(settings.learners / max(1, len(settings.regions.names)))
 
 
-def storage_bytes(settings: RunSettings, parameters: int) -> dict[str, int]:
+def storage_bytes(settings: RunSettings, values: int) -> dict[str, int]:
     """Return the room that a server needs for a run's streams, in bytes by stream; of the log, before zstd."""
     moments = AdamW.moments if settings.outer.optimizer == "adamw" else NESTEROV.moments
-    keyframe = keyframe_bytes(parameters, moments)
+    keyframe = keyframe_bytes(values, moments)
     cycle_bytes = keyframe * (1 + settings.log.keyframe_factor)
-    kept = keyframes_kept(settings.log, parameters, moments)
+    kept = keyframes_kept(settings.log, values, moments)
     combined = 1 if settings.regions.merge else 0
-    offers = (region_learners(settings) + combined) * body_bytes(parameters, settings.codec.offer_bits)
+    offers = (region_learners(settings) + combined) * body_bytes(values, settings.codec.offer_bits)
     # a keyframe is stored before the oldest goes
     found = {"log": math.ceil(kept * cycle_bytes) + keyframe, "offers": offers}
     return found | ({"archive": settings.log.archive_bytes} if settings.log.archive else {})
 
 
-def memory_bytes(role: Role, settings: RunSettings, parameters: int) -> tuple[int, int]:
+def memory_bytes(role: Role, settings: RunSettings, values: int) -> tuple[int, int]:
     """Return a service's memory on its host in bytes: as things should be, and at worst."""
     idle = IDLE_BYTES[role]
     if role == "coordinator":
         return idle, idle
     if role != "syncer":
         each = ONE_FRAGMENT_BYTES if settings.fragments.count == 1 else LEARNER_BYTES
-        return idle + each * parameters, idle + ONE_FRAGMENT_BYTES * parameters
+        return idle + each * values, idle + ONE_FRAGMENT_BYTES * values
     # two learners' offers are counted in
-    further = max(0, settings.learners - 2) * body_bytes(parameters, settings.codec.offer_bits)
+    further = max(0, settings.learners - 2) * body_bytes(values, settings.codec.offer_bits)
     owned = 1 / settings.shards
-    usual = owned * (OWNED_BYTES * parameters + further) + (1 - owned) * FOLLOWED_BYTES * parameters
+    usual = owned * (OWNED_BYTES * values + further) + (1 - owned) * FOLLOWED_BYTES * values
     # the others are gone, and it owns everything
-    return idle + math.ceil(usual), idle + OWNED_BYTES * parameters + further
+    return idle + math.ceil(usual), idle + OWNED_BYTES * values + further
 
 
-def disk_bytes(role: Role, parameters: int, checkpoints: bool) -> int:
+def disk_bytes(role: Role, values: int, checkpoints: bool) -> int:
     """Return the bytes that a service's ``state_dir`` needs."""
-    return LOGS_BYTES + (CHECKPOINTS * CHECKPOINT_BYTES * parameters if role == "learner" and checkpoints else 0)
+    return LOGS_BYTES + (CHECKPOINTS * CHECKPOINT_BYTES * values if role == "learner" and checkpoints else 0)
 
 
-def ways(role: Role, settings: RunSettings, parameters: int, *, far: bool) -> tuple[Way, Way]:
+def ways(role: Role, settings: RunSettings, values: int, *, far: bool) -> tuple[Way, Way]:
     """Return the ways to a server and from it. ``far``: it is another region's."""
     codec = settings.codec
-    owned = math.ceil(parameters / settings.shards)
+    owned = math.ceil(values / settings.shards)
     learners = 1 if settings.regions.merge and far else region_learners(settings)
     if role == "learner":
-        return Way(parameters, codec.offer_bits), Way(parameters, codec.record_bits)
+        return Way(values, codec.offer_bits), Way(values, codec.record_bits)
     if role != "syncer":
-        return Way(0, codec.offer_bits), Way(parameters, codec.record_bits)
+        return Way(0, codec.offer_bits), Way(values, codec.record_bits)
     return Way(owned, codec.record_bits), Way(owned * learners, codec.offer_bits)
 
 

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from diloco.core.bandwidth import steps_between
+from diloco.core.fragments import FragmentMap
 from diloco.settings.run import RunSettings
 from diloco_ops.doctor import needs
 from diloco_ops.doctor.check import Check, Role, skipped
@@ -130,10 +131,10 @@ def grant(role: Role, name: str, *, authority: bool, granted: bool) -> Check | N
 
 def memory(role: Role, settings: RunSettings, model: Model, available_bytes: int) -> Check:
     """Judge the memory of this machine, or of the process's control group."""
-    usual, worst = needs.memory_bytes(role, settings, model.parameters)
+    usual, worst = needs.memory_bytes(role, settings, model.size)
     found, needed = (
         f"{units.size(available_bytes)} available",
-        f"{units.size(usual)} for {units.count(model.parameters)} parameters",
+        f"{units.size(usual)} for {units.count(model.size)} values",
     )
     if available_bytes < usual:
         return Check("memory", "failed", found, needed, "take a larger machine, or raise the container's memory limit")
@@ -233,12 +234,12 @@ def excluded(name: str, learner: str) -> Check:
     return Check("run", "failed", found, "a learner whose work is merged", remedy)
 
 
-def run(name: str, settings: RunSettings, model: Model | None) -> Check:
+def run(name: str, settings: RunSettings, model: FragmentMap | None) -> Check:
     """Judge a run that can be joined."""
     text = f"{name}: preset {settings.preset}, {settings.fragments.count} fragments"
     if model is None:
         return Check("run", "ok", f"{text}; no learner has proposed its model yet")
-    return Check("run", "ok", f"{text}, {units.count(model.parameters)} parameters")
+    return Check("run", "ok", f"{text}, {units.model_size(model.parameters, model.state_values)}")
 
 
 # ---- a server
@@ -423,7 +424,7 @@ def link(
 def _rates(
     name: str, found: str, role: Role, speed: Speed, settings: RunSettings, model: Model, step_s: float, *, far: bool
 ) -> Check:
-    ways = needs.ways(role, settings, model.parameters, far=far)
+    ways = needs.ways(role, settings, model.size, far=far)
     rates = [rate for rate in (speed.up_bytes_per_s, speed.down_bytes_per_s) if rate is not None]
     wanted = [needs.needed_bytes_per_s(way, settings, step_s) for way in ways]
     needed = f"{_rate(wanted[0])} there, {_rate(wanted[1])} back, at {step_s:.3g} s a step"

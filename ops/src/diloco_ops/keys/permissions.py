@@ -85,7 +85,8 @@ def _granted(who: Who, names: Subjects, regional: bool) -> _Granted:
             return _learner(who, names)
         case "evaluator":
             return _Granted(
-                Allowed((names.heartbeat(who.name),), (names.round(), names.changed)) + _read_bucket(names),
+                Allowed((names.heartbeat(who.name), names.sample(who.name)), (names.round(), names.changed))
+                + _read_bucket(names),
                 _look(names.log_stream) + _follow(who, names.log_stream),
             )
         case "syncer":
@@ -133,7 +134,7 @@ def _syncer(who: Who, names: Subjects, regional: bool) -> _Granted:
 def _coordinator(who: Who, names: Subjects) -> _Granted:
     control = Allowed(
         (names.coordinator, ANSWERS, names.changed),
-        (names.coordinator, names.status, names.heartbeat(), names.shard(), names.changed),
+        (names.coordinator, names.status, names.heartbeat(), names.shard(), names.sample(), names.changed),
     )
     control += _read_bucket(names) + _keys(names, "coordinator", "history")
     if who.founder:  # a server lets nobody set a key once and not again

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.cells import chop_cells
 from rich.text import Text
 
+from diloco.process.logs import printable
 from diloco_ops.live import lanes
 from diloco_ops.live.curve import loss_lines
 from diloco_ops.live.parts import STATES, Status, clean
@@ -93,6 +95,16 @@ def event_line(event: Event, width: int) -> Text:
     line = Text(f"{duration(event.at_s):>8} ", "dim", no_wrap=True)
     line.append(f"{clean(event.who):<12} ", "bold").append(clean(event.text, width), "dim" if event.minor else "")
     return _cut(line, width)
+
+
+def sample(watched: Watched, run_s: float, width: int, most: int) -> list[Text]:
+    """Return the newest sample of the global model, and when it was drawn, in ``most`` lines at most; none if there is none."""
+    if watched.sample is None:
+        return []
+    at_s, version, text = watched.sample
+    title = Text(f" a sample of version {count(version)}, {duration(max(0.0, run_s - at_s))} ago", "bold")
+    lines = [part for line in text.strip().split("\n") for part in chop_cells(printable(line), width - 2) or [""]]
+    return [title, *(Text(f" {line}", "dim") for line in lines[: most - 1])]
 
 
 def _windows(run_s: float) -> list[tuple[str, float, float]]:

@@ -14,6 +14,7 @@ The status (all keys but the first may be missing) is what the coordinator answe
     shards      {name: region, fragments, rounds, versions, refused, bytes_in, bytes_out, seen_s_ago,
                  open: [{fragment, answers, quorum, waited_s}]}
     regions     {name: members, heard (of them), away_s (None: it is here), fragments, bytes_in, bytes_out}
+    failures    {evaluator: the error of its task's code}
     epochs      {source of a mix of data: so often have merged tokens gone over it}
     validation  [[wall_s, tokens, loss], ...]                     of the global model
     units       of the losses
@@ -23,6 +24,7 @@ The status (all keys but the first may be missing) is what the coordinator answe
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -40,7 +42,7 @@ from diloco_ops.live.parts import ACCENT, STATES, Status, bar, clean, ends, mean
 from diloco_ops.live.rows import Shown, window_text
 from diloco_ops.live.tables import make_tables, natural, share_rows
 from diloco_ops.live.watched import Watched
-from diloco_report.units import count, decimal, duration, share, size
+from diloco_report.units import count, decimal, duration, share, size, times
 
 MIN_WIDTH = 32
 _WIDE = 112  # from here on the curve stands beside the tables
@@ -54,7 +56,7 @@ def render(status: Status, width: int, height: int, watched: Watched | None = No
     ``watched``, where the run has been followed: lanes are drawn of it, if there is room.
     """
     width = max(width, MIN_WIDTH)
-    head = glance(status, width, roomy=height >= 26)
+    head = glance(status, width, roomy=height >= 26) + _failures(status, width)[: height // 4 - 1]
     left = max(0, height - len(head))
     learners: Mapping[str, Any] = status.get("learners") or {}
     shards: Mapping[str, Any] = status.get("shards") or {}
@@ -102,6 +104,17 @@ def plain_line(status: Status) -> str:
     if status.get("eta_s") is not None and status.get("state") != "finished":
         parts.append(f"{duration(status['eta_s'])} left")
     return printable(" | ".join(parts))
+
+
+def failure_lines(status: Status) -> list[str]:
+    """Return a line for each member that says by which error it does not do its work."""
+    return [printable(f"{name}: {failure}") for name, failure in (status.get("failures") or {}).items()]
+
+
+def _failures(status: Status, width: int) -> list[Text]:
+    """Draw the errors in full, as lines."""
+    lines = [line for failure in failure_lines(status) for line in textwrap.wrap(failure, width - 2, break_on_hyphens=False)]
+    return [Text(f" {line}", STATES["gone"], no_wrap=True, overflow="ellipsis") for line in lines]
 
 
 def _lanes(watched: Watched, status: Status, width: int, height: int) -> list[RenderableType]:
@@ -179,7 +192,8 @@ def _facts(status: Status, width: int) -> Text:
     facts.append((f"↑ {size(up)} ↓ {size(down)}", ""))
     parallel = _data_parallel_bytes(status)
     if parallel and up + down:
-        facts.append((f"{parallel / (up + down):.1f}×", " less than data-parallel"))
+        by, word = times(parallel / (up + down))
+        facts.append((f"{by}×", f" {word} than data-parallel"))
     facts.append((count(speed(learners)), " tokens/s"))
     if status.get("tokens_processed"):
         facts.append((share(status.get("tokens_merged", 0) / status["tokens_processed"]), " merged"))

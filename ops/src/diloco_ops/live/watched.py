@@ -58,6 +58,7 @@ class Watched:
         self.units: str | None = None  # of the loss
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self.alerts: list[str] = []
+        self.sample: tuple[float, int, str] | None = None  # of the global model: when it was drawn, its version, the text
         self.fragments: dict[int, Fragment] = {}
         self.answered_s: float | None = None
         self._asked_s: float | None = None  # since when answers are awaited
@@ -156,12 +157,14 @@ class Watched:
         rows = [(int(row["fragment"]), _fragment(row)) for row in facts["fragments"]]
         events = [Event(float(each["at_s"]), "run", str(each["text"])) for each in picture["events"]]
         alerts = [str(alert["text"]) for alert in picture["alerts"]]
+        drawn = [(float(at_s), int(version), str(text)) for at_s, _, version, text in curves.get("samples", ())]
 
         if self._began_s is None:
             self._began_s = now_s - age_s - wall_s
         if self._past_s is not None:
             events = [event for event in events if event.at_s > self._past_s]
         self._past_s, self.alerts, self._stored = wall_s, alerts, stored
+        self.sample = drawn[-1] if drawn else None
         self._spans = {
             name: behind(spans, stored[name][-1][1]) if stored.get(name) else spans for name, spans in self._spans.items()
         }

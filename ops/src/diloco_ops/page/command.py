@@ -16,7 +16,7 @@ from diloco.service import rundir
 from diloco.service.skeleton import until_stopped
 from diloco.settings.service import host_and_port
 from diloco_coordinator.page import guard
-from diloco_coordinator.page.drawing import Drawing
+from diloco_coordinator.page.drawing import Drawing, nonce_of
 from diloco_coordinator.page.server import PageServer
 from diloco_ops import run_reader
 from diloco_ops.attach import attached
@@ -25,7 +25,6 @@ from diloco_ops.page.acting import OperatorActions
 from diloco_ops.page.source import OperatorSource
 from diloco_ops.pages import ANYWHERE, link, show
 
-TOKEN_BYTES = 16
 RUNS = Path("runs")  # where the directory of a run that a URL names is made
 
 
@@ -87,11 +86,11 @@ def _refuse_given(given: dict[str, object], directory: Path) -> None:
 
 
 async def _serve(directory: Path, address: str, open_: bool) -> None:
-    log, token = observe.get_logger(), secrets.token_hex(TOKEN_BYTES)
+    log, token = observe.get_logger(), guard.new_token()
     async with run_reader.reached(directory) as live:
         operator, identity = author(live.transport), live.transport.identity
         acting = OperatorActions(directory, live, operator, log)
-        drawing = Drawing(OperatorSource(live, log), secrets.token_hex(6), log)
+        drawing = Drawing(OperatorSource(live, log), nonce_of(live.run.identity, secrets.token_bytes(6)), log)
         looks_only = identity is not None and identity.role != "operator"
         server = PageServer(drawing, address, token, log, acting=None if looks_only else acting)
         await server.start()

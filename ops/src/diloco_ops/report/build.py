@@ -14,6 +14,8 @@ from diloco.core.ledger import Ledger
 from diloco.errors import RunError
 from diloco.process.tape import load_all
 from diloco.service.rundir import RunDirectory
+from diloco.settings.run import RunSettings
+from diloco_coordinator import overview
 from diloco_ops.report import reference
 from diloco_ops.report.reference import Reference
 from diloco_report import regions, traffic
@@ -44,6 +46,7 @@ class Findings:
     """All that a report is made of.
 
     ``links``: of an emulated WAN, by name; empty without one. ``references``: those known, of any conditions.
+    ``failures``: errors that ended no run, by the name of who met them.
     """
 
     directory: RunDirectory
@@ -56,6 +59,7 @@ class Findings:
     links: Mapping[str, Any]
     changes: Changes
     references: Sequence[Reference]
+    failures: Mapping[str, str]
 
     @property
     def sizes(self) -> list[int]:
@@ -87,6 +91,7 @@ def build(found: Findings) -> dict[str, Any]:
         "preset": settings.preset,
         "wall_s": series["wall_s"],
         "parameters": found.map.parameters,
+        "state_values": found.map.state_values,
         "val_loss": evaluation.get("val_loss", found.validation[-1][2] if found.validation else None),
         "val_loss_initial": evaluation.get("val_loss_initial"),
         "values": evaluation.get("values", {}),
@@ -109,23 +114,14 @@ def build(found: Findings) -> dict[str, Any]:
         "regions": places,
         "together": regions.together(places, series["merges"], series["wall_s"]) if places else [],
         "settings": settings.model_dump(),
+        "in_force": overview.changed(overview.in_force(_at_the_end(found)), settings),
         "changes": [
             {"number": c.number, "at_s": c.at_s, "author": c.author, "reason": c.reason, "text": text_of(c)}
             for c in found.changes.records
         ],
+        "failures": dict(found.failures),
         "sample": evaluation.get("sample"),
-        "series": {
-            "learners": {
-                name: [[at, tokens, step, loss] for at, tokens, step, loss in heard["points"]]
-                for name, heard in series["learners"].items()
-            },
-            "global": found.validation,
-            "traffic": [list(point) for point in series.get("traffic", ())],
-            "activity": {name: heard["activity"] for name, heard in series["learners"].items()},
-            "merges": series["merges"],
-            "merges_every": series.get("merges_every", 1),  # an older version keeps all
-            "rollbacks": list(series.get("rollbacks", ())),
-        },
+        "series": overview.series(series),
     }
 
 
@@ -134,9 +130,13 @@ def _comparison(found: Findings) -> dict[str, Any]:
     return reference.compare(found.references, settings, _budget(found), text, found.directory.data)
 
 
+def _at_the_end(found: Findings) -> RunSettings:
+    """Return the settings in force at the end."""
+    return in_force(found.directory.settings, found.changes.records).settings
+
+
 def _budget(found: Findings) -> int:
-    """Return the token budget in force at the end."""
-    return in_force(found.directory.settings, found.changes.records).settings.tokens
+    return _at_the_end(found).tokens
 
 
 def _tokens(found: Findings, counted: Mapping[str, int], processed: int) -> dict[str, int]:

@@ -34,6 +34,7 @@ DRAW_S = 0.5  # as often as a coordinator is asked
 VIEWS = ("learners", "fragments", "syncers", "events", "logs", "loss")
 TABLES = VIEWS[:3]
 MAX_ALERTS = 2
+SAMPLE_LINES = 6  # below the curves of the loss
 KEYS = (
     ("1 to 6, tab", "another view"),
     ("up, down, j, k", "another row, or line"),
@@ -159,10 +160,12 @@ class Top(App[None]):
             events = [event for event in self.watched.events if self.with_versions or not event.minor]
             return self._tail(events, details.event_line, width, room, "nothing has happened yet")
         if name == "logs":
-            said = "no line yet" if self.feed.local else "the run's directory is not on this machine; events are in view 4"
+            said = "no line yet" if self.feed.local else "the services' logs are not on this machine; events are in view 4"
             return self._tail(self.feed.lines, _log_line, width, room, said)
         title = Text(f" loss, {self.watched.units}" if self.watched.units else " loss", "bold")
-        return [title, *loss_lines(status.get("loss") or {}, status.get("validation") or [], width - 1, room - 1)]
+        sample = details.sample(self.watched, run_s, width, SAMPLE_LINES) if room >= 3 * SAMPLE_LINES else []
+        curves = loss_lines(status.get("loss") or {}, status.get("validation") or [], width - 1, room - 1 - len(sample))
+        return [title, *curves, *sample]
 
     def _table(self, name: str, status: Status, run_s: float, width: int, room: int) -> list[Text]:
         table, shown = self._rows(name, status, run_s, width), self.tables[name]

@@ -5,7 +5,6 @@ Pure: no clock, no network, no file.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,9 +17,6 @@ STALLED_S = 30.0  # without a version of a fragment, at least: a takeover and a 
 STALLED_INTERVALS = 10  # and so many times as long as a version of it usually takes
 UNMERGED_ROUNDS = 5  # versions of each fragment without a learner that steps
 NEARLY_FULL = 0.9  # of a stream's bound
-SPIKE = 1.5  # times a learner's usual loss
-USUAL_POINTS = 50  # last points of a loss that say what is usual, of which there have to be SPIKE_POINTS
-SPIKE_POINTS = 10
 
 
 class Alerts:
@@ -67,6 +63,8 @@ class Alerts:
 def conditions(monitor: Monitor, now_s: float) -> Iterator[str]:
     """Yield what is wrong with a run now, each in words that stay the same while it lasts."""
     yield from _of_learners(monitor, now_s)
+    for name, failure in sorted(monitor.failures.items()):
+        yield f"{name}: {failure}"
     for region in sorted(monitor.presence.away()):
         yield f"region {region}: nobody is heard"
     for room in monitor.rooms:
@@ -92,8 +90,7 @@ def _of_learners(monitor: Monitor, now_s: float) -> Iterator[str]:
             continue
         if name not in monitor.merged and heartbeat.step and versions - learner.began_at > UNMERGED_ROUNDS * fragments:
             yield f"{name}: steps, and is in no merge"
-        losses = [loss for *_, loss in learner.points[-USUAL_POINTS:]]
-        if len(losses) >= SPIKE_POINTS and losses[-1] > SPIKE * statistics.median(losses):
+        if learner.spike:
             yield f"{name}: its loss is far above what it was"
 
 

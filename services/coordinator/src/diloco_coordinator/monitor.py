@@ -15,19 +15,23 @@ from diloco.core.changes import Effective
 from diloco.core.fragments import FragmentMap
 from diloco.core.ledger import Ledger
 from diloco.core.pace import Average
+from diloco.errors import FormatError
 from diloco.settings.run import RunSettings
 from diloco.transport import Room
-from diloco.wire.control import Heartbeat, ShardHeartbeat
+from diloco.wire.control import Heartbeat, Sample, ShardHeartbeat
 from diloco.wire.entries import Record
 from diloco.wire.fields import MAX_SYNCERS
 from diloco_coordinator.crossing import Crossing
 from diloco_coordinator.merges import Merges
 from diloco_coordinator.presence import Absence, Presence
+from diloco_coordinator.samples import Samples
+from diloco_coordinator.spikes import Spike
 from diloco_coordinator.thinning import evenly, halved
 from diloco_coordinator.traffic import Traffic
 
 MAX_POINTS = 2000  # of a learner's loss, or of the validation's; every second one goes when there are more
 STATUS_POINTS = 120  # as many as a terminal's chart can show
+MAX_FAILURES = 16  # of so many evaluators
 MAX_TRAINED = 4096  # ranges that one learner's processes trained: one more for each break in the order of their batches
 RATE_EVERY_S = 1.0  # a shorter time between two heartbeats says little about a rate
 
@@ -41,6 +45,7 @@ class _Learner:
     rate: Average = field(default_factory=lambda: Average(0.3))
     rate_mark: tuple[float, int] = (0.0, 0)
     began_at: int = 0  # versions of the run when it was heard first
+    spike: Spike = field(default_factory=Spike)
 
 
 class Monitor:
@@ -54,9 +59,11 @@ class Monitor:
         self.merged: dict[str, dict[int, tuple[int, int]]] = {}  # by learner and fragment: versions and tokens
         self.shards: dict[str, tuple[ShardHeartbeat, float]] = {}
         self.presence = Presence(settings.regions.names, settings.regions.away_s)
-        self.crossing = Crossing(settings.regions.names)
+        self.crossing = Crossing(settings.regions.names, len(fragment_map.fragments))
         self.traffic = Traffic()
         self.validation: list[tuple[float, int, float]] = []
+        self.failures: dict[str, str] = {}  # by evaluator: the error of its task's code by which its newest evaluation failed
+        self.samples = Samples()
         self.merges = Merges(len(fragment_map.fragments))
         self.rollbacks: dict[int, dict[str, Any]] = {}  # by the number of the change that orders it
         self.versions = [0] * len(fragment_map.fragments)
@@ -88,11 +95,27 @@ class Monitor:
         self.presence.away_s = now.settings.regions.away_s
 
     def hear_evaluator(self, heartbeat: Heartbeat, now_s: float) -> None:
-        """Take in a heartbeat that says that it is an evaluator's: nothing but a loss that is shown."""
+        """Take in a heartbeat that says that it is an evaluator's: nothing but a loss, or an error, that is shown."""
+        if heartbeat.failure is None:
+            self.failures.pop(heartbeat.learner, None)
+        elif heartbeat.learner in self.failures or len(self.failures) < MAX_FAILURES:
+            self.failures[heartbeat.learner] = heartbeat.failure
+        if any(own < its for own, its in zip(self.versions, heartbeat.versions, strict=False)):
+            return  # the log is not read so far, and with it the tokens of the model: a later heartbeat says the same loss
         if heartbeat.loss is not None and (not self.validation or self.validation[-1][2] != heartbeat.loss):
             self.validation.append((now_s, self.tokens_merged(), heartbeat.loss))
             if len(self.validation) > MAX_POINTS:
                 self.validation = self.validation[::2]
+
+    def hear_sample(self, sample: Sample, now_s: float) -> None:
+        """Take in text of an evaluator's, to be shown.
+
+        Raises:
+            FormatError: it is of another number of fragments than the run has.
+        """
+        if len(sample.versions) != len(self.versions):
+            raise FormatError(f"sample of {len(sample.versions)} fragments, the run has {len(self.versions)}")
+        self.samples.note(sample.versions, sample.text, self.tokens_merged(), now_s)
 
     def hear(self, heartbeat: Heartbeat, now_s: float) -> None:
         """Take in the heartbeat of an admitted learner."""
@@ -108,6 +131,8 @@ class Monitor:
             past = self.past.pop(heartbeat.learner, None)
             if past is not None:
                 known.points, known.activity = _points(past), _activity_of(past)
+                for *_, loss in known.points:
+                    known.spike.note(loss)
         elif (heartbeat.incarnation, heartbeat.step, heartbeat.tokens) < (
             known.heartbeat.incarnation,
             known.heartbeat.step,
@@ -121,6 +146,7 @@ class Monitor:
         known.heartbeat, known.seen_s = heartbeat, now_s
         if fresh and heartbeat.loss is not None:
             known.points.append((now_s, self.tokens_processed(), heartbeat.step, heartbeat.loss))
+            known.spike.note(heartbeat.loss)
             if len(known.points) > MAX_POINTS:
                 known.points = known.points[::2]
         since_s, since_tokens = known.rate_mark
@@ -243,12 +269,14 @@ class Monitor:
             "tokens_merged": self.tokens_merged(),
             "epochs": self.settings.epochs(self.tokens_merged()),
             "parameters": self.map.parameters,
+            "state_values": self.map.state_values,
             "versions": sum(self.versions),
             "rounds": sum(heartbeat.rounds for heartbeat, _ in self.shards.values()),
             "eta_s": left / rate if rate > 0 else None,
             "nats_url": self.nats_url,
             "changes": self.now.number,
             "ejected": {name: change.label for name, change in sorted(self.now.ejected.items())},
+            "failures": dict(sorted(self.failures.items())),
             "quarantined": {name: change.label for name, change in sorted(self.now.quarantined.items())},
             "learners": {name: self._learner(learner, now_s) for name, learner in sorted(self.learners.items())},
             "shards": {name: of_syncer(heartbeat, now_s - seen_s) for name, (heartbeat, seen_s) in sorted(self.shards.items())},
@@ -280,6 +308,7 @@ class Monitor:
             },
             "shards": {name: of_syncer(heartbeat, now_s - seen_s) for name, (heartbeat, seen_s) in sorted(self.shards.items())},
             "validation": self.validation[:],
+            "samples": self.samples.dump(),
             "traffic": self.traffic.until(now_s),
             **self.merges.dump(),
             "rollbacks": list(self.rollbacks.values()),
@@ -301,13 +330,14 @@ class Monitor:
             int(learner["tokens"])
             _points(learner)
             _activity_of(learner)
-        # an older version writes no rollbacks and no traffic
+        # an older version writes no rollbacks, no traffic and no samples
+        samples = Samples(series.get("samples", ()))
         traffic = Traffic.resumed(series.get("traffic", ()), past)
         rollbacks = {int(rollback["change"]): dict(rollback) for rollback in series.get("rollbacks", ())}
-        crossing = Crossing.load(self.presence.regions, series)
+        crossing = Crossing.load(self.presence.regions, fragments, series)
         absences = [Absence(str(region), float(a), None if b is None else float(b)) for region, a, b in series["absences"]]
         self.presence.resume(absences, float(series["wall_s"]))
-        self.crossing, self.rollbacks, self.traffic = crossing, rollbacks, traffic
+        self.crossing, self.rollbacks, self.traffic, self.samples = crossing, rollbacks, traffic, samples
         self.ledger, self.validation, self.past, self.merges = ledger, validation, past, merges
         for (learner, _), trained in ledger.trained.items():
             self._ranges[learner] += max(1, len(trained))
@@ -345,7 +375,7 @@ class Monitor:
 
     def _mean(self, tokens: Mapping[int, int]) -> int:
         weighted = sum(tokens.get(f.index, 0) * f.size for f in self.map.fragments)
-        return round(weighted / self.map.parameters)
+        return round(weighted / self.map.size)
 
 
 def _points(learner: Mapping[str, Any]) -> list[tuple[float, int, int, float]]:

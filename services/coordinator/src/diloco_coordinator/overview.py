@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from diloco.core.changes import SETTABLE, Changes, text_of
+from diloco.core.fragments import STATE_BITS
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import value_of
 from diloco.wire.control import ShardHeartbeat
@@ -32,7 +33,8 @@ def picture(monitor: Monitor, alerts: Alerts, changes: Changes, now_s: float) ->
     facts = monitor.facts(now_s)
     for row, fragment in zip(facts["fragments"], monitor.map.fragments, strict=True):
         at_s, members = monitor.last_merges.get(fragment.index, (None, []))
-        row |= {"parameters": fragment.size, "embedding": fragment.embedding, "epoch": monitor.epochs[fragment.index]}
+        row |= {"parameters": fragment.size, "embedding": fragment.embedding, "state": fragment.state}
+        row |= {"epoch": monitor.epochs[fragment.index]}
         row |= {"merged_at_s": at_s, "members": members[:MAX_MEMBERS], "members_count": len(members)}
     before = {
         name: {key: value for key, value in learner.items() if key not in _CURVES} | {"state": "gone", "seen_s_ago": None}
@@ -48,12 +50,23 @@ def picture(monitor: Monitor, alerts: Alerts, changes: Changes, now_s: float) ->
             for each in changes.records
         ],
         "absences": [[absence.region, absence.from_s, absence.to_s] for absence in monitor.presence.absences()],
-        "in_force": {key: value_of(monitor.settings, key) for key in ("tokens", *SETTABLE)},
+        "in_force": in_force(monitor.settings),
         "storage": [asdict(room) for room in monitor.rooms],
         "links": links(monitor),
         **monitor.crossing.dump(),
+        "steady": monitor.crossing.steady(),
         **alerts.dump(now_s),
     }
+
+
+def in_force(settings: RunSettings) -> dict[str, Any]:
+    """Return the settings that may change while a run goes on, by name."""
+    return {key: value_of(settings, key) for key in ("tokens", *SETTABLE)}
+
+
+def changed(values: Mapping[str, Any], created: RunSettings) -> dict[str, Any]:
+    """Return those of :func:`in_force` that differ from the ones that the run was created with: the report's ``in_force``."""
+    return {key: value for key, value in values.items() if value != value_of(created, key)}
 
 
 def links(monitor: Monitor) -> list[dict[str, Any]]:
@@ -84,22 +97,29 @@ def links(monitor: Monitor) -> list[dict[str, Any]]:
 
 
 def _islands(seen: Mapping[str, Any], settings: RunSettings) -> dict[str, Any]:
-    """Return the regions as of now, each with offers under way, open rounds, and the bytes that a ring would have sent.
-
-    A ring all-reduce between D regions sends 2 (D - 1) / D of the model from each of them, a cycle.
-    """
-    facts, regions = seen["facts"], seen["facts"]["regions"]
-    cycles = facts["versions"] / max(1, len(facts["fragments"]))
-    ring = 2 * max(0, len(regions) - 1) / max(1, len(regions)) * facts["parameters"] * settings.codec.record_bits / 8
+    """Return the regions as of now, each with offers under way, open rounds, and its bytes as a part of those of a ring."""
+    facts = seen["facts"]
+    ring, (made, sent) = _ring_bytes(facts, settings), seen.get("steady") or (0, {})  # an older version's picture has none
     return {
         name: {
             **region,
             "sending": sum(each["region"] == name and each["state"] == "sending" for each in facts["learners"].values()),
             "open": sum(len(shard["open"]) for shard in facts["shards"].values() if shard["region"] == name),
-            "bound_bytes": cycles * ring,
+            "of_bound": sent[name] / (ring * made) if name in sent else None,
         }
-        for name, region in regions.items()
+        for name, region in facts["regions"].items()
     }
+
+
+def _ring_bytes(facts: Mapping[str, Any], settings: RunSettings) -> float:
+    """Return the bytes that a ring all-reduce between the regions sends from each, by version: a fragment's, in the mean.
+
+    Of D regions each sends (D - 1) / D of the fragment twice: as outer gradients, and as their merge.
+    """
+    rows, regions = facts["fragments"], len(facts["regions"])
+    trained, state = settings.codec.offer_bits + settings.codec.record_bits, 2 * STATE_BITS
+    bits = sum(row["parameters"] * (state if row["state"] else trained) for row in rows)
+    return float((regions - 1) / max(1, regions) * bits / 8 / len(rows))
 
 
 def thinned(curves: Mapping[str, Any], most: int = MAX_POINTS) -> dict[str, Any]:
@@ -138,6 +158,7 @@ def report(seen: Mapping[str, Any], settings: RunSettings, known_s_ago: float | 
     return {
         "format": FORMAT,
         **{key: facts[key] for key in _SAME},
+        "state_values": facts.get("state_values", 0),  # which an older version's picture has not
         "val_loss": seen["val_loss"],
         "learners": learners,
         "fragments": [row | {"versions": row["version"]} for row in facts["fragments"]],
@@ -145,7 +166,7 @@ def report(seen: Mapping[str, Any], settings: RunSettings, known_s_ago: float | 
         "regions": regions.describe(names, {**seen, "learners": learners}, owners),
         "settings": settings.model_dump(),
         "changes": seen["changes"],
-        "in_force": {key: value for key, value in seen.get("in_force", {}).items() if value != value_of(settings, key)},
+        "in_force": changed(seen.get("in_force", {}), settings),
         "now": {
             **{key: seen[key] for key in ("tokens_per_s", "busy_fraction", "alerts", "events")},
             "state": facts["state"],
@@ -166,23 +187,28 @@ def ended(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _SAME = (
-    "run", "preset", "wall_s", "parameters", "tokens_before", "tokens_budget", "tokens_processed", "tokens_merged", "rounds",
-    "versions",
+    "run", "preset", "wall_s", "parameters", "tokens_before", "tokens_budget", "tokens_processed",
+    "tokens_merged", "rounds", "versions",
 )  # fmt: skip
 
 
 def series(curves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report's ``series``, from :func:`thinned` curves; raise as :func:`report`."""
+    """Return the report's ``series``, from a monitor's curves, :func:`thinned` or whole; raise as :func:`report`.
+
+    An older version had no samples, traffic or rollbacks, and kept all merges.
+    """
     learners: Mapping[str, Any] = curves["learners"]
     return {
         "learners": {name: learner["points"] for name, learner in learners.items()},
         "activity": {name: learner["activity"] for name, learner in learners.items()},
         "global": curves["validation"],
+        "traffic": curves.get("traffic", []),
+        "samples": curves.get("samples", []),
         "merges": curves["merges"],
-        "merges_every": curves["merges_every"],
+        "merges_every": curves.get("merges_every", 1),
         "merges_missed": curves.get("merges_missed", 0),
         "merges_missed_until_s": curves.get("merges_missed_until_s", 0.0),
-        "rollbacks": curves["rollbacks"],
+        "rollbacks": curves.get("rollbacks", []),
     }
 
 

@@ -35,7 +35,7 @@ from diloco.service.metrics import Exporter
 from diloco.settings.service import CoordinatorSettings, check_region
 from diloco.transport import Heard, Transport
 from diloco.wire import framing
-from diloco.wire.control import CoordinatorHeartbeat, Heartbeat, ShardHeartbeat
+from diloco.wire.control import CoordinatorHeartbeat, Heartbeat, Sample, ShardHeartbeat
 from diloco.wire.fields import MemberName
 from diloco.wire.subjects import Subjects
 from diloco_coordinator import overview
@@ -115,6 +115,7 @@ class Coordinator:
         await self.transport.subscribe(self.subjects.status, self._answer)
         await self.transport.subscribe(self.subjects.heartbeat(), self._hear)
         await hear(self.transport, self.subjects.shard(), ShardHeartbeat, identity, self._hear_shard, refused)
+        await hear(self.transport, self.subjects.sample(), Sample, identity, self._hear_sample, refused)
         while not self.finished:
             await self._tick()
             if self._leadership.leads:
@@ -242,6 +243,10 @@ class Coordinator:
         if self.monitor is not None:
             self._note_version(heartbeat.syncer, heartbeat.software)
             self.monitor.hear_shard(heartbeat, self.now_s())
+
+    async def _hear_sample(self, sample: Sample, _: Heard) -> None:
+        if self.monitor is not None:
+            self.monitor.hear_sample(sample, self.now_s())
 
     def _note_version(self, member: str, software: str) -> None:
         """Log once that a member runs another version, as during an upgrade of one service after another."""
@@ -447,13 +452,16 @@ async def page_of(coordinator: Coordinator, settings: CoordinatorSettings, log: 
         yield None
         return
     # here rather than above: these take a fifth of a second to import
-    from diloco_coordinator.page.drawing import Drawing
-    from diloco_coordinator.page.guard import check
+    from diloco_coordinator.page.drawing import Drawing, nonce_of
+    from diloco_coordinator.page.guard import check, make_token
     from diloco_coordinator.page.server import PageServer
     from diloco_coordinator.page.source import CoordinatorSource
 
+    if settings.page_token_file is not None and make_token(settings.page_token_file):
+        log.info("page_token_made", file=str(settings.page_token_file))
     token, tls = check(settings.page_address, settings.page_token_file, settings.page_tls)
-    drawing = Drawing(CoordinatorSource(coordinator), coordinator.transport.random_bytes(6).hex(), log)
+    nonce = nonce_of(coordinator.run.identity, coordinator.transport.random_bytes(6))
+    drawing = Drawing(CoordinatorSource(coordinator), nonce, log)
     server = PageServer(drawing, settings.page_address, token, log, tls=tls)
     await server.start()
     try:

@@ -24,7 +24,7 @@ def halved(spans: Sequence[Span]) -> list[Span]:
     """Return half as many spans: of two neighbours the state of the longer one. The last span stays as it is."""
     odd = (len(spans) - 1) % 2  # a first span without a neighbour stays too
     pairs = zip(spans[odd:-1:2], spans[odd + 1 : -1 : 2], strict=True)
-    joined = ((a[0], b[1], max(a, b, key=lambda span: span[1] - span[0])[2]) for a, b in pairs)
+    joined = ((a[0], b[1], a[2] if a[1] - a[0] >= b[1] - b[0] else b[2]) for a, b in pairs)
     return [*spans[:odd], *joined, spans[-1]]
 
 

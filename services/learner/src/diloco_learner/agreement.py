@@ -85,7 +85,7 @@ def rows_to_make(task: Task, settings: RunSettings, first: Any, own: range) -> r
     """
     if not makes_rows(task):
         return None
-    made = next_batch(task.batches(0, settings.learners, settings.seed, 0, rows=own), settings.task, 0, 0)
+    made = next_batch(task, task.batches(0, settings.learners, settings.seed, 0, rows=own), 0, 0)
     if batch_digest(made) != batch_digest(rows_alone(first, own, rows_of(task, first))):
         raise SettingsError(
             f"task.name = {settings.task.name!r}: batches(..., rows={own}) gives other rows than the whole batch has: row i is "

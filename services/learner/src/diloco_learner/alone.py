@@ -47,7 +47,15 @@ def work(
     process.exporter.observed = ObservedMember(member, process.transport, process.exporter.labels())
     if settings.role != "learner":
         run = process.run.created
-        Evaluator(model, member, run, settings.state_dir, process.log, stopping=process.stopping).run()
+        Evaluator(
+            model,
+            member,
+            run,
+            settings.state_dir,
+            process.log,
+            sample_every_s=settings.sample_every_s,
+            stopping=process.stopping,
+        ).run()
         return
     if not checkpoint.restore(settings, model, member, process.log):
         member.count_steps(tokens_per_batch)

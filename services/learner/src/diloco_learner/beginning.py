@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from diloco.core.fragments import FragmentMap
 from diloco.errors import IslandError, SettingsError
-from diloco_learner import programs
+from diloco_learner import members, programs
 from diloco_learner.island import Island
 from diloco_learner.process import Process, begin_with_file
 from diloco_learner.task import Task, load_task
@@ -66,6 +66,13 @@ def room_for_steps(present: int, count: int) -> Iterator[None]:
         ) from None
 
 
+def prepare_copies(island: Island) -> None:
+    """Compile all that an island's captures need; values stay as they are."""
+    for only in (False, True):
+        for _ in island.capture(optimizer_only=only).content.values:
+            pass
+
+
 class Beginning:
     """The task and its island, made step by step. ``turn`` lets one process of a machine compile for the others."""
 
@@ -73,8 +80,10 @@ class Beginning:
         self.process, self.turn = process, turn
         process.exporter.starting = "its programs to be compiled"
         self._began_s = time.monotonic()
-        self.task: Task = load_task(process.run.created.task, process.settings.data, process.settings.cache_dir)
-        self.first = first_batch(self.task, process.run.created)
+        run = process.run.created
+        with members.users_errors(run.task):
+            self.task: Task = load_task(run.task, process.settings.data, process.settings.cache_dir)
+            self.first = first_batch(self.task, run)
 
     def make_island(self, mesh: Mesh | None, *, copies: bool, apart: bool = False) -> tuple[Island, FragmentMap]:
         """Return an island that need not compile anything but its step, and its fragments.
@@ -83,12 +92,15 @@ class Beginning:
         """
         settings, run = self.process.settings, self.process.run.created
         about = run.task.model_dump_json(), run.fragments.model_dump_json(), run.inner.optimizer, run.outer.optimizer
-        name = programs.name_of(settings.role, settings.mesh.model_dump_json(), *about)
-        with self.turn(name):  # mostly those of ``task.init``
+        name = programs.name_of(settings.mesh.model_dump_json(), *about)
+        with self.turn(name), members.users_errors(run.task):  # mostly those of ``task.init``
             island = Island(self.task, run, mesh, apart=apart)
             island.check(self.first)
             fragments = island.fragments()
-            island.prepare(fragments, trains=copies)
+            island.prepare(fragments)
+        if copies:
+            with self.turn(f"{name}-copies"):
+                prepare_copies(island)
         begin_with_file(self.process, island, fragments)
         axes = {} if mesh is None else dict(mesh.shape)
         self.process.log.info("island_ready", devices=jax.device_count(), platform=jax.default_backend(), **axes)

@@ -9,12 +9,15 @@ learners are to have a mesh (``mesh`` is not null), the run begins with weights 
 from __future__ import annotations
 
 import json
+import math
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.core.fragments import FragmentMap, check_same_map, unpack_map
+from diloco.errors import SettingsError
 from diloco.process import observe
 from diloco.settings.run import MixSettings, RunSettings
 from diloco.settings.service import LearnerSettings, MeshSettings
@@ -27,6 +30,24 @@ from diloco_learner.task_api import GPT, first_batches, units_of
 if TYPE_CHECKING:
     from diloco_learner.frameworks import Loaded
     from diloco_learner.model import Model
+
+LOOK_BATCHES, LOOK_S = 64, 1.0  # looked at for their end: so many, or for so long, so that nobody waits for it
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is to begin, as far as its task concerns it.
+
+    ``init``, ``names``: the file or folder of the weights that it begins with, and the file of their names.
+    ``fragment_map``: of the run that it continues.
+    """
+
+    settings: RunSettings
+    data: str | None = None
+    mesh: MeshSettings | None = None
+    init: Path | None = None
+    names: Path | None = None
+    fragment_map: FragmentMap | None = None
 
 
 @dataclass(frozen=True)
@@ -52,18 +73,8 @@ class Checked:
     batches: list[Any]
 
 
-def check(
-    settings: RunSettings,
-    data: str | None,
-    mesh: MeshSettings | None = None,
-    init: Path | None = None,
-    names: Path | None = None,
-    fragment_map: FragmentMap | None = None,
-) -> Found:
+def check(plan: Plan) -> Found:
     """Make what a learner and the evaluator make before the first step.
-
-    ``init``, ``names``: the file or folder of the weights that it begins with, and the file of their names.
-    ``fragment_map``: of the run that this one continues. The built-in task's follows from the settings, and from a mix.
 
     Raises:
         AdmissionError: the model is not that of the run that this one continues; the first differing tensor is named. Or the
@@ -72,58 +83,63 @@ def check(
             does not fit the devices, the tensors or the batches; or the file of weights does not fit the model.
         DataError: its data is missing, unreadable or too short.
     """
-    cache_dir = LearnerSettings(name="check").cache_dir  # with what DILOCO_* says, as learners have it
+    settings, cache_dir = plan.settings, LearnerSettings(name="check").cache_dir  # with what DILOCO_* says, as learners have it
     if settings.task.name == GPT:
         options.refuse(settings.task.options, options.BUILT_IN)
-        own = open_data(settings.task, data, cache_dir)
+        own = open_data(settings.task, plan.data, cache_dir)
         next(own.batches(0, settings.learners, settings.seed, 0))
         own.validation()
-        if mesh is None and init is None and not (isinstance(own, Mix) and fragment_map):
+        # its model follows from the settings, and from a mix
+        if plan.mesh is None and plan.init is None and not (isinstance(own, Mix) and plan.fragment_map):
             return _found(settings, own.units, own, torch=False)
-    return checked(settings, data, mesh, init, names, fragment_map).found
+    return checked(plan).found
 
 
-def checked(
-    settings: RunSettings,
-    data: str | None,
-    mesh: MeshSettings | None = None,
-    init: Path | None = None,
-    names: Path | None = None,
-    fragment_map: FragmentMap | None = None,
-) -> Checked:
+def checked(plan: Plan) -> Checked:
     """Return the same as :func:`check`, of the built-in task too, with all that was made; raise as it does."""
     from diloco_learner import frameworks, weights
 
-    cache_dir = LearnerSettings(name="check").cache_dir
+    settings, cache_dir = plan.settings, LearnerSettings(name="check").cache_dir
     with members.users_errors(settings.task):
-        loaded = frameworks.load(settings.task, data, cache_dir)
+        loaded = frameworks.load(settings.task, plan.data, cache_dir)
         if not loaded.torch:
             from diloco_learner import programs
 
             programs.keep(cache_dir)  # learners need the same ones
-        model = frameworks.make_model(loaded, settings, mesh)
+        model = frameworks.make_model(loaded, settings, plan.mesh)
         batches = _first_batches(loaded, settings)
         model.check(batches[0])
         if not loaded.torch:
             _check_numbers(model)
         fragments = model.fragments()
-        if fragment_map is not None and settings.continues is not None:
-            check_same_map(fragments, fragment_map, settings.continues.run)
-        if init is not None:
-            weights.put(init, model, fragments, names)
+        if plan.fragment_map is not None and settings.continues is not None:
+            check_same_map(fragments, plan.fragment_map, settings.continues.run)
+        if plan.init is not None:
+            weights.put(plan.init, model, fragments, plan.names)
+        _check_step(loaded, settings, model, batches[0])
         model.check_evaluation()
         found = _found(settings, units_of(loaded.task)["loss"], getattr(loaded.task, "mix", None), torch=loaded.torch)
         return Checked(found, loaded, model, batches)
 
 
 def _first_batches(loaded: Loaded, settings: RunSettings) -> list[Any]:
-    """Return the first two batches, which of a task of JAX are of the same shapes; a task of PyTorch may change them."""
-    batches = first_batches(loaded.task, settings)
+    """Return the first two batches, after a look at those behind them.
+
+    Raises:
+        SettingsError: they end, or one is of other shapes; a task of PyTorch may change these.
+    """
     if not loaded.torch:
         from diloco_learner.task import check_alike
-
-        check_alike(loaded.task, settings.task, batches)
-    return batches
+    kept, began_s = list[Any](), time.monotonic()
+    with members.users_errors(settings.task, loaded.task.batches):
+        for index, batch in enumerate(first_batches(loaded.task, settings)):
+            if index < 2:
+                kept.append(batch)
+            if not loaded.torch:
+                check_alike(loaded.task, kept[0], batch)
+            if index and (index + 1 == LOOK_BATCHES or time.monotonic() - began_s > LOOK_S):
+                break
+    return kept
 
 
 def _check_numbers(island: Any) -> None:
@@ -141,6 +157,37 @@ def _check_numbers(island: Any) -> None:
         fixed.check_finite(island.task.constants, island.constants)
 
 
+def _check_step(loaded: Loaded, settings: RunSettings, model: Any, batch: Any) -> None:
+    """Find out that a step can be taken: that devices have room for it, and that loss and gradients are numbers.
+
+    Raises:
+        SettingsError: it cannot.
+    """
+    if math.isfinite(_rehearsed(loaded, model, batch)):
+        return
+    loss, paths = model.measured(batch)
+    cause = f", and its gradient of {paths[0]!r} is NaN or infinity" if math.isfinite(loss) and paths else ""
+    if not loaded.torch:
+        from diloco_learner.traced import out_of_bounds
+
+        beyond = out_of_bounds(loaded.task, settings, model, batch)
+        cause += f", since {beyond}" if beyond else ""
+    raise SettingsError(
+        f"task: loss() of the first batch is {loss:g}{cause}: no step is taken with NaN or infinity"
+        f"{members.place(loaded.task.loss)}"
+    )
+
+
+def _rehearsed(loaded: Loaded, model: Model, batch: Any) -> float:
+    """Return the loss of a step that is not taken, or NaN."""
+    if loaded.torch:
+        return model.rehearse(batch)
+    from diloco_learner.beginning import room_for_steps
+
+    with room_for_steps(1, 1):
+        return model.rehearse(batch)
+
+
 def _found(settings: RunSettings, units: str | None, data: object, *, torch: bool) -> Found:
     """Return the facts of a task, after those of a mix: the run must not go over a source too often."""
     if not isinstance(data, Mix):
@@ -149,15 +196,22 @@ def _found(settings: RunSettings, units: str | None, data: object, *, torch: boo
     return Found(units, torch, data.settings)
 
 
+def _plan(request: dict[str, Any]) -> Plan:
+    return Plan(
+        parse(RunSettings, request["settings"], "the run"),
+        request["data"],
+        None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh"),
+        None if request["init"] is None else Path(request["init"]),
+        None if request["names"] is None else Path(request["names"]),
+        None if request["map"] is None else unpack_map(bytes.fromhex(request["map"])),
+    )
+
+
 def _main() -> None:
     request = json.load(sys.stdin)
-    mesh = None if request["mesh"] is None else parse(MeshSettings, request["mesh"], "mesh")
-    init = None if request["init"] is None else Path(request["init"])
-    names = None if request["names"] is None else Path(request["names"])
-    fragment_map = None if request["map"] is None else unpack_map(bytes.fromhex(request["map"]))
-    about = parse(RunSettings, request["settings"], "the run"), request["data"], mesh, init, names, fragment_map
-    made = checked(*about) if request["whole"] else None
-    found = check(*about) if made is None else made.found
+    plan = _plan(request)
+    made = checked(plan) if request["whole"] else None
+    found = check(plan) if made is None else made.found
     mix = None if found.mix is None else found.mix.model_dump()
     packed = None if made is None else made.model.fragments().pack().hex()
     print(json.dumps({"units": found.units, "torch": found.torch, "mix": mix, "map": packed}))

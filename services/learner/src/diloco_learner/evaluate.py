@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from diloco.core.fragments import build_whole
 from diloco.errors import SettingsError
 from diloco.process import observe
 from diloco.settings.run import RunSettings
@@ -37,7 +38,7 @@ def evaluate(settings: RunSettings, data: str | None, path: Path, sample: dict[s
 
             programs.keep(own.cache_dir)
         island = frameworks.make_model(loaded, settings, own.mesh)
-        weights.put(path, island, island.fragments(), setting="")
+        weights.put(path, island, build_whole(island.specs()), setting="")
         if sample is None:
             found = island.evaluation()
             if found.failure is not None:

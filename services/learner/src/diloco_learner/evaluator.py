@@ -23,6 +23,8 @@ from diloco_learner.text import Corpus, TextData
 IDLE_S = 0.5  # news wake it earlier; it then looks whether it is asked to end
 NGRAMS = {1: "unigram", 2: "bigram", 3: "3-gram", 4: "4-gram"}
 SAMPLE_TOKENS = 400
+NOTHING = Evaluation(None, {})
+SAMPLE_SHARE = 0.02  # of an evaluator's time that samples take at most while the run goes on
 
 
 class Evaluator:
@@ -36,21 +38,29 @@ class Evaluator:
         state_dir: Path,
         log: Logger,
         *,
+        sample_every_s: float,
         stopping: Callable[[], bool],
     ) -> None:
+        """``sample_every_s``: between two samples while the run goes on; 0: none."""
         self.island, self.member, self.settings, self.log, self.stopping = island, member, settings, log, stopping
         self.file = state_dir / "evaluation.json"
-        self._initial: Evaluation | None = None
-        self._newest: Evaluation | None = None
+        self._initial = self._newest = NOTHING
+        self._failure: SettingsError | None = None  # of the newest evaluation, or of a sample since
+        self._sample_every_s = sample_every_s
+        self._sample_s = math.inf  # that one takes: the quickest of them, as the first one compiles its program
+        self._sample_due_s = time.monotonic() + sample_every_s if sample_every_s else math.inf
 
     def run(self) -> None:
         """Evaluate until the run is over or this process is asked to end.
 
+        An error of the task's own code ends nothing: it is logged and told, and the next evaluation begins again.
+
         Raises:
-            SettingsError: the task's own code raised an error; the losses that were found before it are told and saved.
+            SettingsError: the last evaluation of a run that is over failed so; all that was found is saved.
         """
         self._tell_of_text()
         self._evaluate()  # before a version of the log is written into it: learners may be far ahead of this process
+        self._initial = self._newest
         evaluated_s, changed, every_s = -math.inf, True, evaluate_every_s(self.island.task)
         while not self.stopping():
             boundary = self.member.boundary(None)
@@ -61,33 +71,58 @@ class Evaluator:
                 self._evaluate()
                 self._tell(finished=boundary.finished)
                 if boundary.finished:
-                    self._save(samples=True)
+                    self._save()
                     return
+            if now_s >= self._sample_due_s:
+                self._tell_sample()
             self.member.wait(IDLE_S)
 
     def _evaluate(self) -> None:
-        """Evaluate the model; if the task's own code raises an error, tell and save the losses that are known.
-
-        Raises:
-            SettingsError: it did.
-        """
-        failure: SettingsError | None = None
+        """Evaluate the model, as far as the task's own code does not fail; log its error, once."""
         try:
             with users_errors(self.settings.task):
-                found = self.island.evaluation()
-            self._initial, self._newest, failure = self._initial or found, found, found.failure
+                self._newest = self.island.evaluation()
+            self._note(self._newest.failure)
         except SettingsError as error:
-            failure = error
-        if failure is not None:
-            self._tell(finished=False)
-            self._save(samples=False)
-            raise failure
+            self._note(error)
+
+    def _note(self, failure: SettingsError | None) -> None:
+        if failure is not None and str(failure) != str(self._failure):
+            self.log.error("evaluation_failed", reason=str(failure))
+        self._failure = failure
 
     def _tell(self, *, finished: bool) -> None:
-        found = self._newest
-        if found is not None:
-            self.member.report_loss(found.loss)
-            self.log.debug("evaluated", val_loss=_rounded(found.loss), values=_shown(found), finished=finished)
+        found, failure = self._newest, self._failure
+        self.member.report_evaluation(found.loss, None if failure is None else str(failure))
+        self.log.debug("evaluated", val_loss=_rounded(found.loss), values=_shown(found), finished=finished)
+
+    def _tell_sample(self) -> None:
+        """Draw a sample and tell it; the longer one takes, the later is the next one. After an error only the last one is."""
+        began_s = time.monotonic()
+        try:
+            text = self._draw()
+        except SettingsError as error:
+            self._sample_due_s = math.inf
+            self._note(error)
+            self._tell(finished=False)
+            return
+        took_s = time.monotonic() - began_s
+        self._sample_s = min(self._sample_s, took_s)
+        self._sample_due_s = began_s + max(self._sample_every_s, self._sample_s / SAMPLE_SHARE)
+        if text is None:
+            self._sample_due_s = math.inf
+        else:
+            self.member.report_sample(text)
+            self.log.debug("sampled", characters=len(text), took_s=round(took_s, 3))
+
+    def _draw(self) -> str | None:
+        """Return text of the model's own; None if the task draws none.
+
+        Raises:
+            SettingsError: the task's ``sample`` raised an error.
+        """
+        with users_errors(self.settings.task):
+            return self.island.sample(self.settings.seed, SAMPLE_TOKENS)
 
     def _tell_of_text(self) -> None:
         """Log how much text is evaluated on; warn if a model may know all of it by heart."""
@@ -118,20 +153,17 @@ class Evaluator:
             self.island.write(self.member.map.fragments[fragment], applied.theta)
         return bool(boundary.applies)
 
-    def _save(self, *, samples: bool) -> None:
+    def _save(self) -> None:
         """Write for the report how good the global model is: as it was initialised, and as it was last.
 
         Raises:
-            SettingsError: the task's ``sample`` raised an error; all else is written.
+            SettingsError: the last evaluation failed, or the task's ``sample`` does; all else is written.
         """
-        initial, final, sample, failure = self._initial, self._newest, None, None
-        if initial is None or final is None:
-            return
+        initial, final, sample = self._initial, self._newest, None
         try:
-            with users_errors(self.settings.task):
-                sample = self.island.sample(self.settings.seed, SAMPLE_TOKENS) if samples else None
+            sample = self._draw()
         except SettingsError as error:
-            failure = error
+            self._failure = self._failure or error
         result = {
             "val_loss_initial": initial.loss,
             "val_loss": final.loss,
@@ -140,10 +172,11 @@ class Evaluator:
             "units": units_of(self.island.task)["loss"],
             "item": units_of(self.island.task)["item"],
             "sample": sample,
+            "failure": None if self._failure is None else str(self._failure),
         } | self._text()
         rundir.write_json(self.file, result)
-        if failure is not None:
-            raise failure
+        if self._failure is not None:
+            raise self._failure
 
 
 def _rounded(value: float | None) -> float | None:

@@ -20,18 +20,17 @@ import jax
 import numpy as np
 
 from diloco.core.fragments import FragmentMap
-from diloco.errors import SettingsError
 from diloco.process import observe
 from diloco.settings.run import RunSettings
 from diloco.settings.validation import parse
 from diloco_learner import examination, members
-from diloco_learner.check import checked
+from diloco_learner.check import Plan, checked
 from diloco_learner.examination import Examination, StateFacts
 from diloco_learner.island import Island
 from diloco_learner.leaves import path_of
-from diloco_learner.loss import Given, Loss
 from diloco_learner.task import Task
 from diloco_learner.task_api import STATE
+from diloco_learner.traced import company, out_of_bounds, traced
 
 LARGE_BYTES = 1 << 20  # a constant from here on is in the way: it is compiled again with each program, and copied
 
@@ -40,15 +39,16 @@ def examine(settings: RunSettings, data: str | None) -> Examination:
     """Make a task, compile its step, and take it twice.
 
     Raises:
-        SettingsError: it cannot be trained, as :func:`diloco_learner.check.check` raises; batches end, or the first step has no
-            finite loss or gradients.
+        SettingsError: it cannot be trained, as :func:`diloco_learner.check.check` raises.
         DataError: its data is missing, unreadable or too short.
     """
-    made = checked(settings, data)
+    made = checked(Plan(settings, data))
     if made.loaded.torch:
         from diloco_learner.pytorch.examine import examine as examine_torch
+        from diloco_learner.pytorch.island import TorchIsland
 
-        return examine_torch(settings, made.loaded.task, made.batches, made.found.units)
+        assert isinstance(made.model, TorchIsland)
+        return examine_torch(settings, made.loaded.task, made.model, made.batches, made.found.units)
     with members.users_errors(settings.task):
         task, island, first = made.loaded.task, made.model, made.batches[0]
         assert isinstance(island, Island)
@@ -63,11 +63,14 @@ def examine(settings: RunSettings, data: str | None) -> Examination:
             if fact["size_bytes"] >= LARGE_BYTES
         ]
         warnings += _untrained(task, settings, island, first)
+        beyond = out_of_bounds(task, settings, island, first)
+        where = members.place(task.loss)
+        warnings += [f"the loss of the first batch takes another element where {beyond}{where}"] if beyond else []
         loss, step_s, unsteady = _two_steps(settings, island, first)
         fragments = island.fragments()
         return Examination(
             task=settings.task.name,
-            parameters=sum(tensor.size for tensor in island.tensors()),
+            parameters=fragments.parameters,
             tensors=examination.tensor_facts(task, settings, fragments, set(island.rounded_tensors())),
             state=_state(island, fragments),
             fragments=examination.fragment_facts(fragments, settings),
@@ -92,28 +95,9 @@ def _bytes(batch: Any) -> bytes:
     return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(batch))
 
 
-def _traced(task: Task, settings: RunSettings) -> Any:
-    """Return a task's training loss as a function of parameters, batch, arrays that it is given, and its state."""
-    loss = Loss(task, settings.seed)
-
-    def call(params: Any, batch: Any, given: Given, state: Any) -> jax.Array:
-        def own(params: Any, batch: Any, arrays: Any, others: Any) -> Any:
-            return task.loss(params, batch, **arrays, **others)
-
-        return loss.of(own, params, batch, loss.given((0, 0)) | given, state, train=True)[0]
-
-    return call
-
-
-def _company(island: Island) -> tuple[Given, Any]:
-    """Return the constants that the loss is given, and the state."""
-    company = island.company()
-    return {"constants": company["constants"]}, company["state"]
-
-
 def _constants(task: Task, settings: RunSettings, island: Island, batch: Any) -> Iterator[dict[str, Any]]:
     """Yield the arrays that the loss has closed over, as facts."""
-    for value in jax.make_jaxpr(_traced(task, settings))(island.params(), batch, *_company(island)).consts:
+    for value in jax.make_jaxpr(traced(task, settings))(island.params(), batch, *company(island)).consts:
         if np.ndim(value):
             shape, dtype = np.shape(value), np.dtype(getattr(value, "dtype", np.asarray(value).dtype))
             size_bytes = int(np.prod(shape)) * dtype.itemsize
@@ -128,7 +112,7 @@ def _untrained(task: Task, settings: RunSettings, island: Island, batch: Any) ->
         return leaf + chance.normal(0, 0.01, leaf.shape).astype(leaf.dtype) if path_of(keys) in trained else leaf
 
     near = jax.tree_util.tree_map_with_path(moved, island.params())
-    gradients = jax.jit(jax.grad(_traced(task, settings), allow_int=True))(near, batch, *_company(island))
+    gradients = jax.jit(jax.grad(traced(task, settings), allow_int=True))(near, batch, *company(island))
     keyed = [(path_of(keys), leaf) for keys, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]]
     still = [path for path, leaf in keyed if path in trained and not np.any(np.asarray(leaf))]
     where = members.place(task.loss)
@@ -136,20 +120,11 @@ def _untrained(task: Task, settings: RunSettings, island: Island, batch: Any) ->
 
 
 def _two_steps(settings: RunSettings, island: Island, batch: Any) -> tuple[float, float, list[str]]:
-    """Take the same step twice, from the same state; return its loss, the second one's seconds, and a warning if they differ.
-
-    Raises:
-        SettingsError: loss or gradients are not finite.
-    """
+    """Take a step twice, from the same state; return its loss, the second one's seconds, and a warning if they differ."""
     other = island.twin()
     output = island.step(batch, settings.inner.learning_rate)
     output.wait()
     loss = float(output.loss)
-    if not bool(output.finite):
-        raise SettingsError(
-            f"task.name = {settings.task.name!r}: the first step's loss is {loss:g}, its gradient's norm "
-            f"{float(output.grad_norm):g}: with NaN or infinity no step is ever taken{members.place(island.task.loss)}"
-        )
     began_s = time.monotonic()
     again = other.step(batch, settings.inner.learning_rate)
     again.wait()

@@ -44,7 +44,7 @@ class Streams:
         if at != index:
             part, seed = data_of(share, self.settings.learners, self.settings.seed)
             batches = self.task.batches(part, self.settings.learners, seed, index, **self._given)
-        data = next_batch(batches, self.settings.task, share, index)
+        data = next_batch(self.task, batches, share, index)
         self._open[share] = (index + 1, batches)
         return data
 

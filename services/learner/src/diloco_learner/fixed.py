@@ -52,10 +52,18 @@ def check_finite(make: Any, arrays: Any) -> None:
         SettingsError: one holds NaN or infinity.
     """
     keyed, _ = jax.tree_util.tree_flatten_with_path(arrays)
-    for keys, leaf in keyed:
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.isfinite(leaf).all()):
+    floating = [(keys, leaf) for keys, leaf in keyed if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    finite = jax.device_get(_finite([leaf for _, leaf in floating]))
+    for (keys, _), numbers in zip(floating, finite, strict=True):
+        if not numbers:
             name, place = f"{make.__name__}()", members.place(make)
             raise SettingsError(f"task: {name} returned {path_of(keys)!r} with NaN or infinity, expected numbers{place}")
+
+
+@jax.jit
+def _finite(leaves: list[jax.Array]) -> list[jax.Array]:
+    """Return of each array whether all its values are finite; one program for all."""
+    return [jnp.isfinite(leaf).all() for leaf in leaves]
 
 
 def _arrays(task: Task, loaded: Any) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from diloco.core.chunks import Chunk
 from diloco.core.delta import Reference
-from diloco.core.fragments import Fragment, FragmentMap, Piece, TensorSpec, build_map
-from diloco.core.rows import RowLayout, Rows
+from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, build_map
+from diloco.core.rows import RowLayout
 from diloco.errors import SettingsError
 from diloco.member.peer import Layout
 from diloco.member.state import Content
 from diloco.settings.run import RunSettings
-from diloco_learner import holding, shards
+from diloco_learner import holding, members, shards
 from diloco_learner.arithmetic import Arithmetic
 from diloco_learner.evaluating import Evaluating
 from diloco_learner.evaluation import Evaluation
@@ -106,7 +106,8 @@ class Island:
         self._index = {each.path: i for i, each in enumerate(self._model.trained)}
         self._leaves, frozen = self._placement.init()
         if not self._leaves:
-            raise SettingsError(f"task {settings.task.name!r}: the model has no parameters that are trained")
+            where = members.place(task.init)
+            raise SettingsError(f"task {settings.task.name!r}: the model has no parameters that are trained{where}")
         self._fixed = Fixed(task, self._placement, frozen)
         self.task_state = State(task, self._placement)
         if hasattr(task, "optimizer"):
@@ -115,12 +116,11 @@ class Island:
             matrices = [each.tensor.matrices(each.shape) for each in self._model.trained]
             inner = BuiltIn(optimizer(settings, matrices), len(self._leaves))
         self._does = Arithmetic(Loss(task, settings.seed), inner, self._placement)
-        self._evaluating = Evaluating(task, settings)
+        self._evaluating, self.apart = Evaluating(task, settings), apart
         self._optimizer_state: Any = None
         self._gradients = [jnp.zeros_like(leaf) for leaf in self._leaves] if settings.outer.optimizer == "adamw" else None
         self._held: bool | None = None  # whether a step has to wait for a capture; None: none was taken yet
         self._fresh_state = self._placement.optimizer_init(inner, self._leaves)
-        self.apart = apart
         self._begun: tuple[Any, ...] | None = None  # gradients, state, whether they are finite, and rate
         about = inner, self._leaves, self._gradients is not None
         self._step = self._placement.step(self._does.step, *about)
@@ -142,9 +142,13 @@ class Island:
         """Return the tensors that are trained, as the log has them, in the order in which JAX flattens the task's tree."""
         return self._model.specs()
 
+    def specs(self) -> list[TensorSpec]:
+        """Return the tensors that are in the log, state among them."""
+        return [*self.tensors(), *self.task_state.specs()]
+
     def fragments(self) -> FragmentMap:
         """Return the fragments that the run cuts the model into, state among them, and the tensors that are in none."""
-        return build_map([*self.tensors(), *self.task_state.specs()], self._cut.count, self._cut.strategy, self._fixed.specs())
+        return build_map(self.specs(), self._cut.count, self._cut.strategy, self._fixed.specs())
 
     def rounded_tensors(self) -> list[str]:
         """Return the paths of the tensors that the task has in bfloat16."""
@@ -157,12 +161,8 @@ class Island:
             SettingsError: it is something else, or does not.
         """
         self._placement.check_batch(batch)
-        given, rate = self._given((0, 0)), np.float32(0)
-        jax.eval_shape(self._does.measure, self._leaves, self.task_state.values, batch, given)
-        jax.eval_shape(self._does.evaluate, self._leaves, self.task_state.values, batch, given)
-        if isinstance(self._does.optimizer, OwnOptimizer):
-            optimizer = jax.eval_shape(self._does.optimizer.init, self._leaves)
-            jax.eval_shape(self._does.step, self._leaves, None, optimizer, self.task_state.values, batch, given, rate)
+        for program in (self._does.measure, self._does.evaluate):
+            jax.eval_shape(program, self._leaves, self.task_state.values, batch, self._given((0, 0)))
 
     @property
     def own_rows(self) -> range:
@@ -173,16 +173,12 @@ class Island:
         """Return the parameters as the task has them, in its pytree; they are valid until the next step or write."""
         return self._does.tree(self._does.rounded(self._leaves), self._fixed.given)
 
-    def prepare(self, fragment_map: FragmentMap, *, trains: bool) -> None:
-        """Compile all that :meth:`read`, :meth:`write` and, of an island that trains, copies need; values stay as they are."""
+    def prepare(self, fragment_map: FragmentMap) -> None:
+        """Compile all that :meth:`read` and :meth:`write` need; values stay as they are."""
         for fragment in fragment_map.fragments:
             theta = self.read(fragment).to_host()
             for reference, alpha in ((theta, 0.0), (None, self._alpha), (None, 0.0)):
                 self.write(fragment, theta, reference, alpha)
-        if trains:
-            for only in (False, True):
-                for _ in self.capture(optimizer_only=only).content.values:
-                    pass
 
     def trace(self, batch: Any) -> list[jax.stages.Lowered]:
         """Trace the programs of :meth:`step` with such batches. Once these are compiled, no step is traced or compiled."""
@@ -193,18 +189,29 @@ class Island:
         measure = self._measure.lower(self._leaves, self.task_state.values, batch, given)
         return [measure, self._move.lower(*self._values(), *measured, rate)]
 
-    def rehearse(self, batch: Any) -> None:
+    def rehearse(self, batch: Any) -> float:
         """Take a step that changes no parameter, so that the first one takes no longer than others: memory is touched.
 
         Optimizer and task's state begin afresh, but for state that is merged, and no gradient is held. What the step needed
-        says if a copy of all may be made.
+        says if a copy of all may be made. Return as :meth:`StepOutput.wait`.
         """
         merged = self.task_state.copies()
-        self.step(batch, 0.0).wait()
+        own = isinstance(self._does.optimizer, OwnOptimizer)  # it may have a rate of its own, and step all the same
+        kept = copies(self._leaves) if own else None
+        loss = self.step(batch, 0.0).wait()
+        self._leaves = self._leaves if kept is None else kept
         self._optimizer_state = None
         self.task_state.begin_again(merged)
         self._gradients = None if self._gradients is None else [jnp.zeros_like(leaf) for leaf in self._leaves]
         self._held = not holding.fits(list(self.arrays().values()))
+        return loss
+
+    def measured(self, batch: Any) -> tuple[float, list[str]]:
+        """Return a batch's loss, finite or not, and the paths of the tensors whose gradients are not finite."""
+        arguments = self._leaves, self.task_state.values, self._placement.batch(batch), self._given((0, 0))
+        gradients, _, output = jax.jit(self._does.measure)(*arguments)
+        pairs = zip(self._index, gradients, strict=True)
+        return float(output[0]), [path for path, gradient in pairs if not bool(jnp.isfinite(gradient).all())]
 
     @property
     def holds(self) -> bool:
@@ -218,14 +225,16 @@ class Island:
     def step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> StepOutput:
         """Dispatch one inner step. Where loss or gradients are not finite, nothing changes but what the output says.
 
-        ``at`` is the share of the batch, and its index in it: the task's random key is made of them.
+        ``at`` is the share of the batch, and its index in it: the task's random key is made of them. It raises SettingsError
+        where the batch has other arrays than the one that was checked.
         """
         output = self.begin_step(batch, learning_rate, at)
         self.finish_step()
         return output
 
     def begin_step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> StepOutput:
-        """Dispatch the first program of a step; one that is not :attr:`apart` has no other."""
+        """Dispatch the first program of a step; one that is not :attr:`apart` has no other. It raises as :meth:`step` does."""
+        self._placement.check_alike(batch)
         placed, given, rate = self._placement.batch(batch), self._given(at), np.float32(learning_rate)
         if self.apart:
             gradients, after, output = self._measure(self._leaves, self.task_state.values, placed, given)
@@ -267,28 +276,19 @@ class Island:
         Both are float32 [size of the fragment], and made of what must not change until the next step has ended.
         """
         for piece in fragment.pieces:
-            known = None if reference is None else part(reference, piece)
-            written = write_rows(self._leaf(piece.path), piece, part(theta, piece), known, alpha)
+            written = write_rows(self._leaf(piece.path), piece, theta, reference, alpha)
             assert isinstance(written, jax.Array)
             if fragment.state:
                 self.task_state[piece.path] = written
-            else:
-                self._leaves[self._index[piece.path]] = written
-            if self._gradients is not None and reference is None and not fragment.state:
-                at = self._index[piece.path]
-                self._gradients[at] = shards.overwrite(self._gradients[at], piece, np.zeros(piece.shape, np.float32))
+                continue
+            at = self._index[piece.path]
+            self._leaves[at] = written
+            if self._gradients is not None and reference is None:
+                self._gradients[at] = shards.clear(self._gradients[at], piece)
 
     def row_layout(self, fragment: Fragment, processes: int) -> RowLayout:
         """Return which rows of a fragment each process of this learner has; all processes return the same."""
-        read: list[list[tuple[Piece, shards.Where]]] = [[] for _ in range(processes)]
-        held: list[dict[tuple[Piece, str], shards.Where]] = [{} for _ in range(processes)]
-        for piece in fragment.pieces:
-            for process, where, first in shards.places(self._leaf(piece.path), piece):
-                held[process].setdefault((piece, str(where)), where)  # replicas in one process have the same rows
-                if first:
-                    read[process].append((piece, where))
-        whole = [tuple((piece, where) for (piece, _), where in places.items()) for places in held]
-        return RowLayout([Rows(tuple(places)) for places in read], [Rows(places) for places in whole])
+        return shards.layout(fragment, self._leaf, processes)
 
     def evaluate(self) -> float:
         """Return the mean loss over the task's validation batches, in the task's units.

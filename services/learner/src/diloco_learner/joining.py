@@ -95,10 +95,7 @@ class _Said:
 class _Loop:
     """The batches of a loop, as a task has them."""
 
-    make: Make
-
-    def batches(self, share: int, shares: int, seed: int, start: int) -> Iterator[Any]:
-        return self.make(share, shares, seed, start)
+    batches: Make
 
 
 class JoinedRun:
@@ -227,13 +224,14 @@ class JoinedRun:
         is a number, or a scalar of any framework, which is read one step later, so that it may be on its way from a device.
 
         Raises:
-            SettingsError: they are of another model.
+            SettingsError: they are of another model, or the loss is no single number.
             RunError: the run is not joined.
             EjectedError: an operator has ejected this learner.
             DilocoError: the run cannot go on here; the message says why.
         """
         called_s = time.perf_counter()
         self._check_joined()
+        _check_loss(loss)
         share, index = self._take_batch()
         self._parameters.take(params)
         done = StepDone(self.tokens, share, index, _number(self._loss), called_s - self._returned_s, self._blocked_s)
@@ -350,6 +348,19 @@ def join(
     }  # fmt: skip
     settings = parse(LearnerSettings, {key: value for key, value in given.items() if value is not None}, "join")
     return JoinedRun(settings, params, tokens, tensor, within_s, data)
+
+
+def _check_loss(loss: Any) -> None:
+    """Find out that a loss is one number, on a device or not, without waiting for it.
+
+    Raises:
+        SettingsError: it is something else.
+    """
+    shape = getattr(loss, "shape", None)
+    if loss is None or isinstance(loss, int | float) or (shape is not None and not len(shape)):
+        return
+    came = f"a {type(loss).__name__}" if shape is None else f"an array of shape {tuple(shape)}"
+    raise SettingsError(f"step: loss is {came}, expected one number, the mean loss of the batch")
 
 
 def _number(loss: Any) -> float | None:

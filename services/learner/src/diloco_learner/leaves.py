@@ -34,6 +34,15 @@ def types_of(tree: Any) -> dict[str, str]:
     return {path_of(keys): f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for keys, leaf in keyed}
 
 
+def difference(expected: Any, came: Any) -> tuple[str, str, str] | None:
+    """Return the first path at which two trees' arrays differ in type or shape, and both there; None: they are alike."""
+    wanted, found = types_of(expected), types_of(came)
+    for path in sorted(wanted.keys() | found.keys()):
+        if wanted.get(path) != found.get(path):
+            return path, wanted.get(path, "nothing"), found.get(path, "nothing")
+    return None
+
+
 def read_rows(leaf: Leaf, piece: Piece) -> list[tuple[Where, Any]]:
     """Return a copy of a piece, which may be on devices still, in parts: float32 arrays, each with its place in the piece's."""
     if isinstance(leaf, jax.Array):
@@ -41,20 +50,21 @@ def read_rows(leaf: Leaf, piece: Piece) -> list[tuple[Where, Any]]:
     return [((slice(None),) * leaf.ndim, _rows(leaf, piece).copy())]
 
 
-def write_rows(leaf: Leaf, piece: Piece, theta: Values, reference: Values | None, alpha: float) -> Leaf:
+def write_rows(leaf: Leaf, piece: Piece, theta: Values, reference: Reference | Values | None, alpha: float) -> Leaf:
     """Write ``alpha * value + (1 - alpha) * kept`` of a piece; return the leaf, and drop the one that was given.
 
-    ``kept`` is ``theta + (value - reference)``, or ``theta`` without a reference; both are float32 [the piece's shape]. With
+    ``kept`` is ``theta + (value - reference)``, or ``theta`` without a reference; both are float32 [size of the fragment]. With
     neither ``reference`` nor ``alpha`` the value becomes ``theta`` whatever it was, NaN too.
     """
     plain = reference is None and alpha == 0
     if isinstance(leaf, jax.Array):
         return shards.overwrite(leaf, piece, theta) if plain else shards.mix(leaf, piece, theta, reference, alpha)
     rows = _rows(leaf, piece)
+    new = part(theta, piece)
     if plain:
-        rows[...] = theta
+        rows[...] = new
     else:
-        kept = theta if reference is None else theta + (rows - reference)
+        kept = new if reference is None else new + (rows - part(reference, piece))
         rows[...] = np.float32(alpha) * rows + np.float32(1 - alpha) * kept
     return leaf
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from diloco.errors import SettingsError
 from diloco_learner import members
-from diloco_learner.leaves import types_of
+from diloco_learner.leaves import difference
 from diloco_learner.task import Aux, Task, named, rows_of
 from diloco_learner.task_api import check_metric_names
 
@@ -70,14 +70,13 @@ class Loss:
 
     def _moved(self, before: Any, after: Any) -> Any:
         """Return the state that a step leaves, of the very types that it began with."""
-        wanted, found = types_of(before), types_of(after)
-        for path in sorted(wanted.keys() | found.keys()):
-            if wanted.get(path) != found.get(path):
-                came, name = found.get(path, "nothing"), f"the state's {path!r}" if path else "the state"
-                raise SettingsError(
-                    f"task: loss() returned {name} as {came}, expected {wanted.get(path, 'nothing')}, as before the step: "
-                    f"return (loss, Aux(metrics, state)){members.place(self.task.loss)}"
-                )
+        if (differs := difference(before, after)) is not None:
+            path, wanted, came = differs
+            name = f"the state's {path!r}" if path else "the state"
+            raise SettingsError(
+                f"task: loss() returned {name} as {came}, expected {wanted}, as before the step: "
+                f"return (loss, Aux(metrics, state)){members.place(self.task.loss)}"
+            )
         if str(jax.tree.structure(before)) != str(jax.tree.structure(after)):
             raise SettingsError(
                 f"task: loss() returned the state as {jax.tree.structure(after)}, expected {jax.tree.structure(before)}, as "

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from diloco.errors import SettingsError
 from diloco.settings.service import MeshSettings
 from diloco_learner.leaves import path_of
-from diloco_learner.task import Task, rows_of
+from diloco_learner.task import Task, check_alike, rows_of
 from diloco_learner.tensors import tensor_of
 from diloco_learner.tree import Described, ModelTree
 
@@ -195,6 +195,7 @@ class Placement:
     def __init__(self, task: Task, mesh: Mesh | None, key: jax.Array) -> None:
         self.task, self.mesh, self._key = task, mesh, key
         self._batch_shapes: Any = None  # of whole batches, once one has been checked
+        self._came: Any = None  # structure, shapes and types of the last batch that was trained on
         self._constant_specs: Any = None
         self._made = task.init(key) if mesh is None else shapes_of(task, key)
         self.tree = ModelTree(task, self._made)
@@ -352,7 +353,23 @@ class Placement:
         """
         if self.mesh is not None:
             check_rows(rows_of(self.task, batch), self.mesh.shape)
-            self._batch_shapes = jax.eval_shape(lambda whole: whole, batch)
+        self._batch_shapes = jax.eval_shape(lambda whole: whole, batch)
+
+    def check_alike(self, batch: Any) -> None:
+        """Find out that a batch has the arrays of the one that was checked: a step is compiled for these.
+
+        A learner of several processes may have some rows of each, of which :meth:`batch` finds that out.
+
+        Raises:
+            SettingsError: it has others.
+        """
+        leaves, structure = jax.tree.flatten(batch)
+        came = structure, [(np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves]
+        if came == self._came:
+            return
+        if self._batch_shapes is not None and not (self.mesh is not None and self.mesh.is_multi_process):
+            check_alike(self.task, self._batch_shapes, batch)
+        self._came = came
 
     def _batch_specs(self, batch: Any) -> Any:
         assert self.mesh is not None

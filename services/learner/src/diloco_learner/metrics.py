@@ -45,7 +45,7 @@ class Seen:
 
 
 def _mean(fragments: FragmentMap, counts: list[int]) -> float:
-    return sum(f.size * count for f, count in zip(fragments.fragments, counts, strict=True)) / fragments.parameters
+    return sum(f.size * count for f, count in zip(fragments.fragments, counts, strict=True)) / fragments.size
 
 
 class ObservedMember:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from diloco.core import tape
 from diloco.core.chunks import Chunk
 from diloco.core.delta import Reference
-from diloco.core.fragments import Fragment, FragmentMap
+from diloco.core.fragments import Fragment, FragmentMap, TensorSpec
 from diloco.errors import RunError
 from diloco.member.peer import Layout
 from diloco.member.state import Content
@@ -134,6 +134,9 @@ class Model(Stepping, Stored, Evaluated, Protocol):
     def read(self, fragment: Fragment) -> Copied:
         """Queue a copy of a fragment's values, as of the steps and writes so far."""
 
+    def specs(self) -> list[TensorSpec]:
+        """Return the tensors that are in the log, state among them."""
+
     def fragments(self) -> FragmentMap:
         """Return the fragments that the run cuts the model into."""
 
@@ -143,6 +146,16 @@ class Model(Stepping, Stored, Evaluated, Protocol):
         Raises:
             SettingsError: it is something else.
         """
+
+    def rehearse(self, batch: Any) -> float:
+        """Take a step that changes nothing, so that the first one takes no longer than others; return as :meth:`Output.wait`.
+
+        Raises:
+            SettingsError: the task's code, or its optimizer, is not as a step needs it.
+        """
+
+    def measured(self, batch: Any) -> tuple[float, list[str]]:
+        """Return a batch's loss, finite or not, and the paths of the tensors whose gradients are not finite."""
 
 
 def parameters_digest(model: Model, fragment_map: FragmentMap) -> bytes:

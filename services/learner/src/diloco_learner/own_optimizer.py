@@ -15,7 +15,7 @@ import numpy as np
 from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings
 from diloco_learner import members
-from diloco_learner.leaves import path_of, types_of
+from diloco_learner.leaves import difference, path_of
 from diloco_learner.mesh import Leaves
 from diloco_learner.task import Task
 from diloco_learner.tree import ModelTree
@@ -34,7 +34,7 @@ class OwnOptimizer:
 
     def __init__(self, task: Task, settings: RunSettings, tree: ModelTree) -> None:
         make = task.optimizer  # type: ignore[attr-defined]
-        self._model, self._where = tree, members.place(make)
+        self._model, self._where, self._make, self._task = tree, members.place(make), make, settings.task
         self.paths = [each.keys for each in tree.trained]
         if settings.outer.optimizer == "adamw":
             raise SettingsError(
@@ -53,7 +53,9 @@ class OwnOptimizer:
         Raises:
             SettingsError: it holds something that is no array, or that cannot be saved.
         """
-        return jax.tree_util.tree_map_with_path(self._array, self._transformation.init(self._tree(leaves)))
+        with members.users_errors(self._task, self._make):
+            begun = self._transformation.init(self._tree(leaves))
+        return jax.tree_util.tree_map_with_path(self._array, begun)
 
     def step(self, gradients: Leaves, state: Any, leaves: Leaves, learning_rate: jax.Array) -> tuple[Leaves, Any]:
         """Return parameters and state after a step.
@@ -63,7 +65,8 @@ class OwnOptimizer:
         """
         self._rate = learning_rate
         try:
-            updates, moved = self._transformation.update(self._tree(gradients), state, self._tree(leaves))
+            with members.users_errors(self._task, self._make):
+                updates, moved = self._transformation.update(self._tree(gradients), state, self._tree(leaves))
         finally:
             self._rate = np.float32(0)
         self._compare("updates", self._tree(leaves), updates)
@@ -87,13 +90,12 @@ class OwnOptimizer:
         return jax.lax.convert_element_type(jnp.array(found), jnp.array(found).dtype)
 
     def _compare(self, kind: str, expected: Any, came: Any) -> None:
-        wanted, found = types_of(expected), types_of(came)
-        for path in sorted(wanted.keys() | found.keys()):
-            if wanted.get(path) != found.get(path):
-                raise SettingsError(
-                    f"task: optimizer(): its {kind} has {path or ALONE} as {found.get(path, 'nothing')}, expected "
-                    f"{wanted.get(path, 'nothing')}, as before the step{self._where}"
-                )
+        if (differs := difference(expected, came)) is not None:
+            path, wanted, found = differs
+            raise SettingsError(
+                f"task: optimizer(): its {kind} has {path or ALONE} as {found}, expected {wanted}, as before the step"
+                f"{self._where}"
+            )
 
 
 def _named(path: Any) -> str:

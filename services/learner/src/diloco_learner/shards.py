@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core.fragments import Piece
+from diloco.core.delta import Reference
+from diloco.core.fragments import Fragment, Piece
+from diloco.core.rows import RowLayout, Rows, at
 
 Where = tuple[slice, ...]
 Values = NDArray[np.float32]
@@ -42,20 +44,34 @@ def read(tensor: jax.Array, piece: Piece) -> list[tuple[Where, jax.Array]]:
     return parts
 
 
-def overwrite(tensor: jax.Array, piece: Piece, values: Values) -> jax.Array:
-    """Queue the writing of a piece, float32 [its shape]; return the tensor. The one that was given is donated: drop it."""
-    return _rebuilt(tensor, piece, lambda shard, part: _overwrite_rows(shard, values[part.where], part.start))
+def overwrite(tensor: jax.Array, piece: Piece, theta: Values) -> jax.Array:
+    """Queue the writing of a piece of ``theta``, float32 [size of its fragment]; return the tensor.
+
+    The one that was given is donated: drop it.
+    """
+    return _rebuilt(tensor, piece, lambda shard, part: _overwrite_rows(shard, at(theta, piece, part.where), part.start))
 
 
-def mix(tensor: jax.Array, piece: Piece, theta: Values, reference: Values | None, alpha: float) -> jax.Array:
+def clear(tensor: jax.Array, piece: Piece) -> jax.Array:
+    """Queue the writing of zeros, as :func:`overwrite` does."""
+    zeros = np.zeros(piece.shape, np.float32)
+    return _rebuilt(tensor, piece, lambda shard, part: _overwrite_rows(shard, zeros[part.where], part.start))
+
+
+def mix(tensor: jax.Array, piece: Piece, theta: Values, reference: Reference | Values | None, alpha: float) -> jax.Array:
     """Queue ``alpha * value + (1 - alpha) * kept`` of a piece, as :func:`overwrite` does.
 
-    ``kept`` is ``theta + (value - reference)``, or ``theta`` without a reference; both are float32 [the piece's shape].
+    ``kept`` is ``theta + (value - reference)``, or ``theta`` without a reference; both are float32 [size of the fragment]. Of a
+    reference the rows are computed that are here, once where several devices have them.
     """
+    known: dict[str, Values] = {}
 
     def mixed(shard: jax.Array, part: _Overlap) -> jax.Array:
-        known = None if reference is None else reference[part.where]
-        written: jax.Array = _mix_rows(shard, theta[part.where], known, np.float32(alpha), part.start)
+        where = str(part.where)
+        if reference is not None and where not in known:
+            known[where] = at(reference, piece, part.where)
+        rows = at(theta, piece, part.where)
+        written: jax.Array = _mix_rows(shard, rows, known.get(where), np.float32(alpha), part.start)
         return written
 
     return _rebuilt(tensor, piece, mixed)
@@ -134,3 +150,16 @@ def _mix(tensor: jax.Array, theta: jax.Array, reference: jax.Array | None, alpha
 _copy_rows = jax.jit(_copy, static_argnames=("rows",))
 _overwrite_rows = jax.jit(_put, donate_argnums=0, keep_unused=True)  # a scalar is not read, but says which device it is on
 _mix_rows = jax.jit(_mix, donate_argnums=0)
+
+
+def layout(fragment: Fragment, leaf: Callable[[str], jax.Array], processes: int) -> RowLayout:
+    """Return which rows of a fragment each of so many processes has; ``leaf`` gives a tensor's array by its path."""
+    read: list[list[tuple[Piece, Where]]] = [[] for _ in range(processes)]
+    held: list[dict[tuple[Piece, str], Where]] = [{} for _ in range(processes)]
+    for piece in fragment.pieces:
+        for process, where, first in places(leaf(piece.path), piece):
+            held[process].setdefault((piece, str(where)), where)  # replicas in one process have the same rows
+            if first:
+                read[process].append((piece, where))
+    whole = [tuple((piece, where) for (piece, _), where in its.items()) for its in held]
+    return RowLayout([Rows(tuple(its)) for its in read], [Rows(its) for its in whole])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from diloco.errors import SettingsError
 from diloco.settings.run import TaskSettings
 from diloco_learner import gpt, members, options, tensors
 from diloco_learner.data import open_data
-from diloco_learner.leaves import path_of
+from diloco_learner.leaves import difference, path_of
 from diloco_learner.mix.mix import CACHE, Mix
 from diloco_learner.task_api import GPT, check_called, is_torch, made
 from diloco_learner.task_api import Aux as Aux
@@ -163,10 +163,10 @@ def checked(task: Any, settings: TaskSettings) -> Task:
     """
     if is_torch(task):
         raise SettingsError(
-            f"task.name = {settings.name!r}: {settings.name.rpartition(':')[2]} makes a torch task (it has module(), and no "
+            f"task.name = {settings.name!r}: {members.factory(settings.name)[1]} makes a torch task (it has module(), and no "
             "init()), which diloco-torch-learner trains, and diloco-learner does not"
         )
-    check_members(task, f"task.name = {settings.name!r}: what {settings.name.rpartition(':')[2]} returns")
+    check_members(task, f"task.name = {settings.name!r}: what {members.factory(settings.name)[1]} returns")
     found: Task = task
     return found
 
@@ -212,23 +212,27 @@ def _rows_parameter(task: Any) -> inspect.Parameter | None:
     return next((parameter for parameter in members.parameters(task.batches) if parameter.name == "rows"), None)
 
 
-def check_alike(task: Task, settings: TaskSettings, batches: Sequence[Any]) -> None:
-    """Find out that a task's first two batches have the same arrays.
+def _is_of_jax(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
+
+
+def check_alike(task: Task, first: Any, later: Any) -> None:
+    """Find out that one of a task's batches has the same arrays as the first.
 
     Raises:
-        SettingsError: they have not.
+        SettingsError: it has not, or something else than numbers.
     """
-    first, second = map(_shapes, batches)
-    changed = next((path for path in sorted(first.keys() | second.keys()) if first.get(path) != second.get(path)), None)
-    if changed is not None:
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(later)[0]:
+        dtype = getattr(leaf, "dtype", None)
+        if not (isinstance(leaf, int | float | complex) if dtype is None else _is_of_jax(dtype)):
+            came = f"an array of {leaf.dtype}" if hasattr(leaf, "dtype") else f"a {type(leaf).__name__}"
+            raise SettingsError(
+                f"task: batches() gave {path_of(keys) or 'the batch'} as {came}, expected an array of numbers"
+                f"{members.place(task.batches)}"
+            )
+    if (differs := difference(first, later)) is not None:
+        path, wanted, came = differs
         raise SettingsError(
-            f"task.name = {settings.name!r}: batches() gave {changed or 'the batch'} as {first.get(changed, 'nothing')} "
-            f"and then as {second.get(changed, 'nothing')}: batches have the same shapes each time{members.place(task.batches)}"
+            f"task: batches() gave {path or 'the batch'} as {wanted} and then as {came}: batches have the same shapes each time"
+            f"{members.place(task.batches)}"
         )
-
-
-def _shapes(batch: Any) -> dict[str, str]:
-    """Return a batch's arrays by path: types and shapes."""
-    keyed, _ = jax.tree_util.tree_flatten_with_path(batch)
-    shaped = ((path, jax.eval_shape(lambda whole: whole, leaf)) for path, leaf in keyed)
-    return {path_of(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in shaped}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import re
@@ -80,22 +81,23 @@ def first_batch(task: Batches, settings: RunSettings) -> Any:
         SettingsError: there is none.
         DataError: the data is missing, unreadable or too short.
     """
-    return next_batch(task.batches(0, settings.learners, settings.seed, 0), settings.task, 0, 0)
+    return next(first_batches(task, settings))
 
 
-def first_batches(task: Batches, settings: RunSettings) -> list[Any]:
-    """Return the first two batches of a run's first share.
+def first_batches(task: Batches, settings: RunSettings) -> Iterator[Any]:
+    """Yield the batches of a run's first share.
 
     Raises:
-        SettingsError: there are fewer.
+        SettingsError: they end.
         DataError: the data is missing, unreadable or too short.
     """
     batches = task.batches(0, settings.learners, settings.seed, 0)
-    return [next_batch(batches, settings.task, 0, index) for index in range(2)]
+    for index in itertools.count():
+        yield next_batch(task, batches, 0, index)
 
 
-def next_batch(batches: Iterator[Any], settings: TaskSettings, share: int, index: int) -> Any:
-    """Return the next of a task's batches, the ``index``-th of its share.
+def next_batch(task: Batches, batches: Iterator[Any], share: int, index: int) -> Any:
+    """Return the next of a task's ``batches``, the ``index``-th of its share.
 
     Raises:
         SettingsError: there is none.
@@ -104,8 +106,8 @@ def next_batch(batches: Iterator[Any], settings: TaskSettings, share: int, index
         return next(batches)
     except StopIteration:
         raise SettingsError(
-            f"task.name = {settings.name!r}: batches() of share {share} ended before batch {index}; they go on without end: "
-            "begin with the data again when it is used up"
+            f"task: batches() of share {share} ended before batch {index}; they go on without end: begin with the data again "
+            f"when it is used up{members.place(task.batches)}"
         ) from None
 
 
@@ -115,19 +117,26 @@ def made(settings: TaskSettings, data: str | None) -> Any:
     Raises:
         SettingsError: no such factory, or it cannot be imported.
     """
-    module_name, colon, attribute = settings.name.partition(":")
-    if not colon:
+    module_name, attribute = members.factory(settings.name)
+    if not module_name:
         raise SettingsError(f"task.name = {settings.name!r}: expected 'gpt' or 'package.module:attribute'")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may do anything wrong
-        reason = f"{type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:  # a user's module may do anything wrong
+        reason = f"{members.brief(error)}{members.raised_at(error, settings.name)}"
         raise SettingsError(f"task.name = {settings.name!r}: {module_name} cannot be imported: {reason}") from error
     make = getattr(module, attribute, None)
     if not callable(make):
         what = "is not callable" if hasattr(module, attribute) else "does not exist"
         raise SettingsError(f"task.name = {settings.name!r}: {attribute!r} {what} in {module_name}")
-    return make(settings, data, **options.of(make, settings.options))
+    given = options.of(make, settings.options)
+    with members.users_errors(settings, make):
+        task = make(settings, data, **given)
+    if task is None:
+        raise SettingsError(
+            f"task.name = {settings.name!r}: {attribute}() returned nothing, expected a task{members.place(make)}"
+        )
+    return task
 
 
 def check_called(task: Any, required: Collection[str], called: Mapping[str, tuple[int, tuple[str, ...]]], source: str) -> None:
@@ -138,9 +147,12 @@ def check_called(task: Any, required: Collection[str], called: Mapping[str, tupl
     Raises:
         SettingsError: one is missing, or needs an argument that nobody gives it; ``source`` begins the sentence.
     """
-    missing = [name for name in required if not hasattr(task, name)]
+    missing, place = [name for name in required if not hasattr(task, name)], members.place_of_class(type(task))
     if missing:
-        raise SettingsError(f"{source} lacks {', '.join(missing)}")
+        raise SettingsError(f"{source} lacks {', '.join(missing)}{place}")
+    if not isinstance(task.tokens_per_batch, int) or task.tokens_per_batch < 1:
+        came = task.tokens_per_batch
+        raise SettingsError(f"task: tokens_per_batch = {came!r}, expected an int above 0{place}")
     for member, (arguments, known) in called.items():
         if callable(getattr(task, member, None)):
             members.keywords(task, member, arguments, known)

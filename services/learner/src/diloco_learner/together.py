@@ -281,7 +281,7 @@ async def make_member(process: Process, fragments: FragmentMap, group: Group, is
 
     def make(store: Log, refused: Counted) -> Part:
         group.links.sign_of_life = lambda: Ping(transport.bytes_out, transport.bytes_in, refused.total)
-        return Part(transport, run, group, store, layouts, dealt, read, refused, log)
+        return Part(transport, run, group, store, layouts, dealt, read, refused, log, process.exporter.telemetry)
 
     own = [index for index, carrier in enumerate(dealt) if carrier == group.place]
     log.info("carries", fragments=own, parameters=sum(fragments.fragments[index].size for index in own))

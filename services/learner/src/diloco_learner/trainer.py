@@ -22,6 +22,7 @@ from diloco.core.schedule import Moment, learning_rate
 from diloco.member.member import Boundary
 from diloco.process.observe import Logger
 from diloco.settings.run import RunSettings
+from diloco_learner import members
 from diloco_learner.feed import Batch
 from diloco_learner.meter import Meter, Span
 from diloco_learner.model import Carried, Output, Stepping
@@ -184,7 +185,8 @@ class Trainer:
 
     def _make_batch(self) -> tuple[Batch, Span]:
         began_s = time.perf_counter()
-        return next(self.batches), Span(began_s, time.perf_counter())
+        with members.users_errors(self.settings.task):
+            return next(self.batches), Span(began_s, time.perf_counter())
 
     def _look_ahead(self, flight: _Flight | None, batch: Batch) -> None:
         """Have what follows the step in flight decided, so long before its end that this is known everywhere by then."""

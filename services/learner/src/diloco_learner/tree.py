@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from diloco.core.arrangement import Arrangement
 from diloco.core.fragments import TensorSpec
 from diloco.errors import SettingsError
+from diloco_learner import members
 from diloco_learner.leaves import path_of
 from diloco_learner.tensors import Shape, Tensor, tensor_of
 
@@ -91,20 +92,21 @@ class ModelTree:
 
 def _described(task: object, keys: tuple[Any, ...], leaf: Any) -> Described:
     path, dtype = path_of(keys), getattr(leaf, "dtype", None)
+    place = members.place(task.init)  # type: ignore[attr-defined]
     if dtype is None:
-        raise SettingsError(f"task: parameter {path!r} is a {type(leaf).__name__}, expected an array")
+        raise SettingsError(f"task: parameter {path!r} is a {type(leaf).__name__}, expected an array{place}")
     shape = tuple(leaf.shape)
     tensor = tensor_of(task, path, shape)
     if tensor.kind == "frozen":
         return Described(keys, shape, dtype, tensor, None)
-    return Described(keys, shape, _trained_dtype(path, dtype), tensor, tensor.arrangement(shape))
+    return Described(keys, shape, _trained_dtype(path, dtype, place), tensor, tensor.arrangement(shape))
 
 
-def _trained_dtype(path: str, dtype: Any) -> jnp.dtype:
+def _trained_dtype(path: str, dtype: Any, place: str) -> jnp.dtype:
     if dtype in (jnp.float32, jnp.bfloat16):
         known: jnp.dtype = jnp.dtype(dtype)
         return known
     advice = "keep parameters in one of these, and cast them in the loss; or say Tensor(kind='frozen') if it is not trained"
     if dtype == jnp.float16:
         advice = "gradients below 6e-8 would vanish and values above 65504 overflow in float16; use bfloat16"
-    raise SettingsError(f"task: parameter {path!r} is {dtype}, expected float32 or bfloat16: {advice}")
+    raise SettingsError(f"task: parameter {path!r} is {dtype}, expected float32 or bfloat16: {advice}{place}")

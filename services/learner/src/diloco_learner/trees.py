@@ -13,7 +13,7 @@ from diloco.core.delta import Reference
 from diloco.core.fragments import Fragment, TensorSpec
 from diloco.errors import SettingsError
 from diloco_learner.island import Reading
-from diloco_learner.leaves import Leaf, part, path_of, read_rows, write_rows
+from diloco_learner.leaves import Leaf, path_of, read_rows, write_rows
 from diloco_learner.tensors import trained
 
 Vector = NDArray[np.float32]
@@ -81,8 +81,8 @@ class Tree:
     def write(self, fragment: Fragment, theta: Vector, reference: Reference | Vector | None = None, alpha: float = 0.0) -> None:
         """Write a fragment, as :func:`diloco_learner.leaves.write_rows` does; vectors are float32 [size of the fragment]."""
         for piece in fragment.pieces:
-            at, known = self._index[piece.path], None if reference is None else part(reference, piece)
-            written, kept = write_rows(self._stored(at), piece, part(theta, piece), known, alpha), self._arrangements[at]
+            at = self._index[piece.path]
+            written, kept = write_rows(self._stored(at), piece, theta, reference, alpha), self._arrangements[at]
             leaf = self._leaves[at]
             if kept is None or isinstance(leaf, jax.Array):
                 self._leaves[at] = written if kept is None else kept.restored(written)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from diloco.core.fragments import Fragment, FragmentMap
 from diloco.errors import SettingsError
 from diloco.member import naming
-from diloco.member.naming import Naming
+from diloco.member.naming import Names, Naming
 from diloco.settings.validation import nearest
 from diloco_learner.model import Evaluated
 from diloco_learner.task_api import said_of_files
@@ -49,10 +49,10 @@ def put(path: Path, model: Evaluated, fragments: FragmentMap, names: Path | None
 def _naming(path: Path, model: Evaluated, fragments: FragmentMap, names: Path | None, setting: str) -> Naming:
     if names is not None:
         source = f"names of {setting}{path}: {names}"
-        return Naming(fragments.tensors, naming.read(names, source), source)
+        return Naming(fragments.tensors, naming.read_names(names, source))
     if path.is_dir():
-        return Naming(fragments.tensors, said_of_files(model.task, "names") or {}, "task: names()")
-    return Naming(fragments.tensors, {}, f"{setting}{path}")
+        return Naming(fragments.tensors, Names(said_of_files(model.task, "names") or {}, "task: names()"))
+    return Naming(fragments.tensors, Names({}, f"{setting}{path}"))
 
 
 @contextmanager
@@ -93,6 +93,7 @@ def _check(path: Path, files: Files, named: Naming, setting: str) -> None:
     for missing in sorted(named.shapes.keys() - files.keys()):
         raise SettingsError(
             f"{setting}{path}: it lacks tensor {missing!r} of shape {named.shapes[missing]}{nearest(missing, sorted(files))}"
+            + named.origin(missing)
         )
     for unknown in sorted(files.keys() - named.shapes.keys()):
         raise SettingsError(f"{setting}{path}: the model has no tensor {unknown!r}{nearest(unknown, sorted(named.shapes))}")
@@ -101,29 +102,35 @@ def _check(path: Path, files: Files, named: Naming, setting: str) -> None:
         if tuple(found.get_shape()) != shape:
             raise SettingsError(
                 f"{setting}{path}: tensor {name!r} has the shape {tuple(found.get_shape())}, the model's has {shape}"
+                + named.origin(name)
             )
         if found.get_dtype() not in FLOATS:
-            raise SettingsError(f"{setting}{path}: tensor {name!r} is {found.get_dtype()}, expected one of {', '.join(FLOATS)}")
+            raise SettingsError(
+                f"{setting}{path}: tensor {name!r} is {found.get_dtype()}, expected one of {', '.join(FLOATS)}"
+                + named.origin(name)
+            )
 
 
 def _values(path: Path, files: Files, fragment: Fragment, named: Naming, setting: str) -> NDArray[np.float32]:
     """Return a fragment's values, float32 [its size]."""
     vector = np.empty(fragment.size, np.float32)
-    for part in (part for piece in fragment.pieces for part in named.parts(piece)):
+    for part in named.parts(fragment):
         place = part.place
         file = files[place.name]
         if place.arrangement is not None:
             index, its, wanted = place.arrangement.box(part.first, part.stop)
             rows = its.stored(file.get_slice(place.name)[index])[wanted]
-        elif place.transposed:
-            rows = np.asarray(file.get_slice(place.name)[:, part.first : part.stop]).T
-        elif place.shape and len(place.shape) == len(part.shape):
-            rows = file.get_slice(place.name)[part.first - place.first : part.stop - place.first]
+        elif part.index:
+            rows = file.get_slice(place.name)[part.index]
+            rows = np.asarray(rows).T if place.transposed else rows
         else:
             rows = file.get_tensor(place.name)
         with np.errstate(over="ignore"):
             values = np.asarray(rows, np.float32).reshape(-1)
         if not np.isfinite(values).all():
-            raise SettingsError(f"{setting}{path}: tensor {place.name!r} holds NaN or infinity, or more than float32 can be")
+            raise SettingsError(
+                f"{setting}{path}: tensor {place.name!r} holds NaN or infinity, or more than float32 can be"
+                + named.origin(place.name)
+            )
         vector[part.values] = values
     return vector

@@ -26,6 +26,7 @@ from diloco.wire.control import Announcement, Heartbeat
 from diloco.wire.entries import Record
 from diloco.wire.offers import Answer, RegionalOffer
 from diloco_syncer.context import Context, clock_s, wait
+from diloco_syncer.tracing import RegionalTrace
 
 LOOK_S = 0.25  # at all fragments, if nothing is heard: a round's announcement comes as often
 STORE_TIMEOUT_S = 5.0  # for the own region's server to acknowledge an offer
@@ -119,6 +120,7 @@ class RegionalAggregator:
 
     async def _combine(self, aggregated: Aggregated, held: Sequence[HeldOffer]) -> None:
         index, round_ = aggregated.fragment.index, aggregated.round
+        trace = RegionalTrace.begin(self.context, index, round_.round)
         try:
             raw, rest = await asyncio.to_thread(round_.combine, held, round_.residual)
             packed = await asyncio.to_thread(codec.pack, raw, self.run.created.codec.zstd_level)
@@ -132,10 +134,14 @@ class RegionalAggregator:
             self._numbers[index] += 1
             round_.send(self._numbers[index], rest)
             attempt = self.context.transport.random_bytes(ATTEMPT_BYTES)
+            if trace is not None:
+                trace.combined()
             body, inline, parts = describe_body(packed, codec.content_hash(raw), attempt)
             members = [Answer.of(own.offer) for own in held]
             offer = RegionalOffer(index, self.syncer, self.incarnation, self._numbers[index], bits_of(held), members, body)
             if await self._store(aggregated, offer, inline, parts):
+                if trace is not None:
+                    trace.stored(offer)
                 self.log.debug("regional_offer_stored", fragment=index, version=round_.round, members=len(held))
         finally:
             aggregated.busy = False

@@ -96,7 +96,7 @@ class Copies:
         self,
         fragments: Sequence[int],
         ready: Callable[[], None],
-        folded: Callable[[Copy, Record | None], Awaitable[None]],
+        folded: Callable[[Copy, Folded | None], Awaitable[None]],
         doubted: Callable[[], None],
     ) -> None:
         """Keep copies of these fragments up to date, for ever.
@@ -114,7 +114,7 @@ class Copies:
         ready()
         async for event in self._follower.follow(fragments):
             if isinstance(event, Folded):
-                await folded(event.copy, event.entry.record)
+                await folded(event.copy, event)
             elif isinstance(event, Wrong):
                 doubted()
             elif not event.rewound:

@@ -67,7 +67,7 @@ class Keyframes:
             stored = await until_available(partial(store.reader.keyframe_sequences, self.index), context.log)
             self._kept = [sequence for sequence in stored if sequence not in self.copy.refused]
         moments = self.copy.replica.optimizer.moments
-        kept = keyframes_kept(context.run.in_force.log, context.map.parameters, moments)
+        kept = keyframes_kept(context.run.in_force.log, context.map.size, moments)
         # a keyframe that may stand after a wrong entry must not be all that is left
         if len(self._kept) > kept and self._kept[-kept] <= self.copy.vouched:
             del self._kept[:-kept]

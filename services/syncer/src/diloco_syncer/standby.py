@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from diloco.core import excess
 from diloco.core.ownership import Ownership
 from diloco.errors import FenceError, FormatError, StorageFullError
-from diloco.log.follower import Copy
+from diloco.log.follower import Copy, Folded
 from diloco.process.tasks import end
-from diloco.wire.entries import Record
 from diloco_syncer.aggregator import RegionalAggregator
 from diloco_syncer.context import Context, clock_s
 from diloco_syncer.copies import Copies
 from diloco_syncer.keyframes import Keyframes
+from diloco_syncer.tracing import tell_of_copy
 
 
 class Standby:
@@ -60,9 +60,12 @@ class Standby:
                 self.aggregator.follow(copy.replica.chain, None, 0.0)  # known with the next entry: now are many
         self.context.log.info("standing_by", fragments=len(known))
 
-    async def _folded(self, copy: Copy, record: Record | None) -> None:
-        """Take in that a fragment has a new entry, ``record``, or (None) was loaded again."""
+    async def _folded(self, copy: Copy, event: Folded | None) -> None:
+        """Take in that a fragment has a new entry, or (None) was loaded again."""
         context, chain = self.context, copy.replica.chain
+        record = None if event is None else event.entry.record
+        if event is not None:
+            tell_of_copy(context, event)
         if self.aggregator is not None:
             self.aggregator.follow(chain, record, await asyncio.to_thread(excess.usual, copy.replica))
         if context.regions is None:

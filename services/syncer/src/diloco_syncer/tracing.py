@@ -1,4 +1,4 @@
-"""A syncer's spans: a round, from its opening to the version in the log (quorum, grace, merge, outer step, publish)."""
+"""A syncer's spans: rounds, from their opening to the version in the log; regional offers; and versions that a standby read."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from diloco.core.round import Merge, Round
-from diloco.core.tracing import Ids, Span, offer_ids, version_ids
+from diloco.core.tracing import Ids, Span, offer_ids, regional_offer_ids, version_ids
+from diloco.log.follower import Folded
+from diloco.log.tracing import tell_of_read
 from diloco.process.telemetry import Telemetry
 from diloco.wire.entries import Record
+from diloco.wire.offers import RegionalOffer
 from diloco_syncer.context import Context
 
 
@@ -61,8 +64,12 @@ class RoundTrace:
             "diloco.bits": record.bits,
             "diloco.bytes": record.body.size_bytes if record.body else 0,
         }
-        links = tuple(offer_ids(run, m.learner, m.incarnation, record.fragment, m.number) for m in record.members)
-        add(Span("round", self.ids, None, wall_s + self.began_s, wall_s + now_s, about, links))
+        links = [offer_ids(run, m.learner, m.incarnation, record.fragment, m.number) for m in record.members]
+        links += [
+            regional_offer_ids(run, offer.syncer, offer.incarnation, record.fragment, offer.number)
+            for offer in record.regional_offers
+        ]
+        add(Span("round", self.ids, None, wall_s + self.began_s, wall_s + now_s, about, tuple(links)))
         waits = [("quorum", self.began_s, self.quorum_s), ("grace", self.quorum_s, self.closed_s)]
         for name, began_s, ended_s in [*waits, *self.stages]:
             add(Span(name, self.ids.child(name), self.ids.span, wall_s + began_s, wall_s + ended_s))
@@ -71,3 +78,57 @@ class RoundTrace:
 def stage(trace: RoundTrace | None, name: str) -> AbstractContextManager[None]:
     """Return a context in which a stage of a merge is timed, where its round is told of."""
     return nullcontext() if trace is None else trace.stage(name)
+
+
+@dataclass
+class RegionalTrace:
+    """A regional offer that is being made, from the offers of a region that are due."""
+
+    context: Context
+    telemetry: Telemetry
+    version: Ids
+    clock: Callable[[], float]
+    began_s: float
+    combined_s: float = 0.0
+
+    @classmethod
+    def begin(cls, context: Context, fragment: int, version: int) -> RegionalTrace | None:
+        """Return the trace of an offer to the round that makes a version, or None if that version's way is not told."""
+        telemetry, ids = context.telemetry, version_ids(context.run.identity, fragment, version)
+        if telemetry is None or not telemetry.wants(ids):
+            return None
+        clock = asyncio.get_running_loop().time
+        return cls(context, telemetry, ids, clock, clock())
+
+    def combined(self) -> None:
+        """Note that the offers were merged, and the sum packed."""
+        self.combined_s = self.clock()
+
+    def stored(self, offer: RegionalOffer) -> None:
+        """Tell of the offer, which is stored."""
+        now_s, add, run = self.clock(), self.telemetry.add, self.context.run.identity
+        wall_s = self.context.transport.wall_s() - now_s
+        ids = regional_offer_ids(run, offer.syncer, offer.incarnation, offer.fragment, offer.number)
+        about: dict[str, str | int | float] = {
+            "diloco.member": offer.syncer,
+            "diloco.fragment": offer.fragment,
+            "diloco.number": offer.number,
+            "diloco.members": len(offer.members),
+            "diloco.bits": offer.bits,
+            "diloco.bytes": offer.body.size_bytes,
+        }
+        links = [offer_ids(run, m.learner, m.incarnation, offer.fragment, m.number) for m in offer.members]
+        began, combined, now = wall_s + self.began_s, wall_s + self.combined_s, wall_s + now_s
+        add(Span("regional offer", ids, None, began, now, about, (self.version, *links)))
+        add(Span("merge", ids.child("merge"), ids.span, began, combined))
+        add(Span("upload", ids.child("upload"), ids.span, combined, now))
+
+
+def tell_of_copy(context: Context, folded: Folded) -> None:
+    """Tell of a version that a syncer read which does not own its fragment, if its way is told."""
+    telemetry, record, run = context.telemetry, folded.entry.record, context.run.identity
+    if telemetry is None or not record.makes_version:
+        return
+    if telemetry.wants(version_ids(run, record.fragment, record.version)):
+        now_s, wall_s = asyncio.get_running_loop().time(), context.transport.wall_s()
+        tell_of_read(telemetry, run, context.settings.name, record, folded.came_s + wall_s - now_s, wall_s)

@@ -64,6 +64,7 @@ class Accounts:
     blocked_s: float = 0.0
     loss: float | None = None  # the newest that is finite
     metrics: Mapping[str, float] = field(default_factory=dict)  # the task's own, of the same step
+    failure: str | None = None  # an evaluator's: of the newest evaluation
     warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
     schedule: tuple[int, int] = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
     announced: tuple[int, int] = (0, 0)  # tokens of all learners as last announced, own tokens then

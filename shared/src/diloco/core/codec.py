@@ -11,11 +11,12 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.core import kernels
+from diloco.core.compiled import kernels
 from diloco.errors import FormatError
 
 Raw = NDArray[np.uint8]
 MAX_WINDOW_BYTES = 1 << 27  # of zstd frames that are read
+MAX_HEADER_BYTES = 18  # of a zstd frame (RFC 8878, 3.1.1)
 _local = threading.local()  # zstd contexts must not be shared between threads
 
 
@@ -32,20 +33,20 @@ def packed_limit(raw_bytes: int) -> int:
     return raw_bytes + (raw_bytes >> 8) + 1024
 
 
-def unpack(data: bytes | memoryview, expected_bytes: int) -> Raw:
-    """Return the content of a zstd frame, uint8 [expected_bytes].
+def unpack(pieces: Sequence[bytes], expected_bytes: int) -> Raw:
+    """Return the content of a zstd frame that lies in pieces, uint8 [expected_bytes]; they are never joined.
 
     Raises:
         FormatError: it states or holds another size, is damaged, or is followed by further bytes.
     """
     try:
-        parameters = _check_size(data, expected_bytes)
-        end = kernels.zstd_blocks_end(np.frombuffer(data, np.uint8), zstandard.frame_header_size(data))
-        end += 4 if parameters.has_checksum else 0
-        if end != len(data):
-            raise FormatError(f"zstd frame of {len(data)} bytes: it is torn, or something follows it")
+        header, size_bytes = _header(pieces), sum(map(len, pieces))
+        parameters = _check_size(header, expected_bytes)
+        end = _blocks_end(pieces, zstandard.frame_header_size(header))
+        if end is None or end + (4 if parameters.has_checksum else 0) != size_bytes:
+            raise FormatError(f"zstd frame of {size_bytes} bytes: it is torn, or something follows it")
         content = np.empty(expected_bytes, np.uint8)
-        with _decompressor().stream_reader(data) as reader:
+        with _decompressor().stream_reader(cast(IO[bytes], _Source(pieces))) as reader:
             if reader.readinto(content) != expected_bytes or reader.read(1):
                 raise FormatError(f"zstd frame does not hold exactly {expected_bytes} bytes")
     except zstandard.ZstdError as error:
@@ -56,12 +57,11 @@ def unpack(data: bytes | memoryview, expected_bytes: int) -> Raw:
 class Beginning:
     """The first bytes of the content of a zstd frame that comes in pieces, so that only the content is in memory as a whole.
 
-    They are written into :attr:`arrays`, uint8 of the sizes that are wanted, one after another.
+    They are written into ``arrays``, uint8 [any], one after another.
     """
 
-    def __init__(self, expected_bytes: int, wanted_bytes: Sequence[int]) -> None:
-        self.expected_bytes = expected_bytes
-        self.arrays = [np.empty(size, np.uint8) for size in wanted_bytes]
+    def __init__(self, expected_bytes: int, arrays: Sequence[Raw]) -> None:
+        self.expected_bytes, self.arrays = expected_bytes, arrays
         self._content = _Content(expected_bytes, self.arrays)  # no cycle: arrays are large, and go when nobody needs them
         self._writer: zstandard.ZstdDecompressionWriter | None = None
 
@@ -106,7 +106,48 @@ class _Content:
         return len(data)
 
 
-def _check_size(data: bytes | memoryview, expected_bytes: int) -> zstandard.FrameParameters:
+class _Source:
+    """Pieces as zstd reads them."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces, self._at = iter(pieces), 0
+        self._piece = b""
+
+    def read(self, size: int) -> bytes:
+        while self._at == len(self._piece):
+            following = next(self._pieces, None)
+            if following is None:
+                return b""
+            self._piece, self._at = following, 0
+        data = self._piece[self._at : self._at + size]
+        self._at += len(data)
+        return data
+
+
+def _header(pieces: Sequence[bytes]) -> bytes:
+    """Return the first bytes of a frame, its header among them."""
+    header = b""
+    for piece in pieces:
+        header += piece[:MAX_HEADER_BYTES]
+        if len(header) >= MAX_HEADER_BYTES:
+            break
+    return header
+
+
+def _blocks_end(pieces: Sequence[bytes], at: int) -> int | None:
+    """Return the end of a frame's blocks, which begin at ``at``; None if the last one does not begin in these pieces."""
+    kept, begin = b"", 0  # bytes before a piece that are read with it: of a block's header; where they begin
+    for piece in pieces:
+        data = kept + piece if kept else piece
+        found = int(kernels.zstd_blocks_end(np.frombuffer(data, np.uint8), at - begin))
+        if found < 0:
+            return begin - 1 - found
+        at, kept = begin + found, data[found:]
+        begin += len(data) - len(kept)
+    return None
+
+
+def _check_size(data: bytes, expected_bytes: int) -> zstandard.FrameParameters:
     parameters = zstandard.get_frame_parameters(data)
     if parameters.content_size != expected_bytes or parameters.dict_id:
         raise FormatError(f"zstd frame states {parameters.content_size} bytes of content, expected {expected_bytes}")

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from diloco.core import quantise, ranges
 from diloco.core.chain import Chain
+from diloco.core.compiled import BLOCK
 from diloco.settings.run import RunSettings
 from diloco.wire.body import Body
 from diloco.wire.entries import Record
@@ -86,7 +87,7 @@ class Reference:
         start, stop, step = where.indices(self.base.size)
         assert step == 1
         out = np.empty(stop - start, np.float32)
-        begin = start - start % quantise.BLOCK
+        begin = start - start % BLOCK
         scratch = np.empty((2, min(CHUNK, stop - begin)), np.float32)
         for first in range(begin, stop, CHUNK):
             last = min(first + CHUNK, stop)

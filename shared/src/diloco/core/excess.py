@@ -5,7 +5,8 @@ lie between two rounds: n times the steps move at most n times as far. The usual
 remember of the merges before; it is in the log's state, so every owner decides alike. It is never less than ``REST`` of the
 fragment's own norm, since a fragment may have rested. Up to version ``FIRST`` it is that norm at least, and ``START`` in every
 value: first rounds have few steps, of a learning rate that rises, and a fragment may begin as zeros. So it is of state in any
-version: its offers are values, and no displacements.
+version: its offers are values, and no displacements. Before state has moved there is no usual: a running variance begins as 1,
+whatever the data's is.
 
 If a merge moves further, or is not finite, the offers with the largest norms are left out one by one until the rest is sound.
 The last live learner's is left out only if it cannot be merged at all: what everybody does is the usual.
@@ -41,9 +42,12 @@ def norm_of(body: NDArray[np.uint8], size: int, bits: int) -> float:
 
 
 def usual(replica: Replica) -> float:
-    """Return the norm that a merge of a fragment usually has; 0: it has moved nowhere."""
+    """Return the norm that a merge of a fragment usually has; 0: it has moved nowhere, and that says nothing."""
     moved, own = replica.optimizer.moved(replica.momentum), norm(replica.theta)
-    if replica.chain.version < FIRST or isinstance(replica.optimizer, Average):
+    state = isinstance(replica.optimizer, Average)
+    if state and not moved:
+        return 0.0
+    if replica.chain.version < FIRST or state:
         return max(moved, own, START * math.sqrt(replica.theta.size))
     return max(moved, REST * own)
 

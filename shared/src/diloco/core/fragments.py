@@ -144,7 +144,7 @@ class Fragment:
 
     @cached_property
     def size(self) -> int:
-        """Parameters in the fragment: the length of its vector."""
+        """Parameters, or values of state, in the fragment: the length of its vector."""
         return sum(piece.size for piece in self.pieces)
 
     def bits(self, usual: Bits) -> Bits:
@@ -191,9 +191,19 @@ class FragmentMap:
     fixed: tuple[FixedSpec, ...] = ()
 
     @cached_property
+    def size(self) -> int:
+        """Values in all fragments: parameters, and state that is merged."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    @cached_property
     def parameters(self) -> int:
         """Parameters in the model."""
-        return sum(tensor.size for tensor in self.tensors)
+        return self.size - self.state_values
+
+    @cached_property
+    def state_values(self) -> int:
+        """Values of state that is merged."""
+        return sum(tensor.size for tensor in self.tensors if tensor.state)
 
     @cached_property
     def digest(self) -> bytes:
@@ -271,6 +281,14 @@ def build_map(
         bins += _deal(group, group_count, strategy)
     fragments = tuple(_fragment(i, b) for i, b in enumerate(bins))
     return FragmentMap(tuple(ordered), fragments, strategy, tuple(sorted(fixed, key=lambda each: each.path)))
+
+
+def build_whole(tensors: Sequence[TensorSpec]) -> FragmentMap:
+    """Cut ``tensors`` into as few fragments as can be: one, and one of state if there is any.
+
+    Raises: as :func:`build_map`.
+    """
+    return build_map(tensors, 1 + any(tensor.state for tensor in tensors))
 
 
 def _grouped(ordered: Sequence[TensorSpec], count: int) -> list[tuple[list[TensorSpec], int]]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, types
 
+from diloco.core.compiled import BLOCK
+
 # indices are unsigned: for signed ones numba emits code for counting from the end, which keeps loops from being vectorised
 U = np.uint64
-BLOCK = 64
 HALF = 32
 QUARTER = 16
 LANES = 16
@@ -251,15 +252,18 @@ def widen2(codes, out):
 
 
 @njit(types.int64(types.Array(types.uint8, 1, "C", readonly=True), types.int64), **_OPTIONS)
-def zstd_blocks_end(frame, at):
-    """Return the end of a zstd frame's blocks, which begin at ``at`` (RFC 8878, 3.1.1.2); beyond the frame if it is torn."""
-    last = False
-    while not last and at + 3 <= frame.size:
-        head = np.int64(frame[at]) | np.int64(frame[at + 1]) << 8 | np.int64(frame[at + 2]) << 16
-        last = head & 1 == 1
+def zstd_blocks_end(piece, at):
+    """Return ``-1 - end`` of a zstd frame's blocks (RFC 8878, 3.1.1.2), of which one begins at ``at`` of this piece of it.
+
+    Where the last one does not begin in this piece, return where the first block begins whose header is not whole here.
+    """
+    while at + 3 <= piece.size:
+        head = np.int64(piece[at]) | np.int64(piece[at + 1]) << 8 | np.int64(piece[at + 2]) << 16
         run = head >> 1 & 3 == 1  # of one byte
         at += 3 + (1 if run else head >> 3)
-    return at if last else frame.size + 1
+        if head & 1 == 1:
+            return -1 - at
+    return at
 
 
 @njit("void(float32[::1], float32[::1], int8[::1], boolean)", **_OPTIONS)

@@ -263,6 +263,7 @@ class Learner:
             blocked_s=accounts.blocked_s,
             **traffic._asdict(),
             software=__version__,
+            failure=accounts.failure,
         )
 
     @property

@@ -19,7 +19,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core import kernels, quantise
+from diloco.core import quantise
+from diloco.core.compiled import kernels
 from diloco.core.fragments import Fragment
 from diloco.settings.run import MergeSettings
 

@@ -10,8 +10,9 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from diloco.core import codec, excess, kernels, outer, quantise
+from diloco.core import codec, excess, outer, quantise
 from diloco.core.chain import Chain
+from diloco.core.compiled import kernels
 from diloco.core.fold import Replica
 from diloco.core.fragments import Fragment
 from diloco.core.merge import Accumulator

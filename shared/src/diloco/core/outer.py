@@ -18,7 +18,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from diloco.core import kernels, quantise
+from diloco.core import quantise
+from diloco.core.compiled import kernels
 from diloco.core.fragments import Fragment
 from diloco.settings.run import RunSettings
 

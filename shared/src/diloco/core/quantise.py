@@ -39,10 +39,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core import kernels
+from diloco.core.compiled import BLOCK, kernels
 from diloco.errors import FormatError, NonFiniteError
 
-BLOCK = kernels.BLOCK
 Vector = NDArray[np.float32]
 Raw = NDArray[np.uint8]
 NOT_FINITE = "a value to be sent is NaN or infinite"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,7 @@ from diloco.core.fragments import Piece
 
 Vector = NDArray[np.float32]
 Where = tuple[slice, ...]
+VALUE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -25,15 +27,20 @@ class Rows:
     @cached_property
     def size(self) -> int:
         """Number of values."""
-        return sum(_shape_size(piece, where) for piece, where in self.parts)
+        return sum(_size(_ranges(piece, where)) for piece, where in self.parts)
 
     def take(self, vector: Reference | Vector) -> Vector:
-        """Return these values of a fragment's vector, float32 [size of the fragment], as float32 [size]."""
-        values, at = np.empty(self.size, np.float32), 0
+        """Return these values of a fragment's vector, float32 [size of the fragment], as float32 [size].
+
+        They may be a view of it. Of a reference no other rows are computed.
+        """
+        if len(self.parts) == 1:
+            return np.ascontiguousarray(at(vector, *self.parts[0])).reshape(-1)
+        values, place = np.empty(self.size, np.float32), 0
         for piece, where in self.parts:
-            taken = _part(vector, piece)[where]
-            values[at : at + taken.size].reshape(taken.shape)[...] = taken
-            at += taken.size
+            taken = at(vector, piece, where)
+            values[place : place + taken.size].reshape(taken.shape)[...] = taken
+            place += taken.size
         return values
 
     def put(self, values: Vector, vector: Vector) -> None:
@@ -44,12 +51,26 @@ class Rows:
         """
         if values.size != self.size:
             raise ValueError(f"rows: {values.size} values came, expected {self.size}")
-        at = 0
+        place = 0
         for piece, where in self.parts:
-            target = _part(vector, piece)[where]
-            count = target.size
-            _part(vector, piece)[where] = values[at : at + count].reshape(target.shape)
-            at += count
+            target = at(vector, piece, where)
+            target[...] = values[place : place + target.size].reshape(target.shape)
+            place += target.size
+
+    def cut(self, most_bytes: int) -> Iterator[Rows]:
+        """Yield rows of at most so many bytes, one behind another, that are these together."""
+        parts, size_bytes = list[tuple[Piece, Where]](), 0
+        for piece, where in self.parts:
+            for box in _cut(_ranges(piece, where), most_bytes // VALUE_BYTES):
+                box_bytes = _size(box) * VALUE_BYTES
+                if size_bytes + box_bytes > most_bytes:
+                    yield Rows(tuple(parts))
+                    parts, size_bytes = [], 0
+                if box_bytes:
+                    parts.append((piece, tuple(slice(along.start, along.stop, along.step) for along in box)))
+                    size_bytes += box_bytes
+        if parts:
+            yield Rows(tuple(parts))
 
 
 @dataclass(frozen=True)
@@ -60,17 +81,38 @@ class RowLayout:
     held: Sequence[Rows]
 
 
-def _part(vector: Reference | Vector, piece: Piece) -> Vector:
-    return vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
+def at(vector: Reference | Vector, piece: Piece, where: Where) -> Vector:
+    """Return the values at a place of a piece, float32 [their shape], of its fragment's vector, float32 [size]: a view of it.
+
+    Of a reference the rows at this place are computed, and no others; they must not be written to.
+    """
+    if not where:
+        return vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
+    start, stop, step = where[0].indices(piece.shape[0])
+    row_size = piece.size // piece.shape[0]
+    rows = vector[piece.offset + start * row_size : piece.offset + max(start, stop) * row_size]
+    return rows.reshape(-1, *piece.shape[1:])[(slice(None, None, step), *where[1:])]
 
 
-def _shape_size(piece: Piece, where: Where) -> int:
-    size = 1
-    for axis, part in enumerate(where):
-        size *= len(range(*part.indices(piece.shape[axis])))
-    for length in piece.shape[len(where) :]:
-        size *= length
-    return size
+def _ranges(piece: Piece, where: Where) -> tuple[range, ...]:
+    """Return the places along each axis of a piece."""
+    whole = (slice(None),) * (len(piece.shape) - len(where))
+    return tuple(range(*part.indices(length)) for part, length in zip((*where, *whole), piece.shape, strict=True))
+
+
+def _size(box: tuple[range, ...]) -> int:
+    return math.prod(map(len, box))
+
+
+def _cut(box: tuple[range, ...], most: int) -> Iterator[tuple[range, ...]]:
+    """Yield boxes of at most so many values that make it up, one behind another in C order."""
+    if _size(box) <= most:
+        yield box
+        return
+    axis = next(axis for axis, along in enumerate(box) if len(along) > 1)
+    step = max(1, most // _size(box[axis + 1 :]))
+    for first in range(0, len(box[axis]), step):
+        yield from _cut((*box[:axis], box[axis][first : first + step], *box[axis + 1 :]), most)
 
 
 def carriers(sizes: Sequence[int], processes: int) -> list[int]:

@@ -1,8 +1,8 @@
 """Ids of traces and spans, derived from the names of versions and offers: every service makes the same ones by itself.
 
 A version's trace has the spans of its round, at its syncer, and of each reader. An offer's trace has those of its making, at
-its learner. The round links to the offers that it merged, and an offer to the round that it answers. Nothing of it travels in
-messages. Pure.
+its learner; a regional offer's those at its syncer. The round links to the offers that it merged, and an offer to the round
+that it answers. Nothing of it travels in messages. Pure.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ def version_ids(run: bytes, fragment: int, version: int) -> Ids:
 def offer_ids(run: bytes, learner: str, incarnation: int, fragment: int, number: int) -> Ids:
     """Return the trace of an offer, and the span of its making."""
     return _ids(run, "offer", learner, incarnation, fragment, number)
+
+
+def regional_offer_ids(run: bytes, syncer: str, incarnation: int, fragment: int, number: int) -> Ids:
+    """Return the trace of a regional offer, and the span of its making."""
+    return _ids(run, "regional offer", syncer, incarnation, fragment, number)
 
 
 def is_sampled(version: Ids, share: float) -> bool:

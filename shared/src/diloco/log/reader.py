@@ -39,11 +39,20 @@ class Loaded:
     refused: tuple[int, ...] = ()  # sequences of newer keyframes, which are not whole
 
 
+Room = Callable[[int], NDArray[np.uint8]]  # an array of so many bytes
+
+
+def in_memory(size_bytes: int) -> NDArray[np.uint8]:
+    """Return an array, uint8 [size_bytes]."""
+    return np.empty(size_bytes, np.uint8)
+
+
 class Reader:
     """Reads single things of one log stream."""
 
     def __init__(self, stream: LogStream, entries: Entries) -> None:
         self.stream, self.entries = stream, entries
+        self.room_for_moments: Room = in_memory  # a command that lacks memory has a state's moments elsewhere
         self._named: set[int] = set()  # sequences of keyframes whose damage was logged
 
     async def genesis(self) -> tuple[Genesis, bytes] | None:
@@ -205,11 +214,9 @@ class Reader:
             except (FormatError, HashError) as error:
                 raise RunError(f"run {self.stream.subjects.run!r}: {error}") from None
         if replica is None or replica.chain.version != version:
-            last = replica.chain.version if replica else "the newest"
-            raise RunError(
-                f"run {self.stream.subjects.run!r}, fragment {fragment}: version {version} is not in the log, which has those "
-                f"from {oldest} to {last}; how far back it goes is set by log.keep_keyframes and log.keep_bytes"
-            )
+            has = f"which has those from {oldest} to the newest; how far back it goes is set by log.keep_keyframes and "
+            has = f"{has}log.keep_bytes" if replica is None else f"whose newest version is {replica.chain.version}"
+            raise RunError(f"run {self.stream.subjects.run!r}, fragment {fragment}: version {version} is not in the log, {has}")
         return replica
 
     async def keyframes(self, fragment: int, refuse: Refuse) -> AsyncIterator[Loaded]:
@@ -354,7 +361,8 @@ class Reader:
         check_body_size(body, codec.packed_limit(raw_bytes), what)
         head = self.stream.subjects.keyframe(fragment)
         if not residual and body.parts:
-            beginning = codec.Beginning(raw_bytes, [4 * size, 4 * optimizer.moments * size])
+            arrays = [in_memory(4 * size), self.room_for_moments(4 * optimizer.moments * size)]
+            beginning = codec.Beginning(raw_bytes, arrays)
             await self._read_beginning(beginning, head, body, what, sequence)
             theta, momentum = (array.view("<f4").astype(np.float32, copy=False) for array in beginning.arrays)
             replica = await asyncio.to_thread(fold.load_state, keyframe, chain, theta, momentum, optimizer)

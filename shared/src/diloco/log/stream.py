@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.core import codec, fold, outer, quantise
+from diloco.core.compiled import BLOCK
 from diloco.core.fragments import FragmentMap
 from diloco.core.quorum import EPOCH_STEP
 from diloco.errors import AppendUncertainError, FenceError, FormatError, HashError, MessageError, RewoundError
@@ -23,7 +24,7 @@ from diloco.process.prefetch import Prefetcher
 from diloco.settings.run import TWO_BITS, RunSettings
 from diloco.transport import Stored, Transport
 from diloco.wire import framing, subjects
-from diloco.wire.body import ATTEMPT_BYTES, Body, check_body_size, is_part, join_parts
+from diloco.wire.body import ATTEMPT_BYTES, Body, body_pieces, check_body_size, is_part
 from diloco.wire.entries import Claim, CommitNotice, Keyframe, Record
 from diloco.wire.subjects import Subjects
 
@@ -205,7 +206,7 @@ class LogStream:
     def most_body_bytes(self, fragment: int) -> int:
         """Return the most bytes that the zstd frame of an entry may have; a rollback's is the largest."""
         values = (1 + self.optimizers[fragment].moments) * self.map.fragments[fragment].size
-        return codec.packed_limit(4 * values + quantise.BLOCK * 8)
+        return codec.packed_limit(4 * values + BLOCK * 8)
 
     async def open(self, packed: Packed) -> NDArray[np.uint8] | None:
         """Return an entry's uncompressed body, checked: uint8 [quantised bytes]; None if it has none.
@@ -301,7 +302,7 @@ def open_body(body: Body, inline: bytes, pieces: Sequence[bytes], raw_bytes: int
         HashError: the content does not have its hash.
     """
     check_body_size(body, codec.packed_limit(raw_bytes), what)
-    raw = codec.unpack(join_parts(body, inline, pieces, what), raw_bytes)
+    raw = codec.unpack(body_pieces(body, inline, pieces, what), raw_bytes)
     if codec.content_hash(raw) != body.content_hash:
         raise HashError(f"{what}: the body's content does not have the hash that its head states")
     return raw

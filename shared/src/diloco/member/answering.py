@@ -67,7 +67,7 @@ class Answering:
 
     async def _answer(self, answer: Answer) -> None:
         index, began_s = answer.fragment, self.shared.loop.time()
-        trace = self.traces.offer(answer)
+        trace = self.traces.offer(index, answer.version)
         if trace is not None:
             answer = trace.take(answer)
         try:

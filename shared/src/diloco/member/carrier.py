@@ -30,6 +30,7 @@ from diloco.member.answering import store_answer
 from diloco.member.following import Following
 from diloco.member.links import Links
 from diloco.member.shipping import Shipping
+from diloco.member.tracing import MemberTraces, OfferTrace
 from diloco.process.observe import Counted, Logger
 from diloco.transport import Transport
 from diloco.wire import island
@@ -53,10 +54,11 @@ class _Carried:
     pending: list[Unmerged] = field(default_factory=list)  # offers whose fate is unknown, as the leader has them
     thetas: dict[int, Vector] = field(default_factory=dict)  # of versions that were folded and not applied
     snapshot: int | None = None  # number of the one that is to be quantised
-    came: dict[int, dict[int, Vector]] = field(default_factory=dict)  # by number of a snapshot and process: rows
+    came: dict[int, set[int]] = field(default_factory=dict)  # by number of a snapshot: processes whose rows are here
     bits: Bits = 32
     shipping: asyncio.Lock = field(default_factory=asyncio.Lock)  # one version's rows after another's
     encoded: Encoded | None = None
+    trace: OfferTrace | None = None  # of the offer that is being made
     packed: tuple[bytes, bytes] | None = None  # of it: the zstd frame, and its content's hash
 
     def forget(self, applied: Vector) -> None:
@@ -74,7 +76,7 @@ class _Carried:
 class _Staged:
     stage: Stage
     theta: Vector
-    reference: Reference | Vector | None
+    reference: Reference | Vector | None = None
 
 
 class Carrier:
@@ -92,20 +94,22 @@ class Carrier:
         refused: Counted,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         log: Logger,
+        traces: MemberTraces,
     ) -> None:
         """``carriers``: by fragment, the process that carries it. ``spawn`` begins a task whose failure ends this process."""
         self.transport, self.run, self.store, self.links, self.shipping, self.log = transport, run, store, links, shipping, log
         self.subjects, self.spawn = Subjects(run.name), spawn
         self.fragments = [index for index, process in enumerate(carriers) if process == links.place]
-        self.carriers = carriers
+        self.carriers, self._traces = carriers, traces
         self._carried: dict[int, _Carried] = {}
         self._stages: dict[int, Stage] = {}  # by fragment: the newest, of any process
-        self._rows: dict[int, dict[str, tuple[int, Vector]]] = {}  # by fragment and kind: number of the stage, and rows
+        self._vectors: dict[int, dict[str, tuple[int, Vector]]] = {}  # by fragment and kind: number of the stage, and rows
         self._staged: dict[int, _Staged] = {}  # by fragment
         # of fragments that the newest decision writes; None: nobody will ask
         self._before: dict[int, tuple[DeltaValues, list[Unmerged]]] | None = None
         others, tell = run.created.learners - 1, self._tell
         self._following = Following(store, run, name, self.fragments, refused, log, others=others, spawn=spawn, tell=tell)
+        self._following.folded = traces.folded
 
     # ---- the log
 
@@ -165,31 +169,24 @@ class Carrier:
             prepared = carried.values.prepare(decisions.carried(stage), theta)
             self._staged[index] = _Staged(stage, theta, prepared.reference)
             self.links.write(LEADER, island.Staged(index, stage.number))
-            for process in self.links.others:
-                rows = self.shipping.rows(index, process, "theta")
-                if rows.size:
-                    await self.shipping.send(process, index, stage.number, "theta", rows.take(theta))
-                    if prepared.reference is not None:
-                        values = await asyncio.to_thread(rows.take, prepared.reference)
-                        await self.shipping.send(process, index, stage.number, "reference", values)
+            for processes in self.shipping.sharing(index):
+                await self.shipping.send(processes, index, stage.number, "theta", theta)
+                if prepared.reference is not None:
+                    await self.shipping.send(processes, index, stage.number, "reference", prepared.reference)
 
-    def receive(self, head: island.Rows, rows: Vector) -> None:
-        """Take in all of this process's rows of a stage, float32 [their number]."""
-        self._rows.setdefault(head.fragment, {})[head.what] = head.number, rows
+    def receive(self, head: island.Rows, vector: Vector) -> None:
+        """Take in a vector, float32 [size of the fragment], with all of this process's rows of a stage."""
+        self._vectors.setdefault(head.fragment, {})[head.what] = head.number, vector
         self._look(head.fragment)
 
     def _look(self, index: int) -> None:
         """Tell the leader once a stage and its rows are here, whichever came first."""
-        stage, came = self._stages.get(index), self._rows.get(index, {})
+        stage, came = self._stages.get(index), self._vectors.get(index, {})
         wanted = ("theta", "reference") if stage is not None and stage.keeps else ("theta",)
         if stage is None or any(came.get(what, (0, None))[0] != stage.number for what in wanted):
             return
-        vectors = {}
-        for what in wanted:
-            vectors[what] = np.empty(self.store.map.fragments[index].size, np.float32)  # what has no row here is never touched
-            self.shipping.rows(index, self.links.place, "theta").put(came[what][1], vectors[what])
-        del self._rows[index]
-        self._staged[index] = _Staged(stage, vectors["theta"], vectors.get("reference"))
+        del self._vectors[index]
+        self._staged[index] = _Staged(stage, *(came[what][1] for what in wanted))
         self.links.write(LEADER, island.Staged(index, stage.number))
 
     def begin_decision(self, *, remember: bool) -> None:
@@ -225,31 +222,31 @@ class Carrier:
         """Await all processes' rows of a snapshot, which is then quantised."""
         carried = self._carried[encode.fragment]
         carried.snapshot, carried.bits = encode.number, encode.bits
+        carried.trace = self._traces.offer(encode.fragment, encode.version)
         self._look_at_snapshot(encode.fragment, carried)
 
-    def receive_snapshot(self, source: int, index: int, number: int, rows: Vector) -> None:
-        """Take in a process's rows of a snapshot, float32 [their number]; the own ones as float32 [size of the fragment]."""
+    def receive_snapshot(self, source: int, index: int, number: int) -> None:
+        """Take in that a process's rows of a snapshot have come."""
         carried = self._carried[index]
-        carried.came.setdefault(number, {})[source] = rows  # the leader's word for it may come later, by another connection
+        carried.came.setdefault(number, set()).add(source)  # the leader's word for it may come later, by another connection
         self._look_at_snapshot(index, carried)
 
     def _look_at_snapshot(self, index: int, carried: _Carried) -> None:
         if carried.snapshot is None:
             return
-        came = carried.came.get(carried.snapshot, {})
+        came = carried.came.get(carried.snapshot, set())
         needed = [process for process in self.links.others if self.shipping.rows(index, process, "snapshot").size]
         if all(process in came for process in [self.links.place, *needed]):
             carried.snapshot, carried.came = None, {}
-            self.spawn(self._encode(index, carried, came))
+            self.spawn(self._encode(index, carried, self.shipping.release(index, "snapshot")))
 
-    async def _encode(self, index: int, carried: _Carried, came: dict[int, Vector]) -> None:
-        level, bits = self.run.created.codec.zstd_level, carried.bits
+    async def _encode(self, index: int, carried: _Carried, snapshot: Vector) -> None:
+        level, bits, trace = self.run.created.codec.zstd_level, carried.bits, carried.trace
+        if trace is not None:
+            trace.read()
 
         def encode() -> tuple[Encoded, bytes, bytes]:
-            vector = came.pop(self.links.place)
-            for process, rows in came.items():
-                self.shipping.rows(index, process, "snapshot").put(rows, vector)
-            encoded = carried.values.encode(vector, bits)
+            encoded = carried.values.encode(snapshot, bits)
             return encoded, codec.pack(encoded.body, level), codec.content_hash(encoded.body)
 
         try:
@@ -258,6 +255,8 @@ class Carrier:
             self.log.warning("displacement_not_finite", fragment=index, version=carried.version, reason=str(error))
             self.links.write(LEADER, island.Encoded(index, None))
             return
+        if trace is not None:
+            trace.encoded()
         carried.packed = packed, content_hash
         self.links.write(LEADER, island.Encoded(index, content_hash))
 
@@ -270,15 +269,18 @@ class Carrier:
         offer = island.Pending((stated.incarnation, stated.number), store.bits, False)
         carried.values.hold(offer.identity, carried.encoded)
         carried.pending.append(offer)
-        (packed, content_hash), carried.encoded, carried.packed = carried.packed, None, None
+        (packed, content_hash), trace = carried.packed, carried.trace
+        carried.encoded = carried.packed = carried.trace = None
         body, inline, parts = describe_body(packed, content_hash, self.transport.random_bytes(ATTEMPT_BYTES))
         values = {name: getattr(stated, name) for name in stated.__struct_fields__}
         message = Offer(fragment=store.fragment, bits=store.bits, body=body, **values)
-        self.spawn(self._send(message, inline, parts))
+        self.spawn(self._send(message, inline, parts, trace))
 
-    async def _send(self, offer: Offer, inline: bytes, parts: Sequence[bytes]) -> None:
+    async def _send(self, offer: Offer, inline: bytes, parts: Sequence[bytes], trace: OfferTrace | None) -> None:
         run = self.run.identity
         sequence = await store_answer(self.transport, self.subjects, run, offer, inline, parts, self.log)
+        if trace is not None:
+            trace.stored(offer)
         self.links.write(LEADER, island.Stored(offer.fragment, sequence))
 
     # ---- checkpoints

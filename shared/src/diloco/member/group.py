@@ -72,7 +72,7 @@ class Group:
         self._kept: Kept | None = None  # the leader's answer to them
         self._answered = threading.Event()
         self._handle: Handle | None = None
-        self._early: list[tuple[int, Message, bytes]] = []  # messages before there was anybody to handle them
+        self._early: list[tuple[int, Message, memoryview]] = []  # messages before there was anybody to handle them
         self._found: dict[str, dict[int, Facts]] = {}  # by stage and process, of a leader
         self._agreed: dict[str, str] = {}  # by stage: the leader's answer
         self._told: dict[str, Told | Candidate] = {}  # by stage: what the leader said
@@ -162,10 +162,10 @@ class Group:
         """Have all further messages handled, and those that came before."""
         self._handle = handle
         early, self._early = self._early, []
-        for source, message, inline in early:
-            handle(source, message, inline)
+        for source, message, content in early:
+            handle(source, message, content)
 
-    def _take(self, source: int, message: Message, inline: bytes) -> None:
+    def _take(self, source: int, message: Message, content: memoryview) -> None:
         match message:
             case Ping():
                 self.beats[source] = message
@@ -189,9 +189,9 @@ class Group:
                 self._agreed[message.stage] = message.reason
                 self._news.set()
             case _ if self._handle is None:
-                self._early.append((source, message, inline))
+                self._early.append((source, message, memoryview(bytes(content))))
             case _:
-                self._handle(source, message, inline)
+                self._handle(source, message, content)
 
     # ---- the end
 

@@ -170,7 +170,7 @@ class Leader(Member):
             files = [(each.size_bytes, each.content or b"") for _, each in sorted(ended.parts.items())]
             answer = MarkerAnswer(self.settings.name, ended.save.marker, step, versions, *files[0], files[1:])
             self.learner.markers.answer(answer)
-            self._shared.tasks.spawn(self._send_marker_answer(answer))
+            self._shared.tasks.spawn(self._outbox.send(answer))
 
     def _lend_parts(self, ended: Ended) -> None:
         lent = self.part.lent
@@ -377,7 +377,7 @@ class _Offers:
             return
         self._answers[index] = answer, leader.part.loop.time()
         number = leader.decisions.course.number - 1  # the snapshot is of the boundary that was carried out last
-        message = island.Encode(index, number, answer.bits)
+        message = island.Encode(index, number, answer.bits, answer.version)
         leader.part.loop.call_soon_threadsafe(leader.part.links.write_all, message)
 
     def begin_soon(self, index: int) -> None:

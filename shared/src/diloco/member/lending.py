@@ -50,17 +50,17 @@ class LentParts:
         for number in list(self._kept):
             self._drop(number)
 
-    def hear(self, source: int, message: Message, inline: bytes) -> None:
+    def hear(self, source: int, message: Message, content: memoryview) -> None:
         """Take in what concerns a loan."""
         match message:
             case AskSlice():
                 self.spawn(self._answer(source, message))
             case Slice():
-                if blake3(inline).digest() != message.digest:
+                if blake3(content).digest() != message.digest:
                     raise HashError(f"process {source}: a slice of a loan does not have the hash that it states")
                 answer = self._asked.get(message.request)
                 if answer is not None and not answer.done():  # it is not waited for any more, where it took too long
-                    answer.set_result(inline)
+                    answer.set_result(bytes(content))
             case DropLoan():
                 self._drop(message.number)
             case _:

@@ -1,8 +1,7 @@
-"""Connections between the processes of one learner, each with each: framed messages, in order, authenticated once.
+"""Connections between the processes of one learner, each with each: messages in order, authenticated once.
 
-A frame is four bytes of length, most significant first, and a frame of :mod:`diloco.wire.framing`. Both ends prove that they
-know the secret of their generation before anything else is read. A bad frame, a silent process or a connection that ends
-without a farewell is the end of the generation: :class:`Links` tells ``lost`` once, and says nothing more.
+Both ends prove that they know the secret of their generation before anything else is read. A bad frame, a silent process or a
+connection that ends without a farewell is the end of the generation: :class:`Links` tells ``lost`` once, and says nothing more.
 """
 
 from __future__ import annotations
@@ -12,110 +11,23 @@ import contextlib
 import hmac
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 from blake3 import blake3
 
 from diloco.errors import FormatError, HashError, IslandError, MessageError
+from diloco.member.stream import EMPTY, Stream
 from diloco.process.observe import Logger
 from diloco.process.tasks import Tasks
-from diloco.wire import framing
 from diloco.wire.framing import Message
 from diloco.wire.island import MESSAGES, Address, Bye, Greeting, Ping, Proof
 
-M = TypeVar("M", bound=Message)
-Handle = Callable[[int, Message, bytes], None]  # of a process: its message, and the bytes in it
+Handle = Callable[[int, Message, memoryview], None]  # of a process: its message, and its content while it is handled
 
-LENGTH_BYTES = 4
-FRAME_BYTES = framing.MAX_FRAME_BYTES
 PING_S = 0.5  # several within the least `processes.silent_s`
-HELLO_BYTES = 4096  # of a frame before the other end has proved anything
 GREETING_S = 5.0  # four small messages, on a busy machine
 MAX_STRANGERS = 64  # connections that have not proved anything
 BYE_LOOK_S = 0.02  # the end of a learner waits for it
-
-
-class Stream:
-    """One connection's frames."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, run: bytes) -> None:
-        self._reader, self._writer, self.run = reader, writer, run
-        self._draining = asyncio.Lock()
-        self._most_bytes = HELLO_BYTES
-        self.bytes_up = self.bytes_down = 0
-
-    @property
-    def peer(self) -> str:
-        """Where the other end is."""
-        return str((self._writer.get_extra_info("peername") or "?")[0])
-
-    @property
-    def here(self) -> str:
-        """The address of this end."""
-        return str(self._writer.get_extra_info("sockname")[0])
-
-    def trust(self) -> None:
-        """Take large frames: the other end has proved that it is a process of the learner."""
-        self._most_bytes = FRAME_BYTES
-
-    def write(self, message: Message, inline: bytes | memoryview = b"") -> None:
-        """Send a message without waiting."""
-        frame = framing.pack(message, self.run, bytes(inline))
-        self.bytes_up += LENGTH_BYTES + len(frame)
-        self._writer.write(len(frame).to_bytes(LENGTH_BYTES, "big") + frame)
-
-    async def send(self, message: Message, inline: bytes | memoryview = b"") -> None:
-        """Send a message, and wait while too much is on its way.
-
-        Raises:
-            OSError: the connection is gone.
-        """
-        self.write(message, inline)
-        async with self._draining:
-            await self._writer.drain()
-
-    async def receive_any(self, kinds: Mapping[str, type[Message]]) -> Message:
-        """Return the next message, which is one of ``kinds``; bytes in it are not expected.
-
-        Raises:
-            FormatError, HashError: it is something else.
-            EOFError, OSError: the connection has ended.
-        """
-        message, _ = await self.receive(kinds)
-        return message
-
-    async def receive_one(self, kind: type[M]) -> M:
-        """Return the next message, which is of this kind, and raise as :meth:`receive_any` does."""
-        message = await self.receive_any({kind.kind: kind})
-        assert isinstance(message, kind)
-        return message
-
-    async def receive(self, kinds: Mapping[str, type[Message]]) -> tuple[Message, bytes]:
-        """Return the next message, and the bytes in it, and raise as :meth:`receive_any` does."""
-        length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
-        if not 0 < length <= self._most_bytes:
-            raise FormatError(f"a frame of {length} bytes, expected 1 to {self._most_bytes}")
-        frame = await self._reader.readexactly(length)
-        self.bytes_down += LENGTH_BYTES + length
-        kind = framing.kind_of(frame)
-        if kind is None or kind not in kinds:
-            raise FormatError(f"a message {kind!r}, expected one of {', '.join(sorted(kinds))}")
-        message, _, inline = framing.unpack(frame, kinds[kind], self.run)
-        return message, inline
-
-    async def heard(self) -> bool:
-        """Wait until the other end says anything, which is dropped; False: it has closed."""
-        return bool(await self._reader.read(1024))
-
-    async def until_closed(self) -> None:
-        """Wait until the other end closes; whatever it says is dropped."""
-        while await self.heard():
-            pass
-
-    def abort(self) -> None:
-        """Close at once."""
-        self._writer.transport.abort()
 
 
 class Links:
@@ -147,13 +59,17 @@ class Links:
 
     async def listen(self, host: str | None) -> int:
         """Listen for other processes; return the port. ``host`` None: at all addresses."""
+
+        def make() -> Stream:
+            return Stream(self.run, self._connected)
+
         if host is not None:
-            self._server = await asyncio.start_server(self._connected, host, 0)
+            self._server = await self._loop.create_server(make, host, 0)
         elif socket.has_dualstack_ipv6():
             both = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-            self._server = await asyncio.start_server(self._connected, sock=both)
+            self._server = await self._loop.create_server(make, sock=both)
         else:
-            self._server = await asyncio.start_server(self._connected, "0.0.0.0", 0)
+            self._server = await self._loop.create_server(make, "0.0.0.0", 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
@@ -190,8 +106,7 @@ class Links:
         return f"process {self.members[place]}" if place < len(self.members) else f"a process of place {place}"
 
     async def _connect(self, place: int, address: Address) -> None:
-        reader, writer = await asyncio.open_connection(*address)
-        stream = Stream(reader, writer, self.run)
+        stream = await Stream.connect(*address, self.run)
         try:
             own = Greeting(self.place, self._generation, os.urandom(32))
             await stream.send(own)
@@ -203,12 +118,12 @@ class Links:
             raise
         self._add(place, stream)
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _connected(self, stream: Stream) -> None:
         if self._strangers >= MAX_STRANGERS:
-            writer.transport.abort()
+            stream.abort()
             return
         self._strangers += 1
-        self._tasks.spawn(self._admit(Stream(reader, writer, self.run)))
+        self._tasks.spawn(self._admit(stream))
 
     async def _admit(self, stream: Stream) -> None:
         """Let a process in that knows the secret; drop all others."""
@@ -253,11 +168,11 @@ class Links:
     async def _receive(self, place: int, stream: Stream) -> None:
         try:
             while True:
-                message, inline = await stream.receive(MESSAGES)
+                message, content = await stream.receive(MESSAGES)
                 self._heard_s[place] = self._loop.time()
                 if isinstance(message, Bye):
                     self._gone.add(place)
-                self._handle(place, message, inline)
+                self._handle(place, message, content)
         except IslandError as error:
             self.fail(error)
         except MessageError as error:
@@ -317,7 +232,7 @@ class Links:
     def write(self, place: int, message: Message) -> None:
         """Send a small message; to this process itself it is handed at once."""
         if place == self.place:
-            self._handle(place, message, b"")
+            self._handle(place, message, EMPTY)
         elif place in self._streams:
             self._streams[place].write(message)
 
@@ -331,10 +246,13 @@ class Links:
         for place in self.others:
             self.write(place, message)
 
-    async def send(self, place: int, message: Message, inline: memoryview) -> None:
-        """Send a large message, and wait while too much is on its way; one that is lost ends the generation by itself."""
+    async def send(self, place: int, message: Message, content: memoryview) -> None:
+        """Send a message with content, which must not change any more, and wait while too much is on its way.
+
+        One that is lost ends the generation by itself.
+        """
         with contextlib.suppress(OSError):
-            await self._streams[place].send(message, inline)
+            await self._streams[place].send(message, content)
 
     async def farewell(self, silent_s: float) -> None:
         """Say that nothing more is wanted of the others, and answer them until all have said so, or are silent for so long."""

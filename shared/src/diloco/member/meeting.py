@@ -19,12 +19,13 @@ import contextlib
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from diloco.core import roll
 from diloco.core.roll import Roll, goes_to
 from diloco.errors import FormatError, HashError, IslandError, MessageError, SettingsError
-from diloco.member.links import Stream
 from diloco.member.proving import Door, prove
+from diloco.member.stream import Stream
 from diloco.process.observe import Counted, Logger
 from diloco.process.tasks import end
 from diloco.settings.service import ProcessesSettings, host_and_port
@@ -109,7 +110,8 @@ class Meeting:
         if address is None:
             return
         try:
-            self._server = await asyncio.start_server(self._connected, *host_and_port(address), reuse_address=True)
+            make = partial(Stream, self.run, self._connected)
+            self._server = await asyncio.get_running_loop().create_server(make, *host_and_port(address), reuse_address=True)
         except OSError as error:
             raise SettingsError(
                 f"processes.address = {address}: process {self.index} of {self.learner} cannot listen there: {error.strerror}: "
@@ -245,11 +247,11 @@ class Meeting:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _connected(self, stream: Stream) -> None:
         if len(self._connections) >= MAX_CONNECTIONS:
-            writer.transport.abort()
+            stream.abort()
             return
-        task = asyncio.get_running_loop().create_task(self._admit(Stream(reader, writer, self.run)))
+        task = asyncio.get_running_loop().create_task(self._admit(stream))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
 
@@ -369,8 +371,7 @@ class Meeting:
     async def _reach(self, index: int, address: str) -> None:
         """Hear another process until it is not heard any more, and raise why."""
         async with asyncio.timeout(REACH_S):
-            reader, writer = await asyncio.open_connection(*host_and_port(address))
-        stream = Stream(reader, writer, self.run)
+            stream = await Stream.connect(*host_and_port(address), self.run)
         living = asyncio.create_task(self._give_signs(index, stream))
         try:
             await prove(stream, self._key)

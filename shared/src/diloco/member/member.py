@@ -39,6 +39,7 @@ from diloco.member.admission import AdmissionClient
 from diloco.member.answering import Answering, Answers
 from diloco.member.audit import Audit
 from diloco.member.following import Following
+from diloco.member.outbox import Outbox, sample_of
 from diloco.member.peer import Borrower, Layout, Lendable, Lender, Loan
 from diloco.member.shared import SharedLearner
 from diloco.member.shares import LeaseClient, Leases
@@ -51,7 +52,7 @@ from diloco.process.telemetry import Telemetry
 from diloco.settings.service import LearnerSettings
 from diloco.transport import Heard, Transport
 from diloco.wire import framing
-from diloco.wire.control import Announcement, Heartbeat, MarkerAnswer, SnapshotMarker
+from diloco.wire.control import MAX_SAID, Announcement, Heartbeat, MarkerAnswer, SnapshotMarker
 from diloco.wire.entries import Genesis, Record
 from diloco.wire.subjects import Subjects
 
@@ -96,6 +97,7 @@ class Member:
         self.shares: Leases = LeaseClient(run, settings, self.admission.incarnation, fragment_map.digest, self.refused, log)
         self.learner = Learner(settings.name, settings.role, settings.region or "", self.admission.incarnation, run.created)
         self._shared = SharedLearner(self.learner)
+        self._outbox = Outbox(transport, run, settings.name, self._shared)
         self._traces = MemberTraces(telemetry, run.identity, settings.name, self._shared.loop.time, transport.wall_s)
         self._answering: Answers = Answering(transport, run, self._shared, self.tape, log, self._traces)
         self._changes = ChangesFollower(transport, run, log, self._change)
@@ -220,7 +222,7 @@ class Member:
         if len(self.learner.fragments) == len(self.map.fragments):
             if self.learner.activity != "finished":
                 self.learner.activity = "left"
-            await self._send_heartbeat()
+            await self._outbox.send(self.heartbeat())
             await self._free_shares()
         await self._shared.tasks.end()
         self.lender.close()
@@ -253,25 +255,18 @@ class Member:
         with self._shared.lock:
             answered = self.learner.markers.hear(marker, len(self.learner.fragments))
         if answered is not None:
-            await self._send_marker_answer(answered)
-
-    async def _send_marker_answer(self, answer: MarkerAnswer) -> None:
-        await self.transport.publish(self.subjects.marker_answer(self.settings.name), framing.pack(answer, self.run.identity))
+            await self._outbox.send(answered)
 
     async def _send_heartbeats_regularly(self) -> None:
         progress = Progress(self.log, self._shared.loop.time(), lambda: _progress(self.heartbeat()))
         while True:
-            await self._send_heartbeat()
+            await self._outbox.send(self.heartbeat())
             progress.look(self._shared.loop.time())
             await asyncio.sleep(self.run.in_force.liveness.heartbeat_s)
 
     def _heartbeat_soon(self) -> None:
         self.tape.flush()
-        self._shared.tasks.spawn(self._send_heartbeat())
-
-    async def _send_heartbeat(self) -> None:
-        frame = framing.pack(self.heartbeat(), self.run.identity)
-        await self.transport.publish(self.subjects.heartbeat(self.settings.name), frame)
+        self._shared.tasks.spawn(self._outbox.send(self.heartbeat()))
 
     def heartbeat(self) -> Heartbeat:
         """Return the heartbeat: what others are told of this member now."""
@@ -300,14 +295,11 @@ class Member:
             decision = decide(self.learner, now_s)
             self._taped.decision(decision)
             applied = apply(self.learner, decision)
-        self._traces.applied([each.application for each in applied], decision.step)
+        self._traces.applied([(each.application.fragment, each.application.version) for each in applied], decision.step)
         self._shared.loop.call_soon_threadsafe(self._heartbeat_soon)
         writes = [(each.application.fragment, each.write) for each in applied if each.write is not None]
-        ended = self._may_end(now_s)
+        ended = self._leave_by_s is not None and (self.left or now_s >= self._leave_by_s)
         return Boundary(writes, list(decision.reads), decision.stop, decision.wait, decision.finished, ended)
-
-    def _may_end(self, now_s: float) -> bool:
-        return self._leave_by_s is not None and (self.left or now_s >= self._leave_by_s)
 
     def submit(self, fragment: int, reader: Reader) -> None:
         """Hand over a way to read a fragment as it is at this boundary; called from another thread, at most once."""
@@ -350,10 +342,15 @@ class Member:
         with self._shared.lock:
             return sum(state.delta.next_number - 1 for state in self.learner.fragments)
 
-    def report_loss(self, loss: float | None) -> None:
-        """Set the loss that the next heartbeats carry (an evaluator's): none if it is not finite."""
+    def report_evaluation(self, loss: float | None, failure: str | None) -> None:
+        """Set what the next heartbeats of an evaluator say: its loss, none if it is not finite, and why it has failed."""
         with self._shared.lock:
             self.learner.accounts.loss = loss if loss is not None and math.isfinite(loss) else None
+            self.learner.accounts.failure = failure and failure[:MAX_SAID]
+
+    def report_sample(self, text: str) -> None:
+        """Send text that was drawn from the model as of the last boundary (an evaluator's)."""
+        self._outbox.send_soon(sample_of(self.settings.name, self.versions(), text))
 
     def leave(self, within_s: float) -> None:
         """Take no further step, and ask for rounds that merge what is unmerged.
@@ -423,7 +420,7 @@ class Member:
         """Say that the state asked for is saved. Callable from any thread."""
         with self._shared.lock:
             self.learner.markers.answer(answer)
-        self._shared.loop.call_soon_threadsafe(lambda: self._shared.tasks.spawn(self._send_marker_answer(answer)))
+        self._outbox.send_soon(answer)
 
 
 def _copied(member: Member) -> Dump:

@@ -17,16 +17,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from diloco.core.arrangement import Arrangement
-from diloco.core.fragments import Piece, TensorSpec
+from diloco.core.fragments import Fragment, Piece, TensorSpec
 from diloco.errors import SettingsError
 from diloco.settings.validation import nearest
 
+SPACE = re.compile(r"[ \t\n\r]*")
 MAX_BYTES = 64 << 20  # of a file of names: of as many tensors as a run may have
 KINDS = '"NAME", {"transposed": "NAME"}, {"rows": {"NAME": ROWS, ...}} or {"stacked": ["NAME", ...]}'
 
@@ -53,30 +57,67 @@ class Part:
     values: slice  # of the fragment's vector
     shape: tuple[int, ...]  # of these rows
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Where the rows lie in the tensor of a place that has no arrangement; empty: they are all of it."""
+        place = self.place
+        if place.transposed:
+            return slice(None), slice(self.first, self.stop)
+        if len(place.shape) < max(1, len(self.shape)):
+            return ()
+        return (slice(self.first - place.first, self.stop - place.first),)
+
+    def theirs(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Return the rows as they lie there, any dtype [their shape at :attr:`index`], from [:attr:`shape`]."""
+        if self.place.transposed:
+            return rows.T
+        return rows if self.index else rows.reshape(self.place.shape)
+
+
+@dataclass(frozen=True)
+class Names:
+    """A names map, and where it is from: ``source`` begins the sentences about it."""
+
+    entries: Mapping[str, Any]
+    source: str
+    lines: Mapping[str, int] = field(default_factory=dict)  # of the entries of a file
+
+    def at(self, path: str) -> str:
+        """Return where the entry of a path is: the source, and the line in it."""
+        return f"{self.source}, line {self.lines[path]}" if path in self.lines else self.source
+
 
 class Naming:
     """Where the values of a model's tensors lie in files of others.
 
     Raises:
-        SettingsError: the map names no tensor of the model, two alike, or does not fit a tensor's shape; ``source`` begins the
-            sentence.
+        SettingsError: the map names no tensor of the model, two alike, or does not fit a tensor's shape; the line is named.
     """
 
-    def __init__(self, tensors: Sequence[TensorSpec], names: Mapping[str, Any], source: str) -> None:
+    def __init__(self, tensors: Sequence[TensorSpec], names: Names) -> None:
         paths = [tensor.path for tensor in tensors]
-        for unknown in names.keys() - set(paths):
-            raise SettingsError(f"{source}: the model has no tensor {unknown!r}{nearest(unknown, paths)}")
-        self._places = {tensor.path: _places(tensor, names.get(tensor.path, tensor.path), source) for tensor in tensors}
+        for unknown in sorted(names.entries.keys() - set(paths)):
+            raise SettingsError(f"{names.at(unknown)}: the model has no tensor {unknown!r}{nearest(unknown, paths)}")
+        self._names, self._places = names, {tensor.path: _places(tensor, names) for tensor in tensors}
         self.shapes: dict[str, tuple[int, ...]] = {}  # of each of their tensors, by name
-        taken: dict[str, str] = {"__metadata__": "the file's own table"}
+        self._of: dict[str, str] = {"__metadata__": "the file's own table"}  # by their name the path that it is of
         for path, place in ((path, place) for path, places in self._places.items() for place in places):
-            if place.name in taken:
-                raise SettingsError(f"{source}: {place.name!r} is the name of {taken[place.name]!r} and of {path!r}")
-            taken[place.name] = path
+            if place.name in self._of:
+                raise SettingsError(f"{names.at(path)}: {place.name!r} is the name of {self._of[place.name]!r} and of {path!r}")
+            self._of[place.name] = path
             self.shapes[place.name] = place.shape
 
-    def parts(self, piece: Piece) -> Iterator[Part]:
-        """Yield the parts of a piece, place by place."""
+    def origin(self, name: str) -> str:
+        """Return, for the end of a sentence, which entry of the map gives a tensor of theirs its name; empty if none does."""
+        path = self._of[name]
+        return f"; {self._names.at(path)}: it is the model's {path!r}" if path in self._names.entries else ""
+
+    def parts(self, fragment: Fragment) -> Iterator[Part]:
+        """Yield the parts of a fragment, place by place."""
+        for piece in fragment.pieces:
+            yield from self._parts(piece)
+
+    def _parts(self, piece: Piece) -> Iterator[Part]:
         row_size = piece.size // (piece.row_stop - piece.row_start)
         for place in self._places[piece.path]:
             first, stop = max(place.first, piece.row_start), min(place.stop, piece.row_stop)
@@ -85,25 +126,61 @@ class Naming:
                 yield Part(place, first, stop, slice(begin, end), (stop - first, *piece.shape[1:]))
 
 
-def read(path: Path, source: str) -> dict[str, Any]:
+def read_names(path: Path, source: str) -> Names:
     """Return the names map in a file.
 
     Raises:
-        SettingsError: it cannot be read, or is no JSON object; ``source`` begins the sentence.
+        SettingsError: it cannot be read, is no JSON object, or has a path twice; ``source`` begins the sentence.
+    """
+    found, text = read_object(path, source)
+    lines = dict[str, int]()
+    for key, line in _keys(text):
+        if key in lines:
+            raise SettingsError(f"{source}, line {line}: {key!r} is in line {lines[key]} already")
+        lines[key] = line
+    return Names(found, source, lines)
+
+
+def read_object(path: Path, source: str) -> tuple[dict[str, Any], str]:
+    """Return the JSON object in a file, and its text.
+
+    Raises:
+        SettingsError: it cannot be read, or is none; ``source`` begins the sentence.
     """
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"more than {MAX_BYTES >> 20} MiB")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{source}: cannot be read: {error}") from None
     if not isinstance(found, dict):
-        raise SettingsError(f"{source}: expected an object of tensors' paths and their names")
-    return found
+        raise SettingsError(f"{source}: expected a JSON object")
+    return found, text
 
 
-def _places(tensor: TensorSpec, entry: Any, source: str) -> list[Place]:
-    about = f"{source}: tensor {tensor.path!r} of shape {tensor.model_shape}"
+def _keys(text: str) -> Iterator[tuple[str, int]]:
+    """Yield the keys of the JSON object in a text, and their lines."""
+    decoder, at, line, counted = json.JSONDecoder(), _behind(text, text.index("{") + 1), 1, 0
+    while text[at] != "}":
+        key, after = decoder.raw_decode(text, at)
+        line, counted = line + text.count("\n", counted, at), at
+        yield key, line
+        _, after = decoder.raw_decode(text, _behind(text, _behind(text, after) + 1))
+        at = _behind(text, after)
+        at = _behind(text, at + 1) if text[at] == "," else at
+
+
+def _behind(text: str, at: int) -> int:
+    """Return the place behind the white space that begins at ``at``."""
+    found = SPACE.match(text, at)
+    assert found is not None  # it matches nothing, too
+    return found.end()
+
+
+def _places(tensor: TensorSpec, names: Names) -> list[Place]:
+    entry = names.entries.get(tensor.path, tensor.path)
+    about = f"{names.at(tensor.path)}: tensor {tensor.path!r} of shape {tensor.model_shape}"
     rows = tensor.shape[0] if tensor.shape else 1
     if tensor.arrangement is not None:
         return [_arranged(tensor, tensor.arrangement, entry, about)]
@@ -120,10 +197,10 @@ def _places(tensor: TensorSpec, entry: Any, source: str) -> list[Place]:
             stops = list(itertools.accumulate(parts.values()))
             given = zip(parts.items(), stops, strict=True)
             return [Place(name, (count, *tensor.shape[1:]), stop - count, stop) for (name, count), stop in given]
-        case {"stacked": list(names)} if all(isinstance(name, str) and name for name in names) and len(entry) == 1:
-            if len(names) != rows or not tensor.shape:
-                raise SettingsError(f"{about}: {len(names)} are stacked in it, expected {rows if tensor.shape else 'an axis'}")
-            return [Place(name, tensor.shape[1:], row, row + 1) for row, name in enumerate(names)]
+        case {"stacked": list(each)} if all(isinstance(name, str) and name for name in each) and len(entry) == 1:
+            if len(each) != rows or not tensor.shape:
+                raise SettingsError(f"{about}: {len(each)} are stacked in it, expected {rows if tensor.shape else 'an axis'}")
+            return [Place(name, tensor.shape[1:], row, row + 1) for row, name in enumerate(each)]
     raise SettingsError(f"{about}: its entry is {json.dumps(entry)[:80]}, expected {KINDS}")
 
 

@@ -37,9 +37,11 @@ from diloco.member.lending import LentParts
 from diloco.member.member import Boundary
 from diloco.member.shipping import Shipping
 from diloco.member.state import Saved
+from diloco.member.tracing import MemberTraces
 from diloco.process.observe import Counted, Logger
 from diloco.process.retry import until_available
 from diloco.process.tasks import Tasks
+from diloco.process.telemetry import Telemetry
 from diloco.transport import Transport
 from diloco.wire import island
 from diloco.wire.framing import Message
@@ -83,26 +85,29 @@ class Part:
         read: Callable[[int], Vector],
         refused: Counted,
         log: Logger,
+        telemetry: Telemetry | None = None,
     ) -> None:
         """Begin; ``read`` gives a fragment as it is between steps, float32 [size], with this process's rows in it."""
         self.transport, self.run, self.group, self.log, self.read = transport, run, group, log, read
         self.tasks = Tasks(self.fail)  # of the loop's thread
         self.links, self.refused, self.carriers = group.links, refused, carriers
-        self.shipping = Shipping(group.links, layouts)
+        self.shipping = Shipping(group.links, layouts, [fragment.size for fragment in store.map.fragments])
+        self.loop = asyncio.get_running_loop()
+        self._traces = MemberTraces(telemetry, run.identity, group.name, self.loop.time, transport.wall_s)
+        spawn = self.tasks.spawn
         self.carrier = Carrier(
-            transport, run, store, group.links, self.shipping, carriers, group.name, refused, self.tasks.spawn, log
+            transport, run, store, group.links, self.shipping, carriers, group.name, refused, spawn, log, self._traces
         )
         self.lent = LentParts(group.links, self.tasks.spawn)
         self.course = Course(run.identity, group.generation)
         self.lead: Callable[[int, Message], None] | None = None
-        self.loop = asyncio.get_running_loop()
         self._news = threading.Condition()
         self._decided: deque[_Due] = deque()  # not carried out; the lock is held
         self.saving: Saving | None = None  # as of the boundary that was carried out last
         self._failure: BaseException | None = None
         self._readings: dict[tuple[int, int], Reader] = {}  # by fragment and decision
         self._asked: set[tuple[int, int]] = set()  # readings that are asked for and have not been made
-        self._whole: dict[int, dict[int, Vector]] = {}  # by fragment: rows that came to a leader that gathers
+        self._whole: dict[int, set[int]] = {}  # by fragment: processes whose rows came to a leader that gathers
         self._gathered = asyncio.Event()
         self._oldest = 0  # readings of earlier decisions are wanted no more
         self._newest = -1  # number of the decision that came last
@@ -126,19 +131,19 @@ class Part:
         await self.tasks.end()
         self.lent.close()
 
-    def _handle(self, source: int, message: Message, inline: bytes) -> None:
+    def _handle(self, source: int, message: Message, content: memoryview) -> None:
         try:
-            self._take_in(source, message, inline)
+            self._take_in(source, message, content)
         except Exception as error:
             self.fail(error)  # a message from here to here has nobody else who would hear of it
             raise
 
-    def _take_in(self, source: int, message: Message, inline: bytes) -> None:
+    def _take_in(self, source: int, message: Message, content: memoryview) -> None:
         match message:
             case Decided():
                 self._take(message)
             case island.Rows():
-                self._receive(source, message, inline)
+                self._receive(source, message, content)
             case island.Stage():
                 self.carrier.stage(message)
             case island.Encode():
@@ -146,7 +151,7 @@ class Part:
             case island.Store():
                 self.carrier.store_offer(message)
             case island.AskSlice() | island.Slice() | island.DropLoan():
-                self.lent.hear(source, message, inline)
+                self.lent.hear(source, message, content)
             case island.Gather():
                 self.tasks.spawn(self._send_whole(message.fragment))
             case _ if self.lead is not None:
@@ -181,17 +186,16 @@ class Part:
                 f"are not here ({error})"
             ) from None
 
-    def _receive(self, source: int, head: island.Rows, content: bytes) -> None:
-        rows = self.shipping.take(source, head, content)
-        if rows is None:
+    def _receive(self, source: int, head: island.Rows, content: memoryview) -> None:
+        vector = self.shipping.take(source, head, content)
+        if vector is None:
             return
         if head.what == "snapshot":
-            self.carrier.receive_snapshot(source, head.fragment, head.number, rows)
+            self.carrier.receive_snapshot(source, head.fragment, head.number)
         elif head.what == "whole":
-            self._whole.setdefault(head.fragment, {})[source] = rows
-            self._gathered.set()
+            self._note_whole(source, head.fragment)
         else:
-            self.carrier.receive(head, rows)
+            self.carrier.receive(head, vector)
 
     def arrays(self, number: int) -> dict[str, NDArray[Any]]:
         """Return the carried fragments' arrays, any dtype [...] by name, as decision ``number`` leaves them.
@@ -220,14 +224,15 @@ class Part:
 
     async def _send_rows(self, key: tuple[int, int], reader: Reader) -> None:
         fragment, number = key
-        carrier, rows = self.carriers[fragment], self.shipping.rows(fragment, self.links.place, "snapshot")
-        if carrier != self.links.place and not rows.size:
+        carrier = self.carriers[fragment]
+        if carrier != self.links.place and not self.shipping.rows(fragment, self.links.place, "snapshot").size:
             return
         vector = await asyncio.to_thread(reader)
         if carrier == self.links.place:
-            self.carrier.receive_snapshot(carrier, fragment, number, vector)
+            self.shipping.add(fragment, "snapshot", number, vector)
+            self.carrier.receive_snapshot(carrier, fragment, number)
         else:
-            await self.shipping.send(carrier, fragment, number, "snapshot", rows.take(vector))
+            await self.shipping.send([carrier], fragment, number, "snapshot", vector)
 
     def _note_reading(self, key: tuple[int, int], reader: Reader) -> None:
         if key in self._asked:
@@ -239,11 +244,14 @@ class Part:
     async def _send_whole(self, fragment: int) -> None:
         vector = await asyncio.to_thread(self.read, fragment)
         if self.links.place == LEADER:
-            self._whole.setdefault(fragment, {})[LEADER] = vector
-            self._gathered.set()
+            self.shipping.add(fragment, "whole", 0, vector)
+            self._note_whole(LEADER, fragment)
         else:
-            rows = self.shipping.rows(fragment, self.links.place, "whole")
-            await self.shipping.send(LEADER, fragment, 0, "whole", rows.take(vector))
+            await self.shipping.send([LEADER], fragment, 0, "whole", vector)
+
+    def _note_whole(self, source: int, fragment: int) -> None:
+        self._whole.setdefault(fragment, set()).add(source)
+        self._gathered.set()
 
     async def gather(self, fragment: int) -> Vector:
         """Return a fragment as the processes have it that take no step now, float32 [size]. For a leader.
@@ -253,18 +261,15 @@ class Part:
         """
         others = [p for p in self.links.others if self.shipping.rows(fragment, p, "whole").size]
         self.links.write_all(island.Gather(fragment))
-        while not all(process in self._whole.get(fragment, {}) for process in [LEADER, *others]):
+        while not self._whole.get(fragment, set()).issuperset([LEADER, *others]):
             ended = next((p for p in others if self.links.has_ended(p, self.group.settings.silent_s)), None)
             if ended is not None:
                 raise IslandError(f"process {ended} has ended: its rows of fragment {fragment} cannot be had")
             self._gathered.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._gathered.wait(), LOOK_S)
-        came = self._whole.pop(fragment)
-        vector = came[LEADER]
-        for process in others:
-            self.shipping.rows(fragment, process, "whole").put(came[process], vector)
-        return vector
+        del self._whole[fragment]
+        return self.shipping.release(fragment, "whole")
 
     # ---- the trainer's thread
 
@@ -278,6 +283,7 @@ class Part:
         with self._news:
             self._await_decision()
             due = self._decided.popleft()
+        self._traces.applied([(write.fragment, write.version) for write in due.decided.writes], due.decided.step)
         self.saving = due.saving
         passed = self.course.take(due.decided)
         if self.links.place != LEADER:

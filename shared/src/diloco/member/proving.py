@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from blake3 import blake3
 
 from diloco.errors import HashError
-from diloco.member.links import Stream
+from diloco.member.stream import Stream
 from diloco.wire.island import Challenge, Proof
 
 OPEN = bytes(32)
 PROVING_S = 5.0  # four small messages, on a busy machine
-MAX_STRANGERS = 256  # connections that have not proved anything; one holds 128 KiB at most
+MAX_STRANGERS = 256  # connections that have not proved anything; one holds 4 KiB
 
 
 def secret_of(key: bytes, sent: bytes) -> bytes:

@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.core.fragment_state import Answer, Application
+from diloco.core.fragment_state import Answer
 from diloco.core.tracing import Ids, Span, offer_ids, version_ids
+from diloco.log.tracing import tell_of_read
 from diloco.process.telemetry import Telemetry
 from diloco.wire.entries import Record
 from diloco.wire.offers import Offer
@@ -31,12 +32,12 @@ class MemberTraces:
         self.telemetry, self.run, self.name, self.clock, self._wall = telemetry, run, name, clock, wall
         self._reads: dict[tuple[int, int], tuple[Record, float, float]] = {}  # by fragment and version: fetched, folded
 
-    def offer(self, answer: Answer) -> OfferTrace | None:
-        """Return the trace of an offer that is being made, if it answers a version whose way is told."""
+    def offer(self, fragment: int, version: int) -> OfferTrace | None:
+        """Return the trace of an offer that is being made, if the way of the version is told that its round makes."""
         if self.telemetry is None:
             return None
-        version = version_ids(self.run, answer.fragment, answer.version)
-        return OfferTrace(self, self.telemetry, version) if self.telemetry.wants(version) else None
+        ids = version_ids(self.run, fragment, version)
+        return OfferTrace(self, self.telemetry, ids) if self.telemetry.wants(ids) else None
 
     def folded(self, record: Record, came_s: float) -> None:
         """Note a version that was folded; all of it was there at ``came_s``."""
@@ -47,27 +48,17 @@ class MemberTraces:
                 self._reads.pop(next(iter(self._reads)))
             self._reads[record.fragment, record.version] = record, came_s, self.clock()
 
-    def applied(self, applications: Iterable[Application], step: int) -> None:
-        """Tell of versions that were applied at the boundary after ``step`` steps. Callable from any thread."""
-        for application in applications:
-            found = self._reads.pop((application.fragment, application.version), None)
-            if found is not None and self.telemetry is not None:
-                self._tell_of(self.telemetry, *found, step)
+    def applied(self, versions: Iterable[tuple[int, int]], step: int) -> None:
+        """Tell of versions that were applied at the boundary after ``step`` steps. Callable from any thread.
 
-    def _tell_of(self, telemetry: Telemetry, record: Record, came_s: float, folded_s: float, step: int) -> None:
-        root = version_ids(self.run, record.fragment, record.version)
-        read, shift_s = root.child("read", self.name), self.shift_s()
-        came, folded, now = came_s + shift_s, folded_s + shift_s, self.clock() + shift_s
-        committed = min(record.committed_at_s, came)  # by another machine's clock
-        about: dict[str, str | int | float] = {
-            "diloco.member": self.name,
-            "diloco.fragment": record.fragment,
-            "diloco.version": record.version,
-            "diloco.step": step,
-        }
-        telemetry.add(Span("read", read, root.span, committed, now, about))
-        for name, began, ended in (("fetch", committed, came), ("fold", came, folded), ("apply", folded, now)):
-            telemetry.add(Span(name, read.child(name), read.span, began, ended))
+        ``versions``: of fragments, (fragment, version) each.
+        """
+        for version in versions:
+            found = self._reads.pop(version, None)
+            if found is not None and self.telemetry is not None:
+                (record, came_s, folded_s), shift_s = found, self.shift_s()
+                applied = self.clock() + shift_s, step
+                tell_of_read(self.telemetry, self.run, self.name, record, came_s + shift_s, folded_s + shift_s, applied)
 
     def shift_s(self) -> float:
         """Return how much Unix time is ahead of the loop's clock now: one number for a trace, or its spans would overlap."""
@@ -89,13 +80,17 @@ class OfferTrace:
 
         def read() -> Vector:
             values = reader()
-            self._snapshot_s = self._traces.clock()
+            self.read()
             return values
 
         return replace(answer, snapshot=replace(answer.snapshot, reader=read))
 
+    def read(self) -> None:
+        """Note that the snapshot was read."""
+        self._snapshot_s = self._traces.clock()
+
     def encoded(self) -> None:
-        """Note that the offer was read and quantised."""
+        """Note that the offer was quantised."""
         self._encoded_s = self._traces.clock()
 
     def stored(self, offer: Offer) -> None:

@@ -23,6 +23,7 @@ FLUSH_TIMEOUT_S = 5  # longer than PING_S notices a dead server, so that this ne
 RETRY_S = 0.5  # between two attempts to connect: a server that starts is used soon, and is not flooded
 PING_S = 2.0  # a frozen server is noticed at the third ping
 COMPLAIN_EVERY_S = 10.0  # of the same trouble: often enough to see it go on, seldom enough to read the rest
+REFUSALS = 2  # of an identity, to be believed: a server that reads its users again refuses a client just connecting, too
 TURNED_AWAY_S = 10.0  # an identity that a server does not know for so long will not be known again
 
 
@@ -41,7 +42,7 @@ class Opening:
     state        event                       action
     ===========  ==========================  ================================================================
     OPENING      error                       complain, every ``COMPLAIN_EVERY_S``
-    OPENING      the identity is refused     give up
+    OPENING      the identity is refused     try once more, then give up
     OPENING      connected                   OPEN
     OPEN         error                       log it, unless the connection is being remade, or closed
     OPEN         the identity is refused     TURNED_AWAY
@@ -58,7 +59,8 @@ class Opening:
         self._began_s = self._clock()
         self._complained_s = self._turned_away_s = -math.inf
         self._reason = "no answer; start a server there, or give another URL"
-        self._refused = asyncio.Event()  # while opening: waiting would not help
+        self._refused = asyncio.Event()  # by the server that is being tried
+        self._refusals = 0
 
     async def open(self, give_up_after_s: float | None) -> Client:
         """Return the client once it is connected.
@@ -68,15 +70,18 @@ class Opening:
         """
         ends_s = math.inf if give_up_after_s is None else self._began_s + give_up_after_s
         while not await self._try(None if ends_s == math.inf else max(0.0, ends_s - self._clock())):
-            # the server closed the connection before its refusal, if it is one, was read: the next attempt may read it
             if self._clock() >= ends_s:
                 raise self._failure()
             await asyncio.sleep(RETRY_S)
             self.client = Client(self.identity)
+            self._refused.clear()
         return self.client
 
     async def _try(self, timeout_s: float | None) -> bool:
-        """Let a new client connect; return False if the server closed the connection meanwhile, which says nothing."""
+        """Let a new client connect; return False if another attempt may end otherwise.
+
+        A server that closes the connection may have refused the identity without its word being read.
+        """
         # without a limit of attempts the client also waits by itself for a server that is not there yet
         connecting = asyncio.ensure_future(
             self.client.connect(
@@ -112,6 +117,10 @@ class Opening:
                 connecting.cancel()
                 await asyncio.wait({connecting})
                 await self.client.close()
+        if self._refused.is_set():
+            self._refusals += 1
+            if self._refusals < REFUSALS:
+                return False
         raise self._failure()
 
     def _failure(self) -> BrokerError:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from diloco.control import creation
 from diloco.control.creation import Run
+from diloco.core.compiled import kernels
 from diloco.errors import DilocoError, SettingsError
 from diloco.nats.identity import Role, identity_file, of_service
 from diloco.nats.transport import NatsTransport
@@ -110,6 +111,7 @@ async def connect(
         SettingsError: the identity is not one for ``role`` and these settings.
         BrokerError: there is a limit, and no server within it.
     """
+    kernels.load()
     identity = None
     if settings.identity is not None:
         identity = of_service(settings.identity, settings.name, settings.run, settings.region, role, processes.count)

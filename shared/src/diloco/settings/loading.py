@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Sequence
@@ -33,6 +34,11 @@ def parse_assignments(assignments: Sequence[str], source: str = "--set", example
         except (ValueError, RecursionError):
             values[key.strip()] = text.strip()
     return values
+
+
+def assignment(key: str, value: Any) -> str:
+    """Return ``KEY=VALUE`` as :func:`parse_assignments` reads it; ``value`` is a text, a number, a bool or a list of these."""
+    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 V = TypeVar("V", bound=ServiceSettings)

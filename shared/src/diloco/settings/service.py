@@ -234,6 +234,12 @@ class LearnerSettings(ServiceSettings):
         None, description="safetensors file or folder of the weights that the run begins with, if it has not begun"
     )
     init_names: Path | None = Field(None, description="JSON file of the names that tensors have in `init`")
+    sample_every_s: float = Field(
+        60.0,
+        ge=0,
+        description="an evaluator draws text from the model so often, if the task can, in at most a fiftieth of its time; 0: "
+        "only at the end",
+    )
     cache_dir: Path = Field(
         Path.home() / ".cache" / "diloco" / "jax",
         description="compiled programs, and tokens of a mix, so that a restart need not make them again",
@@ -268,8 +274,8 @@ class CoordinatorSettings(ServiceSettings):
     page_address: str = Field("", description="HOST:PORT that the run's page is served at; empty: nowhere (watching.md)")
     page_token_file: Path | None = Field(
         None,
-        description="file of the token that the page asks for; where others than this machine reach its address, this or "
-        "page_tls is needed",
+        description="file of the token that the page asks for, made if it is not there; where others than this machine reach "
+        "its address, this or page_tls is needed",
     )
     page_tls: Path | None = Field(
         None,

@@ -57,13 +57,14 @@ def check_body_size(body: Body, limit_bytes: int, what: str) -> None:
         raise FormatError(f"{what}: body of {body.size_bytes} bytes in {body.parts} parts, expected {expected}")
 
 
-def join_parts(body: Body, inline: bytes, parts: Sequence[bytes], what: str) -> bytes:
-    """Return the zstd frame: the head's bytes, or those of the parts (without their attempts).
+def body_pieces(body: Body, inline: bytes, parts: Sequence[bytes], what: str) -> Sequence[bytes]:
+    """Return the pieces of the zstd frame: the head's bytes, or the parts (without their attempts).
 
     Raises:
         FormatError: it has another size than the head says.
     """
-    joined = b"".join(parts) if body.parts else inline
-    if len(joined) != body.size_bytes:
-        raise FormatError(f"{what}: body of {len(joined)} bytes, its head says {body.size_bytes}")
-    return joined
+    pieces = parts if body.parts else [inline]
+    size_bytes = sum(map(len, pieces))
+    if size_bytes != body.size_bytes:
+        raise FormatError(f"{what}: body of {size_bytes} bytes, its head says {body.size_bytes}")
+    return pieces

@@ -24,10 +24,14 @@ from diloco.wire.fields import (
     RegionBits,
     Seconds,
     Software,
+    Text,
 )
 from diloco.wire.framing import Message
 
+MAX_SAID = 500  # characters
 MAX_PARTS = 1023  # files of a learner's state, besides the first
+
+Said = Annotated[str, Meta(max_length=MAX_SAID)]  # for people
 
 
 class Heartbeat(Message, frozen=True):
@@ -58,6 +62,18 @@ class Heartbeat(Message, frozen=True):
     bytes_down: Count
     refused: Count
     software: Software
+    failure: Said | None = None  # an evaluator's: the error of its task's code by which the newest evaluation failed
+
+
+class Sample(Message, frozen=True):
+    """Text that an evaluator drew from the global model. Not stored."""
+
+    kind = "sample"
+    subject_field = "evaluator"
+
+    evaluator: MemberName
+    versions: Counts  # by fragment: of the model that it was drawn from
+    text: Text
 
 
 class ShardHeartbeat(Message, frozen=True):

@@ -14,6 +14,7 @@ MAX_REGIONS = 64
 MAX_SHARES = 1 << 14
 MAX_RANGES = 64
 MAX_AXES = 32
+MAX_TEXT = 1000  # characters of a sample
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Number = Annotated[int, Meta(ge=1, le=MAX_COUNT)]  # of things that are counted from 1
@@ -21,6 +22,7 @@ FragmentIndex = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
 MemberName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,47}\Z")]  # "$" would let a line break pass
 Region = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9_]{0,15})?\Z")]  # empty: the run has no regions
 Software = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.+-]{0,32}\Z")]  # the version of diloco; empty: not said
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]  # any characters: who shows it escapes them
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Bits = Literal[2, 4, 8, 16, 32]  # 2 in runs that require it (control/creation.py)

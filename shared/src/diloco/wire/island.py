@@ -227,6 +227,7 @@ class Encode(Message, frozen=True):
     fragment: FragmentIndex
     number: Count
     bits: Bits
+    version: Count  # that the round makes which it answers
 
 
 class Encoded(Message, frozen=True):

@@ -98,6 +98,9 @@ class Subjects:
     def heartbeat(self, learner: str = "*") -> str:
         return f"diloco.{self.run}.heartbeat.{learner}"
 
+    def sample(self, evaluator: str = "*") -> str:
+        return f"diloco.{self.run}.sample.{evaluator}"
+
     def shard(self, syncer: str = "*") -> str:
         return f"diloco.{self.run}.shard.{syncer}"
 

@@ -8,18 +8,20 @@ ones, and holds nothing up.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from diloco import __version__
 from diloco.process.observe import Logger
 from diloco.process.retry import Complaint
 from diloco_report.page import PARTS
 
 FRAME_S = 0.5  # between two drawings at least: a page moves twice a second
 SHARE = 0.003  # of a core that drawing either group may take; with what sending takes one viewer costs less than 1 %
-CURVED = ("loss", "activity", "merges", "regions")  # parts that need the run's series; all others are quick
+CURVED = ("loss", "activity", "merges", "regions", "sample")  # parts that need the series; all others are quick
 
 Report = Mapping[str, Any]
 
@@ -44,6 +46,17 @@ class _Group:
 
     names: tuple[str, ...]
     due_s: float = 0.0
+    ended: bool = False  # the end of a run that is over is drawn
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+def nonce_of(run: bytes, process: bytes) -> str:
+    """Return the nonce of one process's drawings of one run: RUN-PROCESS.
+
+    RUN is of the run's identity and this software. A page that is sent another one loads itself again: at its address is
+    another run by now, or a version with other parts and script.
+    """
+    return f"{hashlib.blake2b(run + __version__.encode(), digest_size=8).hexdigest()}-{process.hex()}"
 
 
 @dataclass
@@ -56,11 +69,9 @@ class Drawing:
     number: int = 0
     report: Report = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=lambda: dict.fromkeys(PARTS, ""))
-    _ended: bool = False  # the end of a run that is over is drawn
     cost_s: float = 0.0  # processor time of all drawings
     _changed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     _complaint: Complaint = field(init=False)
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _quick: _Group = field(default_factory=lambda: _Group(tuple(name for name in PARTS if name not in CURVED)))
     _curved: _Group = field(default_factory=lambda: _Group(CURVED))
 
@@ -78,12 +89,15 @@ class Drawing:
         seen = int(number) if nonce == self.nonce and number.isdecimal() and len(number) < 16 else -1
         return {name: self.parts[name] for name, changed in self._changed.items() if changed > seen}
 
-    async def draw(self) -> None:
-        """Draw what is due; of a run that is over, all. A report that cannot be drawn is logged: the page stays as it was."""
-        async with self._lock:
-            now_s, over = asyncio.get_running_loop().time(), self.source.over
-            for group in (self._quick, self._curved):
-                if self._ended or (now_s < group.due_s and not over):
+    async def draw(self, *, curves: bool = True) -> None:
+        """Draw the parts that are due, or only the quick ones; of a run that is over, all.
+
+        A report that cannot be drawn is logged: the page stays as it was.
+        """
+        for group in (self._quick, self._curved) if curves else (self._quick,):
+            async with group.lock:
+                now_s, over = asyncio.get_running_loop().time(), self.source.over
+                if group.ended or (now_s < group.due_s and not over):
                     continue
                 try:
                     cost_s = await self._draw(group)
@@ -91,8 +105,7 @@ class Drawing:
                     self._complaint.error("page_not_drawn", exc_info=error)
                     cost_s = 1.0
                 self.cost_s += cost_s
-                group.due_s = now_s + max(FRAME_S, cost_s / SHARE)
-            self.number, self._ended = max(self._changed.values()), over
+                group.due_s, group.ended = now_s + max(FRAME_S, cost_s / SHARE), over
 
     async def _draw(self, group: _Group) -> float:
         began_s = time.thread_time()
@@ -107,7 +120,8 @@ class Drawing:
 
         drawn, there_s = await asyncio.to_thread(work)
         changed = [name for name, text in drawn.items() if text != self.parts[name]]
-        self._changed.update(dict.fromkeys(changed, self.number + 1))
+        self.number += bool(changed)
+        self._changed.update(dict.fromkeys(changed, self.number))
         self.parts.update(drawn)
         self.report = report
         return here_s + there_s

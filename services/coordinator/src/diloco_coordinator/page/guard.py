@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import secrets
 import ssl
 import stat
 from pathlib import Path
@@ -26,6 +27,7 @@ from diloco.settings.service import host_and_port
 
 COOKIE = "diloco_page"  # begins the cookie's name
 LEAST_TOKEN = 16  # characters
+TOKEN_BYTES = 16  # of one that is made
 MAX_TOKEN_BYTES = 4096
 MAX_FORM_BYTES = 8192
 ACT = "/act/"  # begins the path of each action
@@ -125,6 +127,27 @@ class Guard:
         return HTMLResponse(form, 401, headers={"WWW-Authenticate": "Bearer"})
 
 
+def new_token() -> str:
+    """Return a token that nobody guesses."""
+    return secrets.token_hex(TOKEN_BYTES)
+
+
+def make_token(file: Path) -> bool:
+    """Write a token into a file that is not there yet, readable by this user alone; return whether it was made.
+
+    Raises:
+        SettingsError: it cannot be made.
+    """
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as made:
+            made.write(new_token() + "\n")
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise SettingsError(f"page_token_file {file}: is not there, and cannot be made: {error}") from None
+    return True
+
+
 def check(address: str, token_file: Path | None, tls_folder: Path | None = None) -> tuple[str | None, ssl.SSLContext | None]:
     """Return the token of a page's address, None where none is asked for, and the TLS context of its connections, if any.
 
@@ -138,9 +161,9 @@ def check(address: str, token_file: Path | None, tls_folder: Path | None = None)
     if token is not None or is_loopback(host):
         return token, None
     raise SettingsError(
-        f"page_address = {address!r}: others reach this address, so set page_token_file to a file with a token of at least "
-        f"{LEAST_TOKEN} characters, or page_tls to a folder of diloco keys, which lets the run's identities in; or serve the "
-        "page at 127.0.0.1 and reach it through ssh -L"
+        f"page_address = {address!r}: others reach this address, so set page_token_file to a file for a token, which is made "
+        "if it is not there, or page_tls to a folder of diloco keys, which lets the run's identities in; or serve the page at "
+        "127.0.0.1 and reach it through ssh -L"
     )
 
 

@@ -11,16 +11,15 @@ import contextlib
 import json
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from diloco.errors import SettingsError
 from diloco.process.observe import Logger
@@ -34,6 +33,8 @@ from diloco_report import page
 MAX_CONNECTIONS = 128
 STALLED_S = 30.0  # a viewer that takes nothing for so long is cut off, and comes again when it is back
 MAX_REQUEST_BYTES = 16384
+SEND_BYTES = 1 << 17  # of a socket's buffer, which Linux doubles: else it keeps megabytes of old frames for one that stalls
+FIRST = ("headline", "alerts")  # parts that a browser can show while others are drawn
 CLOSE_S = 0.5  # for the server to end, which looks whether it should every tenth of a second
 
 HEADERS = {
@@ -87,7 +88,7 @@ class PageServer:
         self._guard = Guard(address, token, acts=acting is not None, identified=identified)
         self._task: asyncio.Task[None] | None = None
         self._server: _Server | None = None
-        self._opened: dict[asyncio.Protocol, asyncio.Transport] = {}
+        self._listener: _Listener | None = None
 
     async def start(self) -> None:
         """Begin to answer, in the running loop.
@@ -97,7 +98,7 @@ class PageServer:
         """
         host, port = host_and_port(self.address, "page_address")
         try:
-            listener = _listen(host, port)
+            listener = self._listener = _listen(host, port, MAX_CONNECTIONS)
         except OSError as error:
             raise SettingsError(
                 f"page_address (DILOCO_PAGE_ADDRESS) = {self.address!r}: cannot listen there: "
@@ -106,7 +107,7 @@ class PageServer:
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
             self._app(),
-            http=_protocol(self._opened, MAX_CONNECTIONS),
+            http="h11",
             ws="none",
             lifespan="off",
             loop="none",
@@ -127,10 +128,9 @@ class PageServer:
     async def close(self) -> None:
         """Stop answering; viewers are shown the end of a run that is over."""
         await self.viewers.close()
-        if self._server is not None and self._task is not None:
+        if self._server is not None and self._task is not None and self._listener is not None:
             self._server.should_exit = self._server.force_exit = True
-            for transport in list(self._opened.values()):
-                transport.abort()
+            self._listener.cut_off()
             await asyncio.wait([self._task], timeout=CLOSE_S)
             await end(self._task)
 
@@ -160,10 +160,19 @@ class PageServer:
         return app
 
     async def _page(self, _: Request) -> Response:
-        await self.drawing.draw()
+        return StreamingResponse(self._parts(), media_type="text/html")
+
+    async def _parts(self) -> AsyncIterator[str]:
+        """Yield the page: its figures at once, and the rest when curves are drawn, which takes a second on a busy machine."""
         drawing, acting = self.drawing, self._acting
+        await drawing.draw(curves=False)
+        seen, first = drawing.state, {name: drawing.parts[name] for name in FIRST}
         form = None if acting is None else acting.form(drawing.report)
-        return HTMLResponse(page.render_live(drawing.report, drawing.parts, drawing.state, form))
+        yield page.begin_live(drawing.report, form) + page.body(first)
+        await drawing.draw()
+        others = {name: text for name, text in drawing.parts.items() if name not in FIRST}
+        newer = first.keys() & drawing.since(seen).keys()  # drawn again meanwhile, for a viewer
+        yield f"\n{page.body(others)}{page.end_live(seen if newer else drawing.state)}"
 
     async def _asset(self, request: Request) -> Response:
         name = request.url.path.removeprefix("/")
@@ -198,7 +207,7 @@ class _Events(Response):
         frames = self.viewers.watch(self.state)
         try:
             async for state, parts in frames:
-                text = f"id: {state}\nevent: parts\ndata: {json.dumps(parts)}\n\n" if parts else ": nothing new\n\n"
+                text = f"id: {state}\nevent: parts\ndata: {json.dumps(parts)}\n\n" if parts else "event: quiet\ndata:\n\n"
                 async with asyncio.timeout(STALLED_S):
                     await send({"type": "http.response.body", "body": text.encode(errors="replace"), "more_body": True})
             await send({"type": "http.response.body", "body": b"event: over\ndata:\n\n", "more_body": False})
@@ -232,33 +241,45 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _protocol(opened: dict[asyncio.Protocol, asyncio.Transport], most: int) -> type[asyncio.Protocol]:
-    """Return a protocol of which there are ``most`` connections at a time, in ``opened``: the oldest one gives way.
+class _Listener(socket.socket):
+    """A listening socket of which there are ``most`` connections at a time, TLS or not: the oldest one gives way.
 
-    Else one who holds connections keeps all others from the page, and takes files that the coordinator needs.
+    Else one who holds connections keeps all others from the page, and takes files that the process needs.
     """
 
-    class Few(H11Protocol):
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            if len(opened) >= most:
-                opened.pop(next(iter(opened))).abort()
-            opened[self] = transport
-            super().connection_made(transport)
+    most = 1
+    _accepted: tuple[socket.socket, ...] = ()  # the oldest first
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            opened.pop(self, None)
-            super().connection_lost(exc)
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Return the next connection, as any socket does."""
+        connection, peer = super().accept()
+        opened = [each for each in self._accepted if each.fileno() >= 0]
+        for oldest in opened[: max(0, len(opened) + 1 - self.most)]:
+            _cut_off(oldest)
+        self._accepted = (*opened, connection)
+        return connection, peer
 
-    return Few
+    def cut_off(self) -> None:
+        """Cut all connections off."""
+        for each in self._accepted:
+            _cut_off(each)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _cut_off(connection: socket.socket) -> None:
+    """End a connection in both directions: its transport then reads its end."""
+    with contextlib.suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _listen(host: str, port: int, most: int) -> _Listener:
     family, kind, number, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listener = socket.socket(family, kind, number)
+    listener = _Listener(family, kind, number)
+    listener.most = most
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         listener.bind(place)
-        listener.listen(MAX_CONNECTIONS)
+        listener.listen(most)
         listener.setblocking(False)
     except BaseException:
         listener.close()

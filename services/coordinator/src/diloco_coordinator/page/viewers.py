@@ -9,19 +9,20 @@ from collections.abc import AsyncGenerator
 from diloco.process.tasks import end
 from diloco_coordinator.page.drawing import FRAME_S, Drawing
 
-QUIET_S = 15.0  # without a frame a viewer is sent an empty one: intermediaries cut connections that are silent for a minute
+QUIET_S = 15.0  # without a frame a viewer is sent an empty one: it looks for another connection after three times as long
 LAST_FRAME_S = 2.0  # for viewers to take the end of a run: as long as they need who read at all
 
 
 class Viewers:
     """Viewers of one drawing, which is drawn again and again while there are any.
 
-    ``dropped``: frames that viewers did not take before the next one was drawn.
+    ``frames``: drawn while somebody watched. ``dropped``: of these, those that a viewer did not take before the next one was
+    drawn, or before it was cut off.
     """
 
     def __init__(self, drawing: Drawing) -> None:
         self.drawing = drawing
-        self.count = self.dropped = 0
+        self.count = self.frames = self.dropped = 0
         self._drawn = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -30,15 +31,15 @@ class Viewers:
         self.count += 1
         if self._task is None:
             self._task = asyncio.create_task(self._draw())
+        taken = self.frames
         try:
-            taken = self.drawing.number
             while True:
                 over = self.drawing.source.over
                 if over or not self.drawing.number:
                     await self.drawing.draw()
                 drawn, now = self._drawn, self.drawing.state
-                self.dropped += max(0, self.drawing.number - taken - 1)
-                taken = self.drawing.number
+                self.dropped += max(0, self.frames - taken - 1)
+                taken = self.frames
                 parts = self.drawing.since(state)
                 state = now
                 yield state, parts
@@ -51,12 +52,14 @@ class Viewers:
                     continue
         finally:
             self.count -= 1
+            self.dropped += self.frames - taken
 
     async def _draw(self) -> None:
         while self.count:
             number = self.drawing.number
             await self.drawing.draw()
             if self.drawing.number != number or self.drawing.source.over:
+                self.frames += 1
                 self._drawn.set()
                 self._drawn = asyncio.Event()
             await asyncio.sleep(FRAME_S)

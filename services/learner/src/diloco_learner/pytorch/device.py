@@ -28,6 +28,20 @@ class Queue:
         """Queue ``work(*arguments)``, and wait for its outcome."""
         return self.add(work, *arguments).result()
 
+    def ask(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Queue ``work(*arguments)``, which changes nothing, and wait for its outcome; an error of it is no other work's."""
+
+        def outcome() -> T | Exception:
+            try:
+                return work(*arguments)
+            except Exception as error:
+                return error
+
+        found = self.do(outcome)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
     def _do(self, work: Callable[..., T], *arguments: Any) -> T:
         if self._failed is not None:  # a version that was not written, for one: what follows would be of another model
             raise self._failed

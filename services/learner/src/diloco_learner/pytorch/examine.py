@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from diloco.errors import SettingsError
 from diloco.settings.run import RunSettings
 from diloco_learner import examination, members
 from diloco_learner.examination import Examination, StateFacts
@@ -20,29 +18,30 @@ from diloco_learner.pytorch.task import Task
 from diloco_learner.task_api import STATE
 
 
-def examine(settings: RunSettings, task: Task, batches: Sequence[Any], units: str | None) -> Examination:
+def examine(settings: RunSettings, task: Task, checked: TorchIsland, batches: Sequence[Any], units: str | None) -> Examination:
     """Take the first step of a task that is known to be fit twice; ``batches`` are the first two of its first share.
 
+    ``checked`` is the model by which that is known; it gets other values.
+
     Raises:
-        SettingsError: batches end, or the first step has no finite loss or gradients.
+        SettingsError: batches of another share end.
     """
     with members.users_errors(settings.task):
         first = batches[0]
         warnings = list(examination.unsteady_data(task, settings, batches, _bytes))
         where = members.place(task.loss)
-        untrained = TorchIsland(task, settings).without_gradient(first)
-        warnings += [examination.without_gradient(path, where) for path in untrained]
+        warnings += [examination.without_gradient(path, where) for path in checked.without_gradient(first)]
         island, other = TorchIsland(task, settings), TorchIsland(task, settings)
-        loss = _step(island, first, settings)
+        loss = island.begin_step(first, settings.inner.learning_rate).wait()
         began_s = time.monotonic()
-        again = _step(other, first, settings)
+        again = other.begin_step(first, settings.inner.learning_rate).wait()
         step_s = time.monotonic() - began_s
         fragments = island.fragments()
         lies = examination.lies(fragments)
         differing = [] if parameters_digest(island, fragments) == parameters_digest(other, fragments) else ["a parameter"]
         return Examination(
             task=settings.task.name,
-            parameters=sum(tensor.size for tensor in fragments.tensors if not tensor.state),
+            parameters=fragments.parameters,
             tensors=examination.tensor_facts(task, settings, fragments, set(island.rounded_tensors())),
             state=[
                 StateFacts(tensor.path.removeprefix(STATE), list(tensor.shape), "float32", lies[tensor.path], "average")
@@ -57,21 +56,6 @@ def examine(settings: RunSettings, task: Task, batches: Sequence[Any], units: st
             units=units,
             warnings=warnings + examination.two_results((loss, again), differing),
         )
-
-
-def _step(island: TorchIsland, batch: Any, settings: RunSettings) -> float:
-    """Take a step; return its loss.
-
-    Raises:
-        SettingsError: loss or gradients are not finite.
-    """
-    loss = island.begin_step(batch, settings.inner.learning_rate).wait()
-    if not math.isfinite(loss):
-        raise SettingsError(
-            f"task.name = {settings.task.name!r}: the first step's loss, or its gradient, is not finite: no step is ever "
-            f"taken{members.place(island.task.loss)}"
-        )
-    return loss
 
 
 def _bytes(batch: Any) -> bytes:

@@ -2,18 +2,23 @@
 
 ``torch.optim.Muon`` is another one: it computes in bfloat16, corrects no bias, and takes a fused tensor for one matrix. In a
 run of both frameworks all learners are to have the same.
+
+Neither is a ``torch.optim.Optimizer``: making one imports ``torch._dynamo``, which takes nine seconds of processor time in each
+process. AdamW's step is PyTorch's own function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch.optim.adamw import adamw
 
 from diloco.core.outer import EPSILON
 from diloco.errors import SettingsError
-from diloco.settings.run import InnerSettings, RunSettings
+from diloco.settings.run import RunSettings
 from diloco_learner import members
 from diloco_learner.tensors import tensor_of
 
@@ -22,32 +27,82 @@ COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5
 RMS = 0.2  # of an update's entries, as AdamW's are about (Liu et al., arXiv 2502.16982), so one rate serves both
 TINY = 1e-8  # added to a norm that is divided by
 
-Optimizers = list[torch.optim.Optimizer]
+
+class Optimizer(Protocol):
+    """The part of a ``torch.optim.Optimizer`` that is used."""
+
+    param_groups: list[dict[str, Any]]  # each has "params" and "lr"
+    state: MutableMapping[torch.Tensor, dict[str, Any]]
+
+    def step(self) -> Any:
+        """Take a step along the gradients."""
 
 
-class Muon(torch.optim.Optimizer):  # type: ignore[misc]
+Optimizers = list[Optimizer]
+
+
+class _BuiltIn(ABC):
+    """An optimizer of groups of parameters, each with its rate ``lr`` and its ``weight_decay``."""
+
+    def __init__(self, groups: Sequence[tuple[Sequence[torch.Tensor], float]], rate: float) -> None:
+        self.param_groups: list[dict[str, Any]] = [
+            {"params": list(params), "lr": rate, "weight_decay": decay} for params, decay in groups
+        ]
+        self.state: MutableMapping[torch.Tensor, dict[str, Any]] = {one: {} for params, _ in groups for one in params}
+
+    def step(self) -> None:
+        """Take a step along the gradients."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                params = [parameter for parameter in group["params"] if parameter.grad is not None]
+                self.move(params, [parameter.grad for parameter in params], group["lr"], group["weight_decay"])
+
+    @abstractmethod
+    def move(self, params: Sequence[torch.Tensor], gradients: Sequence[Any], rate: float, decay: float) -> None:
+        """Move parameters along their gradients."""
+
+
+class AdamW(_BuiltIn):
+    """AdamW (arXiv 1711.05101), by the kernel that ``torch.optim.AdamW(fused=True)`` has."""
+
+    def __init__(self, groups: Sequence[tuple[Sequence[torch.Tensor], float]], rate: float, beta1: float, beta2: float) -> None:
+        super().__init__(groups, rate)
+        self.beta1, self.beta2 = beta1, beta2
+
+    def move(self, params: Sequence[torch.Tensor], gradients: Sequence[Any], rate: float, decay: float) -> None:
+        """Move parameters along their gradients."""
+        for parameter in params:
+            if not self.state[parameter]:
+                step = torch.zeros((), device=parameter.device)
+                moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                self.state[parameter] = {"step": step, **moments}
+        states = [self.state[parameter] for parameter in params]
+        means, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        adamw(
+            list(params), list(gradients), means, squares, [], steps, fused=True, amsgrad=False, maximize=False,
+            beta1=self.beta1, beta2=self.beta2, lr=rate, weight_decay=decay, eps=EPSILON,
+        )  # fmt: skip
+
+
+class Muon(_BuiltIn):
     """Orthogonalise the momentum of each matrix (Muon); an update's entries have a root mean square of 0.2.
 
     ``matrices``: of each parameter, the rows of each of its matrices, one below the other.
     """
 
     def __init__(
-        self, params: Sequence[torch.Tensor], matrices: Sequence[tuple[int, ...]], lr: float, weight_decay: float
+        self, params: Sequence[torch.Tensor], matrices: Sequence[tuple[int, ...]], rate: float, weight_decay: float
     ) -> None:
+        super().__init__([(params, weight_decay)], rate)
         self.matrices = dict(zip(params, matrices, strict=True))
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Take a step along the gradients."""
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._step(parameter, group["lr"], group["weight_decay"])
+    def move(self, params: Sequence[torch.Tensor], gradients: Sequence[Any], rate: float, decay: float) -> None:
+        """Move parameters along their gradients."""
+        for parameter, gradient in zip(params, gradients, strict=True):
+            self._step(parameter, gradient, rate, decay)
 
-    def _step(self, parameter: torch.Tensor, rate: float, decay: float) -> None:
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None
+    def _step(self, parameter: torch.Tensor, gradient: torch.Tensor, rate: float, decay: float) -> None:
+        state = self.state[parameter]
         if not state:
             state["step"], state["momentum"] = torch.zeros(()), torch.zeros_like(parameter)
         state["step"] += 1
@@ -86,16 +141,10 @@ def built_in(settings: RunSettings, task: object, masters: Mapping[str, torch.Te
         found.append(Muon([masters[path] for path in muons], [rows[path] for path in muons], rate, inner.weight_decay))
     others = [master for path, master in masters.items() if path not in muons]
     if others:
-        found.append(_adamw(inner, others, rate))
+        decays = [master for master in others if master.ndim > 1], [master for master in others if master.ndim <= 1]
+        groups = [(some, decay) for some, decay in zip(decays, (inner.weight_decay, 0.0), strict=True) if some]
+        found.append(AdamW(groups, rate, inner.beta1, inner.beta2))
     return found
-
-
-def _adamw(inner: InnerSettings, masters: Sequence[torch.Tensor], rate: float) -> torch.optim.Optimizer:
-    decays = [[master for master in masters if master.ndim > 1], [master for master in masters if master.ndim <= 1]]
-    groups = [
-        {"params": some, "weight_decay": decay} for some, decay in zip(decays, (inner.weight_decay, 0.0), strict=True) if some
-    ]
-    return torch.optim.AdamW(groups, lr=rate, betas=(inner.beta1, inner.beta2), eps=EPSILON, fused=True)
 
 
 def own(settings: RunSettings, task: Any, masters: Sequence[torch.Tensor], rate: float) -> Optimizers:
@@ -126,6 +175,7 @@ class Inner:
             )
         self._settings, self._task, self.masters = settings, task, masters
         self._peak = settings.inner.learning_rate
+        self._where = members.place(task.optimizer) if hasattr(task, "optimizer") else ""
         self.clips = not hasattr(task, "optimizer")
         self._layout: dict[str, torch.Tensor] = {}  # by name: a state's arrays, without values
         self.reset()
@@ -139,6 +189,12 @@ class Inner:
         self._optimizers = optimizers
         self._groups = [(group, group["lr"]) for each in optimizers for group in each.param_groups]
         paths = {master: path for path, master in self.masters.items()}
+        for each in (one for group, _ in self._groups for one in group["params"]):
+            if each not in paths:
+                raise SettingsError(
+                    f"task: optimizer() has a parameter of shape {list(each.shape)}, which is none of those that it was "
+                    f"given{self._where}"
+                )
         # by path: the optimizer that has it; one of the task's own may leave some out
         self._owners = {paths[one]: each for each in optimizers for group in each.param_groups for one in group["params"]}
 
@@ -153,28 +209,41 @@ class Inner:
         """Note, after a step, of which arrays the state is.
 
         Raises:
-            SettingsError: it holds something that is no tensor.
+            SettingsError: it holds something that is no tensor, or a tensor has another shape than after an earlier step.
         """
         for path in self._owners:
             for key, value in self._state(path).items():
                 if isinstance(value, torch.Tensor):
-                    self._layout[f"optimizer/{path}/{key}"] = torch.empty_like(value)
+                    known = self._layout.setdefault(f"optimizer/{path}/{key}", torch.empty_like(value))
+                    self._check_shape(f"{path}/{key}", value, known)
                 elif value is not None:
                     raise SettingsError(
                         f"task: optimizer(): its state has {path}/{key} as a {type(value).__name__}, which cannot be saved: "
-                        f"keep tensors there{members.place(self._task.optimizer)}"  # type: ignore[attr-defined]
+                        f"keep tensors there{self._where}"
                     )
 
     def arrays(self) -> dict[str, torch.Tensor]:
-        """Return the state by name. One that begins is zeros, with which optimizers of torch begin."""
+        """Return the state by name. One that begins is zeros, with which optimizers of torch begin.
+
+        Raises:
+            SettingsError: a tensor has another shape than it had.
+        """
         found = {}
         for name, like in self._layout.items():
             path, _, key = name.removeprefix("optimizer/").rpartition("/")
             state = self._state(path)
             if state.get(key) is None:
                 state[key] = torch.zeros_like(like)
+            self._check_shape(f"{path}/{key}", state[key], like)
             found[name] = state[key]
         return found
+
+    def _check_shape(self, name: str, value: torch.Tensor, known: torch.Tensor) -> None:
+        if value.shape != known.shape:
+            raise SettingsError(
+                f"task: optimizer(): its state has {name} of shape {list(value.shape)}, expected {list(known.shape)}, as "
+                f"before the step{self._where}"
+            )
 
     def _state(self, path: str) -> Any:
         return self._owners[path].state[self.masters[path]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ from diloco_learner.model import COPY_BYTES, Capture, Vector, compare_states
 from diloco_learner.pytorch.device import Queue
 from diloco_learner.pytorch.inner import Inner
 from diloco_learner.pytorch.task import Task, loss_of
-from diloco_learner.pytorch.tensors import Rows, check_types, check_views, merged_buffers, on_host, paths_of
+from diloco_learner.pytorch.tensors import Rows, check_module, check_views, merged_buffers, on_host, paths_of
 from diloco_learner.task_api import STATE
 
 
@@ -75,16 +75,17 @@ class TorchIsland:
         self.task, self._run, self._queue = task, settings, Queue()
         source = f"task = {settings.task.name!r}"
         torch.manual_seed(settings.seed)
-        self._module = task.module()
-        if not isinstance(self._module, torch.nn.Module):
-            raise SettingsError(f"{source}: module() returned a {type(self._module).__name__}, expected a torch.nn.Module")
-        check_types(self._module, source)
+        with members.users_errors(settings.task, task.module):
+            self._module = task.module()
+            check_module(self._module, source, members.place(task.module))
         rounds = any(tensor.dtype != torch.float32 for tensor in self._module.parameters() if tensor.requires_grad)
         self._masters = copy.deepcopy(self._module).float() if rounds else self._module
         views, of_state = paths_of(self._masters), {}
         if hasattr(task, "tensors"):
-            views = check_views(_of(task.tensors(self._masters), state=False), self._masters, source)
-            of_state = _of(task.tensors(self._module), state=True)
+            with members.users_errors(settings.task, task.tensors):
+                of_masters, of_module = task.tensors(self._masters), task.tensors(self._module)
+            views = check_views(_of(of_masters, state=False), self._masters, source, members.place(task.tensors))
+            of_state = _of(of_module, state=True)
         self._rows = Rows(views)
         self._inner = Inner(settings, task, _masters(self._masters, views))
         persistent = self._module.state_dict().keys()
@@ -92,20 +93,35 @@ class TorchIsland:
         self._state = Rows(merged_buffers(task, self._buffers, of_state, source))
         self._layout: dict[str, Chunk] = {}
 
-    def fragments(self) -> FragmentMap:
-        """Return the fragments that the run cuts the model into."""
-        cut = self._run.fragments
+    def specs(self) -> list[TensorSpec]:
+        """Return the tensors that are in the log, state among them."""
         state = [TensorSpec(path, tuple(buffer.shape), state=True) for path, buffer in self._state.views.items()]
         trained = self._rows.specs(self.task, "a task of torch says by requires_grad_(False)")
-        return build_map([*trained, *state], cut.count, cut.strategy)
+        return [*trained, *state]
+
+    def fragments(self) -> FragmentMap:
+        """Return the fragments that the run cuts the model into."""
+        return build_map(self.specs(), self._run.fragments.count, self._run.fragments.strategy)
 
     def check(self, batch: Any) -> None:
-        """Find out that the task's loss of a batch is one number that can be differentiated.
+        """Find out that the task's loss of a batch is one number that can be differentiated, and that all keeps its shape.
+
+        It takes a step, whose optimizer state stays: the step that is rehearsed behind it shows whether shapes do.
 
         Raises:
-            SettingsError: it is something else.
+            SettingsError: it is something else; the module has other parameters after a step, or the optimizer's state has
+                more than tensors.
         """
-        self.rehearse(batch)
+        kept, names = self._kept(), [name for name, _ in self._module.named_parameters()]
+        self.begin_step(batch, 0.0).wait()
+        self._inner.learn_layout()
+        for name, _ in self._module.named_parameters():
+            if name not in names:
+                raise SettingsError(
+                    f"task: parameter {name!r} came with the first step: make all of them in module(), or nothing trains it"
+                    f"{members.place(self.task.module)}"
+                )
+        self._restore(kept)
 
     def rounded_tensors(self) -> list[str]:
         """Return the paths of the trained parameters that the module has in bfloat16."""
@@ -131,20 +147,42 @@ class TorchIsland:
 
     # ---- steps
 
-    def rehearse(self, batch: Any) -> None:
+    def measured(self, batch: Any) -> tuple[float, list[str]]:
+        """Return a batch's loss, finite or not, and the paths of the parameters whose gradients are not finite.
+
+        Raises:
+            SettingsError: the task's loss is no float32 scalar that can be differentiated.
+        """
+        kept = self._kept()
+        loss, _ = self._queue.do(self._measure, batch, (0, 0))
+        pairs = zip(self._inner.masters, self._gradients(), strict=True)
+        self._restore(kept)
+        return loss.item(), [path for path, each in pairs if each is not None and not bool(each.isfinite().all())]
+
+    def rehearse(self, batch: Any) -> float:
         """Take a step that changes nothing, so that the first one takes no longer than others, and all arrays are known.
+
+        Return its loss, NaN where loss or gradients were not finite.
 
         Raises:
             SettingsError: the task's loss is no float32 scalar that can be differentiated; its optimizer's state has more
-                than tensors.
+                than tensors, or other shapes than after a step that was checked.
         """
-        kept = {name: tensor.clone() for name, tensor in [*self._rows.views.items(), *self._buffers.items()]}
-        self.begin_step(batch, 0.0).wait()
-        for name, tensor in [*self._rows.views.items(), *self._buffers.items()]:
-            tensor.copy_(kept[name])
+        kept = self._kept()
+        loss = self.begin_step(batch, 0.0).wait()
+        self._restore(kept)
         self._inner.learn_layout()
         self._inner.reset()
         self._layout = {name: _chunk(name, array) for name, array in self._arrays().items()}
+        return loss
+
+    def _kept(self) -> dict[str, torch.Tensor]:
+        """Return copies of parameters and buffers."""
+        return {name: tensor.clone() for name, tensor in [*self._rows.views.items(), *self._buffers.items()]}
+
+    def _restore(self, kept: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in [*self._rows.views.items(), *self._buffers.items()]:
+            tensor.copy_(kept[name])
 
     def begin_step(self, batch: Any, learning_rate: float, at: tuple[int, int] = (0, 0)) -> StepOutput:
         """Queue a step. Where loss or gradients are not finite, nothing changes but what the output says."""
@@ -154,22 +192,27 @@ class TorchIsland:
         """Do nothing: a step is one piece of work."""
 
     def _step(self, batch: Any, learning_rate: float, at: tuple[int, int]) -> tuple[float, dict[str, float]]:
-        torch.manual_seed(_key(self._run.seed, *at))
-        self._round()
-        self._module.train()
-        self._module.zero_grad()
-        with members.users_errors(self._run.task):
-            loss, metrics = loss_of(self.task, self._module, batch)
-            loss.backward()
+        loss, metrics = self._measure(batch, at)
         found = self._gradients()
         norm = torch.nn.utils.get_total_norm([gradient for gradient in found if gradient is not None])
         if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
             return math.nan, metrics
         if self._inner.clips:
             torch.nn.utils.clip_grads_with_norm_(list(self._inner.masters.values()), self._run.inner.clip_norm, norm)
-        with members.users_errors(self._run.task):  # it may be the task's own optimizer
+        with members.users_errors(self._run.task, getattr(self.task, "optimizer", None)):
             self._inner.step(learning_rate)
         return loss.item(), metrics
+
+    def _measure(self, batch: Any, at: tuple[int, int]) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return a batch's loss and metrics, and leave the gradients in the module."""
+        torch.manual_seed(_key(self._run.seed, *at))
+        self._round()
+        self._module.train()
+        self._module.zero_grad()
+        with members.users_errors(self._run.task, self.task.loss):
+            loss, metrics = loss_of(self.task, self._module, batch)
+            loss.backward()
+        return loss, metrics
 
     def _gradients(self) -> list[torch.Tensor | None]:
         """Return the gradients of masters, after a backward pass."""
@@ -260,7 +303,7 @@ class TorchIsland:
         Raises:
             SettingsError: validation sets, or values of the task's own, are not what they can be.
         """
-        return self._queue.do(self._evaluation)
+        return self._queue.ask(self._evaluation)
 
     def check_evaluation(self) -> None:
         """Find out that validation sets and values of the task's own are what they can be.
@@ -269,12 +312,13 @@ class TorchIsland:
             SettingsError: they are not.
         """
         with members.users_errors(self._run.task):
-            validation_sets(self.task, self._run.task)
-        self._queue.do(self._own_values)
+            sets = validation_sets(self.task, self._run.task)
+        self._queue.ask(self._tried, [batches[0] for batches in sets.values()])
+        self._queue.ask(self._own_values)
 
     def sample(self, seed: int, count: int, prompt: str | None = None) -> str | None:
         """Return text of ``count`` characters from the model, behind a ``prompt`` if given; None if the task draws none."""
-        return self._queue.do(self._sample, seed, count, prompt)
+        return self._queue.ask(self._sample, seed, count, prompt)
 
     def _evaluation(self) -> Evaluation:
         with torch.no_grad(), members.users_errors(self._run.task):
@@ -282,6 +326,12 @@ class TorchIsland:
             sets = validation_sets(self.task, self._run.task)
             found = {name: [self._loss_and_metrics(batch) for batch in batches] for name, batches in sets.items()}
             return evaluated(found, self._own_values, self._run.task)
+
+    def _tried(self, batches: Sequence[Any]) -> None:
+        with torch.no_grad(), members.users_errors(self._run.task, self.task.loss):
+            self._begin_to_evaluate(self._run.seed)
+            for batch in batches:
+                self._loss_and_metrics(batch)
 
     def _own_values(self) -> dict[str, float]:
         with torch.no_grad(), members.users_errors(self._run.task):

@@ -69,7 +69,7 @@ def checked(task: Any, settings: TaskSettings) -> Task:
     Raises:
         SettingsError: it lacks something that a torch task has.
     """
-    source = f"task = {settings.name!r}: what {settings.name.rpartition(':')[2]} returns"
+    source = f"task = {settings.name!r}: what {members.factory(settings.name)[1]} returns"
     if hasattr(task, "init") and not hasattr(task, "module"):
         source = f"{source} is a task of JAX; name a torch task of the same model by this learner's setting task: it"
     check_called(task, REQUIRED, CALLED, source)

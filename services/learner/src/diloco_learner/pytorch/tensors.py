@@ -14,6 +14,7 @@ import torch
 from diloco.core.delta import Reference
 from diloco.core.fragments import Fragment, Piece, TensorSpec
 from diloco.errors import SettingsError
+from diloco_learner import members
 from diloco_learner.model import Vector
 from diloco_learner.task_api import STATE, is_merged
 from diloco_learner.tensors import trained
@@ -42,58 +43,72 @@ def merged_buffers(task: object, buffers: Views, named: Mapping[str, Any], sourc
         if not isinstance(view, torch.Tensor) or view.data_ptr() not in paths or view.ndim > 1:
             raise SettingsError(
                 f"{source}: tensors() has {path!r}, which begins with {STATE!r} and is no buffer of the module of at most one "
-                "axis: give one itself, such as module.norm.running_mean"
+                f"axis: give one itself, such as module.norm.running_mean{members.place(task.tensors)}"  # type: ignore[attr-defined]
             )
         paths[view.data_ptr()] = path.removeprefix(STATE)
     found = {}
     for buffer in buffers.values():
         path = paths[buffer.data_ptr()]
-        if is_merged(task, path, shown(buffer.dtype), ""):
+        if is_merged(task, path, shown(buffer.dtype), members.place(task.module)):  # type: ignore[attr-defined]
             found[STATE + path] = buffer
     return found
 
 
-def check_types(module: torch.nn.Module, source: str) -> None:
-    """Find out that a module has trained parameters, and that each is float32 or bfloat16; ``source`` begins the sentence.
+def check_module(module: Any, source: str, place: str) -> None:
+    """Find out that a task's ``module`` is one, that it has trained parameters, and that each is float32 or bfloat16.
+
+    ``source`` begins the sentence, and the ``place`` where the module is made ends it.
 
     Raises:
-        SettingsError: it has none, or one is of another type.
+        SettingsError: it is none, it has none, or one is of another type.
+        ValueError: one has no shape yet.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise SettingsError(f"{source}: module() returned a {type(module).__name__}, expected a torch.nn.Module{place}")
     named = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
     if not named:
-        raise SettingsError(f"{source}: the module has no parameter that requires a gradient, so there is nothing to train")
+        raise SettingsError(
+            f"{source}: the module has no parameter that requires a gradient, so there is nothing to train{place}"
+        )
     for name, tensor in named:
         if tensor.dtype not in FLOATS:
             raise SettingsError(
                 f"{source}: parameter {name!r} is {shown(tensor.dtype)}, expected float32 or bfloat16: module.float() makes "
-                "it float32, and autocast computes in other types"
+                f"it float32, and autocast computes in other types{place}"
             )
+        tensor.numel()
 
 
-def check_views(views: Any, module: torch.nn.Module, source: str) -> Views:
+def check_views(views: Any, module: torch.nn.Module, source: str, place: str) -> Views:
     """Return a mapping of paths to views of a module's trained parameters, if they are all of them, each once.
+
+    ``source`` begins an error, and the ``place`` where the views are made ends it.
 
     Raises:
         SettingsError: a view is no tensor, or shares no memory with a parameter; or a parameter has no view, or two.
     """
     if not isinstance(views, Mapping):
-        raise SettingsError(f"{source}: tensors() returned a {type(views).__name__}, expected views of parameters by path")
+        raise SettingsError(
+            f"{source}: tensors() returned a {type(views).__name__}, expected views of parameters by path{place}"
+        )
     places = {tensor.untyped_storage().data_ptr(): (name, tensor) for name, tensor in module.named_parameters()}
     missing = {name: tensor.numel() for name, tensor in module.named_parameters() if tensor.requires_grad}
     for path, view in views.items():
         if not isinstance(view, torch.Tensor):
-            raise SettingsError(f"{source}: tensors() has {path!r} as a {type(view).__name__}, expected a view of a parameter")
+            raise SettingsError(
+                f"{source}: tensors() has {path!r} as a {type(view).__name__}, expected a view of a parameter{place}"
+            )
         name, _ = places.get(view.untyped_storage().data_ptr(), ("", None))
         if name not in missing:
             raise SettingsError(
                 f"{source}: tensors() has {path!r}, which shares no memory with a trained parameter: give a view of one, such "
-                "as parameter.T, and no copy"
+                f"as parameter.T, and no copy{place}"
             )
         missing[name] -= view.numel()
     for name, left in missing.items():
         if left:
             said = f"lacks {left} of the values of" if left > 0 else "has values twice of"
-            raise SettingsError(f"{source}: tensors() {said} parameter {name!r}: each is to be there once")
+            raise SettingsError(f"{source}: tensors() {said} parameter {name!r}: each is to be there once{place}")
     return {path: view.detach() for path, view in views.items()}
 
 

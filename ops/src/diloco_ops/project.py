@@ -1,0 +1,59 @@
+"""The settings that a project of one's own trains its task with: ``settings.py`` beside it, as ``diloco init`` makes it."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import SettingsError
+
+FILE, SETTINGS = "settings.py", "SETTINGS"
+COUNTS = {"LEARNERS": "learners", "TOKENS": "tokens"}  # names in the file, and the settings that they are
+
+
+@dataclass(frozen=True)
+class Project:
+    """Settings by dotted name, and the file that they are from."""
+
+    file: Path
+    given: Mapping[str, Any]
+
+
+def project_in(folder: Path) -> Project | None:
+    """Return the settings of the project in a folder; None: it has no file of them.
+
+    A ``settings.py`` that does not assign ``SETTINGS`` is another program's, and is not run.
+
+    Raises:
+        SettingsError: the file cannot be run, or has no mapping there.
+    """
+    file = folder / FILE
+    if not file.is_file() or not _assigns_settings(file):
+        return None
+    try:
+        found = runpy.run_path(str(file))
+    except Exception as error:  # a user's file may do anything wrong
+        raise SettingsError(f"{file}: cannot be run: {type(error).__name__}: {error}") from None
+    if not isinstance(found[SETTINGS], Mapping):
+        raise SettingsError(f"{file}: {SETTINGS} is a {type(found[SETTINGS]).__name__}, expected a dict of settings by name")
+    given = {str(key): value for key, value in found[SETTINGS].items()}
+    return Project(file, given | {setting: found[name] for name, setting in COUNTS.items() if name in found})
+
+
+def _assigns_settings(file: Path) -> bool:
+    """Whether a file assigns ``SETTINGS``.
+
+    Raises:
+        SettingsError: it is no Python.
+    """
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError) as error:
+        raise SettingsError(f"{file}: cannot be read as Python: {error}") from None
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    targets += [node.target for node in body if isinstance(node, ast.AnnAssign) and node.value is not None]
+    return any(isinstance(target, ast.Name) and target.id == SETTINGS for target in targets)

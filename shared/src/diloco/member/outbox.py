@@ -1,0 +1,34 @@
+"""A member's messages on subjects of its own name, which nobody stores: heartbeats, answers to markers, samples."""
+
+from __future__ import annotations
+
+from diloco.control.creation import Run
+from diloco.member.shared import SharedLearner
+from diloco.transport import Transport
+from diloco.wire import framing
+from diloco.wire.control import Heartbeat, MarkerAnswer, Sample
+from diloco.wire.fields import MAX_TEXT
+from diloco.wire.subjects import Subjects
+
+_SUBJECTS = {Heartbeat: Subjects.heartbeat, MarkerAnswer: Subjects.marker_answer, Sample: Subjects.sample}
+
+
+class Outbox:
+    """Sends the messages of one member."""
+
+    def __init__(self, transport: Transport, run: Run, name: str, shared: SharedLearner) -> None:
+        self._transport, self._run, self._name, self._shared = transport, run, name, shared
+
+    async def send(self, message: Heartbeat | MarkerAnswer | Sample) -> None:
+        """Send a message, from the loop thread."""
+        subject = _SUBJECTS[type(message)](Subjects(self._run.name), self._name)
+        await self._transport.publish(subject, framing.pack(message, self._run.identity))
+
+    def send_soon(self, message: Heartbeat | MarkerAnswer | Sample) -> None:
+        """Send a message, from any thread."""
+        self._shared.loop.call_soon_threadsafe(lambda: self._shared.tasks.spawn(self.send(message)))
+
+
+def sample_of(evaluator: str, versions: list[int], text: str) -> Sample:
+    """Return a sample with as much of a text as a message may have; half a character, as a task may return, becomes ``?``."""
+    return Sample(evaluator, versions, text[:MAX_TEXT].encode(errors="replace").decode())
