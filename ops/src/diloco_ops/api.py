@@ -24,6 +24,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.core.rows import at
 from diloco.errors import BrokerError, DilocoError, RunError, SettingsError
 from diloco.service import rundir
 from diloco.settings.loading import assignment
@@ -358,7 +359,7 @@ class _InMemory:
         for piece in fragment.pieces:
             tensor = self.tensors[piece.path]
             rows = tensor[piece.row_start : piece.row_stop] if tensor.ndim else tensor
-            rows[...] = values[piece.offset : piece.offset + piece.size].reshape(piece.shape)
+            rows[...] = at(values, piece)
 
 
 def _in_a_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

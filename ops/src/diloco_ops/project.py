@@ -44,16 +44,21 @@ def project_in(folder: Path) -> Project | None:
     return Project(file, given | {setting: found[name] for name, setting in COUNTS.items() if name in found})
 
 
-def _assigns_settings(file: Path) -> bool:
-    """Whether a file assigns ``SETTINGS``.
+def parsed(file: Path) -> ast.Module:
+    """Return the syntax tree of a user's file.
 
     Raises:
-        SettingsError: it is no Python.
+        SettingsError: it cannot be read, or is no Python.
     """
     try:
-        body = ast.parse(file.read_bytes()).body
+        return ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
         raise SettingsError(f"{file}: cannot be read as Python: {error}") from None
+
+
+def _assigns_settings(file: Path) -> bool:
+    """Whether a file assigns ``SETTINGS``; it raises as :func:`parsed` does."""
+    body = parsed(file).body
     targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
     targets += [node.target for node in body if isinstance(node, ast.AnnAssign) and node.value is not None]
     return any(isinstance(target, ast.Name) and target.id == SETTINGS for target in targets)

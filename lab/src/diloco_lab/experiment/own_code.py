@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.errors import SettingsError
+from diloco_ops.project import parsed
 
 LIBRARIES = frozenset(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 
@@ -62,11 +62,7 @@ def _imported(module: _Module) -> Iterator[str]:
     """Yield the whole names that may be modules which a module imports: of ``from a.b import c``, a, a.b and a.b.c."""
     if module.file.suffix != ".py":
         return  # compiled
-    try:
-        tree = ast.parse(module.file.read_bytes())
-    except (OSError, SyntaxError, ValueError) as error:
-        raise SettingsError(f"{module.file}: cannot be read as Python: {error}") from None
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(module.file)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from diloco.core.chunks import Chunk
 from diloco.core.delta import Reference
 from diloco.core.fragments import Fragment, FragmentMap, TensorSpec, build_map
-from diloco.core.rows import RowLayout
+from diloco.core.rows import RowLayout, at
 from diloco.errors import SettingsError
 from diloco.member.peer import Layout
 from diloco.member.state import Content
@@ -33,7 +33,7 @@ from diloco_learner.evaluating import Evaluating
 from diloco_learner.evaluation import Evaluation
 from diloco_learner.fixed import Fixed
 from diloco_learner.inner import BuiltIn, optimizer
-from diloco_learner.leaves import part, path_of, write_rows
+from diloco_learner.leaves import path_of, write_rows
 from diloco_learner.loss import Given, Loss
 from diloco_learner.mesh import Placement, copies
 from diloco_learner.model import Capture, Vector, compare_states
@@ -75,7 +75,7 @@ class Reading:
         vector = np.empty(self.fragment.size, np.float32) if out is None else out
         for piece, parts in zip(self.fragment.pieces, self.pieces, strict=True):
             for where, values in parts:
-                part(vector, piece)[where] = np.asarray(values)
+                at(vector, piece, where)[...] = np.asarray(values)
         return vector
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from diloco.core.delta import Reference
 from diloco.core.fragments import Piece
+from diloco.core.rows import at
 from diloco_learner import shards
 from diloco_learner.shards import Where
 
@@ -60,18 +61,13 @@ def write_rows(leaf: Leaf, piece: Piece, theta: Values, reference: Reference | V
     if isinstance(leaf, jax.Array):
         return shards.overwrite(leaf, piece, theta) if plain else shards.mix(leaf, piece, theta, reference, alpha)
     rows = _rows(leaf, piece)
-    new = part(theta, piece)
+    new = at(theta, piece)
     if plain:
         rows[...] = new
     else:
-        kept = new if reference is None else new + (rows - part(reference, piece))
+        kept = new if reference is None else new + (rows - at(reference, piece))
         rows[...] = np.float32(alpha) * rows + np.float32(1 - alpha) * kept
     return leaf
-
-
-def part(vector: Reference | Values, piece: Piece) -> Values:
-    """Return a piece's values of those of its fragment, float32 [the piece's shape]."""
-    return vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
 
 
 def _rows(leaf: Values, piece: Piece) -> Values:

@@ -225,7 +225,7 @@ def check_alike(task: Task, first: Any, later: Any) -> None:
     for keys, leaf in jax.tree_util.tree_flatten_with_path(later)[0]:
         dtype = getattr(leaf, "dtype", None)
         if not (isinstance(leaf, int | float | complex) if dtype is None else _is_of_jax(dtype)):
-            came = f"an array of {leaf.dtype}" if hasattr(leaf, "dtype") else f"a {type(leaf).__name__}"
+            came = f"a {type(leaf).__name__}" if dtype is None else f"an array of {dtype}"
             raise SettingsError(
                 f"task: batches() gave {path_of(keys) or 'the batch'} as {came}, expected an array of numbers"
                 f"{members.place(task.batches)}"

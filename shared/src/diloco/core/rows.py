@@ -81,7 +81,7 @@ class RowLayout:
     held: Sequence[Rows]
 
 
-def at(vector: Reference | Vector, piece: Piece, where: Where) -> Vector:
+def at(vector: Reference | Vector, piece: Piece, where: Where = ()) -> Vector:
     """Return the values at a place of a piece, float32 [their shape], of its fragment's vector, float32 [size]: a view of it.
 
     Of a reference the rows at this place are computed, and no others; they must not be written to.

@@ -13,6 +13,7 @@ import torch
 
 from diloco.core.delta import Reference
 from diloco.core.fragments import Fragment, Piece, TensorSpec
+from diloco.core.rows import at
 from diloco.errors import SettingsError
 from diloco_learner import members
 from diloco_learner.model import Vector
@@ -156,7 +157,7 @@ class Rows:
 
 
 def _part(vector: Reference | Vector, piece: Piece, rows: torch.Tensor) -> torch.Tensor:
-    values = vector[piece.offset : piece.offset + piece.size].reshape(piece.shape)
+    values = at(vector, piece)
     return torch.from_numpy(values if values.flags.writeable else values.copy()).to(rows.device)
 
 
