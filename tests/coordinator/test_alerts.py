@@ -63,6 +63,18 @@ def test_an_evaluator_whose_task_fails_and_is_well_again() -> None:
     assert "evaluator" not in made.failures
 
 
+def test_a_learner_whose_steps_change_nothing() -> None:
+    made = monitor()
+    said = replace(heartbeat("ann", "", 12), failure="no loss of its newest 10 steps is finite")
+    made.hear(said, 1.0)
+    assert made.status(1.0)["failures"] == {"ann": "no loss of its newest 10 steps is finite"}
+    assert list(conditions(made, 1.0)) == ["ann: no loss of its newest 10 steps is finite"]
+    made.hear(replace(said, step=11, failure=None), 2.0)  # an earlier heartbeat, which came late
+    assert "ann" in made.failures
+    made.hear(replace(said, step=13, failure=None), 3.0)
+    assert not made.failures
+
+
 def test_a_loss_that_jumps() -> None:
     made = monitor()
     stepping(made, 30)

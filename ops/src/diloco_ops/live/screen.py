@@ -14,7 +14,7 @@ The status (all keys but the first may be missing) is what the coordinator answe
     shards      {name: region, fragments, rounds, versions, refused, bytes_in, bytes_out, seen_s_ago,
                  open: [{fragment, answers, quorum, waited_s}]}
     regions     {name: members, heard (of them), away_s (None: it is here), fragments, bytes_in, bytes_out}
-    failures    {evaluator: the error of its task's code}
+    failures    {evaluator: the error of its task's code; learner: why its steps are in vain}
     epochs      {source of a mix of data: so often have merged tokens gone over it}
     validation  [[wall_s, tokens, loss], ...]                     of the global model
     units       of the losses

@@ -62,7 +62,7 @@ class Monitor:
         self.crossing = Crossing(settings.regions.names, len(fragment_map.fragments))
         self.traffic = Traffic()
         self.validation: list[tuple[float, int, float]] = []
-        self.failures: dict[str, str] = {}  # by evaluator: the error of its task's code by which its newest evaluation failed
+        self.failures: dict[str, str] = {}  # by member: why what it does is in vain, as it says
         self.samples = Samples()
         self.merges = Merges(len(fragment_map.fragments))
         self.rollbacks: dict[int, dict[str, Any]] = {}  # by the number of the change that orders it
@@ -96,10 +96,7 @@ class Monitor:
 
     def hear_evaluator(self, heartbeat: Heartbeat, now_s: float) -> None:
         """Take in a heartbeat that says that it is an evaluator's: nothing but a loss, or an error, that is shown."""
-        if heartbeat.failure is None:
-            self.failures.pop(heartbeat.learner, None)
-        elif heartbeat.learner in self.failures or len(self.failures) < MAX_FAILURES:
-            self.failures[heartbeat.learner] = heartbeat.failure
+        self._note_failure(heartbeat)
         if any(own < its for own, its in zip(self.versions, heartbeat.versions, strict=False)):
             return  # the log is not read so far, and with it the tokens of the model: a later heartbeat says the same loss
         if heartbeat.loss is not None and (not self.validation or self.validation[-1][2] != heartbeat.loss):
@@ -144,6 +141,7 @@ class Monitor:
             known.activity[:] = halved(known.activity)
         fresh = heartbeat.step != known.heartbeat.step or heartbeat.incarnation != known.heartbeat.incarnation
         known.heartbeat, known.seen_s = heartbeat, now_s
+        self._note_failure(heartbeat)
         if fresh and heartbeat.loss is not None:
             known.points.append((now_s, self.tokens_processed(), heartbeat.step, heartbeat.loss))
             known.spike.note(heartbeat.loss)
@@ -163,6 +161,12 @@ class Monitor:
         self.crossing.place(heartbeat.syncer, heartbeat.region)
         self.crossing.hear(heartbeat)
         self.crossing.mark(now_s)
+
+    def _note_failure(self, heartbeat: Heartbeat) -> None:
+        if heartbeat.failure is None:
+            self.failures.pop(heartbeat.learner, None)
+        elif heartbeat.learner in self.failures or len(self.failures) < MAX_FAILURES:
+            self.failures[heartbeat.learner] = heartbeat.failure
 
     def _train(self, heartbeat: Heartbeat) -> None:
         """Enter what a learner trained, up to a bound for all its processes: it may begin again as often as it likes."""

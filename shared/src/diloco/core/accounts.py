@@ -12,6 +12,13 @@ from diloco.core.schedule import Moment
 from diloco.wire.entries import Cursor
 
 
+STUCK_STEPS = 10  # without a finite loss, one after the other: a bad batch or two are none of a person's business
+STUCK = (
+    f"no loss or gradients of its newest {STUCK_STEPS} steps or more are finite, and such a step changes nothing: look at its data, "
+    "or begin again with a lower inner.learning_rate"
+)
+
+
 @dataclass(frozen=True)
 class StepDone:
     """Inner steps that have ended (usually one), on consecutive batches of a share of the data.
@@ -64,7 +71,8 @@ class Accounts:
     blocked_s: float = 0.0
     loss: float | None = None  # the newest that is finite
     metrics: Mapping[str, float] = field(default_factory=dict)  # the task's own, of the same step
-    failure: str | None = None  # an evaluator's: of the newest evaluation
+    evaluation_failure: str | None = None  # an evaluator's: of the newest evaluation
+    steps_in_vain: int = 0  # the newest ones, one after the other, whose loss was not finite
     warming: int | None = None  # steps taken with an optimizer state that began fresh in a run under way
     schedule: tuple[int, int] = (0, 0)  # tokens of all learners as the newest applied version states, own tokens then
     announced: tuple[int, int] = (0, 0)  # tokens of all learners as last announced, own tokens then
@@ -91,10 +99,17 @@ class Accounts:
         self.done.data_s += done.data_s
         if done.loss is not None and math.isfinite(done.loss):
             self.loss, self.metrics = done.loss, done.metrics
+            self.steps_in_vain = 0
         elif done.loss is not None:
             self.done.not_finite += 1
+            self.steps_in_vain += done.steps
         if done.busy_s:
             self.step_average.add((done.busy_s + done.blocked_s + done.data_s) / done.steps)
+
+    @property
+    def failure(self) -> str | None:
+        """Return what people have to know of this member, whose process goes on; None: nothing."""
+        return STUCK if self.steps_in_vain >= STUCK_STEPS else self.evaluation_failure
 
     def count_on(self, cursor: Cursor | None, incarnation: int) -> int:
         """Square the totals with a merge of an offer that is not pending; return the tokens that were not known here.

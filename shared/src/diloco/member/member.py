@@ -346,7 +346,7 @@ class Member:
         """Set what the next heartbeats of an evaluator say: its loss, none if it is not finite, and why it has failed."""
         with self._shared.lock:
             self.learner.accounts.loss = loss if loss is not None and math.isfinite(loss) else None
-            self.learner.accounts.failure = failure and failure[:MAX_SAID]
+            self.learner.accounts.evaluation_failure = failure and failure[:MAX_SAID]
 
     def report_sample(self, text: str) -> None:
         """Send text that was drawn from the model as of the last boundary (an evaluator's)."""
