@@ -396,6 +396,23 @@ def test_two_steps_show_that_a_task_is_fit_and_leave_nothing() -> None:
     assert not any(array.any() for array in held)
 
 
+class _Replaced(Slope):
+    replaces = False
+
+    def loss(self, module: Any, batch: Any) -> Any:
+        if self.replaces:
+            module.x = torch.nn.Parameter(module.x.detach().clone())
+        return super().loss(module, batch)
+
+
+def test_a_parameter_that_a_task_replaces_in_mid_run_is_named() -> None:
+    task = _Replaced()
+    model = checked_and_rehearsed(task)
+    task.replaces = True
+    with pytest.raises(SettingsError, match=r"parameter 'x' is another one than module\(\) made: .*\(.*test_torch\.py, line \d+\)"):
+        model.begin_step(np.float32(1), 0.1).wait()
+
+
 def test_an_optimizer_whose_state_changes_its_shape_in_mid_run_is_named() -> None:
     model = island(_GrowingLater())
     for _ in range(3):

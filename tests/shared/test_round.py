@@ -383,6 +383,21 @@ def test_one_merge_at_a_time_and_again_if_it_came_to_nothing() -> None:
     assert names(first) == names(second) == [("ann", 1)]
 
 
+def test_a_merge_that_is_put_off_has_what_is_held_by_then() -> None:
+    round_ = round_of("ann", "bob", "cat", **{"round.quorum": 1, "round.grace_factor": 0})
+    open_at(round_, 0)
+    hold(round_, offer("ann"))
+    assert names(round_.poll(1)) == [("ann", 1)]
+    round_.put_off(5)
+    hold(round_, offer("bob"))
+    assert round_.poll(4.9) is None
+    merge = round_.poll(5)
+    assert names(merge) == [("ann", 1), ("bob", 1)]
+    assert merge is not None
+    commit(round_, merge, 5)
+    assert round_.opened_at_s is None
+
+
 def test_an_older_offer_comes_never_after_a_newer_one() -> None:
     round_ = round_of("ann")
     assert hold(round_, offer("ann", 2)) is None

@@ -183,6 +183,29 @@ async def test_a_merge_that_moves_too_far_is_made_without_the_offer_that_does_it
     assert made.begun.context.counts.merged_members == 5
 
 
+async def test_a_fresh_owner_that_would_leave_out_all_offers_waits_until_it_has_heard_of_everybody(link: NatsTransport) -> None:
+    async with running(link, **{"outer.momentum": 0.5, "liveness.dead_s": 2.0}) as made:
+        began_s = clock_s()
+        made.hear(4, "ann", "bob")
+        await made.announced.get()
+        with capture_logs() as logs:
+            for learner in ("ann", "bob"):  # both as far as nothing has moved: what everybody does is the usual
+                made.owner.round.hold(offer(made.owner, learner, 1e6))
+            made.news.set()
+            while clock_s() - began_s < 3.0 and not made.owner.chain.version:
+                made.hear(4, "ann", "bob")
+                await asyncio.sleep(0.1)
+        waited_s = clock_s() - began_s
+    [told] = [entry for entry in logs if entry["event"] == "merge_put_off"]
+    assert told["learners"] == ["ann", "bob"]
+    assert 0 < told["wait_s"] <= 2
+    assert made.owner.chain.version == 1
+    assert waited_s > told["wait_s"] - 0.1
+    # once only these two can come, the larger is left out (of two alike, the last by name), and the other is what all do
+    assert made.begun.context.refused.counts() == {("bob", "UnmergeableError"): 1}
+    assert made.begun.context.counts.merged_members == 1
+
+
 async def test_an_outlier_is_excluded_at_once_and_put_on_record(link: NatsTransport) -> None:
     learners = ("ann", "bob", "cat")
     quarantine = {"learners": 3, "quarantine.factor": 10.0, "quarantine.offers": 1}

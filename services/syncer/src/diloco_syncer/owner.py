@@ -158,11 +158,16 @@ class FragmentOwner:
         )
         await self.keep_keyframes()
 
+    @property
+    def acquainted_at_s(self) -> float:
+        """The time by which every live learner has been heard of: this owner may be a fresh one."""
+        return self._began_s + self.context.run.in_force.liveness.dead_s
+
     def _awaited(self) -> set[str]:
         """Return the learners whose offers may come yet; a fresh owner may not have heard of all of them."""
         now_s = clock_s()
         heard = {seen.heartbeat.learner for seen in self.context.roster.live(now_s)} - self.round.left_out
-        return heard if now_s - self._began_s >= self.context.run.in_force.liveness.dead_s else heard | {UNHEARD}
+        return heard if now_s >= self.acquainted_at_s else heard | {UNHEARD}
 
     def _merge(
         self, merge: Merge, bits: Bits, awaited: Collection[str], trace: RoundTrace | None

@@ -91,8 +91,17 @@ class RoundLoop:
             self.news.set()
 
     def _leave_out(self, owner: FragmentOwner, merge: Merge, error: UnmergeableError) -> None:
-        """Have the version made without the offers that cannot be in it."""
+        """Have the version made without the offers that cannot be in it.
+
+        If these are all that are held, a fresh owner waits until it has heard of every learner: others may offer what is usual,
+        and if nobody else takes part, what everybody offers is the usual.
+        """
         values = {"fragment": owner.index, "version": merge.version, "learners": list(error.learners)}
+        wait_s = owner.acquainted_at_s - clock_s()
+        if wait_s > 0 and {member.learner for held in merge.held for member in held.offer.members} <= set(error.learners):
+            self.context.log.warning("merge_put_off", **values, wait_s=round(wait_s, 3), reason=str(error))
+            owner.round.put_off(owner.acquainted_at_s)
+            return
         self.context.log.error(error.event, **values, reason=str(error))
         for learner in error.learners:
             self.context.refuse(learner, error, fragment=owner.index)

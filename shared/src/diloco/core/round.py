@@ -125,6 +125,7 @@ class Round:
     quorum_at_s: float | None = None
     stuck_at_s: float | None = None  # since when no learner takes a step, and too few are ready
     merge_at_s: float | None = None  # since when its merge is being made and committed
+    put_off_s: float = -math.inf  # until then it merges nothing
     left_out: set[str] = field(default_factory=set)  # learners whose answers no merge can have: the round waits for no other
     wanted_at_s: float | None = None  # since when learners are waited for that others wait for
     in_vain: set[str] = field(default_factory=set)  # learners that were waited for in vain, and have delivered nothing since
@@ -251,8 +252,8 @@ class Round:
         return max(0.0, quorum_at_s + self._grace_s(now_s) - now_s)
 
     def poll(self, now_s: float) -> Merge | None:
-        """Close the open round if it may close: it is merging until :meth:`committed` or :meth:`without`."""
-        if self.opened_at_s is None or self.merge_at_s is not None:
+        """Close the open round if it may close: it is merging until :meth:`committed`, :meth:`without` or :meth:`put_off`."""
+        if self.opened_at_s is None or self.merge_at_s is not None or now_s < self.put_off_s:
             return None
         answers = {answer.learner: answer.steps for answer in self.answers()}
         if answers or self.closing:
@@ -303,6 +304,10 @@ class Round:
         self.merge_at_s = self.quorum_at_s = self.wanted_at_s = None
         self.left_out.update(learners)
         self._seen = None
+
+    def put_off(self, until_s: float) -> None:
+        """Abandon the merge, and make none before ``until_s``: then one of the offers that are held by that time."""
+        self.merge_at_s, self.put_off_s = None, until_s
 
     def drop_unfit(self) -> None:
         """Drop the held offers that are unfit by now: the log, the settings or the excluded learners are others."""

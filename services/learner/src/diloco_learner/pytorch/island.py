@@ -215,11 +215,24 @@ class TorchIsland:
         return loss, metrics
 
     def _gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradients of masters, after a backward pass."""
+        """Return the gradients of masters, after a backward pass.
+
+        Raises:
+            SettingsError: the module has another parameter than it was made with.
+        """
         if self._masters is not self._module:
             for master, parameter in zip(self._masters.parameters(), self._module.parameters(), strict=True):
                 master.grad = None if parameter.grad is None else parameter.grad.float()
-        return [master.grad for master in self._inner.masters.values()]
+        gradients = [master.grad for master in self._inner.masters.values()]
+        if any(gradient is None for gradient in gradients):  # so it is of a parameter that something else has replaced
+            own = {id(parameter) for parameter in self._masters.parameters()}
+            for path, master in self._inner.masters.items():
+                if id(master) not in own:
+                    raise SettingsError(
+                        f"task: parameter {path!r} is another one than module() made: change its values instead, under "
+                        f"torch.no_grad() with copy_(), or nothing trains it{members.place(self.task.module)}"
+                    )
+        return gradients
 
     def _round(self) -> None:
         """Have the module compute with the masters, rounded to its types."""
