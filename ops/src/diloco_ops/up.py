@@ -228,7 +228,7 @@ def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool, f
 
     Raises:
         ServiceFailed: a service without which it went on had failed.
-        RunError: no learner's newest steps changed anything.
+        DilocoError: no learner's newest steps changed anything.
     """
     if report is None:
         if not json_:
@@ -240,9 +240,10 @@ def _tell(report: dict[str, Any] | None, directory: RunDirectory, json_: bool, f
         summarise(report, directory.path)
     for failure in failures:
         raise failure
-    in_vain = [name for name in report["learners"] if name in report["failures"]]
-    if in_vain and len(in_vain) == len(report["learners"]):
-        raise RunError(f"run {report['run']} has ended, and no learner learned to its end: {in_vain[0]}: {report['failures'][in_vain[0]]}")
+    failed = {name: report["failures"][name] for name in report["learners"] if name in report["failures"]}
+    if failed and len(failed) == len(report["learners"]):
+        name, failure = next(iter(failed.items()))
+        raise DilocoError(f"run {report['run']} has ended, and no learner learned to its end: {name}: {failure}")
     return 0
 
 
