@@ -409,7 +409,9 @@ def test_a_parameter_that_a_task_replaces_in_mid_run_is_named() -> None:
     task = _Replaced()
     model = checked_and_rehearsed(task)
     task.replaces = True
-    with pytest.raises(SettingsError, match=r"parameter 'x' is another one than module\(\) made: .*\(.*test_torch\.py, line \d+\)"):
+    with pytest.raises(
+        SettingsError, match=r"parameter 'x' is another one than module\(\) made: .*\(.*test_torch\.py, line \d+\)"
+    ):
         model.begin_step(np.float32(1), 0.1).wait()
 
 

@@ -70,8 +70,10 @@ def test_an_error_in_the_evaluation_does_not_end_a_run(diloco: Diloco, tmp_path:
     assert "".join(f"evaluator: {failure}".split()) in "".join(diloco("status", "mine").out.split())
 
 
-@pytest.mark.slow  # a whole `up`; the learner's and the coordinator's parts are in tests/shared/test_accounts.py and test_alerts.py
-def test_a_run_whose_data_become_nan_ends_with_an_error(diloco: Diloco, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow  # a whole `up`; its parts are in tests/shared/test_accounts.py and tests/coordinator/test_alerts.py
+def test_a_run_whose_data_become_nan_ends_with_an_error(
+    diloco: Diloco, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     damaged = TASK.replace('if number == 100: raise OSError("part 100 is damaged")', "scale = np.nan if number > 100 else 1")
     damaged = damaged.replace("yield np.random", "yield scale * np.random").replace("2 - min(self.calls, 2)", "2")
     ended, _ = up(diloco, tmp_path, damaged, monkeypatch)

@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +41,7 @@ from diloco_report.units import count, decimal, duration, share, size, times
 
 MAX_LEARNERS = 4096
 DEFAULT_PRESET = "decoupled"
+MISSED = 0.1  # of its rounds, by each learner: worth a sentence
 SERVICES = {
     "diloco_learner": "diloco-learner", "diloco_syncer": "diloco-syncer", "diloco_coordinator": "diloco-coordinator",
 }  # fmt: skip
@@ -460,9 +461,24 @@ def summarise(report: dict[str, Any], path: Path) -> None:
             f"{share(learner['blocked_fraction'], 2)} blocked, {share(merged, 1)} of its tokens merged, "
             f"in {learner['rounds_merged']} versions, missed {learner['rounds_missed']}"
         )
+    if sentence := on_missed(report):
+        print(sentence)
     if report["sample"]:
         print(f"\na sample:\n{printable(report['sample'])}")
     print(f"\nreport: {path / 'report.html'}")
+
+
+def on_missed(report: Mapping[str, Any]) -> str | None:
+    """Return a sentence on rounds that every learner missed; None: they are few, or one learner alone was late or away."""
+    pairs = [(learner["rounds_missed"], learner["rounds_merged"]) for learner in report["learners"].values()]
+    least = min((missed / max(1, missed + merged) for missed, merged in pairs), default=0.0)
+    if len(pairs) < 2 or least < MISSED:
+        return None
+    steps = report["settings"]["round"]["overlap_steps"]
+    return (
+        f"each learner missed {share(least)} of the versions or more: an offer takes longer than the grace window of "
+        f"round.overlap_steps ({steps:g}) steps; with more of them versions wait for offers, and less work is dropped"
+    )
 
 
 def _validation(report: dict[str, Any]) -> str:

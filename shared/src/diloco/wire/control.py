@@ -62,7 +62,7 @@ class Heartbeat(Message, frozen=True):
     bytes_down: Count
     refused: Count
     software: Software
-    failure: Said | None = None  # why what this member does is in vain: an evaluator's error, or a learner's steps that are not finite
+    failure: Said | None = None  # why its work is in vain: an evaluator's error, or steps that are not finite
 
 
 class Sample(Message, frozen=True):
