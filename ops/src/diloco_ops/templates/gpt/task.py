@@ -72,6 +72,16 @@ class Task:
     def validation(self) -> Any:
         return self.data.validation()
 
+    def sample(self, params: Any, key: jax.Array, count: int, prompt: str = "def ") -> str:
+        """Return `count` bytes as text, which go on from the prompt: `diloco sample` prints them."""
+        seen = list(prompt.encode()) or [ord("\n")]
+        begun, scores = len(seen), jax.jit(self.scores)
+        for each in jax.random.split(key, count):
+            window = seen[-self.context :]
+            padded = window + [0] * (self.context - len(window))  # of one shape, so that it is compiled once
+            seen.append(int(jax.random.categorical(each, scores(params, jnp.array([padded]))[0, len(window) - 1])))
+        return bytes(seen[begun:]).decode(errors="replace")
+
     def is_embedding(self, path: str) -> bool:
         return path in ("embedding", "position")
 
