@@ -75,6 +75,9 @@ class Counted(Mine):
 class Beyond(Mine):
     def loss(self, params, batch): return super().loss(params, batch) + params["embed"][jnp.arange(2, 4)].sum()
 
+class Mute(Mine):
+    def sample(self, params, key, count): return "".join(chr(int(each)) for each in params["words"])
+
 class NotANumber(Mine):
     def loss(self, params, batch): return jnp.log(-1.0 - jnp.sum(params["weight"] ** 2)) + super().loss(params, batch)
 """
@@ -134,6 +137,7 @@ def test_a_task_and_its_first_batch_are_made_once(examined: Callable[[str], Exam
         ("Fixed", "shares 0 and 1 begin with the same batch: learners train on the same data ("),
         ("Deaf", "batches(start=1) does not begin with the second batch"),
         ("Same", "batches() gives the same batch twice, the first and the second of share 0"),
+        ("Mute", "sample() fails, so that the run's end has no text: task.name = 'own:makeMute': KeyError: 'words' ("),
         ("Unsteady", "the same step gives two results (losses "),
         (
             "Beyond",

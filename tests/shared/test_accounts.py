@@ -21,14 +21,14 @@ def test_a_loss_that_is_not_finite_is_counted_and_the_last_finite_one_is_kept() 
 
 
 def test_a_learner_whose_steps_are_not_finite_says_so_until_one_is() -> None:
-    accounts, nan = Accounts(), float("nan")
-    accounts.book(StepDone(7, 0, 0, nan, 1.0, 0.0, steps=9))
-    accounts.book(StepDone(7, 0, 9, None, 1.0, 0.0))  # its loss is not known yet
-    assert accounts.failure is None
-    accounts.book(StepDone(7, 0, 10, nan, 1.0, 0.0))
-    assert accounts.failure == (
+    accounts, nan, said = Accounts(), float("nan"), list[str | None]()
+    for loss, steps in ((nan, 9), (None, 1), (nan, 1), (2.0, 1)):  # None: its loss is not known yet
+        accounts.book(StepDone(7, 0, 0, loss, 1.0, 0.0, steps=steps))
+        said.append(accounts.failure)
+    assert said == [
+        None,
+        None,
         "no loss or gradients of its newest 10 steps or more are finite, and such a step changes nothing: "
-        "look at its data, or begin again with a lower inner.learning_rate"
-    )
-    accounts.book(StepDone(7, 0, 11, 2.0, 1.0, 0.0))
-    assert accounts.failure is None
+        "look at its data, or begin again with a lower inner.learning_rate",
+        None,
+    ]

@@ -461,8 +461,8 @@ def summarise(report: dict[str, Any], path: Path) -> None:
             f"{share(learner['blocked_fraction'], 2)} blocked, {share(merged, 1)} of its tokens merged, "
             f"in {learner['rounds_merged']} versions, missed {learner['rounds_missed']}"
         )
-    if sentence := on_missed(report):
-        print(sentence)
+    if missed := on_missed(report):
+        print(missed)
     if report["sample"]:
         print(f"\na sample:\n{printable(report['sample'])}")
     print(f"\nreport: {path / 'report.html'}")

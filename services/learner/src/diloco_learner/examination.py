@@ -11,12 +11,15 @@ import numpy as np
 
 from diloco.core import quantise
 from diloco.core.fragments import FragmentMap
+from diloco.errors import DilocoError
 from diloco.settings.run import RunSettings
 from diloco_learner import members
+from diloco_learner.model import Evaluated
 from diloco_learner.task_api import Batches, first_batches, next_batch
 from diloco_learner.tensors import tensor_of
 
 SHARES = 4  # compared with each other
+DRAWN = 4  # tokens of text, which show that it can be drawn
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,17 @@ def unsteady_data(
 def without_gradient(path: str, where: str) -> str:
     """Return the warning of a tensor that nothing trains; ``where`` the loss is written ends the sentence."""
     return f"tensor {path!r} has no gradient: the loss of the first batch does not depend on it{where}"
+
+
+def fails_to_draw(task: object, settings: RunSettings, model: Evaluated) -> list[str]:
+    """Return a warning if the task draws text from its model, and cannot."""
+    draw = getattr(task, "sample", None)
+    try:
+        with members.users_errors(settings.task, draw):
+            model.sample(settings.seed, DRAWN)
+    except DilocoError as error:
+        return [f"sample() fails, so that the run's end has no text: {error}"]
+    return []
 
 
 def two_results(losses: tuple[float, float], differing: list[str]) -> list[str]:

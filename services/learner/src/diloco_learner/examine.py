@@ -66,6 +66,7 @@ def examine(settings: RunSettings, data: str | None) -> Examination:
         beyond = out_of_bounds(task, settings, island, first)
         where = members.place(task.loss)
         warnings += [f"the loss of the first batch takes another element where {beyond}{where}"] if beyond else []
+        warnings += examination.fails_to_draw(task, settings, island)
         loss, step_s, unsteady = _two_steps(settings, island, first)
         fragments = island.fragments()
         return Examination(

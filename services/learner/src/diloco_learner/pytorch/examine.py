@@ -31,6 +31,7 @@ def examine(settings: RunSettings, task: Task, checked: TorchIsland, batches: Se
         warnings = list(examination.unsteady_data(task, settings, batches, _bytes))
         where = members.place(task.loss)
         warnings += [examination.without_gradient(path, where) for path in checked.without_gradient(first)]
+        warnings += examination.fails_to_draw(task, settings, checked)
         island, other = TorchIsland(task, settings), TorchIsland(task, settings)
         loss = island.begin_step(first, settings.inner.learning_rate).wait()
         began_s = time.monotonic()
