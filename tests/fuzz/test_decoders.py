@@ -884,6 +884,21 @@ def nothing_left() -> Iterator[None]:
     folder().cleanup()
 
 
+def decoded(decoder: Decoder, raw: bytes) -> tuple[str, int]:
+    """Return the text of the error by which bytes are refused, or none, and the memory that was taken at most, in bytes."""
+    said = ""
+    tracemalloc.start()  # not while examples are drawn, which takes several times as long with it
+    try:
+        with watched(decoder.name):
+            decoder.decode(raw)
+    except decoder.raises as error:
+        said = str(error)
+    finally:
+        took = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return said, took
+
+
 @pytest.mark.parametrize("decoder", DECODERS, ids=lambda decoder: decoder.name)
 # `make test` tries the same examples every time: what is found by chance is for `make fuzz`
 @settings(
@@ -895,15 +910,10 @@ def nothing_left() -> Iterator[None]:
 )
 @given(data=st.data())
 def test_whatever_comes_is_read_or_refused(decoder: Decoder, data: st.DataObject) -> None:
-    raw, said = data.draw(decoder.given), ""
-    tracemalloc.start()  # not earlier: it makes drawing several times as slow
-    try:
-        with watched(decoder.name):
-            decoder.decode(raw)
-    except decoder.raises as error:
-        said = str(error)
-    finally:
-        took = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+    raw = data.draw(decoder.given)
+    most = decoder.bound + FIXED + PER_BYTE * len(raw)
+    said, took = decoded(decoder, raw)
+    if took > most:  # so may another thread of this process have taken it meanwhile: a decoder takes it each time
+        said, took = decoded(decoder, raw)
     assert len(said) <= SAID + 4 * len(raw)
-    assert took <= decoder.bound + FIXED + PER_BYTE * len(raw), f"{took} bytes of memory for {len(raw)} bytes"
+    assert took <= most, f"{took} bytes of memory for {len(raw)} bytes"
