@@ -322,7 +322,8 @@ def test_a_run_of_which_all_was_killed_goes_on_with_its_averages_and_each_learne
         ended = diloco("up", "--plain", *goes_on, *slowly(10))
         assert ended.code == 0, ended.err
         path = Path(goes_on[-1])
-        assert "checkpoint_restored" in (path / "logs" / "learner-0.jsonl").read_text()
+        for name in NAMES:
+            assert "checkpoint_restored" in (path / "logs" / f"{name}.jsonl").read_text()
         assert diloco("verify", str(path)).code == 0
         left = Left.of(path)
         left.check()
@@ -335,7 +336,7 @@ def test_a_run_of_which_all_was_killed_goes_on_with_its_averages_and_each_learne
     assert [life["unchecked"] for life in lives] == [""] * len(lives)
     assert sum(life["parameters"] is True for life in lives) == len(NAMES), lives
 
-    ended = diloco("up", "--plain", "--continue", "run", "--run-dir", "on", "--tokens", "2000", "--archive", *slowly(10))
+    ended = diloco("up", "--plain", "--continue", "run", "--run-dir", "on", "--tokens", "2000", "--archive", *slowly(60))
     assert ended.code == 0, ended.err
     on = Left.of(Path("on"))
     on.check()  # each counts its steps from 0

@@ -364,7 +364,10 @@ def _resumed(
     learners = _learners(overrides)
     settings = resume.changed(found.checkpoint, overrides)
     data = manifest.data if data is None else data_source(data, settings)
-    return found.checkpoint, RunDirectory(path.resolve(), manifest.run, nats_url or "", data, settings, learners)
+    directory = RunDirectory(path.resolve(), manifest.run, nats_url or "", data, settings, learners)
+    if (source / "run.json").exists():  # its learners' states are those of such learners
+        directory = directory.with_learners_of(rundir.load(source))
+    return found.checkpoint, directory
 
 
 def _continued(
@@ -384,18 +387,9 @@ def _continued(
             f"{path}: was not made by diloco up, and does not say which data the run's learners had; give them with --data"
         )
     given = old.data if data is None else data_source(data, settings)
-    directory = RunDirectory(
-        new.resolve(),
-        _name_of(new),
-        nats_url or "",
-        given,
-        settings,
-        old.learners if learners is None else learners,
-        old.devices_per_learner,
-        old.processes_per_learner,
-        old.least_processes,
-    )
-    return source, directory
+    learners = old.learners if learners is None else learners
+    directory = RunDirectory(new.resolve(), _name_of(new), nats_url or "", given, settings, learners)
+    return source, directory.with_learners_of(old)
 
 
 def _check_new(path: Path, what: str) -> None:

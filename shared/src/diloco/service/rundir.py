@@ -6,7 +6,7 @@ import fcntl
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,17 @@ class RunDirectory:
     @property
     def finished(self) -> bool:
         return self.report.exists()
+
+    def with_learners_of(self, old: RunDirectory) -> RunDirectory:
+        """Return it with learners that have devices, processes and torch tasks as those of another run have."""
+        torch = {name: task for name, task in (old.torch or {}).items() if name in self.learner_names}
+        return replace(
+            self,
+            devices_per_learner=old.devices_per_learner,
+            processes_per_learner=old.processes_per_learner,
+            least_processes=old.least_processes,
+            torch=torch or None,
+        )
 
     def save(self) -> None:
         """Write ``run.json``."""
