@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -249,6 +249,12 @@ def killed_in_the_middle(run: Path, options: Sequence[str]) -> None:
         up.wait()
 
 
+def own(path: Path, name: str, what: str) -> NDArray[Any]:
+    """Return a value of a learner's own from the newest state that it saved."""
+    saved: dict[str, NDArray[Any]] = load_file(state.generations(path, name)[0])
+    return saved[f"state/own/{what}" if f"state/own/{what}" in saved else f"buffers/own.{what}"]
+
+
 @dataclass(frozen=True)
 class Left:
     """A run that is over, as it is found: the averages by version, computed here, and each learner's steps and batches."""
@@ -279,10 +285,8 @@ class Left:
                 values[record.version] = np.average(made, axis=0, weights=[member.weight for member in record.members])
         learners = {}
         for name in NAMES:
-            file = state.generations(path, name)[0]
-            saved, said = load_file(file), state.load(file, identity, name).accounts["step"]
-            kind = "state/own/" if "state/own/steps" in saved else "buffers/own."
-            learners[name] = said, int(saved[f"{kind}steps"]), saved[f"{kind}mean"]
+            said = state.load(state.generations(path, name)[0], identity, name).accounts["step"]
+            learners[name] = said, int(own(path, name, "steps")), own(path, name, "mean")
         batches: dict[str, list[tuple[int, int]]] = {}
         for read in tape.load_all(path, identity)[0]:
             for life in read.lives():
@@ -290,16 +294,16 @@ class Left:
                 batches[read.name] = ranges  # of the last life
         return cls(first, newest.theta, values[max(values)], learners, batches)
 
-    def check(self) -> None:
-        """Find the averages and each learner's own values to be those that are computed here."""
+    def check(self, began: Mapping[str, NDArray[Any]]) -> None:
+        """Find the averages and each learner's own values to be those that are computed here; ``began`` are the own means."""
         np.testing.assert_allclose(self.merged, self.expected, rtol=1e-5)
         for name, (said, counted, mean) in self.learners.items():
             assert counted == said > 0
-            own = np.zeros(4)
-            for share, number in self.batches[name][-40:]:  # older ones have weights below 1e-12
+            expected = began[name].astype(np.float64)
+            for share, number in self.batches[name]:
                 x = np.random.default_rng((share, number)).normal(size=(8, 4)).astype(np.float32)
-                own = own / 2 + x.mean(0, np.float64) / 2
-            np.testing.assert_allclose(mean, own, atol=1e-5)
+                expected = expected / 2 + x.mean(0, np.float64) / 2
+            np.testing.assert_allclose(mean, expected, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -316,7 +320,8 @@ def test_a_run_of_which_all_was_killed_goes_on_with_its_averages_and_each_learne
     monkeypatch.setenv("DILOCO_CHECKPOINT_S", "0.3")
     options = [part for key, value in COUNTING.items() for part in ("--set", f"{key}={value}")]
     options += ["--torch", "learner-1=counted_torch:make"] if beside == "torch" else []
-    killed_in_the_middle(Path("run"), ["--run-dir", "run", "--learners", "2", "--tokens", "6000", *options, *slowly(60)])
+    killed_in_the_middle(Path("run"), ["--run-dir", "run", "--learners", "2", "--tokens", "24000", *options, *slowly(60)])
+    began = {name: own(Path("run"), name, "mean") for name in NAMES}
     # the same state goes on in a new directory, and where it was
     for goes_on in (["--resume", "run", "--run-dir", "again"], ["--run-dir", "run"]):
         ended = diloco("up", "--plain", *goes_on, *slowly(10))
@@ -326,20 +331,23 @@ def test_a_run_of_which_all_was_killed_goes_on_with_its_averages_and_each_learne
             assert "checkpoint_restored" in (path / "logs" / f"{name}.jsonl").read_text()
         assert diloco("verify", str(path)).code == 0
         left = Left.of(path)
-        left.check()
+        left.check(began)
         assert not left.first.any()
         values = json.loads((path / "evaluation.json").read_text())["values"]
         assert values == {"seen": pytest.approx(left.merged[0]), "steps": 0}
     replayed = diloco("replay", "run", "--learners", "--json")
     assert replayed.code == 0
     lives = json.loads(replayed.out)["learners"]
-    assert [life["unchecked"] for life in lives] == [""] * len(lives)
-    assert sum(life["parameters"] is True for life in lives) == len(NAMES), lives
+    in_jax = [life for life in lives if not life["unchecked"]]
+    others = {life["learner"] for life in lives if "a learner of PyTorch is not trained again" in life["unchecked"]}
+    assert {life["learner"] for life in in_jax} == set(NAMES) - others
+    assert others == ({"learner-1"} if beside == "torch" else set())
+    assert sum(life["parameters"] is True for life in in_jax) == len(NAMES) - len(others), lives
 
-    ended = diloco("up", "--plain", "--continue", "run", "--run-dir", "on", "--tokens", "2000", "--archive", *slowly(60))
+    ended = diloco("up", "--plain", "--continue", "run", "--run-dir", "on", "--tokens", "8000", "--archive", *slowly(40))
     assert ended.code == 0, ended.err
     on = Left.of(Path("on"))
-    on.check()  # each counts its steps from 0
+    on.check(dict.fromkeys(NAMES, np.zeros(4)))  # each counts its steps from 0
     np.testing.assert_array_equal(on.first, left.merged)
     for command in (["verify", "on"], ["replay", "on", "--learners"]):
         assert diloco(*command).code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ def test_what_was_saved_reads_back(tmp_path: Path, data: str | None) -> None:
     again = load(tmp_path / "runs" / "r1")
     assert again == saved
     assert again.settings.digest() == saved.settings.digest()
+
+
+def test_a_run_from_another_one_has_learners_as_that_one_has(tmp_path: Path) -> None:
+    torch = {"learner-1": "mine:make", "learner-9": "mine:make"}
+    old = replace(directory(tmp_path / "old"), devices_per_learner=4, processes_per_learner=2, least_processes=1, torch=torch)
+    new = replace(directory(tmp_path / "new"), learners=2).with_learners_of(old)
+    assert (new.devices_per_learner, new.processes_per_learner, new.least_processes) == (4, 2, 1)
+    assert new.torch == {"learner-1": "mine:make"}  # of two learners there is no tenth
+    assert new.path == tmp_path / "new"
+    assert new.with_learners_of(directory(tmp_path)).torch is None
 
 
 def test_a_run_is_finished_when_it_has_a_report(tmp_path: Path) -> None:
