@@ -106,10 +106,10 @@ async def stop_all(run: Region) -> None:
 
 
 async def most_steps(run: Region) -> int:
-    """Of any learner in one merge."""
+    """Of any learner in one merge: that are in it, or were lost by then, since versions were made without them."""
     async with opened(run.directory) as seen:
         found = [
-            member.steps
+            max(member.steps, member.lost_tokens // SAMPLES)
             for fragment in seen.map.fragments
             async for head in seen.log.entries.heads(
                 lambda refusal: None, 1, await seen.log.reader.end_sequence(fragment.index), fragment=fragment.index
