@@ -491,9 +491,9 @@ def test_status_of_a_finished_run_that_is_damaged_is_named(copy: Path, diloco: D
 def test_damaged_tapes_and_reports_are_named_and_never_a_traceback(copy: Path, diloco: Diloco) -> None:
     own = copy / "tapes" / "toy-0.tape"
     good = own.read_bytes()
-    foreign = tape.Header(b"another!", "toy-0").pack()
+    middle, foreign = len(good) // 2, tape.Header(b"another!", "toy-0").pack()
     for raw, says in (
-        (good[: len(good) // 2] + b"\x00" + good[len(good) // 2 + 1 :], "damaged at byte"),
+        (good[:middle] + bytes([good[middle] ^ 0xFF]) + good[middle + 1 :], "damaged at byte"),
         (good[:25], "header is damaged"),
         (foreign, f"belongs to run {b'another!'.hex()}"),
         (good[:8] + b"\x09" + good[9:], "format version 9, expected 1; read it with the version of diloco that wrote it"),
