@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page as Tab
 from playwright.sync_api import sync_playwright
+from tests.report.test_browser import CHROMIUM
 from tests.services.cluster import small, some_versions
 from tests.services.conftest import Launch
 from tests.services.secured import make_keys, members, serving
@@ -18,7 +18,6 @@ from tests.services.toy import SAMPLES
 from diloco.control.changes import read_changes
 from diloco_ops import run_reader
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.slow,  # the parts are in test_page_actions.py and tests/report/test_browser.py
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium"),
