@@ -10,18 +10,10 @@ from pathlib import Path
 
 import pytest
 import typer
+from tests.made.fixtures import Ended
 
 from diloco.process import observe
 from diloco_ops import cli
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A command that ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.made.fixtures import MakeServer
 from xdist.scheduler import LoadScopeScheduling
 
 from diloco.nats.transport import NatsTransport
@@ -22,8 +23,6 @@ from diloco_ops.broker.server import Server
 settings.register_profile("some", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=20)
 settings.register_profile("all", settings.get_profile("some"), max_examples=100)
 settings.load_profile("some")
-
-MakeServer = Callable[..., Server]
 
 TESTS = Path(__file__).parent
 SPREAD = ("services", "simulation")  # their tests take long, and begin first; what is short fills the gaps at the end

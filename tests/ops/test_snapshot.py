@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from tests.conftest import MakeServer
+from tests.made.fixtures import MakeServer
 
 from diloco.errors import BrokerError, RunError
 from diloco.nats import streams

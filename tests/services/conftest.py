@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.made.fixtures import Diloco, Ended, Launch, Regions
 from tests.services.apart import REGIONS, Region
 from tests.services.cluster import Cluster
 from tests.services.finished import Finished, finish
@@ -25,19 +25,6 @@ from diloco_ops.broker.server import Server
 from diloco_ops.embedded import Embedded
 from diloco_ops.wan.config import checked
 from diloco_ops.wan.relay import Relay
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A command that ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-Launch = Callable[..., Cluster]
-Diloco = Callable[..., Ended]
 
 
 @pytest.fixture(scope="session")
@@ -67,9 +54,6 @@ async def launch(nursery: Nursery, nats_server: Server, tmp_path: Path) -> Async
     yield make
     for cluster in made:
         await cluster.close()
-
-
-Regions = Callable[..., Awaitable[Region]]
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.made.fixtures import Launch
 from tests.services.cluster import small, some_versions
-from tests.services.conftest import Launch
 
 import diloco
 from diloco.errors import RunError

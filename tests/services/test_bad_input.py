@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import MakeServer
+from tests.made.fixtures import Diloco, Launch, MakeServer
 from tests.services.cluster import check_accounts, check_all_merged, fill, small
-from tests.services.conftest import Diloco, Launch
 from tests.services.toy import SAMPLES, Regression
 
 from diloco.core.fragments import TensorSpec

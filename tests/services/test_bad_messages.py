@@ -11,8 +11,8 @@ import numpy as np
 import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, check_accounts, check_all_merged, small
-from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, Toy
 
 from diloco.control import admission

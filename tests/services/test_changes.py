@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, check_accounts, small, some_versions
-from tests.services.conftest import Launch
 from tests.services.test_verify import ToyModel
 from tests.services.toy import LEARNING_RATE, SAMPLES, Toy, Vector
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.services.conftest import Diloco
+from tests.made.fixtures import Diloco
 
 from diloco.process import logs
 

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tests.services.conftest import Diloco
+from tests.made.fixtures import Diloco
 
 from diloco.errors import SettingsError
 from diloco.settings.presets import run_settings

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import zstandard
 from blake3 import blake3
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, check_accounts, check_all_merged, small, some_versions
-from tests.services.conftest import Launch
 from tests.services.secured import guest, make_keys, members, serving
 from tests.services.toy import SAMPLES
 

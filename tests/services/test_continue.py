@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tests.conftest import MakeServer
+from tests.made.fixtures import Diloco, Launch, MakeServer, Regions
 from tests.services.apart import apart
 from tests.services.cluster import Cluster, Folded, small, some_versions
-from tests.services.conftest import Diloco, Launch, Regions
 from tests.services.toy import SAMPLES, Toy
 
 from diloco.control.creation import POLL_S, Run

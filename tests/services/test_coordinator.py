@@ -7,8 +7,8 @@ import signal
 import time
 from typing import Any
 
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, Service, small
-from tests.services.conftest import Launch
 
 from diloco.errors import BrokerError
 

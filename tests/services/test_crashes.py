@@ -6,9 +6,8 @@ import json
 
 import numpy as np
 from blake3 import blake3
-from tests.conftest import MakeServer
+from tests.made.fixtures import Launch, MakeServer
 from tests.services.cluster import check_accounts, check_kept, newest_entries, small, some_versions
-from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import pytest
 from blake3 import blake3
+from tests.made.fixtures import Diloco, Launch
 from tests.services.cluster import DEADLINE_S, Cluster, small, some_versions
-from tests.services.conftest import Diloco, Launch
 from tests.services.finished import Finished
 from tests.services.test_resume import as_directory
 from tests.services.test_up import SETTINGS, Running, some_text, wait_for_training

@@ -6,8 +6,8 @@ import json
 from collections import Counter
 from typing import Any
 
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, small
-from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, SLOW, Toy
 
 from diloco.core.changes import Changes

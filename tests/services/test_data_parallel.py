@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
-from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, Regression
 from tests.tensors import scatter
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.conftest import MakeServer
 from tests.heartbeats import learner_heartbeat
+from tests.made.fixtures import MakeServer
 from tests.services.secured import make_keys, put
 
 from diloco.control import creation

@@ -18,8 +18,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from tests.made.fixtures import Diloco, Launch
 from tests.services.cluster import Cluster, small, some_versions
-from tests.services.conftest import Diloco, Launch
 from tests.tensors import scatter
 
 from diloco.core.arrangement import Arrangement

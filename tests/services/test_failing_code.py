@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.services.conftest import Diloco, Ended
+from tests.made.fixtures import Diloco, Ended
 
 TASK = """
 import itertools

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from tests.heartbeats import learner_heartbeat
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, check_accounts, small, some_versions
-from tests.services.conftest import Launch
 from tests.services.secured import make_keys, members, serving
 from tests.services.toy import SAMPLES
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tests.services.conftest import Diloco
+from tests.made.fixtures import Diloco
 
 from diloco.control import creation, genesis
 from diloco.errors import SettingsError

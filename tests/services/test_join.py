@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, small
-from tests.services.conftest import Launch
 from tests.services.toy import LEARNING_RATE, SAMPLES, STEP_S, Regression
 
 import diloco

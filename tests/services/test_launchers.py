@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import tomli_w
 from tests.deploy import test_island
+from tests.made.fixtures import Launch
 from tests.services import slurm
 from tests.services.cluster import Cluster, small
-from tests.services.conftest import Launch
 
 from diloco.settings.cluster import SLURM_PORTS
 

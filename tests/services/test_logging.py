@@ -7,8 +7,8 @@ import re
 from datetime import datetime
 from typing import Any
 
+from tests.made.fixtures import Launch
 from tests.services.cluster import small
-from tests.services.conftest import Launch
 
 from diloco.process.logs import FIXED_KEYS, LEVELS
 

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
+from tests.made.fixtures import Diloco
 from tests.services.cluster import DEADLINE_S
-from tests.services.conftest import Diloco
 
 from diloco.member import state
 from diloco.process import tape

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, small
-from tests.services.conftest import Launch
 
 import diloco_coordinator.metrics
 import diloco_learner.metrics

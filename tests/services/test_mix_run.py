@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from tests.made.fixtures import Diloco, Launch
 from tests.services.cluster import DEADLINE_S, small
-from tests.services.conftest import Diloco, Launch
 
 import diloco as api
 from diloco.errors import AdmissionError

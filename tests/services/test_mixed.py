@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from tests.made.fixtures import Launch
 from tests.services.cluster import check_accounts, small, some_versions
-from tests.services.conftest import Launch
 from tests.services.secured import make_keys, members, serving
 from tests.services.toy import SAMPLES, STEP_S
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.conftest import MakeServer
+from tests.made.fixtures import Launch, MakeServer
 from tests.services.cluster import (
     DEADLINE_S,
     Cluster,
@@ -23,7 +23,6 @@ from tests.services.cluster import (
     small,
     some_versions,
 )
-from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES
 
 from diloco.nats import append, streams

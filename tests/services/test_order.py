@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tests.conftest import MakeServer
+from tests.made.fixtures import Launch, MakeServer
 from tests.services.cluster import check_accounts, small
-from tests.services.conftest import Launch
 
 
 async def test_services_wait_for_nats_and_run_and_outlive_the_coordinator(make_server: MakeServer, launch: Launch) -> None:

@@ -6,8 +6,8 @@ import asyncio
 import json
 import urllib.request
 
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, Service, small
-from tests.services.conftest import Launch
 
 from diloco.control.history import unpack
 from diloco.errors import FenceError

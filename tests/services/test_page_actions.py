@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, Service, small, some_versions
-from tests.services.conftest import Launch
 from tests.services.secured import make_keys, members, serving
 from tests.services.toy import SAMPLES
 

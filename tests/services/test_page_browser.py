@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page as Tab
 from playwright.sync_api import sync_playwright
+from tests.made.fixtures import Launch
 from tests.report.test_browser import CHROMIUM
 from tests.services.cluster import small, some_versions
-from tests.services.conftest import Launch
 from tests.services.secured import make_keys, members, serving
 from tests.services.test_page_actions import RUN, Page
 from tests.services.toy import SAMPLES

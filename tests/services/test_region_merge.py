@@ -9,9 +9,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from tests.made.fixtures import Regions
 from tests.services.apart import REGIONS, Region, apart, demand_one_log
 from tests.services.cluster import check_accounts, some_versions
-from tests.services.conftest import Regions
 from tests.services.toy import SAMPLES
 
 from diloco.errors import EjectedError, SettingsError

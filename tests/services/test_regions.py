@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.made.fixtures import Regions
 from tests.services.apart import REGIONS, apart, demand_one_log
 from tests.services.cluster import DEADLINE_S, check_accounts, fill, small, some_versions
-from tests.services.conftest import Regions
 from tests.services.test_verify import redo
 from tests.services.toy import SAMPLES
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, small, some_versions
-from tests.services.conftest import Launch
 from tests.services.forking import Nursery
 from tests.services.guarded import REGIONS, two_regions
 from tests.services.secured import guest

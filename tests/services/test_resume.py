@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import MakeServer
+from tests.made.fixtures import Launch, MakeServer
 from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
-from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, Regression, Toy
 
 from diloco.core.fragments import TensorSpec

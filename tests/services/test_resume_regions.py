@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.made.fixtures import Regions
 from tests.services.apart import REGIONS, Region, apart
 from tests.services.cluster import some_versions
-from tests.services.conftest import Regions
 from tests.services.toy import SAMPLES
 
 from diloco.errors import RunError

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tests.made.fixtures import Launch
 from tests.services.cluster import check_accounts, small
-from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES
 
 from diloco.core import quantise

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.made.fixtures import Launch, Regions
 from tests.services.apart import REGIONS, apart, demand_one_log
 from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
-from tests.services.conftest import Launch, Regions
 from tests.services.test_takeover import until_owned_by
 from tests.services.test_verify import redo
 from tests.services.toy import SAMPLES, Regression, Toy

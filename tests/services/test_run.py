@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
-from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, Toy
 
 from diloco.wire.control import Heartbeat

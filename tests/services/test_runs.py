@@ -7,8 +7,8 @@ import json
 
 import nats
 import pytest
+from tests.made.fixtures import Launch
 from tests.services.cluster import small, some_versions
-from tests.services.conftest import Launch
 
 from diloco.errors import RunError
 from diloco_ops import runs

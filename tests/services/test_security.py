@@ -17,8 +17,8 @@ from typing import Any, cast
 import nats.aio.client
 import nats.errors
 import pytest
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, Events, check_accounts, small, some_versions
-from tests.services.conftest import Launch
 from tests.services.forking import Nursery
 from tests.services.guarded import REGIONS, two_regions
 from tests.services.secured import DEADLINE_S, Guest, guest, make_keys, members, put, serving

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import pytest
 import tomli_w
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, Events, small
-from tests.services.conftest import Launch
 from tests.services.secured import DEADLINE_S, Guest, guest, make_keys, members, serving
 from tests.services.test_launchers import PATIENCE_S, check_left, stepping
 

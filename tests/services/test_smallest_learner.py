@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+from tests.made.fixtures import Launch
 from tests.protocol.smallest_learner import SmallestLearner, Tensors
 from tests.services.cluster import DEADLINE_S, Cluster, check_accounts, small
-from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, SLOW_STEP_S, Regression
 
 from diloco.log.stream import pass_over

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.services.conftest import Diloco
+from tests.made.fixtures import Diloco
 
 from diloco_ops.starting import PROJECTS, Template
 

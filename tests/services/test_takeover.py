@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, Folded, Service, small, some_versions
-from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES
 
 from diloco.control import tables

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
+from tests.made.fixtures import Launch, Regions
 from tests.services.apart import apart
 from tests.services.cluster import small
-from tests.services.conftest import Launch, Regions
 
 from diloco.core.tracing import version_ids
 from diloco.wire.framing import run_id

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.made.fixtures import Launch
 from tests.services.cluster import DEADLINE_S, Cluster, small, some_versions
-from tests.services.conftest import Launch
 from tests.services.secured import make_keys, members, serving
 
 from diloco.service.rundir import RunDirectory

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.made.fixtures import Launch
 from tests.services.cluster import Cluster, Service, small
-from tests.services.conftest import Launch
 from tests.services.toy import SAMPLES, SLOW, STEP_S
 
 import diloco

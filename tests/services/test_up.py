@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tests.made.fixtures import Diloco, Ended
 from tests.services.cluster import DEADLINE_S, Cluster
-from tests.services.conftest import Diloco, Ended
 from tests.services.forking import Nursery
 
 from diloco.service import rundir

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from numpy.typing import NDArray
-from tests.conftest import MakeServer
-from tests.services.conftest import Diloco
+from tests.made.fixtures import Diloco, MakeServer
 from tests.services.finished import Finished
 from tests.services.toy import SAMPLES, Regression
 from tests.tensors import scatter

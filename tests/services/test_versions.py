@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.made.fixtures import Diloco, Launch
 from tests.services.cluster import small
-from tests.services.conftest import Diloco, Launch
 
 from diloco import __version__
 from diloco.control import admission, creation

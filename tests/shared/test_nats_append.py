@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 from nats.aio.msg import Msg
 from nats.js.api import StreamState
-from tests.conftest import MakeServer
+from tests.made.fixtures import MakeServer
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, StorageFullError
 from diloco.nats import append as appending

@@ -16,7 +16,7 @@ import pytest
 from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 from tests import raw
-from tests.conftest import MakeServer
+from tests.made.fixtures import MakeServer
 from tests.services.secured import make_keys
 
 from diloco.core.bandwidth import Moved

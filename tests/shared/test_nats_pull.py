@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from nats.js.api import StorageType
 from tests import raw
-from tests.conftest import MakeServer
+from tests.made.fixtures import MakeServer
 
 from diloco.errors import BrokerError, RewoundError
 from diloco.nats import streams

@@ -12,7 +12,7 @@ from typing import Any
 import nats.js.errors
 import pytest
 from nats.js.api import KeyValueConfig
-from tests.conftest import MakeServer
+from tests.made.fixtures import MakeServer
 
 from diloco.errors import AppendUncertainError, BrokerError, FenceError, FormatError, StorageFullError
 from diloco.nats import registry as module

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import MakeServer
+from tests.made.fixtures import MakeServer
 
 from diloco.errors import AppendUncertainError
 from diloco.nats.transport import NatsTransport

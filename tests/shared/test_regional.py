@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import pytest
-from tests.conftest import MakeServer
+from tests.made.fixtures import MakeServer
 from tests.tensors import each
 
 from diloco.core import merging
