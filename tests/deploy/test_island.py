@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.deploy import kustomize
+from tests.made.island_pods import LEFT, OVERLAY, POD_SCRIPT, pod_environment
 
 from diloco.errors import (
     AdmissionError,
@@ -30,34 +30,16 @@ from diloco.errors import (
 from diloco.settings.loading import load_service
 from diloco.settings.service import LearnerSettings
 
-ISLAND = Path(__file__).parents[2] / "deploy" / "kubernetes" / "island"
-OVERLAY = ISLAND.parent / "overlays" / "island"
-SCRIPT = ISLAND / "learner.sh"
-LEFT = 143  # the script's own exit code: the processes left with notice
-
 
 @pytest.fixture(scope="module")
 def resources() -> dict[str, dict[str, Any]]:
     return {item["kind"]: item for item in kustomize.build(OVERLAY)}
 
 
-def environment(index: int, **other: str) -> dict[str, str]:
-    """Return the environment of a pod's container, as the kubelet makes it; ``other`` are values that an overlay may change."""
-    built = kustomize.build(OVERLAY)
-    config = next(item for item in built if item["metadata"]["name"] == "datacenter")
-    job = next(item for item in built if item["kind"] == "Job")
-    values: dict[str, str] = dict(config["data"])
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    for variable in container["env"]:
-        name, value = variable["name"], variable["value"]
-        values[name] = other.get(name, re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], value))
-    return values | other | {"JOB_COMPLETION_INDEX": str(index)}
-
-
 def test_a_pod_is_the_process_of_its_index_and_meets_the_others_at_the_first_pod(
     resources: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in environment(3).items():
+    for name, value in pod_environment(3).items():
         monkeypatch.setenv(name, value)
     settings = load_service(LearnerSettings, None)
     job, service = resources["Job"], resources["Service"]
@@ -96,7 +78,9 @@ def test_the_job_replaces_pods_that_can_go_on_and_gives_up_what_would_end_again(
 
 
 def test_shellcheck_finds_nothing() -> None:
-    found = subprocess.run([Path(sys.executable).parent / "shellcheck", SCRIPT], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [Path(sys.executable).parent / "shellcheck", POD_SCRIPT], capture_output=True, text=True, check=False
+    )
     assert (found.returncode, found.stdout) == (0, "")
 
 
@@ -111,7 +95,7 @@ class Pod:
         learner.chmod(0o755)
         told = {"LEADER": "localhost:7600", "DILOCO_NAME": "learner-0", "DILOCO_STATE_DIR": str(state), "OWN": str(self.own)}
         path = {"PATH": f"{self.own}:{os.environ['PATH']}", "BEGUN": str(self.own / "begun")}
-        self.process = subprocess.Popen(["sh", SCRIPT], env=os.environ | told | path)
+        self.process = subprocess.Popen(["sh", POD_SCRIPT], env=os.environ | told | path)
 
     def begun(self) -> None:
         ends_s = time.monotonic() + 60

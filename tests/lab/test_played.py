@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.lab import test_trial
-from tests.services.test_up import some_text
+from tests.made.up_command import some_text
 from typer.testing import CliRunner, Result
 
 from diloco.settings.presets import run_settings

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.services.test_up import Running, some_text
+from tests.made.up_command import Running, some_text
 
 from diloco.settings.presets import run_settings
 from diloco.wire import framing

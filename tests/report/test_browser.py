@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +15,13 @@ from typing import Any
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
+from tests.made.browser import CHROMIUM
 from tests.report.test_page import HOSTILE, fake_report, with_regions
 
 from diloco_coordinator.page.server import HEADERS
 from diloco_report import actions, page
 from diloco_report.actions import WHY, Action, Field
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 
 # each of them makes the page's title its own if it is run

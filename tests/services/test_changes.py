@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 from tests.made.fixtures import Launch
+from tests.made.run_checks import save_directory
+from tests.made.toy_replay import ToyModel
 from tests.services.cluster import Cluster, check_accounts, small, some_versions
-from tests.services.test_verify import ToyModel
 from tests.services.toy import LEARNING_RATE, SAMPLES, Toy, Vector
 
 from diloco.core.fragment_state import Reader
@@ -26,12 +27,6 @@ from diloco.wire.control import Announcement
 from diloco_ops import operate, replay, run_reader, verify
 
 LONG = 10**9  # tokens: the run ends when the test sets another budget
-
-
-def directory_of(cluster: Cluster) -> Path:
-    """The cluster's directory as a run's."""
-    RunDirectory(cluster.directory, cluster.name, cluster.url, None, cluster.settings).save()
-    return cluster.directory
 
 
 async def change(path: Path, *assignments: str, reason: str = "") -> None:
@@ -50,7 +45,7 @@ async def end(cluster: Cluster, path: Path) -> None:
 
 async def test_settings_change_while_the_run_goes_on(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = launch(small(tokens=LONG))
-    path = directory_of(cluster)
+    path = save_directory(cluster)
     steps: list[int] = []
 
     async def hear_round(message: Heard) -> None:
@@ -95,7 +90,7 @@ async def test_settings_change_while_the_run_goes_on(launch: Launch, capsys: pyt
 
 async def test_what_would_break_the_run_is_refused_and_nothing_is_stored(launch: Launch, tmp_path: Path) -> None:
     cluster = launch(small(tokens=LONG))
-    path = directory_of(cluster)
+    path = save_directory(cluster)
     await cluster.begin(coordinator=False)
     await some_versions(cluster, 1)
     for assignments, message in (
@@ -142,7 +137,7 @@ class Falling(ToyModel):
 async def test_the_budget_is_extended_and_the_training_can_be_done_again(launch: Launch) -> None:
     budget = 3 * 120 * SAMPLES
     cluster = launch(small(tokens=budget))
-    path = directory_of(cluster)
+    path = save_directory(cluster)
 
     def step(toy: Toy) -> None:
         cluster.gate(toy)
@@ -179,7 +174,7 @@ def folded_rest(folded: replay.Folded) -> tuple[Any, ...]:
 
 async def test_an_ejected_learner_ends_and_comes_back_when_it_is_readmitted(launch: Launch) -> None:
     cluster = launch(small(tokens=LONG, round__steps=12, round__quorum="all"))
-    path = directory_of(cluster)
+    path = save_directory(cluster)
     for share in (0, 1):
         cluster.toy(share)
     third = cluster.toy_process(2)
@@ -241,7 +236,7 @@ class Liar:
 async def test_a_learner_whose_gradients_are_outliers_is_quarantined_until_it_is_readmitted(launch: Launch) -> None:
     cluster = launch(small(tokens=LONG, round__steps=12, round__quorum="all", quarantine__factor=20.0))
     cluster.liars = {"toy-2"}
-    path = directory_of(cluster)
+    path = save_directory(cluster)
     liar = Liar(cluster)
     for share, before_step in enumerate((cluster.gate, cluster.gate, liar)):
         cluster.toy(share, before_step=before_step)
@@ -279,7 +274,7 @@ async def test_a_learner_whose_gradients_are_outliers_is_quarantined_until_it_is
 
 async def test_a_list_that_makes_no_sense_changes_nothing(launch: Launch) -> None:
     cluster = launch(small(tokens=LONG))
-    path = directory_of(cluster)
+    path = save_directory(cluster)
     await cluster.begin(coordinator=False)
     cluster.settle_pace()
     services = ["syncer-0", "syncer-1", "toy-0", "toy-1", "toy-2"]

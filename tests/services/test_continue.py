@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tests.made.fixtures import Diloco, Launch, MakeServer, Regions
+from tests.made.run_checks import save_directory
 from tests.services.apart import apart
 from tests.services.cluster import Cluster, Folded, small, some_versions
 from tests.services.toy import SAMPLES, Toy
@@ -32,12 +33,6 @@ TOKENS = 3 * 30 * SAMPLES
 NAMES = ["toy-0", "toy-1", "toy-2"]
 
 
-def as_directory(cluster: Cluster) -> Path:
-    """The cluster's directory as ``diloco up`` makes one."""
-    RunDirectory(cluster.directory, cluster.name, cluster.url, None, cluster.settings).save()
-    return cluster.directory
-
-
 def may_be_trained(directory: RunDirectory, fragments: FragmentMap) -> RunDirectory:
     """Toys have no task to look at."""
     return directory
@@ -48,7 +43,7 @@ async def continued(
 ) -> tuple[Cluster, list[str]]:
     """A cluster on the same server that continues a run, and the notes for the user."""
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
-    source = continuing.find(as_directory(run), dotted)
+    source = continuing.find(save_directory(run), dotted)
     settings = source.changed(source.directory.settings)
     name = f"{run.name}-{name}"  # the server has other tests' runs, too
     new = RunDirectory(run.directory.parent / name, name, run.url, data, settings)
@@ -70,7 +65,7 @@ async def test_a_run_that_is_over_begins_again_at_an_earlier_version(
 ) -> None:
     run = launch(small(tokens=TOKENS // 3, learners=1))
     [closed, *_] = await to_its_end(run, learners=1)
-    directory = as_directory(run)
+    directory = save_directory(run)
     (directory / "report.json").write_text("{}")
     with pytest.raises(RunError, match=f"for more tokens: diloco up --continue {directory} --tokens N; to begin again at an"):
         await asyncio.to_thread(resume.find, directory)
@@ -139,7 +134,7 @@ async def test_a_run_that_is_over_goes_on_twice_with_its_model_momentum_and_data
     assert second.settings.tokens == 2 * TOKENS
     assert second.settings.round.steps == 5
     ended_again = await to_its_end(second)
-    checked = await verify.check(as_directory(second))
+    checked = await verify.check(save_directory(second))
     assert checked.holds, checked
     assert {check.name for check in checked.checks if check.state == "unchecked"} == {"merges", "report"}
 
@@ -170,14 +165,14 @@ async def test_an_outer_adamw_goes_on_with_the_parameters_alone(launch: Launch) 
         assert not np.any(moments)
     after = await to_its_end(second)
     assert all(not np.array_equal(before.theta, log.theta) for before, log in zip(ended, after, strict=True))
-    assert (await verify.check(as_directory(second))).holds
+    assert (await verify.check(save_directory(second))).holds
 
 
 async def test_a_run_that_is_not_over_is_not_continued(launch: Launch, tmp_path: Path) -> None:
     run = launch(small(tokens=10**9))
     await run.begin()
     await some_versions(run)
-    source = continuing.find(as_directory(run), {"tokens": 1000})
+    source = continuing.find(save_directory(run), {"tokens": 1000})
     new = RunDirectory(tmp_path / "new", "new", run.url, None, run.settings)
     count = run.settings.fragments.count
     said = f"run '{run.name}' is not over, it is going on: {count} of the {count} logs"
@@ -189,7 +184,7 @@ async def test_a_run_that_is_not_over_is_not_continued(launch: Launch, tmp_path:
 async def test_nothing_is_left_of_a_continuation_that_fails(make_server: MakeServer, launch: Launch, tmp_path: Path) -> None:
     first = launch(small(tokens=TOKENS // 3, learners=1))
     await to_its_end(first, learners=1)
-    source = continuing.find(as_directory(first), {"tokens": TOKENS})
+    source = continuing.find(save_directory(first), {"tokens": TOKENS})
     taken = RunDirectory(tmp_path / "x", first.name, first.url, None, first.settings)
     with pytest.raises(RunError, match=f"run '{first.name}' exists at its server already; choose another --run-dir"):
         await continuing.prepare(source, taken, may_be_trained)

@@ -19,10 +19,10 @@ import msgspec
 import pytest
 from blake3 import blake3
 from tests.made.fixtures import Diloco, Launch
+from tests.made.run_checks import save_directory
+from tests.made.up_command import TINY_GPT, Running, some_text, wait_for_training
 from tests.services.cluster import DEADLINE_S, Cluster, small, some_versions
 from tests.services.finished import Finished
-from tests.services.test_resume import as_directory
-from tests.services.test_up import SETTINGS, Running, some_text, wait_for_training
 from tests.services.toy import SAMPLES
 
 from diloco import __version__
@@ -58,7 +58,7 @@ async def test_damaged_keyframes_are_passed_over_by_all_and_made_again(launch: L
     other = next(index for index in range(3) if index != largest)
     bad = {largest: await _without_a_part(link, run, largest), other: await _altered(link, run, other)}
 
-    verdict = await verify.check(as_directory(run))
+    verdict = await verify.check(save_directory(run))
     named = next(check for check in verdict.checks if check.name == "keyframes")
     assert named.state == "fails"
     assert all(f"fragment {index}: message {sequence}: " in named.found for index, sequence in bad.items())
@@ -132,7 +132,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("damage")
     (folder / "text.txt").write_text(some_text())
     directory = folder / "run"
-    options = [text for name, value in SETTINGS.items() for text in ("--set", f"{name}={value}")]
+    options = [text for name, value in TINY_GPT.items() for text in ("--set", f"{name}={value}")]
     options += ["--learners", "1", "--shards", "1", "--tokens", str(BUDGET), "--data", str(folder / "text.txt")]
     running = up(directory, *options, "--slow", "learner-0=400")
     try:
@@ -362,7 +362,7 @@ async def test_a_checkpoint_killed_in_the_middle_is_taken_for_none(launch: Launc
     run = launch(small(tokens=3 * 100_000 * SAMPLES, round__steps=24))
     await run.begin()
     await some_versions(run)
-    directory = as_directory(run)
+    directory = save_directory(run)
     whole = (await checkpoint.take(directory))[0].path
     for number, saved in enumerate((1, 2), start=2):  # in the middle of the log's copy, and before the manifest is renamed
         environment = os.environ | {"AFTER": str(saved), "RUN": str(directory)}
@@ -395,7 +395,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_learner_whose_disk_is_full_trains_on_and_its_old_checkpoint_stays(launch: Launch, small_disk: Path) -> None:
-    gpt: dict[str, Any] = {key.replace(".", "__"): value for key, value in SETTINGS.items()}
+    gpt: dict[str, Any] = {key.replace(".", "__"): value for key, value in TINY_GPT.items()}
     run = launch(small(learners=1, shards=1, task__name="gpt", tokens=10**9, **gpt))
     run.coordinator()
     run.syncer(0)

@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 import tomli_w
-from tests.deploy import test_island
 from tests.made.fixtures import Launch
+from tests.made.island_checks import PATIENCE_S, check_left, stepping
+from tests.made.island_pods import LEFT, POD_SCRIPT, pod_environment
 from tests.services import slurm
 from tests.services.cluster import Cluster, small
 
@@ -28,8 +29,6 @@ from diloco.settings.cluster import SLURM_PORTS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm"
 SCRIPT = EXAMPLE / "learner.sbatch"
-ISLAND_SCRIPT = test_island.SCRIPT
-PATIENCE_S = 300.0
 
 
 # ---- the script alone
@@ -130,13 +129,6 @@ def submit(settings: Path, said: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def stepping(cluster: Cluster, steps: int) -> bool:
-    """Whether the learner's present generation has taken so many steps."""
-    heartbeats = cluster.heartbeats.get("learner-0", [])
-    last = heartbeats[-1:]
-    return any(beat.state == "stepping" and beat.step - heartbeats[0].step >= steps for beat in last)
-
-
 async def island_run(launch: Launch) -> Cluster:
     """Return a run that goes on until its learner is ended; it has all but the learner."""
     task: dict[str, Any] = {"name": "gpt", "layers": 1, "width": 64, "heads": 2, "context": 16, "batch": 4}
@@ -146,13 +138,6 @@ async def island_run(launch: Launch) -> Cluster:
     cluster.syncer(0)
     await cluster.link()
     return cluster
-
-
-def check_left(cluster: Cluster) -> None:
-    """Check that both processes ended as asked, with nothing unmerged."""
-    assert [len(cluster.events("stopped", name)) for name in ("learner-0", "learner-0-p1")] == [1, 1]
-    last = cluster.heartbeats["learner-0"][-1]
-    assert (last.state, sum(last.steps)) == ("left", 0), "all of its work was merged"
 
 
 @pytest.mark.slow
@@ -194,11 +179,11 @@ def pods(cluster: Cluster, folder: Path) -> list[subprocess.Popen[bytes]]:
     changed = {"LEADER": leader, "PROCESSES": "2", "DILOCO_MESH": "{}", "DILOCO_METRICS_ADDRESS": "", "DILOCO_LOG_TO": "file"}
 
     def environment(index: int) -> dict[str, str]:
-        told = test_island.environment(index, BEGUN=str(folder / f"begun-{index}"), **own, **changed)
+        told = pod_environment(index, BEGUN=str(folder / f"begun-{index}"), **own, **changed)
         del told["DILOCO_IDENTITY"]  # the server of most tests asks for none; test_shared_identity.py has one that does
         return os.environ | here | told
 
-    return [subprocess.Popen(["sh", ISLAND_SCRIPT], env=environment(index), start_new_session=True) for index in range(2)]
+    return [subprocess.Popen(["sh", POD_SCRIPT], env=environment(index), start_new_session=True) for index in range(2)]
 
 
 @pytest.mark.slow
@@ -214,5 +199,5 @@ async def test_all_pods_of_a_kubernetes_job_are_to_be_replaced_when_one_is_evict
         for pod in started:
             if pod.poll() is None:
                 os.killpg(pod.pid, signal.SIGKILL)
-    assert codes == [test_island.LEFT, test_island.LEFT]
+    assert codes == [LEFT, LEFT]
     check_left(cluster)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.made.fixtures import Launch
+from tests.made.page_process import PageProcess
 from tests.services.cluster import Cluster, Service, small, some_versions
 from tests.services.secured import make_keys, members, serving
 from tests.services.toy import SAMPLES
@@ -27,54 +23,7 @@ from diloco_ops.page import command
 RUN = "paged"
 
 
-class Page:
-    """A process of ``diloco page``, and a client of it that has its token."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        words = [sys.executable, "-m", "diloco_ops.cli", "page", *arguments]
-        environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=folder, text=True, env=environment)
-        assert self.process.stdout is not None
-        self.said = next(line for line in self.process.stdout if "http" in line)
-        found = re.search(r"(http://\S+)#(\w+)", self.said)
-        assert found is not None
-        self.url, self.token = found.groups()
-
-    def fetch(self, path: str = "", values: dict[str, str] | None = None, **headers: str) -> tuple[int, str]:
-        """Status and text of an answer; ``values``: of a form that is posted."""
-        given = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
-        given |= {name.replace("_", "-"): value for name, value in headers.items()}
-        body = None if values is None else json.dumps(values).encode()
-        try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, body, given), timeout=90) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def act(self, name: str, **values: str) -> Any:
-        """The lines of an action, or the text of its error."""
-        _, text = self.fetch(f"act/{name}", values)
-        answered = json.loads(text)
-        return answered.get("lines") or answered["error"]
-
-    async def shows(self, *texts: str) -> str:
-        """Wait until the page has all of these."""
-        found = ""
-        for _ in range(300):
-            _, found = await asyncio.to_thread(self.fetch)
-            if all(text in found for text in texts):
-                return found
-            await asyncio.sleep(0.1)
-        raise AssertionError(f"{texts} not in {found}")
-
-    def end(self) -> None:
-        self.process.terminate()
-        self.process.wait(20)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
-async def acted(page: Page, name: str, **values: str) -> Any:
+async def acted(page: PageProcess, name: str, **values: str) -> Any:
     return await asyncio.to_thread(page.act, name, **values)
 
 
@@ -90,7 +39,7 @@ async def test_an_operator_acts_by_the_page_in_its_own_name(launch: Launch, tmp_
         await cluster.until(lambda: "toy-2" in cluster.heartbeats, "the third takes part")
         await some_versions(cluster, 2)
         file = str(keys.identity_file("operator"))
-        page = await asyncio.to_thread(Page, tmp_path, server.url, "--run", RUN, "--identity", file, "--run-dir", "own")
+        page = await asyncio.to_thread(PageProcess, tmp_path, server.url, "--run", RUN, "--identity", file, "--run-dir", "own")
         try:
             with cluster.slowly():
                 await act_on(page, cluster, tmp_path / "own", third)
@@ -104,7 +53,7 @@ async def test_an_operator_acts_by_the_page_in_its_own_name(launch: Launch, tmp_
         assert "denied" not in json.dumps(cluster.events("permission_denied"))
 
 
-async def act_on(page: Page, cluster: Cluster, own: Path, third: Service) -> None:
+async def act_on(page: PageProcess, cluster: Cluster, own: Path, third: Service) -> None:
     """Take every action, and meet each of its errors as the command's own line."""
     assert f"page of run {RUN}, with actions, as operator" in page.said
     shown = await page.shows("Roll back", "toy-2", "syncer-0", "data-chart")

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page as Tab
 from playwright.sync_api import sync_playwright
+from tests.made.browser import CHROMIUM
 from tests.made.fixtures import Launch
-from tests.report.test_browser import CHROMIUM
+from tests.made.page_process import PageProcess
 from tests.services.cluster import small, some_versions
 from tests.services.secured import make_keys, members, serving
-from tests.services.test_page_actions import RUN, Page
 from tests.services.toy import SAMPLES
 
 from diloco.control.changes import read_changes
 from diloco_ops import run_reader
 
+RUN = "paged"
 pytestmark = [
     pytest.mark.slow,  # the parts are in test_page_actions.py and tests/report/test_browser.py
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium"),
@@ -68,7 +69,7 @@ async def test_an_operator_acts_by_a_browser_until_the_run_is_over(launch: Launc
         await cluster.begin()
         await some_versions(cluster, 2)
         file = str(keys.identity_file("operator"))
-        page = await asyncio.to_thread(Page, tmp_path, server.url, "--run", RUN, "--identity", file, "--run-dir", "own")
+        page = await asyncio.to_thread(PageProcess, tmp_path, server.url, "--run", RUN, "--identity", file, "--run-dir", "own")
         try:
             with cluster.slowly():
                 budget = cluster.tokens() + 600 * SAMPLES

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.made.regional_offers import combined_of
 from tests.services.cluster import small, some_versions
 from tests.services.forking import Nursery
 from tests.services.guarded import CONTROL, Guarded, two_regions
 from tests.services.secured import Guest, guest
-from tests.services.test_region_merge import combined_of
 
 from diloco.process.tasks import end
 from diloco.wire import framing, subjects

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.made.fixtures import Regions
+from tests.made.regional_offers import combined_of, forged
 from tests.services.apart import REGIONS, Region, apart, demand_one_log
 from tests.services.cluster import check_accounts, some_versions
 from tests.services.toy import SAMPLES
@@ -18,9 +19,7 @@ from diloco.errors import EjectedError, SettingsError
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger
 from diloco.wire import framing
-from diloco.wire.body import Body
 from diloco.wire.entries import Genesis
-from diloco.wire.offers import Answer, RegionalOffer
 from diloco_ops import operate, verify
 
 # fragments change no hands however slow the machine is, so that no keyframe is stored and the whole log is there to be read
@@ -132,25 +131,6 @@ async def test_who_is_ejected_is_in_no_combined_offer_any_more_and_nobody_waits_
     for log in await run.read("us"):
         merged = [any(m.learner == ejected.name for m in record.members) for record in log.versions]
         assert (any(merged[: settled[log.index]]), any(merged[settled[log.index] :])) == (True, False)
-
-
-def forged(learner: str, **changes: Any) -> Answer:
-    values: dict[str, Any] = {
-        "incarnation": 1,
-        "number": 1,
-        "after": (0, 0),
-        "round": 1,
-        "base_version": 0,
-        "base_hash": bytes(32),
-    }
-    values |= {"steps": 1, "tokens": SAMPLES, "lost_tokens": 0, "data": [(0, 0, 1)]}
-    return Answer(learner, **values | changes)
-
-
-def combined_of(syncer: str, /, **changes: Any) -> RegionalOffer:
-    body = Body(0, bytes(32), 0, bytes(8))
-    values: dict[str, Any] = {"fragment": 0, "syncer": syncer, "incarnation": 1, "number": 1, "bits": 4, "body": body}
-    return RegionalOffer(**values | {"members": [forged("toy-0")]} | changes)
 
 
 async def pulled_until_ended(run: Region) -> tuple[int, int, int]:

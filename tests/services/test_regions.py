@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.made.fixtures import Regions
+from tests.made.toy_replay import redo_toys
 from tests.services.apart import REGIONS, apart, demand_one_log
 from tests.services.cluster import DEADLINE_S, check_accounts, fill, small, some_versions
-from tests.services.test_verify import redo
 from tests.services.toy import SAMPLES
 
 from diloco.errors import SettingsError
@@ -408,7 +408,7 @@ async def test_precision_follows_a_link_that_becomes_slow_and_recovers(regions: 
         await asyncio.to_thread(toy.stop)
     verdict = await verify.check(run.directory)
     assert verdict.holds, verdict
-    redone = await redo(run.directory)
+    redone = await redo_toys(run.directory)
     assert [life.wrong for life in redone] == ["", "", ""]
     assert min(life.offers for life in redone) > 3  # of either precision
 

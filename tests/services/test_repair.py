@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from tests.made.fixtures import Launch
+from tests.made.run_checks import newest_applied, rollbacks, save_directory, waiting_settings
 from tests.services.cluster import Cluster, small, some_versions
 from tests.services.forking import Nursery
 from tests.services.guarded import REGIONS, two_regions
 from tests.services.secured import guest
-from tests.services.test_rollback import newest, rollbacks, save, settings
-from tests.services.test_security import RUN
 from tests.services.toy import SAMPLES
 
 from diloco.control.changes import append_changes
@@ -27,10 +26,12 @@ from diloco.nats.registry import Registry
 from diloco_ops import attach, verify
 from diloco_ops.repair import command
 
+RUN = "guarded"
+
 
 async def repair(cluster: Cluster, **options: Any) -> int:
     """``diloco repair``, in this process; nobody is asked."""
-    save(cluster)
+    save_directory(cluster)
     return await repaired(cluster, **options)
 
 
@@ -48,7 +49,7 @@ async def publish(cluster: Cluster, subject: str, data: bytes) -> int:
 async def test_a_fragment_with_garbage_on_its_subject_goes_on_and_can_be_repaired(
     launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster = launch(settings(steps=120))
+    cluster = launch(waiting_settings(steps=120))
     await cluster.begin()
     await some_versions(cluster, 3)
     cluster.liars = {"log", cluster.subjects.record(1)}
@@ -62,7 +63,7 @@ async def test_a_fragment_with_garbage_on_its_subject_goes_on_and_can_be_repaire
         assert "all readers pass over it, and the log goes on behind it" in said
         assert "nothing is to be repaired" in said
 
-        good = min(newest(cluster)) - 1
+        good = min(newest_applied(cluster)) - 1
         assert await repair(cluster, fragment=[1], to_version=good, dry_run=True) == 1
         said = capsys.readouterr().out
         assert f"fragment 1: goes on from version {good}; " in said
@@ -79,7 +80,7 @@ async def test_a_fragment_with_garbage_on_its_subject_goes_on_and_can_be_repaire
     for log in folded:
         assert log.passed_over == (log.index == 1)
         assert all(toy.thetas[log.index].tobytes() == log.theta.tobytes() for toy in cluster.toys)
-    check = next(check for check in (await verify.check(save(cluster))).checks if check.name == "log")
+    check = next(check for check in (await verify.check(save_directory(cluster))).checks if check.name == "log")
     assert check.state == "holds"
     assert f"repaired: fragment 1, version {entry.version} is what version {good} was, by change 1" in check.found
     with pytest.raises(RunError, match=r"its log is closed at version \d+, and nothing follows that; .* --resume-at"):
@@ -87,7 +88,7 @@ async def test_a_fragment_with_garbage_on_its_subject_goes_on_and_can_be_repaire
 
 
 async def test_damaged_keys_end_what_begins_and_are_made_again(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = launch(settings(steps=60))
+    cluster = launch(waiting_settings(steps=60))
     await cluster.begin()
     cluster.gate.close()
     link = await cluster.link()
@@ -127,7 +128,7 @@ async def test_damaged_keys_end_what_begins_and_are_made_again(launch: Launch, c
     await cluster.ended()
     assert late.finished
     assert (await registry.get("map") or (b"",))[0] == (good["map"] or (b"",))[0]
-    assert (await verify.check(save(cluster))).holds
+    assert (await verify.check(save_directory(cluster))).holds
 
 
 class Broken(Nesterov):
@@ -142,7 +143,7 @@ async def test_the_operator_of_a_run_in_regions_repairs_it(
     nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Under identities: a stolen syncer's key wrote into one region's log, and the founder's and the operator's into keys."""
-    values = settings(steps=150, shards=2, learners=2, regions__names=list(REGIONS), regions__away_s=600.0)
+    values = waiting_settings(steps=150, shards=2, learners=2, regions__names=list(REGIONS), regions__away_s=600.0)
     async with two_regions(nursery, tmp_path, RUN, values) as cluster:
         keys, servers = cluster.keys, cluster.servers
         await cluster.begin()
@@ -158,7 +159,7 @@ async def test_the_operator_of_a_run_in_regions_repairs_it(
         said = capsys.readouterr().out
         assert f"fragment 1: message {sequence} on {cluster.subjects.record(1)}, 9 bytes: record: " in said
         assert "nothing is to be repaired" in said
-        good = min(newest(cluster)) - 1
+        good = min(newest_applied(cluster)) - 1
         assert await repaired(cluster, fragment=[1], to_version=good, reason="unwanted") == 0
         assert f"is what version {good} was" in capsys.readouterr().out
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.made.fixtures import Launch, MakeServer
+from tests.made.run_checks import save_directory
 from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
 from tests.services.toy import SAMPLES, Regression, Toy
 
@@ -31,12 +32,6 @@ from diloco_ops.manifest import Checkpoint, load
 NAMES = ["toy-0", "toy-1", "toy-2"]
 
 
-def as_directory(cluster: Cluster) -> Path:
-    """The cluster's directory as ``diloco up`` makes one."""
-    RunDirectory(cluster.directory, cluster.name, cluster.url, None, cluster.settings).save()
-    return cluster.directory
-
-
 async def restored(
     source: Checkpoint, launch: Launch, server: Server, path: Path, *, at: int | None = None, **overrides: Any
 ) -> Cluster:
@@ -51,7 +46,7 @@ async def restored(
 async def checkpoint_of(run: Cluster) -> tuple[Checkpoint, list[str]]:
     """Take a checkpoint while learners go on, slowly: on a busy machine a marker comes late, and few rounds may pass."""
     with run.slowly():
-        return await checkpoint.take(as_directory(run))
+        return await checkpoint.take(save_directory(run))
 
 
 async def go_on(cluster: Cluster, learners: int = 3, **behaviour: Any) -> list[Folded]:
@@ -138,7 +133,7 @@ async def test_state_that_is_merged_goes_on_from_where_it_was_when_all_were_kill
     server.kill()
     (tmp_path / "nats-0").rename(run.directory / "nats")  # where the server of `diloco up` has its files
 
-    found = await asyncio.to_thread(resume.find, as_directory(run))
+    found = await asyncio.to_thread(resume.find, save_directory(run))
 
     resumed = await restored(found.checkpoint, launch, make_server(), tmp_path / "resumed")
     again = await go_on(resumed, **seeing(resumed))
@@ -172,7 +167,7 @@ async def test_a_checkpoint_counts_on_from_marks_that_only_learners_know(launch:
         await asyncio.sleep(0.1)
     shutil.rmtree(folder)  # as if it had come to nothing
 
-    taken, _ = await checkpoint.take(as_directory(run))
+    taken, _ = await checkpoint.take(save_directory(run))
 
     # a learner that had answered number 50 answers none below it; that this run goes on meanwhile may cost a residual
     assert sorted(taken.manifest.learners) == NAMES
@@ -187,7 +182,7 @@ async def test_with_other_members_nothing_that_was_merged_is_lost(
     await some_versions(run)
 
     changes = ["outer.learning_rate=0.25", "liveness.dead_s=9.0"]
-    await asyncio.to_thread(operate.set_, as_directory(run), changes)
+    await asyncio.to_thread(operate.set_, save_directory(run), changes)
     taken, _ = await checkpoint_of(run)
 
     await stop(run)
@@ -218,7 +213,7 @@ async def test_a_run_begins_again_at_an_earlier_version(make_server: MakeServer,
     await some_versions(run, more=3)
     with run.slowly():
         # which at an earlier version nobody has ordered yet
-        await asyncio.to_thread(rollback.rollback, as_directory(run), 1, "")
+        await asyncio.to_thread(rollback.rollback, save_directory(run), 1, "")
     await some_versions(run, more=1)
     taken, _ = await checkpoint_of(run)
     run.hurry()
@@ -263,7 +258,7 @@ async def two_checkpoints(run: Cluster) -> tuple[Path, list[Path]]:
     """Of a run that has just begun; its directory and theirs."""
     await run.begin()
     await some_versions(run)
-    directory = as_directory(run)
+    directory = save_directory(run)
     return directory, [(await checkpoint.take(directory))[0].path for _ in range(2)]
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.made.fixtures import Launch, Regions
+from tests.made.run_checks import WAITS, newest_applied, rollbacks, save_directory, until_owned_by, waiting_settings
+from tests.made.toy_replay import redo_toys
 from tests.services.apart import REGIONS, apart, demand_one_log
 from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
-from tests.services.test_takeover import until_owned_by
-from tests.services.test_verify import redo
 from tests.services.toy import SAMPLES, Regression, Toy
 from tests.tensors import scatter
 
@@ -28,34 +28,15 @@ from diloco.settings.run import RunSettings
 from diloco.wire.entries import RolledBack
 from diloco_ops import rollback, run_reader, verify
 
-WAITS: dict[str, Any] = {"round__learners_wait": True, "round__quorum": "all"}  # so that the pace makes no difference
-
-
-def settings(steps: int = 200, **changes: Any) -> RunSettings:
-    return small(**({"tokens": 3 * steps * SAMPLES} | WAITS | changes))
-
-
-def save(cluster: Cluster) -> Path:
-    """Let commands find the run."""
-    RunDirectory(cluster.directory, cluster.name, cluster.url, None, cluster.settings).save()
-    return cluster.directory
-
 
 async def go_back(cluster: Cluster, version: int, reason: str = "a spike") -> int:
     """``diloco rollback``, in this process."""
-    return await asyncio.to_thread(rollback.rollback, save(cluster), version, reason)
-
-
-def newest(cluster: Cluster) -> list[int]:
-    """By fragment: the version that all learners have applied."""
-    heard = [heartbeats[-1].versions for heartbeats in cluster.heartbeats.values()]
-    versions: list[int] = np.min(heard, axis=0).tolist()
-    return versions
+    return await asyncio.to_thread(rollback.rollback, save_directory(cluster), version, reason)
 
 
 async def distance(cluster: Cluster, version: int) -> float:
     """How far the global model was from the truth at a version: 1 for the initial zeros."""
-    async with run_reader.opened(save(cluster)) as seen:
+    async with run_reader.opened(save_directory(cluster)) as seen:
         tensors = seen.map.empty()
         for fragment in seen.map.fragments:
             scatter(
@@ -64,13 +45,6 @@ async def distance(cluster: Cluster, version: int) -> float:
                 tensors,
             )
         return Regression(cluster.settings).distance(tensors)
-
-
-def rollbacks(folded: list[Folded]) -> dict[int, list[tuple[int, int]]]:
-    """By fragment: number of the change and version gone back to."""
-    return {
-        log.index: [(e.rolled_back.change, e.rolled_back.to_version) for e in log.entries if e.rolled_back] for log in folded
-    }
 
 
 async def demand_one_run(cluster: Cluster) -> list[Folded]:
@@ -82,7 +56,7 @@ async def demand_one_run(cluster: Cluster) -> list[Folded]:
         assert log.passed_over == 0
         for toy in cluster.toys:
             np.testing.assert_array_equal(toy.thetas[log.index], log.theta, strict=True)
-    verdict = await verify.check(save(cluster))
+    verdict = await verify.check(save_directory(cluster))
     wrong = [check for check in verdict.checks if check.state == "fails"]
     assert not wrong
     return folded
@@ -103,19 +77,19 @@ class Spoiler:
 
 async def test_a_run_that_a_bad_learner_drove_off_goes_on_from_where_it_was(launch: Launch) -> None:
     # whatever a merge does is let in, so that there is something to go back from
-    cluster = launch(settings(steps=160, log__archive=True, quarantine__merge_factor=0.0))
+    cluster = launch(waiting_settings(steps=160, log__archive=True, quarantine__merge_factor=0.0))
     spoiler = Spoiler(cluster.gate)
     for share in range(2):
         cluster.toy(share)
     cluster.toy(2, before_step=spoiler)
     await cluster.begin()
     await some_versions(cluster, 5)
-    good = min(newest(cluster))
+    good = min(newest_applied(cluster))
     with cluster.slowly():
         at_good = await distance(cluster, good)
     spoiler.on = True
     await some_versions(cluster, 3)
-    bad = min(newest(cluster))
+    bad = min(newest_applied(cluster))
     with cluster.slowly():
         assert await distance(cluster, bad) > 10 * at_good
         spoiler.on = False
@@ -135,7 +109,7 @@ async def test_a_run_that_a_bad_learner_drove_off_goes_on_from_where_it_was(laun
     assert Regression(cluster.settings).distance(await cluster.tensors(folded)) < at_good
     assert len(cluster.events("rolled_back")) == 4
     # the training can be done again across it, bit by bit, but for what no tape has; and so can the merges
-    lives = await redo(cluster.directory)
+    lives = await redo_toys(cluster.directory)
     assert [(life.learner, bool(life.wrong)) for life in lives] == [("toy-0", False), ("toy-1", False), ("toy-2", True)]
     verdict = await verify.check(cluster.directory)
     assert {check.name: check.state for check in verdict.checks}["merges"] == "holds"
@@ -143,7 +117,7 @@ async def test_a_run_that_a_bad_learner_drove_off_goes_on_from_where_it_was(laun
 
 @pytest.mark.slow  # the simulation has many such schedules
 async def test_owners_that_die_or_freeze_over_an_order_leave_it_to_others_who_carry_it_out_once(launch: Launch) -> None:
-    cluster = launch(settings(steps=200))
+    cluster = launch(waiting_settings(steps=200))
     await cluster.create()
     services = {service.name: service for service in [cluster.syncer(index) for index in range(4)]}
     cluster.learners()
@@ -151,7 +125,7 @@ async def test_owners_that_die_or_freeze_over_an_order_leave_it_to_others_who_ca
     await cluster.all_ready()
     cluster.gate.open()
     await some_versions(cluster, 2)
-    good = min(newest(cluster))
+    good = min(newest_applied(cluster))
     await some_versions(cluster, 2)
     [killed, frozen] = [name for name in services if cluster.shard_heartbeats[name].fragments]
     services[frozen].process.send_signal(signal.SIGSTOP)
@@ -165,7 +139,7 @@ async def test_owners_that_die_or_freeze_over_an_order_leave_it_to_others_who_ca
     services[frozen].process.send_signal(signal.SIGCONT)
     standbys = sorted(services.keys() - {killed, frozen})
     await until_owned_by(cluster, *standbys)
-    at = newest(cluster)
+    at = newest_applied(cluster)
     # and once more, to what the run was after the first: by then there are two versions of that state
     await some_versions(cluster, 2)
     assert await go_back(cluster, max(at)) == 0
@@ -176,13 +150,13 @@ async def test_owners_that_die_or_freeze_over_an_order_leave_it_to_others_who_ca
 
 @pytest.mark.slow
 async def test_a_learner_that_was_away_goes_on_from_where_the_run_went_and_not_from_what_it_had_saved(launch: Launch) -> None:
-    cluster = launch(settings(steps=150, round__quorum=2))
+    cluster = launch(waiting_settings(steps=150, round__quorum=2))
     cluster.toy(0)
     cluster.toy(1)
     cluster.toy(2, checkpoint_s=0.2, leave_s=0.0)
     await cluster.begin()
     await some_versions(cluster, 4)
-    good = min(newest(cluster))
+    good = min(newest_applied(cluster))
     await some_versions(cluster, 2)
     leaver = cluster.toys[2]
     leaver.leave()  # with work that nobody merges any more, on its disk
@@ -205,7 +179,7 @@ async def test_a_learner_that_was_away_goes_on_from_where_the_run_went_and_not_f
 
 async def test_what_cannot_be_gone_back_to_is_refused_before_anything_is_ordered(launch: Launch) -> None:
     # a keyframe at every version, and of the log what is between the last two of them
-    cluster = launch(settings(steps=60, log__keyframe_factor=0.001, log__keep_bytes=0))
+    cluster = launch(waiting_settings(steps=60, log__keyframe_factor=0.001, log__keep_bytes=0))
     await cluster.begin()
     await some_versions(cluster, 5)
     cluster.gate.close()
@@ -254,7 +228,7 @@ def chain(fragment: int, version: int, **changes: Any) -> Chain:
 def test_what_is_refused_by_what_is_known(
     chains: list[Chain], version: int, orders: dict[int, tuple[int, int]], reason: str, tmp_path: Path
 ) -> None:
-    seen = seen_of(tmp_path, settings())
+    seen = seen_of(tmp_path, waiting_settings())
     now = Effective(seen.run.created, 3, rollbacks=orders)
     beyond = [chain for chain in chains if chain.version > version]
     with pytest.raises(RunError, match=reason) if reason else contextlib.nullcontext():
@@ -272,7 +246,7 @@ async def test_where_a_run_cannot_go_back_it_is_told_another_way(tmp_path: Path)
     lockstep = await asyncio.to_thread(refused, small("data-parallel"), live=True)
     assert "trains in lockstep" in lockstep
     assert another_way in lockstep
-    stopped = await asyncio.to_thread(refused, settings(), live=False)
+    stopped = await asyncio.to_thread(refused, waiting_settings(), live=False)
     assert "run 'run' is not going on" in stopped
     assert another_way in stopped
 
@@ -283,7 +257,7 @@ async def test_a_run_in_regions_goes_back_in_all_of_them(regions: Regions, merge
     run = await regions(apart(learners=6 if merge else 3, tokens=(6 if merge else 3) * 45 * SAMPLES, **WAITS, **changes))
     await run.begin()
     await some_versions(run, 2)
-    good = min(newest(run))
+    good = min(newest_applied(run))
     await some_versions(run, 2)
     run.save()
     with run.slowly():

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.made.fixtures import Launch
+from tests.made.run_checks import owned, until_owned_by
 from tests.services.cluster import Cluster, Folded, Service, small, some_versions
 from tests.services.toy import SAMPLES
 
@@ -24,21 +25,6 @@ async def table(cluster: Cluster) -> OwnersTable:
     found, _ = await tables.owners(Run(cluster.name, cluster.settings, registry), len(fragments.fragments)).read()
     assert found is not None
     return found
-
-
-def owned(cluster: Cluster, name: str) -> set[int]:
-    """By a syncer's own word."""
-    return set(cluster.shard_heartbeats[name].fragments) if name in cluster.shard_heartbeats else set()
-
-
-async def until_owned_by(cluster: Cluster, *names: str) -> None:
-    everything = set(range(cluster.settings.fragments.count))
-
-    def so() -> bool:
-        parts = [owned(cluster, name) for name in names]
-        return all(parts) and sum(map(len, parts)) == len(everything) and set.union(*parts) == everything
-
-    await cluster.until(so, f"{names} own all fragments")
 
 
 async def whole_run_is_in_the_log(cluster: Cluster) -> list[Folded]:

@@ -5,12 +5,8 @@ Its learners have two devices each.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +17,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tests.made.fixtures import Diloco, Ended
-from tests.services.cluster import DEADLINE_S, Cluster
+from tests.made.up_command import TINY_GPT, Running, some_text, wait_for_training
+from tests.services.cluster import Cluster
 from tests.services.forking import Nursery
 
 from diloco.service import rundir
@@ -30,22 +27,9 @@ from diloco_learner.task import GptTask
 from diloco_ops.broker.server import Server, free_port
 from diloco_report.units import count
 
-DILOCO = str(Path(sys.executable).parent / "diloco")
 LEARNERS = ["learner-0", "learner-1"]
 TOKENS_PER_STEP = 4 * 16
 BUDGET = 900 * TOKENS_PER_STEP
-SETTINGS = {
-    "task.layers": 1,
-    "task.width": 16,
-    "task.heads": 2,
-    "task.context": 16,
-    "task.batch": 4,
-    "fragments.count": 4,
-    "round.steps": 12,
-    "inner.optimizer": "adamw",  # which compiles three times as fast as Muon
-    "liveness.heartbeat_s": 0.2,
-    "log.keyframe_factor": 1000,
-}
 BEGUN = ("state_taken_up", "state_from_peer")  # a learner's optimizer state
 REPORT_KEYS = {
     "wall_s", "val_loss", "val_loss_initial", "tokens_processed", "tokens_merged", "rounds", "versions", "learners",
@@ -70,29 +54,6 @@ class Story:
     resume: Ended
 
 
-class Running:
-    """A command in a process of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen([DILOCO, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def end(self) -> Ended:
-        """Wait for its end."""
-        try:
-            out, err = self.process.communicate(timeout=2 * DEADLINE_S)
-        finally:
-            self.kill()
-        assert "Traceback" not in out + err
-        return Ended(self.process.returncode, out, err)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            pipe.close()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def gives_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, str]]:
     """``diloco up`` with a server that is not there: begun before all others, since it is to try for a while."""
@@ -111,7 +72,7 @@ def story(gives_up: tuple[Running, str], tmp_path_factory: pytest.TempPathFactor
     begin = ["up", "--learners", "2", "--shards", "1", "--tokens", str(BUDGET), "--plain", "--data", str(text)]
     begin += ["--devices-per-learner", "2"]
     begin += ["--run-dir", str(directory), *slow(400)]  # so that there is time to look at it and stop it in the middle
-    for name, value in SETTINGS.items():
+    for name, value in TINY_GPT.items():
         begin += ["--set", f"{name}={value}"]
     up = Running(*begin)
     try:
@@ -134,29 +95,6 @@ def story(gives_up: tuple[Running, str], tmp_path_factory: pytest.TempPathFactor
 def slow(factor: int) -> list[str]:
     """Options that stretch the steps, which take less than a millisecond: what a run does between them becomes little."""
     return [text for name in LEARNERS for text in ("--slow", f"{name}={factor}")]
-
-
-def some_text() -> str:
-    """Sentences of a few words, so that there is something to learn."""
-    rng = np.random.default_rng(5)
-    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
-    return "\n".join(" ".join(words[i] for i in rng.integers(0, len(words), 12)) for _ in range(2000))
-
-
-def wait_for_training(up: Running, directory: Path, learners: int = 1) -> None:
-    """Wait until so many learners have taken steps, and some work is merged."""
-    deadline_s = time.monotonic() + DEADLINE_S * 2
-    while time.monotonic() < deadline_s:
-        assert up.process.poll() is None, up.end()
-        file = directory / "status.json"
-        if file.exists():
-            with contextlib.suppress(ValueError):  # being written
-                status = json.loads(file.read_text())
-                at_work = [learner for learner in status["learners"].values() if learner["step"]]
-                if status["tokens_merged"] and len(at_work) >= learners:
-                    return
-        time.sleep(0.1)
-    raise AssertionError("no training within the deadline")
 
 
 def test_up_shows_progress_and_stops_in_order(story: Story) -> None:
@@ -220,7 +158,7 @@ def test_resumed_run_goes_on_and_ends(story: Story, diloco: Diloco) -> None:
     before = json.loads(story.status_json.out)
     assert "validation loss" in ended.out
     assert "the best model that only counts bytes" in ended.out
-    sizes = " ".join(f"--set {name}={value}" for name, value in SETTINGS.items() if name.startswith("task"))
+    sizes = " ".join(f"--set {name}={value}" for name, value in TINY_GPT.items() if name.startswith("task"))
     command = f"diloco lab run search --set tokens={BUDGET} --set learners=2 {sizes}"
     assert f"not measured yet with these settings; this does it: {command} --data" in ended.out
     assert str(story.directory / "report.html") in ended.out
@@ -304,7 +242,7 @@ def test_a_new_run_begins_with_the_weights_of_one_that_is_over(story: Story, dil
     assert diloco("export", str(story.directory), str(theirs), *named).code == 0
     assert np.array_equal(load_file(theirs)["one.weight"], before[one].T)
     options = ["--learners", "2", "--tokens", str(BUDGET // 4), "--plain", "--data", str(story.directory.parent / "text.txt")]
-    options += [text for name, value in SETTINGS.items() for text in ("--set", f"{name}={value}")]
+    options += [text for name, value in TINY_GPT.items() for text in ("--set", f"{name}={value}")]
 
     to_wrong = ("--run-dir", str(tmp_path / "wrong"))
     for wrong, said in (

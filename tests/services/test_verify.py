@@ -9,31 +9,23 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
-from numpy.typing import NDArray
 from tests.made.fixtures import Diloco, MakeServer
+from tests.made.toy_replay import ToyModel, redo_toys
 from tests.services.finished import Finished
-from tests.services.toy import SAMPLES, Regression
-from tests.tensors import scatter
 
 from diloco.core import codec
 from diloco.core import tape as events
-from diloco.core.delta import Apply
-from diloco.core.fragments import build_map
-from diloco.core.lives import Life
 from diloco.core.schedule import Moment
 from diloco.process import tape
 from diloco.service import rundir
 from diloco.service.rundir import RunDirectory
-from diloco.settings.run import RunSettings
 from diloco.wire import framing
 from diloco.wire.body import describe_body
 from diloco.wire.entries import Record
-from diloco_ops import replay, verify
+from diloco_ops import verify
 from diloco_ops.broker.server import Server
-from diloco_ops.retraining import State
 from diloco_ops.run_reader import opened
 
 
@@ -122,7 +114,7 @@ async def test_damaged_tape_is_named_and_what_it_would_show_is_unchecked(copy: F
 
     assert states(verdict) == ALL_HOLD | dict.fromkeys(("tapes", "offers", "data"), "unchecked")
     assert verdict.holds
-    damaged = (await redo(copy.path))[1]
+    damaged = (await redo_toys(copy.path))[1]
     assert (damaged.learner, damaged.wrong) == ("toy-1", "")
     assert "damaged at byte" in damaged.unchecked
     for name in ("toy-1.tape: damaged at byte", "toy-2.tape: no tape"):
@@ -255,48 +247,8 @@ async def test_missing_entries_are_found(served: Finished) -> None:
 # ---- replay
 
 
-class ToyModel:
-    """The toys' regression, driven by a tape."""
-
-    machine = events.Machine("toy", "")
-    tokens_per_batch = SAMPLES
-
-    def __init__(self, settings: RunSettings, data: str | None, life: Life) -> None:
-        self.task = Regression(settings)
-        self.map = build_map(self.task.specs, settings.fragments.count, settings.fragments.strategy)
-
-    def step(self, share: int, batch: int, at: Moment) -> None:
-        self.task.step(share, batch)
-
-    def write(self, fragment: int, applied: Apply) -> None:
-        old, new = self.snapshot(fragment), applied.theta
-        if applied.reference is not None:
-            new = new + (old - applied.reference[:])
-        scatter(self.map.fragments[fragment], new, self.task.tensors)
-
-    def snapshot(self, fragment: int) -> NDArray[np.float32]:
-        return self.map.fragments[fragment].gather(self.task.tensors)
-
-    def parameters_digest(self) -> bytes:
-        return self.task.digest(self.map)
-
-    def state(self) -> State:
-        return {name: tensor.copy() for name, tensor in self.task.tensors.items()}
-
-    def load_state(self, state: State) -> None:
-        for name, tensor in state.items():
-            self.task.tensors[name][:] = tensor
-
-    def load_optimizer(self, state: State) -> None:
-        raise AssertionError("a toy has no optimizer state")
-
-
-async def redo(path: Path, make: Any = ToyModel) -> list[replay.ReplayResult]:
-    return replay.redo(path, await replay.fold(path, None, keep=True), make)
-
-
 async def test_training_done_again_from_the_tapes_has_the_same_bits(finished: Finished) -> None:
-    redone = await redo(finished.path)
+    redone = await redo_toys(finished.path)
 
     assert [life.learner for life in redone] == ["toy-0", "toy-1", "toy-2", "toy-2"]
     assert [(life.wrong, life.unchecked) for life in redone] == [("", "")] * 4
@@ -310,7 +262,7 @@ async def test_other_data_than_the_tape_says_is_noticed(finished: Finished) -> N
         def step(self, share: int, batch: int, at: Moment) -> None:
             super().step(share, batch + (batch == 20), at)
 
-    redone = await redo(finished.path, Other)
+    redone = await redo_toys(finished.path, Other)
 
     assert "offer" in redone[0].wrong
     assert not redone[0].holds
@@ -324,7 +276,7 @@ async def test_life_that_began_with_a_state_that_is_gone_is_said_to_be_unchecked
     start, *rest = tape.load(copy.tape("toy-0"), framing.run_id(run.name, run.settings.digest())).events()
     write_tape(copy, "toy-0", [start, began_with, *rest])
 
-    first, *others = await redo(copy.path)
+    first, *others = await redo_toys(copy.path)
 
     assert b"unknown!".hex() in first.unchecked
     assert (first.wrong, first.steps) == ("", 0)
@@ -344,7 +296,7 @@ async def test_offers_are_made_again_with_errors_of_the_bits_on_the_tape(
     start, *rest = [event for event in known if not isinstance(event, events.ErrorBits)]
     write_tape(copy, "toy-0", [start, *([] if bits is None else [events.ErrorBits(bits)]), *rest])
 
-    first, *others = await redo(copy.path)
+    first, *others = await redo_toys(copy.path)
 
     assert wrong in first.wrong
     assert bool(first.wrong) == bool(wrong)
