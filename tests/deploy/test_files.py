@@ -13,7 +13,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from tests.deploy import kustomize
+from tests.made import kustomize
 
 from diloco.nats.connection import malloc_environment
 from diloco.process.observe import _Stamp

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.deploy import kustomize
+from tests.made import kustomize
 from tests.made.island_pods import LEFT, OVERLAY, POD_SCRIPT, pod_environment
 
 from diloco.errors import (

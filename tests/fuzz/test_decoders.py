@@ -34,8 +34,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from tests.coordinator.test_monitor import monitor, story
-from tests.deltas import Delta
-from tests.fuzz.hostile import (
+from tests.made.hostile_values import (
     Bytes,
     frames_of_zstd,
     hostile_json,
@@ -45,6 +44,7 @@ from tests.fuzz.hostile import (
     packed,
     sources,
 )
+from tests.made.learner_delta import Delta
 from tests.shared import test_identity
 from tests.shared.test_messages import EXAMPLES, MESSAGES
 from tests.shared.test_tape import ANY_EVENT, HEADER, written

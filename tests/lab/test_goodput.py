@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.commands import Command, commanding
+from tests.made.command_line import Command, commanding
 
 from diloco.errors import SettingsError
 from diloco_lab import fit, goodput, published

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.stats import CensoredData, expon, exponweib, kstest, weibull_min
-from tests.commands import Command, commanding
+from tests.made.command_line import Command, commanding
 
 from diloco.errors import DataError, FormatError, SettingsError
 from diloco_lab.command import simulate

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.deltas import Delta
+from tests.made.learner_delta import Delta
 
 from diloco.core import outer
 from diloco.core.chain import Chain

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from numpy.typing import NDArray
-from tests.deltas import Delta
+from tests.made.learner_delta import Delta
 
 from diloco.core import codec, outer
 from diloco.core.chain import Chain

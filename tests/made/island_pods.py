@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.deploy import kustomize
+from tests.made import kustomize
 
 ISLAND = Path(__file__).parents[2] / "deploy" / "kubernetes" / "island"
 OVERLAY = ISLAND.parent / "overlays" / "island"

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tests.made.fragment_vectors import scatter
 from tests.services.toy import SAMPLES, Regression
-from tests.tensors import scatter
 
 from diloco.core import tape as events
 from diloco.core.delta import Apply

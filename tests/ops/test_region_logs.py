@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tensors import each
+from tests.made.fragment_vectors import each
 
 from diloco.core import merging
 from diloco.core.fold import Replica

@@ -6,7 +6,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from tests.syncer.parts import begin, merge, offer
+from tests.made.syncer_parts import begin, merge, offer
 
 from diloco.core.chain import Chain
 from diloco.errors import RunError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.ops.processes import SETTINGS, moments
+from tests.made.training_process import SETTINGS, moments
 
 from diloco.core.lives import Life
 from diloco.core.tape import Machine, Mesh, Start

@@ -11,7 +11,7 @@ import pytest
 from rich.cells import cell_len
 from rich.text import Text
 from tests.coordinator.test_monitor import record, shard
-from tests.heartbeats import learner_heartbeat
+from tests.made.heartbeats import learner_heartbeat
 from tests.ops.test_live import fake_status
 
 from diloco.nats.transport import NatsTransport

@@ -21,7 +21,7 @@ from typing import Any
 import nats
 import pytest
 from nats.aio.msg import Msg
-from tests.commands import Command, Ended, commanding
+from tests.made.command_line import Command, Ended, commanding
 
 from diloco.errors import SettingsError, WanError
 from diloco.nats import opening

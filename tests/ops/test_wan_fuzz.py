@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from tests.fuzz.hostile import JSON
+from tests.made.hostile_values import JSON
 from tests.ops.test_wan import DEADLINE_S, world
 
 from diloco_ops.wan import control

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.deltas import Delta, written
+from tests.made.learner_delta import Delta, written
 from tests.protocol import make_delta
 
 from diloco.core.accounts import Accounts

@@ -20,9 +20,9 @@ import numpy as np
 from blake3 import blake3
 from nats.js import JetStreamContext
 from numpy.typing import NDArray
+from tests.made.fragment_vectors import scatter
 from tests.services.forking import Forked, Nursery
 from tests.services.toy import HURRIED_STEP_S, SLOW_STEP_S, STEP_S, Toy
-from tests.tensors import scatter
 
 from diloco.control import creation
 from diloco.control.creation import Run

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import nats.errors
-from tests import raw
+from tests.made import raw_messages
 from tests.services.adversary import Adversary
 from tests.services.cluster import Cluster, newest_entries, small, some_versions
 from tests.services.forking import Nursery
@@ -175,7 +175,7 @@ class Siege:
                         break
                     self.outcome.sent[action.kind] += 1
                     try:
-                        await raw.publish(
+                        await raw_messages.publish(
                             liars[action.server].link.bulk, action.subject, action.data, action.headers, action.reply
                         )
                     except (nats.errors.Error, OSError):
@@ -199,7 +199,7 @@ class Siege:
         async with guest(self.servers[0][0], self.keys, LIAR) as liar:
             for number, action in enumerate(islice(adversary.actions(), round(for_s * rate))):
                 await asyncio.sleep(max(0.0, began_s + number / rate - time.monotonic()))
-                await raw.publish(liar.link.bulk, f"_INBOX_{LIAR}.nobody".encode(), action.data)
+                await raw_messages.publish(liar.link.bulk, f"_INBOX_{LIAR}.nobody".encode(), action.data)
 
     async def _pace(self, meanwhile: Awaitable[None]) -> tuple[float, float]:
         """Steps a second of all honest learners, and versions a second of all fragments."""

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.made.fixtures import Launch
+from tests.made.fragment_vectors import scatter
 from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
 from tests.services.toy import SAMPLES, Regression
-from tests.tensors import scatter
 
 from diloco.settings.run import RunSettings
 from diloco.wire.entries import Record

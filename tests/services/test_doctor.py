@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.heartbeats import learner_heartbeat
 from tests.made.fixtures import MakeServer
+from tests.made.heartbeats import learner_heartbeat
 from tests.services.secured import make_keys, put
 
 from diloco.control import creation

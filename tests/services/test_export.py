@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from tests.made.fixtures import Diloco, Launch
+from tests.made.fragment_vectors import scatter
 from tests.services.cluster import Cluster, small, some_versions
-from tests.tensors import scatter
 
 from diloco.core.arrangement import Arrangement
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tests import raw
+from tests.made import raw_messages
 from tests.services.cluster import Cluster, small, some_versions
 from tests.services.forking import Nursery
 from tests.services.secured import guest, make_keys, members, serving
@@ -38,7 +38,7 @@ async def test_what_a_syncer_stores_on_heads_takes_no_fragment_from_its_owner(nu
                             entry = await store.transport.last(names.log_stream, subject)
                             assert entry is not None
                             data = draw.choice((b"", draw.randbytes(50), entry.data[:-1], entry.data))
-                            await raw.publish(liar.link.bulk, subject.encode(), data)
+                            await raw_messages.publish(liar.link.bulk, subject.encode(), data)
                     if number % 10 == 9:
                         await some_versions(cluster, 1)
                 await some_versions(cluster)

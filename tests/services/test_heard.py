@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.heartbeats import learner_heartbeat
 from tests.made.fixtures import Launch
+from tests.made.heartbeats import learner_heartbeat
 from tests.services.cluster import Cluster, check_accounts, small, some_versions
 from tests.services.secured import make_keys, members, serving
 from tests.services.toy import SAMPLES

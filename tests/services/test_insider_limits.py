@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests import raw
+from tests.made import raw_messages
 from tests.services.cluster import small
 from tests.services.secured import DEADLINE_S, Guest, guest, make_keys, members, put, serving
 
@@ -150,7 +150,7 @@ async def test_empty_messages_of_a_learner_hide_nobodys_offers(syncer: Guest, se
         newest = part % (empty - 1)
         before = await syncer.link.last(OFFERS, newest)
         for index in range(empty):
-            await raw.publish(liar.link.bulk, (part % index).encode(), b"")
+            await raw_messages.publish(liar.link.bulk, (part % index).encode(), b"")
         await liar.link.bulk.flush()
         async with asyncio.timeout(DEADLINE_S):  # they are stored some time after the server has taken them
             while await syncer.link.last(OFFERS, newest) == before:

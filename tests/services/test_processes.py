@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from tests.collector import Collector, collecting
+from tests.made.span_collector import Collector, collecting
 
 from diloco.member.meeting import free_port
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.made.fixtures import Launch, Regions
+from tests.made.fragment_vectors import scatter
 from tests.made.run_checks import WAITS, newest_applied, rollbacks, save_directory, until_owned_by, waiting_settings
 from tests.made.toy_replay import redo_toys
 from tests.services.apart import REGIONS, apart, demand_one_log
 from tests.services.cluster import Cluster, Folded, check_accounts, small, some_versions
 from tests.services.toy import SAMPLES, Regression, Toy
-from tests.tensors import scatter
 
 from diloco.control.creation import Run
 from diloco.core.chain import Chain

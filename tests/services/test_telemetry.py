@@ -13,7 +13,7 @@ from diloco.core.tracing import version_ids
 from diloco.wire.framing import run_id
 
 pytest.importorskip("opentelemetry.proto.collector.trace.v1", reason="needs diloco[otel]")
-from tests.collector import Collector, Seen, collecting
+from tests.made.span_collector import Collector, Seen, collecting
 
 LEARNERS = {"toy-0", "toy-1", "toy-2"}
 SYNCERS = {"syncer-0", "syncer-1", "syncer-2"}

@@ -21,7 +21,7 @@ from typing import Any, TextIO, cast
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
-from tests.tensors import scatter
+from tests.made.fragment_vectors import scatter
 
 from diloco.core.accounts import StepDone
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map

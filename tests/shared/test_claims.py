@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.shared.rounds import hash_of, offer
+from tests.made.rounds import hash_of, offer
 
 from diloco.core import claims
 from diloco.core.chain import Chain

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.deltas import Delta, written
+from tests.made.learner_delta import Delta, written
 from tests.shared.test_quantise import reference, vectors
 
 from diloco.core import quantise, ranges

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.tensors import scatter
+from tests.made.fragment_vectors import scatter
 
 from diloco.core.arrangement import Arrangement
 from diloco.core.fragments import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.shared.rounds import heartbeat
+from tests.made.rounds import heartbeat
 
 from diloco.core.gate import AGAIN_S, MAX_HELD, MAX_STRANGERS, READS, Gate, Verdict
 from diloco.errors import FormatError

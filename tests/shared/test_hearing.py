@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.shared.rounds import heartbeat
-from tests.syncer.parts import shard_heartbeat
+from tests.made.rounds import heartbeat
+from tests.made.syncer_parts import shard_heartbeat
 
 from diloco.control.hearing import check_subject
 from diloco.errors import FormatError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace as replace_struct
 from structlog.testing import capture_logs
-from tests.tensors import each
+from tests.made.fragment_vectors import each
 
 from diloco.core import merging, outer, quantise
 from diloco.core.chain import NO_ENTRY, Chain

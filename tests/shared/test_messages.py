@@ -12,7 +12,7 @@ import pytest
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.shared import island_messages
+from tests.made import island_messages
 
 from diloco.core.ranges import normal
 from diloco.errors import FormatError, HashError, MessageError

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 from structlog.testing import capture_logs
-from tests import raw
+from tests.made import raw_messages
 from tests.made.fixtures import MakeServer
 from tests.services.secured import make_keys
 
@@ -442,11 +442,11 @@ async def test_no_message_makes_a_listener_deaf(nats_server: Server, events: Eve
 
     await subscribe(link.control, "hostile.>", hear)
     for headers in HOSTILE_HEADERS:
-        await raw.publish(liar.control, b"hostile.header", b"x", headers)
+        await raw_messages.publish(liar.control, b"hostile.header", b"x", headers)
     for subject in (b"hostile.\xff", b"hostile.\x0c", b"hostile.a\x0bb"):
-        await raw.publish(liar.control, subject, b"x")
-        await raw.publish(liar.control, b"hostile.reply", b"x", reply=subject)
-    await raw.publish(liar.control, b"hostile.last", b"y")
+        await raw_messages.publish(liar.control, subject, b"x")
+        await raw_messages.publish(liar.control, b"hostile.reply", b"x", reply=subject)
+    await raw_messages.publish(liar.control, b"hostile.last", b"y")
     await until(lambda: bool(heard) and heard[-1].data == b"y")
     assert len(heard) == len(HOSTILE_HEADERS) + 2 * 3 + 1
     assert not named(events, "nats_disconnected")

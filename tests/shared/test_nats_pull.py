@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from nats.js.api import StorageType
-from tests import raw
+from tests.made import raw_messages
 from tests.made.fixtures import MakeServer
 
 from diloco.errors import BrokerError, RewoundError
@@ -397,9 +397,9 @@ async def test_no_stored_message_stops_a_reader(link: Link, stream: str, data: b
     """Neither those who read all, nor those who look one up: its headers and its subject are its writer's."""
     name = stream.encode()
     for headers in HOSTILE_HEADERS:
-        await raw.publish(link.bulk, name + b".1", data, headers)
+        await raw_messages.publish(link.bulk, name + b".1", data, headers)
     for token in (b"\xff", b"\xe2\x82", b"a\x0cb"):
-        await raw.publish(link.bulk, b"%s.%s" % (name, token), data)
+        await raw_messages.publish(link.bulk, b"%s.%s" % (name, token), data)
     await link.bulk.flush()
     await fill(link, stream, [b"last"], 2)
     messages = await take(Puller(link, stream, [f"{stream}.>"], 0), len(HOSTILE_HEADERS) + 2)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.shared.rounds import offer
+from tests.made.rounds import offer
 
 from diloco.core import quantise
 from diloco.core.excess import norm_of

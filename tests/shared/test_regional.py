@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.made.fixtures import MakeServer
-from tests.tensors import each
+from tests.made.fragment_vectors import each
 
 from diloco.core import merging
 from diloco.core.fold import Replica

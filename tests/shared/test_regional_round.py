@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from numpy.typing import NDArray
-from tests.shared.rounds import Learner, commit, hash_of, heartbeat, members_of, offer, settings_of
+from tests.made.rounds import Learner, commit, hash_of, heartbeat, members_of, offer, settings_of
 
 from diloco.core import quantise, regional_round
 from diloco.core.chain import Chain

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.shared.rounds import (
+from tests.made.rounds import (
     STEPS,
     commit,
     hash_of,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.shared.rounds import (
+from tests.made.rounds import (
     STEPS,
     commit,
     heartbeat,

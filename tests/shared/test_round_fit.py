@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.shared.rounds import (
+from tests.made.rounds import (
     STEPS,
     hash_of,
     heartbeat,

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.shared.rounds import (
+from tests.made.rounds import (
     STEPS,
     Learner,
     commit,

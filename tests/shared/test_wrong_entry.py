@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.syncer.parts import SIZE, Begun, begin, merge, offer
+from tests.made.syncer_parts import SIZE, Begun, begin, merge, offer
 
 from diloco.core import outer
 from diloco.core.chain import Chain, WrongEntries

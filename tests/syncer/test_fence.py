@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 from structlog.testing import capture_logs
+from tests.made.syncer_parts import SIZE, Begun, begin, merge, offer
 from tests.services.adversary import Adversary
-from tests.syncer.parts import SIZE, Begun, begin, merge, offer
 from tests.syncer.test_takeover import take
 
 import diloco.log.stream
@@ -143,7 +143,7 @@ async def test_an_append_is_tried_as_often_as_somebody_gets_before_it_but_not_fo
 async def test_an_entry_whose_answer_is_lost_is_found_behind_what_others_store_and_not_stored_twice(
     link: NatsTransport, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.syncer.parts.SIZE", size)
+    monkeypatch.setattr("tests.made.syncer_parts.SIZE", size)
     begun, transport = await meddled(link)
     owner = await begun.taken_over()
 

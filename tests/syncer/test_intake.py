@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from structlog.testing import capture_logs
-from tests.syncer import parts
-from tests.syncer.parts import Begun, begin, merge, offer, send_offer
+from tests.made import syncer_parts
+from tests.made.syncer_parts import Begun, begin, merge, offer, send_offer
 
 from diloco.control.admission import join
 from diloco.core import codec, quantise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.syncer.parts import begin, merge, offer
+from tests.made.syncer_parts import begin, merge, offer
 
 from diloco.core.fold import keyframe_bytes
 from diloco.errors import FenceError

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from structlog.testing import capture_logs
-from tests.syncer.parts import change, heartbeat
+from tests.made.syncer_parts import change, heartbeat
 
 from diloco.control.creation import Run
 from diloco.core.bandwidth import Appends, Moved

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 from structlog.testing import capture_logs
-from tests.syncer.parts import SIZE, begin, change, heartbeat, merge, offer
+from tests.made.syncer_parts import SIZE, begin, change, heartbeat, merge, offer
 
 from diloco.core.changes import Changes, Repair, Rollback
 from diloco.errors import FenceError, FormatError, UnmergeableError

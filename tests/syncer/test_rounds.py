@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 from structlog.testing import capture_logs
-from tests.syncer.parts import SIZE, Begun, begin, change, heartbeat, offer
+from tests.made.syncer_parts import SIZE, Begun, begin, change, heartbeat, offer
 
 from diloco.control.changes import ChangesFollower
 from diloco.core.bandwidth import Bandwidth

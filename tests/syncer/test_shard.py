@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from structlog.testing import capture_logs
-from tests.syncer.parts import Begun, begin, heartbeat, shard_heartbeat
+from tests.made.syncer_parts import Begun, begin, heartbeat, shard_heartbeat
 
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import get_logger

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import pytest
-from tests.syncer.parts import Begun, begin, merge, offer
+from tests.made.syncer_parts import Begun, begin, merge, offer
 
 from diloco.core.chain import Chain
 from diloco.core.ownership import Ownership

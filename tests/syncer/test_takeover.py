@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from structlog.testing import capture_logs
-from tests.syncer.parts import Begun, begin, merge, offer
+from tests.made.syncer_parts import Begun, begin, merge, offer
 
 from diloco.log.follower import Copy
 from diloco.nats.transport import NatsTransport

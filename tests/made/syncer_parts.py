@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from tests.heartbeats import learner_heartbeat
-from tests.tensors import each
+from tests.made.fragment_vectors import each
+from tests.made.heartbeats import learner_heartbeat
 
 from diloco.control import creation
 from diloco.control.creation import Run

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tests.heartbeats import learner_heartbeat
+from tests.made.heartbeats import learner_heartbeat
 
 from diloco.core.chain import Chain
 from diloco.core.roster import Roster
