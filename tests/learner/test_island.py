@@ -12,16 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.learner.contents import whole
 
 from diloco.core.chunks import Chunk
 from diloco.core.fragments import FragmentMap, TensorSpec, build_map
 from diloco.errors import RunError, SettingsError
+from diloco.member.state import Content
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco_learner import holding
 from diloco_learner.beginning import prepare_copies
 from diloco_learner.island import Island
+
+
+def whole(content: Content) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a content, each value of them given once."""
+    arrays: dict[str, NDArray[Any]] = {}
+    given: dict[str, NDArray[np.int8]] = {}
+    for chunk, values in zip(content.chunks, content.values, strict=True):
+        arrays.setdefault(chunk.name, np.empty(chunk.shape, chunk.dtype))[chunk.where] = values
+        given.setdefault(chunk.name, np.zeros(chunk.shape, np.int8))[chunk.where] += 1
+    assert all((counts == 1).all() for counts in given.values())
+    return arrays
 
 
 class Quadratic:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
-from tests.made.command_line import Command, Ended, commanding
+from tests.made.command_line import Command, commanding
+from tests.made.fixtures import Ended
 
 from diloco.nats import identity
 from diloco.wire.subjects import reader_of

@@ -19,7 +19,7 @@ from diloco_ops.retraining import Retraining
 
 START = Start(0, 1, (0, 0))
 FLAGS = "--xla_backend_optimization_level=0"  # compiling is most of the work
-PROCESSES = Path(__file__).with_name("processes.py")
+PROCESSES = Path(__file__).parents[1] / "made" / "training_process.py"
 
 
 def trained(processes: int, devices: int, mesh: Mesh) -> tuple[str, Machine]:

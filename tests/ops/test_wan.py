@@ -21,7 +21,8 @@ from typing import Any
 import nats
 import pytest
 from nats.aio.msg import Msg
-from tests.made.command_line import Command, Ended, commanding
+from tests.made.command_line import Command, commanding
+from tests.made.fixtures import Ended
 
 from diloco.errors import SettingsError, WanError
 from diloco.nats import opening
