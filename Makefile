@@ -7,7 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DISTRIBUTIONS = shared services/learner services/syncer services/coordinator report ops lab
 LINTED = $(DISTRIBUTIONS) tests bench examples
 
-.PHONY: setup torch extras up test tests test-all test-extras test-compose fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
+.PHONY: setup torch extras up test test-services test-all test-extras test-compose stress fuzz bench lint ruff types format requirements wheels clean chaos chaos-long
 
 setup: .venv/ready
 
@@ -38,24 +38,33 @@ extras: .venv/extras
 up: setup
 	@$(BIN)/diloco up $(ARGS)
 
-# Tests of services wait for most of their time: two workers a core. Types are checked meanwhile.
-WORKERS ?= $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN))
-PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+# Each of these prints its last lines by tests/harness/gate.py: what failed, where its logs are, how to repeat it alone.
+# WORKERS=3: another number of processes; DILOCO_TEST_PACE=4: tests wait four times as long.
+GATE = @WORKERS=$(WORKERS) $(BIN)/python -m tests.harness.gate
 
-test: setup ruff
-	@$(MAKE) --no-print-directory -j 2 types tests
+# lint, types, and tests that start no process; and of those that do, one for each promise to users
+test: setup
+	$(GATE) test
 
-tests: setup
-	$(PYTEST) -m "not slow and not compose"
+# all tests that start processes
+test-services: setup
+	$(GATE) test-services
 
-# those that need optional libraries, which `make test` skips without them
-EXTRA_TESTS = $(addprefix tests/learner/test_,torch.py mix.py examples.py) \
-  $(addprefix tests/services/test_,torch.py hugging_face.py mix_run.py export.py)
+# both, and those that take long
+test-all: setup
+	$(GATE) test-all
+
+# those that need optional libraries, which the others skip without them
 test-extras: torch extras
-	$(PYTEST) -m "not slow and not compose" $(EXTRA_TESTS)
+	$(GATE) test-extras
 
-test-all: setup lint
-	$(PYTEST) -m "not compose" --hypothesis-profile=all
+# make stress TESTS='tests/services/test_nats.py' TIMES=20 BUSY=4: again and again beside busy processes; goes on where it stopped
+TESTS ?= test
+TIMES ?= 20
+BUSY ?= 4
+FILE ?= stress.jsonl
+stress: setup
+	@$(BIN)/python -m tests.harness.stress --tests "$(TESTS)" --times $(TIMES) --busy $(BUSY) --file "$(FILE)"
 
 # every decoder of bytes from outside, on many more examples than `make test` gives it
 fuzz: setup

@@ -1,16 +1,23 @@
-"""Fixtures over a real nats-server; there is no stand-in for it anywhere in the tests."""
+"""What all tests share: their bounds, how they are spread over workers, what is said of failures, and servers to speak to."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.harness import measuring
+from tests.harness.outcomes import Failure, Outcomes
 from tests.made.fixtures import MakeServer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -19,17 +26,28 @@ from diloco.process import observe
 from diloco.process.observe import get_logger
 from diloco_ops.broker.server import Server
 
-# how fast a machine is, is no test's matter; `make test-all` tries the usual number of examples
-settings.register_profile("some", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=20)
-settings.register_profile("all", settings.get_profile("some"), max_examples=100)
-settings.load_profile("some")
+# `make test` draws the same examples each time, so that it tells of the change and not of the draw. `make stress` draws by
+# its runs' seeds, `make test-all` the usual number at random. How fast a machine is, is no test's matter.
+settings.register_profile(
+    "same", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=20, derandomize=True, database=None
+)
+settings.register_profile("seeded", settings.get_profile("same"), derandomize=False)
+settings.register_profile("all", settings.get_profile("seeded"), max_examples=100)
+settings.load_profile("same")
 
 TESTS = Path(__file__).parent
 SPREAD = ("services", "simulation")  # their tests take long, and begin first; what is short fills the gaps at the end
 # services' files whose tests share what takes long to make
 TOGETHER = ("damage", "doctor", "insider_limits", "security", "up", "verify")
-LONGEST_S = 1800  # of a test that is slow or makes containers
 EARLIER_S = 40  # an event loop ends its test so much before pytest-timeout would
+STARTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty")  # audit events
+
+_folders = pytest.StashKey[str]()  # of a test: where it works, and its services write their logs
+_failed = pytest.StashKey[list[str]]()  # of a test: the phases that failed
+_broken: dict[int, tuple[BaseException, str]] = {}  # errors of fixtures that several tests share, each with its first test
+_failures: list[Failure] = []
+_counts: Counter[str] = Counter()
+_started: list[str] = []  # processes that the running test has started
 
 
 class Spread(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist is not typed
@@ -51,19 +69,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Spread:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        import diloco.core.kernels  # noqa: F401 - compiled here, once, and not by every worker
+    if hasattr(config, "workerinput"):
+        return
+    # before any module of tests is imported: tests.pace reads it
+    os.environ.setdefault("DILOCO_TEST_PACE", f"{measuring.measure(config.getoption('numprocesses', None) or 1):.2f}")
+    # compiled here, once, and not by every worker; in a process of its own, which gives its memory back
+    subprocess.run([sys.executable, "-c", "import diloco.core.kernels"], check=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from tests import pace
+
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in SPREAD)
     for item in items:
-        if item.get_closest_marker("slow") or item.get_closest_marker("compose"):
-            item.add_marker(pytest.mark.timeout(LONGEST_S))
-        own = item.get_closest_marker("timeout")
-        limit_s = float(item.config.getini("timeout") if own is None else own.args[0]) - EARLIER_S
+        if item.path.relative_to(TESTS).parts[0] == "services":
+            item.add_marker(pytest.mark.services)
+        long = item.get_closest_marker("slow") or item.get_closest_marker("compose") or item.get_closest_marker("long")
+        bound_s = pace.LONG_TEST_S if long else pace.TEST_S
+        item.add_marker(pytest.mark.timeout(bound_s))
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
-            item.obj = _limited(item.obj, limit_s)
+            item.obj = _limited(item.obj, bound_s - EARLIER_S)
 
 
 def _limited(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[..., Awaitable[None]]:
@@ -75,6 +101,91 @@ def _limited(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[.
             await test(*args, **kwargs)
 
     return limited
+
+
+# ---- processes that tests start
+
+
+def _note_start(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in STARTS:
+        _started.append(f"{event} {arguments[0] if arguments else ''}")
+
+
+sys.addaudithook(_note_start)
+
+
+@pytest.fixture(autouse=True)
+def _starts_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Demand the mark ``services`` of a test that starts processes: `make test` is to stay quick."""
+    _started.clear()
+    yield
+    if _started and not any(request.node.get_closest_marker(mark) for mark in ("services", "tool", "compose")):
+        pytest.fail(
+            f"this test starts a process ({_started[0]}): mark it `services`, or `tool` if that is a program's own check"
+        )
+
+
+# ---- what is said of failures
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
+    outcome = yield
+    report: pytest.TestReport = outcome.get_result()
+    folder = getattr(item, "funcargs", {}).get("tmp_path")
+    if folder is not None:
+        item.stash[_folders] = str(folder)
+    if not report.failed:
+        return
+    error = call.excinfo.value if call.excinfo is not None else None
+    if call.when == "setup" and error is not None:
+        # the same error again: of a fixture that an earlier test has already waited for in vain
+        _, first = _broken.setdefault(id(error), (error, item.nodeid))
+        if first != item.nodeid:
+            report.outcome = "skipped"
+            report.longrepr = (str(item.path), 0, f"Skipped: its fixture failed in {first}")
+            return
+    item.stash.setdefault(_failed, []).append(report.when)
+    base = item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # pytest has no public way to it
+    report.user_properties.append(("logs", item.stash.get(_folders, str(base))))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, None, None]:
+    """Keep what a failed test leaves behind, and nothing else: a run of all tests writes gigabytes."""
+    yield
+    if not item.stash.get(_failed, []) and (folder := item.stash.get(_folders, None)):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Count, in the process that hands out tests."""
+    if report.failed:
+        reason = str(getattr(report.longrepr, "reprcrash", None) or report.longreprtext).strip()
+        logs = dict(report.user_properties).get("logs", "")
+        _failures.append(Failure(report.nodeid, str(logs), reason.splitlines()[-1][:300] if reason else ""))
+        _counts["failed" if report.when == "call" else "errors"] += 1
+    elif report.skipped:
+        _counts["skipped"] += 1
+    elif report.when == "call":
+        _counts["passed"] += 1
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Count a module that cannot be imported as a failure of it."""
+    if report.failed:
+        _failures.append(Failure(report.nodeid, "", report.longreprtext.strip().splitlines()[-1][:300]))
+        _counts["errors"] += 1
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """End with what to do about each failure; ``make`` says it again behind the other checks."""
+    from tests import pace
+
+    for failure in _failures:
+        terminalreporter.write_line("\n".join(failure.lines))
+    Outcomes(pace.FACTOR, _counts, tuple(_failures)).write()
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from tests.made.fixtures import Ended
-from tests.services.cluster import DEADLINE_S
+from tests.pace import DEADLINE_S
 
 DILOCO = str(Path(sys.executable).parent / "diloco")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -21,8 +22,9 @@ from blake3 import blake3
 from nats.js import JetStreamContext
 from numpy.typing import NDArray
 from tests.made.fragment_vectors import scatter
+from tests.pace import DEADLINE_S
 from tests.services.forking import Forked, Nursery
-from tests.services.toy import HURRIED_STEP_S, SLOW_STEP_S, STEP_S, Toy
+from tests.services.toy import HURRIED_STEP_S, SLOW_STEP_S, STEP_S, Toy, allow_steps
 
 from diloco.control import creation
 from diloco.control.creation import Run
@@ -47,7 +49,6 @@ from diloco_ops.chaos import refusals
 
 Vector = NDArray[np.float32]
 READY = ("stepping", "waiting", "closing")  # to step; one that goes on from a checkpoint may have no step to take
-DEADLINE_S = 60.0  # generous: only a failing test waits so long
 
 # A run of some two seconds: three learners of about 60 steps of 16 tokens, a round every 6. All that a test relies on is here.
 SMALL: dict[str, Any] = {
@@ -133,22 +134,35 @@ class Folded:
 
 
 class Gate:
-    """Holds learners between two steps while it is closed; ``held`` are those that have come to it."""
+    """Lets learners step: on and on, not at all, or until each has taken so many steps.
 
-    def __init__(self) -> None:
-        self._open = threading.Event()
+    It is closed at first for learners in threads; ``held`` are those of them that have come to it. Learners in processes step
+    from their start on, until it is opened or closed for the first time: they read what it allows in a file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._allowed: float = 0
+        self._changed = threading.Condition()
         self.held: set[str] = set()
 
     def __call__(self, toy: Toy) -> None:
-        self.held.add(toy.name)
-        self._open.wait(DEADLINE_S)
-        self.held.discard(toy.name)
+        assert toy.member is not None
+        with self._changed:
+            self.held.add(toy.name)
+            while toy.member.step >= self._allowed and not toy.stopping:
+                self._changed.wait(0.1)
+            self.held.discard(toy.name)
 
-    def open(self) -> None:
-        self._open.set()
+    def open(self, until_step: float = math.inf) -> None:
+        """Let each learner take steps until it has taken ``until_step``."""
+        allow_steps(self._directory, until_step)
+        with self._changed:
+            self._allowed = until_step
+            self._changed.notify_all()
 
     def close(self) -> None:
-        self._open.clear()
+        self.open(0)
 
 
 class Cluster:
@@ -161,7 +175,7 @@ class Cluster:
         self.toys: list[Toy] = []
         self.heartbeats: dict[str, list[Heartbeat]] = {}
         self.shard_heartbeats: dict[str, ShardHeartbeat] = {}
-        self.gate = Gate()  # of all toys in threads
+        self.gate = Gate(directory)
         self.liars: set[str] = set()  # whose messages may be refused: nobody else's ever are
         self.forged = False  # whether anybody's may be, but for a reason that no forger and no damage can bring about
         self.identity: str | None = None  # as the setting: where each process's is, and the test's own
@@ -260,6 +274,17 @@ class Cluster:
         await self.until(
             lambda: all(any(p.state in READY for p in self.heartbeats.get(n, ())) for n in names), "learners are ready"
         )
+
+    async def step_until(self, step: int) -> None:
+        """Have every learner take its steps up to this number, and wait until all have been heard to; none goes on."""
+        self.gate.open(step)
+        names = {toy.name for toy in self.toys} | {each.name for each in self.services if each.name.startswith("toy")}
+        gone = {each.name for each in self.services if each.killed}
+
+        def all_are_there() -> bool:
+            return all(self.heartbeats.get(name) and self.heartbeats[name][-1].step >= step for name in names - gone)
+
+        await self.until(all_are_there, f"every learner has taken {step} steps")
 
     def hurry(self) -> None:
         """Let the learners in threads use up the budget soon: what the test was to see has happened."""

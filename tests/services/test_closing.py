@@ -7,8 +7,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import cast
 
+from tests.pace import DEADLINE_S
 from tests.services.cluster import Events
-from tests.services.secured import DEADLINE_S, make_keys, put, serving
+from tests.services.secured import make_keys, put, serving
 
 from diloco.nats import identity
 from diloco.nats.opening import RETRY_S

@@ -21,7 +21,8 @@ from blake3 import blake3
 from tests.made.fixtures import Diloco, Launch
 from tests.made.run_checks import save_directory
 from tests.made.up_command import TINY_GPT, Running, some_text, wait_for_training
-from tests.services.cluster import DEADLINE_S, Cluster, small, some_versions
+from tests.pace import DEADLINE_S
+from tests.services.cluster import Cluster, small, some_versions
 from tests.services.finished import Finished
 from tests.services.toy import SAMPLES
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from tests.made import raw_messages
+from tests.pace import DEADLINE_S
 from tests.services.cluster import small
-from tests.services.secured import DEADLINE_S, Guest, guest, make_keys, members, put, serving
+from tests.services.secured import Guest, guest, make_keys, members, put, serving
 
 from diloco.control import creation
 from diloco.control.shares import key_of

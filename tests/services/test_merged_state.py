@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tests.made.fixtures import Diloco
-from tests.services.cluster import DEADLINE_S
+from tests.pace import DEADLINE_S
 
 from diloco.member import state
 from diloco.process import tape

@@ -15,7 +15,8 @@ import numpy as np
 import psutil
 import pytest
 from tests.made.fixtures import Diloco, Launch
-from tests.services.cluster import DEADLINE_S, small
+from tests.pace import DEADLINE_S
+from tests.services.cluster import small
 
 import diloco as api
 from diloco.errors import AdmissionError

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from tests.made.fixtures import Regions
 from tests.made.toy_replay import redo_toys
+from tests.pace import DEADLINE_S
 from tests.services.apart import REGIONS, apart, demand_one_log
-from tests.services.cluster import DEADLINE_S, check_accounts, fill, small, some_versions
+from tests.services.cluster import check_accounts, fill, small, some_versions
 from tests.services.toy import SAMPLES
 
 from diloco.errors import SettingsError

@@ -17,8 +17,9 @@ from typing import Any
 
 import nats.js.errors
 import pytest
+from tests.pace import DEADLINE_S
 from tests.services.cluster import small
-from tests.services.secured import DEADLINE_S, Guest, guest, make_keys, members, serving
+from tests.services.secured import Guest, guest, make_keys, members, serving
 
 from diloco.control import creation
 from diloco.wire.subjects import Subjects

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from tests.made.fixtures import Launch
-from tests.services.cluster import DEADLINE_S, Cluster, Service, check_accounts, small, some_versions
+from tests.pace import DEADLINE_S
+from tests.services.cluster import Cluster, Service, check_accounts, small, some_versions
 from tests.services.toy import SAMPLES, Regression
 
 from diloco.control import admission, creation

@@ -18,10 +18,11 @@ import nats.aio.client
 import nats.errors
 import pytest
 from tests.made.fixtures import Launch
+from tests.pace import DEADLINE_S
 from tests.services.cluster import Cluster, Events, check_accounts, small, some_versions
 from tests.services.forking import Nursery
 from tests.services.guarded import REGIONS, two_regions
-from tests.services.secured import DEADLINE_S, Guest, guest, make_keys, members, put, serving
+from tests.services.secured import Guest, guest, make_keys, members, put, serving
 
 from diloco.control import creation
 from diloco.control.changes import read_changes

@@ -16,8 +16,9 @@ import pytest
 import tomli_w
 from tests.made.fixtures import Launch
 from tests.made.island_checks import PATIENCE_S, check_left, stepping
+from tests.pace import DEADLINE_S
 from tests.services.cluster import Cluster, Events, small
-from tests.services.secured import DEADLINE_S, Guest, guest, make_keys, members, serving
+from tests.services.secured import Guest, guest, make_keys, members, serving
 
 from diloco.control import creation
 from diloco.member.meeting import free_port

@@ -6,8 +6,9 @@ import asyncio
 
 import numpy as np
 from tests.made.fixtures import Launch
+from tests.pace import DEADLINE_S
 from tests.protocol.smallest_learner import SmallestLearner, Tensors
-from tests.services.cluster import DEADLINE_S, Cluster, check_accounts, small
+from tests.services.cluster import Cluster, check_accounts, small
 from tests.services.toy import SAMPLES, SLOW_STEP_S, Regression
 
 from diloco.log.stream import pass_over

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from tests.made.fixtures import Launch
-from tests.services.cluster import DEADLINE_S, Cluster, small, some_versions
+from tests.pace import DEADLINE_S
+from tests.services.cluster import Cluster, small, some_versions
 from tests.services.secured import make_keys, members, serving
 
 from diloco.service.rundir import RunDirectory

@@ -53,6 +53,25 @@ SLOW = SLOW_STEP_S / STEP_S  # as a process's setting
 LEARNING_RATE = 0.1
 NOISE = 0.05
 IDLE_S = 0.2
+ALLOWED_POLL_S = 0.02
+
+
+ALLOWED_FILE = "steps-allowed"  # in the folder of a test's learners: after how many steps each waits
+
+
+def allow_steps(directory: Path, until_step: float) -> None:
+    """Let learners in processes take steps until each has taken so many."""
+    draft = directory / f"{ALLOWED_FILE}.draft"
+    draft.write_text(str(until_step))
+    draft.replace(directory / ALLOWED_FILE)
+
+
+def wait_for_step(toy: Toy) -> None:
+    """Wait until the file allows one more step; where there is none it is allowed."""
+    assert toy.member is not None
+    file = toy.settings.state_dir / ALLOWED_FILE
+    while file.exists() and toy.member.step >= float(file.read_text()) and not toy.stopping:
+        time.sleep(ALLOWED_POLL_S)
 
 
 class Regression:
@@ -152,6 +171,11 @@ class Toy:
     @property
     def name(self) -> str:
         return self.settings.name
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it has been ended, wherever it is."""
+        return self._stopping.is_set()
 
     @property
     def running(self) -> bool:
@@ -320,7 +344,7 @@ class Toy:
 
 def _process() -> int:
     settings = service.parse_settings(LearnerSettings, "toy")
-    toy = Toy(settings, observe.get_logger())
+    toy = Toy(settings, observe.get_logger(), before_step=wait_for_step)
     signal.signal(signal.SIGTERM, lambda number, frame: toy.leave())
     asyncio.run(toy.serve())
     (settings.state_dir / f"{settings.name}.json").write_text(json.dumps(toy.result()))

@@ -1,0 +1,149 @@
+"""``make test`` and its siblings: checks and tests side by side, and last lines that say what to do.
+
+``python -m tests.harness.gate TARGET [OPTIONS OF PYTEST]``. The tests' output is shown as it comes, a check's only where it
+fails. The code is 0 if all passed, and 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.harness import measuring, outcomes, workers
+from tests.harness.outcomes import Outcomes
+from tests.pace import VARIABLE, factor
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+CHECKS = ("ruff", "types")  # targets of the Makefile
+# optional libraries: `make test` and `make test-services` skip these tests where the libraries are missing
+EXTRAS = (
+    *(f"tests/learner/test_{name}.py" for name in ("torch", "mix", "examples")),
+    *(f"tests/services/test_{name}.py" for name in ("torch", "hugging_face", "mix_run", "export")),
+)
+PROMISE = "mark.promise("
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a target of the Makefile runs."""
+
+    marks: str  # pytest's -m
+    per_core: int  # workers; tests that start processes sleep most of their time
+    checks: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    tests: tuple[str, ...] = field(default=("tests",))
+
+
+TARGETS = {
+    "test": Target("(not services or promise) and not slow and not compose", 1, CHECKS),
+    "test-services": Target("services and not slow and not compose", 2),
+    "test-all": Target("not compose", 2, CHECKS, ("--hypothesis-profile=all",)),
+    "test-extras": Target("not slow and not compose", 2, tests=EXTRAS),
+}
+
+
+def without_promise(root: Path = ROOT) -> list[str]:
+    """Return the modules of services' tests that keep no promise, which ``make test`` need not even import."""
+    modules = sorted((root / "tests/services").glob("test_*.py"))
+    return [str(path.relative_to(root)) for path in modules if PROMISE not in path.read_text()]
+
+
+def main(name: str, options: Sequence[str]) -> int:
+    """Run a target; print what failed and how to repeat it, and one last line."""
+    target, began_s = TARGETS[name], time.monotonic()
+    count = int(os.environ.get("WORKERS") or workers.workers(target.per_core))
+    if not os.environ.get(VARIABLE):
+        os.environ[VARIABLE] = f"{measuring.measure(count):.2f}"
+    pace = factor(os.environ[VARIABLE])
+    print(
+        f"{_workers(count)}; pace {pace:.2f}: tests wait up to {pace:.2f} times the usual bounds (DILOCO_TEST_PACE)", flush=True
+    )
+    folder = Path(tempfile.mkdtemp(prefix=f"diloco-{name}-"))
+    checks = [_Check(check, folder) for check in target.checks]
+    written = Path(os.environ.get(outcomes.VARIABLE) or folder / "outcomes.json")
+    command: list[str | Path] = [
+        BIN / "pytest",
+        "-m",
+        target.marks,
+        f"--basetemp={folder / 'logs'}",
+        *_spread(count),
+        *target.options,
+    ]
+    if name == "test":
+        command += [f"--ignore={module}" for module in without_promise()]
+    command += [*target.tests, *options]
+    code = subprocess.run(command, cwd=ROOT, env=os.environ | {outcomes.VARIABLE: str(written)}, check=False).returncode
+    bad = [check for check in checks if not check.passed()]
+    found = Outcomes.read(written)
+    for check in bad:
+        print(f"\n{check.name}:\n{check.said()}")
+    print()
+    for failure in found.failures if found is not None else ():
+        print(*failure.lines, sep="\n")
+    for check in bad:
+        print(f"FAILED {check.name}\n  again: {check.command}")
+    if found is None:
+        print(f"FAILED pytest ended with code {code} before it was done: see above")
+    elif code and not found.failures:
+        print(f"FAILED pytest ended with code {code}: see above")
+    passed = code == 0 and not bad
+    wall_s, own = time.monotonic() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
+    tests = ", ".join(f"{number:,} {what}" for what, number in (found.counts if found else {}).items())
+    print(
+        f"make {name}: {'passed' if passed else 'FAILED'}: {tests or 'no test'}; {_clock(wall_s)} at pace {pace:.2f}, "
+        f"{own.ru_utime + own.ru_stime:.0f} s of processor time"
+    )
+    if passed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0 if passed else 1
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' if count > 1 else ''}"
+
+
+def _spread(count: int) -> list[str]:
+    """Return how pytest hands out tests; one worker is pytest itself, which takes the memory of one process only."""
+    return ["-n", str(count), "--dist", "loadscope", "--no-loadscope-reorder"] if count > 1 else ["-p", "no:xdist"]
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+class _Check:
+    """A check that runs beside the tests."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.command, self._output = name, f"make {name}", folder / f"{name}.txt"
+        # without the flags of the make that runs this: its job server is not for others
+        environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+        with self._output.open("wb") as file:
+            self._process = subprocess.Popen(
+                ["make", "--no-print-directory", name],
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def passed(self) -> bool:
+        """Wait for its end."""
+        return self._process.wait() == 0
+
+    def said(self) -> str:
+        return self._output.read_text(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

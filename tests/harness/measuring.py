@@ -1,0 +1,30 @@
+"""The pace of this machine: a fixed amount of work, done by as many processes at once as there will be workers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+REFERENCE_S = 0.55  # what the work takes on one idle core of an AMD EPYC with 2 cores, Python 3.11 (2026-11-27)
+
+# interpreted Python alone: no library of a machine, and no number of its threads, changes the amount
+WORK = """
+import time
+def work():
+    total = 0
+    for number in range(7_000_000):
+        total = (total * 31 + number) % 1000003
+began_s = time.perf_counter()
+work()
+print(time.perf_counter() - began_s)
+"""
+
+
+def measure(workers: int) -> float:
+    """Return how many times longer than ``REFERENCE_S`` the work takes while ``workers`` processes do it at once."""
+    running = [
+        subprocess.Popen([sys.executable, "-I", "-S", "-c", WORK], stdout=subprocess.PIPE, text=True)
+        for _ in range(max(1, workers))
+    ]
+    taken_s = [float(process.communicate()[0]) for process in running]
+    return sum(taken_s) / len(taken_s) / REFERENCE_S
