@@ -44,10 +44,10 @@ from tests.made.hostile_values import (
     packed,
     sources,
 )
+from tests.made.identity_texts import GOOD_IDENTITY
 from tests.made.learner_delta import Delta
-from tests.shared import test_identity
-from tests.shared.test_messages import EXAMPLES, MESSAGES
-from tests.shared.test_tape import ANY_EVENT, HEADER, written
+from tests.made.message_examples import EXAMPLES, MESSAGES
+from tests.made.tapes import ANY_EVENT, HEADER, tape_of
 
 from diloco.control import admission, creation, tables
 from diloco.control.admission import Admission
@@ -701,7 +701,7 @@ def _(data: bytes) -> None:
 @decoder(
     "tape.load, events and lives",
     sources(
-        st.lists(st.lists(ANY_EVENT, max_size=6), max_size=3).map(lambda groups: written(*groups)),
+        st.lists(st.lists(ANY_EVENT, max_size=6), max_size=3).map(lambda groups: tape_of(*groups)),
         mutated(st.lists(ANY_EVENT, min_size=1, max_size=6).map(lambda events: b"".join(map(tape.encode, events)))).map(
             lambda block: (
                 HEADER.pack() + b"".join(tape.blocks([block[: tape.MAX_BLOCK_BYTES]], HEADER.hash, len(HEADER.pack())))
@@ -781,7 +781,7 @@ def _(data: bytes) -> None:
     run_settings("decoupled", assigned)
 
 
-@decoder("identity.load", sources(just(test_identity.GOOD.encode()), hostile_toml(test_identity.GOOD)), SettingsError)
+@decoder("identity.load", sources(just(GOOD_IDENTITY.encode()), hostile_toml(GOOD_IDENTITY)), SettingsError)
 def _(data: bytes) -> None:
     path = file(data, "ann.identity")
     path.chmod(0o600)

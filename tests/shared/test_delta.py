@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.made.learner_delta import Delta, written
-from tests.shared.test_quantise import reference, vectors
+from tests.made.quantised_reference import any_vectors, quantised_reference
 
 from diloco.core import quantise, ranges
 from diloco.core.chain import Chain
@@ -615,13 +615,13 @@ def merged(delta: Delta, theta: Vector, offer: PendingDelta) -> Apply:
     return delta.apply(version_record(delta.state.base_version + 1, member_of(offer)), theta)
 
 
-@given(vectors(), st.sampled_from([2, 4, 8, 16, 32]))
+@given(any_vectors(), st.sampled_from([2, 4, 8, 16, 32]))
 def test_an_error_is_kept_as_the_int8_values_nearest_to_it(values: Vector, bits: Bits) -> None:
     delta = wide(values.size)
     offer = offered(delta, values, bits)
     gradient = np.zeros_like(values) - values
     error = gradient - quantise.dequantise(delta.body(offer), values.size, bits)
-    body, decoded = reference(error, 8)
+    body, decoded = quantised_reference(error, 8)
     merged(delta, np.zeros_like(values), offer)
     np.testing.assert_array_equal(delta.values.error, body)
     np.testing.assert_array_equal(delta.error(), decoded)
@@ -733,8 +733,8 @@ def test_a_state_of_an_earlier_version_serves() -> None:
         "offer/0/rest": ("float32", size),
     }
     new.load(plain, arrays)
-    np.testing.assert_array_equal(new.values.error, reference(error, 8)[0])
-    np.testing.assert_array_equal(new.values.held[7, 2].rest, reference(rest, 8)[0])
+    np.testing.assert_array_equal(new.values.error, quantised_reference(error, 8)[0])
+    np.testing.assert_array_equal(new.values.held[7, 2].rest, quantised_reference(rest, 8)[0])
     assert new.dump()[1]["error"].dtype == np.uint8
     again = wide(size, base=base)
     again.load(*new.dump())

@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from tests.shared.test_log import versions
+from tests.made.log_versions import log_of_versions
 
 from diloco.core import merging
 from diloco.core.fold import Replica
@@ -50,7 +50,7 @@ class Followed:
 
 @pytest.fixture
 async def followed(link: NatsTransport) -> Followed:
-    log, genesis, states = await versions(link, 3, {2})
+    log, genesis, states = await log_of_versions(link, 3, {2})
     return Followed(log, genesis, states[-1])
 
 

@@ -6,13 +6,14 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 from blake3 import blake3
+from tests.made.process_groups import FACTS, OPEN_GROUPS, OPEN_LINKS, PATIENCE_S, RUN, address, group, met, until
 
 from diloco.core.fragments import Piece
 from diloco.core.rows import RowLayout, Rows
@@ -20,7 +21,6 @@ from diloco.errors import FormatError, HashError, IslandError, SettingsError
 from diloco.member import links, meeting, proving
 from diloco.member.group import Group
 from diloco.member.links import Links
-from diloco.member.meeting import free_port
 from diloco.member.proving import MAX_STRANGERS, PROVING_S, prove, secret_of
 from diloco.member.shipping import Shipping
 from diloco.member.stream import HELLO_BYTES, LENGTHS, Stream
@@ -31,47 +31,7 @@ from diloco.wire import island
 from diloco.wire.framing import Message
 from diloco.wire.island import Arrival, Challenge, Greeting, Leaving, Proof, Staged, facts
 
-RUN = bytes(8)
-FACTS = facts({"mesh": "fsdp 2", "software": "1"})
-PATIENCE_S = 20.0
-
-
-OPEN: list[Links] = []  # of the test that runs
-GROUPS: list[Group] = []
-
-
-@pytest.fixture(autouse=True)
-async def closed() -> AsyncIterator[None]:
-    yield
-    for group_ in GROUPS:
-        group_.ending()  # or its watch would end this process, which misses the others
-        await group_.close()
-    for each in OPEN:
-        await each.close()
-    GROUPS.clear()
-    OPEN.clear()
-    await asyncio.sleep(0.01)  # for sockets to be closed
-
-
-def group(
-    index: int, address: str, count: int = 2, start_s: float = PATIENCE_S, least: int | None = None, regroup_s: float = 0.3
-) -> Group:
-    processes = ProcessesSettings(count=count, index=index, address=address, start_s=start_s, least=least, regroup_s=regroup_s)
-    made = Group(LearnerSettings(name="ann", processes=processes, mesh=MeshSettings(data=count)), RUN, get_logger())
-    GROUPS.append(made)
-    OPEN.append(made.links)
-    return made
-
-
-def address() -> str:
-    return f"127.0.0.1:{free_port('127.0.0.1')}"
-
-
-async def met(count: int = 2) -> list[Group]:
-    where = address()
-    groups = [group(index, where, count) for index in range(count)]
-    await asyncio.gather(*(each.meet(FACTS, 5) for each in groups))
-    return groups
+pytestmark = pytest.mark.usefixtures("groups_closed")
 
 
 async def served(talk: Callable[[Stream], Coroutine[Any, Any, None]], host: str, port: int) -> asyncio.Server:
@@ -82,12 +42,6 @@ async def served(talk: Callable[[Stream], Coroutine[Any, Any, None]], host: str,
         talking.add(asyncio.get_running_loop().create_task(talk(stream)))
 
     return await asyncio.get_running_loop().create_server(lambda: Stream(RUN, connected), host, port)
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not reached():
-            await asyncio.sleep(0.01)
 
 
 async def test_processes_meet_agree_and_take_leave() -> None:
@@ -412,8 +366,8 @@ async def test_one_too_many_waits_until_more_have_come() -> None:
     for index in (3, 5):
         own = processes.model_copy(update={"index": index})
         others.append(Group(LearnerSettings(name="ann", processes=own, mesh=MeshSettings(data=4)), RUN, get_logger()))
-    GROUPS.extend([leading, *others])
-    OPEN.extend(each.links for each in (leading, *others))
+    OPEN_GROUPS.extend([leading, *others])
+    OPEN_LINKS.extend(each.links for each in (leading, *others))
     spare = asyncio.create_task(others[1].meet(FACTS, 0))
     await asyncio.gather(leading.meet(FACTS, 5), others[0].meet(FACTS, 0))
     assert leading.links.members == [0, 3]
@@ -482,8 +436,8 @@ async def test_strangers_change_nothing(bytes_: bytes) -> None:
 
 def made(handle: Any = None) -> tuple[Links, list[IslandError]]:
     lost: list[IslandError] = []
-    OPEN.append(Links(RUN, get_logger(), handle or (lambda *said: None), lost.append))
-    return OPEN[-1], lost
+    OPEN_LINKS.append(Links(RUN, get_logger(), handle or (lambda *said: None), lost.append))
+    return OPEN_LINKS[-1], lost
 
 
 async def connected(both: list[Links], secrets: tuple[bytes, bytes] = (b"s" * 32, b"s" * 32)) -> None:

@@ -5,37 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.made.identity_texts import GOOD_IDENTITY, PUBLIC_KEY, SEED
 
 from diloco.errors import SettingsError
 from diloco.nats import grants, identity
 from diloco.nats.nkey import NatsKey
 from diloco.wire.grants import Grant
 
-# of 32 bytes 1, and of 32 bytes 2: nobody's secret
-SEED = "SUAACAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAN7EY"
-PUBLIC_KEY = "UCFIRY65OQE7DFP5KLNS2PF2LVZMUZYJX4OZIEQ36N2IQANUB5XVZ45L"
 ANOTHER_SEED = "SUAAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAQCAIBAEAT6EE"
 OTHER = "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4"
 GRANT = grants.to_text(grants.sign(Grant("demo", "ann", OTHER, None, None), NatsKey.from_seed(SEED)))
-GOOD = f"""
-format = 1
-run = "demo"
-role = "learner"
-name = "ann"
-region = "us"
-public_key = "{PUBLIC_KEY}"
-seed = "{SEED}"
-founder = false
-expires = 2999-01-01T00:00:00Z
-certificate = "-"
-private_key = "-"
-ca = "-"
-"""
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return write(tmp_path / "ann.identity", GOOD)
+    return write(tmp_path / "ann.identity", GOOD_IDENTITY)
 
 
 def write(path: Path, text: str, mode: int = 0o600) -> Path:
@@ -64,10 +48,10 @@ def test_processes_that_share_it_know_each_other_and_are_no_more_than_it_says(fi
     assert alone.processes == 1
     with pytest.raises(SettingsError, match=r"is for 1 processes of ann, .* = 2: .* renew DIR ann --processes 2"):
         identity.of_service(str(file), "ann", "demo", "us", "learner", 2)
-    write(file, GOOD.replace("founder", "processes = 2\nfounder"))
+    write(file, GOOD_IDENTITY.replace("founder", "processes = 2\nfounder"))
     both = [identity.of_service(str(file), "ann", "demo", "us", "learner", 2) for _ in range(2)]
     assert both[0].meeting_key == both[1].meeting_key == alone.meeting_key
-    another = GOOD.replace(SEED, ANOTHER_SEED).replace(PUBLIC_KEY, NatsKey.from_seed(ANOTHER_SEED).public_key)
+    another = GOOD_IDENTITY.replace(SEED, ANOTHER_SEED).replace(PUBLIC_KEY, NatsKey.from_seed(ANOTHER_SEED).public_key)
     assert identity.load(write(file, another)).meeting_key != alone.meeting_key
     assert len(alone.meeting_key) == 32
 
@@ -115,13 +99,13 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_refused_with_what_is_wrong(file: Path, before: str, after: str, said: str) -> None:
-    assert before in GOOD
-    write(file, GOOD.replace(before, after))
+    assert before in GOOD_IDENTITY
+    write(file, GOOD_IDENTITY.replace(before, after))
     assert said in refusal(file)
 
 
 def test_a_file_is_read_only_so_far(file: Path) -> None:
-    write(file, GOOD + "#" * identity.MAX_BYTES)
+    write(file, GOOD_IDENTITY + "#" * identity.MAX_BYTES)
     assert f"more than {identity.MAX_BYTES} bytes" in refusal(file)
 
 

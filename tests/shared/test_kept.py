@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.shared.test_learner import FRAGMENTS, SCHEDULES, TOKENS, World, act, settings
+from tests.made.learner_world import FRAGMENTS, SCHEDULES, TOKENS, LearnerWorld, act, world_settings
 
 from diloco.core.accounts import StepDone
 from diloco.core.learner import ACCOUNTS, Dump
@@ -19,7 +19,7 @@ BARE = st.sets(st.integers(0, FRAGMENTS - 1))
 MERGES = st.lists(st.tuples(st.just("merge"), st.integers(0, FRAGMENTS - 1), st.booleans()), max_size=4)
 
 
-def kept(world: World, *, in_flight: bool) -> Dump:
+def kept(world: LearnerWorld, *, in_flight: bool) -> Dump:
     """A dump as of the last boundary; ``in_flight``: a step was booked since, which does not end."""
     done = None
     if in_flight:
@@ -30,7 +30,7 @@ def kept(world: World, *, in_flight: bool) -> Dump:
     return world.learner.dump([(3, world.taken)], done)
 
 
-def restored(world: World, dump: Dump, bare: set[int]) -> None:
+def restored(world: LearnerWorld, dump: Dump, bare: set[int]) -> None:
     plain, arrays = dump
     left = {name: array for name, array in arrays.items() if not name.startswith(tuple(f"{ACCOUNTS}{i}/" for i in bare))}
     values = world.values
@@ -39,7 +39,7 @@ def restored(world: World, dump: Dump, bare: set[int]) -> None:
     world.learner.restore(msgspec.json.decode(msgspec.json.encode(plain)), left, bare)
 
 
-def values_hold(world: World) -> None:
+def values_hold(world: LearnerWorld) -> None:
     """Each value is its version and all steps that are counted for it, and no others."""
     world.learner.settle()
     for state, values in zip(world.learner.fragments, world.values, strict=True):
@@ -52,7 +52,7 @@ def values_hold(world: World) -> None:
 def test_accounts_and_values_hold_whatever_was_carried_by_the_lost_process(
     before: list[Any], meanwhile: list[Any], after: list[Any], in_flight: bool, bare: set[int]
 ) -> None:
-    world = World(settings())
+    world = LearnerWorld(world_settings())
     for name, *acted in before:
         act(world, name, *acted)
     while world.answers:
@@ -74,8 +74,8 @@ def test_accounts_and_values_hold_whatever_was_carried_by_the_lost_process(
             values_hold(world)
 
 
-def trained(steps: int) -> World:
-    world = World(settings())
+def trained(steps: int) -> LearnerWorld:
+    world = LearnerWorld(world_settings())
     world.boundary()
     world.step(steps)
     world.boundary()

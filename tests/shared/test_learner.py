@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import deque
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from itertools import product
 from typing import Any
@@ -15,202 +15,25 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from tests.made.learner_world import (
+    FRAGMENTS,
+    SCHEDULES,
+    SIZE,
+    TOKENS,
+    LearnerWorld,
+    act,
+    world_settings,
+)
 
 from diloco.core import ranges
 from diloco.core.accounts import StepDone
-from diloco.core.boundary import Applied, Decision, apply, decide, next_decision
-from diloco.core.chain import Chain
+from diloco.core.boundary import Decision, apply, decide, next_decision
 from diloco.core.changes import Effective
-from diloco.core.delta import PendingDelta
-from diloco.core.fragment_state import TRANSITIONS, Answer, Application, Event, Phase, Version
+from diloco.core.fragment_state import TRANSITIONS, Application, Event, Phase
 from diloco.core.learner import Learner
 from diloco.errors import MessageError, NonFiniteError
-from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
-from diloco.wire.body import Body
 from diloco.wire.control import Announcement, MarkerAnswer, SnapshotMarker
-from diloco.wire.entries import Record, RolledBack
-from diloco.wire.offers import Member
-
-FRAGMENTS, TOKENS, SIZE = 2, 10, 4
-BODY = Body(0, bytes(32), 0, bytes(8))
-SMALL = {"tokens": 10**9, "round.steps": 4, "fragments.count": FRAGMENTS, "learners": 2, "codec.offer_bits": 8}
-Vector = NDArray[np.float32]
-
-
-def settings(preset: str = "decoupled", **overrides: Any) -> RunSettings:
-    return run_settings(preset, SMALL | {name.replace("__", "."): value for name, value in overrides.items()})
-
-
-class Log:
-    """One fragment's log, as long as it is; another learner is merged in every version."""
-
-    def __init__(self, index: int) -> None:
-        self.chain = Chain(index, 0, 0, bytes(32), 0, bytes(32))
-
-    def head(self, record: Record | None, *, arrays: bool) -> Version:
-        chain = replace(self.chain, cursors=dict(self.chain.cursors))
-        return Version(record, chain, np.full(SIZE, chain.version, np.float32) if arrays else None)
-
-    def append(self, offer: PendingDelta | None, *, rolled_back: bool = False, closing: bool = False) -> Record:
-        chain = self.chain
-        version = chain.version + 1
-        number = chain.cursor("zoe")[1] + 1
-        members = [] if rolled_back else [Member("zoe", 1, number, version, chain.version, 1, 5, 0, 1.0, [(9, number, 1)])]
-        if offer is not None:
-            members.insert(0, Member.of(offer.stated, 1.0))
-        merged, lost = chain.totals_with((m.learner, m.tokens, m.lost_tokens) for m in members)
-        record = Record(
-            fragment=chain.fragment,
-            entry="rollback" if rolled_back else "version",
-            version=version,
-            epoch=0,
-            syncer="syncer-0",
-            previous=chain.head,
-            members=members,
-            regional_offers=[],
-            bits=32,
-            learning_rate=0.5,
-            momentum=0.0,
-            tokens_merged=merged,
-            tokens_lost=lost,
-            state_hash=version.to_bytes(32, "big"),
-            closing=closing,
-            committed_at_s=0.0,
-            quorum_s=0.0,
-            round_s=0.0,
-            body=BODY,
-            rolled_back=RolledBack(version, 0, version) if rolled_back else None,
-        )
-        chain.check(record)
-        chain.advance(record, version.to_bytes(32, "big"), chain.sequence + 1)
-        return record
-
-
-class World:
-    """A learner, its fragments' logs, and the offers that are stored there."""
-
-    def __init__(self, run: RunSettings, *, arrays: bool = True, tokens: int = TOKENS) -> None:
-        self.run, self.arrays, self.tokens = run, arrays, tokens
-        self.logs = [Log(index) for index in range(FRAGMENTS)]
-        self.learner = self.joined(1)
-        self.values = [np.zeros(SIZE, np.float32) for _ in range(FRAGMENTS)]
-        self.stored: list[list[PendingDelta]] = [[] for _ in range(FRAGMENTS)]
-        self.answers: list[Answer] = []  # being quantised
-        self.sending: list[PendingDelta | None] = [None] * FRAGMENTS
-        self.taken = self.now_s = 0
-
-    def joined(self, incarnation: int) -> Learner:
-        learner = Learner("ann", "learner", "", incarnation, self.run)
-        for log in self.logs:
-            learner.seat(log.head(None, arrays=self.arrays))
-        learner.take_up_accounts()
-        return learner
-
-    def step(self, steps: int = 1) -> None:
-        self.learner.book(StepDone(self.tokens, 3, self.taken, 1.0, 0.5 * steps, 0.0, steps))
-        self.taken += steps
-        for values in self.values:
-            values += 0.25 * steps
-
-    def write(self, applied: list[Applied]) -> None:
-        for each in applied:
-            if each.write is not None:
-                old, write = self.values[each.application.fragment], each.write
-                kept = 0.0 if write.reference is None else old - write.reference[:]
-                self.values[each.application.fragment] = write.theta + kept
-
-    def boundary(self) -> Decision:
-        self.now_s += 1
-        decision = decide(self.learner, self.now_s)
-        self.write(apply(self.learner, decision))
-        for index in decision.reads:
-            self.learner.submit(index, self.values[index].copy if self.arrays else None)
-            self.answer(index)
-        return decision
-
-    def announce(self, index: int, *, closing: bool = False) -> None:
-        version = self.logs[index].chain.version + 1
-        heard = Announcement(index, version, 0, "syncer-0", 1.0, closing, 0, self.run.round.steps, [])
-        self.learner.hear(heard, self.now_s)
-        self.answer(index)
-
-    def answer(self, index: int) -> None:
-        answer = self.learner.try_answer(index)
-        if answer is not None:
-            self.answers.append(answer)
-
-    def encode(self) -> None:
-        if self.answers:
-            answer = self.answers.pop(0)
-            encoded = self.learner.encode(answer) if self.arrays else None
-            self.sending[answer.fragment] = self.learner.encoded(answer, encoded)
-
-    def store(self) -> None:
-        for index, offer in enumerate(self.sending):
-            if offer is not None:
-                self.stored[index].append(offer)
-                self.sending[index] = None
-                self.learner.sent(index, len(self.stored[index]))
-
-    def merge(self, index: int, *, own: bool, rolled_back: bool = False) -> None:
-        log = self.logs[index]
-        rolled_back = rolled_back and log.chain.version > 0
-        after, floor = log.chain.cursor("ann"), log.chain.floor
-        fit = [offer for offer in self.stored[index] if offer.stated.after == after and offer.stated.base_version >= floor]
-        record = log.append(fit[-1] if own and fit and not rolled_back else None, rolled_back=rolled_back)
-        self.queue(index, log.head(record, arrays=self.arrays))
-
-    def queue(self, index: int, version: Version) -> None:
-        self.learner.queue(index, version)
-
-    def kill(self) -> None:
-        """The process is gone, and another one begins with the values of the log."""
-        self.learner = self.joined(self.learner.incarnation + 1)
-        self.values = [np.full(SIZE, log.chain.version, np.float32) for log in self.logs]
-        self.answers, self.sending = [], [None] * FRAGMENTS
-
-    def check_accounts(self) -> None:
-        self.learner.settle()
-        for state, stored in zip(self.learner.fragments, self.stored, strict=True):
-            held = state.delta
-            assert held.tokens >= 0
-            assert held.steps >= 0
-            assert bool(held.data) == bool(held.tokens)
-            merged = merged_of(state.delta.after, stored)
-            assert self.learner.accounts.tokens == merged + held.lost_tokens + held.tokens
-
-
-def merged_of(after: tuple[int, int], stored: list[PendingDelta]) -> int:
-    """Tokens of the offers that a learner knows merged: the chain of offers that end with the one ``after``."""
-    offers, tokens = {offer.identity: offer for offer in stored}, 0
-    while after != (0, 0):
-        tokens += offers[after].stated.tokens
-        after = offers[after].stated.after
-    return tokens
-
-
-ACTS = st.one_of(
-    st.tuples(st.just("step"), st.integers(1, 5)),
-    st.tuples(st.just("boundary")),
-    st.tuples(st.just("announce"), st.integers(0, FRAGMENTS - 1)),
-    st.tuples(st.just("encode")),
-    st.tuples(st.just("store")),
-    st.tuples(st.just("merge"), st.integers(0, FRAGMENTS - 1), st.booleans()),
-    st.tuples(st.just("rollback"), st.integers(0, FRAGMENTS - 1)),
-    st.tuples(st.just("kill")),
-)
-SCHEDULES = st.lists(ACTS, max_size=60)
-
-
-def act(world: World, name: str, *values: Any) -> None:
-    if name == "merge":
-        world.merge(values[0], own=values[1])
-    elif name == "rollback":
-        world.merge(values[0], own=False, rolled_back=True)
-    else:
-        getattr(world, name)(*values)
 
 
 def plain(value: Any) -> Any:
@@ -238,7 +61,7 @@ def test_every_pair_of_a_phase_and_an_event_is_in_the_table() -> None:
 
 @pytest.mark.parametrize(("phase", "event"), list(product(Phase, Event)), ids=lambda value: value.name)
 def test_what_cannot_happen_is_refused_and_changes_nothing(phase: Phase, event: Event) -> None:
-    state, after = World(settings()).learner.fragments[0], TRANSITIONS[phase, event]
+    state, after = LearnerWorld(world_settings()).learner.fragments[0], TRANSITIONS[phase, event]
     state.phase = phase
     if after is None:
         with pytest.raises(ValueError, match=f"fragment 0: {event.value} while {phase.value}"):
@@ -260,7 +83,7 @@ def test_every_phase_is_reached_from_joining() -> None:
 
 
 def test_state_is_offered_as_it_is_and_a_version_replaces_it_and_its_counts_are_those_of_a_parameter() -> None:
-    world = World(settings())
+    world = LearnerWorld(world_settings())
     world.learner = learner = Learner("ann", "learner", "", 2, world.run)
     for log, state in zip(world.logs, (False, True), strict=True):
         learner.seat(log.head(None, arrays=True), state=state)
@@ -290,7 +113,7 @@ def test_state_is_offered_as_it_is_and_a_version_replaces_it_and_its_counts_are_
 
 @given(SCHEDULES, st.booleans())
 def test_every_token_is_merged_or_lost_or_held(schedule: list[Any], overlap: bool) -> None:
-    world = World(settings(carry__overlap=overlap))
+    world = LearnerWorld(world_settings(carry__overlap=overlap))
     for name, *values in schedule:
         act(world, name, *values)
         if name == "boundary":
@@ -302,7 +125,7 @@ def test_every_token_is_merged_or_lost_or_held(schedule: list[Any], overlap: boo
 
 @given(SCHEDULES, st.booleans())
 def test_deciding_changes_nothing_and_a_decision_can_be_carried_out_elsewhere(schedule: list[Any], overlap: bool) -> None:
-    world = World(settings(carry__overlap=overlap))
+    world = LearnerWorld(world_settings(carry__overlap=overlap))
     for name, *values in schedule:
         act(world, name, *values)
         elsewhere = copy.deepcopy(world.learner)
@@ -321,7 +144,10 @@ def test_deciding_changes_nothing_and_a_decision_can_be_carried_out_elsewhere(sc
 
 @given(SCHEDULES, st.booleans())
 def test_without_arrays_it_counts_the_same(schedule: list[Any], overlap: bool) -> None:
-    worlds = [World(settings(carry__overlap=overlap)), World(settings(carry__overlap=overlap), arrays=False)]
+    worlds = [
+        LearnerWorld(world_settings(carry__overlap=overlap)),
+        LearnerWorld(world_settings(carry__overlap=overlap), arrays=False),
+    ]
     for name, *values in schedule:
         for world in worlds:
             act(world, name, *values)
@@ -334,7 +160,7 @@ def test_without_arrays_it_counts_the_same(schedule: list[Any], overlap: bool) -
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.booleans()), max_size=100))
 def test_steps_booked_together_count_as_steps_one_by_one(booked: list[tuple[int, int, bool]]) -> None:
-    together, single = World(settings()).learner, World(settings()).learner
+    together, single = LearnerWorld(world_settings()).learner, LearnerWorld(world_settings()).learner
     batches = [0] * 4
     for share, steps, settles in booked:
         together.book(StepDone(TOKENS, share, batches[share], None, 0.0, 0.0, steps))
@@ -352,7 +178,7 @@ def test_steps_booked_together_count_as_steps_one_by_one(booked: list[tuple[int,
 @given(st.sampled_from(["decoupled", "diloco", "data-parallel"]), SCHEDULES)
 def test_until_it_has_to_decide_a_boundary_decides_nothing(preset: str, schedule: list[Any]) -> None:
     overrides = {"round__steps": 4} if preset != "data-parallel" else {"round__steps": 1}
-    world = World(settings(preset, tokens=3000, **overrides))
+    world = LearnerWorld(world_settings(preset, tokens=3000, **overrides))
     for name, *values in schedule:
         act(world, name, *values)
     first, steps = world.boundary(), next_decision(world.learner, TOKENS).steps
@@ -365,8 +191,8 @@ def test_until_it_has_to_decide_a_boundary_decides_nothing(preset: str, schedule
         apply(world.learner, decision)
 
 
-def joined(**overrides: Any) -> World:
-    world = World(settings(**overrides))
+def joined(**overrides: Any) -> LearnerWorld:
+    world = LearnerWorld(world_settings(**overrides))
     world.boundary()
     return world
 
@@ -447,9 +273,9 @@ def test_a_round_is_answered_again_where_the_answer_is_gone() -> None:
     assert [answer.version for answer in world.answers] == [1]
 
 
-def near_the_end(budget: int) -> World:
+def near_the_end(budget: int) -> LearnerWorld:
     """A learner of whose steps each has one token, and of whose fragment 0 the log has one offer, zoe's, of 5 tokens."""
-    world = World(settings(tokens=budget), tokens=1)
+    world = LearnerWorld(world_settings(tokens=budget), tokens=1)
     world.boundary()
     world.merge(0, own=False)
     world.boundary()
@@ -510,7 +336,7 @@ def test_a_round_is_heard_from_an_owner_that_knows_of_another_interval(announced
 def test_a_change_of_the_budget_counts_from_the_next_boundary() -> None:
     world = joined()
     world.step(4)
-    world.learner.change(Effective(settings(tokens=4 * TOKENS), 1))
+    world.learner.change(Effective(world_settings(tokens=4 * TOKENS), 1))
     assert world.learner.budget == 10**9
     decision = world.boundary()
     assert (decision.changes, decision.budget, decision.stop) == (1, 4 * TOKENS, True)
@@ -519,7 +345,7 @@ def test_a_change_of_the_budget_counts_from_the_next_boundary() -> None:
 
 @given(SCHEDULES, SCHEDULES)
 def test_a_learner_goes_on_from_what_it_dumped(before: list[Any], after: list[Any]) -> None:
-    world = World(settings())
+    world = LearnerWorld(world_settings())
     for name, *values in before:
         act(world, name, *values)
     while world.answers:

@@ -7,8 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from tests.shared import test_group
-from tests.shared.test_group import closed, met
+from tests.made.process_groups import PATIENCE_S, met, until
 
 from diloco.core.chunks import Chunk
 from diloco.errors import RunError
@@ -18,7 +17,7 @@ from diloco.member.peer import InMemory
 from diloco.process.tasks import Tasks
 from diloco.wire.island import PartSaved
 
-__all__ = ["closed"]  # the fixture that closes connections
+pytestmark = pytest.mark.usefixtures("groups_closed")
 
 NUMBER = 6
 ARRAY = np.arange(24, dtype=np.float32).reshape(6, 4)
@@ -66,7 +65,7 @@ async def test_a_slice_is_put_together_from_the_parts_that_it_lies_in() -> None:
 async def test_what_is_dropped_is_dropped_everywhere_and_lent_no_more() -> None:
     state, halves, _ = await lent()
     state.drop()
-    await test_group.until(lambda: all(half.dropped for half in halves))
+    await until(lambda: all(half.dropped for half in halves))
     for chunk, reason in zip(ROWS, ("not lent any more", "process 1 gives 0 bytes of mu, expected 48"), strict=True):
         with pytest.raises(RunError, match=reason):
             await asyncio.to_thread(state.read, chunk)
@@ -88,7 +87,7 @@ async def test_a_process_that_gives_nothing_in_time_is_named_and_its_late_answer
     answered, may_answer = threading.Event(), threading.Event()
 
     def late(wanted: Chunk) -> Values:
-        assert may_answer.wait(test_group.PATIENCE_S)
+        assert may_answer.wait(PATIENCE_S)
         answered.set()
         return InMemory.read(halves[1], wanted)
 
@@ -96,6 +95,6 @@ async def test_a_process_that_gives_nothing_in_time_is_named_and_its_late_answer
     with pytest.raises(RunError, match="process 1 gives no slice of the state of boundary 6"):
         await asyncio.to_thread(state.read, ROWS[1])
     may_answer.set()
-    await test_group.until(answered.is_set)
+    await until(answered.is_set)
     monkeypatch.undo()
     np.testing.assert_array_equal(await asyncio.to_thread(state.read, ROWS[1]), ARRAY[3:])

@@ -14,8 +14,9 @@ import pytest
 from msgspec.structs import replace as replace_struct
 from structlog.testing import capture_logs
 from tests.made.fragment_vectors import each
+from tests.made.log_versions import log_of_versions
 
-from diloco.core import merging, outer, quantise
+from diloco.core import merging, outer
 from diloco.core.chain import NO_ENTRY, Chain
 from diloco.core.fold import Replica
 from diloco.core.fragments import TensorSpec, build_map
@@ -206,36 +207,8 @@ async def test_messages_that_are_lost_while_they_are_read_are_left_out(
         assert await written.log.reader.keyframe_sequences(0) == [written.first, *written.heads[:2]]
 
 
-async def versions(link: NatsTransport, count: int, keyframes: set[int]) -> tuple[Log, tuple[Genesis, bytes], list[Replica]]:
-    """A log of real versions, the states that they have, and keyframes after some of them."""
-    settings = run_settings("decoupled", {"fragments.count": 1, "shards": 1, "codec.record_bits": 4})
-    fragments, name = build_map([TensorSpec("w", (100,))], 1), f"run-{uuid.uuid4().hex[:8]}"
-    log = Log(link, name, framing.run_id(name, settings.digest()), fragments, settings)
-    await link.ensure_stream(log.subjects.log_stream, log.subjects.log_filters())
-    noise = np.random.default_rng(2)
-    await log.writer.found("ann", settings.digest(), each([noise.normal(size=100).astype(np.float32)]))
-    genesis = await log.reader.genesis()
-    assert genesis is not None
-    replica, residual, states = (await log.reader.load(0, *genesis)).replica, np.zeros(100, np.float32), list[Replica]()
-    for number in range(1, count + 1):
-        states.append(replace(replica.copy(), theta=replica.theta.copy()))
-        body = quantise.quantise(noise.normal(size=100).astype(np.float32), 32)
-        sent = Body(0, bytes(32), 0, bytes(8))
-        offer = Offer(0, "ann", 1, number, (1, number - 1), number, number - 1, bytes(32), 32, 1, 1, 0, [], sent)
-        merge = Merge(number, (Held(offer, body),), False, 0.0, 0.0)
-        merged = merging.accumulate(fragments.fragments[0], settings, merge.held, lambda version: None, replica.theta)
-        record, inline, parts = merging.make_version(
-            replica, residual, merged.result(), merge, settings, bits=4, syncer="s", attempt=bytes(8), now_s=0.0
-        )
-        sequence = await log.writer.append_record(record, inline, parts, replica.chain.sequence)
-        replica.chain.advance(record, framing.hash_of(record, log.run), sequence)
-        if number in keyframes:
-            await log.writer.append_keyframe(replica, residual, None)
-    return log, genesis, [*states, replica]
-
-
 async def test_the_state_at_a_version_is_what_it_was_then(link: NatsTransport) -> None:
-    log, genesis, states = await versions(link, 6, {2, 4})
+    log, genesis, states = await log_of_versions(link, 6, {2, 4})
     for version in (0, 1, 2, 3, 4, 5, 6):
         past = await log.reader.state_at(0, version, *genesis)
         assert past.chain.version == version
@@ -245,7 +218,7 @@ async def test_the_state_at_a_version_is_what_it_was_then(link: NatsTransport) -
 
 
 async def test_what_was_purged_is_not_made_up(link: NatsTransport) -> None:
-    log, genesis, states = await versions(link, 6, {2, 4})
+    log, genesis, states = await log_of_versions(link, 6, {2, 4})
     await log.writer.purge_below(0, (await log.reader.keyframe_sequences(0))[1:])
     assert (await log.reader.state_at(0, 3, *genesis)).state().tobytes() == states[3].state().tobytes()
     for version in (0, 1):
@@ -254,7 +227,7 @@ async def test_what_was_purged_is_not_made_up(link: NatsTransport) -> None:
 
 
 async def test_a_rollback_is_appended_and_loaded_like_any_entry(link: NatsTransport) -> None:
-    log, genesis, states = await versions(link, 3, set())
+    log, genesis, states = await log_of_versions(link, 3, set())
     replica, residual, past = states[-1], np.ones(100, np.float32), await log.reader.state_at(0, 1, *genesis)
     record, inline, parts = merging.make_rollback(
         replica, residual, past, 5, run_settings(), syncer="s", attempt=bytes(8), now_s=0.0
@@ -429,7 +402,7 @@ async def test_a_later_keyframe_of_version_0_or_of_another_fragment_hides_none(w
 
 async def test_the_first_genesis_record_is_the_runs(link: NatsTransport) -> None:
     """Who may found a run may store more on its subject, and so may a syncer of a region: nobody goes by it."""
-    log, genesis, _ = await versions(link, 1, set())
+    log, genesis, _ = await log_of_versions(link, 1, set())
     later = framing.pack(replace_struct(genesis[0], founder="mallory"), log.stream.run)
     for data in (b"", b"x", later):
         await link.append(log.subjects.genesis, data, message_id=uuid.uuid4().hex, fence=None, timeout_s=10)

@@ -8,69 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from tests.made.quantised_reference import TINY, Raw, Vector, any_vectors, bfloat16, blocks_of, quantised_reference
 
 from diloco.core import quantise
 from diloco.errors import FormatError, NonFiniteError
 
-Vector = NDArray[np.float32]
-Raw = NDArray[np.uint8]
-TINY = np.finfo(np.float32).tiny
 ALL_BITS = [2, 4, 8, 16, 32]
-
-
-def bfloat16(values: Vector) -> NDArray[np.uint16]:
-    """Nearest bfloat16 of finite values, ties to the even one, by comparing distances in float64 (which is exact)."""
-    below = (values.view(np.uint32) >> 16).astype(np.uint32)  # towards zero
-    above = below + 1
-    to_below = np.abs(values.astype(np.float64) - (below << 16).astype(np.uint32).view(np.float32))
-    beyond = (above << 16).astype(np.uint32).view(np.float32).astype(np.float64)
-    to_above = np.abs(values.astype(np.float64) - beyond)
-    up = (to_above < to_below) | ((to_above == to_below) & (below % 2 == 1))
-    return np.where(up, above, below).astype(np.uint16)
-
-
-def blocks_of(values: Vector) -> Vector:
-    padded = np.zeros(-(-values.size // 64) * 64, np.float32)
-    padded[: values.size] = values
-    return padded.reshape(-1, 64)
-
-
-def reference(values: Vector, bits: int) -> tuple[Raw, Vector]:
-    """The body of int4 or int8, and the values that it stands for."""
-    blocks = blocks_of(values)
-    top = {4: 7, 8: 127}[bits]
-    scales = np.abs(blocks).max(1) / np.float32(top)
-    stored: NDArray[np.uint16] | Vector
-    if bits == 4:
-        halves = np.where(scales > 0, bfloat16(scales), 0).astype(np.uint16)
-        halves[halves < 0x80] = 0
-        scales = (halves.astype(np.uint32) << 16).view(np.float32)
-        stored = halves
-    else:
-        scales = np.where(scales < TINY, np.float32(0), scales)
-        stored = scales
-    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
-    codes = np.clip(np.rint(blocks * inverse[:, None]), -top, top).astype(np.int8)
-    decoded = (codes.astype(np.float32) * scales[:, None]).reshape(-1)[: values.size]
-    if bits == 4:
-        shifted = (codes + 8).astype(np.uint8)
-        packed = shifted[:, :32] | (shifted[:, 32:] << 4)
-    else:
-        packed = codes.view(np.uint8)
-    return np.concatenate([stored.view(np.uint8), packed.reshape(-1)]), decoded
-
-
-@st.composite
-def vectors(draw: st.DrawFn) -> Vector:
-    """Any length; blocks with magnitudes of their own, from subnormal to nearly the largest; zeros of both signs."""
-    n = draw(st.integers(0, 300))
-    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    exponents = draw(st.lists(st.integers(-44, 37), min_size=5, max_size=5))
-    magnitudes = np.repeat(np.array([10.0**e for e in exponents]), 64)[:n]
-    values: Vector = (random.standard_normal(n) * magnitudes).astype(np.float32)
-    values[random.random(n) < draw(st.sampled_from([0.0, 0.1, 1.0]))] = draw(st.sampled_from([0.0, -0.0]))
-    return values
 
 
 @pytest.mark.parametrize(
@@ -146,7 +89,7 @@ def test_the_error_of_2_bits_for_values_as_gradients_have_them(name: str, most: 
     assert np.square(error).sum() < most * np.square(values).sum()
 
 
-@given(vectors(), st.sampled_from([1.0, 3.0, 30.0]))
+@given(any_vectors(), st.sampled_from([1.0, 3.0, 30.0]))
 def test_no_block_of_2_bits_is_off_by_more_than_a_spike_is(values: Vector, power: float) -> None:
     """One value among 63 zeros leaves most: 49 of 301 parts of its square go (codes 7, 63 times 2). Errors stay bounded."""
     with np.errstate(all="ignore"):  # what gets too large is cut, what gets too small is zero
@@ -174,20 +117,20 @@ def test_bfloat16_by_hand() -> None:
     assert quantise.dequantise(body, 5, 16)[:3].tolist() == [1.0, 1.015625, -3.0]
 
 
-@given(vectors(), st.sampled_from([4, 8]))
+@given(any_vectors(), st.sampled_from([4, 8]))
 def test_blocks_are_the_documented_ones(values: Vector, bits: int) -> None:
-    body, decoded = reference(values, bits)
+    body, decoded = quantised_reference(values, bits)
     actual = quantise.quantise(values, bits)
     assert actual.tobytes() == body.tobytes()
     np.testing.assert_array_equal(quantise.dequantise(actual, values.size, bits), decoded)
 
 
-@given(vectors())
+@given(any_vectors())
 def test_bfloat16_is_the_nearest(values: Vector) -> None:
     np.testing.assert_array_equal(quantise.quantise(values, 16).view(np.uint16), bfloat16(values))
 
 
-@given(vectors())
+@given(any_vectors())
 def test_float32_is_exact(values: Vector) -> None:
     error = np.ones_like(values)
     body = quantise.quantise(values, 32, error=error)
@@ -195,12 +138,12 @@ def test_float32_is_exact(values: Vector) -> None:
     assert not error.any()
 
 
-@given(vectors(), st.sampled_from(ALL_BITS))
+@given(any_vectors(), st.sampled_from(ALL_BITS))
 def test_what_is_encoded_is_valid(values: Vector, bits: int) -> None:
     quantise.validate(quantise.quantise(values, bits), values.size, bits)
 
 
-@given(vectors(), st.sampled_from(ALL_BITS))
+@given(any_vectors(), st.sampled_from(ALL_BITS))
 def test_error_is_what_was_left_over(values: Vector, bits: int) -> None:
     error = np.full_like(values, 9)
     body = quantise.quantise(values, bits, error=error)
@@ -211,7 +154,7 @@ def test_error_is_what_was_left_over(values: Vector, bits: int) -> None:
     np.testing.assert_array_equal(in_place, error)
 
 
-@given(vectors(), st.sampled_from([(4, 0.532), (8, 0.5001)]))
+@given(any_vectors(), st.sampled_from([(4, 0.532), (8, 0.5001)]))
 def test_error_is_at_most_half_a_step(values: Vector, case: tuple[int, float]) -> None:
     """Half a step; for int4 rounding the scale can cut up to 7 * 2**-8 of a step more off a block's largest value."""
     bits, steps = case

@@ -6,11 +6,11 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.shared.test_decisions import ACTS, PROCESSES, Island, act, go_on
-from tests.shared.test_learner import settings
+from tests.made.learner_island import ISLAND_ACTS, PROCESSES, DecidedIsland, go_on
+from tests.made.learner_world import act, world_settings
 
 
-def regrouped(island: Island) -> bool:
+def regrouped(island: DecidedIsland) -> bool:
     """End the generation if it may end now; return whether it has."""
     if island.decisions.made is not None or not island.decisions.may_save:
         return False
@@ -24,9 +24,9 @@ def regrouped(island: Island) -> bool:
     return True
 
 
-@given(st.lists(ACTS, max_size=60))
+@given(st.lists(ISLAND_ACTS, max_size=60))
 def test_a_generation_ends_with_its_state_saved_and_answers_nothing_after_it(schedule: list[Any]) -> None:
-    island = Island(settings(), PROCESSES)
+    island = DecidedIsland(world_settings(), PROCESSES)
     for name, *values in schedule:
         act(island, name, *values)
         if regrouped(island):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.made.tapes import ANY_EVENT, HEADER, RUN, tape_of
 from tests.services.cluster import Events
 
 from diloco.core import tape
@@ -22,28 +23,7 @@ from diloco.process import tape as files
 from diloco.process.observe import Logger
 from diloco.process.tape import TapeFile
 
-RUN = b"run-iden"
-HEADER = Header(RUN, "learner-0")
 DIGEST = bytes(range(8))
-
-_VALUES: dict[Any, st.SearchStrategy[Any]] = {
-    int: st.integers(0, 2**63 - 1),
-    bool: st.booleans(),
-    bytes: st.binary(min_size=8, max_size=8),
-    str: st.text(max_size=20),
-    tuple[int, ...]: st.lists(st.integers(0, 4095), max_size=9).map(tuple),
-}
-ANY_EVENT: st.SearchStrategy[Event] = st.one_of(
-    [st.builds(cls, **{name: _VALUES[kind] for name, kind in tape.fields_of(cls)}) for cls in tape.KINDS.values()]
-)
-
-
-def written(*groups: list[Event]) -> bytes:
-    """A tape with a flush after each group."""
-    raw = HEADER.pack()
-    for group in groups:
-        raw += b"".join(tape.blocks(map(tape.encode, group), HEADER.hash, len(raw)))
-    return raw
 
 
 def read(raw: bytes) -> list[Event]:
@@ -66,18 +46,18 @@ def test_bytes_of_a_tape_are_those_that_the_documentation_has() -> None:
     block = offer + b"\x06"
     check = blake3(head_hash + len(header).to_bytes(8, "little") + block).digest()[:4]
 
-    assert written([Offer(2, 5, 129, 300, 4, DIGEST), Step()]) == header + bytes([len(block)]) + block + check
+    assert tape_of([Offer(2, 5, 129, 300, 4, DIGEST), Step()]) == header + bytes([len(block)]) + block + check
 
 
 @given(st.lists(st.lists(ANY_EVENT, max_size=4), max_size=5))
 def test_what_is_written_is_read(groups: list[list[Event]]) -> None:
-    assert read(written(*groups)) == [event for group in groups for event in group]
+    assert read(tape_of(*groups)) == [event for group in groups for event in group]
 
 
 def test_more_than_a_block_holds_becomes_several() -> None:
     many: list[Event] = [Offer(0, 1, 2, 3, 4, DIGEST)] * 3000
 
-    assert read(written(many)) == many
+    assert read(tape_of(many)) == many
 
 
 EXAMPLE: list[list[Event]] = [
@@ -89,7 +69,7 @@ EXAMPLE: list[list[Event]] = [
 
 
 def test_torn_tape_keeps_all_whole_blocks() -> None:
-    raw, whole = written(*EXAMPLE), [len(written(*EXAMPLE[:count])) for count in range(len(EXAMPLE) + 1)]
+    raw, whole = tape_of(*EXAMPLE), [len(tape_of(*EXAMPLE[:count])) for count in range(len(EXAMPLE) + 1)]
     for size in range(whole[0], len(raw)):
         found = tape.scan(raw[:size])
         blocks = sum(end <= size for end in whole) - 1
@@ -99,10 +79,10 @@ def test_torn_tape_keeps_all_whole_blocks() -> None:
 
 @given(st.data())
 def test_damaged_byte_never_changes_what_is_read_before_it(data: st.DataObject) -> None:
-    raw = bytearray(written(*EXAMPLE))
+    raw = bytearray(tape_of(*EXAMPLE))
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] ^= data.draw(st.integers(1, 255))
-    ends = [len(written(*EXAMPLE[:count])) for count in range(len(EXAMPLE) + 1)]
+    ends = [len(tape_of(*EXAMPLE[:count])) for count in range(len(EXAMPLE) + 1)]
     if at < ends[0]:
         with pytest.raises(FormatError):
             tape.scan(bytes(raw))
@@ -117,8 +97,8 @@ def test_damaged_byte_never_changes_what_is_read_before_it(data: st.DataObject) 
 
 
 def test_block_of_another_place_or_tape_is_refused() -> None:
-    raw = written(*EXAMPLE)
-    ends = [len(written(*EXAMPLE[:count])) for count in range(len(EXAMPLE) + 1)]
+    raw = tape_of(*EXAMPLE)
+    ends = [len(tape_of(*EXAMPLE[:count])) for count in range(len(EXAMPLE) + 1)]
     without_second = raw[: ends[1]] + raw[ends[2] :]
     other = Header(RUN, "learner-1").pack() + raw[ends[0] :]
 
@@ -127,7 +107,7 @@ def test_block_of_another_place_or_tape_is_refused() -> None:
 
 
 def test_other_format_version_is_refused_by_its_number() -> None:
-    raw = bytearray(written())
+    raw = bytearray(tape_of())
     raw[len(tape.MAGIC)] = 2
 
     with pytest.raises(FormatError, match="format version 2, expected 1"):

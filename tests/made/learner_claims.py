@@ -1,0 +1,43 @@
+"""Claims of a learner, and what cannot be of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tests.made.rounds import hash_of, offer
+
+from diloco.core import claims
+from diloco.core.chain import Chain
+from diloco.errors import ClaimError
+from diloco.settings.presets import run_settings
+from diloco.settings.run import RunSettings
+from diloco.wire.entries import Cursor
+from diloco.wire.grants import Grant
+
+BATCH = 16 * 128  # tokens of the built-in task
+
+
+def claim_settings(**changes: Any) -> RunSettings:
+    return run_settings("decoupled", {"learners": 3, "tokens": 1_000_000} | changes)
+
+
+def chain_with(*cursors: Cursor) -> Chain:
+    merged, lost = (sum(getattr(cursor, name) for cursor in cursors) for name in ("tokens", "lost_tokens"))
+    return Chain(0, 5, 1, hash_of(9), 9, hash_of(5), merged, lost, False, {cursor.learner: cursor for cursor in cursors})
+
+
+def ann(tokens: int, lost_tokens: int, steps: int = 0) -> Cursor:
+    return Cursor("ann", 1, 1, 3, tokens, lost_tokens, steps)
+
+
+def impossible(
+    settings: RunSettings, chain: Chain | None = None, *, grant: Grant | None = None, elapsed_s: float = math.inf, **claim: Any
+) -> str:
+    """What cannot be of a claim of ann's; empty: it can be."""
+    values: dict[str, Any] = {"steps": 24, "tokens": 24 * BATCH, "data": [(0, 100, 24)]}
+    try:
+        claims.judge(offer("ann", 2, **values | claim), chain, settings, grant, elapsed_s)
+    except ClaimError as error:
+        return str(error)
+    return ""

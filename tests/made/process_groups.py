@@ -1,0 +1,46 @@
+"""Groups of a learner's processes, over real connections, which the fixture ``groups_closed`` closes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from diloco.member.group import Group
+from diloco.member.links import Links
+from diloco.member.meeting import free_port
+from diloco.process.observe import get_logger
+from diloco.settings.service import LearnerSettings, MeshSettings, ProcessesSettings
+from diloco.wire.island import facts
+
+RUN = bytes(8)
+FACTS = facts({"mesh": "fsdp 2", "software": "1"})
+PATIENCE_S = 20.0
+OPEN_LINKS: list[Links] = []  # of the test that runs
+OPEN_GROUPS: list[Group] = []
+
+
+def group(
+    index: int, address: str, count: int = 2, start_s: float = PATIENCE_S, least: int | None = None, regroup_s: float = 0.3
+) -> Group:
+    processes = ProcessesSettings(count=count, index=index, address=address, start_s=start_s, least=least, regroup_s=regroup_s)
+    made = Group(LearnerSettings(name="ann", processes=processes, mesh=MeshSettings(data=count)), RUN, get_logger())
+    OPEN_GROUPS.append(made)
+    OPEN_LINKS.append(made.links)
+    return made
+
+
+def address() -> str:
+    return f"127.0.0.1:{free_port('127.0.0.1')}"
+
+
+async def met(count: int = 2) -> list[Group]:
+    where = address()
+    groups = [group(index, where, count) for index in range(count)]
+    await asyncio.gather(*(each.meet(FACTS, 5) for each in groups))
+    return groups
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not reached():
+            await asyncio.sleep(0.01)
