@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,9 +35,11 @@ from diloco.errors import MessageError
 from diloco.log.log import Log
 from diloco.log.stream import Entry, Refusal
 from diloco.nats import identity
+from diloco.nats.connection import ask
 from diloco.nats.transport import NatsTransport
 from diloco.process import logs
 from diloco.process.observe import Logger, get_logger
+from diloco.process.retry import until_available
 from diloco.settings.presets import run_settings
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
@@ -48,6 +51,7 @@ from diloco.wire.subjects import Subjects
 from diloco_ops.chaos import refusals
 
 Vector = NDArray[np.float32]
+ANSWER_S = 10.0  # then a service is asked again
 READY = ("stepping", "waiting", "closing")  # to step; one that goes on from a checkpoint may have no step to take
 
 # A run of some two seconds: three learners of about 60 steps of 16 tokens, a round every 6. All that a test relies on is here.
@@ -154,6 +158,11 @@ class Gate:
                 self._changed.wait(0.1)
             self.held.discard(toy.name)
 
+    def allows(self, toy: Toy) -> bool:
+        """Whether a learner may take one more step: as its ``may_step``, for one that goes on with all else while it is held."""
+        assert toy.member is not None
+        return toy.member.step < self._allowed
+
     def open(self, until_step: float = math.inf) -> None:
         """Let each learner take steps until it has taken ``until_step``."""
         allow_steps(self._directory, until_step)
@@ -248,10 +257,14 @@ class Cluster:
 
     async def create(self) -> None:
         """Make the run, as a coordinator does."""
-        await creation.create(await self.link(), self.name, self.settings)
+        link = await self.link()
+        await until_available(lambda: creation.create(link, self.name, self.settings), get_logger())
 
-    async def begin(self, *, coordinator: bool = True) -> None:
-        """Syncers and learners, and a coordinator, which is not on the data's path, all there before the first step."""
+    async def begin(self, *, coordinator: bool = True, until_step: float = math.inf) -> None:
+        """Syncers and learners, and a coordinator, which is not on the data's path, all there before the first step.
+
+        Learners take steps until each has taken ``until_step``.
+        """
         if coordinator:
             self.coordinator()
         else:
@@ -261,7 +274,7 @@ class Cluster:
             self.learners()
         await self.link()
         await self.all_ready()
-        self.gate.open()
+        self.gate.open(until_step)
 
     async def all_ready(self) -> None:
         """Every syncer serves or stands by, and every learner has been heard since."""
@@ -308,7 +321,7 @@ class Cluster:
         """The test's own connection, which also hears the heartbeats."""
         if self._link is None:
             own = identity.load(identity.identity_file(self.identity, "test")) if self.identity is not None else None
-            self._link = await NatsTransport.open(self.url, self.url, "test", get_logger(), give_up_after_s=20, identity=own)
+            self._link = await NatsTransport.open(self.url, self.url, "test", get_logger(), DEADLINE_S, identity=own)
             await self._listen(self._link)
         return self._link
 
@@ -337,9 +350,13 @@ class Cluster:
             return  # a test publishes what it likes
 
     async def status(self) -> dict[str, Any]:
-        """What the coordinator answers."""
+        """What the coordinator answers; it is asked again where no answer comes."""
         link = await self.link()
-        status: dict[str, Any] = json.loads((await link.control.request(self.subjects.status, b"", timeout=10)).data)
+        async with asyncio.timeout(DEADLINE_S):
+            while (answer := await ask(link.control, link.name, self.subjects.status, b"", ANSWER_S)) is None:
+                self.check_alive()
+                await asyncio.sleep(0.1)
+        status: dict[str, Any] = json.loads(answer)
         return status
 
     def tokens(self) -> int:
@@ -425,17 +442,24 @@ class Cluster:
     async def store(self) -> tuple[Log, FragmentMap]:
         """The run's log, as anybody can open it."""
         link = await self.link()
-        registry = await link.bucket(self.subjects.bucket, create=False)
-        run = Run(self.name, self.settings, registry)
-        fragments = await creation.find_map(run)
-        return Log(link, self.name, run.identity, fragments, run.created), fragments
+
+        async def open_log() -> tuple[Log, FragmentMap]:
+            run = Run(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
+            fragments = await creation.find_map(run)
+            return Log(link, self.name, run.identity, fragments, run.created), fragments
+
+        return await until_available(open_log, get_logger())
 
     async def folded(self) -> list[Folded]:
         """The log from its keyframes on, folded by the reference."""
         store, fragments = await self.store()
-        genesis = await store.reader.genesis()
-        assert genesis is not None
-        return [await fold_log(store, fragment, genesis, self.settings) for fragment in fragments.fragments]
+
+        async def fold_all() -> list[Folded]:
+            genesis = await store.reader.genesis()
+            assert genesis is not None
+            return [await fold_log(store, fragment, genesis, self.settings) for fragment in fragments.fragments]
+
+        return await until_available(fold_all, get_logger())
 
     async def tensors(self, folded: Sequence[Folded]) -> dict[str, Vector]:
         """The global model."""
@@ -656,7 +680,12 @@ async def newest_entries(cluster: Cluster) -> list[Stored | None]:
     """What the server has acknowledged last, of every fragment's log."""
     store, fragments = await cluster.store()
     stream = cluster.subjects.log_stream
-    return [await store.transport.last(stream, cluster.subjects.record(f.index)) for f in fragments.fragments]
+    subjects = [cluster.subjects.record(fragment.index) for fragment in fragments.fragments]
+
+    async def read() -> list[Stored | None]:
+        return [await store.transport.last(stream, subject) for subject in subjects]
+
+    return await until_available(read, get_logger())
 
 
 async def check_kept(cluster: Cluster, before: Iterable[Stored | None]) -> None:
@@ -666,7 +695,8 @@ async def check_kept(cluster: Cluster, before: Iterable[Stored | None]) -> None:
     check_accounts(heartbeats, folded)
     for entry, log in zip(before, folded, strict=True):
         assert entry is not None
-        kept = await store.transport.get(cluster.subjects.log_stream, entry.sequence)
+        getting = partial(store.transport.get, cluster.subjects.log_stream, entry.sequence)
+        kept = await until_available(getting, get_logger())
         assert kept is not None
         assert kept.data == entry.data  # what was acknowledged before is where it was
         assert log.passed_over == 0

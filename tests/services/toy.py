@@ -152,6 +152,7 @@ class Toy:
     settings: LearnerSettings
     log: Logger
     before_step: Callable[[Toy], None] = lambda toy: None  # in the trainer's thread; may wait, or spoil the parameters
+    may_step: Callable[[Toy], bool] = lambda toy: True  # one that may not applies versions, answers and saves meanwhile
     hands_over: Callable[[Toy], bool] = lambda toy: True  # whether snapshots are handed over at this boundary
     specs: Callable[[Regression], list[TensorSpec]] = lambda task: task.specs
     initialise: Callable[[Regression], None] = lambda task: None  # before it joins
@@ -267,7 +268,7 @@ class Toy:
             if dump is not None:
                 self._save(member, task, dump)
                 save_at_s = time.monotonic() + self.settings.checkpoint_s
-            if boundary.stop or boundary.wait:
+            if boundary.stop or boundary.wait or not self.may_step(self):
                 member.wait(IDLE_S)
                 continue
             self.before_step(self)
