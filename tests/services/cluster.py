@@ -159,7 +159,7 @@ class Gate:
             self.held.discard(toy.name)
 
     def allows(self, toy: Toy) -> bool:
-        """Whether a learner may take one more step: as its ``may_step``, for one that goes on with all else while it is held."""
+        """Whether a learner may take one more step; as its ``may_step``, held learners go on with all else."""
         assert toy.member is not None
         return toy.member.step < self._allowed
 
