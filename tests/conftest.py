@@ -12,19 +12,23 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.harness import measuring
 from tests.harness.outcomes import Failure, Outcomes
-from tests.made.fixtures import MakeServer
 from xdist.scheduler import LoadScopeScheduling
 
 from diloco.nats.transport import NatsTransport
 from diloco.process import observe
 from diloco.process.observe import get_logger
 from diloco_ops.broker.server import Server
+
+if TYPE_CHECKING:
+    from tests.made.fixtures import MakeServer
+
+pytest.register_assert_rewrite("tests.made")  # so that a failed assert in there shows its values, as in a test module
 
 # `make test` draws the same examples each time, so that it tells of the change and not of the draw. `make stress` draws by
 # its runs' seeds, `make test-all` the usual number at random. How fast a machine is, is no test's matter.
@@ -81,15 +85,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests import pace
 
-    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in SPREAD)
+    items.sort(key=lambda item: _folder(item) not in SPREAD)
     for item in items:
-        if item.path.relative_to(TESTS).parts[0] == "services":
+        if _folder(item) == "services":
             item.add_marker(pytest.mark.services)
-        long = item.get_closest_marker("slow") or item.get_closest_marker("compose") or item.get_closest_marker("long")
+        long = item.get_closest_marker("slow") or item.get_closest_marker("compose")
         bound_s = pace.LONG_TEST_S if long else pace.TEST_S
         item.add_marker(pytest.mark.timeout(bound_s))
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             item.obj = _limited(item.obj, bound_s - EARLIER_S)
+
+
+def _folder(item: pytest.Item) -> str:
+    """Return the folder of ``tests`` that a test is in; empty for one that is elsewhere."""
+    return item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
 
 
 def _limited(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[..., Awaitable[None]]:

@@ -22,7 +22,6 @@ from tests.harness.outcomes import Outcomes
 from tests.pace import VARIABLE, factor
 
 ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 CHECKS = ("ruff", "types")  # targets of the Makefile
 # optional libraries: `make test` and `make test-services` skip these tests where the libraries are missing
 EXTRAS = (
@@ -64,16 +63,13 @@ def main(name: str, options: Sequence[str]) -> int:
     if not os.environ.get(VARIABLE):
         os.environ[VARIABLE] = f"{measuring.measure(count):.2f}"
     pace = factor(os.environ[VARIABLE])
-    print(
-        f"{_workers(count)}; pace {pace:.2f}: tests wait up to {pace:.2f} times the usual bounds (DILOCO_TEST_PACE)", flush=True
-    )
+    print(f"{_workers(count)}; pace {pace:.2f}: tests wait {pace:.2f} times as long as usual ({VARIABLE})", flush=True)
     folder = Path(tempfile.mkdtemp(prefix=f"diloco-{name}-"))
     checks = [_Check(check, folder) for check in target.checks]
     written = Path(os.environ.get(outcomes.VARIABLE) or folder / "outcomes.json")
-    command: list[str | Path] = [
-        BIN / "pytest",
-        "-m",
-        target.marks,
+    command = [
+        *(sys.executable, "-m", "pytest"),
+        *("-m", target.marks),
         f"--basetemp={folder / 'logs'}",
         *_spread(count),
         *target.options,

@@ -40,12 +40,11 @@ def main() -> int:
     parser.add_argument("--busy", type=int, default=4, help="busy processes beside the tests")
     parser.add_argument("--file", type=Path, default=ROOT / "stress.jsonl", help="one line a run")
     options = parser.parse_args()
-    campaign = {"tests": options.tests, "busy": options.busy, "commit": _commit()}
+    campaign = {"tests": options.tests, "busy": options.busy, "commit": commit()}
     with _busy(options.busy):
         while (done := len(_lines(options.file, campaign))) < options.times:
-            line = campaign | _run(options.tests, done + 1)
-            with options.file.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            line = campaign | run(options.tests, done + 1)
+            _append(options.file, line)
             print(f"run {done + 1} of {options.times}: {_said(line)}", flush=True)
     lines = _lines(options.file, campaign)
     print(*report(lines), sep="\n")
@@ -65,7 +64,7 @@ def report(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     return said
 
 
-def _run(selection: str, seed: int) -> dict[str, Any]:
+def run(selection: str, seed: int) -> dict[str, Any]:
     """Run the selection once, with a seed for what tests draw."""
     folder = Path(tempfile.mkdtemp(prefix="diloco-stress-"))
     written, output = folder / "outcomes.json", folder / "output.txt"
@@ -115,13 +114,20 @@ def _lines(path: Path, campaign: Mapping[str, Any]) -> list[dict[str, Any]]:
     return lines
 
 
+def _append(path: Path, line: Mapping[str, Any]) -> None:
+    """Append a line, on a line of its own also where the last one was cut off."""
+    with path.open("a+b") as file:
+        cut_off = file.tell() > 0 and path.read_bytes()[-1:] != b"\n"
+        file.write(b"\n" * cut_off + json.dumps(line).encode() + b"\n")
+
+
 def _processor_s() -> float:
     """Return the processor time of all children that have ended, and of theirs."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the commit, marked where files differ from it."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
