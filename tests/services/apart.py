@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from tests.pace import DEADLINE_S
 from tests.services.cluster import Cluster, Events, Folded, Service, fold_log, small
 from tests.services.forking import Nursery
 from tests.services.toy import Toy
@@ -15,6 +16,7 @@ from diloco.control.creation import Run
 from diloco.log.log import Log
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Logger, get_logger
+from diloco.process.retry import until_available
 from diloco.service.rundir import RunDirectory
 from diloco.settings.run import RunSettings
 from diloco.settings.service import LearnerSettings
@@ -99,14 +101,18 @@ class Region(Cluster):
 
     async def read(self, region: str, *, closed: bool = True) -> list[Folded]:
         """One region's log, folded by the reference."""
-        link = await NatsTransport.open(self.url, self.server(region).url, "reader", get_logger(), give_up_after_s=20)
-        try:
+        link = await NatsTransport.open(self.url, self.server(region).url, "reader", get_logger(), DEADLINE_S)
+
+        async def fold() -> list[Folded]:
             run = Run(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
             log = Log(link, self.name, run.identity, await creation.find_map(run), self.settings)
             genesis = await log.reader.genesis()
             assert genesis is not None
             fragments = log.map.fragments
             return [await fold_log(log, fragment, genesis, self.settings, closed_by_now=closed) for fragment in fragments]
+
+        try:
+            return await until_available(fold, get_logger())
         finally:
             await link.close()
 

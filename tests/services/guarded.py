@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.pace import DEADLINE_S
 from tests.services.cluster import Cluster, Folded, Service, fold_log
 from tests.services.forking import Nursery
 from tests.services.secured import make_keys, members
@@ -59,7 +59,7 @@ class Guarded(Cluster):
     async def link_to(self, region: str) -> NatsTransport:
         """A connection of the test's own to a region's streams, to be closed."""
         own = identity.load(self.keys.identity_file("test"))
-        return await NatsTransport.open(self.url, self.servers[region].url, "test", get_logger(), 20, identity=own)
+        return await NatsTransport.open(self.url, self.servers[region].url, "test", get_logger(), DEADLINE_S, identity=own)
 
     async def log_of(self, link: NatsTransport) -> Log:
         """The log of the region that a connection leads to."""
@@ -69,12 +69,15 @@ class Guarded(Cluster):
     async def read(self, region: str, *, closed: bool = True) -> list[Folded]:
         """One region's log, folded by the reference."""
         link = await self.link_to(region)
-        try:
+
+        async def fold() -> list[Folded]:
             log = await self.log_of(link)
             genesis = await log.reader.genesis()
             assert genesis is not None
-            folding = (partial(fold_log, log, f, genesis, self.settings, closed_by_now=closed) for f in log.map.fragments)
-            return [await until_available(fold, get_logger()) for fold in folding]
+            return [await fold_log(log, f, genesis, self.settings, closed_by_now=closed) for f in log.map.fragments]
+
+        try:
+            return await until_available(fold, get_logger())
         finally:
             await link.close()
 

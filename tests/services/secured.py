@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import cast
 
+import nats.errors
+from tests.pace import DEADLINE_S
 from tests.services.cluster import Events
 
 from diloco.nats import identity
+from diloco.nats.client import Client
 from diloco.nats.identity import Role
 from diloco.nats.transport import NatsTransport
 from diloco.process.observe import Logger
@@ -21,7 +25,7 @@ from diloco_ops.keys.roster import IdentityEntry
 
 HOST = "127.0.0.1"
 AN_HOUR = timedelta(hours=1)
-DEADLINE_S = 20.0
+ANSWER_S = 5  # then the server is asked again: its answer is lost where the connection is made again meanwhile
 
 
 def make_keys(
@@ -90,11 +94,45 @@ class Guest:
         return [name for _, name, _ in self.events.entries].count(event)
 
     async def refused(self, *subjects: str) -> list[str]:
-        """Wait until the server has refused every one of these; those that it has not."""
-        for _ in range(2):  # what the server had to say before comes before its pong
-            await self.link.bulk.flush()
-            await self.link.control.flush()
-        return [subject for subject in subjects if f'"{subject.lower()}"' not in self.told]
+        """Wait until the server has refused every one of these; those that it has not.
+
+        Where a connection was made again, what was published may not have arrived, or its refusal may be lost: it is published
+        once more. The client repeats subscriptions by itself.
+        """
+        settled, client = 0, self.link.bulk
+        while True:
+            await self.flush()
+            missing = [subject for subject in subjects if f'"{subject.lower()}"' not in self.told]
+            made = self._made_again
+            if not missing or made == settled:
+                return missing
+            settled = made
+            for subject in missing:
+                await client.publish(subject, b"x")
+
+    async def flush(self) -> None:
+        """Wait until the server has taken all that was sent, and its answers are here."""
+        async with asyncio.timeout(DEADLINE_S):
+            for client in (self.link.bulk, self.link.control):
+                while not await _flushed(client):
+                    await asyncio.sleep(0.1)
+
+    @property
+    def _made_again(self) -> int:
+        return sum(int(client.stats["reconnects"]) for client in (self.link.bulk, self.link.control))
+
+
+async def _flushed(client: Client) -> bool:
+    """Ask the server for a sign; False if the connection was lost before it came."""
+    made, there = client.stats["reconnects"], client.is_connected
+    try:
+        for _ in range(2):  # nats-py writes a ping at once, ahead of what waits to be written
+            await client.flush(ANSWER_S)
+    except (nats.errors.Error, OSError):
+        if client.is_closed:
+            raise
+        return False
+    return bool(there and client.is_connected and client.stats["reconnects"] == made)
 
 
 @contextlib.asynccontextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from tests.services.forking import Nursery
 from tests.services.guarded import CONTROL, Guarded, two_regions
 from tests.services.secured import Guest, guest
 
-from diloco.process.tasks import end
 from diloco.wire import framing, subjects
 from diloco.wire.control import Announcement
 from diloco.wire.entries import CommitNotice
@@ -26,9 +25,15 @@ RUN = "regional"
 NAMES = Subjects(RUN)
 SYNCER = "mallory"  # of region us, as which it is known in eu too
 LIARS = [Who(SYNCER, "syncer", "us"), Who("eve", "learner", "eu"), Who("trudy", "coordinator", "eu")]
-EVERY_S = 0.2  # each time some 4 MiB, which a busy machine has to carry too
+STRAY_BYTES = 64 * 1024
+MADE = 6  # versions of every fragment that are made in spite of the lies
 LARGEST = 2**62
 LEARNERS, FRAGMENTS = 4, 4
+
+
+def applied(cluster: Guarded) -> list[int]:
+    """By fragment: the version that all learners have."""
+    return [min(heard[-1].versions[index] for heard in cluster.heartbeats.values()) for index in range(FRAGMENTS)]
 
 
 def lies(cluster: Guarded, number: int, announced: list[tuple[int, bool]]) -> Iterator[tuple[str, bytes]]:
@@ -37,8 +42,7 @@ def lies(cluster: Guarded, number: int, announced: list[tuple[int, bool]]) -> It
     ``announced``: how far ahead of the version that the learners have, and whether as a closing round.
     """
     run = cluster.run_id
-    versions = [min(heard[-1].versions[index] for heard in cluster.heartbeats.values()) for index in range(FRAGMENTS)]
-    for index, version in enumerate(versions):
+    for index, version in enumerate(applied(cluster)):
         for ahead, closing in announced:
             lie = Announcement(index, version + ahead, LARGEST, SYNCER, 0.0, closing, LARGEST, cluster.settings.round.steps, [])
             yield NAMES.round(index), framing.pack(lie, run)
@@ -46,7 +50,7 @@ def lies(cluster: Guarded, number: int, announced: list[tuple[int, bool]]) -> It
             yield NAMES.commit_notice(index), framing.pack(CommitNotice(index, 0, number, bytes(32), sequence), run)
         offer = NAMES.regional_offer(index, SYNCER)
         yield offer, framing.pack(combined_of(SYNCER, fragment=index, number=number + 1), run)
-        yield subjects.offer_part(offer, number % 3), bytes(512 * 1024)
+        yield subjects.offer_part(offer, number % 3), bytes(STRAY_BYTES)
         yield subjects.log_part(NAMES.record(index), b"attempt.", 0), b"attempt.stray"
 
 
@@ -84,17 +88,21 @@ async def test_no_syncer_of_another_region_stops_a_regions_merge(
         ]
         before = len(cluster.events("regional_offer_stored"))
 
-        async def lie() -> None:
-            for number in itertools.count(1):
-                for subject, data in lies(cluster, number, announced):
-                    for there in links:
-                        client = there.link.control if ".round." in subject else there.link.bulk
-                        await client.publish(subject, data)
-                await asyncio.sleep(EVERY_S)
+        async def lie(number: int) -> None:
+            for subject, data in lies(cluster, number, announced):
+                for there in links:
+                    client = there.link.control if ".round." in subject else there.link.bulk
+                    await client.publish(subject, data)
+            for there in links:
+                await there.flush()
 
-        lying = asyncio.create_task(lie())
-        await some_versions(cluster, 6, of=toys)
-        await end(lying)
+        wanted = [version + MADE for version in applied(cluster)]
+        for number in itertools.count(1):  # of each round that is open, again with every version
+            await lie(number)
+            known = applied(cluster)
+            if all(map(operator.ge, known, wanted)):
+                break
+            await cluster.until(lambda known=known: applied(cluster) != known, "a version is made")  # type: ignore[misc]
         versions = sum(cluster.heartbeats[toys[0]][-1].versions)
         # one of each region where the owner is not, and one more to an announcement of an epoch that none had before
         assert len(cluster.events("regional_offer_stored")) - before <= versions + 2 * FRAGMENTS
