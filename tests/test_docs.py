@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -29,6 +31,8 @@ ROOT = Path(__file__).parent.parent
 SETTINGS = ROOT / "docs" / "settings.md"
 METRICS = ROOT / "docs" / "metrics.md"
 SECURITY = ROOT / "docs" / "security.md"
+MAINTAINERS = ROOT / "docs" / "maintainers.md"
+SERVICES_TESTS = ROOT / "tests" / "services"
 TABLE_BEGINS, TABLE_ENDS = "<!-- made from the code -->\n", "\n<!-- end -->"
 HEAD = """# Settings of a run
 
@@ -162,14 +166,55 @@ def permission_rows() -> list[str]:
     return rows
 
 
-def security_page() -> str:
-    """``docs/security.md`` with its table as the code has it."""
-    before, _, rest = SECURITY.read_text().partition(TABLE_BEGINS)
-    return before + TABLE_BEGINS + "\n".join(permission_rows()) + rest[rest.index(TABLE_ENDS) :]
+def promise_rows() -> list[str]:
+    """A line for every promise that a test is marked with, and the tests that keep it."""
+    kept: dict[str, list[str]] = {}
+    for path in sorted(SERVICES_TESTS.glob("test_*.py")):
+        tree = ast.parse(path.read_text())
+        shared = {
+            target.id: text
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+            for text in _promises(node.value, {})
+        }
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                for decorator in node.decorator_list:
+                    for text in _promises(decorator, shared):
+                        kept.setdefault(text, []).append(f"`{path.stem}::{node.name}`")
+    return ["| promise | test |", "|---|---|", *(f"| {text} | {', '.join(tests)} |" for text, tests in kept.items())]
+
+
+def _promises(node: ast.expr, shared: Mapping[str, str]) -> list[str]:
+    """Texts of the marks ``promise`` within an expression; ``shared``: those of a module's own names."""
+    texts = []
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name) and part.id in shared:
+            texts.append(shared[part.id])
+        elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "promise":
+            [argument] = part.args
+            assert isinstance(argument, ast.Constant)
+            texts.append(str(argument.value))
+    return texts
+
+
+def with_table(page: Path, rows: list[str]) -> str:
+    """A page with its table as the code has it."""
+    before, _, rest = page.read_text().partition(TABLE_BEGINS)
+    return before + TABLE_BEGINS + "\n".join(rows) + rest[rest.index(TABLE_ENDS) :]
 
 
 def test_the_table_of_permissions_is_made_from_the_code() -> None:
-    assert SECURITY.read_text() == security_page(), "run: python tests/test_docs.py"
+    assert SECURITY.read_text() == with_table(SECURITY, permission_rows()), "run: python tests/test_docs.py"
+
+
+def test_every_promise_is_kept_by_one_test_that_is_listed() -> None:
+    rows = promise_rows()
+    assert MAINTAINERS.read_text() == with_table(MAINTAINERS, rows), "run: python tests/test_docs.py"
+    assert len(rows) > 30
+    assert [row for row in rows[2:] if row.count("::") != 1] == []
 
 
 @pytest.mark.parametrize("page", sorted(p.name for p in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]))
@@ -197,4 +242,5 @@ def test_every_picture_is_made_by_a_command_that_is_named() -> None:
 
 if __name__ == "__main__":
     SETTINGS.write_text(settings_page())
-    SECURITY.write_text(security_page())
+    SECURITY.write_text(with_table(SECURITY, permission_rows()))
+    MAINTAINERS.write_text(with_table(MAINTAINERS, promise_rows()))
