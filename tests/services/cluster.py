@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import nats.js.errors
 import numpy as np
 from blake3 import blake3
@@ -25,11 +26,13 @@ from numpy.typing import NDArray
 from tests.made.fragment_vectors import scatter
 from tests.pace import DEADLINE_S
 from tests.services.forking import Forked, Nursery
-from tests.services.toy import HURRIED_STEP_S, SLOW_STEP_S, STEP_S, Toy, allow_steps
+from tests.services.toy import HURRIED_STEP_S, SAMPLES, SLOW_STEP_S, STEP_S, Toy, allow_steps
 
 from diloco.control import creation
+from diloco.control.changes import append_changes
 from diloco.control.creation import Run
 from diloco.control.hearing import check_subject
+from diloco.core.changes import Tokens
 from diloco.core.fragments import Fragment, FragmentMap
 from diloco.errors import MessageError
 from diloco.log.log import Log
@@ -427,17 +430,44 @@ class Cluster:
         assert [service.said.count("\n") for service in services] == [1] * len(services), [s.said for s in services]
         return [(service.process.wait(), service.said) for service in services]
 
+    async def use_up(self) -> None:
+        """Give a run whose budget never ends one that is soon used up, and wait for its end: the test has seen all else."""
+        link = await self.link()
+        budget = self.tokens() + len(self.heartbeats) * 2 * self.settings.round.steps * SAMPLES
+
+        async def change() -> None:
+            run = Run(self.name, self.settings, await link.bucket(self.subjects.bucket, create=False))
+            await append_changes(link, run, lambda now: [Tokens(budget)] * (now.settings.tokens != budget), author="test")
+
+        await until_available(change, get_logger())
+        self.gate.open()
+        self.hurry()
+        await self.ended()
+
     async def finished_heartbeats(self) -> dict[str, Heartbeat]:
-        """Every learner's last word; of one that runs as a process, too, which may be heard only after its end."""
-        processes = {service.name for service in self.services if service.name.startswith("toy") and not service.killed}
+        """Every learner's last word."""
+        names = {toy.name for toy in self.toys}
+        names |= {service.name for service in self.services if service.name.startswith("toy") and not service.killed}
 
         def all_are_heard() -> bool:
-            return processes <= self.heartbeats.keys() and all(
+            for last in self._last_words():
+                self.heartbeats.setdefault(last.learner, []).append(last)
+            return names <= self.heartbeats.keys() and all(
                 heartbeats[-1].state == "finished" for heartbeats in self.heartbeats.values()
             )
 
         await self.until(all_are_heard, "last heartbeats arrive")
         return {name: heartbeats[-1] for name, heartbeats in self.heartbeats.items()}
+
+    def _last_words(self) -> Iterator[Heartbeat]:
+        """Of learners that have finished, by what they leave behind: a heartbeat is lost where a connection is made again."""
+        for toy in self.toys:
+            if toy.finished and not toy.running and toy.member is not None:
+                yield toy.member.heartbeat()
+        for name, newest in {service.name: service for service in self.services}.items():
+            result = self.directory / f"{name}.json"
+            if name.startswith("toy") and newest.process.poll() == 0 and result.exists():
+                yield msgspec.convert(json.loads(result.read_text())["heartbeat"], Heartbeat)
 
     async def store(self) -> tuple[Log, FragmentMap]:
         """The run's log, as anybody can open it."""

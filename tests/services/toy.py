@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
@@ -337,8 +338,10 @@ class Toy:
 
     def result(self) -> dict[str, Any]:
         """What a process of this learner leaves behind."""
+        assert self.member is not None
         return {
             "finished": self.finished,
+            "heartbeat": msgspec.to_builtins(self.member.heartbeat()),
             "thetas": {str(index): blake3(theta.tobytes()).hexdigest() for index, theta in sorted(self.thetas.items())},
         }
 
